@@ -121,7 +121,7 @@ class Row:
         """The layers' output, [S, B, H], fp32."""
         torch.manual_seed(1)
         hidden = torch.randn(SEQUENCE, MICRO_BATCH, HIDDEN, requires_grad=True)
-        return self.block(hidden, None, self.rotary(SEQUENCE))
+        return self.block(hidden, None, rotary_pos_emb=self.rotary(SEQUENCE))
 
 
 def build(model: str, setting: str, *, fields: dict[str, Any]) -> Row:

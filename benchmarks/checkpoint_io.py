@@ -31,7 +31,7 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.gpu.record import Target, report_targets, write_record  # noqa: E402
 from megatron.core.device import prepare_device  # noqa: E402
-from megatron.core.dist_checkpointing import ShardedTensor, StagingMemory, begin_save, load, save  # noqa: E402
+from megatron.core.dist_checkpointing import ShardedTensor, StagingMemory, begin_save, load_items, save_items  # noqa: E402
 
 BANDWIDTH_TARGET = 0.8  # of torch.save
 SLOWDOWN_TARGET = 0.05  # of a stretch of steps
@@ -98,11 +98,11 @@ def measure_files(folder: Path, *, megabytes: int, rounds: int) -> Times:
 
     sides: dict[str, Callable[[], object]] = {
         "torch save": torch_save,
-        "ours save": lambda: save(state, ours, common={}),
+        "ours save": lambda: save_items(state, ours, common={}),
         "torch load": lambda: torch.load(file, weights_only=True),
-        "ours load": lambda: load(state, ours),
+        "ours load": lambda: load_items(state, ours),
         "torch load from disk": lambda: torch.load(file, weights_only=True),
-        "ours load from disk": lambda: load(state, ours),
+        "ours load from disk": lambda: load_items(state, ours),
     }
     times: Times = {name: [] for name in sides}
     names = list(sides)

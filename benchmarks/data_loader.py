@@ -90,7 +90,7 @@ def write_corpus(prefix: Path, *, num_tokens: int, with_masks: bool) -> str:
 
 def _write(prefix: str, values: np.ndarray, *, lengths: np.ndarray) -> None:
     with IndexedDatasetBuilder(f"{prefix}.bin", dtype=values.dtype.type) as builder:
-        builder.add_documents(values, lengths.tolist())
+        builder.add_concatenated(values, lengths.tolist())
         builder.finalize(f"{prefix}.idx")
 
 
@@ -100,7 +100,7 @@ def measure(prefix: str, *, seq_length: int, name: str, repeats: int) -> int:
         sequence_length=seq_length, blend=([prefix], None), split="1,0,0", tokenizer=VOCABULARY, **OPTIONS[name]
     )
     dataset = BlendedMegatronDatasetBuilder(GPTDataset, [None, 0, 0], lambda: True, config).build()[0]
-    assert dataset is not None
+    assert isinstance(dataset, GPTDataset)
     plan = BatchPlan(micro_batch_size=MICRO_BATCH, create_attention_mask=name == MASKS)
     speeds = []
     for _ in range(repeats):

@@ -42,7 +42,7 @@ from benchmarks.sides import (  # noqa: E402
 from benchmarks.train_step import RANKS, build_ours, build_plain, build_run, plain_step  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel  # noqa: E402
 from megatron.core.distributed.event_log import EventLog, hidden_share  # noqa: E402
-from megatron.training.training import train_step  # noqa: E402
+from megatron.training.training import run_step  # noqa: E402
 
 OVERLAP = ("--overlap-grad-reduce", "--ddp-bucket-size", "2000000")
 SHARDED = ("--use-distributed-optimizer",)
@@ -123,7 +123,7 @@ def build_observed(*flags: str) -> Callable[[], float | None]:
     def step() -> float | None:
         # Begins when this one ends.
         log.record_next_step()
-        train_step(run)
+        run_step(run)
         noted = log.take_sync()
         return hidden_share(noted[-1]) if noted else None
 

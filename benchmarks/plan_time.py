@@ -22,9 +22,9 @@ from megatron.planner.plan import plan_run  # noqa: E402
 from megatron.planner.step_time import run_time  # noqa: E402
 from megatron.training.arguments import parse_args, validate_args  # noqa: E402
 from megatron.training.compute.devices import CPU_NAME, NAME_VARIABLE, planned_device  # noqa: E402
-from megatron.training.initialize import initialize_megatron  # noqa: E402
+from megatron.training.initialize import start_processes  # noqa: E402
 from megatron.training.setup import setup_data, setup_run  # noqa: E402
-from megatron.training.training import train_step  # noqa: E402
+from megatron.training.training import run_step  # noqa: E402
 
 _OF_EXPERTS = ("--num-experts", "--moe-router-topk", "--moe-ffn-hidden-size", "--moe-router-load-balancing-type")
 
@@ -66,10 +66,10 @@ def dense_flags() -> list[str]:
 
 def build_dense() -> Callable[[], None]:
     """Builds a step of the model without experts."""
-    args = initialize_megatron(argv=dense_flags())
+    args = start_processes(argv=dense_flags())
     run = setup_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
     setup_data(run, pretrain_gpt.train_valid_test_datasets_provider, num_workers=0)
-    return lambda: train_step(run) and None
+    return lambda: run_step(run) and None
 
 
 def estimated_seconds(flags: list[str]) -> float:

@@ -52,10 +52,11 @@ from megatron.core.device import peak_memory_bytes  # noqa: E402
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.moe.paged_stash import Counter  # noqa: E402
 from megatron.core.transformer.moe.paged_stash.page_pool import RESTORE_ALIGNMENT  # noqa: E402
-from megatron.training.initialize import initialize_megatron  # noqa: E402
+from megatron.core.transformer.moe.permutation import Routing  # noqa: E402
+from megatron.training.initialize import start_processes  # noqa: E402
 from megatron.training.run import TrainingRun  # noqa: E402
 from megatron.training.setup import setup_data, setup_run  # noqa: E402
-from megatron.training.training import train_step  # noqa: E402
+from megatron.training.training import run_step  # noqa: E402
 
 RANKS, EXPERTS, TOPK, SEQUENCE = 8, 16, 2, 128
 PREFETCH = 1
@@ -177,10 +178,11 @@ def forced_choices(hot_share: float, *, num_tokens: int) -> Tensor:
 def force_routing(router: nn.Module, hot_share: float) -> None:
     """Replaces the router's choices; the weights stay, with their gradients."""
 
-    def choose(weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-        return weights, forced_choices(hot_share, num_tokens=len(indices)).to(indices.device)
+    def choose(router: nn.Module, inputs: Any, chosen: Routing) -> Routing:
+        forced = forced_choices(hot_share, num_tokens=len(chosen.indices)).to(chosen.indices.device)
+        return Routing(chosen.weights, forced, chosen.num_experts)
 
-    router.register_forward_hook(lambda module, args, output: choose(*output))
+    router.register_forward_hook(choose)
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,7 @@ class RankFigures:
 
 def train(case: Case) -> RankFigures:
     """Some steps of training, the last of which is measured, as a rank of torchrun."""
-    args = initialize_megatron(argv=case.argv)
+    args = start_processes(argv=case.argv)
     run = setup_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
     setup_data(run, pretrain_gpt.train_valid_test_datasets_provider, num_workers=0)
     layers = [part for chunk in run.model for part in chunk.modules() if isinstance(part, MoELayer)]
@@ -213,9 +215,9 @@ def train(case: Case) -> RankFigures:
         force_routing(layer.router, SKEWS[case.skew])
     before = peak_memory_bytes(run.device)
     for _ in range(WARM_STEPS):
-        train_step(run)
+        run_step(run)
     with ExpertBytes(layers) as counted:
-        train_step(run)
+        run_step(run)
     return figures_of(run, counted.peaks, rss=peak_memory_bytes(run.device) - before)
 
 

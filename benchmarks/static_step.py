@@ -29,8 +29,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec  # noqa
 from megatron.core.transformer.spec_utils import build_module  # noqa: E402
 from megatron.training.arguments import core_transformer_config_from_args  # noqa: E402
 from megatron.training.callbacks import RunStart  # noqa: E402
-from megatron.training.initialize import initialize_megatron  # noqa: E402
-from megatron.training.training import train_step  # noqa: E402
+from megatron.training.initialize import start_processes  # noqa: E402
+from megatron.training.training import run_step  # noqa: E402
 
 BASE = "dropless"
 TRACE = Path(tempfile.gettempdir()) / "static_step_routing.jsonl"
@@ -101,7 +101,7 @@ def build_logged(*flags: str) -> Callable[[], None]:
     run.callbacks.on_train_start(RunStart(iteration=0, train_iters=1))
 
     def step() -> None:
-        report, _ = train_step(run)
+        report, _ = run_step(run)
         run.callbacks.on_step_end(run.measured(report))
 
     return step
@@ -109,8 +109,8 @@ def build_logged(*flags: str) -> Callable[[], None]:
 
 def build_layer(*flags: str) -> Callable[[], None]:
     """Forward and backward of one layer in one process; flags: beside train_step.py's."""
-    config = core_transformer_config_from_args(initialize_megatron(argv=[*FLAGS.split(), *flags]))
-    layer = build_module(get_mlp_module_spec(config.num_moe_experts, config.moe_grouped_gemm), config=config)
+    config = core_transformer_config_from_args(start_processes(argv=[*FLAGS.split(), *flags]))
+    layer = build_module(get_mlp_module_spec(False, config.num_moe_experts, config.moe_grouped_gemm), config=config)
     generator = torch.Generator().manual_seed(1)
     shape = SEQUENCE, MICRO_BATCH, config.hidden_size
     x, upstream = (torch.randn(shape, generator=generator) for _ in range(2))

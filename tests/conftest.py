@@ -27,6 +27,8 @@ settings.register_profile(
 settings.load_profile("project")
 # One thread, as in the ranks: sums keep their order on any machine, and small tensors gain nothing from more.
 torch.set_num_threads(1)
+# Weights & Biases writes files, and sends nothing. Ranks inherit it.
+os.environ.setdefault("WANDB_MODE", "offline")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -27,10 +27,10 @@ from megatron.core.group_collectives import gather_objects
 from megatron.training.callbacks import StepReport
 from megatron.training.error_broadcast import ErrorBroadcast
 from megatron.training.errors import message_for_other_ranks
-from megatron.training.initialize import initialize_megatron, leave_process_group
+from megatron.training.initialize import leave_process_group, start_processes
 from megatron.training.run import TrainingRun
 from megatron.training.setup import setup_data, setup_run
-from megatron.training.training import train_step
+from megatron.training.training import run_step
 from tools.asked_graphs import WARMUP_STEPS, asked_of, failures_of, leave_files_alone, send_as_a_gpu_does
 
 # Fields in which two equal runs may differ.
@@ -89,7 +89,7 @@ def _train(argv: Sequence[str], num_steps: int, *, tapes: _CountedTapes | None) 
     asked, rest = asked_of(argv)
     with ErrorBroadcast(describe=message_for_other_ranks, leave=leave_process_group) as broadcast:
         # On the CPU, other kernels for experts in fp32 need the row offsets on the host.
-        args = initialize_megatron(argv=[*rest, "--deterministic-mode"], broadcast=broadcast)
+        args = start_processes(argv=[*rest, "--deterministic-mode"], broadcast=broadcast)
         leave_files_alone(args)
         if tapes is not None:
             asked.give_to(args)
@@ -98,7 +98,7 @@ def _train(argv: Sequence[str], num_steps: int, *, tapes: _CountedTapes | None) 
         count = WARMUP_STEPS + num_steps
         samples = count * run.batches.running.final_size
         setup_data(run, lambda _: pretrain_gpt.train_valid_test_datasets_provider([samples, 0, 0]), num_workers=0)
-        steps = [_comparable(train_step(run)[0]) for _ in range(count)]
+        steps = [_comparable(run_step(run)[0]) for _ in range(count)]
         failures = [] if run.steps.graph is None else failures_of(run.steps.graph)
         if tapes is not None and not failures and tapes.num_captures == 0:
             failures.append("nothing was captured")

@@ -28,7 +28,6 @@ if str(ROOT) not in sys.path:
 import pretrain_gpt  # noqa: E402
 from megatron.core.datasets.data_iterators import BatchPlan, build_data_iterators  # noqa: E402
 from megatron.core.device import default_device  # noqa: E402
-from megatron.core.enums import ModelType  # noqa: E402
 from megatron.core.graphs.safety import Region, collect_refusals  # noqa: E402
 from megatron.core.group_collectives import gather_objects  # noqa: E402
 from megatron.core.num_microbatches_calculator import get_num_microbatches  # noqa: E402
@@ -39,13 +38,13 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker  # noqa: E402
 from megatron.core.timers import Timers  # noqa: E402
 from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes  # noqa: E402
 from megatron.training.checkpointing.rng_state import seed_ranks  # noqa: E402
+from megatron.training.command_line.published import publish_timers, publish_tokenizer  # noqa: E402
 from megatron.training.error_broadcast import ErrorBroadcast  # noqa: E402
 from megatron.training.errors import exit_on_user_error, message_for_other_ranks  # noqa: E402
-from megatron.training.global_vars import publish_timers, publish_tokenizer  # noqa: E402
-from megatron.training.initialize import initialize_megatron, leave_process_group  # noqa: E402
+from megatron.training.initialize import leave_process_group, start_processes  # noqa: E402
 from megatron.training.setup import (  # noqa: E402
+    build_model_and_optimizer,
     setup_batches,
-    setup_model_and_optimizer,
     setup_steps,
     setup_tokenizer,
 )
@@ -87,7 +86,7 @@ def breaks_of(argv: Sequence[str]) -> list[str]:
     """Returns what prevents the requested graphs on any rank: flags, and operations with their lines. Collective."""
     asked, rest = asked_of(argv)
     with ErrorBroadcast(describe=message_for_other_ranks, leave=leave_process_group) as broadcast:
-        args = initialize_megatron(argv=rest, broadcast=broadcast)
+        args = start_processes(argv=rest, broadcast=broadcast)
         refused = refusals_of_flags(args, asked)
         if asked.impl == "local":
             if refused:
@@ -157,9 +156,7 @@ def _setup(args: argparse.Namespace) -> tuple[StepRunner, MegatronOptimizer, Lin
     timers = Timers(0, "minmax", device=default_device())
     publish_timers(timers)
     batches = setup_batches(args)
-    model, optimizer, _ = setup_model_and_optimizer(
-        pretrain_gpt.model_provider, ModelType.encoder_or_decoder, args=args
-    )
+    model, optimizer, _ = build_model_and_optimizer(pretrain_gpt.model_provider, args)
     groups, graphs = get_process_groups(), LintedGraphs()
     memory = build_expert_memory(model, args, groups=groups)
     steps = setup_steps(

@@ -354,12 +354,18 @@ def _convert_hub(options: argparse.Namespace) -> int:
 def _convert_core(options: argparse.Namespace) -> None:
     if options.target != _CANONICAL:
         raise ValueError(f"--from {_CORE}: must be --to {_CANONICAL}, which is {options.target}")
-    folder, num_left = from_megatron_core(
+    result = from_megatron_core(
         options.load, options.save, step=options.ckpt_step, vocab_size=options.vocab_size, settings=options.model_config
     )
-    print(f"wrote {folder}")
-    print(f"not converted: {num_left} entries that are no weights, such as optimizer and generator states")
-    print("continue with --no-load-optim --no-load-rng, or with --finetune")
+    print(f"wrote {result.folder}")
+    if result.has_state:
+        print(
+            f"not converted: {result.num_left} entries that are neither weights nor optimizer state, such as generators"
+        )
+        print("continue with --no-load-rng")
+    else:
+        print(f"not converted: {result.num_left} entries that are no weights, such as optimizer and generator states")
+        print("continue with --no-load-optim --no-load-rng, or with --finetune")
 
 
 def _convert_files(options: argparse.Namespace) -> None:

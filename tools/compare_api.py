@@ -250,7 +250,10 @@ def _field_differences(name: PublicName, owner: object) -> list[str] | None:
 
 def _our_parameters(value: object, has_self: bool) -> list[inspect.Parameter]:
     found = list(inspect.signature(value).parameters.values())  # type: ignore[arg-type]
-    return found[1:] if has_self else found
+    if has_self:
+        found = found[1:]
+    # megatron_api.txt leaves out every first parameter named cls, also where it is an argument of the call.
+    return found[1:] if found and found[0].name == "cls" else found
 
 
 def _parameter_differences(theirs: Sequence[Parameter], ours: Sequence[inspect.Parameter]) -> list[str]:
@@ -270,7 +273,8 @@ def _parameter_differences(theirs: Sequence[Parameter], ours: Sequence[inspect.P
             if not (takes_all and (takes_rest or their.keyword_only)):
                 differences.append(f"no {their.name}")
         elif not their.keyword_only and (index >= len(positions) or positions[index] != their.name):
-            differences.append(f"{their.name} is at another position or by keyword only")
+            keyword = mine.kind is inspect.Parameter.KEYWORD_ONLY
+            differences.append(f"{their.name} is {'by keyword only' if keyword else 'at another position'}")
         else:
             differences += _default_differences(their, mine.default)
     known = {their.name for their in theirs}

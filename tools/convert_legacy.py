@@ -99,7 +99,9 @@ def to_canonical(load: Path, save: Path, *, step: int | None = None, vocab_size:
                 _fill(part, to_names_here(chunk, _facts(part, args)), path=file.path)
                 # Views of memory-mapped files: data is read when it is written.
                 tensors += model_sharded_tensors(part)
-    dist_checkpointing.save(tensors, folder, common=common_of_weights(args, first.args, iteration=first.iteration))
+    dist_checkpointing.save_items(
+        tensors, folder, common=common_of_weights(args, first.args, iteration=first.iteration)
+    )
     write_tracker(str(save), first.iteration)
     return folder
 
@@ -122,7 +124,7 @@ def from_canonical(load: Path, save: Path, *, layout: TargetLayout, step: int | 
         for rank in range(_num_files(args)):
             with _rank_of_files(args, rank) as (name, parts):
                 tensors = [tensor for part in parts for tensor in model_sharded_tensors(part)]
-            dist_checkpointing.load(tensors, found.path)
+            dist_checkpointing.load_items(tensors, found.path)
             chunks = [to_legacy_names(_state(part), _facts(part, args), fused=layout.fused) for part in parts]
             write_legacy(temporary / name / MODEL_FILE, values, iteration=found.iteration, chunks=chunks)
     write_tracker(str(save), found.iteration)

@@ -15,7 +15,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
 from megatron.core.device import default_device  # noqa: E402
-from megatron.core.dist_checkpointing import load, model_sharded_tensors  # noqa: E402
+from megatron.core.dist_checkpointing import load_items, model_sharded_tensors  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer  # noqa: E402
 from megatron.core.tokenizers.tokenizer import Tokenizer  # noqa: E402
@@ -105,7 +105,7 @@ def load_model(folder: str, *, step: int | None, moved: dict[str, str | None]) -
             "give the tokenizer of the training run with --tokenizer-model"
         )
     model = build_gpt(args)
-    load(model_sharded_tensors(model, allow_cast=True), found.path)
+    load_items(model_sharded_tensors(model, allow_cast=True), found.path)
     return model.to(default_device()).eval(), tokenizer
 
 

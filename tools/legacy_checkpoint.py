@@ -8,22 +8,17 @@ store optimizer states by position in lists. convert_legacy.py knows the layouts
 """
 
 import argparse
-import collections
 import re
-import signal
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.storage import load_allowed
-from megatron.core.enums import ModelType
-from megatron.core.transformer.enums import AttnBackend
 from megatron.training.checkpointing.folder import (
     RELEASE,
     TRACKER_FILE,
@@ -31,48 +26,14 @@ from megatron.training.checkpointing.folder import (
     iteration_of_text,
     read_tracker,
 )
-from megatron.training.checkpointing.run_values import is_count
+from megatron.training.checkpointing.megatron_objects import ALLOWED, FUSED_NORMS, NOT_WEIGHTS
+from megatron.training.checkpointing.train_state import is_count
 
 MODEL_FILE = "model_optim_rng.pt"
 _RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 # Earlier versions order the rows of query, key and value differently.
 _VERSIONS = (2.0, 3.0)
 CHECKPOINT_VERSION = 3.0
-# Entries of modules that are no weights: kernel states, counts of a step, recomputed values.
-NOT_WEIGHTS = ("_extra_state", "rotary_pos_emb.inv_freq", "local_tokens_per_expert")
-
-
-class Inert:
-    """Placeholder for one of Megatron's objects that holds no weights."""
-
-    def __init__(self, *unused: Any) -> None:
-        self.state: Any = None
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-# Megatron's names of classes that are replaced by Inert.
-_INERT = (
-    "megatron.core.rerun_state_machine.RerunDiagnostic",
-    "megatron.core.rerun_state_machine.RerunMode",
-    "megatron.core.rerun_state_machine.RerunState",
-    "megatron.core.transformer.enums.CudaGraphScope",
-)
-# Other objects allowed in a file: arguments, counters and generator states.
-ALLOWED: list[Any] = [
-    argparse.Namespace,
-    types.SimpleNamespace,
-    collections.deque,
-    signal.Signals,
-    ModelType,
-    AttnBackend,
-    numpy.ndarray,
-    numpy.dtype,
-    type(numpy.dtype(numpy.uint32)),
-    *((numpy.zeros(0).__reduce__()[0], f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
-    *((Inert, name) for name in _INERT),
-]
 
 
 @dataclass(frozen=True, order=True)
@@ -212,13 +173,6 @@ def _tensors(path: Path, chunk: Mapping[str, Any]) -> dict[str, Tensor]:
 # Parameter names: of files with either implementation of layers, and of models here.
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-# Linear layers that a norm precedes, and that may contain it.
-FUSED_NORMS = {
-    "self_attention.linear_qkv": "input_layernorm",
-    "self_attention.linear_q_up_proj": "self_attention.q_layernorm",
-    "self_attention.linear_kv_up_proj": "self_attention.kv_layernorm",
-    "mlp.linear_fc1": "pre_mlp_layernorm",
-}
 _FUSED = re.compile(r"(.+)\.layer_norm_(weight|bias)")
 _EXPERT_OF_MANY = re.compile(r"mlp\.experts\.linear_(fc1|fc2)\.(weight|bias)(\d+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_(fc1|fc2)\.(weight|bias)")

@@ -299,7 +299,7 @@ def encode_pieces(
         ]
         for chunk in map_in_order(encode, chunks(documents(pieces)), workers=workers):
             for builder, tokens, lengths in zip(builders, chunk.arrays, chunk.lengths):
-                builder.add_documents(tokens, lengths)
+                builder.add_concatenated(tokens, lengths)
             summary.add_chunk(chunk)
             advance(chunk.num_bytes)
         for builder, prefix in zip(builders, prefixes):
@@ -340,8 +340,8 @@ def pack(
     tokens, masks = builders
     summary.num_documents = 0
     for document in packed(chats, length=length, fill=fill, counts=counts):
-        tokens.add_documents(document.tokens, [length])
-        masks.add_documents(document.mask, [length])
+        tokens.add_concatenated(document.tokens, [length])
+        masks.add_concatenated(document.mask, [length])
         summary.num_documents += 1
     if summary.num_documents == 0:
         raise ValueError(f"--pack-length is {length}: no chat has an answer that begins within it")

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing import ShardedTensor, VerifiedCheckpoint, load
+from megatron.core.dist_checkpointing import ShardedTensor, VerifiedCheckpoint, load_items
 from megatron.core.dist_checkpointing import folder as folders
 from megatron.core.dist_checkpointing.manifest import (
     MANIFEST_FILE,
@@ -254,7 +254,7 @@ def _read(
 ) -> torch.Tensor:
     shape, dtype = checkpoint.tensors[key]
     target = torch.empty(window, dtype=dtype)
-    load([ShardedTensor(key, target, shape, offset)], checkpoint)
+    load_items([ShardedTensor.at(key, target, shape, offset)], checkpoint)
     return target
 
 

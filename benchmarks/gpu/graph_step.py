@@ -59,7 +59,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.moe.paged_stash import Counter  # noqa: E402
 from megatron.training import setup  # noqa: E402
 from megatron.training.run import TrainingRun  # noqa: E402
-from megatron.training.training import train_step  # noqa: E402
+from megatron.training.training import run_step  # noqa: E402
 
 TIME_TARGET = 0.75
 WARM_STEPS = 5  # a graph's own warm-up and its capture among them
@@ -255,7 +255,7 @@ def run_steps(run: TrainingRun, routing: ForcedRouting, *, steps: int) -> Measur
     marks = [mark_time(run.device)]
     for _ in range(steps):
         routing.advance()
-        train_step(run)
+        run_step(run)
         marks.append(mark_time(run.device))
     seconds = [seconds_between(*pair) for pair in zip(marks, marks[1:])]
     memory = memory_bytes(run.device)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core import group_collectives
+from megatron.core.transformer.moe.permutation import Routing
 
 TABLES = 8  # routings that steps take in turn
 
@@ -101,5 +102,5 @@ class ForcedRouting:
         self.turn = (self.turn + 1) % len(self.tables)
         self.chosen.copy_(self.tables[self.turn])
 
-    def _choice_of(self, layer: int) -> Callable[..., tuple[Tensor, Tensor]]:
-        return lambda module, args, output: (output[0], self.chosen[layer])
+    def _choice_of(self, layer: int) -> Callable[..., Routing]:
+        return lambda module, args, output: Routing(output.weights, self.chosen[layer], output.num_experts)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from megatron.core.config_field import require_defaults
 from megatron.core.device import CudaGraphs, default_device, rng_tracker
 from megatron.core.device.trace_ranges import trace_range
 from megatron.core.graphs.capture import (
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 # Maximum number of kinds of steps that are recorded as warm.
 _MAX_WARM_KEYS = 64
+_TRAINING, _VALIDATION = "training", "validation"
 
 
 class _Plan(Enum):
@@ -74,12 +76,19 @@ class FullCudaGraphWrapper:
         self,
         forward_backward_func: Callable[..., list[Any]],
         cuda_graph_warmup_steps: int = 1,
+        use_single_mempool: bool = False,
         *,
         device: GraphDevice | None = None,
         participants: Sequence[GraphParticipant] = (),
         follow_up: Callable[[list[Any]], None] | None = None,
         max_graphs: int = 4,
     ) -> None:
+        """use_single_mempool: must be False; graphs of several kinds of steps may be replayed in any order."""
+        require_defaults(
+            "FullCudaGraphWrapper",
+            "each graph has a memory pool of its own, as graphs of one pool must be replayed in the order of capture",
+            use_single_mempool=(use_single_mempool, False),
+        )
         for name, number in (("cuda_graph_warmup_steps", cuda_graph_warmup_steps), ("max_graphs", max_graphs)):
             if number < 1:
                 raise ValueError(f"{name} is {number}: must be at least 1")
@@ -94,6 +103,7 @@ class FullCudaGraphWrapper:
         self._has_warned = False
         self._graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
         self._last_fingerprints: Hashable = None  # of the previous step
+        self._num_calls = {_TRAINING: 0, _VALIDATION: 0}
 
     @property
     def num_graphs(self) -> int:
@@ -120,6 +130,7 @@ class FullCudaGraphWrapper:
         for batches that cannot be static inputs.
         """
         keywords["num_microbatches"] = num_microbatches
+        self.next_iter(_VALIDATION if forward_only else _TRAINING)
         if forward_only or not self.may_break_off:
             return self._run(data_iterator=data_iterator, forward_only=forward_only, **keywords)
         batches = _read(data_iterator, num_microbatches)
@@ -137,6 +148,26 @@ class FullCudaGraphWrapper:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
         return self._replay(self._graphs[key], batches)
+
+    def data_read(self, data_iterator: Any, model: Any, training: bool, num_microbatches: int) -> Any:
+        """Reads a step's batches; returns an iterator over them, or a list with one for each chunk, or None.
+
+        data_iterator: as in a call. model, training: not needed.
+        """
+        return _iterators(_read(data_iterator, num_microbatches))
+
+    def curr_iter(self, stage: str) -> int:
+        """Returns the number of calls so far; stage: training or validation."""
+        return self._num_calls[_known_stage(stage)]
+
+    def next_iter(self, stage: str) -> None:
+        """Counts a call; stage: training or validation."""
+        self._num_calls[_known_stage(stage)] += 1
+
+    def reset_cuda_graph(self, stage: str | None = None) -> None:
+        """Drops the graphs of a stage, None: of both; evaluation has none, since it runs eagerly."""
+        if stage is None or _known_stage(stage) == _TRAINING:
+            self.drop_graphs()
 
     def drop_graphs(self) -> None:
         """Drops all graphs and their memory. Later steps warm up and are captured from scratch."""
@@ -197,8 +228,7 @@ class FullCudaGraphWrapper:
         return _Captured(graph, inputs, reports, [participant.captured() for participant in self._participants])
 
     def _run_passes(self, batches: Any, keywords: dict[str, Any]) -> list[Any]:
-        iterators = list(map(_iterator, batches)) if isinstance(batches, tuple) else _iterator(batches)
-        return self._run(data_iterator=iterators, forward_only=False, **keywords)
+        return self._run(data_iterator=_iterators(batches), forward_only=False, **keywords)
 
     @trace_range("FullCudaGraphWrapper.replay")
     def _replay(self, captured: _Captured, batches: Any) -> list[Any]:
@@ -215,6 +245,16 @@ def _read(data_iterator: Any, num_microbatches: int) -> Any:
     if isinstance(data_iterator, list):
         return tuple(_read(one, num_microbatches) for one in data_iterator)
     return None if data_iterator is None else [next(data_iterator) for _ in range(num_microbatches)]
+
+
+def _iterators(batches: Any) -> Any:
+    return list(map(_iterator, batches)) if isinstance(batches, tuple) else _iterator(batches)
+
+
+def _known_stage(stage: str) -> str:
+    if stage not in (_TRAINING, _VALIDATION):
+        raise ValueError(f"stage is {stage!r}: must be {_TRAINING} or {_VALIDATION}")
+    return stage
 
 
 def _iterator(batches: list[Any] | None) -> Iterator[Any] | None:

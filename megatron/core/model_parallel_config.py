@@ -3,6 +3,7 @@
 Process groups are built in parallel_state.py. Network shapes are in transformer/transformer_config.py.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -30,6 +31,30 @@ class ConstantInit:
     def __call__(self, param: torch.Tensor) -> torch.Tensor:
         """param: any shape, any float dtype; filled in place."""
         return param.fill_(self.value)
+
+
+@dataclass(frozen=True)
+class XavierUniformInit:
+    """Initializes a weight uniformly within +-sqrt(6 / (rows + columns)), after Glorot and Bengio.
+
+    fans: rows and columns of the matrix that the weight is a part or a stack of; None: its own last two dimensions.
+    """
+
+    fans: int | None = None
+
+    def __call__(self, weight: torch.Tensor) -> torch.Tensor:
+        """weight: [*, rows, columns], any float dtype; filled in place from torch's generator."""
+        bound = self.bound(weight.shape)
+        return torch.nn.init.uniform_(weight, -bound, bound)
+
+    def bound(self, shape: Sequence[int]) -> float:
+        """The largest size of a value of a weight with this shape."""
+        return math.sqrt(6 / (self.fans or sum(shape[-2:])))
+
+
+def init_of_matrix(init_method: InitMethod, rows: int, columns: int) -> InitMethod:
+    """The init method of parts of a matrix [rows, columns]: Xavier's looks at the whole, others are as they were."""
+    return XavierUniformInit(rows + columns) if isinstance(init_method, XavierUniformInit) else init_method
 
 
 @dataclass(kw_only=True)

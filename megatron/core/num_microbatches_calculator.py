@@ -6,7 +6,8 @@ The functions at the end hold one calculator per process, because Megatron's scr
 
 import bisect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
@@ -81,7 +82,8 @@ def build_batch_schedule(
     if rampup_batch_size is not None and step_batch_size_schedule is not None:
         raise ValueError("rampup_batch_size and step_batch_size_schedule are both given: choose one schedule")
     if step_batch_size_schedule is None:
-        assert global_batch_size is not None, "without a step schedule the global batch size is required"
+        if global_batch_size is None:
+            raise ValueError("global_batch_size is None: give its value, or a step_batch_size_schedule")
         return ramp_up(rampup_batch_size, global_batch_size) if rampup_batch_size else constant_batch(global_batch_size)
     schedule = parse_step_schedule(step_batch_size_schedule, seq_length=seq_length or 1)
     if global_batch_size not in (None, schedule.final_size):
@@ -199,15 +201,105 @@ class NumMicroBatches:
         return self.running.final_size // self.samples_per_round
 
 
+class NumMicroBatchesCalculator(ABC):
+    """The batch sizes of a run at its present point, under the names that Megatron's scripts call."""
+
+    @abstractmethod
+    def __init__(self) -> None:
+        # The sizes of the whole run; subclasses set them.
+        self.batches: NumMicroBatches
+        self.consumed_samples = 0
+
+    def get(self) -> int:
+        """Returns the microbatches of each rank in the next step."""
+        return self.batches.num_microbatches(self.consumed_samples)
+
+    def get_current_global_batch_size(self) -> int:
+        """Returns the global batch size that the schedule requests for the next step, in samples."""
+        return self.batches.schedule.size_at(self.consumed_samples)
+
+    def get_micro_batch_size(self) -> int:
+        """Returns the samples of a microbatch on one rank."""
+        return self.batches.micro_batch_size
+
+    def get_current_running_global_batch_size(self) -> int:
+        """Returns the global batch size of the next step, after decrease_batch_size_if_needed rounded it down."""
+        return self.batches.running.size_at(self.consumed_samples)
+
+    def update(self, consumed_samples: int, consistency_check: bool, verbose: bool = False) -> None:
+        """Moves to the batch size of the step that begins after `consumed_samples`.
+
+        consistency_check, verbose: accepted for Megatron's scripts. All sizes were checked at construction.
+        """
+        self.consumed_samples = consumed_samples
+
+
+class _GivenBatchesCalculator(NumMicroBatchesCalculator):
+    def __init__(self, batches: NumMicroBatches) -> None:
+        super().__init__()
+        self.batches = batches
+
+
+class ConstantNumMicroBatchesCalculator(NumMicroBatchesCalculator):
+    """One batch size for the whole run. Raises ValueError if it does not divide. rank: not used."""
+
+    def __init__(
+        self,
+        global_batch_size: int,
+        micro_batch_size: int,
+        data_parallel_size: int,
+        decrease_batch_size_if_needed: bool,
+        rank: int,
+    ) -> None:
+        super().__init__()
+        schedule = constant_batch(global_batch_size)
+        self.batches = NumMicroBatches(schedule, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed)
+
+
+class RampupBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
+    """A batch size that rises in equal increments over `ramup_samples`, as ramp_up computes. rank: not used."""
+
+    def __init__(
+        self,
+        global_batch_size: int,
+        micro_batch_size: int,
+        data_parallel_size: int,
+        decrease_batch_size_if_needed: bool,
+        rank: int,
+        start_global_batch_size: int,
+        batch_size_increment: int,
+        ramup_samples: int,
+    ) -> None:
+        super().__init__()
+        schedule = ramp_up((start_global_batch_size, batch_size_increment, ramup_samples), global_batch_size)
+        self.batches = NumMicroBatches(schedule, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed)
+
+
+class StepBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
+    """A batch size that changes at thresholds, which parse_step_schedule reads from `schedule`. rank: not used."""
+
+    def __init__(
+        self,
+        micro_batch_size: int,
+        data_parallel_size: int,
+        decrease_batch_size_if_needed: bool,
+        rank: int,
+        schedule: str,
+        seq_length: int | None = None,
+    ) -> None:
+        super().__init__()
+        steps = parse_step_schedule(schedule, seq_length=seq_length or 1)
+        self.batches = NumMicroBatches(steps, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed)
+
+
 @dataclass
 class _Holder:
-    calculator: NumMicroBatches | None = None
-    consumed_samples: int = 0
+    calculator: NumMicroBatchesCalculator | None = None
 
-    def ask(self, question: Callable[[NumMicroBatches, int], int]) -> int:
+    def get(self) -> NumMicroBatchesCalculator:
         if self.calculator is None:
             raise RuntimeError("init_num_microbatches_calculator has not been called")
-        return question(self.calculator, self.consumed_samples)
+        return self.calculator
 
 
 _HOLDER = _Holder()
@@ -215,28 +307,56 @@ _HOLDER = _Holder()
 
 def init_num_microbatches_calculator(
     rank: int,
-    rampup_batch_size: list[int] | None,
-    global_batch_size: int | None,
-    micro_batch_size: int,
-    data_parallel_size: int,
+    rampup_batch_size: list[int] | None = None,
+    global_batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    data_parallel_size: int | None = None,
     decrease_batch_size_if_needed: bool = False,
-    *,
     step_batch_size_schedule: str | None = None,
     seq_length: int | None = None,
 ) -> NumMicroBatches:
-    """Sets the batch sizes of this process, in samples. Raises ValueError if they do not divide."""
+    """Sets the batch sizes of this process, in samples. Raises ValueError if one is missing or they do not divide."""
     # A second run in this process would change the batch sizes of the first.
     if _HOLDER.calculator is not None:
         raise RuntimeError(f"rank {rank}: the number of microbatches is already set; destroy the calculator first")
+    return reconfigure_num_microbatches_calculator(
+        rank,
+        rampup_batch_size,
+        global_batch_size,
+        micro_batch_size,
+        data_parallel_size,
+        decrease_batch_size_if_needed,
+        step_batch_size_schedule,
+        seq_length,
+    )
+
+
+def reconfigure_num_microbatches_calculator(
+    rank: int,
+    rampup_batch_size: list[int] | None = None,
+    global_batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    data_parallel_size: int | None = None,
+    decrease_batch_size_if_needed: bool = False,
+    step_batch_size_schedule: str | None = None,
+    seq_length: int | None = None,
+) -> NumMicroBatches:
+    """Sets the batch sizes of this process in place of those before, at the start of their schedule.
+
+    Raises ValueError as init_num_microbatches_calculator does; the sizes before then stay.
+    """
+    if micro_batch_size is None or data_parallel_size is None:
+        missing = "micro_batch_size" if micro_batch_size is None else "data_parallel_size"
+        raise ValueError(f"{missing} is None: the number of microbatches follows from it; give its value")
     schedule = build_batch_schedule(
         global_batch_size,
         rampup_batch_size=rampup_batch_size,
         step_batch_size_schedule=step_batch_size_schedule,
         seq_length=seq_length,
     )
-    _HOLDER.calculator = NumMicroBatches(schedule, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed)
-    _HOLDER.consumed_samples = 0
-    return _HOLDER.calculator
+    batches = NumMicroBatches(schedule, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed)
+    _HOLDER.calculator = _GivenBatchesCalculator(batches)
+    return batches
 
 
 def destroy_num_microbatches_calculator() -> None:
@@ -244,25 +364,34 @@ def destroy_num_microbatches_calculator() -> None:
     _HOLDER.calculator = None
 
 
+def unset_num_microbatches_calculator() -> None:
+    """Discards the batch sizes, as destroy_num_microbatches_calculator does."""
+    destroy_num_microbatches_calculator()
+
+
 def get_num_microbatches() -> int:
     """Returns the microbatches of each rank in the next step."""
-    return _HOLDER.ask(NumMicroBatches.num_microbatches)
+    return _HOLDER.get().get()
 
 
 def get_current_global_batch_size() -> int:
     """Returns the global batch size that the schedule requests for the next step, in samples."""
-    return _HOLDER.ask(lambda calculator, consumed: calculator.schedule.size_at(consumed))
+    return _HOLDER.get().get_current_global_batch_size()
+
+
+def get_micro_batch_size() -> int:
+    """Returns the samples of a microbatch on one rank."""
+    return _HOLDER.get().get_micro_batch_size()
 
 
 def get_current_running_global_batch_size() -> int:
     """Returns the global batch size of the next step, after --decrease-batch-size-if-needed rounded it down."""
-    return _HOLDER.ask(lambda calculator, consumed: calculator.running.size_at(consumed))
+    return _HOLDER.get().get_current_running_global_batch_size()
 
 
 def update_num_microbatches(consumed_samples: int, consistency_check: bool = True, verbose: bool = False) -> None:
     """Moves to the batch size of the step that begins after `consumed_samples`.
 
-    consistency_check, verbose: accepted for Megatron's scripts. init_num_microbatches_calculator has checked all sizes.
+    consistency_check, verbose: see NumMicroBatchesCalculator.update.
     """
-    del consistency_check, verbose
-    _HOLDER.consumed_samples = consumed_samples
+    _HOLDER.get().update(consumed_samples, consistency_check, verbose)

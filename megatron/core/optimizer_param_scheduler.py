@@ -38,6 +38,7 @@ class OptimizerParamSchedulerConfig:
     )
     lr_warmup_iters: int = config_field(0, at_least=0, help="Iterations of linear warm-up.")
     lr_warmup_samples: int = config_field(0, at_least=0, help="Samples of linear warm-up.")
+    lr_warmup_init: float = config_field(0.0, at_least=0, help="Learning rate at which the linear warm-up starts.")
     start_weight_decay: float | None = config_field(None, at_least=0, help="Weight decay of the first step.")
     end_weight_decay: float | None = config_field(None, at_least=0, help="Weight decay at the end of the run.")
     weight_decay_incr_style: str = config_field(
@@ -144,6 +145,7 @@ class _Schedule:
     end_wd: float
     wd_incr_style: str
     wd_incr_steps: int
+    init_lr: float = 0.0
 
     def __post_init__(self) -> None:
         self.validate_learning_rate()
@@ -154,6 +156,9 @@ class _Schedule:
         _require(self.max_lr >= self.min_lr >= 0, "min_lr", value=self.min_lr, wanted=f"in 0 .. max_lr ({self.max_lr})")
         _require(
             self.lr_decay_style in LR_STYLES, "lr_decay_style", value=self.lr_decay_style, wanted=f"in {LR_STYLES}"
+        )
+        _require(
+            0 <= self.init_lr <= self.max_lr, "init_lr", value=self.init_lr, wanted=f"in 0 .. max_lr ({self.max_lr})"
         )
 
     def validate_steps(self) -> None:
@@ -202,10 +207,8 @@ class OptimizerParamScheduler:
         lr_wsd_decay_style: str | None = None,
     ):
         check_load_policy(override=override_opt_param_scheduler, use_checkpoint=use_checkpoint_opt_param_scheduler)
-        _require(0 <= init_lr <= max_lr, "init_lr", value=init_lr, wanted=f"in 0 .. max_lr ({max_lr})")
         self.optimizer = optimizer
         self.num_steps = 0
-        self.init_lr = init_lr
         self.schedule = _Schedule(
             max_lr=max_lr,
             min_lr=min_lr,
@@ -216,11 +219,17 @@ class OptimizerParamScheduler:
             end_wd=end_wd,
             wd_incr_style=wd_incr_style,
             wd_incr_steps=wd_incr_steps,
+            init_lr=init_lr,
         )
         self._wsd = _wsd_decay(lr_wsd_decay_style, wsd_decay_steps) if lr_decay_style == "WSD" else None
         self._override = override_opt_param_scheduler
         self._use_checkpoint = use_checkpoint_opt_param_scheduler
         self.step(0)
+
+    @property
+    def init_lr(self) -> float:
+        """The learning rate at the start of warm-up."""
+        return self.schedule.init_lr
 
     def step(self, increment: int) -> None:
         """Advances by `increment` samples and writes the new values into the parameter groups."""
@@ -238,7 +247,7 @@ class OptimizerParamScheduler:
         # All styles begin with warm-up, including the constant one.
         if 0 < schedule.lr_warmup_steps and step <= schedule.lr_warmup_steps:
             # Multiplies before it divides, as Megatron does; the other order differs in the last bit.
-            return self.init_lr + (max_lr - self.init_lr) * step / schedule.lr_warmup_steps
+            return schedule.init_lr + (max_lr - schedule.init_lr) * step / schedule.lr_warmup_steps
         if schedule.lr_decay_style == "constant":
             return max_lr
         # Runs that are longer than the schedule keep its minimum.
@@ -312,7 +321,7 @@ def get_optimizer_param_scheduler(
     start_wd, end_wd = config.start_weight_decay, config.end_weight_decay
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0,
+        init_lr=config.lr_warmup_init,
         max_lr=max_lr,
         min_lr=min_lr,
         lr_warmup_steps=warmup_steps,
@@ -365,6 +374,7 @@ def _with_effect(schedule: dict[str, Any]) -> dict[str, Any]:
     """Returns the values with an effect. A constant style ignores its length, so --train-iters may change."""
     without = {"wd_incr_steps"} if schedule["wd_incr_style"] == "constant" else set()
     without |= {"lr_decay_steps"} if schedule["lr_decay_style"] == "constant" else set()
+    without |= {"init_lr"} if schedule["lr_warmup_steps"] == 0 else set()
     return {name: value for name, value in schedule.items() if name not in without}
 
 

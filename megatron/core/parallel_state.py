@@ -5,7 +5,7 @@ registry and pass on a ProcessGroupCollection. No forward reads the registry.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -17,8 +17,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron.core.config_field import require_defaults
 from megatron.core.device import default_device
-from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size, or_alone
+from megatron.core.process_groups_config import (
+    EXISTING,
+    ProcessGroupCollection,
+    group_rank,
+    group_size,
+    host_group,
+    or_alone,
+)
 
 # All axes of a grid, from the fastest to the slowest.
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
@@ -33,8 +41,17 @@ class RankGenerator:
     """
 
     def __init__(
-        self, tp: int, ep: int, dp: int, pp: int, cp: int, order: str = DEFAULT_ORDER, rank_offset: int = 0
+        self,
+        tp: int,
+        ep: int,
+        dp: int,
+        pp: int,
+        cp: int,
+        order: str = DEFAULT_ORDER,
+        rank_offset: int = 0,
+        gtp_remat: int = 1,
     ) -> None:
+        require_defaults("RankGenerator", _NO_GTP, gtp_remat=(gtp_remat, 1))
         self.name_to_size = {"tp": tp, "cp": cp, "ep": ep, "dp": dp, "pp": pp}
         self.rank_offset = rank_offset
         self.world_size = math.prod(self.name_to_size.values())
@@ -66,6 +83,44 @@ class RankGenerator:
         """Returns `rank_table` as lists."""
         ranks: list[list[int]] = self.rank_table(token).tolist()
         return ranks
+
+    def get_mask(self, order: str, token: str) -> list[bool]:
+        """Returns, for each axis in `order`, whether it is among those in `token`; both join axes by "-"."""
+        wanted = token.split("-")
+        return [axis in wanted for axis in order.split("-")]
+
+
+def generate_masked_orthogonal_rank_groups(
+    world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]
+) -> list[list[int]]:
+    """Returns all groups along the axes that `mask` selects, on a grid with these sizes, the fastest axis first.
+
+    Ranks beyond the product of the sizes repeat the grid. Raises ValueError if world_size is not a multiple of it, or
+    if mask and parallel_size differ in length.
+    """
+    if len(mask) != len(parallel_size):
+        raise ValueError(f"mask has {len(mask)} axes: must have those of parallel_size, {len(parallel_size)}")
+    product = math.prod(parallel_size)
+    if product < 1 or world_size % product:
+        raise ValueError(f"world_size is {world_size}: must be a multiple of the product of parallel_size ({product})")
+    grid = torch.arange(world_size).view(-1, *reversed(parallel_size))
+    dims = range(1, grid.ndim)
+    slowest_first = list(reversed(mask))
+    outside = [dim for dim in dims if not slowest_first[dim - 1]]
+    inside = [dim for dim in dims if slowest_first[dim - 1]]
+    size = math.prod(size for size, is_inside in zip(parallel_size, mask) if is_inside)
+    groups: list[list[int]] = grid.permute(0, *outside, *inside).reshape(-1, size).tolist()
+    return groups
+
+
+def default_embedding_ranks(pp_ranks: list[int]) -> list[int]:
+    """Returns the stages of a pipeline with embedding weights: the first and the last."""
+    return pp_ranks if len(pp_ranks) <= 2 else [pp_ranks[0], pp_ranks[-1]]
+
+
+def default_position_embedding_ranks(pp_ranks: list[int]) -> list[int]:
+    """Returns the stages of a pipeline with position embeddings: the first."""
+    return [pp_ranks[0]]
 
 
 def check_optional_size(name: str, size: int | None) -> None:
@@ -159,6 +214,8 @@ def _checked_axes(order: str, name_to_size: dict[str, int]) -> tuple[str, ...]:
     return (*axes, *absent)
 
 
+_NO_GTP = "generalised tensor parallelism does not exist here"
+
 # Field of ProcessGroupCollection -> axes of the grid that it spans.
 _DENSE_GROUPS = {
     "tp": "tp",
@@ -173,17 +230,25 @@ _DENSE_GROUPS = {
 }
 # Groups that are also built with a CPU backend.
 _HOST_GROUPS = ("tp_dp_cp", "pp")
+# Groups that are also built with a CPU backend for users, if create_gloo_process_groups is set.
+_GLOO_GROUPS = ("dp", "dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp")
 _EXPERT_GROUPS = {"expt_tp": "tp", "ep": "ep", "expt_dp": "dp", "tp_ep": "tp-ep", "tp_ep_pp": "tp-ep-pp"}
 
 
 @dataclass
 class _Registry:
-    """The result of initialize_model_parallel. world: the group of all ranks at that time. senders: see add_sender."""
+    """The result of initialize_model_parallel, except EXISTING. world: the group of all ranks at that time.
+
+    others: groups of create_group, which users destroy. indices and sizes: values of the set_ functions, by field of
+    ProcessGroupCollection. senders: see add_sender.
+    """
 
     world: ProcessGroup | None = None
-    groups: ProcessGroupCollection | None = None
     meshes: dict[str, DeviceMesh] = field(default_factory=dict)
     made: list[ProcessGroup] = field(default_factory=list)
+    others: list[ProcessGroup] = field(default_factory=list)
+    indices: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
     virtual_size: int | None = None
     virtual_rank: int | None = None
     senders: WeakKeyDictionary[Any, frozenset[ProcessGroup]] = field(default_factory=WeakKeyDictionary)
@@ -192,30 +257,64 @@ class _Registry:
 _REGISTRY = _Registry()
 
 
+# Stages of a pipeline that hold a kind of weight, among its ranks.
+ChooseStages = Callable[[list[int]], list[int]]
+
+
 def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
     virtual_pipeline_model_parallel_size: int | None = None,
-    *,
+    pipeline_model_parallel_comm_backend: str | None = None,
+    use_sharp: bool = False,
     context_parallel_size: int = 1,
+    hierarchical_context_parallel_sizes: Sequence[int] | None = None,
+    hybrid_context_parallel: bool = False,
     expert_model_parallel_size: int = 1,
-    expert_tensor_parallel_size: int | None = None,
+    gtp_remat_size: int = 1,
+    expert_gtp_remat_size: int = 1,
     num_distributed_optimizer_instances: int = 1,
-    order: str = DEFAULT_ORDER,
+    expert_tensor_parallel_size: int | None = None,
+    nccl_communicator_config_path: str | None = None,
     distributed_timeout_minutes: int = 30,
-    **rest: Any,
+    order: str = DEFAULT_ORDER,
+    get_embedding_ranks: ChooseStages | None = None,
+    get_position_embedding_ranks: ChooseStages | None = None,
+    create_gloo_process_groups: bool = True,
+    high_priority_stream_groups: Sequence[str] | None = None,
+    sharp_enabled_group: str | None = None,
+    rank_offset: int = 0,
+    local_world_size: int | None = None,
 ) -> None:
     """Builds the process groups over all ranks; torch.distributed must be initialized. Collective.
 
-    expert_tensor_parallel_size: None means the size of dense layers. order: see RankGenerator, for both kinds of
-    layers. rest: other keywords of Megatron, see _check_rest. Raises ValueError for incompatible sizes before any group
-    is built, and RuntimeError if called twice.
+    expert_tensor_parallel_size: None means the size of dense layers. hierarchical_context_parallel_sizes: the levels
+    into which context-parallel groups are divided, from the innermost. order: see RankGenerator, for both kinds of
+    layers. get_embedding_ranks, get_position_embedding_ranks: stages that share embedding weights, and those with
+    position embeddings; None means default_embedding_ranks and default_position_embedding_ranks.
+    create_gloo_process_groups: data-parallel groups also exist on the host, if the group of all ranks has a CPU
+    backend. Other arguments name what does not exist here. Raises ValueError for those, and for incompatible sizes,
+    before any group is built, and RuntimeError if called twice.
     """
-    _check_rest(rest)
-    if _REGISTRY.groups is not None:
+    require_defaults(
+        "initialize_model_parallel",
+        "not available here",
+        pipeline_model_parallel_comm_backend=(pipeline_model_parallel_comm_backend, None),
+        use_sharp=(use_sharp, False),
+        hybrid_context_parallel=(hybrid_context_parallel, False),
+        gtp_remat_size=(gtp_remat_size, 1),
+        expert_gtp_remat_size=(expert_gtp_remat_size, 1),
+        nccl_communicator_config_path=(nccl_communicator_config_path, None),
+        high_priority_stream_groups=(list(high_priority_stream_groups or ()), []),
+        sharp_enabled_group=(sharp_enabled_group, None),
+        rank_offset=(rank_offset, 0),
+        local_world_size=(local_world_size or dist.get_world_size(), dist.get_world_size()),
+    )
+    if EXISTING.groups is not None:
         raise RuntimeError("model parallel groups exist already: call destroy_model_parallel() first")
     check_optional_size("expert_tensor_parallel_size", expert_tensor_parallel_size)
     check_virtual_size(virtual_pipeline_model_parallel_size, pipeline_model_parallel_size)
+    check_hierarchy(hierarchical_context_parallel_sizes, context_parallel_size)
     dense, expert = rank_grids(
         dist.get_world_size(),
         {
@@ -227,19 +326,32 @@ def initialize_model_parallel(
         },
         order=order,
     )
-    instances = instance_tables(dense, expert, num_instances=num_distributed_optimizer_instances)
+    tables = {name: dense.rank_table(axes) for name, axes in _DENSE_GROUPS.items()}
+    tables |= {name: expert.rank_table(axes) for name, axes in _EXPERT_GROUPS.items()}
+    tables |= instance_tables(dense, expert, num_instances=num_distributed_optimizer_instances)
     if num_distributed_optimizer_instances == 1:
-        del instances["inter_dist_opt"]  # groups of one rank, which would send nothing
+        del tables["inter_dist_opt"]  # groups of one rank, which would send nothing
+    chosen = {
+        "embd": _chosen_stages(tables["pp"], get_embedding_ranks or default_embedding_ranks, "get_embedding_ranks"),
+        "pos_embd": _chosen_stages(
+            tables["pp"],
+            get_position_embedding_ranks or default_position_embedding_ranks,
+            "get_position_embedding_ranks",
+        ),
+    }
+    levels = hierarchical_context_parallel_sizes and hierarchy_tables(tables["cp"], hierarchical_context_parallel_sizes)
     _REGISTRY.world = dist.group.WORLD
     backends = _backends()
     timeout = timedelta(minutes=distributed_timeout_minutes)
     maker = _GroupMaker(timeout, _REGISTRY.made, backend=backends[default_device().type])
-    groups = {name: maker.own_group(dense.rank_table(axes), name) for name, axes in _DENSE_GROUPS.items()}
-    groups |= {name: maker.own_group(expert.rank_table(axes), name) for name, axes in _EXPERT_GROUPS.items()}
-    groups |= {name: maker.own_group(table, name) for name, table in instances.items()}
-    groups |= _host_groups(dense, maker, backend=backends.get("cpu"))
-    groups["embd"] = maker.own_group(_first_and_last(dense.rank_table("pp")), "embd")
-    _REGISTRY.groups = ProcessGroupCollection(**groups)
+    groups: dict[str, Any] = {name: maker.own_group(table, name) for name, table in tables.items()}
+    on_host = maker.for_backend(backends["cpu"]) if "cpu" in backends else None
+    groups |= {f"{name}_host": on_host and on_host.own_group(tables[name], name) for name in _HOST_GROUPS}
+    groups |= {name: maker.own_group(table, name) for name, table in chosen.items()}
+    groups["hcp"] = [maker.own_group(table, f"hcp_{level}") for level, table in enumerate(levels or ())]
+    EXISTING.groups = ProcessGroupCollection(**groups)
+    if create_gloo_process_groups and on_host is not None:
+        EXISTING.hosts = {groups[name]: _built(on_host.own_group(tables[name], name)) for name in _GLOO_GROUPS}
     _REGISTRY.meshes = {
         "dense": _mesh(dense, {"tp": groups["tp"], "cp": groups["cp"], "dp": groups["dp"], "pp": groups["pp"]}),
         "expert": _mesh(
@@ -250,41 +362,44 @@ def initialize_model_parallel(
     _REGISTRY.virtual_rank = None if virtual_pipeline_model_parallel_size is None else 0
 
 
-def _check_rest(rest: dict[str, Any]) -> None:
-    """Raises TypeError for unknown keywords, ValueError for unsupported settings.
+def _chosen_stages(pipelines: Tensor, choose: ChooseStages, name: str) -> Tensor:
+    """Returns the chosen ranks of all pipelines: [pipelines, chosen]. pipelines: [pipelines, stages].
 
-    create_gloo_process_groups has no effect: groups are built for the device of the ranks, and some also for the host
-    if the group of all ranks has a CPU backend.
+    Raises ValueError for ranks outside the pipeline, no ranks, or another number of them in another pipeline.
     """
-    off = dict.fromkeys(("use_sharp", "hybrid_context_parallel"), False) | dict.fromkeys(
-        (
-            "pipeline_model_parallel_comm_backend",
-            "hierarchical_context_parallel_sizes",
-            "nccl_communicator_config_path",
-            "get_embedding_ranks",
-            "get_position_embedding_ranks",
-            "high_priority_stream_groups",
-            "sharp_enabled_group",
+    rows: list[list[int]] = []
+    for stages in pipelines.tolist():
+        chosen = choose(list(stages))
+        if not chosen or not set(chosen) <= set(stages) or rows and len(chosen) != len(rows[0]):
+            raise ValueError(
+                f"{name} returned {chosen!r} for the pipeline {stages}: must be a part of it, with the same number of "
+                "ranks in every pipeline"
+            )
+        rows.append(sorted(chosen))
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def check_hierarchy(sizes: Sequence[int] | None, context_parallel_size: int) -> None:
+    """Raises ValueError unless the sizes of the levels, if there are any, have the product context_parallel_size."""
+    if sizes is not None and (min(sizes, default=0) < 1 or math.prod(sizes) != context_parallel_size):
+        raise ValueError(
+            f"hierarchical_context_parallel_sizes is {list(sizes)}: must be sizes of at least 1 whose product is "
+            f"context_parallel_size ({context_parallel_size})"
         )
-    )
-    if unknown := sorted(rest.keys() - off.keys() - {"create_gloo_process_groups"}):
-        raise TypeError(f"unexpected keyword arguments: {', '.join(unknown)}")
-    for name, value in rest.items():
-        if name in off and value != off[name]:
-            raise ValueError(f"{name} is {value!r}: not available here, must be {off[name]}")
 
 
-def _first_and_last(pipelines: Tensor) -> Tensor:
-    """Returns the stages with embedding weights: [pipelines, 1 or 2]. pipelines: [pipelines, stages]."""
-    return pipelines if pipelines.shape[1] <= 2 else pipelines[:, [0, -1]]
+def hierarchy_tables(table: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Divides each group in `table` into levels, from the innermost: one [groups, size] for each of `sizes`.
+
+    table: [groups, ranks], int64. Ranks of a level's group differ in their place on that level alone.
+    """
+    cut = table.view(len(table), *reversed(sizes))
+    return [cut.movedim(cut.ndim - 1 - level, -1).reshape(-1, size) for level, size in enumerate(sizes)]
 
 
-def _host_groups(dense: RankGenerator, maker: "_GroupMaker", *, backend: str | None) -> dict[str, ProcessGroup | None]:
-    """Builds the process groups of the host's backend. On CPU ranks they are the device's groups."""
-    if backend is None:
-        return {}
-    on_host = maker.for_backend(backend)
-    return {f"{name}_host": on_host.own_group(dense.rank_table(_DENSE_GROUPS[name]), name) for name in _HOST_GROUPS}
+def _built(group: ProcessGroup | None) -> ProcessGroup:
+    assert group is not None, "every rank is in one of the groups of a whole grid"
+    return group
 
 
 class _GroupMaker:
@@ -338,23 +453,29 @@ def destroy_model_parallel() -> None:
             dist.destroy_process_group(group)
     # Keeps senders, because they may use groups that users built.
     vars(_REGISTRY).update(vars(_Registry(senders=_REGISTRY.senders)))
+    EXISTING.groups, EXISTING.hosts = None, {}
+
+
+def is_initialized() -> bool:
+    """Whether initialize_model_parallel has run, under an older name."""
+    return EXISTING.groups is not None
 
 
 def model_parallel_is_initialized() -> bool:
     """Whether initialize_model_parallel has run."""
-    return _REGISTRY.groups is not None
+    return EXISTING.groups is not None
 
 
 def get_process_groups() -> ProcessGroupCollection:
     """Returns all groups of this rank, for builders to pass on. Raises RuntimeError if there are none."""
-    if _REGISTRY.groups is None:
+    if EXISTING.groups is None:
         raise RuntimeError("process groups do not exist: call initialize_model_parallel() first")
-    return _REGISTRY.groups
+    return EXISTING.groups
 
 
 def existing_process_groups() -> ProcessGroupCollection:
     """Returns all groups of this rank; without model parallel groups, those of a single rank."""
-    return _REGISTRY.groups or ProcessGroupCollection()
+    return EXISTING.groups or ProcessGroupCollection()
 
 
 def group_or_existing(group: ProcessGroup | None, kind: str = "tp") -> ProcessGroup:
@@ -404,13 +525,34 @@ def _group(name: str) -> ProcessGroup:
     return group
 
 
+def _index(name: str) -> int:
+    """Returns this rank's index in a group, or the value of the set_ function."""
+    return _REGISTRY.indices[name] if name in _REGISTRY.indices else group_rank(_group(name))
+
+
+def _size(name: str) -> int:
+    """Returns the number of ranks in a group, or the value of the set_ function."""
+    return _REGISTRY.sizes[name] if name in _REGISTRY.sizes else group_size(_group(name))
+
+
+def _override(values: dict[str, int], name: str, value: int | None) -> None:
+    if value is None:
+        values.pop(name, None)
+    else:
+        values[name] = value
+
+
 def _checked(name: str, check_initialized: bool) -> ProcessGroup | None:
     return _group(name) if check_initialized else vars(existing_process_groups())[name]
 
 
 # Getters of Megatron, by kind of parallelism: the group, the index of this rank in it, and its number of ranks.
 # check_initialized: raise RuntimeError if there is no such group, instead of returning None. partial_...: only the
-# ranks of this rank's instance of the distributed optimizer.
+# ranks of this rank's instance of the distributed optimizer. with_gtp_remat, with_egtp_remat: also count the ranks of
+# generalised tensor parallelism, which does not exist here, so both values mean the same ranks.
+#
+# The set_ functions replace what the getters of indices and sizes return, for scripts that build the parts of other
+# ranks in one process; None ends that. They do not change groups.
 
 
 def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
@@ -420,12 +562,22 @@ def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGr
 
 def get_tensor_model_parallel_rank() -> int:
     """This rank's index in its tensor-parallel group."""
-    return group_rank(_group("tp"))
+    return _index("tp")
 
 
 def get_tensor_model_parallel_world_size() -> int:
     """Number of ranks that share one dense layer's weights."""
-    return group_size(_group("tp"))
+    return _size("tp")
+
+
+def set_tensor_model_parallel_rank(rank: int | None) -> None:
+    """Sets the index in the tensor-parallel group, for code that calls the getters."""
+    _override(_REGISTRY.indices, "tp", rank)
+
+
+def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
+    """Sets the number of tensor-parallel ranks, for code that calls the getters."""
+    _override(_REGISTRY.sizes, "tp", world_size)
 
 
 def get_tensor_model_parallel_src_rank() -> int:
@@ -438,36 +590,74 @@ def get_context_parallel_group(check_initialized: bool = True) -> ProcessGroup |
     return _checked("cp", check_initialized)
 
 
+def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int] | None:
+    """Global ranks that hold parts of the same sequences."""
+    group = _checked("cp", check_initialized)
+    return None if group is None else dist.get_process_group_ranks(group)
+
+
+def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[ProcessGroup] | None:
+    """The groups of this rank on each level of hierarchical_context_parallel_sizes, from the innermost."""
+    groups = list((get_process_groups() if check_initialized else existing_process_groups()).hcp)
+    if check_initialized and not groups:
+        raise RuntimeError("there are no levels: pass hierarchical_context_parallel_sizes to initialize_model_parallel")
+    return groups or None
+
+
 def get_context_parallel_rank() -> int:
     """This rank's index in its context-parallel group."""
-    return group_rank(_group("cp"))
+    return _index("cp")
 
 
 def get_context_parallel_world_size() -> int:
     """Number of parts of a sequence."""
-    return group_size(_group("cp"))
+    return _size("cp")
 
 
-def get_data_parallel_group(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> ProcessGroup:
+def get_data_parallel_group(
+    with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
+) -> ProcessGroup:
     """The ranks that hold copies of the same dense weights; `with_context_parallel` also counts sequence parts.
 
     partial_data_parallel requires with_context_parallel, since shards are distributed over sequence parts too.
     """
+    return _group(_data_kind(with_context_parallel, partial_data_parallel))
+
+
+def _data_kind(with_context_parallel: bool, partial_data_parallel: bool) -> str:
     if partial_data_parallel and not with_context_parallel:
         raise ValueError("partial_data_parallel is set: needs with_context_parallel as well")
     if partial_data_parallel:
-        return _group("intra_dp_cp")
-    return _group("dp_cp" if with_context_parallel else "dp")
+        return "intra_dp_cp"
+    return "dp_cp" if with_context_parallel else "dp"
 
 
-def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
+def get_data_parallel_group_gloo(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False
+) -> ProcessGroup:
+    """The ranks of get_data_parallel_group, with a CPU backend."""
+    name = _data_kind(with_context_parallel, partial_data_parallel)
+    return _built(host_group(_group(name), name))
+
+
+def get_data_parallel_rank(
+    with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
+) -> int:
     """This rank's index in its data-parallel group."""
-    return group_rank(get_data_parallel_group(with_context_parallel, partial_data_parallel))
+    return _index(_data_kind(with_context_parallel, partial_data_parallel))
 
 
-def get_data_parallel_world_size(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
+def set_data_parallel_rank(rank: int | None) -> None:
+    """Sets the index in the data-parallel group, with and without sequence parts, for code that calls the getters."""
+    for name in ("dp", "dp_cp"):
+        _override(_REGISTRY.indices, name, rank)
+
+
+def get_data_parallel_world_size(
+    with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
+) -> int:
     """Number of data-parallel copies."""
-    return group_size(get_data_parallel_group(with_context_parallel, partial_data_parallel))
+    return _size(_data_kind(with_context_parallel, partial_data_parallel))
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
@@ -480,6 +670,11 @@ def get_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | N
     return _checked("mp", check_initialized)
 
 
+def get_model_parallel_src_rank() -> int:
+    """Global rank of the first of the ranks that hold the same copy of the dense weights."""
+    return dist.get_global_rank(_group("mp"), 0)
+
+
 def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
     """The ranks that hold parts of the same microbatch: tensor x context."""
     return _checked("tp_cp", check_initialized)
@@ -487,12 +682,12 @@ def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> Pro
 
 def get_tensor_and_context_parallel_rank() -> int:
     """This rank's index among those that hold parts of the same microbatch."""
-    return group_rank(_group("tp_cp"))
+    return _index("tp_cp")
 
 
 def get_tensor_and_context_parallel_world_size() -> int:
     """Number of ranks that hold parts of the same microbatch."""
-    return group_size(_group("tp_cp"))
+    return _size("tp_cp")
 
 
 def get_tensor_and_data_parallel_group(
@@ -507,14 +702,29 @@ def get_expert_model_parallel_group(check_initialized: bool = True) -> ProcessGr
     return _checked("ep", check_initialized)
 
 
+def get_expert_model_parallel_src_rank() -> int:
+    """Global rank of the first rank of this expert-parallel group."""
+    return dist.get_global_rank(_group("ep"), 0)
+
+
 def get_expert_model_parallel_rank() -> int:
     """This rank's index in its expert-parallel group."""
-    return group_rank(_group("ep"))
+    return _index("ep")
 
 
 def get_expert_model_parallel_world_size() -> int:
     """Number of ranks that the experts are spread over."""
-    return group_size(_group("ep"))
+    return _size("ep")
+
+
+def set_expert_model_parallel_rank(rank: int | None) -> None:
+    """Sets the index in the expert-parallel group, for code that calls the getters."""
+    _override(_REGISTRY.indices, "ep", rank)
+
+
+def set_expert_model_parallel_world_size(world_size: int | None) -> None:
+    """Sets the number of expert-parallel ranks, for code that calls the getters."""
+    _override(_REGISTRY.sizes, "ep", world_size)
 
 
 def get_expert_tensor_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
@@ -524,29 +734,49 @@ def get_expert_tensor_parallel_group(check_initialized: bool = True) -> ProcessG
 
 def get_expert_tensor_parallel_rank() -> int:
     """This rank's index among those that share one expert's weights."""
-    return group_rank(_group("expt_tp"))
+    return _index("expt_tp")
 
 
 def get_expert_tensor_parallel_world_size() -> int:
     """Number of ranks that share one expert's weights."""
-    return group_size(_group("expt_tp"))
+    return _size("expt_tp")
+
+
+def set_expert_tensor_parallel_rank(rank: int | None) -> None:
+    """Sets the index among the ranks that share one expert's weights, for code that calls the getters."""
+    _override(_REGISTRY.indices, "expt_tp", rank)
+
+
+def set_expert_tensor_parallel_world_size(world_size: int | None) -> None:
+    """Sets the number of ranks that share one expert's weights, for code that calls the getters."""
+    _override(_REGISTRY.sizes, "expt_tp", world_size)
 
 
 def get_expert_data_parallel_group(
-    check_initialized: bool = True, partial_expert_data_parallel: bool = False
+    check_initialized: bool = True, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> ProcessGroup | None:
     """The ranks that hold copies of the same expert weights."""
-    return _checked("intra_expt_dp" if partial_expert_data_parallel else "expt_dp", check_initialized)
+    return _checked(_expert_data_kind(partial_expert_data_parallel), check_initialized)
 
 
-def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
+def _expert_data_kind(partial_expert_data_parallel: bool) -> str:
+    return "intra_expt_dp" if partial_expert_data_parallel else "expt_dp"
+
+
+def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup:
+    """The ranks of get_expert_data_parallel_group, with a CPU backend."""
+    name = _expert_data_kind(partial_expert_data_parallel)
+    return _built(host_group(_group(name), name))
+
+
+def get_expert_data_parallel_rank(with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False) -> int:
     """This rank's index among those that hold copies of the same expert weights."""
-    return group_rank(get_expert_data_parallel_group(True, partial_expert_data_parallel))
+    return _index(_expert_data_kind(partial_expert_data_parallel))
 
 
-def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
+def get_expert_data_parallel_world_size(with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False) -> int:
     """Number of copies of the expert weights."""
-    return group_size(get_expert_data_parallel_group(True, partial_expert_data_parallel))
+    return _size(_expert_data_kind(partial_expert_data_parallel))
 
 
 def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup | None:
@@ -564,7 +794,19 @@ def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -
     return _checked("tp_ep", check_initialized)
 
 
-def get_expert_tensor_model_pipeline_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
+def get_expert_tensor_and_model_parallel_rank() -> int:
+    """This rank's index among those that together hold all experts of a layer."""
+    return _index("tp_ep")
+
+
+def get_expert_tensor_and_model_parallel_world_size() -> int:
+    """Number of ranks that together hold all experts of a layer."""
+    return _size("tp_ep")
+
+
+def get_expert_tensor_model_pipeline_parallel_group(
+    check_initialized: bool = True, with_egtp_remat: bool = False
+) -> ProcessGroup | None:
     """Expert tensor x expert x pipeline: the ranks that together hold one copy of all expert weights."""
     return _checked("tp_ep_pp", check_initialized)
 
@@ -576,12 +818,22 @@ def get_pipeline_model_parallel_group(check_initialized: bool = True) -> Process
 
 def get_pipeline_model_parallel_rank() -> int:
     """This rank's pipeline stage."""
-    return group_rank(_group("pp"))
+    return _index("pp")
 
 
 def get_pipeline_model_parallel_world_size() -> int:
     """Number of pipeline stages."""
-    return group_size(_group("pp"))
+    return _size("pp")
+
+
+def set_pipeline_model_parallel_rank(rank: int | None) -> None:
+    """Sets the pipeline stage, for code that calls the getters."""
+    _override(_REGISTRY.indices, "pp", rank)
+
+
+def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
+    """Sets the number of pipeline stages, for code that calls the getters."""
+    _override(_REGISTRY.sizes, "pp", world_size)
 
 
 def get_pipeline_model_parallel_first_rank() -> int:
@@ -591,7 +843,7 @@ def get_pipeline_model_parallel_first_rank() -> int:
 
 def get_pipeline_model_parallel_last_rank() -> int:
     """Global rank of the last stage of this rank's pipeline."""
-    return dist.get_global_rank(_group("pp"), get_pipeline_model_parallel_world_size() - 1)
+    return dist.get_global_rank(_group("pp"), group_size(_group("pp")) - 1)
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
@@ -605,8 +857,8 @@ def get_pipeline_model_parallel_prev_rank() -> int:
 
 
 def _stage_at_distance(steps: int) -> int:
-    stage = (get_pipeline_model_parallel_rank() + steps) % get_pipeline_model_parallel_world_size()
-    return dist.get_global_rank(_group("pp"), stage)
+    pipeline = _group("pp")
+    return dist.get_global_rank(pipeline, (group_rank(pipeline) + steps) % group_size(pipeline))
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
@@ -622,6 +874,11 @@ def get_virtual_pipeline_model_parallel_rank() -> int | None:
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
     """Sets which model chunk of this stage is being built, for code that calls the getters."""
     _REGISTRY.virtual_rank = rank
+
+
+def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
+    """Sets the number of model chunks per stage, for code that calls the getters."""
+    _REGISTRY.virtual_size = world_size
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
@@ -655,6 +912,100 @@ def get_embedding_group(check_initialized: bool = True) -> ProcessGroup | None:
     return _checked("embd", check_initialized)
 
 
-def is_rank_in_embedding_group() -> bool:
-    """Whether this rank is on a stage that may hold embedding weights."""
-    return get_process_groups().embd is not None
+def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this rank is on a stage that may hold embedding weights.
+
+    With ignore_virtual=False, whether its chunk `vp_stage` may: on the first of these stages the first chunk, on the
+    last the last. vp_stage: None means the chunk of set_virtual_pipeline_model_parallel_rank.
+    """
+    group = get_process_groups().embd
+    if group is None or ignore_virtual:
+        return group is not None
+    first, last = group_rank(group) == 0, group_rank(group) == group_size(group) - 1
+    as_first = first and is_pipeline_first_stage(False, vp_stage)
+    return as_first or last and is_pipeline_last_stage(False, vp_stage) or not (first or last)
+
+
+def get_position_embedding_group(check_initialized: bool = True) -> ProcessGroup | None:
+    """The stages with position embeddings. Raises RuntimeError on the other stages."""
+    return _checked("pos_embd", check_initialized)
+
+
+def is_rank_in_position_embedding_group() -> bool:
+    """Whether this rank is on a stage with position embeddings."""
+    return get_process_groups().pos_embd is not None
+
+
+def get_all_ranks() -> str:
+    """This rank's indices, joined by "_": tensor, data, context, pipeline and expert parallel. It names files."""
+    return "_".join(str(_index(name)) for name in ("tp", "dp", "cp", "pp", "ep"))
+
+
+def create_group(
+    ranks: Sequence[int] | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+) -> Any:
+    """Returns a new group of torch.distributed, whose timeout update_pg_timeout also changes. Collective.
+
+    The arguments are those of torch.distributed.new_group. On ranks outside the group it returns
+    GroupMember.NON_GROUP_MEMBER. The caller destroys the group.
+    """
+    group = dist.new_group(
+        None if ranks is None else list(ranks),
+        timeout=timeout,
+        backend=backend,
+        pg_options=pg_options,
+        use_local_synchronization=use_local_synchronization,
+        group_desc=group_desc,
+    )
+    if isinstance(group, ProcessGroup):
+        _REGISTRY.others.append(group)
+    return group
+
+
+def create_hierarchical_groups(
+    rank: int,
+    ranks: Sequence[int],
+    hierarchical_group_sizes: Sequence[int],
+    create_gloo_process_groups: bool = False,
+    pg_options: Sequence[Any] | None = None,
+    timeout: timedelta | None = None,
+    group_desc: str | None = None,
+) -> tuple[list[ProcessGroup], list[ProcessGroup]]:
+    """Builds the groups of all levels into which `ranks` are divided, as hierarchy_tables divides them. Collective.
+
+    hierarchical_group_sizes: from the innermost level. pg_options: one for each level. Returns the groups with `rank`,
+    one for each level, and those with gloo, or none of them without create_gloo_process_groups; both are empty for a
+    rank that is not among `ranks`. Raises ValueError if the product of the sizes is not the number of ranks.
+    """
+    if math.prod(hierarchical_group_sizes) != len(ranks):
+        raise ValueError(
+            f"hierarchical_group_sizes is {list(hierarchical_group_sizes)}: the product must be the number of ranks, "
+            f"{len(ranks)}"
+        )
+    tables = hierarchy_tables(torch.tensor([list(ranks)], dtype=torch.int64), hierarchical_group_sizes)
+    of_device: list[ProcessGroup] = []
+    of_host: list[ProcessGroup] = []
+    for level, table in enumerate(tables):
+        for members in table.tolist():
+            options: dict[str, Any] = {"timeout": timeout, "group_desc": f"{group_desc or 'hierarchical'}_{level}"}
+            group = create_group(members, pg_options=pg_options[level] if pg_options else None, **options)
+            of_device += [group] if rank in members else []
+            if create_gloo_process_groups:
+                group = create_group(members, backend="gloo", **options)
+                of_host += [group] if rank in members else []
+    return of_device, of_host
+
+
+def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> None:
+    """Sets how long collectives of `pg` that start from now on may take.
+
+    None means all groups: those of initialize_model_parallel, those of create_group, and the default group.
+    """
+    default = [dist.group.WORLD] if dist.is_initialized() else []
+    for group in [*default, *_REGISTRY.made, *_REGISTRY.others] if pg is None else [pg]:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)

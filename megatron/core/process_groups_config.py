@@ -1,26 +1,43 @@
 """The process groups that components receive as an argument. parallel_state.py builds them."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from torch.distributed import GroupMember, ProcessGroup
 
+from megatron.core.config_field import require_defaults
 
-@dataclass(frozen=True, kw_only=True)
+# Groups of Megatron's for what does not exist here: these names accept None alone.
+_NO_GTP = "generalised tensor parallelism does not exist here"
+_ONE_GROUP = "gathers use the group of the reductions here"
+_LACKING = {
+    **dict.fromkeys(
+        ("gtp_remat", "dp_cp_gtp_remat", "expt_gtp_remat", "expt_dp_gtp_remat", "tp_ep_pp_with_egtp_remat"), _NO_GTP
+    ),
+    **dict.fromkeys(("dp_cp_ag", "expt_dp_ag"), _ONE_GROUP),
+}
+
+
+@dataclass(init=False)
 class ProcessGroupCollection:
     """One process group per kind of parallelism, under Megatron's names.
 
     None means a group of this rank alone, as group_size and group_rank interpret it. Groups of parallel_state are never
-    None except embd and inter_dist_opt, because torch.distributed interprets None as all ranks. Kinds with the same
-    ranks may share one group.
+    None except embd, pos_embd and inter_dist_opt, because torch.distributed interprets None as all ranks. Kinds with
+    the same ranks may share one group.
     Dense layers: tp tensor, cp context, dp data, pp pipeline; dp_cp, tp_cp, tp_dp, tp_dp_cp their products, mp tensor x
     pipeline. Expert layers, over the same ranks: expt_tp tensor, ep expert, expt_dp data; tp_ep and tp_ep_pp their
     products with expt_tp first. embd: the first and last stage, which share embedding weights; None on other stages.
+    pos_embd: the first stage, which has position embeddings; None on other stages. hcp: the levels into which a cp
+    group is divided, from the innermost; empty without hierarchical_context_parallel_sizes.
     Instances of the distributed optimizer: intra_dp_cp and intra_expt_dp are the part of dp_cp and expt_dp inside this
     rank's instance, intra_dist_opt all of its ranks. inter_dist_opt has the ranks with equal shards in all instances;
     None if there is one instance.
     tp_dp_cp_host and pp_host: the ranks of tp_dp_cp and pp, for messages between hosts; None without a CPU backend.
+
+    Groups are given by name, and may be replaced later. Raises ValueError for a group that does not contain this rank,
+    and AttributeError for names that are not a field.
     """
 
     tp: ProcessGroup | None = None
@@ -38,6 +55,8 @@ class ProcessGroupCollection:
     tp_ep: ProcessGroup | None = None
     tp_ep_pp: ProcessGroup | None = None
     embd: ProcessGroup | None = None
+    pos_embd: ProcessGroup | None = None
+    hcp: Sequence[ProcessGroup] = ()
     intra_dp_cp: ProcessGroup | None = None
     intra_expt_dp: ProcessGroup | None = None
     intra_dist_opt: ProcessGroup | None = None
@@ -45,14 +64,137 @@ class ProcessGroupCollection:
     tp_dp_cp_host: ProcessGroup | None = None
     pp_host: ProcessGroup | None = None
 
-    def __post_init__(self) -> None:
-        for name, group in vars(self).items():
-            # new_group returns this placeholder on ranks outside the new group.
-            if group is GroupMember.NON_GROUP_MEMBER:
-                raise ValueError(
-                    f"ProcessGroupCollection.{name} is GroupMember.NON_GROUP_MEMBER, a group without this rank: pass a "
-                    "group that includes this rank, or None for this rank alone"
-                )
+    def __init__(self, **kwargs: Any) -> None:
+        # Every field is an attribute of the instance, so that vars() lists them all.
+        vars(self).update({one.name: one.default for one in fields(self)})
+        if unknown := kwargs.keys() - vars(self).keys() - _LACKING.keys():
+            raise ValueError(
+                f"ProcessGroupCollection: unknown groups {', '.join(sorted(unknown))}: must be among "
+                f"{', '.join(vars(self))}"
+            )
+        for name, group in kwargs.items():
+            self.__setattr__(name, group)
+
+    def __setattr__(self, name: str, group: Any) -> None:
+        if name in _LACKING:
+            require_defaults("ProcessGroupCollection", _LACKING[name], **{name: (group, None)})
+            return
+        if name not in vars(self):
+            raise AttributeError(
+                f"ProcessGroupCollection has no group {name!r}: must be one of {', '.join(vars(self))}"
+            )
+        # new_group returns this placeholder on ranks outside the new group.
+        if group is GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(
+                f"ProcessGroupCollection.{name} is GroupMember.NON_GROUP_MEMBER, a group without this rank: pass a "
+                "group that includes this rank, or None for this rank alone"
+            )
+        super().__setattr__(name, group)
+
+    @classmethod
+    def use_mpu_process_groups(cls, required_pgs: Iterable[str] | None = None) -> "ProcessGroupCollection":
+        """Returns a new collection of parallel_state's groups; without such groups, one of this rank alone.
+
+        required_pgs: the fields to fill in; None means all. Raises ValueError for names that are not a field.
+        """
+        existing = vars(EXISTING.groups or cls())
+        wanted = list(existing if required_pgs is None else required_pgs)
+        if unknown := [name for name in wanted if name not in existing and name not in _LACKING]:
+            raise ValueError(f"required_pgs has {', '.join(unknown)}: must be among {', '.join(existing)}")
+        return cls(**{name: existing.get(name) for name in wanted})
+
+    @staticmethod
+    def setup_process_groups_for_ddp(
+        pg_collection: "ProcessGroupCollection | None", config: Any, ddp_config: Any
+    ) -> dict[str, ProcessGroup | None]:
+        """Returns the groups that gradients are reduced over, by field with `_group` appended.
+
+        pg_collection: None means parallel_state's groups. config: a ModelParallelConfig. ddp_config: a
+        DistributedDataParallelConfig. Raises ValueError unless the groups have the sizes of the configuration, or if
+        groups of optimizer instances are missing.
+        """
+        groups = pg_collection or EXISTING.groups or ProcessGroupCollection()
+        require_group_sizes(
+            groups,
+            {
+                "tp": ("tensor_model_parallel_size", config.tensor_model_parallel_size),
+                "cp": ("context_parallel_size", config.context_parallel_size),
+                "pp": ("pipeline_model_parallel_size", config.pipeline_model_parallel_size),
+                "ep": ("expert_model_parallel_size", config.expert_model_parallel_size),
+            },
+        )
+        found = {name: vars(groups)[name] for name in ("dp", "dp_cp", "expt_dp", "tp", "pp", "ep")}
+        found |= _instance_groups(groups, num_instances=ddp_config.num_distributed_optimizer_instances)
+        return {f"{name}_group": group for name, group in found.items()}
+
+    @staticmethod
+    def setup_process_groups_for_optimizer(
+        pg_collection: "ProcessGroupCollection | None",
+        model_chunks: Sequence[Any],
+        use_gloo_process_groups: bool = True,
+    ) -> dict[str, ProcessGroup | None]:
+        """Returns the groups of an optimizer, by Megatron's names.
+
+        These are dp_group, dp_cp_group, the groups of optimizer instances (intra_dp_cp_group, intra_expt_dp_group,
+        intra_dist_opt_group, inter_dist_opt_group), the groups whose ranks hold one copy of the weights (mp_group, and
+        expt_tp_pp_group of experts), and intra_dp_cp_group_gloo and intra_expt_dp_group_gloo for messages between
+        hosts, None unless use_gloo_process_groups.
+        pg_collection: None means parallel_state's groups. model_chunks: wrapped in DistributedDataParallel. Raises
+        ValueError if groups of optimizer instances are missing, or for a collection whose ranks have no CPU backend.
+        """
+        groups = pg_collection or EXISTING.groups or ProcessGroupCollection()
+        num_instances = model_chunks[0].ddp_config.num_distributed_optimizer_instances
+        found = {"dp": groups.dp, "dp_cp": groups.dp_cp, "mp": groups.mp, "expt_tp_pp": groups.tp_ep_pp}
+        found |= _instance_groups(groups, num_instances=num_instances)
+        named = {f"{name}_group": group for name, group in found.items()}
+        for name in ("intra_dp_cp", "intra_expt_dp"):
+            named[f"{name}_group_gloo"] = host_group(found[name], name) if use_gloo_process_groups else None
+        return named
+
+
+def _instance_groups(groups: ProcessGroupCollection, *, num_instances: int) -> dict[str, ProcessGroup | None]:
+    """Returns the groups of optimizer instances. With one instance, groups that are not given follow from others."""
+    found = {name: vars(groups)[name] for name in ("intra_dp_cp", "intra_expt_dp", "intra_dist_opt", "inter_dist_opt")}
+    if num_instances == 1:
+        whole = {"intra_dp_cp": groups.dp_cp, "intra_expt_dp": groups.expt_dp}
+        return found | {name: found[name] or group for name, group in whole.items()}
+    if missing := [name for name in found if found[name] is None]:
+        raise ValueError(
+            f"num_distributed_optimizer_instances is {num_instances}, but pg_collection lacks {', '.join(missing)}: "
+            "pass the groups of a layout with that many instances"
+        )
+    return found
+
+
+@dataclass
+class _Existing:
+    """The groups that parallel_state built last.
+
+    hosts: the group with the same ranks and a CPU backend, by group of the device. On CPU ranks they are the same.
+    """
+
+    groups: ProcessGroupCollection | None = None
+    hosts: dict[ProcessGroup, ProcessGroup] = field(default_factory=dict)
+
+
+# parallel_state alone writes to it. Builders read it through parallel_state, or through use_mpu_process_groups.
+EXISTING: Final = _Existing()
+
+
+def host_group(group: ProcessGroup | None, name: str) -> ProcessGroup | None:
+    """Returns the group of the same ranks with a CPU backend; None, which is this rank alone, stays None.
+
+    name: of the group, for the error. Raises ValueError if no such group was built.
+    """
+    if group is None or group in EXISTING.hosts:
+        return group and EXISTING.hosts[group]
+    if group is ALONE or "cpu" in {device.type for device in group._device_types}:
+        return group
+    raise ValueError(
+        f"group {name} has no counterpart with a CPU backend: set create_gloo_process_groups in "
+        "initialize_model_parallel and give torch.distributed a CPU backend (cpu:gloo,cuda:nccl), or set "
+        "use_gloo_process_groups to False"
+    )
 
 
 class _Alone(ProcessGroup):
@@ -82,11 +224,11 @@ def require_group_sizes(groups: ProcessGroupCollection, sizes: Mapping[str, tupl
 
     sizes: (name in the configuration, value) by field of the collection.
     """
-    for field, (name, size) in sizes.items():
-        ranks = group_size(vars(groups)[field])
+    for kind, (name, size) in sizes.items():
+        ranks = group_size(vars(groups)[kind])
         if ranks != size:
             raise ValueError(
-                f"{name} is {size}, but pg_collection.{field} has {ranks} ranks: pass the groups of a layout of that "
+                f"{name} is {size}, but pg_collection.{kind} has {ranks} ranks: pass the groups of a layout of that "
                 "size, or set that size in the configuration"
             )
 

@@ -1,10 +1,20 @@
 """Helpers that Megatron users import from here; no others belong in this file."""
 
+import logging
 from collections.abc import Mapping
+from importlib import metadata
 from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.profiler import record_function
+from torch.torch_version import TorchVersion
+
+from megatron.core.parallel_state import get_expert_tensor_parallel_group, get_tensor_model_parallel_group
+from megatron.core.process_groups_config import group_rank, group_size
 
 
 class ModelWrapper(nn.Module):
@@ -35,26 +45,120 @@ class ModelWrapper(nn.Module):
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
 
-def divide(numerator: int, denominator: int) -> int:
-    """Returns the exact quotient. Raises ValueError if there is a remainder."""
+class NotDivisibleError(ValueError, AssertionError):
+    """A quotient has a remainder. Scripts catch it as the AssertionError that Megatron raises."""
+
+
+def ensure_divisibility(numerator: int, denominator: int) -> None:
+    """Raises NotDivisibleError unless the quotient is exact."""
     if denominator <= 0 or numerator % denominator:
-        raise ValueError(f"{numerator} is not divisible by {denominator}")
+        raise NotDivisibleError(f"{numerator} is not divisible by {denominator}")
+
+
+def divide(numerator: int, denominator: int) -> int:
+    """Returns the exact quotient. Raises NotDivisibleError, a ValueError, if there is a remainder."""
+    ensure_divisibility(numerator, denominator)
     return numerator // denominator
 
 
-def unwrap_model(model: nn.Module | list[nn.Module]) -> Any:
-    """Returns the model, or each model of a list, without ModelWrappers and torch's DistributedDataParallel."""
-    if isinstance(model, list):
-        return [unwrap_model(chunk) for chunk in model]
-    # Tested by class, since a user's model may have a part named `module`.
-    while isinstance(model, (ModelWrapper, TorchDistributedDataParallel)):
-        model = model.module
-    return model
+def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
+    """Whether torch is of at least this version; check_equality: whether the version itself counts."""
+    return _is_min_version(torch.__version__, version, check_equality)
 
 
-def get_attr_wrapped_model(
-    model: nn.Module, attr: str, *, allow_none: bool = True, return_model_obj: bool = False
+def is_te_min_version(version: str, check_equality: bool = True) -> bool:
+    """Whether Transformer Engine is installed, in at least this version; see is_torch_min_version."""
+    try:
+        installed = metadata.version("transformer_engine")
+    except metadata.PackageNotFoundError:
+        return False
+    return _is_min_version(installed, version, check_equality)
+
+
+def _is_min_version(installed: str, version: str, check_equality: bool) -> bool:
+    # Torch compares versions by their parts: 2.10 is above 2.9.
+    found = TorchVersion(installed)
+    return bool(found >= version if check_equality else found > version)
+
+
+def get_pg_size(group: ProcessGroup | None = None) -> int:
+    """Returns the number of ranks in `group`: 1 for None, and without torch.distributed."""
+    return group_size(group) if dist.is_initialized() else 1
+
+
+def get_pg_rank(group: ProcessGroup | None = None) -> int:
+    """Returns the index of this rank in `group`: 0 for None, and without torch.distributed."""
+    return group_rank(group) if dist.is_initialized() else 0
+
+
+def get_tensor_model_parallel_group_if_none(
+    tp_group: ProcessGroup | None, is_expert: bool = False, check_initialized: bool = True
+) -> ProcessGroup | None:
+    """Returns `tp_group`; None means parallel_state's tensor-parallel group, with is_expert that of experts.
+
+    check_initialized: raise RuntimeError if there is no such group, instead of returning None. Without
+    torch.distributed it returns `tp_group`.
+    """
+    if tp_group is not None or not dist.is_initialized():
+        return tp_group
+    get_group = get_expert_tensor_parallel_group if is_expert else get_tensor_model_parallel_group
+    return get_group(check_initialized=check_initialized)
+
+
+def log_single_rank(logger: logging.Logger, level: int, msg: object, *args: Any, rank: int = 0, **kwargs: Any) -> None:
+    """Logs on one global rank alone; without torch.distributed, always. Further arguments are those of Logger.log."""
+    if not dist.is_initialized() or dist.get_rank() == rank:
+        logger.log(level, msg, *args, **kwargs)
+
+
+def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> Tensor:
+    """Returns a tensor with the memory of `inp` that is not a view, so that the base of `inp` may be freed by itself.
+
+    inp: any shape, any dtype; returned as it is if it is not a view. keep_graph: gradients flow to `inp`; otherwise the
+    result is a leaf, with requires_grad.
+    """
+    if inp._base is None:
+        return inp
+    if keep_graph:
+        viewless: Tensor = _Viewless.apply(inp, requires_grad)
+        return viewless
+    return _without_base(inp, requires_grad)
+
+
+class _Viewless(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inp: Tensor, requires_grad: bool) -> Tensor:
+        return _without_base(inp, requires_grad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def _without_base(inp: Tensor, requires_grad: bool) -> Tensor:
+    out = torch.empty((1,), dtype=inp.dtype, device=inp.device, requires_grad=requires_grad)
+    out.data = inp.data
+    return out
+
+
+def unwrap_model(
+    model: nn.Module | list[nn.Module], module_instances: type[nn.Module] | tuple[type[nn.Module], ...] | None = None
 ) -> Any:
+    """Returns the model, or each model of a list, without its wrappers.
+
+    module_instances: classes of wrappers, which hold the model as `module`; None means ModelWrapper and torch's
+    DistributedDataParallel.
+    """
+    if isinstance(model, list):
+        return [unwrap_model(chunk, module_instances) for chunk in model]
+    # Tested by class, since a user's model may have a part named `module`.
+    inner: Any = model
+    while isinstance(inner, module_instances or (ModelWrapper, TorchDistributedDataParallel)):
+        inner = inner.module
+    return inner
+
+
+def get_attr_wrapped_model(model: nn.Module, attr: str, allow_none: bool = True, return_model_obj: bool = False) -> Any:
     """Returns `attr` of the outermost wrapper that has it, or of the model; None if none has it.
 
     allow_none: whether a value of None counts. return_model_obj: return the object that has the attribute instead.
@@ -73,3 +177,29 @@ def get_attr_wrapped_model(
 def get_model_config(model: nn.Module) -> Any:
     """Returns the `config` of a wrapped model."""
     return unwrap_model(model).config
+
+
+class StragglerDetector:
+    """Marks the parts of a forward step in traces of torch's profiler, where Megatron-LM's scripts time them.
+
+    `with stimer(bdata=True):` around reading a batch, `with stimer:` around the model. --log-straggler measures the
+    ranks' times without these marks, so they need not be in a script.
+    """
+
+    def __init__(self) -> None:
+        self._next = "forward"
+        self._open: list[record_function] = []
+
+    def __call__(self, bdata: bool = False) -> "StragglerDetector":
+        """Names the range that is entered next; bdata: it reads a batch."""
+        self._next = "batch" if bdata else "forward"
+        return self
+
+    def __enter__(self) -> "StragglerDetector":
+        self._open.append(record_function(self._next))
+        self._open[-1].__enter__()
+        self._next = "forward"
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.pop().__exit__(*error)

@@ -22,7 +22,6 @@ from torch.utils.flop_counter import flop_registry
 
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.param_and_grad_buffer import BufferKind, buffer_kind
-from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.param_attributes import param_facts
@@ -51,7 +50,7 @@ from megatron.planner.work import (
     merged,
 )
 from megatron.training.command_line.config_builder import config_from_args
-from megatron.training.setup import get_model, setup_model_and_optimizer
+from megatron.training.setup import build_model, build_model_and_optimizer
 
 EMBEDDING, END = "embedding", "end"
 _LAYER = re.compile(r"\bdecoder\.layers\.(\d+)\b")
@@ -369,7 +368,7 @@ def measure_memory(
     for stage, rank in enumerate(pipeline):
         with as_rank(probe, rank):
             # Wrapped, because layers save other tensors where weight gradients accumulate into buffers.
-            model = get_model(model_provider, ModelType.encoder_or_decoder, args=probe)[0]
+            model = build_model(model_provider, probe)[0]
             if not isinstance(unwrap_model(model), GPTModel):
                 raise ValueError(f"the model is a {type(unwrap_model(model)).__name__}: must be a GPTModel")
             found = _parts_of(model, probe, forward_step=forward_step)
@@ -518,7 +517,7 @@ def _trace_stage(
     groups: ProcessGroupCollection,
 ) -> tuple[dict[str, PartWork], StepWork]:
     """Runs a step of one stage of the short model. Returns the work of each part, and the work once per step."""
-    model, optimizer, _ = setup_model_and_optimizer(model_provider, ModelType.encoder_or_decoder, args=args)
+    model, optimizer, _ = build_model_and_optimizer(model_provider, args)
     recorder = _PartRecorder(model[0], live_rows=live_rows(args), spans=_param_spans(model[0], args))
     messages = _PartMessages(groups, recorder)
     with traced_steps(

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from megatron.core.device import without_memory
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
-from megatron.core.enums import ModelType
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.param_groups import ConfigOverrides
@@ -41,11 +40,11 @@ from megatron.planner.work import EXPERTS, ChunkWork, Kernels, Traffic
 from megatron.training.checkpointing.rng_state import seed_ranks
 from megatron.training.command_line.config_builder import flags_named_in_errors
 from megatron.training.command_line.errors import CommandLineError
+from megatron.training.command_line.published import publish_run, publish_timers, publish_tokenizer
 from megatron.training.command_line.validation import batch_sizes
 from megatron.training.compute.flops import count_of, num_floating_point_operations, parameters_by_key
-from megatron.training.global_vars import publish_run, publish_timers, publish_tokenizer
 from megatron.training.meters.memory import bytes_of, gradient_tensors, parameter_tensors
-from megatron.training.setup import get_model, setup_batches, setup_model_and_optimizer, setup_tokenizer
+from megatron.training.setup import build_model, build_model_and_optimizer, setup_batches, setup_tokenizer
 from megatron.training.step.expert_memory import build_expert_memory
 
 # Shown with every plan.
@@ -284,11 +283,9 @@ class _RankBuild:
         self._args, self._provider = args, model_provider
         optimizer: MegatronOptimizer | None = None
         if args.skip_train:
-            model = get_model(model_provider, ModelType.encoder_or_decoder, args=args)
+            model = build_model(model_provider, args)
         else:
-            model, optimizer, _ = setup_model_and_optimizer(
-                model_provider, ModelType.encoder_or_decoder, args=args, config_overrides=config_overrides
-            )
+            model, optimizer, _ = build_model_and_optimizer(model_provider, args, config_overrides=config_overrides)
         self.model, self._optimizer = model, optimizer
         # Without static buffers the number of an expert's rows depends on routing.
         self.is_balanced = args.num_experts is not None and args.moe_expert_rank_capacity_factor is None
@@ -359,7 +356,7 @@ class _RankBuild:
         if self.is_balanced or args.use_torch_fsdp2:
             args = with_known_rows(args)
             _publish(args)
-            model = get_model(self._provider, ModelType.encoder_or_decoder, args=args)
+            model = build_model(self._provider, args)
         saved = [saved_by(chunk, args, forward_step=forward_step) for chunk in model]
         of_layers = [
             kept.by_kind[EXPERTS] // max(1, sum(isinstance(part, MoELayer) for part in chunk.modules()))

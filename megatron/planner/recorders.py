@@ -282,7 +282,7 @@ class MessageRecorder(TorchDispatchMode):
 
     def __init__(self, groups: ProcessGroupCollection) -> None:
         super().__init__()
-        self._groups = {name: _ranks_of(group) for name, group in vars(groups).items() if group is not None}
+        self._groups = _ranks_of_kinds(groups)
         self._names: list[str] = []
         self._messages: list[Traffic] = []
         self._is_begun = False  # whether the current collective has been counted
@@ -344,9 +344,14 @@ class MessageRecorder(TorchDispatchMode):
 
 def ranks_by_name(groups: ProcessGroupCollection, links: Iterable[Traffic]) -> dict[str, tuple[int, ...]]:
     """Returns the ranks of each group that the messages name."""
-    own = {_SHORT.get(name, name): _ranks_of(group) for name, group in vars(groups).items() if group is not None}
+    own = {_SHORT.get(name, name): ranks for name, ranks in _ranks_of_kinds(groups).items()}
     own["world"] = tuple(range(dist.get_world_size()))
     return {name: own[name] for name in sorted({one.group for one in links})}
+
+
+def _ranks_of_kinds(groups: ProcessGroupCollection) -> dict[str, tuple[int, ...]]:
+    """Returns the ranks of each group of this rank, without the levels of hierarchical context parallelism."""
+    return {name: _ranks_of(group) for name, group in vars(groups).items() if isinstance(group, dist.ProcessGroup)}
 
 
 def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:

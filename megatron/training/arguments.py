@@ -19,8 +19,7 @@ from megatron.training.command_line.flags import (
     refusal,
 )
 from megatron.training.command_line.model_presets import preset_file, table_of_models, tiny
-from megatron.training.command_line.parser import REFUSED, build_parser, problems_of_leftovers
-from megatron.training.command_line.refusals import AGREED_VALUES
+from megatron.training.command_line.parser import REFUSED, RunArguments, build_parser, problems_of_leftovers
 from megatron.training.command_line.validation import read_launcher, validate_args
 from megatron.training.command_line.values import text_of_value
 from megatron.training.command_line.yaml_config import config_text, read_config_file
@@ -52,7 +51,7 @@ def parse_args(
             raise CommandLineError(f"{word.removesuffix('=--')}: '--' is no value")
     # Set as defaults, so that the command line takes precedence.
     parser.set_defaults(**_values_of_files(words, table=table, script_dests=script_dests))
-    args, leftovers = parser.parse_known_args(words)
+    args, leftovers = parser.parse_known_args(words, RunArguments())
     # All problems are collected, so that a launch script needs only one correction.
     problems = [] if ignore_unknown_args else problems_of_leftovers(leftovers, parser, table=table)
     problems += [*mistakes, *vars(args).pop(REFUSED, [])]
@@ -110,7 +109,7 @@ def _check_values(args: argparse.Namespace, flags: list[Flag], *, problems: list
             continue
         value = vars(args)[flag.dest]
         # Scripts pass many flags at their defaults, which needs no message.
-        if value == flag.default or value in AGREED_VALUES.get(flag.flags[0], ()):
+        if value == flag.default:
             continue
         if flag.state is FlagState.NO_EFFECT:
             without_effect.append(flag)

@@ -2,16 +2,27 @@
 
 import argparse
 
+import torch
+
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.lora import freeze_all_but_adapters
+from megatron.core.transformer.spec_utils import ModuleSpec, import_module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.command_line.config_builder import flags_named_in_errors
 from megatron.training.meters.memory import check_weights_fit
 
 
 def build_gpt(
-    args: argparse.Namespace, *, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
+    args: argparse.Namespace,
+    *,
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
 ) -> GPTModel:
     """Builds a model, or a part of one, with initial weights, in fp32 or args.params_dtype.
 
@@ -22,7 +33,12 @@ def build_gpt(
         check_weights_fit(config, args.padded_vocab_size)
         # The arguments of tools may lack it.
         use_engine = vars(args).get("transformer_impl") == "transformer_engine"
-        layers = get_gpt_decoder_block_spec(config, use_transformer_engine=use_engine)
+        spec = vars(args).get("spec")
+        layers: ModuleSpec | TransformerBlockSubmodules
+        if spec is None:
+            layers = get_gpt_decoder_block_spec(config, use_transformer_engine=use_engine)
+        else:
+            layers = _named_spec(spec, config)
     model = GPTModel(
         config=config,
         transformer_layer_spec=layers,
@@ -33,6 +49,7 @@ def build_gpt(
         pre_process=pre_process,
         post_process=post_process,
         vp_stage=vp_stage,
+        pg_collection=pg_collection,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,
@@ -44,3 +61,50 @@ def build_gpt(
     if config.lora_rank is not None:
         freeze_all_but_adapters(model)
     return model
+
+
+# Sizes of the parallel layout with which one process has all parameters.
+_ONE_RANK = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+    "sequence_parallel": False,
+    "pipeline_model_parallel_layout": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+}
+
+
+def whole_gpt(args: argparse.Namespace, *, padded_vocab_size: int) -> GPTModel:
+    """Builds the model as one process has it, without memory, with sequential experts: one weight for each.
+
+    For names and shapes of all parameters, in a run of any layout.
+    """
+    alone = argparse.Namespace(**{**vars(args), "padded_vocab_size": padded_vocab_size, "moe_grouped_gemm": False})
+    vars(alone).update({name: value for name, value in _ONE_RANK.items() if name in vars(args)})
+    with torch.device("meta"):
+        return build_gpt(alone, pg_collection=ProcessGroupCollection())
+
+
+def _named_spec(path: list[str], config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
+    """Returns the spec that a script's module has under a name. path: the module and the name."""
+    try:
+        found = import_module((path[0], path[1]))
+    except ImportError as error:
+        raise ValueError(
+            f"spec is {path}: {path[0]} cannot be imported ({error}); add its folder to PYTHONPATH"
+        ) from error
+    kinds = (ModuleSpec, TransformerBlockSubmodules)
+    if callable(found) and not isinstance(found, kinds):
+        found = found(config)
+    if not isinstance(found, kinds):
+        raise ValueError(
+            f"spec is {path}, a {type(found).__name__}: must be a ModuleSpec or TransformerBlockSubmodules, or a "
+            "function that returns one for a TransformerConfig"
+        )
+    return found

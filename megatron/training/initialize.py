@@ -1,6 +1,6 @@
 """Starts and ends a run's processes: arguments, restarts, torch.distributed, process groups, seeds.
 
-setup.py builds the model and reads data.
+setup.py builds the model and reads data. pretrain() calls start_processes; initialize_megatron is for scripts.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.core import parallel_state
+from megatron.core.config_field import require_defaults
 from megatron.core.device import (
     default_device,
     prepare_device,
@@ -20,16 +21,18 @@ from megatron.core.device import (
 )
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.core.parallel_state import DEFAULT_ORDER
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+from megatron.core.timers import Timers
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.callbacks.lines import print_rank_0
 from megatron.training.checkpointing.folder import complete_iterations, find_checkpoint
 from megatron.training.checkpointing.rng_state import seed_generators
 from megatron.training.checkpointing.run_values import load_args_from_checkpoint, load_run_values
 from megatron.training.command_line.config_builder import config_from_args
+from megatron.training.command_line.published import publish_run, publish_timers, publish_tokenizer
 from megatron.training.config import CONTINUE_RUN, DistributedConfig
 from megatron.training.error_broadcast import ErrorBroadcast
-from megatron.training.global_vars import publish_run
+from megatron.training.setup import setup_batches, setup_tokenizer
 from megatron.training.startup_handshake import common_settings, join_process_group
 
 # Set by torchrun on its ranks, and by examples/supervise.py, which restarts torchrun itself.
@@ -37,21 +40,90 @@ RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SUPERVISOR_RESTART_COUNT")
 
 
 def initialize_megatron(
+    allow_no_cuda: bool | Callable[[Any], Any] | None = False,
+    skip_mpu_initialization: bool | dict[str, Any] | None = False,
+    get_embedding_ranks: None = None,
+    get_position_embedding_ranks: None = None,
+    store: None = None,
+    skip_model_parallel_init: bool = False,
+    seed_pp_group: None = None,
+    seed_dp_group: None = None,
+    seed_tp_group: None = None,
+    seed_ep_group: None = None,
+    seed_etp_group: None = None,
+    skip_random_seed: bool = False,
+    *,
+    extra_args_provider: Callable[[Any], Any] | None = None,
+    args_defaults: dict[str, Any] | None = None,
+    ignore_unknown_args: bool = False,
+    parsed_args: argparse.Namespace | None = None,
+    argv: Sequence[str] | None = None,
+) -> argparse.Namespace:
+    """Starts a script's own loop as start_processes does, and makes tokenizer, timers and number of microbatches.
+
+    The call of released versions, `initialize_megatron(extra_args_provider, args_defaults)`, works too. allow_no_cuda:
+    no effect, because a process without a GPU runs on the CPU. skip_model_parallel_init: use the process groups that
+    the script has initialized. skip_random_seed: leave the generators of random numbers as they are. parsed_args: the
+    result of parse_args, instead of the command line's arguments. Raises ValueError for bad arguments, and for ones
+    that differ by rank.
+    """
+    if callable(allow_no_cuda):
+        extra_args_provider = allow_no_cuda
+    if isinstance(skip_mpu_initialization, dict):
+        args_defaults, skip_mpu_initialization = skip_mpu_initialization, False
+    require_defaults(
+        "initialize_megatron",
+        "ranks, groups and seeds follow from the launcher and the flags",
+        skip_mpu_initialization=(bool(skip_mpu_initialization), False),
+        get_embedding_ranks=(get_embedding_ranks, None),
+        get_position_embedding_ranks=(get_position_embedding_ranks, None),
+        store=(store, None),
+        seed_pp_group=(seed_pp_group, None),
+        seed_dp_group=(seed_dp_group, None),
+        seed_tp_group=(seed_tp_group, None),
+        seed_ep_group=(seed_ep_group, None),
+        seed_etp_group=(seed_etp_group, None),
+    )
+    args = start_processes(
+        extra_args_provider,
+        args_defaults,
+        ignore_unknown_args=ignore_unknown_args,
+        parsed_args=parsed_args,
+        argv=argv,
+        skip_model_parallel_init=skip_model_parallel_init,
+        skip_random_seed=skip_random_seed,
+    )
+    publish_tokenizer(setup_tokenizer(args))
+    publish_timers(Timers(args.timing_log_level, args.timing_log_option, device=default_device()))
+    setup_batches(args)
+    return args
+
+
+def start_processes(
     extra_args_provider: Callable[[Any], Any] | None = None,
     args_defaults: dict[str, Any] | None = None,
     *,
     ignore_unknown_args: bool = False,
+    parsed_args: argparse.Namespace | None = None,
     argv: Sequence[str] | None = None,
     broadcast: ErrorBroadcast | None = None,
+    skip_model_parallel_init: bool = False,
+    skip_random_seed: bool = False,
 ) -> argparse.Namespace:
     """Parses and checks the arguments, joins the process group and seeds every generator.
 
     Works under torchrun and in a plain process, which becomes a group of one. broadcast: gets connected, so
-    that ranks send each other their errors. Raises ValueError for bad arguments, and for ones that differ by rank.
+    that ranks send each other their errors. Other parameters: as for initialize_megatron. Raises ValueError for bad
+    arguments, and for ones that differ by rank.
     """
     notices: list[str] = []
     args = read_arguments(
-        extra_args_provider, args_defaults, ignore_unknown_args=ignore_unknown_args, argv=argv, notices=notices
+        extra_args_provider,
+        args_defaults,
+        ignore_unknown_args=ignore_unknown_args,
+        parsed_args=parsed_args,
+        argv=argv,
+        notices=notices,
     )
     silence_library_notices()
     if args.deterministic_mode:
@@ -65,11 +137,12 @@ def initialize_megatron(
         settings=common_settings(args),
         broadcast=broadcast,
     )
-    groups = build_groups(args)
+    groups = groups_of_script(args) if skip_model_parallel_init else build_groups(args)
     for notice in notices:
         print_rank_0(notice)
-    # Equal on all replicas, so that they draw equal weights. seed_ranks later gives each rank its own stream.
-    seed_generators(args.seed, groups)
+    if not skip_random_seed:
+        # Equal on all replicas, so that they draw equal weights. seed_ranks later gives each rank its own stream.
+        seed_generators(args.seed, groups)
     publish_run(args)
     return args
 
@@ -79,18 +152,22 @@ def read_arguments(
     args_defaults: dict[str, Any] | None = None,
     *,
     ignore_unknown_args: bool = False,
+    parsed_args: argparse.Namespace | None = None,
     argv: Sequence[str] | None = None,
     notices: list[str] | None = None,
 ) -> argparse.Namespace:
     """Parses and validates the arguments on this rank, after applying those of the checkpoint if flags request it.
 
-    notices: collects lines for the first rank to print. Raises ValueError for bad arguments.
+    parsed_args: the result of parse_args, instead of `argv` or the process's own. notices: collects lines for the first
+    rank to print. Raises ValueError for bad arguments.
     """
-    args = parse_args(extra_args_provider, ignore_unknown_args, argv=None if argv is None else list(argv))
+    args = parsed_args or parse_args(
+        extra_args_provider, ignore_unknown_args, argv=None if argv is None else list(argv)
+    )
     lines = (continue_after_restart(args), keep_global_batch_size(args))
     if notices is not None:
         notices.extend(line for line in lines if line is not None)
-    if args.use_checkpoint_args and args.load is not None:
+    if args.use_checkpoint_args and (args.load is not None or args.pretrained_checkpoint is not None):
         load_args_from_checkpoint(args)
     return validate_args(args, args_defaults or {})
 
@@ -152,6 +229,27 @@ def build_groups(args: argparse.Namespace) -> ProcessGroupCollection:
         distributed_timeout_minutes=args.distributed_timeout_minutes,
     )
     return parallel_state.get_process_groups()
+
+
+def groups_of_script(args: argparse.Namespace) -> ProcessGroupCollection:
+    """Returns the process groups that a script has initialized. Raises ValueError if they have other sizes than args.
+
+    With several problems, the error has a line for each.
+    """
+    if not parallel_state.model_parallel_is_initialized():
+        raise ValueError("skip_model_parallel_init is True: call parallel_state.initialize_model_parallel before")
+    groups = parallel_state.get_process_groups()
+    sizes = {
+        "tensor_model_parallel_size": group_size(groups.tp),
+        "pipeline_model_parallel_size": group_size(groups.pp),
+        "context_parallel_size": group_size(groups.cp),
+        "expert_model_parallel_size": group_size(groups.ep),
+    }
+    wrong = {name: size for name, size in sizes.items() if vars(args)[name] != size}
+    if wrong:
+        lines = [f"{name} is {vars(args)[name]}: the script has initialized {size}" for name, size in wrong.items()]
+        raise ValueError("\n".join(lines))
+    return groups
 
 
 def leave_process_group() -> None:

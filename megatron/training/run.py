@@ -1,7 +1,7 @@
 """TrainingRun: the parts and counters of a run, built once by setup.py and passed to functions as an argument."""
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +15,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 from megatron.training.callbacks import CallbackList, StepReport
-from megatron.training.checkpointing import begin_save_checkpoint, load_checkpoint
+from megatron.training.checkpointing import begin_save_checkpoint, load_run
 from megatron.training.checkpointing.saving import RunSaves
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.config import CheckpointConfig, FaultConfig, TrainingConfig
+from megatron.training.gpt_builder import whole_gpt
 from megatron.training.meters.meters import Meter
 from megatron.training.step.exit_conditions import ExitConditions
 from megatron.training.step.expert_memory import ExpertMemory
@@ -50,6 +51,38 @@ class Recovery:
         return self.num_rewinds < self.config.max_rewinds
 
 
+@dataclass(frozen=True, kw_only=True)
+class NonLossData:
+    """A script's functions for data of evaluations that is no loss, as in Megatron-LM.
+
+    collect: maps the model's chunks to data, on every rank. Without it, if there is `process`, one more global batch
+    runs forward (with --full-validation, all of them), and the loss function is called with non_loss_data=True; the
+    data are its results on the last pipeline stage. process: called with the data, the iteration and
+    get_tensorboard_writer() on the last rank.
+    """
+
+    collect: Callable[[Sequence[nn.Module]], Any] | None = None
+    process: Callable[[Any, int, Any], object] | None = None
+
+    @property
+    def reads_batch(self) -> bool:
+        """Whether an evaluation reads one more global batch."""
+        return self.collect is None and self.process is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSet:
+    """Data that an evaluation reads.
+
+    iterator: None on ranks that read no batches. name: in logs, if there are several validation sets.
+    num_microbatches: micro-batches of each rank in each global batch of an evaluation.
+    """
+
+    iterator: Iterator[Any] | None
+    num_microbatches: Sequence[int]
+    name: str | None = None
+
+
 @dataclass(kw_only=True)
 class TrainingRun:
     """The parts of one run and its counters; the iterators are set once the data position is known."""
@@ -73,11 +106,12 @@ class TrainingRun:
     recovery: Recovery = field(default_factory=Recovery)
     timers: Timers = field(default_factory=Timers)
     meters: Sequence[Meter] = ()
+    non_loss_data: NonLossData = field(default_factory=NonLossData)
     datasets: Sequence[Any] = ()  # train, valid and test
     num_workers: int = 0  # processes that read the datasets
     train_iterator: Iterator[Any] | None = None
-    valid_iterator: Iterator[Any] | None = None
-    test_iterator: Iterator[Any] | None = None
+    valid_sets: Sequence[EvaluationSet] = ()
+    test_set: EvaluationSet | None = None
 
     @property
     def global_batch_size(self) -> int:
@@ -110,11 +144,15 @@ class TrainingRun:
 
     def count_step(self, *, updated: bool, nan: bool) -> None:
         """Advances the counters by a training step."""
+        self.count_iteration()
+        self.state.skipped_iterations += not updated
+        self.state.nan_iterations += nan
+
+    def count_iteration(self) -> None:
+        """Advances the step and the data position by a global batch, whether it was trained on or not."""
         self.state.iteration += 1
         self.state.consumed_train_samples += self.global_batch_size
         update_num_microbatches(self.state.consumed_train_samples)
-        self.state.skipped_iterations += not updated
-        self.state.nan_iterations += nan
 
     def measured(self, report: StepReport) -> StepReport:
         """Returns the report with the measurements that flags request. Collective."""
@@ -124,7 +162,7 @@ class TrainingRun:
 
     def load_checkpoint(self, config: CheckpointConfig | None = None) -> None:
         """Loads the checkpoint of --load, if given, in place. Collective. config: replaces the run's settings."""
-        load_checkpoint(
+        load_run(
             self.model,
             self.optimizer,
             self.scheduler,
@@ -132,6 +170,7 @@ class TrainingRun:
             args=self.args,
             config=config or self.checkpoint,
             pg_collection=self.groups,
+            build_whole=whole_gpt,
         )
         self.move_position(self.state.consumed_train_samples)
         self.args.consumed_valid_samples = self.state.consumed_valid_samples

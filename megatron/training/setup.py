@@ -5,7 +5,9 @@ training.py has the loop that uses them.
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core import parallel_state
-from megatron.core.datasets.data_iterators import BatchPlan, build_data_iterators
+from megatron.core.datasets.data_iterators import BatchPlan, build_data_iterators, validation_sets
+from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.device import default_device
 from megatron.core.distributed import check_weights_agree
-from megatron.core.enums import ModelType
 from megatron.core.graphs.capture import GraphDevice
 from megatron.core.group_collectives import all_ranks_agree
 from megatron.core.num_microbatches_calculator import BatchSchedule, NumMicroBatches, init_num_microbatches_calculator
@@ -42,6 +44,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.callbacks import Callback
 from megatron.training.callbacks.build import setup_callbacks
 from megatron.training.callbacks.lines import print_rank_0
+from megatron.training.callbacks.wandb_log import wandb_folder
 from megatron.training.checkpointing import check_save_folder, refuse_checkpoints_of_another_run
 from megatron.training.checkpointing.rng_state import seed_ranks
 from megatron.training.checkpointing.saving import RunSaves
@@ -49,14 +52,14 @@ from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.command_line.config_builder import config_from_args, with_flag_names
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.flags import flag_table
+from megatron.training.command_line.published import publish_timers, publish_tokenizer
 from megatron.training.command_line.validation import batch_sizes
 from megatron.training.compute.flops import count_parameters
 from megatron.training.config import CheckpointConfig, FaultConfig, LoggingConfig, TrainingConfig
 from megatron.training.data_parallel import join_schedule, wrap_chunks
-from megatron.training.global_vars import publish_timers, publish_tokenizer
 from megatron.training.meters.memory import persistent_fit
 from megatron.training.meters.meters import build_meters
-from megatron.training.run import Recovery, TrainingRun
+from megatron.training.run import EvaluationSet, NonLossData, Recovery, TrainingRun
 from megatron.training.step.exit_conditions import ExitConditions
 from megatron.training.step.expert_memory import ExpertMemory, build_expert_memory
 from megatron.training.step.graph import build_step_graph, build_step_update, graph_device
@@ -74,11 +77,12 @@ def setup_run(
     config_overrides: ConfigOverrides | None = None,
     graphs: GraphDevice | None = None,
     exits: ExitConditions | None = None,
+    non_loss_data: NonLossData | None = None,
 ) -> TrainingRun:
     """Builds all parts of a run except the data, and loads the checkpoint, which sets the data position.
 
     graphs: replaces this process's GPU as the device that captures CUDA graphs, if the flags request them. exits: exit
-    conditions that already listen for the signal; None builds them.
+    conditions that already listen for the signal; None builds them. non_loss_data: the script's functions for it.
     """
     training, checkpoint = config_from_args(TrainingConfig, args), config_from_args(CheckpointConfig, args)
     logging, faults = config_from_args(LoggingConfig, args), config_from_args(FaultConfig, args)
@@ -89,7 +93,7 @@ def setup_run(
     timers = Timers(logging.timing_log_level, logging.timing_log_option, device=default_device())
     publish_timers(timers)
     batches = setup_batches(args)
-    model = get_model(model_provider, ModelType.encoder_or_decoder, args=args)
+    model = build_model(model_provider, args)
     fit = persistent_fit(model, args)
     print_rank_0(f"  {fit}")
     optimizer = scheduler = None
@@ -128,6 +132,7 @@ def setup_run(
         exit_conditions=exits or ExitConditions(training),
         saves=RunSaves(in_background=checkpoint.async_save, on_save=every_callback.on_save),
         timers=timers,
+        non_loss_data=non_loss_data or NonLossData(),
         meters=build_meters(
             logging,
             args,
@@ -198,6 +203,8 @@ def check_folders(args: argparse.Namespace) -> None:
         check_save_folder(args.save, flag="--save")
     if args.tensorboard_dir is not None:
         check_save_folder(args.tensorboard_dir, flag="--tensorboard-dir")
+    if args.wandb_project is not None:
+        check_save_folder(str(wandb_folder(args)), flag="--wandb-save-dir")
     if args.save is not None and not args.skip_train:
         refuse_checkpoints_of_another_run(args.save, continued_from=None if args.finetune else args.load)
 
@@ -216,18 +223,17 @@ def setup_batches(args: argparse.Namespace) -> NumMicroBatches:
     )
 
 
-def setup_model_and_optimizer(
+def build_model_and_optimizer(
     model_provider: Callable[..., nn.Module],
-    model_type: ModelType,
-    *,
     args: argparse.Namespace,
+    *,
     config_overrides: ConfigOverrides | None = None,
 ) -> tuple[list[nn.Module], MegatronOptimizer, OptimizerParamScheduler]:
     """Builds model chunks, optimizer and schedule, and sets the callables in the model's configuration.
 
     config_overrides: learning rates and weight decays that differ for some parameters.
     """
-    model = get_model(model_provider, model_type, args=args)
+    model = build_model(model_provider, args)
     return model, *setup_optimizer(model, args, config_overrides=config_overrides)
 
 
@@ -239,7 +245,16 @@ def setup_optimizer(
     if config_overrides is not None:
         config_overrides = {**get_standard_config_overrides(config), **config_overrides}
     optimizer = get_megatron_optimizer(config, model, config_overrides=config_overrides)
-    scheduler = get_optimizer_param_scheduler(
+    scheduler = build_scheduler(optimizer, args)
+    join_schedule(model, args)
+    for chunk in unwrap_model(model):
+        chunk.config.grad_scale_func = optimizer.scale_loss
+    return optimizer, scheduler
+
+
+def build_scheduler(optimizer: MegatronOptimizer, args: argparse.Namespace) -> OptimizerParamScheduler:
+    """Builds the schedule of learning rate and weight decay."""
+    return get_optimizer_param_scheduler(
         optimizer,
         config_from_args(OptimizerParamSchedulerConfig, args),
         max_lr=args.lr,
@@ -249,27 +264,23 @@ def setup_optimizer(
         train_samples=args.train_samples,
         batches=batch_sizes(args).running,
     )
-    join_schedule(model, args)
-    for chunk in unwrap_model(model):
-        chunk.config.grad_scale_func = optimizer.scale_loss
-    return optimizer, scheduler
 
 
-def get_model(
-    model_provider: Callable[..., nn.Module], model_type: ModelType, *, args: argparse.Namespace
+def build_model(
+    model_provider: Callable[..., nn.Module], args: argparse.Namespace, *, wrap: bool = True
 ) -> list[nn.Module]:
     """Builds this rank's model chunks on its device, in the precision of the flags, wrapped for data parallelism.
 
     model_provider is called for each chunk with pre_process and post_process, and with vp_stage if a stage has several
-    chunks. model_type: ModelType.encoder_or_decoder, the only supported value. Raises ValueError on every rank if
-    replicas start from different weights, or do not train the same ones.
+    chunks. wrap: False leaves out the wrapper. Raises ValueError on every rank if replicas start from different
+    weights, or do not train the same ones.
     """
     build = partial(_build_on_meta_device if args.init_model_with_meta_device else _build_on_device, model_provider)
     parts = [
         _check_and_wrap_precision(part, args, post_process=has_output) for part, has_output in model_parts(build, args)
     ]
     # All chunks are checked first, because wrapping is collective over the first and the last stage.
-    return wrap_chunks(parts, args)
+    return wrap_chunks(parts, args) if wrap else parts
 
 
 def model_parts(model_provider: Callable[..., nn.Module], args: argparse.Namespace) -> Iterator[tuple[nn.Module, bool]]:
@@ -322,16 +333,17 @@ def setup_tokenizer(args: argparse.Namespace) -> Tokenizer:
     return tokenizer
 
 
-def setup_data(run: TrainingRun, datasets_provider: Callable[[list[int]], Sequence[Any]], *, num_workers: int) -> None:
+def setup_data(run: TrainingRun, datasets_provider: Callable[[list[Any]], Sequence[Any]], *, num_workers: int) -> None:
     """Builds the datasets of `run`, and its iterators, which start after the consumed samples."""
-    run.datasets, run.num_workers = datasets_provider(split_sizes(run.training, run.batches.running)), num_workers
+    full_validation = run.args.full_validation
+    sizes = split_sizes(run.training, run.batches.running, full_validation=full_validation)
+    run.datasets, run.num_workers = datasets_provider(sizes), num_workers
     position_data(run)
 
 
 def position_data(run: TrainingRun) -> None:
-    """Rebuilds the data iterators of `run`, which start after its consumed samples."""
-    train, valid, test = run.datasets
-    state = run.state
+    """Rebuilds the data iterators of `run`, which start after its consumed samples. Collective for external data."""
+    state, args = run.state, run.args
     plan = BatchPlan(
         micro_batch_size=run.training.micro_batch_size or 1,
         dp_rank=group_rank(run.groups.dp),
@@ -340,15 +352,81 @@ def position_data(run: TrainingRun) -> None:
         consumed_valid_samples=state.consumed_valid_samples,
         num_workers=run.num_workers,
         pin_memory=run.device.type == "cuda",
-        create_attention_mask=run.args.create_attention_mask_in_dataloader,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        dataloader_type=args.dataloader_type,
+        seed=args.seed,
+        full_validation=args.full_validation,
     )
-    run.train_iterator, run.valid_iterator, run.test_iterator = build_data_iterators((train, valid, test), plan)
+    train, valid, test = run.datasets
+    run.train_iterator, valid_iterators, test_iterator = build_data_iterators((train, valid, test), plan)
+    sets = validation_sets(valid)
+    names = _names_of_sets(sets, args)
+    plain = [run.batches.final_num_microbatches] * run.training.eval_iters
+    run.valid_sets = [
+        EvaluationSet(
+            iterator=iterator,
+            num_microbatches=_full_batches(plan.full_rounds(one), run) if args.full_validation else plain,
+            name=name,
+        )
+        for one, iterator, name in zip(sets, valid_iterators, names)
+    ]
+    run.test_set = None if test_iterator is None else EvaluationSet(iterator=test_iterator, num_microbatches=plain)
+    if args.dataloader_type == "external":
+        _agree_on_sets(run, plain)
 
 
-def split_sizes(training: TrainingConfig, batches: BatchSchedule) -> list[int]:
-    """Returns the numbers of train, validation and test samples that the run reads."""
+def _full_batches(rounds: int, run: TrainingRun) -> list[int]:
+    """Returns the micro-batches of each rank in each global batch of an evaluation; the last may be smaller."""
+    full, rest = divmod(rounds, run.batches.final_num_microbatches)
+    return [run.batches.final_num_microbatches] * full + [rest] * (rest > 0)
+
+
+def _names_of_sets(sets: Sequence[Any], args: argparse.Namespace) -> Sequence[str | None]:
+    """Returns the names of validation sets: those of the flags, else those of their files, else numbers.
+
+    A single set has no name, unless a flag gives one.
+    """
+    given = args.validation_set_names
+    if len(sets) > 1 and not args.multiple_validation_sets:
+        raise ValueError(
+            f"the dataset provider returned {len(sets)} validation sets: give --multiple-validation-sets to evaluate "
+            "each, or return one dataset"
+        )
+    if given is not None:
+        if len(given) != len(sets):
+            raise ValueError(
+                f"--validation-set-names is {' '.join(given)}: must be {len(sets)} names, one for each set"
+            )
+        return given
+    if len(sets) < 2:
+        return [None] * len(sets)
+    files = [Path(one.dataset_path).name if isinstance(one, GPTDataset) and one.dataset_path else "" for one in sets]
+    return [
+        name if name and files.count(name) == 1 else f"{name}-{index}" if name else str(index)
+        for index, name in enumerate(files)
+    ]
+
+
+def _agree_on_sets(run: TrainingRun, num_microbatches: Sequence[int]) -> None:
+    """Adds evaluation sets that other ranks have, because every rank takes part in an evaluation. Collective.
+
+    A script may give external iterators only to ranks that read batches.
+    """
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, ([one.name for one in run.valid_sets], run.test_set is not None))
+    names = max((names for names, _ in found), key=len)
+    own = {one.name: one for one in run.valid_sets}
+    absent = EvaluationSet(iterator=None, num_microbatches=num_microbatches)
+    run.valid_sets = [own.get(name, replace(absent, name=name)) for name in names]
+    if any(has_test for _, has_test in found):
+        run.test_set = run.test_set or absent
+
+
+def split_sizes(training: TrainingConfig, batches: BatchSchedule, *, full_validation: bool = False) -> list[int | None]:
+    """Returns the numbers of train, validation and test samples that the run reads; None for a whole epoch."""
     train_iters = training.train_iters or 0
     evaluations = 1 if training.eval_interval is None else train_iters // training.eval_interval + 1
     train = 0 if training.skip_train else training.train_samples or batches.samples_after(train_iters)
     evaluation = training.eval_iters * batches.final_size
-    return [train, evaluations * evaluation, evaluation]
+    whole = full_validation and training.eval_iters > 0
+    return [train, None if whole else evaluations * evaluation, evaluation]

@@ -7,14 +7,14 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 
+from megatron.core.config_field import require_defaults
 from megatron.core.device.trace_ranges import trace_range
 from megatron.core.enums import ModelType
 from megatron.core.optimizer.param_groups import ConfigOverrides
@@ -22,11 +22,12 @@ from megatron.training.callbacks import Callback, EvaluationReport, RunStart, St
 from megatron.training.callbacks.lines import print_rank_0
 from megatron.training.command_line.config_builder import config_from_args
 from megatron.training.command_line.errors import CommandLineError
+from megatron.training.command_line.published import get_tensorboard_writer
 from megatron.training.compute.flops import num_floating_point_operations
 from megatron.training.config import TrainingConfig
 from megatron.training.error_broadcast import ErrorBroadcast
 from megatron.training.errors import message_for_other_ranks
-from megatron.training.initialize import initialize_megatron, leave_process_group, read_arguments
+from megatron.training.initialize import leave_process_group, read_arguments, start_processes
 from megatron.training.recovery import (
     NON_FINITE,
     check_weight_hashes,
@@ -35,19 +36,49 @@ from megatron.training.recovery import (
     skip_step,
     watch_loss,
 )
-from megatron.training.run import TrainingRun
-from megatron.training.setup import get_model, setup_data, setup_model_and_optimizer, setup_run
+from megatron.training.run import EvaluationSet, NonLossData, TrainingRun
+from megatron.training.scripts import (
+    DatasetsProvider,
+    ModelProvider,
+    get_model,
+    get_optimizer_param_scheduler,
+    script_of_call,
+    setup_model_and_optimizer,
+    train_step,
+    update_train_iters,
+)
+from megatron.training.setup import setup_data, setup_run
 from megatron.training.step.exit_conditions import ExitConditions, ExitReason
 from megatron.training.step.statistics import raise_non_finite_loss, total_reports
 
-__all__ = ["get_model", "num_floating_point_operations", "pretrain", "setup_model_and_optimizer", "train", "train_step"]
+__all__ = [
+    "get_model",
+    "get_optimizer_param_scheduler",
+    "num_floating_point_operations",
+    "pretrain",
+    "run_step",
+    "setup_model_and_optimizer",
+    "train",
+    "train_step",
+    "update_train_iters",
+]
 
 
 def pretrain(
-    train_valid_test_dataset_provider: Callable[[list[int]], Sequence[Any]],
-    model_provider: Callable[..., nn.Module],
-    model_type: ModelType,
-    forward_step_func: Callable[..., Any],
+    cfg_container: argparse.Namespace | DatasetsProvider | None = None,
+    train_valid_test_dataset_provider: DatasetsProvider | ModelProvider | None = None,
+    model_type: ModelType | None = None,
+    forward_step_func: Callable[..., Any] | None = None,
+    model_provider: ModelProvider | None = None,
+    process_non_loss_data_func: Callable[..., Any] | None = None,
+    get_embedding_ranks: None = None,
+    get_position_embedding_ranks: None = None,
+    non_loss_data_func: Callable[..., Any] | None = None,
+    store: None = None,
+    inprocess_call_wrapper: None = None,
+    p2p_communicator: None = None,
+    pg_collection: None = None,
+    skip_model_parallel_init: bool = False,
     *,
     extra_args_provider: Callable[[Any], Any] | None = None,
     args_defaults: dict[str, Any] | None = None,
@@ -58,14 +89,36 @@ def pretrain(
 ) -> None:
     """Trains the model that the command line describes, or only evaluates it with --skip-train.
 
-    train_valid_test_dataset_provider: maps the numbers of train, valid and test samples to three datasets.
-    model_provider: maps (pre_process, post_process) to a module. forward_step_func: maps (data_iterator, model) to
-    (output, loss function). config_overrides: learning rates and weight decays that differ for some parameters.
+    The first five arguments may be those of a released Megatron-LM, `pretrain(datasets_provider, model_provider,
+    model_type, forward_step_func, process_non_loss_data_func)`, or those of its main branch, see script_of_call.
+
+    cfg_container: parsed arguments; None means those of the command line. train_valid_test_dataset_provider: maps the
+    numbers of train, valid and test samples to three datasets, or to three iterators with --dataloader-type external;
+    called on every rank. model_provider: maps (pre_process, post_process) to a module. forward_step_func: maps
+    (data_iterator, model) to (output, loss function).
+    process_non_loss_data_func, non_loss_data_func: see NonLossData. skip_model_parallel_init: use the process groups
+    that the script has initialized. config_overrides: learning rates and weight decays that differ for some parameters.
     print_plan: megatron.planner.print_plan, which --dry-run calls instead of training; without it, --dry-run raises
     CommandLineError.
     """
-    if model_type is not ModelType.encoder_or_decoder:
-        raise ValueError(f"model_type is {model_type}: only ModelType.encoder_or_decoder is available")
+    require_defaults(
+        "pretrain",
+        "processes and groups follow from the launcher and the flags",
+        get_embedding_ranks=(get_embedding_ranks, None),
+        get_position_embedding_ranks=(get_position_embedding_ranks, None),
+        store=(store, None),
+        inprocess_call_wrapper=(inprocess_call_wrapper, None),
+        p2p_communicator=(p2p_communicator, None),
+        pg_collection=(pg_collection, None),
+    )
+    script = script_of_call(
+        cfg_container,
+        train_valid_test_dataset_provider,
+        model_type,
+        forward_step_func,
+        model_provider,
+        process_non_loss_data_func,
+    )
     words = sys.argv[1:] if argv is None else argv
     # Checked before the arguments are parsed, because a plan joins no process group.
     if "--dry-run" in words:
@@ -79,28 +132,40 @@ def pretrain(
             return read_arguments(extra_args_provider, args_defaults, argv=[*words, *further])
 
         print_plan(
-            read(), model_provider, reread=read, forward_step_func=forward_step_func, config_overrides=config_overrides
+            read(),
+            script.model_provider,
+            reread=read,
+            forward_step_func=script.forward_step_func,
+            config_overrides=config_overrides,
         )
         return
     with (
         ExitStack() as afterwards,
         ErrorBroadcast(describe=message_for_other_ranks, leave=leave_process_group) as broadcast,
     ):
-        args = initialize_megatron(extra_args_provider, args_defaults, argv=argv, broadcast=broadcast)
+        args = start_processes(
+            extra_args_provider,
+            args_defaults,
+            skip_model_parallel_init=skip_model_parallel_init,
+            parsed_args=script.args,
+            argv=argv,
+            broadcast=broadcast,
+        )
         exits = ExitConditions(config_from_args(TrainingConfig, args))
         # Active until the end, because a signal after the last save must not kill ranks that wait for each other.
         afterwards.enter_context(exits.listening())
         run = setup_run(
             args,
-            model_provider,
-            forward_step_func=forward_step_func,
+            script.model_provider,
+            forward_step_func=script.forward_step_func,
             callbacks=callbacks,
             config_overrides=config_overrides,
             exits=exits,
+            non_loss_data=NonLossData(collect=non_loss_data_func, process=script.process_non_loss_data_func),
         )
         # Runs after an error has been sent to the other ranks, because finishing a pending save takes a while.
         afterwards.callback(run.saves.abandon)
-        setup_data(run, train_valid_test_dataset_provider, num_workers=args.num_workers)
+        setup_data(run, script.datasets_provider, num_workers=args.num_workers)
         run.callbacks.on_train_start(RunStart(iteration=run.state.iteration, train_iters=run.train_iters))
         try:
             reason = None if run.training.skip_train else train(run)
@@ -124,15 +189,20 @@ def train(run: TrainingRun) -> ExitReason | None:
             reason = ExitReason.SIGNAL
         while state.iteration < run.train_iters and reason is None:
             run.callbacks.on_step_start(state.iteration)
-            step = _step_or_rewind(run)
-            if step is None:
-                continue
-            report, reason = step
+            report = None
+            if state.iteration in run.training.iterations_to_skip:
+                reason = _skip_iteration(run)
+            else:
+                step = _step_or_rewind(run)
+                if step is None:
+                    continue
+                report, reason = step
             reason = _end_step(run, report, reason=reason)
             if run.is_due(run.checkpoint.save_interval):
                 run.save_checkpoint()
             run.saves.poll()
-            exits.warn_of_slow_save(step_seconds=report.seconds, save_seconds=run.saves.seconds)
+            if report is not None:
+                exits.warn_of_slow_save(step_seconds=report.seconds, save_seconds=run.saves.seconds)
         if state.iteration != started_at:
             run.save_last_checkpoint()
     run.callbacks.on_train_end()
@@ -147,7 +217,7 @@ def _step_or_rewind(run: TrainingRun) -> tuple[StepReport, ExitReason | None] | 
     """Runs a training step; returns None if it was bad and the run has gone back to a checkpoint."""
     skip_batches(run)
     try:
-        report, reason = train_step(run)
+        report, reason = run_step(run)
     except NON_FINITE as error:
         if run.faults.non_finite_policy != "rewind":
             raise
@@ -156,12 +226,28 @@ def _step_or_rewind(run: TrainingRun) -> tuple[StepReport, ExitReason | None] | 
     return None if watch_loss(run, report) else (report, reason)
 
 
-def _end_step(run: TrainingRun, report: StepReport, *, reason: ExitReason | None) -> ExitReason | None:
-    """Reports a step and evaluates if due, before its checkpoint is saved; returns the reason to end the run."""
+def _skip_iteration(run: TrainingRun) -> ExitReason | None:
+    """Reads the batches of a step of --iterations-to-skip without training on them; returns the reason to end the run.
+
+    The step and the data position advance, the learning rate does not.
+    """
+    skip_batches(run)
+    run.steps.skip(run.train_iterator, num_microbatches=run.num_microbatches)
+    run.count_iteration()
+    print_rank_0(f"  iteration {run.state.iteration} is skipped: --iterations-to-skip has {run.state.iteration - 1}")
+    return ExitReason.SIGNAL if run.exit_conditions.signalled_anywhere_sync() else None
+
+
+def _end_step(run: TrainingRun, report: StepReport | None, *, reason: ExitReason | None) -> ExitReason | None:
+    """Reports a step and evaluates if due, before its checkpoint is saved; returns the reason to end the run.
+
+    report: None for a skipped step.
+    """
     if run.exit_conditions.at_interval(run.state.iteration):
         reason = reason or ExitReason.INTERVAL
     is_last = reason is not None or run.state.iteration == run.train_iters
-    run.callbacks.on_step_end(run.measured(replace(report, is_last=is_last)))
+    if report is not None:
+        run.callbacks.on_step_end(run.measured(replace(report, is_last=is_last)))
     if run.owes_evaluation and reason is not ExitReason.SIGNAL and not evaluate_validation(run):
         reason = ExitReason.SIGNAL
     interval, is_last = run.faults.check_weight_hash_across_dp_replicas_interval, is_last or reason is not None
@@ -171,8 +257,8 @@ def _end_step(run: TrainingRun, report: StepReport, *, reason: ExitReason | None
     return reason
 
 
-@trace_range("train_step")
-def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
+@trace_range("run_step")
+def run_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
     """Runs an optimizer step over a global batch; returns its report, and the reason of any rank to stop.
 
     Raises NonFiniteLossError or NonFiniteGradientError on every rank, before any update, unless the check is off or the
@@ -227,8 +313,8 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
 
 
 @trace_range("evaluate")
-def evaluate(run: TrainingRun, iterator: Iterator[Any], *, iterations: int) -> dict[str, float] | None:
-    """Returns the mean of each loss over `iterations` global batches, and leaves the model in training mode.
+def evaluate(run: TrainingRun, data: EvaluationSet) -> dict[str, float] | None:
+    """Returns the mean of each loss over the next global batches of `data`, and leaves the model in training mode.
 
     Returns None without reading the remaining batches if the exit signal arrives on any rank.
     """
@@ -236,11 +322,11 @@ def evaluate(run: TrainingRun, iterator: Iterator[Any], *, iterations: int) -> d
     for chunk in run.model:
         chunk.eval()
     with run.timers.paused():
-        for _ in range(iterations):
+        for num_microbatches in data.num_microbatches:
             if is_interrupted := run.exit_conditions.signalled_anywhere_sync():
                 break
             reports += run.steps.evaluate_sync(
-                iterator, num_microbatches=run.batches.final_num_microbatches, iteration=run.state.iteration
+                data.iterator, num_microbatches=num_microbatches, iteration=run.state.iteration
             )
     for chunk in run.model:
         chunk.train()
@@ -250,34 +336,71 @@ def evaluate(run: TrainingRun, iterator: Iterator[Any], *, iterations: int) -> d
 
 
 def evaluate_validation(run: TrainingRun, *, final: bool = False) -> bool:
-    """Evaluates the validation split, if the run has one, and reports it.
+    """Evaluates the validation sets, if the run has any, and reports them.
 
     Returns False if the exit signal interrupted it. The run that resumes then repeats the evaluation.
     """
     iterations = run.training.eval_iters
-    if run.valid_iterator is None or iterations == 0:
+    if not run.valid_sets or iterations == 0:
         return True
     run.callbacks.on_evaluation_start(run.state.iteration)
-    losses = evaluate(run, run.valid_iterator, iterations=iterations)
-    if losses is None:
-        return False
-    run.state.consumed_valid_samples += iterations * run.evaluation_batch_size
+    found = []
+    for one in run.valid_sets:
+        losses = evaluate(run, one)
+        if losses is None:
+            return False
+        _process_non_loss_data(run, one)
+        found.append((one.name, losses))
+    if not run.args.full_validation:
+        read = iterations + run.non_loss_data.reads_batch
+        run.state.consumed_valid_samples += read * run.evaluation_batch_size
     run.state.evaluated_iteration = run.state.iteration
-    _report(run, "validation", losses=losses, final=final)
+    # After all sets, so that a repeated evaluation reports each set once.
+    for name, losses in found:
+        _report(run, "validation", losses=losses, final=final, set_name=name)
     return True
 
 
 def evaluate_test(run: TrainingRun) -> None:
     """Evaluates the test split, if the run has one, and reports it unless the exit signal interrupts it."""
-    iterations = run.training.eval_iters
-    if run.test_iterator is None or iterations == 0:
+    if run.test_set is None or run.training.eval_iters == 0:
         return
     run.callbacks.on_evaluation_start(run.state.iteration)
-    losses = evaluate(run, run.test_iterator, iterations=iterations)
+    losses = evaluate(run, run.test_set)
     if losses is not None:
+        _process_non_loss_data(run, run.test_set)
         _report(run, "test", losses=losses, final=True)
 
 
-def _report(run: TrainingRun, split: str, *, losses: dict[str, float], final: bool) -> None:
-    report = EvaluationReport(iteration=run.state.iteration, split=split, losses=losses, final=final)
+def _process_non_loss_data(run: TrainingRun, evaluated: EvaluationSet) -> None:
+    """Collects data that is no loss in evaluation mode and passes it to the script's function. Collective."""
+    functions = run.non_loss_data
+    if functions.collect is None and functions.process is None:
+        return
+    for chunk in run.model:
+        chunk.eval()
+    with run.timers.paused():
+        if functions.collect is not None:
+            data = functions.collect(run.model)
+        else:
+            # The next evaluation reads on after these batches; a full one starts at the first sample again.
+            batches = evaluated.num_microbatches if run.args.full_validation else evaluated.num_microbatches[-1:]
+            data = []
+            for num_microbatches in batches:
+                data += run.steps.evaluate_sync(
+                    evaluated.iterator,
+                    num_microbatches=num_microbatches,
+                    iteration=run.state.iteration,
+                    collect_non_loss_data=True,
+                )
+        if functions.process is not None and dist.get_rank() == dist.get_world_size() - 1:
+            functions.process(data, run.state.iteration, get_tensorboard_writer())
+    for chunk in run.model:
+        chunk.train()
+
+
+def _report(
+    run: TrainingRun, split: str, *, losses: dict[str, float], final: bool, set_name: str | None = None
+) -> None:
+    report = EvaluationReport(iteration=run.state.iteration, split=split, losses=losses, final=final, set_name=set_name)
     run.callbacks.on_evaluation_end(report)

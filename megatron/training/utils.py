@@ -1,15 +1,130 @@
 """Helpers that scripts written for Megatron-LM import from here. Nothing else belongs in this file."""
 
 import argparse
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.utils import Blend
-from megatron.core.parallel_state import existing_process_groups, get_data_parallel_group
+from megatron.core.device import default_device
+from megatron.core.group_collectives import is_fake, message_device
+from megatron.core.optimizer.clip_grads import GradStats
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.parallel_state import (
+    existing_process_groups,
+    get_data_parallel_group,
+    get_model_parallel_group,
+    is_pipeline_first_stage,
+    is_pipeline_last_stage,
+)
+from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.transformer.context_parallel import slice_batch
+from megatron.core.utils import unwrap_model
+from megatron.training.callbacks.lines import print_rank_0
 from megatron.training.command_line.config_builder import config_from_args
+
+__all__ = [
+    "average_losses_across_data_parallel_group",
+    "calc_params_l2_norm",
+    "get_batch_on_this_cp_rank",
+    "get_batch_on_this_tp_rank",
+    "get_blend_and_blend_per_split",
+    "get_ltor_masks_and_position_ids",
+    "is_first_or_last_pipeline_stage",
+    "is_last_rank",
+    "is_rank0",
+    "logical_and_across_model_parallel_group",
+    "print_rank_0",
+    "print_rank_last",
+    "reduce_max_stat_across_model_parallel_group",
+    "unwrap_model",
+]
+
+# Keys that get_batch_on_this_tp_rank always returns.
+_BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+
+
+def is_rank0() -> bool:
+    """Whether this is the first rank, or there is only this process."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def is_last_rank() -> bool:
+    """Whether this is the last rank, or there is only this process."""
+    return not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
+
+
+def print_rank_last(message: str) -> None:
+    """Prints on the last rank only, and flushes."""
+    if is_last_rank():
+        print(message, flush=True)
+
+
+def is_first_or_last_pipeline_stage(vp_stage: int | None) -> bool:
+    """Whether this rank reads tokens or computes the loss; with several chunks per stage, whether that chunk does.
+
+    vp_stage: the chunk; None means any of the rank's chunks.
+    """
+    any_chunk = vp_stage is None
+    return is_pipeline_first_stage(any_chunk, vp_stage) or is_pipeline_last_stage(any_chunk, vp_stage)
+
+
+def get_batch_on_this_tp_rank(data_iterator: Iterator[Any] | None, mtp_on_this_rank: bool = False) -> dict[str, Any]:
+    """Reads a micro-batch on the first tensor-parallel rank, and returns it on all of them. Collective over them.
+
+    data_iterator: read on the first rank only, so it may be None on the others. Returns all items of the batch on this
+    process's device: tokens, labels, position_ids [B, S] int64, loss_mask [B, S] fp32, attention_mask [B, 1, S, S]
+    bool, each None if the data lacks it, and whatever else the data has; cu_seqlens stays on the CPU.
+    mtp_on_this_rank: no effect, because tokens and labels are returned on the first and on the last stage.
+    Raises ValueError on every rank if the first one has no iterator.
+    """
+    group = existing_process_groups().tp
+    # A group without other processes, as a dry run has it, sends nothing.
+    is_alone = group_size(group) == 1 or is_fake(group)
+    batch = dict(next(data_iterator)) if data_iterator is not None and (is_alone or group_rank(group) == 0) else None
+    if is_alone and batch is not None:
+        # Kernels are launched with lengths between borders, which would have to be read back from a GPU.
+        received = {key: value if key == "cu_seqlens" else _on_device(value) for key, value in batch.items()}
+    else:
+        received = _received_from_first(batch, group)
+    return dict.fromkeys(_BATCH_KEYS) | received
+
+
+def _on_device(value: Any) -> Any:
+    return value.to(default_device(), non_blocking=True) if isinstance(value, torch.Tensor) else value
+
+
+def _received_from_first(batch: dict[str, Any] | None, group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """Sends a batch of the group's first rank to the others: small values in one message, all tensors in another."""
+    tensors: dict[str, torch.Tensor] = {}
+    if batch is not None:
+        # Large elements first, so that each tensor starts at a multiple of its element size.
+        on_device = [key for key, value in batch.items() if isinstance(value, torch.Tensor) and key != "cu_seqlens"]
+        tensors = {key: batch[key] for key in sorted(on_device, key=lambda key: -batch[key].element_size())}
+    layout = [(key, value.shape, value.dtype) for key, value in tensors.items()]
+    small = None if batch is None else {key: value for key, value in batch.items() if key not in tensors}
+    told: list[Any] = [small, layout]
+    if group_size(group) > 1:
+        dist.broadcast_object_list(told, group=group, group_src=0, device=message_device([group]))
+    small, layout = told
+    if small is None:
+        raise ValueError(
+            "data_iterator is None on the first tensor-parallel rank: it must have the data; call get_batch on the "
+            "first and the last stage only, see is_first_or_last_pipeline_stage"
+        )
+    sizes = [shape.numel() * dtype.itemsize for _, shape, dtype in layout]
+    message = torch.empty(sum(sizes), dtype=torch.uint8, device=default_device())
+    for part, tensor in zip(message.split(sizes), tensors.values()):
+        part.copy_(tensor.contiguous().view(-1).view(torch.uint8), non_blocking=True)
+    if group_size(group) > 1:
+        dist.broadcast(message, group=group, group_src=0)
+    parts = zip(layout, message.split(sizes), strict=True)
+    return small | {key: part.view(dtype).view(shape) for (key, shape, dtype), part in parts}
 
 
 def get_ltor_masks_and_position_ids(
@@ -63,3 +178,37 @@ def get_blend_and_blend_per_split(args: argparse.Namespace) -> tuple[Blend | Non
     """Returns the fields blend and blend_per_split of dataset configurations from the flags that name data."""
     config = config_from_args(DataConfig, args)
     return config.read_blend(), config.blend_per_split()
+
+
+def calc_params_l2_norm(model: nn.Module | Sequence[nn.Module], force_create_fp32_copy: bool = False) -> float:
+    """Returns the 2-norm of all parameters, each logical element once, summed in fp64. Collective over all ranks.
+
+    model: this rank's chunks. force_create_fp32_copy: no effect, because sums are never in the parameters' dtype.
+    Raises ValueError for parameters that FSDP2 has sharded; --log-params-norm logs their norm.
+    """
+    chunks = [model] if isinstance(model, nn.Module) else list(model)
+    params = [param for chunk in chunks for param in chunk.parameters()]
+    if any(isinstance(param, DTensor) for param in params):
+        raise ValueError("the model is sharded by FSDP2: must have whole parameters; use --log-params-norm")
+    stats = GradStats(
+        OptimizerConfig(), existing_process_groups(), [], runs=[], logical_pieces={}, device=default_device()
+    )
+    return stats.norm_of(params)
+
+
+def reduce_max_stat_across_model_parallel_group(stat: float | None) -> float | None:
+    """Returns the largest value of a statistic that only some model-parallel ranks have. Collective over them.
+
+    stat: a number, or None if this rank lacks it. Returns None if all ranks lack it.
+    """
+    value = torch.tensor([-torch.inf if stat is None else stat], dtype=torch.float32, device=default_device())
+    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=get_model_parallel_group())
+    largest = float(value.item())
+    return None if largest == -torch.inf else largest
+
+
+def logical_and_across_model_parallel_group(input: bool) -> bool:
+    """Returns whether a value is true on all model-parallel ranks. Collective over them."""
+    value = torch.tensor([int(bool(input))], dtype=torch.int, device=default_device())
+    dist.all_reduce(value, op=dist.ReduceOp.MIN, group=get_model_parallel_group())
+    return bool(value.item())

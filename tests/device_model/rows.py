@@ -133,13 +133,13 @@ def _trained(device: "Device", name: str, row: Row) -> Modelled:
 
 
 def _train(device: "Device", row: Row, record: Modelled) -> None:
-    from megatron.training.training import train_step
+    from megatron.training.training import run_step
     from tests.distributed.tiny_runs import started_run
 
     with started_run(row.argv) as run:
         for _ in range(row.num_steps):
             before = Counter(device.host_wait_sites)
-            report = run.measured(train_step(run)[0])
+            report = run.measured(run_step(run)[0])
             record.losses.append(repr(report.losses))
             if report.stash is not None:
                 record.stash_events |= report.stash.rungs.keys()

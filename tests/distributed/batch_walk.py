@@ -1,4 +1,4 @@
-"""Traces the way of a batch: the functions that a training step enters, from train_step to the loss. Holds no tests.
+"""Traces the way of a batch: the functions that a training step enters, from run_step to the loss. Holds no tests.
 
 `trace_batch` trains a dense GPT of two layers on one rank with made-up data, in fp32, without optional features. After
 two steps it records each function of megatron and pretrain_gpt.py that the third enters until the loss is computed.
@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import pretrain_gpt
-from megatron.training.training import train_step
+from megatron.training.training import run_step
 from tests.distributed.tiny_runs import started_run
 from tests.distributed.walks import ROOT, Entered, traced
 from tests.harness import run_on_ranks
@@ -42,9 +42,9 @@ def _batch_on_rank() -> list[Entered]:
         return output, loss
 
     with started_run(COMMAND_LINE.split(), forward_step=forward_step) as run:
-        train_step(run)
-        train_step(run)
+        run_step(run)
+        run_step(run)
         lengths.clear()
         with traced([ROOT / "megatron", ROOT / "pretrain_gpt.py"]) as entered:
-            train_step(run)
+            run_step(run)
     return entered[: lengths[0]]

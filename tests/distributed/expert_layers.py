@@ -38,7 +38,7 @@ def build_layer(groups: ProcessGroupCollection | None = None, **fields: Any) -> 
         expert_tensor_parallel_size=group_size(groups.expt_tp),
         **{**LLAMA_LIKE, **fields},
     )
-    spec = get_mlp_module_spec(EXPERTS, config.moe_grouped_gemm)
+    spec = get_mlp_module_spec(False, EXPERTS, config.moe_grouped_gemm)
     with deferred_initialization(config):
         layer = build_module(spec, config=config, pg_collection=groups)
     initialize_parameters(layer, seed=5)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron.core.utils import unwrap_model
 from megatron.training.run import TrainingRun
-from megatron.training.training import train_step
+from megatron.training.training import run_step
 from tests.distributed.parity import Box, record_gradients
 from tests.distributed.tiny_runs import Batch, Recorder, started_run
 
@@ -38,7 +38,7 @@ def _first_step(argv: Sequence[str]) -> RankStep:
         record_gradients(run, grads)
         for output_layer in _output_layers(run):
             output_layer.register_forward_hook(lambda _, __, output: logits.append(output[0].detach().clone()))
-        train_step(run)
+        run_step(run)
     return RankStep(recorder.batches[0][0], logits[0] if logits else None, grads[0])
 
 
@@ -52,5 +52,5 @@ def losses_of_run(argv: Sequence[str], steps: int) -> tuple[list[Batch], list[fl
     recorder = Recorder()
     with started_run(argv) as run:
         recorder.attach(run)
-        losses = [train_step(run)[0].losses["lm loss"] for _ in range(steps)]
+        losses = [run_step(run)[0].losses["lm loss"] for _ in range(steps)]
     return [step[0] for step in recorder.batches], losses

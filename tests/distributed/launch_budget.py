@@ -35,7 +35,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.transformer.moe import dispatch_static, experts, grouped_gemm
-from megatron.training.training import train_step
+from megatron.training.training import run_step
 from tests.distributed.tiny_runs import started_run
 from tests.distributed.walks import ROOT
 from tests.harness import run_on_ranks
@@ -50,10 +50,10 @@ PHASES = {
     rf"{MOE}/aux_losses\.py .*": "router losses",
     rf"{MOE}/router\.py .*": "router",
     rf"{MOE}/(expert_step\.py record_demand|dispatch_static\.py (_demand_of_both|demand_on_\w+))": "demand",
-    rf"{MOE}/dispatch_static\.py combine": "combine",
-    rf"{MOE}/dispatch_static\.py (preprocess|send|finish_dispatch)": "dispatch",
+    rf"{MOE}/dispatch(_static)?\.py (combine_preprocess|token_combine|combine_postprocess|_end)": "combine",
+    rf"{MOE}/dispatch_static\.py (order_rows|_begin|token_dispatch|dispatch_postprocess)": "dispatch",
     rf"{MOE}/(experts|grouped_gemm|paged_stash/expert_ops)\.py .*": "experts",
-    rf"{MOE}/moe_layer\.py (routed_experts_compute)": "experts",
+    rf"{MOE}/moe_layer\.py (_run_experts)": "experts",
     rf"{MOE}/expert_step\.py .*": "experts",
     rf"{MOE}/shared_experts\.py .*": "shared expert",
     r"core/datasets/.*": "on the host",  # tensors of samples, which a GPU never sees
@@ -263,9 +263,9 @@ def _count(argv: list[str]) -> Counter[Launched]:
     # First the paths, since dispatchers choose theirs when they are built.
     with gpu_paths(), started_run(argv) as run:
         for _ in range(WARM_UP_STEPS):
-            train_step(run)
+            run_step(run)
         with recorded_launches() as found:
-            train_step(run)
+            run_step(run)
     return Counter(found)
 
 

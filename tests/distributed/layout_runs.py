@@ -10,7 +10,7 @@ from torch import nn
 
 import pretrain_gpt
 from megatron.core.optimizer import DistributedOptimizer
-from megatron.training.training import train_step
+from megatron.training.training import run_step
 from tests.counts import long_count
 from tests.distributed.parity import Box, boxes_of_state, boxes_of_weights, layout, put_together
 from tests.distributed.tiny_runs import comparable, digest_of, gather_parameters, started_run, train_steps
@@ -77,7 +77,7 @@ def train_variants(argvs: Sequence[Sequence[str]], frozen: str | None, steps: in
 def _train_variant(argv: Sequence[str], frozen: str | None, steps: int) -> TrainedVariant:
     with started_run(argv, model_provider=partial(model_with_frozen, frozen)) as run:
         assert isinstance(run.optimizer, DistributedOptimizer) == ("--use-distributed-optimizer" in argv)
-        reports = [comparable(run.measured(train_step(run)[0])) for _ in range(steps)]
+        reports = [comparable(run.measured(run_step(run)[0])) for _ in range(steps)]
         gather_parameters(run)
         return reports, {f"{box.key} {box.offset}": digest_of(box.values) for box in boxes_of_weights(run)}
 

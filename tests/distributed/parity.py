@@ -18,7 +18,7 @@ from megatron.training import get_args
 from megatron.training.callbacks import StepReport
 from megatron.training.checkpointing.run_state import ModelWeights
 from megatron.training.run import TrainingRun
-from megatron.training.training import train_step
+from megatron.training.training import run_step
 from tests.counts import long_count
 from tests.distributed.tiny_runs import Batch, comparable, gather_parameters, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
@@ -193,7 +193,7 @@ def _train(argv: Sequence[str], dtype: torch.dtype) -> RankRun:
     with started_run(argv, **(in_fp64 if dtype == torch.float64 else {})) as run:
         grads: list[list[Box]] = []
         record_gradients(run, grads)
-        reports = [run.measured(train_step(run)[0]) for _ in range(STEPS)]
+        reports = [run.measured(run_step(run)[0]) for _ in range(STEPS)]
         return RankRun(reports, grads, boxes_of_weights(run))
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.training.run import TrainingRun
-from megatron.training.training import train_step
+from megatron.training.training import run_step
 from tests.distributed.tiny_runs import started_run
 from tests.distributed.walks import ROOT
 from tests.harness import run_on_ranks
@@ -87,9 +87,9 @@ def _count(argv: list[str]) -> StepCounts:
     counts = StepCounts()
     with started_run(argv) as run:
         for _ in range(WARM_UP_STEPS):
-            train_step(run)
+            run_step(run)
         with _Operators(counts):
-            train_step(run)
+            run_step(run)
         # In a step of its own, as the mode is a Python function itself.
         _profiled(run, counts)
     return counts
@@ -106,7 +106,7 @@ def _profiled(run: TrainingRun, counts: StepCounts) -> None:
     before: Callable[..., Any] | None = sys.getprofile()
     sys.setprofile(profile)
     try:
-        train_step(run)
+        run_step(run)
     finally:
         sys.setprofile(before)
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import pretrain_gpt
-from megatron.training.training import train_step
+from megatron.training.training import run_step
 from tests.counts import long_count
 from tests.distributed.parity import Box, boxes_of_state, layout, put_together
 from tests.distributed.stash_runs import stash
@@ -379,14 +379,14 @@ def _train(argv: Sequence[str], frozen: Sequence[str]) -> Trained:
     with started_run(argv, model_provider=partial(_frozen_model, frozen)) as run:
         if "--save" in argv:
             for _ in range(STEPS_BEFORE):
-                train_step(run)
+                run_step(run)
             run.save_checkpoint()
         memory = run.expert_memory
         trained = Trained(boxes_of_state(run), run.state.state_dict())
         if memory is not None:
             trained.factor = memory.learned_sync().capacity_factor
         for _ in range(STEPS_AFTER):
-            trained.reports.append(comparable(run.measured(train_step(run)[0])))
+            trained.reports.append(comparable(run.measured(run_step(run)[0])))
             if memory is not None and memory.last_step is not None:
                 trained.repeated.append(memory.last_step.num_discards)
         return trained

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron.core.device import seed_all
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.training.checkpointing import check_save_folder, load_checkpoint, save_checkpoint
+from megatron.training.checkpointing import check_save_folder, load_run, save_run
 from megatron.training.config import CheckpointConfig
 from tests.harness import launch_on_ranks, run_on_ranks
 from tests.unit_tests.training.small_run import SmallRun
@@ -33,13 +33,13 @@ def save_on_ranks(folder):
     run = SmallRun(group=dist.group.WORLD)
     seed_all(50 + dist.get_rank())
     run.train(3)
-    call(save_checkpoint, run, folder, run.state.iteration)
+    call(save_run, run, folder, run.state.iteration)
     return draws(), run.model.state_dict()
 
 
 def load_on_ranks(folder):
     run = SmallRun(group=dist.group.WORLD)
-    assert call(load_checkpoint, run, folder) == 3
+    assert call(load_run, run, folder) == 3
     return draws(), run.model.state_dict()
 
 
@@ -67,7 +67,7 @@ def test_each_rank_gets_its_generators_back_and_other_numbers_of_ranks_fresh_one
 def check_and_load_errors(folder, unwritable):
     texts = []
     run = SmallRun(hidden_size=64)
-    for attempt in (lambda: check_save_folder(unwritable), lambda: call(load_checkpoint, run, folder)):
+    for attempt in (lambda: check_save_folder(unwritable), lambda: call(load_run, run, folder)):
         try:
             attempt()
         except (ValueError, RuntimeError) as error:

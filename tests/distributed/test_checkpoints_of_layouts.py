@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.training.training import train_step
+from megatron.training.training import run_step
 from tests.counts import long_count
 from tests.distributed.parity import Box, boxes_of_state, layout, put_together
 from tests.distributed.tiny_runs import started_run
@@ -75,7 +75,7 @@ def _states(argvs: Sequence[Sequence[str]]) -> list[list[Box]]:
         with started_run(argv) as run:
             if "--load" not in argv:
                 for _ in range(2):
-                    train_step(run)
+                    run_step(run)
             run.save_checkpoint()
             states.append(boxes_of_state(run))
     return states

@@ -61,7 +61,7 @@ def compare(
     borders = torch.tensor([0, 3, 4, seq - 1, seq, seq + 9, 2 * seq], dtype=torch.int32)
     segments = PackedSeqParams(cu_seqlens_q=borders) if packed else None
     parts = [own_part(t).requires_grad_() for t in whole]
-    around_core = over_ranks(core, config, layer_number=1, cp_group=group)
+    around_core = over_ranks(core, config, kind=config.cp_comm_type_of_layer(1), cp_group=group)
     output = around_core(core, *parts, packed_seq_params=segments)
     output.backward(own_part(grad))
     # Ranks have shares of a parameter's gradient.

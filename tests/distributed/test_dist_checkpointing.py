@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing import CheckpointError, ShardedTensor, load, load_common, save, saving
+from megatron.core.dist_checkpointing import CheckpointError, ShardedTensor, load_common, load_items, save_items, saving
 from megatron.core.dist_checkpointing.errors import one_error_everywhere
 from tests.counts import long_count, soak_only
 from tests.harness import launch_on_ranks, run_on_ranks
@@ -22,7 +22,7 @@ def save_random(folder):
     for seed in SEEDS:
         chance = random.Random(seed)
         boxes = random_tensors(chance).cut(chance, dist.get_world_size())
-        save(boxes[dist.get_rank()], folder / str(seed), common={"seed": seed, "ranks": dist.get_world_size()})
+        save_items(boxes[dist.get_rank()], folder / str(seed), common={"seed": seed, "ranks": dist.get_world_size()})
 
 
 def load_random(folder, saved_by):
@@ -31,7 +31,7 @@ def load_random(folder, saved_by):
         tensors = random_tensors(chance)
         boxes = tensors.cut(random.Random(seed + 99), dist.get_world_size())[dist.get_rank()]
         wanted = [strided_copy(random, box) for box in boxes]
-        assert load(wanted, folder / str(seed)) == {"seed": seed, "ranks": saved_by}
+        assert load_items(wanted, folder / str(seed)) == {"seed": seed, "ranks": saved_by}
         for box, loaded in zip(boxes, wanted, strict=True):
             assert torch.equal(box.data, loaded.data), (seed, box.key)
 
@@ -46,10 +46,10 @@ def save_in_subgroups(folder):
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = dist.get_rank() // 2
     half = torch.full((1, 2), dist.get_rank())
-    box = ShardedTensor("x", half, (2, 2), (dist.get_rank() % 2, 0))
-    save(box, folder / str(mine), common={}, process_group=groups[mine])
+    box = ShardedTensor.at("x", half, (2, 2), (dist.get_rank() % 2, 0))
+    save_items(box, folder / str(mine), common={}, process_group=groups[mine])
     half.zero_()
-    load(box, folder / str(mine), process_group=groups[mine])
+    load_items(box, folder / str(mine), process_group=groups[mine])
     return half[0, 0].item()
 
 
@@ -87,7 +87,7 @@ def test_an_error_of_one_rank_ends_the_others_too(error, own, others):
 def rows(value):
     rank, size = dist.get_rank(), dist.get_world_size()
     return [
-        ShardedTensor("rows", torch.full((50, 20), float(value)), (50 * size, 20), (50 * rank, 0)),
+        ShardedTensor.at("rows", torch.full((50, 20), float(value)), (50 * size, 20), (50 * rank, 0)),
         ShardedTensor.whole("copy", torch.full((30,), float(value))),
     ]
 
@@ -103,17 +103,17 @@ def expect_error(expected, call):
 
 
 def save_with_full_disk_on_last_rank(folder):
-    save(rows(1), folder, common={})
+    save_items(rows(1), folder, common={})
     last = dist.get_rank() == dist.get_world_size() - 1
     if last:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    return expect_error(CheckpointError, lambda: save(rows(2), folder, common={}))
+    return expect_error(CheckpointError, lambda: save_items(rows(2), folder, common={}))
 
 
 def load_ones(folder):
     wanted = rows(0)
-    load(wanted, folder)
+    load_items(wanted, folder)
     assert all((item.data == 1).all() for item in wanted)
 
 
@@ -125,7 +125,7 @@ def test_a_full_disk_on_one_rank_is_the_same_error_on_all_and_keeps_the_previous
 
 
 def save_then_load_damaged(folder):
-    save(rows(1), folder, common={})
+    save_items(rows(1), folder, common={})
     errors = []
     names = [entry.name for entry in sorted(folder.iterdir())] if dist.get_rank() == 0 else []
     shared = [names]
@@ -137,7 +137,7 @@ def save_then_load_damaged(folder):
             (folder / name).write_bytes(content[:-7])
         dist.barrier()
         wanted = rows(0)
-        text = expect_error((ValueError, RuntimeError), lambda wanted=wanted: load(wanted, folder))
+        text = expect_error((ValueError, RuntimeError), lambda wanted=wanted: load_items(wanted, folder))
         assert all((item.data == 0).all() for item in wanted)
         errors.append(name in text)
         if dist.get_rank() == 0:
@@ -153,11 +153,11 @@ def test_a_truncated_file_is_named_on_every_rank(tmp_path):
 
 
 def load_other_model_on_one_rank(folder):
-    save(rows(1), folder, common={})
+    save_items(rows(1), folder, common={})
     wanted = rows(0)
     if dist.get_rank() == 1:
         wanted.append(ShardedTensor.whole("lm_head", torch.zeros(3)))
-    text = expect_error((ValueError, RuntimeError), lambda: load(wanted, folder))
+    text = expect_error((ValueError, RuntimeError), lambda: load_items(wanted, folder))
     assert all((item.data == 0).all() for item in wanted)
     return text
 
@@ -168,7 +168,7 @@ def test_a_key_missing_for_one_rank_is_told_to_all(tmp_path):
 
 
 def save_where_no_folder_can_be(folder):
-    return expect_error(CheckpointError, lambda: save(rows(1), folder, common={}))
+    return expect_error(CheckpointError, lambda: save_items(rows(1), folder, common={}))
 
 
 def test_an_unwritable_folder_is_told_to_all(tmp_path):
@@ -178,10 +178,10 @@ def test_an_unwritable_folder_is_told_to_all(tmp_path):
 
 
 def save_and_kill_rank_1(folder):
-    save(rows(1), folder, common={})
+    save_items(rows(1), folder, common={})
     if dist.get_rank() == 1:
         saving.write_pieces = lambda path, contents, helper: os.kill(os.getpid(), signal.SIGKILL)
-    save(rows(2), folder, common={})
+    save_items(rows(2), folder, common={})
 
 
 def test_killing_a_rank_during_the_save_keeps_the_previous_checkpoint(tmp_path):
@@ -194,4 +194,4 @@ def test_killing_a_rank_during_the_save_keeps_the_previous_checkpoint(tmp_path):
 
 
 def save_again(folder):
-    save(rows(3), folder, common={"again": True})
+    save_items(rows(3), folder, common={"again": True})

@@ -277,7 +277,7 @@ def _save(folder: Path, dtype: torch.dtype, settings: dict) -> None:
     total = torch.tensor(held)
     dist.all_reduce(total)
     assert total == states * numel
-    dist_checkpointing.save(run.tensors(), folder, common={"optimizer": run.optimizer.common_state()})
+    dist_checkpointing.save_items(run.tensors(), folder, common={"optimizer": run.optimizer.common_state()})
 
 
 class PeakOfAll(LiveBytes):
@@ -304,9 +304,9 @@ def _measure_copies(folder: Path) -> None:
     full = 3 * 4 * sum(param.numel() for param in wide.parameters())
     tracemalloc.start()
     with PeakOfAll() as saving:
-        dist_checkpointing.save(run.optimizer.sharded_state(pieces), folder, common={})
+        dist_checkpointing.save_items(run.optimizer.sharded_state(pieces), folder, common={})
     with PeakOfAll() as loading, run.optimizer.loading(pieces) as state:
-        dist_checkpointing.load(state, folder)
+        dist_checkpointing.load_items(state, folder)
     assert all(full / 4 <= peak <= full / 2 for peak in (saving.peak, loading.peak))
     # Python holds bytes of files besides, of which torch knows nothing.
     assert tracemalloc.get_traced_memory()[1] <= full / 2
@@ -317,16 +317,16 @@ def _load_all(folder: Path, dtype: torch.dtype, settings: dict) -> None:
     for path in sorted(folder.glob("from?")):
         run = Run(tiny_model(dtype, seed=7), zero1=dist.get_world_size() != 2, overlap="none", **settings)
         with run.optimizer.loading(model_logical_pieces(run.model)) as state:
-            common = dist_checkpointing.load([*model_sharded_tensors(run.model), *state], path)
+            common = dist_checkpointing.load_items([*model_sharded_tensors(run.model), *state], path)
         run.optimizer.load_state_dict(common["optimizer"])
         assert run.optimizer.common_state() == common["optimizer"]
         boxes = run.tensors()
         fresh = [torch.full_like(box.data, torch.nan) for box in boxes]
         stored = [
-            dist_checkpointing.ShardedTensor(box.key, data, box.global_shape, box.global_offset)
+            dist_checkpointing.ShardedTensor.at(box.key, data, box.global_shape, box.global_offset)
             for box, data in zip(boxes, fresh)
         ]
-        dist_checkpointing.load(stored, path)
+        dist_checkpointing.load_items(stored, path)
         for box, data in zip(boxes, fresh):
             assert torch.equal(box.data, data), (path, box.key)
         # Replicas are one, and go on together.

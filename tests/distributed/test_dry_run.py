@@ -31,7 +31,7 @@ from megatron.planner.work import Traffic, merged
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.meters.memory import HeldMemoryMeter
 from megatron.training.run import TrainingRun
-from megatron.training.training import train_step
+from megatron.training.training import run_step
 from tests.counts import long_count, soak_only
 from tests.distributed.tiny_runs import OVERLAPPED_SMALL_BUCKETS, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
@@ -254,11 +254,11 @@ def _third_step(run: TrainingRun) -> dict[str, Any]:
         launched.append((op, flat.nbytes))
         record(trace, op=op, flat=flat, **rest)
 
-    train_step(run)
-    train_step(run)
+    run_step(run)
+    run_step(run)
     recorder, live = MessageRecorder(run.groups), LiveBytes("cpu")
     with patch.object(CollectiveTrace, "record", note), recorder, live:
-        train_step(run)
+        run_step(run)
     config = get_model_config(run.model[0])
     program = pipeline_programs(
         Pipeline(group_size(run.groups.pp), len(run.model)),

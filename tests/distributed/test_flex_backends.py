@@ -20,8 +20,8 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe import dispatch_flex
 from megatron.core.transformer.moe.dispatch_flex import (
     MoEDeepEPTokenDispatcher,
+    MoESymmetricTokenDispatcher,
     SymmetricTransport,
-    build_symmetric_dispatcher,
     deep_ep_buffer,
 )
 from megatron.core.transformer.moe.dispatch_static import (
@@ -151,12 +151,14 @@ def step(dispatcher: MoEStaticTokenDispatcher, routing: str, factor: float) -> l
     tokens = integers().bfloat16().requires_grad_()
     probs = (torch.randint(1, 5, (TOKENS, TOPK), generator=generator) / 4).requires_grad_()
     dispatcher.set_capacity_factor(factor)
-    sent = dispatcher.dispatch(tokens, probs=probs, expert_indices=chosen_experts(dist.get_rank(), routing))
-    rows, counts = sent.rows, sent.tokens_per_expert
-    output = dispatcher.combine(rows.hidden_states * rows.probs.bfloat16().unsqueeze(1), sent.metadata)
+    ready = dispatcher.dispatch_preprocess(tokens, chosen_experts(dist.get_rank(), routing), probs)
+    rows, counts, weights = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(*ready))
+    weighted = dispatcher.combine_preprocess(rows * weights.bfloat16().unsqueeze(1))
+    output = dispatcher.combine_postprocess(dispatcher.token_combine(weighted))
     output.backward(integers().bfloat16())
-    live = [rows.hidden_states[: counts.sum()], rows.probs[: counts.sum()]]
-    demand = [sent.demand.rows_missing, sent.demand.factor_needed]
+    live = [rows[: counts.sum()], weights[: counts.sum()]]
+    found = dispatcher.take_demand()
+    demand = [found.rows_missing, found.factor_needed]
     return [tensor.detach() for tensor in (output, tokens.grad, probs.grad, counts, *live, *demand)]
 
 
@@ -172,7 +174,7 @@ def on_rank(layout: tuple[int, int], folder: str) -> None:
     with stand_ins(folder):
         for ours, reference in (
             (MoEDeepEPTokenDispatcher, MoEStaticAllGatherTokenDispatcher),
-            (build_symmetric_dispatcher, MoEStaticAlltoAllTokenDispatcher),
+            (MoESymmetricTokenDispatcher, MoEStaticAlltoAllTokenDispatcher),
         ):
             kinds = [
                 kind(share, local, config=config, pg_collection=groups, row_alignment=4) for kind in (ours, reference)
@@ -225,7 +227,7 @@ def test_gpus_that_share_no_memory_are_refused_before_the_first_step() -> None:
     config = small_config(**FIELDS)
     with patch.object(SymmetricTransport, "workspace", side_effect=RuntimeError("no peer access")):
         with pytest.raises(ValueError, match="symm_mem, but the GPUs .*no peer access.*alltoall"):
-            build_symmetric_dispatcher(EXPERTS, range(EXPERTS), config=config)
+            MoESymmetricTokenDispatcher(EXPERTS, range(EXPERTS), config=config)
 
 
 def grow_on_rank() -> list[int]:
@@ -280,7 +282,7 @@ def test_the_buffer_of_symmetric_memory_does_not_grow_under_a_graph() -> None:
 def test_the_buffer_of_symmetric_memory_is_reserved_for_the_largest_exchange() -> None:
     config = small_config(**FIELDS)
     with patch.object(SymmetricTransport, "workspace"), patch.object(SymmetricTransport, "reserve") as reserved:
-        dispatcher = build_symmetric_dispatcher(EXPERTS, range(EXPERTS), config=config)
+        dispatcher = MoESymmetricTokenDispatcher(EXPERTS, range(EXPERTS), config=config)
         for factor in (0.5, 1.0):
             dispatcher.set_capacity_factor(factor)
             dispatcher.reserve(TOKENS, row_bytes=2 * WIDTH)

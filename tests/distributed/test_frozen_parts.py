@@ -16,7 +16,7 @@ from torch import nn
 
 import pretrain_gpt
 from megatron.core.tensor_parallel.param_attributes import param_facts
-from megatron.training.training import train_step
+from megatron.training.training import run_step
 from tests.counts import long_count, slow, soak_only
 from tests.distributed.parity import (
     FLAGS,
@@ -131,13 +131,13 @@ def _train(argv: Sequence[str], frozen: Sequence[str], folder: str) -> Trained:
     parts: dict[str, Any] = {"forward_step": fp64_forward_step, "model_provider": partial(_frozen_model, frozen)}
     with started_run([*argv, "--save", folder], **parts) as run:
         initial = boxes_of_weights(run)
-        reports = [comparable(train_step(run)[0]) for _ in range(STEPS)]
+        reports = [comparable(run_step(run)[0]) for _ in range(STEPS)]
         run.save_checkpoint()
-        reports += [comparable(train_step(run)[0]) for _ in range(STEPS)]
+        reports += [comparable(run_step(run)[0]) for _ in range(STEPS)]
         gather_parameters(run)
         state = boxes_of_state(run)
     with started_run([*argv, "--load", folder], **parts) as run:
-        resumed = [comparable(train_step(run)[0]) for _ in range(STEPS)]
+        resumed = [comparable(run_step(run)[0]) for _ in range(STEPS)]
         gather_parameters(run)
         resumed_state = boxes_of_state(run)
     written = io.StringIO()
@@ -167,13 +167,13 @@ def test_frozen_experts_of_one_rank_are_saved_beside_the_trained_ones_of_another
 def _train_experts_of_first_rank(argv: Sequence[str], folder: str) -> tuple[list[Any], list[Any], bool]:
     with started_run([*argv, "--save", folder], model_provider=_model_of_first_ranks_experts) as run:
         before = boxes_of_weights(run)
-        reports = [comparable(train_step(run)[0]) for _ in range(STEPS)]
+        reports = [comparable(run_step(run)[0]) for _ in range(STEPS)]
         run.save_checkpoint()
-        reports += [comparable(train_step(run)[0]) for _ in range(STEPS)]
+        reports += [comparable(run_step(run)[0]) for _ in range(STEPS)]
         pairs = [(a, b) for a, b in zip(before, boxes_of_weights(run)) if ".experts." in a.key]
         trained = any(not torch.equal(a.values, b.values) for a, b in pairs)
     with started_run([*argv, "--load", folder], model_provider=_model_of_first_ranks_experts) as run:
-        return reports, [comparable(train_step(run)[0]) for _ in range(STEPS)], trained
+        return reports, [comparable(run_step(run)[0]) for _ in range(STEPS)], trained
 
 
 def _model_of_first_ranks_experts(pre_process: bool = True, post_process: bool = True) -> nn.Module:

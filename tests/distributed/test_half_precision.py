@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.training.callbacks import StepReport
 from megatron.training.run import TrainingRun
-from megatron.training.training import train_step
+from megatron.training.training import run_step
 from tests.counts import long_count
 from tests.distributed.parity import layout
 from tests.distributed.tiny_runs import OVERLAPPED_SMALL_BUCKETS, comparable, started_run
@@ -138,7 +138,7 @@ def _runs(argvs: list[list[str]], steps: int = STEPS) -> list[Outcome]:
 def _run(argv: list[str], steps: int) -> Outcome:
     with started_run(argv) as run:
         initial = _weights(run)
-        reports = [run.measured(train_step(run)[0]) for _ in range(steps)]
+        reports = [run.measured(run_step(run)[0]) for _ in range(steps)]
         return Outcome(reports, initial, _weights(run), _masters(run))
 
 
@@ -160,7 +160,7 @@ def _overflowing_run(argv: list[str]) -> list[StepReport]:
         # Where autograd makes it, as an overflow does: ahead of every reduction.
         weight.register_hook(overflow)
         for _ in range(5):
-            reports.append(train_step(run)[0])
+            reports.append(run_step(run)[0])
     return reports
 
 

@@ -14,7 +14,7 @@ from megatron.core.distributed.bucket_storage import BucketLifetimeGrads, _Param
 from megatron.core.distributed.grad_hooks import ReadyBucket
 from megatron.core.logical_tensors import canonical_name
 from megatron.training.run import TrainingRun
-from megatron.training.training import train_step
+from megatron.training.training import run_step
 from tests.counts import long_count
 from tests.distributed.hook_runs import after_step
 from tests.distributed.layout_runs import EP2, FLAGS, INTERLEAVED, OVERLAPPED, ZERO2
@@ -68,7 +68,7 @@ def _release(argvs: Sequence[Sequence[str]]) -> None:
             released = Released(run)
             for _ in range(2):
                 with LiveBytes() as memory:
-                    train_step(run)
+                    run_step(run)
                 released.after_step(memory.total())
 
 
@@ -127,7 +127,7 @@ def _clip(argvs: Sequence[Sequence[str]]) -> list[tuple[Tensor, float]]:
         with started_run(argv) as run:
             clipped = Clipped(run, CLIP)
             for _ in range(STEPS):
-                train_step(run)
+                run_step(run)
                 clipped.after_step()
             gather_parameters(run)
             named = (item for chunk in run.model for item in chunk.named_parameters())

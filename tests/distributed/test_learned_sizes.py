@@ -11,7 +11,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.paged_stash import PoolLayout
 from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes
 from megatron.training.run import TrainingRun
-from megatron.training.training import train_step
+from megatron.training.training import run_step
 from tests.distributed.stash_runs import stash
 from tests.distributed.tiny_runs import comparable, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
@@ -65,7 +65,7 @@ def _train(flags: Flags, steps: int, *, save_after: int | None = None) -> Traine
     with started_run(command_line({**FLAGS, **flags})) as run:
         begun, reports, reruns = _sizes(run), [], []
         for step in range(1, steps + 1):
-            report, _ = train_step(run)
+            report, _ = run_step(run)
             reports.append({name: comparable(report)[name] for name in ("losses", "grad_norm", "iteration")})
             assert run.expert_memory is not None and run.expert_memory.last_step is not None
             reruns.append(run.expert_memory.last_step.num_discards)

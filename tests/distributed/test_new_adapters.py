@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.training import train_step
+from megatron.training.training import run_step
 from tests.distributed.parity import layout
 from tests.distributed.tiny_runs import started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
@@ -59,7 +59,7 @@ def _losses(argv: Sequence[str], steps: int, save_after: int = 1) -> list[float]
     losses = []
     with started_run(argv) as run:
         for step in range(1, steps + 1):
-            losses.append(train_step(run)[0].losses["lm loss"])
+            losses.append(run_step(run)[0].losses["lm loss"])
             if step == save_after and "--save" in argv:
                 run.save_checkpoint()
     return losses

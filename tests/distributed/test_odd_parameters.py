@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.dist_checkpointing import load, model_logical_pieces, model_sharded_tensors, save
+from megatron.core.dist_checkpointing import load_items, model_logical_pieces, model_sharded_tensors, save_items
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -191,11 +191,11 @@ def _trained_and_saved(mode: str, *, is_turned: bool, save_to: Path, load_from: 
         wrapped.wait_params(module.parameters())
         state = [*model_sharded_tensors(wrapped), *optimizer.sharded_state(model_logical_pieces(wrapped))]
         if step == 0:
-            save(state, save_to, common={})
+            save_items(state, save_to, common={})
             if load_from is not None:
                 for tensor in state:
                     tensor.data.fill_(7.0)
-                load(state, load_from)
+                load_items(state, load_from)
     assert [param.stride() for param in module.parameters()] == strides
     return [param.detach().clone() for param in module.parameters()]
 

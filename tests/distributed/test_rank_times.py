@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 import pretrain_gpt
-from megatron.training.training import train_step
+from megatron.training.training import run_step
 from tests.distributed.tiny_runs import started_run
 from tests.harness import run_on_ranks
 
@@ -42,7 +42,7 @@ def _two_steps():
         patch.object(dist, "all_reduce", all_reduce),
         started_run(ARGV, forward_step=forward_step) as run,
     ):
-        return [run.measured(train_step(run)[0]) for _ in range(2)]
+        return [run.measured(run_step(run)[0]) for _ in range(2)]
 
 
 @pytest.mark.slow

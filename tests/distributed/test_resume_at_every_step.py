@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder, get_bin_path, get_idx_path
-from megatron.training.training import train_step
+from megatron.training.training import run_step
 from tests.counts import long_count, soak_only
 from tests.distributed.tiny_runs import OVERLAPPED_SMALL_BUCKETS, comparable, record_run, started_run, state_of
 from tests.functional_tests.case import Flags, command_line, read_bases
@@ -110,7 +110,7 @@ def _argv(base: str, folder: Path, flags: Flags) -> list[str]:
     generator = np.random.default_rng(7)
     with IndexedDatasetBuilder(get_bin_path(data), dtype=DType.optimal_dtype(127)) as builder:
         lengths = [3, 40, 1, 97, 60, 16 * SAMPLES_PER_EPOCH + 1 - 201]
-        builder.add_documents(generator.integers(0, 127, sum(lengths)), lengths)
+        builder.add_concatenated(generator.integers(0, 127, sum(lengths)), lengths)
         builder.finalize(get_idx_path(data))
     return command_line({**read_bases()[base], **FLAGS, "data-path": data, **flags})
 
@@ -120,7 +120,7 @@ def _argv(base: str, folder: Path, flags: Flags) -> list[str]:
 
 def _train(argv: list[str], steps: int = STEPS) -> tuple[Steps, State]:
     with started_run(argv) as run:
-        return [comparable(train_step(run)[0]) for _ in range(steps)], state_of(run)
+        return [comparable(run_step(run)[0]) for _ in range(steps)], state_of(run)
 
 
 def _stop_everywhere(argv: list[str], folder: str, after: tuple[int, ...]) -> tuple[Any, Any, list[Any]]:
@@ -130,7 +130,7 @@ def _stop_everywhere(argv: list[str], folder: str, after: tuple[int, ...]) -> tu
         run.save_checkpoint()
         steps = []
         for _ in range(STEPS):
-            steps.append(comparable(train_step(run)[0]))
+            steps.append(comparable(run_step(run)[0]))
             run.save_checkpoint()
         again = steps, state_of(run)
     resumed = [_train([*argv, "--load", folder, "--ckpt-step", str(k)], STEPS - k) for k in after]

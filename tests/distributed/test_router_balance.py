@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
-from megatron.training.training import evaluate_validation, train_step
+from megatron.training.training import evaluate_validation, run_step
 from tests.distributed.tiny_runs import started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
@@ -57,13 +57,13 @@ def _biased_run(argv: list[str]) -> tuple[Choices, list[list[Tensor]]]:
         for number, router in enumerate(routers):
             router.register_forward_hook(
                 lambda router, _, out, number=number: (
-                    steps[-1][number].extend(out[1].flatten().tolist()) if router.training else None
+                    steps[-1][number].extend(out.indices.flatten().tolist()) if router.training else None
                 )
             )
         biases = []
         for _ in range(3):
             steps.append([[], []])
-            train_step(run)
+            run_step(run)
             evaluate_validation(run)
             biases.append([router.expert_bias.clone() for router in routers])
     return steps, biases
@@ -124,7 +124,7 @@ def _route_globally(logits: Tensor) -> list[tuple[float, Tensor]]:
     for microbatch, value in zip(logits[:, dist.get_rank()], values, strict=True):
         rows = microbatch.clone().requires_grad_()
         with router.aux_losses.recomputing():
-            weights, _ = router.routing(rows)
+            weights = router.routing(rows).weights
         (weights * 0).sum().backward()
         found.append((value, rows.grad))
     router.aux_losses.finalize_step(None)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.core.transformer.moe.aux_losses import AuxLossRecorder
+from megatron.core.transformer.moe.permutation import Routing
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.training.callbacks import RunStart
 from megatron.training.callbacks.routing_trace import RoutingHeader, RoutingLog, read_lines, read_routing
@@ -103,9 +104,9 @@ def _watch(argv: list[str]) -> Seen:
     """Trains; what each router chose in its forwards of training, by layer."""
     seen: Seen = defaultdict(list)
 
-    def note(router: Any, _: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def note(router: Any, _: Any, output: Routing) -> None:
         if router.training:
-            seen[router.layer_number].append(output[1].flatten().bincount(minlength=router.num_experts).tolist())
+            seen[router.layer_number].append(output.indices.flatten().bincount(minlength=router.num_experts).tolist())
 
     with started_run(argv) as run:
         for router in (part for chunk in run.model for part in chunk.modules() if isinstance(part, TopKRouter)):

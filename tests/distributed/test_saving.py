@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing import (
     StagingMemory,
     begin_save,
     disk,
-    load,
+    load_items,
     saving,
     storage,
 )
@@ -26,12 +26,12 @@ def state_of(number):
     rank, size = dist.get_rank(), dist.get_world_size()
     rows = torch.full((4, 50), float(number + rank))
     copy = torch.full((600,), float(number))
-    return [ShardedTensor("rows", rows, (4 * size, 50), (4 * rank, 0)), ShardedTensor.whole("copy", copy)]
+    return [ShardedTensor.at("rows", rows, (4 * size, 50), (4 * rank, 0)), ShardedTensor.whole("copy", copy)]
 
 
 def assert_holds(folder, number):
     wanted = state_of(-9)
-    load(wanted, folder)
+    load_items(wanted, folder)
     assert all(torch.equal(item.data, other.data) for item, other in zip(wanted, state_of(number), strict=True))
 
 
@@ -109,8 +109,8 @@ def load_together(folder):
     # Replicas, the rank's own rows, and a strided copy.
     wanted = state_of(-9)
     wanted[1].data = torch.zeros(600, 2)[:, 0]
-    wanted += [ShardedTensor("rows", torch.zeros(2, 50), (4 * size, 50), (1, 0))]
-    load(wanted, folder, replicas=dist.group.WORLD)
+    wanted += [ShardedTensor.at("rows", torch.zeros(2, 50), (4 * size, 50), (1, 0))]
+    load_items(wanted, folder, replicas=dist.group.WORLD)
     assert (wanted[0].data == 1 + rank).all() and (wanted[1].data == 1).all() and (wanted[2].data == 1).all()
     return sum(num_bytes)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.optimizer import ParamGroupOverride, ParamKey
-from megatron.training.training import train_step
+from megatron.training.training import run_step
 from tests.distributed.tiny_runs import started_run
 from tests.functional_tests.case import command_line, read_bases
 from tests.harness import run_on_ranks
@@ -22,8 +22,8 @@ def test_arguments_tell_where_a_resumed_run_starts(tmp_path: Path) -> None:
 def _resume(argv: list[str], folder: str) -> tuple[int, tuple[int, int], tuple[int, int]]:
     with started_run([*argv, "--save", folder]) as run:
         before = (run.args.iteration, run.args.consumed_train_samples)
-        train_step(run)
-        train_step(run)
+        run_step(run)
+        run_step(run)
         run.save_checkpoint()
     with started_run([*argv, "--load", folder]) as run:
         return run.global_batch_size, before, (run.args.iteration, run.args.consumed_train_samples)
@@ -56,7 +56,7 @@ def _rates_across_a_resume(argv: list[str], folder: str) -> tuple[list[float], l
     seen = []
     for where, factor in (("--save", 2.0), ("--load", 3.0)):
         with started_run([*argv, where, folder], config_overrides={norms: ParamGroupOverride(lr_mult=factor)}) as run:
-            train_step(run)
+            run_step(run)
             seen.append([group["lr"] for group in run.optimizer.param_groups if group["params"]])
             run.save_checkpoint()
     return seen[0], seen[1]

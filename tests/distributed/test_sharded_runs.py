@@ -11,7 +11,7 @@ from torch import nn
 
 import pretrain_gpt
 from megatron.core.group_collectives import RemoteRankError
-from megatron.training.training import evaluate, train_step
+from megatron.training.training import evaluate, run_step
 from tests.counts import long_count, soak_only
 from tests.distributed.layout_runs import FLAGS, MODES, OVERLAPPED, load_and_step, save_after_steps
 from tests.distributed.parity import Box, boxes_of_state, put_together
@@ -46,7 +46,7 @@ def _evaluating_runs(argvs: Sequence[Sequence[str]]) -> list[tuple[Reports, list
             for _ in range(STEPS):
                 steps += train_steps(run, 1)
                 if number > 0:
-                    losses.append(evaluate(run, run.valid_iterator, iterations=1)["lm loss"])
+                    losses.append(evaluate(run, run.valid_sets[0])["lm loss"])
             # As a module reads them.
             results.append((steps, losses, [value.clone() for value in _tensors(run.model[0].state_dict())]))
     return results
@@ -73,7 +73,7 @@ def _save_and_spoil(argvs: Sequence[Sequence[str]], folder: str) -> None:
         with started_run([*argv, "--save", f"{folder}/{number}"]) as run:
             # Gathers are under way: nobody has read the weights since.
             for _ in range(2):
-                train_step(run)
+                run_step(run)
             run.save_checkpoint()
             for chunk in run.model:
                 for param in chunk.parameters():

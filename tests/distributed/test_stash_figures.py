@@ -15,7 +15,7 @@ from megatron.training.arguments import parse_args, validate_args
 from megatron.training.callbacks import RunStart
 from megatron.training.callbacks.routing_trace import read_routing
 from megatron.training.meters.stash import stash_timeline
-from megatron.training.training import train_step
+from megatron.training.training import run_step
 from tests.distributed.stash_runs import stash
 from tests.distributed.tiny_runs import started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
@@ -105,7 +105,7 @@ def _figures_of_steps(argv: list[str]) -> list[Any]:
         found = []
         run.callbacks.on_train_start(RunStart(iteration=0, train_iters=3))
         for _ in range(3):
-            report = run.measured(train_step(run)[0])
+            report = run.measured(run_step(run)[0])
             run.callbacks.on_step_end(report)
             routing = {layer: counts.tolist() for layer, counts in (report.routing or {}).items()}
             found.append((_compared(run.expert_memory.last_step), report.stash, routing, report.expert_load))
@@ -114,7 +114,7 @@ def _figures_of_steps(argv: list[str]) -> list[Any]:
 
 def _rows_of_step(argv: list[str]) -> tuple[tuple[int, ...], int]:
     with started_run(argv) as run:
-        train_step(run)
+        run_step(run)
         assert run.expert_memory is not None and run.expert_memory.last_step is not None
         return run.expert_memory.last_step.rows, run.expert_memory.last_step.balanced_rows
 

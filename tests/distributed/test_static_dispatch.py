@@ -1,7 +1,6 @@
 """Buffers of a fixed size between ranks: what the routing asked of them, against counts of all ranks' choices."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from megatron.core import parallel_state
 from megatron.core.device import default_device
+from megatron.core.transformer.moe.dispatch import RowDemand
 from megatron.core.transformer.moe.dispatch_static import (
     MoEStaticAllGatherTokenDispatcher,
     MoEStaticAlltoAllTokenDispatcher,
@@ -57,13 +57,18 @@ def on_rank(layout: tuple[int, int], alignments: list[int]) -> dict[tuple[str, s
 
 def demands(dispatcher: MoEStaticTokenDispatcher, indices: Tensor) -> list[float]:
     """What this rank needs and misses with a factor of 1; and misses with the largest factor that any rank needs."""
-    dispatch = partial(dispatcher.dispatch, torch.ones(TOKENS, 3), probs=torch.rand(TOKENS, TOPK))
+
+    def dispatch(expert_indices: Tensor) -> RowDemand:
+        ready = dispatcher.dispatch_preprocess(torch.ones(TOKENS, 3), expert_indices, torch.rand(TOKENS, TOPK))
+        dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(*ready))
+        return dispatcher.take_demand()
+
     dispatcher.set_capacity_factor(1.0)
-    before = dispatch(expert_indices=indices).demand
+    before = dispatch(indices)
     largest = before.factor_needed.clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     dispatcher.set_capacity_factor(largest.item())
-    after = dispatch(expert_indices=indices).demand
+    after = dispatch(indices)
     return [number.item() for number in (before.factor_needed, before.rows_missing, after.rows_missing)]
 
 

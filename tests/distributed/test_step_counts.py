@@ -22,7 +22,7 @@ READS = {
     "agree_sync": 1,
     "highest_sync": 1,
     "read_norm_sync": 1,
-    "train_step": 1,  # the loss scale, a tensor of the host
+    "run_step": 1,  # the loss scale, a tensor of the host
 }
 # Files that read the host's own tensors: of the batch, and of the rows of each expert, which a GPU splits itself.
 ON_HOST = ("megatron/core/datasets/", "megatron/core/transformer/moe/grouped_gemm.py")

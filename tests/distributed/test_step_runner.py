@@ -4,6 +4,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from megatron.training.checkpointing.rng_state import capture_rng, restore_rng
 from megatron.training.run import TrainingRun
 from megatron.training.step.expert_memory import ExpertMemory
 from megatron.training.step.step_runner import ExpertOverflowError, RetryBatches
-from megatron.training.training import train, train_step
+from megatron.training.training import run_step, train
 from tests.counts import slow, soak_only
 from tests.distributed.stash_runs import ROUTER, stash
 from tests.distributed.tiny_runs import OVERLAPPED_SMALL_BUCKETS, comparable, started_run, state_of
@@ -107,8 +108,10 @@ class Script(Callback):
     def run(self, argv: list[str], act: Callable[[TrainingRun], Any]) -> Any:
         with started_run(argv, forward_step=self.forward_step) as run:
             self.state, run.steps.memory, run.callbacks = run.state, self.memory, CallbackList([self])
-            assert run.train_iterator is not None and run.valid_iterator is not None
-            run.train_iterator, run.valid_iterator = _drawing(run.train_iterator), _drawing(run.valid_iterator)
+            (valid,) = run.valid_sets
+            assert run.train_iterator is not None and valid.iterator is not None
+            run.train_iterator = _drawing(run.train_iterator)
+            run.valid_sets = [replace(valid, iterator=_drawing(valid.iterator))]
             return act(run)
 
     def forward_step(self, iterator: Iterator[Any] | None, model: nn.Module) -> tuple[Tensor, Any]:
@@ -218,19 +221,19 @@ def _break_next_pass(run: TrainingRun, where: str, error: type[BaseException]) -
 def _train_over_error(argv: list[str], where: str | None, error: type[BaseException] = BrokenOffError) -> Any:
     """Three steps; the second raises in its passes, and is made again after what docs tell a script to do."""
     with started_run(argv) as run:
-        reports = [comparable(train_step(run)[0])]
+        reports = [comparable(run_step(run)[0])]
         assert run.train_iterator is not None and isinstance(run.steps.memory, ExpertMemory)
         run.train_iterator = batches = RetryBatches(run.train_iterator)
         if where is not None:
             generators = capture_rng()
             _break_next_pass(run, where, error)
             with pytest.raises(error):
-                train_step(run)
+                run_step(run)
             for chunk in run.model:
                 chunk.reset_iteration()  # type: ignore[operator]
             batches.rewind()
             restore_rng(generators)
-        reports += [comparable(train_step(run)[0]) for _ in range(2)]
+        reports += [comparable(run_step(run)[0]) for _ in range(2)]
         assert run.steps.memory.stash is not None
         run.steps.memory.stash.pool.check_integrity_sync()
         return reports, state_of(run)

@@ -132,3 +132,11 @@ def test_one_process_alone_needs_no_group() -> None:
     statistics = StatisticsExchange(None).reduce_sync(total_reports([{"a": torch.tensor(v)} for v in (2.0, 4.0)]))
     assert statistics == StepStatistics({"a": 3.0}, None)
     assert StepStatistics({"a": float("inf")}, None).nan
+
+
+def test_a_report_may_be_a_number_or_a_pair_in_any_form() -> None:
+    pairs = (torch.tensor([6.0, 2.0]), (torch.tensor(6.0), torch.tensor([2])), (6.0, 2), [torch.tensor([6.0]), 2.0])
+    for pair in pairs:
+        assert total_reports([{"a": pair}, {"a": pair}])["a"].tolist() == [12.0, 4.0]
+    for number in (torch.tensor(3.0), torch.tensor([3.0]), 3.0):
+        assert total_reports([{"a": number}, {"a": number}])["a"].tolist() == [6.0, 2.0]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.training.training import train_step
+from megatron.training.training import run_step
 from tests.counts import soak_only
 from tests.distributed.parity import Box, boxes_of_state, boxes_of_weights, put_together
 from tests.distributed.tiny_runs import comparable, started_run
@@ -70,7 +70,7 @@ def _state_of(argv: Sequence[str], train: bool) -> tuple[list[Box], list[Box]]:
         initial = boxes_of_weights(run)
         if train:
             for _ in range(STEPS):
-                train_step(run)
+                run_step(run)
             run.save_checkpoint()
             return initial, boxes_of_state(run)
     with started_run(argv) as run:
@@ -85,8 +85,8 @@ def _merged(states: list[tuple[list[Box], list[Box]]]) -> tuple[dict[str, Tensor
 
 def _stop_and_resume(argv: Sequence[str]) -> tuple[list[Any], list[Any]]:
     with started_run(argv) as run:
-        train_step(run)
+        run_step(run)
         run.save_checkpoint()
-        whole = [comparable(train_step(run)[0]) for _ in range(STEPS - 1)]
+        whole = [comparable(run_step(run)[0]) for _ in range(STEPS - 1)]
     with started_run([*argv, "--load", argv[-1]]) as run:
-        return whole, [comparable(train_step(run)[0]) for _ in range(STEPS - 1)]
+        return whole, [comparable(run_step(run)[0]) for _ in range(STEPS - 1)]

@@ -17,6 +17,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.logical_tensors import model_logical_pieces
 from megatron.core.process_groups_config import ALONE, ProcessGroupCollection
 from megatron.core.tensor_parallel import linear as linear_module
+from megatron.core.tensor_parallel.linear import linear_with_frozen_weight
 from megatron.core.tensor_parallel.mappings import part_of
 from megatron.core.tensor_parallel.param_attributes import gradient_of, param_facts
 from tests.harness import run_on_ranks
@@ -241,6 +242,8 @@ def _compare_mappings() -> None:
         (tp.scatter_to_sequence_parallel_region, x, short_g, first(x[rank]), torch.cat(list(short_g))),
         (tp.gather_from_sequence_parallel_region, short_x, g, torch.cat(list(short_x)), first(g.sum(0))),
         (tp.reduce_scatter_to_sequence_parallel_region, x, short_g, first(x.sum(0)), torch.cat(list(short_g))),
+        (tp.all_gather_last_dim_from_tensor_parallel_region, thin_x, g, torch.cat(list(thin_x), -1), last(g.sum(0))),
+        (tp.reduce_scatter_last_dim_to_tensor_parallel_region, x, thin_g, last(x.sum(0)), torch.cat(list(thin_g), -1)),
     ]
     for function, inputs, grads, output, grad in cases:
         own = inputs[rank].clone().requires_grad_()
@@ -276,6 +279,91 @@ def _compare_mappings() -> None:
     with pytest.raises(ValueError, match="data is None"):
         tp.broadcast_data(["tokens"], None, torch.int64)
     parallel_state.destroy_model_parallel()
+
+
+def test_rows_move_in_parts_of_any_size() -> None:
+    run_on_ranks(_compare_uneven_rows, RANKS)
+
+
+def _compare_uneven_rows() -> None:
+    group, rank = dist.group.WORLD, dist.get_rank()
+    sizes, generator = [3, 0, 2], torch.Generator().manual_seed(6)
+    x, g = (torch.randn(RANKS, 5, BATCH, dtype=torch.float64, generator=generator) for _ in range(2))
+    rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    for is_share in (True, False):
+        part = x[0, rows].clone().requires_grad_()
+        whole = tp.gather_from_sequence_parallel_region(part, is_share, group, sizes)
+        whole.backward(g[rank])
+        assert torch.equal(whole, x[0])
+        torch.testing.assert_close(part.grad, (g.sum(0) if is_share else g[rank])[rows])
+    own = x[rank].clone().requires_grad_()
+    part = tp.reduce_scatter_to_sequence_parallel_region(own, group, sizes)
+    part.backward(g[0, rows])
+    torch.testing.assert_close(part.detach(), x.sum(0)[rows])
+    assert torch.equal(own.grad, g[0])
+    for wrong, message in (({"output_split_sizes": [5]}, "must be one for each"), ({"use_global_buffer": True}, "mem")):
+        with pytest.raises(ValueError, match=message):
+            tp.gather_from_sequence_parallel_region(own, group=group, **wrong)
+
+    # Rank r sends r + s rows to rank s.
+    send = [rank + other for other in range(RANKS)]
+    mine = torch.randn(sum(send), 2, dtype=torch.float64).requires_grad_()
+    received = tp.all_to_all(group, mine, send, send)
+    back = tp.all_to_all(group, received, send, send)
+    assert torch.equal(back, mine)
+    received.sum().backward()
+    assert torch.equal(mine.grad, torch.ones_like(mine)) and received.shape[0] == sum(send)
+    with pytest.raises(ValueError, match="use_nccl_stream is True"):
+        tp.all_to_all(group, mine, use_nccl_stream=True)
+
+    tokens = torch.randn(SEQ, IN, generator=torch.Generator().manual_seed(7))
+    hidden = tp.all_to_all_sp2hp(part_of(tokens, group, dim=0), group)
+    assert torch.equal(hidden, part_of(tokens, group, dim=1))
+    assert torch.equal(tp.all_to_all_hp2sp(hidden, group), part_of(tokens, group, dim=0))
+    chunk = tp.split_tensor_into_1d_equal_chunks(tokens, new_buffer=True, tp_group=group)
+    assert chunk.shape == (SEQ * IN // RANKS,)
+    assert torch.equal(tp.gather_split_1d_tensor(chunk, group), tokens.flatten())
+
+
+def test_layers_of_strided_parts_and_frozen_weights() -> None:
+    run_on_ranks(_compare_special_layers, RANKS)
+
+
+def _compare_special_layers() -> None:
+    group, rank = dist.group.WORLD, dist.get_rank()
+    config = small_config(params_dtype=torch.float64)
+    tp.model_parallel_cuda_manual_seed(7, tp_rank=rank)
+    shared: dict[str, Any] = {"config": config, "init_method": config.init_method, "stride": 2}
+    shared |= {"pg_collection": ProcessGroupCollection(tp=group), "keep_master_weight_for_test": True}
+    column = tp.ColumnParallelLinear(IN, OUT, bias=False, disable_grad_reduce=True, **shared)
+    row = tp.RowParallelLinear(OUT, IN, bias=False, **shared)
+    for layer in (column, row):
+        assert layer.tp_group is group and layer.master_weight.shape == (layer.output_size, layer.input_size)
+        for piece in layer.logical_pieces("")["weight"]:
+            box = tuple(slice(o, o + n) for o, n in zip(piece.global_offset, piece.shape, strict=True))
+            assert torch.equal(piece.view_of(layer.weight.detach()), layer.master_weight[box])
+    # As gate over up: this rank's rows are of the upper and of the lower half.
+    halves = column.master_weight.chunk(2)
+    assert torch.equal(column.weight, torch.cat([part_of(half, group, dim=0) for half in halves]))
+    x = torch.randn(SEQ, IN, dtype=torch.float64, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    part, _ = column(x)
+    whole, _ = column(x, runtime_gather_output=True)
+    assert torch.equal(part_of(whole, group, dim=-1), part) and whole.shape == (SEQ, OUT)
+    (grad,) = torch.autograd.grad(part.sum(), x)
+    torch.testing.assert_close(grad, column.weight.sum(0).expand(SEQ, IN), msg="the caller sums it")
+
+    weight = torch.randn(4, IN, dtype=torch.float64).requires_grad_()
+    for sequence_parallel in (False, True):
+        own = (part_of(x, group, dim=0) if sequence_parallel else x).detach().requires_grad_()
+        output = linear_with_frozen_weight(own, weight, None, False, True, sequence_parallel, group)
+        output.sum().backward()
+        total = weight.detach().sum(0)
+        dist.all_reduce(total)
+        torch.testing.assert_close(own.grad, total.expand_as(own))
+        assert weight.grad is None and output.shape == (SEQ, 4)
+    split, whole_one = (column.weight, row.weight.detach().new_zeros(1))
+    assert tp.param_is_not_tensor_parallel_duplicate(split, group)
+    assert tp.param_is_not_tensor_parallel_duplicate(whole_one, group) == (rank == 0)
 
 
 def _copy_pieces(layers: list[Any], wholes: list[nn.Linear]) -> None:

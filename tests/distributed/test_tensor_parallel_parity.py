@@ -18,6 +18,13 @@ MODELS: dict[str, Flags] = {
         "softmax-type": "learnable",
     },
 }
+# With norms and first weights that are not the default.
+STARTS: Flags = {
+    "apply-layernorm-1p": True,
+    "qk-layernorm": True,
+    "init-method-xavier-uniform": True,
+    "embedding-init-method-std": 0.05,
+}
 # What changes the numbers, and what must not.
 FEATURES: dict[str, tuple[Flags, Flags]] = {
     "recomputed parts": (
@@ -78,6 +85,13 @@ def test_memory_saving_changes_nothing_in_split_layers(feature: str, sequence: b
     # One microbatch; several are in test_training_agrees_with_one_process.
     flags = {**MODELS["dense"], **numbers, "global-batch-size": 2}
     assert_same_run(run_layout("dense", 2, {**flags, **memory, **layout}), run_layout("dense", 1, flags))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["tensor", "pipeline"])
+def test_other_norms_and_first_weights_agree_with_one_process(split: str) -> None:
+    layout: Flags = {f"{split}-model-parallel-size": 2, "sequence-parallel": split == "tensor"}
+    assert_same_run(run_layout("dense", 2, {**STARTS, **layout}), run_layout("dense", 1, STARTS))
 
 
 @cache

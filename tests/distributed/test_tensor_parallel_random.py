@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_block import output_of
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.models.small_models import gradients, loss_of, small_batch, small_config, small_model
 
@@ -32,7 +33,7 @@ def _dropped(sequence: bool) -> tuple[dict[str, Tensor], Tensor]:
     layer: Any = model.decoder.layers[0]
     watched = {"embedding": model.embedding, "layer": layer, "heads": layer.self_attention.core_attention}
     for name, module in watched.items():
-        module.register_forward_hook(lambda _, inputs, output, name=name: seen.update({name: output.detach()}))
+        module.register_forward_hook(lambda _, __, output, name=name: seen.update({name: output_of(output).detach()}))
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(0.01)

@@ -13,7 +13,7 @@ from megatron.core.group_collectives import RemoteRankError
 from megatron.core.logical_tensors import canonical_name
 from megatron.core.optimizer import ParamGroupOverride, ParamKey
 from megatron.core.tensor_parallel.param_attributes import gradient_of, mark_shared
-from megatron.training.training import train_step
+from megatron.training.training import run_step
 from tests.counts import long_count, soak_only
 from tests.distributed.parity import (
     FLAGS,
@@ -105,7 +105,7 @@ def _tables_of_a_run(argv: list[str]) -> list[Tensor]:
     with started_run(argv, forward_step=fp64_forward_step, model_provider=fp64_model) as run:
         start = [p.detach().clone() for chunk in run.model for p in chunk.parameters()]
         for _ in range(STEPS):
-            train_step(run)
+            run_step(run)
         gather_parameters(run)
         assert any(not torch.equal(a, b) for a, b in zip(start, (p for c in run.model for p in c.parameters())))
         named = (item for chunk in run.model for item in chunk.named_parameters())
@@ -168,7 +168,7 @@ def _train_with_overrides(argv: list[str]) -> list[Box]:
                 pass
     with started_run(argv, **parts, config_overrides=OVERRIDES) as run:
         for _ in range(3):
-            train_step(run)
+            run_step(run)
         return boxes_of_weights(run)
 
 

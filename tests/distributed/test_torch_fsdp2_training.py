@@ -213,7 +213,7 @@ def _finetune(argvs: Sequence[Sequence[str]]) -> list[tuple[float, list[dict[str
     results = []
     for argv in argvs:
         with started_run([*argv, "--eval-iters", "1"]) as run:
-            loss = evaluate(run, run.valid_iterator, iterations=1)["lm loss"]
+            loss = evaluate(run, run.valid_sets[0])["lm loss"]
             # One micro-batch would be enough to see wrong weights; the gradient is another matter.
             results.append((loss, [run_losses["losses"] for run_losses in train_steps(run, 1)]))
     return results

@@ -14,7 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.extensions import transformer_engine
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.gpt_builder import build_gpt
@@ -23,7 +28,7 @@ from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.extensions.fake_engine import CLASSES, bound, fake_engine
 from tests.unit_tests.core.extensions.write_engine_signatures import SIGNATURES_FILE, signatures
-from tests.unit_tests.core.models.small_models import small_config
+from tests.unit_tests.core.models.small_models import LLAMA_LIKE, small_batch, small_config
 
 ENGINE: Flags = {"transformer-impl": "transformer_engine"}
 TP: Flags = {"tensor-model-parallel-size": 2}
@@ -38,6 +43,10 @@ RUNS: dict[str, tuple[str, Flags]] = {
         "llama",
         {"window-size": "9,0", "qk-layernorm": True, "pipeline-model-parallel-size": 2},
     ),
+    "latent attention": ("latent", TP),
+    "latent attention, sequence parallel": ("latent", {**TP, "sequence-parallel": True, "q-lora-rank": None}),
+    "context parallel": ("llama", {"context-parallel-size": 2, "cp-comm-type": "p2p"}),
+    "packed samples": ("llama", {"reset-attention-mask": True, "reset-position-ids": True}),
     "experts": ("moe", {"expert-model-parallel-size": 2, "moe-shared-expert-intermediate-size": 32}),
 }
 
@@ -135,6 +144,29 @@ def _fresh_weight(mode: str | None) -> Tensor:
 def test_ranks_draw_the_same_weight_where_each_holds_it_whole_and_other_parts_of_a_split_one(mode: str | None) -> None:
     first, second = run_on_ranks(_fresh_weight, 2, mode)
     assert torch.equal(first, second) == (mode is None) and first.std() > 0
+
+
+def test_packed_samples_are_cut_at_their_borders_and_only_where_ranks_have_them_whole() -> None:
+    tokens, positions, labels = small_batch()
+    batch, length = tokens.shape
+    borders = [0, *(start + end for start in range(0, batch * length, length) for end in (length // 3, length))]
+    packed = PackedSeqParams(cu_seqlens_q=torch.tensor(borders, dtype=torch.int32))
+    config, losses = small_config(**LLAMA_LIKE), []
+    with fake_engine():
+        for spec in (get_gpt_layer_local_spec(), get_gpt_layer_with_transformer_engine_spec()):
+            torch.manual_seed(3)
+            model = GPTModel(config, spec, 128, length, position_embedding_type="rope")
+            losses.append(model(tokens, positions, None, labels=labels, packed_seq_params=packed))
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+    core: Any = model.decoder.layers[0].self_attention.core_attention
+    rows = torch.zeros(batch * length, 4, 8)
+    with pytest.raises(ValueError, match="attention_mask given: .*give transformer_impl local"):
+        core(rows, rows, rows, torch.zeros(1, 1, 1, 1, dtype=torch.bool), packed_seq_params=packed)
+    core.cp_size = 2
+    with pytest.raises(ValueError, match="context_parallel_size is 2"):
+        core(rows, rows, rows, packed_seq_params=packed)
+    with pytest.raises(ValueError, match="attention_bias is given"):
+        core(rows, rows, rows, attention_bias=rows)
 
 
 def test_without_the_package_the_error_says_what_to_install() -> None:

@@ -19,7 +19,7 @@ from megatron.core.parallel_state import (
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
-from megatron.training.training import train_step
+from megatron.training.training import run_step
 from megatron.training.utils import get_batch_on_this_cp_rank
 from tests.counts import slow, soak_only
 from tests.distributed.parity import TOLERANCE, Box, boxes_of, put_together, relative_errors
@@ -170,7 +170,7 @@ def steps_of_script_and_flag() -> list[tuple[float, float]]:
     found = []
     for extra, provider in (({}, script_model), ({"calculate-per-token-loss": True}, pretrain_gpt.model_provider)):
         with started_run(command_line({**flags, **extra}), model_provider=provider) as run:
-            reports = [train_step(run)[0] for _ in range(2)]
+            reports = [run_step(run)[0] for _ in range(2)]
             found.append((reports[1].losses["lm loss"], reports[1].grad_norm))
     return found
 

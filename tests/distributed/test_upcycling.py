@@ -7,7 +7,7 @@ import pytest
 
 from megatron.core.group_collectives import RemoteRankError
 from megatron.training.checkpointing.run_state import ModelWeights
-from megatron.training.training import train_step
+from megatron.training.training import run_step
 from tests.counts import slow
 from tests.distributed.parity import Box, layout, put_together
 from tests.distributed.tiny_runs import OVERLAPPED_SMALL_BUCKETS, started_run
@@ -67,7 +67,7 @@ def _trained_and_loaded(trained: Sequence[str], again: Sequence[str]) -> tuple[f
 
 def _train_and_save(argv: Sequence[str]) -> None:
     with started_run(argv) as run:
-        train_step(run)
+        run_step(run)
         run.save_checkpoint()
 
 
@@ -77,7 +77,7 @@ def _first_step(argv: Sequence[str]) -> tuple[float, list[Box]]:
         assert run.state.iteration == 0
         held = ModelWeights(run.model).tensors
         weights = [Box(t.key, t.global_shape, t.global_offset, t.data.clone()) for t in held]
-        return train_step(run)[0].losses["lm loss"], weights
+        return run_step(run)[0].losses["lm loss"], weights
 
 
 def test_an_upcycled_model_resumes_as_any_other(dense: str, tmp_path: Path) -> None:
@@ -87,12 +87,12 @@ def test_an_upcycled_model_resumes_as_any_other(dense: str, tmp_path: Path) -> N
 def _upcycle_and_resume(dense: str, folder: str) -> None:
     experts = {**EXPERTS, "save": folder}
     with started_run(command_line({**experts, "load": dense})) as run:
-        train_step(run)
+        run_step(run)
         run.save_checkpoint()
-        expected = train_step(run)[0].losses
+        expected = run_step(run)[0].losses
     with started_run(command_line({**experts, "load": folder})) as run:
         assert run.state.iteration == 1
-        assert train_step(run)[0].losses == expected
+        assert run_step(run)[0].losses == expected
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,11 @@ from megatron.core.optimizer.param_groups import ConfigOverrides
 from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes
 from megatron.training.callbacks import Callback, CallbackList, EvaluationReport, StepReport
 from megatron.training.checkpointing.rng_state import rng_sharded_state
-from megatron.training.global_vars import publish_run
-from megatron.training.initialize import initialize_megatron
+from megatron.training.command_line.published import publish_run
+from megatron.training.initialize import start_processes
 from megatron.training.run import TrainingRun
 from megatron.training.setup import setup_data, setup_run
-from megatron.training.training import train, train_step
+from megatron.training.training import run_step, train
 from tests.functional_tests.case import Flags
 from tests.functional_tests.launch import UNCOMPARED_FIELDS
 
@@ -53,7 +53,7 @@ def started_run(
 ) -> Iterator[TrainingRun]:
     """Sets a run up as `pretrain` does, in the process group of the harness, and tears it down afterwards."""
     try:
-        args = initialize_megatron(argv=argv)
+        args = start_processes(argv=argv)
         run = setup_run(args, model_provider, forward_step_func=forward_step, config_overrides=config_overrides)
         setup_data(run, pretrain_gpt.train_valid_test_datasets_provider, num_workers=0)
         yield run
@@ -72,7 +72,7 @@ def comparable(report: StepReport) -> dict[str, Any]:
 
 def train_steps(run: TrainingRun, count: int) -> list[dict[str, Any]]:
     """Trains `count` steps and returns the comparable part of their reports."""
-    return [comparable(run.measured(train_step(run)[0])) for _ in range(count)]
+    return [comparable(run.measured(run_step(run)[0])) for _ in range(count)]
 
 
 @dataclass
@@ -153,7 +153,7 @@ def record_run(argv: Sequence[str], steps: int, *, save: bool = False, **parts: 
     with started_run(argv, **parts) as run:
         recorder.attach(run)
         initial = parameters(*run.model)
-        reports = [train_step(run)[0] for _ in range(steps)]
+        reports = [run_step(run)[0] for _ in range(steps)]
         if save:
             run.save_checkpoint()
         return Recording(recorder.batches, recorder.grads, reports, initial, parameters(*run.model))

@@ -94,7 +94,7 @@ def _token_on_rank(buffers: Buffers) -> list[Entered]:
     )
     world: Any = torch.distributed.group.WORLD
     groups = ProcessGroupCollection(ep=world, tp_ep=world, dp=world, dp_cp=world)
-    spec = get_mlp_module_spec(EXPERTS, True)
+    spec = get_mlp_module_spec(False, EXPERTS, True)
     layers = [build_module(spec, config=config, pg_collection=groups, layer_number=number) for number in (1, 2)]
     x = torch.randn(SEQUENCE, BATCH, HIDDEN, requires_grad=True)
     stash = None

@@ -66,6 +66,7 @@ def _failure(runner: Runner, wanted: dict[str, Any]) -> None:
 # Flags that the saving run of _refused_load and _loads drops, and flags that it adds.
 _LOADING = {
     "load",
+    "pretrained-checkpoint",
     "use-checkpoint-args",
     "ckpt-step",
     "finetune",
@@ -268,7 +269,7 @@ def _load_all(folder: Path) -> dict[str, torch.Tensor]:
     listed = dist_checkpointing.list_tensors(folder)
     tensors = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in listed.items()}
     wanted = [dist_checkpointing.ShardedTensor.whole(key, tensor) for key, tensor in tensors.items()]
-    dist_checkpointing.load(wanted, folder)
+    dist_checkpointing.load_items(wanted, folder)
     return tensors
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import pretrain_gpt
-from megatron.core.dist_checkpointing import ShardedTensor, list_tensors, load
+from megatron.core.dist_checkpointing import ShardedTensor, list_tensors, load_items
 from megatron.training.checkpointing.folder import find_checkpoint
 from megatron.training.errors import exit_on_user_error
 from tests.functional_tests.case import Flags, command_line, read_bases
@@ -83,7 +83,9 @@ class CheckpointFuzzer:
             for key, tensor in whole.items():
                 window = tuple(slice(size // 3, size) for size in tensor.shape)
                 read = torch.zeros_like(tensor[window])
-                load([ShardedTensor(key, read, tuple(tensor.shape), tuple(one.start for one in window))], found.path)
+                load_items(
+                    [ShardedTensor.at(key, read, tuple(tensor.shape), tuple(one.start for one in window))], found.path
+                )
                 same = read.view(torch.uint8) == tensor[window].contiguous().view(torch.uint8) if read.ndim else True
                 assert case.is_content_changed or bool(torch.as_tensor(same).all()), f"{key} is not what was saved"
 
@@ -153,5 +155,5 @@ _WORDS: dict[str, list[list[str]]] = {
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of an undamaged checkpoint."""
     tensors = {key: torch.zeros(shape, dtype=dtype) for key, (shape, dtype) in list_tensors(folder).items()}
-    load([ShardedTensor.whole(key, tensor) for key, tensor in tensors.items()], folder)
+    load_items([ShardedTensor.whole(key, tensor) for key, tensor in tensors.items()], folder)
     return tensors

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing import load, model_sharded_tensors
+from megatron.core.dist_checkpointing import load_items, model_sharded_tensors
 from megatron.training.checkpointing.folder import TRACKER_FILE
 from tests.fuzz.checkpoint_damage import Harm
 from tests.fuzz.judging import Verdict, judged, note_of
@@ -62,7 +62,7 @@ class LegacyFuzzer:
         assert checkpoint_tool.main(["convert", "--from", "torch", "--to", "torch_dist", *words]) == 0
         if case.is_whole and not case.words:
             loaded = whole_model(SHAPE)
-            load(model_sharded_tensors(loaded), folder / "ours" / _FOLDER)
+            load_items(model_sharded_tensors(loaded), folder / "ours" / _FOLDER)
             expected = self._model.state_dict()
             assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
 

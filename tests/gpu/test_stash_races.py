@@ -19,7 +19,7 @@ from benchmarks.gpu.shapes import GRAPH, ROUTINGS, SMALL, sides_of
 from benchmarks.stash_step import PAGE_BYTES, Bench, Rows, Sizes, Way
 from megatron.core.transformer.moe.paged_stash import Counter, PagedStash, PagePool, PoolLayout
 from megatron.core.transformer.moe.paged_stash.group_memory import SideStream
-from megatron.training.training import train_step
+from megatron.training.training import run_step
 from tests.harness import run_on_ranks
 
 pytestmark = pytest.mark.gpu
@@ -154,7 +154,7 @@ def train(side: str, *, is_late: bool, has_graph: bool) -> list[tuple[float, flo
     with nullcontext() if is_late else WaitAlways():
         for _ in range(6):
             routing.advance()
-            report, _ = train_step(run)
+            report, _ = run_step(run)
             found.append((report.losses["lm loss"], report.grad_norm))
     check_graph(run)
     assert run.expert_memory is not None and run.expert_memory.stash is not None

@@ -38,6 +38,8 @@ from tools.stored_checkpoints import NOT_WEIGHTS, checkpoint_of_load
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Keeps fp32: its steps of 1e-3 would be lost in half precision.
 _NEVER_CONVERTED = "router.expert_bias"
+# Of all norms, those of queries, keys, latents and multi-token prediction included.
+_NORM_WEIGHTS = ("layernorm.weight", "enorm.weight", "hnorm.weight")
 # Tables that older versions of transformers stored with the weights.
 _DERIVED = "rotary_emb.inv_freq"
 _OUTPUT, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -136,6 +138,7 @@ def to_hub(
         if config != carried:
             write_config(temporary, config)
         source = _StoredModel(checkpoint, tuple(hub_tensors(family_of_config(config), settings)), dtype=dtype)
+        source.norms_lack_one = settings["layernorm_zero_centered_gamma"]
         metadata = {"total_parameters": source.num_parameters}
         write_tensor_files(
             temporary, source.kinds, read=source.read, max_shard_bytes=max_shard_bytes, metadata=metadata
@@ -144,7 +147,12 @@ def to_hub(
 
 
 class _StoredModel:
-    """The tensors of a checkpoint under their hub names."""
+    """The tensors of a checkpoint under their hub names.
+
+    norms_lack_one: the checkpoint has the weights of norms minus 1 (--apply-layernorm-1p); hub files have them whole.
+    """
+
+    norms_lack_one = False
 
     def __init__(
         self, checkpoint: VerifiedCheckpoint, tensors: tuple[HubTensor, ...], *, dtype: torch.dtype | None
@@ -166,7 +174,13 @@ class _StoredModel:
         """Returns a tensor by its hub name: its shape there, the dtype of `kinds`."""
         kind = self.kinds[name]
         tensor = torch.empty(kind.shape, dtype=kind.dtype)
-        self._reader.fill(sharded_tensors(list(self._tensors[name].pieces), tensor, allow_cast=True))
+        pieces = list(self._tensors[name].pieces)
+        if self.norms_lack_one and all(piece.key.endswith(_NORM_WEIGHTS) for piece in pieces):
+            # Added in fp32, and rounded once.
+            stored = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+            self._reader.fill(sharded_tensors(pieces, stored, allow_cast=True))
+            return stored.add_(1).to(tensor.dtype)
+        self._reader.fill(sharded_tensors(pieces, tensor, allow_cast=True))
         return tensor
 
 

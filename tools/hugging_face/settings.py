@@ -75,6 +75,8 @@ def comparable_settings(settings: Mapping[str, Any]) -> Values:
     elif values["kv_channels"] is None:
         values["kv_channels"] = values["hidden_size"] // values["num_attention_heads"]
     values["mtp_num_layers"] = values["mtp_num_layers"] or None
+    # The same model: a conversion adds the 1 that its norms are stored without.
+    values["layernorm_zero_centered_gamma"] = False
     return values | _one_window(values) | _one_rotation(values)
 
 

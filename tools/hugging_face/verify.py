@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing import load, model_sharded_tensors
+from megatron.core.dist_checkpointing import load_items, model_sharded_tensors
 from megatron.core.models.gpt import GPTModel
 from megatron.training.arguments import parse_args
 from megatron.training.checkpointing.folder import find_checkpoint
@@ -82,7 +82,7 @@ def stored_model(run: Path, *, step: int | None = None) -> GPTModel:
     # The router is in fp32 here anyway, and one matrix product is faster than many.
     args.moe_grouped_gemm = bool(stored.get("moe_grouped_gemm"))
     model = build_gpt(args)
-    load(model_sharded_tensors(model, allow_cast=True), found.path)
+    load_items(model_sharded_tensors(model, allow_cast=True), found.path)
     return model.eval()
 
 

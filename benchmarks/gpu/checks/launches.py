@@ -19,7 +19,7 @@ from benchmarks.gpu.checks.reporting import checked_device, expect, report, with
 from benchmarks.gpu.checks.training import become_a_rank
 from benchmarks.gpu.registry import RESULT
 from megatron.core.device import synchronize
-from megatron.training.training import train_step
+from megatron.training.training import run_step
 from tests.distributed.launch_budget import recorded_launches
 from tests.distributed.stash_runs import stash
 from tests.distributed.tiny_runs import started_run
@@ -66,9 +66,9 @@ def operators_of(argv: list[str]) -> Counter[str]:
     """Operators of one step that launch kernels."""
     with started_run(argv) as run:
         for _ in range(WARM_STEPS):
-            train_step(run)
+            run_step(run)
         with recorded_launches() as found:
-            train_step(run)
+            run_step(run)
     return Counter(one.operator for one in found)
 
 
@@ -76,10 +76,10 @@ def launches_in(argv: list[str]) -> Counter[str]:
     """Kernels, copies and fills of one step."""
     with started_run(argv) as run:
         for _ in range(WARM_STEPS):
-            train_step(run)
+            run_step(run)
         synchronize(torch.device("cuda"))
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
-            train_step(run)
+            run_step(run)
             synchronize(torch.device("cuda"))
     return counts_of(launches_of(recorded))
 

@@ -10,7 +10,7 @@ from benchmarks.gpu.checks.reporting import checked_device, expect, report
 from benchmarks.gpu.graph_step import Case, build
 from benchmarks.gpu.shapes import ROUTINGS, SHAPES, SMALL, sides_of
 from megatron.core.device import synchronize
-from megatron.training.training import train_step
+from megatron.training.training import run_step
 
 SIDE, SHAPE = "eager static + stash", "Qwen3-30B-A3B, short"
 WARM_STEPS, GAPS = 3, 12
@@ -25,7 +25,7 @@ def main() -> None:
 
     def step() -> None:
         routing.advance()
-        train_step(run)
+        run_step(run)
         synchronize(device)
 
     for _ in range(WARM_STEPS):

@@ -17,7 +17,8 @@ from megatron.core.datasets.indexed_dataset import DataError
 from megatron.core.datasets.utils import DEFAULT_SPLIT, Blend, Split, split_documents
 from megatron.core.group_collectives import all_ranks_agree
 
-Datasets = list[GPTDataset | BlendedDataset | None]
+# Training, validation and test data; validation data is a list with multiple_validation_sets.
+Datasets = list[GPTDataset | BlendedDataset | list[GPTDataset] | None]
 
 
 class BlendedMegatronDatasetBuilder:
@@ -49,6 +50,8 @@ class BlendedMegatronDatasetBuilder:
     def build(self) -> Datasets:
         """Builds [train, valid, test]; None for size or weight 0, or if not built on this rank. Collective.
 
+        With multiple_validation_sets, the validation data of a blend is a list with a dataset of the full size for each
+        prefix. With full_validation its size is one epoch.
         Raises on every rank if any rank fails: ValueError or OSError there, RemoteRankError on the others.
         """
         datasets: Datasets = [None] * len(Split)
@@ -60,11 +63,27 @@ class BlendedMegatronDatasetBuilder:
         self._require_same_loss_masks(datasets)
         return datasets
 
+    @staticmethod
+    def build_generic_dataset(
+        cls: Callable[..., Any], is_built_on_rank: Callable[[], bool], synchronize_ranks: bool, *args: Any
+    ) -> Any:
+        """Returns cls(*args), or None if it is not built on this rank. Collective with synchronize_ranks.
+
+        The first rank builds first, so that the others find its cached files. Without synchronize_ranks each rank
+        builds on its own. Raises on every rank if any rank fails, as `build` does.
+        """
+        if not synchronize_ranks:
+            return cls(*args) if is_built_on_rank() else None
+        is_first, built = not dist.is_initialized() or dist.get_rank() == 0, None
+        for is_my_turn in (is_first, not is_first):
+            with all_ranks_agree():
+                if is_my_turn and is_built_on_rank():
+                    built = cls(*args)
+        return built
+
     def _require_same_loss_masks(self, datasets: Datasets) -> None:
         """Raises DataError on every rank if loss masks are missing on some, which would otherwise go unnoticed."""
-        parts = [
-            part for whole in datasets for part in (whole.datasets if isinstance(whole, BlendedDataset) else [whole])
-        ]
+        parts = [part for whole in datasets for part in _parts(whole)]
         mine = [part.has_loss_mask for part in parts if isinstance(part, GPTDataset)]
         found: list[list[bool]] = [mine]
         if dist.is_initialized():
@@ -129,11 +148,15 @@ class BlendedMegatronDatasetBuilder:
 
     def _build_split(
         self, split: Split, sources: list["_Source"], *, size: int | None, weights: list[float] | None
-    ) -> GPTDataset | BlendedDataset | None:
+    ) -> GPTDataset | BlendedDataset | list[GPTDataset] | None:
         if size == 0 or any(source.documents is None for source in sources):
             return None
+        if split is Split.valid and self.config.full_validation:
+            size = None
         if len(sources) == 1:
             return self._build_one(split, sources[0], num_samples=size)
+        if split is Split.valid and self.config.multiple_validation_sets:
+            return [self._build_one(split, source, num_samples=size) for source in sources]
         weights = weights or [source.num_tokens() for source in sources]
         if size is None:
             whole = [self._build_one(split, source, num_samples=None) for source in sources]
@@ -160,6 +183,12 @@ class BlendedMegatronDatasetBuilder:
         assert source.documents is not None
         documents = np.arange(source.documents.start, source.documents.stop, dtype=np.int32)
         return self.cls(source.corpus, source.prefix, documents, num_samples, split, self.config)
+
+
+def _parts(whole: GPTDataset | BlendedDataset | list[GPTDataset] | None) -> Sequence[Any]:
+    if isinstance(whole, BlendedDataset):
+        return whole.datasets
+    return whole if isinstance(whole, list) else [whole]
 
 
 def _sets_to_read(blend: Blend | None) -> tuple[Sequence[str | None], list[float] | None]:

@@ -1,7 +1,9 @@
 """Configuration of blended datasets of any kind. GPTDatasetConfig adds the options of GPT samples."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 from megatron.core.config_field import config_field, validate_fields
@@ -33,6 +35,12 @@ class BlendedMegatronDatasetConfig:
     blend: Blend | None = config_field(None, help="Prefixes of .bin/.idx pairs, and their weights or None.")
     blend_per_split: list[Blend | None] | None = config_field(
         None, help="Blends of train, valid and test, None for no data; instead of blend and split."
+    )
+    multiple_validation_sets: bool | None = config_field(
+        None, help="Keep the validation data of a blend apart: a list of datasets instead of one."
+    )
+    full_validation: bool | None = config_field(
+        None, help="Validation data is one epoch of its documents, whatever number of samples is asked for."
     )
     split: str | None = config_field(None, help=f"Shares of train, valid and test documents; {DEFAULT_SPLIT} if None.")
     path_to_cache: str | None = config_field(
@@ -70,3 +78,21 @@ def validate_blend(blend: Blend) -> None:
         return
     if len(prefixes) != len(weights) or any(weight < 0 for weight in weights) or not 0 < sum(weights) < math.inf:
         raise ValueError(f"blend has weights {weights} for {len(prefixes)} datasets: must be one each, above 0")
+
+
+def parse_and_normalize_split(split: str) -> list[float]:
+    """Parses --split into three shares with sum 1. Raises ValueError unless it has 1 to 3 numbers >= 0, not all 0."""
+    return parse_split(split)
+
+
+def convert_split_vector_to_split_matrix(
+    vector_a: Sequence[float], vector_b: Sequence[float] | None = None
+) -> list[tuple[float, float] | None]:
+    """Returns begin and end of each part of a corpus, as shares of it; None for a part without documents.
+
+    vector_a: shares of the parts, with sum 1. vector_b: shares by which the corpus was split before: then each part is
+    limited to the range that both splits give it.
+    """
+    ranges = [pairwise(accumulate(vector, initial=0.0)) for vector in (vector_a, vector_b or vector_a)]
+    common = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(*ranges)]
+    return [(begin, end) if begin < end else None for begin, end in common]

@@ -58,6 +58,21 @@ class DataConfig:
         help="Worker processes of each data iterator (at most one per core); 0 reads in the training process.",
         at_least=0,
     )
+    dataloader_type: str | None = config_field(
+        None,
+        choices=("single", "cyclic", "external"),
+        help="single (the default): samples in the order of the dataset; cyclic: in a random order for each epoch; "
+        "external: the iterators that the script's dataset provider returns.",
+    )
+    full_validation: bool = config_field(
+        False, help="Each evaluation reads every sample of the validation data once, instead of --eval-iters batches."
+    )
+    multiple_validation_sets: bool = config_field(
+        False, help="Evaluate and log each dataset of the validation data by itself, instead of a blend of them."
+    )
+    validation_set_names: list[str] | None = config_field(
+        None, help="Names of the sets of --multiple-validation-sets in the log; unset: the names of their files."
+    )
     create_attention_mask_in_dataloader: bool = config_field(
         True,
         flags=("--no-create-attention-mask-in-dataloader",),
@@ -69,6 +84,7 @@ class DataConfig:
         if self.split is not None:
             parse_split(self.split)
         self.validate_source()
+        self.validate_validation()
 
     def validate_source(self) -> None:
         separate = [words_of(flag, words) for flag, words in self.paths_per_split().items() if words is not None]
@@ -84,6 +100,20 @@ class DataConfig:
             raise ValueError(f"{sources[0]} contradicts {sources[1]}: give one of them")
         if separate and self.split is not None:
             raise ValueError(f"{separate[0]} contradicts --split {self.split}: nothing is split off, drop --split")
+
+    def validate_validation(self) -> None:
+        if self.full_validation and self.dataloader_type == "external":
+            raise ValueError(
+                "--full-validation and --dataloader-type external are both given: the size of external validation data "
+                "is unknown, so drop --full-validation and give --eval-iters"
+            )
+        names = self.validation_set_names
+        if names is None:
+            return
+        if not self.multiple_validation_sets:
+            raise ValueError(f"--validation-set-names is {' '.join(names)} without --multiple-validation-sets: add it")
+        if len(set(names)) < len(names):
+            raise ValueError(f"--validation-set-names is {' '.join(names)}: must be different names")
 
     def paths_per_split(self) -> dict[str, list[str] | None]:
         """Returns the values of the flags that name training, validation and test data separately, by flag."""

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -35,7 +35,8 @@ class BatchPlan:
 
     consumed_*: samples that all ranks together have consumed, from the checkpoint. Test data starts at 0.
     pin_memory: return pinned batches, for asynchronous copies to a GPU. create_attention_mask: convert borders of
-    documents to masks.
+    documents to masks. dataloader_type: as in DataConfig. seed: of the order under cyclic. full_validation: read
+    validation data from its first sample, in passes over all of it that each end with a padded round.
     """
 
     micro_batch_size: int
@@ -46,6 +47,18 @@ class BatchPlan:
     num_workers: int = 0
     pin_memory: bool = False
     create_attention_mask: bool = False
+    dataloader_type: str = "single"
+    seed: int = 0
+    full_validation: bool = False
+
+    @property
+    def samples_per_round(self) -> int:
+        """Samples of one micro-batch on every data-parallel rank."""
+        return self.micro_batch_size * self.dp_size
+
+    def full_rounds(self, dataset: Dataset[Any]) -> int:
+        """Returns the micro-batches of each rank that cover all samples of a dataset."""
+        return -(-len(dataset) // self.samples_per_round)  # type: ignore[arg-type]
 
 
 class DataIterator(Iterator[Batch]):
@@ -56,20 +69,18 @@ class DataIterator(Iterator[Batch]):
 
     Batch k depends only on the dataset, `consumed_samples` and the rank, not on workers or on earlier reads. Reading
     does not use global random generators. Worker processes start with the first `next`; `close` ends them.
+    full_passes: read passes over the whole dataset, each with plan.full_rounds(dataset) batches, instead of an endless
+    sequence of samples. Samples that pad the last round have a loss_mask of 0.
     """
 
-    def __init__(self, dataset: Dataset[Batch], plan: BatchPlan, *, consumed_samples: int = 0) -> None:
+    def __init__(
+        self, dataset: Dataset[Batch], plan: BatchPlan, *, consumed_samples: int = 0, full_passes: bool = False
+    ) -> None:
         num_workers = min(plan.num_workers, _num_cores())
         prepare_worker = _PrepareWorker()
         self._loader = DataLoader(
             _Samples(dataset),
-            batch_sampler=MegatronPretrainingSampler(
-                total_samples=len(dataset),  # type: ignore[arg-type]
-                consumed_samples=consumed_samples,
-                micro_batch_size=plan.micro_batch_size,
-                data_parallel_rank=plan.dp_rank,
-                data_parallel_size=plan.dp_size,
-            ),
+            batch_sampler=_sampler(dataset, plan, consumed_samples=consumed_samples, full_passes=full_passes),
             num_workers=num_workers,
             collate_fn=partial(_stack_or_pass_on, create_attention_mask=plan.create_attention_mask),
             worker_init_fn=prepare_worker,
@@ -135,11 +146,67 @@ class MegatronPretrainingSampler:
     def __iter__(self) -> Iterator[list[int]]:
         begin = self._begin
         while True:
-            yield [number % self.total_samples for number in range(begin, begin + self._micro_batch_size)]
+            yield [self._sample(number) for number in range(begin, begin + self._micro_batch_size)]
             begin += self._stride
 
+    def _sample(self, number: int) -> int:
+        """Returns the sample that is the `number`-th of the run, from 0."""
+        return number % self.total_samples
 
-DataIterators = tuple[DataIterator | None, DataIterator | None, DataIterator | None]
+
+class MegatronPretrainingRandomSampler(MegatronPretrainingSampler):
+    """Yields micro-batches as MegatronPretrainingSampler does, but in another random order in each epoch.
+
+    The order of an epoch depends only on `seed`, the epoch's number and total_samples. It is the same on all ranks and
+    for every layout, no sample is left out, and a micro-batch may contain the end of an epoch and the start of the
+    next. One order is kept, total_samples int64.
+    """
+
+    def __init__(self, total_samples: int, consumed_samples: int, *, seed: int, **layout: int) -> None:
+        """layout: micro_batch_size, data_parallel_rank, data_parallel_size."""
+        super().__init__(total_samples, consumed_samples, **layout)
+        self._seed = seed
+        self._epoch: int | None = None
+        self._order = np.empty(0, dtype=np.int64)
+
+    def _sample(self, number: int) -> int:
+        epoch, place = divmod(number, self.total_samples)
+        if epoch != self._epoch:
+            # RandomState, whose numbers are the same in all versions of NumPy.
+            self._order = np.random.RandomState([self._seed, epoch]).permutation(self.total_samples)
+            self._epoch = epoch
+        return int(self._order[place])
+
+
+class _FullPassSampler(MegatronPretrainingSampler):
+    """Yields passes over all samples. A number of total_samples or more stands for a sample that pads a round."""
+
+    def __init__(self, total_samples: int, **layout: int) -> None:
+        super().__init__(total_samples, 0, **layout)
+        self._padded = -(-total_samples // self._stride) * self._stride
+
+    def _sample(self, number: int) -> int:
+        return number % self._padded
+
+
+def _sampler(
+    dataset: Dataset[Any], plan: BatchPlan, *, consumed_samples: int, full_passes: bool
+) -> MegatronPretrainingSampler:
+    total_samples: int = len(dataset)  # type: ignore[arg-type]
+    layout = {
+        "micro_batch_size": plan.micro_batch_size,
+        "data_parallel_rank": plan.dp_rank,
+        "data_parallel_size": plan.dp_size,
+    }
+    if full_passes:
+        return _FullPassSampler(total_samples, **layout)
+    if plan.dataloader_type == "cyclic":
+        return MegatronPretrainingRandomSampler(total_samples, consumed_samples, seed=plan.seed, **layout)
+    return MegatronPretrainingSampler(total_samples, consumed_samples, **layout)
+
+
+# Validation data may consist of several sets. Iterators of --dataloader-type external yield what the script's do.
+DataIterators = tuple[Iterator[Any] | None, list[Iterator[Any] | None], Iterator[Any] | None]
 
 
 def stack_samples(samples: Sequence[Batch]) -> dict[str, np.ndarray]:
@@ -203,25 +270,55 @@ def gpt_dataset_config(config: DataConfig, tokenizer: Vocabulary, *, seed: int) 
         reset_attention_mask=config.reset_attention_mask,
         eod_mask_loss=config.eod_mask_loss,
         create_attention_mask=False,  # the iterators create masks of whole batches
+        full_validation=config.full_validation,
+        multiple_validation_sets=config.multiple_validation_sets,
     )
 
 
 def build_data_iterators(datasets: Sequence[Any], plan: BatchPlan) -> DataIterators:
     """Returns iterators over [train, valid, test] of build_train_valid_test_datasets or of a user's provider.
 
-    None for each dataset that is None. Validation continues at consumed_valid_samples, so that successive evaluations
-    use successive samples, also in a resumed run.
+    valid: one dataset or a list of several; the second result has an iterator for each. None for each dataset that is
+    None. Validation continues at consumed_valid_samples of each set, so that successive evaluations use successive
+    samples, also in a resumed run; with plan.full_validation every evaluation reads all of them. Under
+    --dataloader-type external the "datasets" are iterators, which are returned as they are.
     """
     train, valid, test = datasets
     return (
         _iterator(train, plan, consumed_samples=plan.consumed_train_samples),
-        _iterator(valid, plan, consumed_samples=plan.consumed_valid_samples),
+        [
+            _iterator(one, plan, consumed_samples=plan.consumed_valid_samples, full_passes=plan.full_validation)
+            for one in validation_sets(valid)
+        ],
         _iterator(test, plan, consumed_samples=0),
     )
 
 
-def _iterator(dataset: Any, plan: BatchPlan, *, consumed_samples: int) -> DataIterator | None:
-    return None if dataset is None else DataIterator(dataset, plan, consumed_samples=consumed_samples)
+def validation_sets(valid: Any) -> list[Any]:
+    """Returns the validation sets of a provider, which returns one dataset, a list of several, or None."""
+    if valid is None:
+        return []
+    return list(valid) if isinstance(valid, (list, tuple)) else [valid]
+
+
+def _iterator(
+    dataset: Any, plan: BatchPlan, *, consumed_samples: int, full_passes: bool = False
+) -> Iterator[Any] | None:
+    if dataset is None:
+        return None
+    if plan.dataloader_type == "external":
+        return _external_iterator(dataset)
+    return DataIterator(dataset, plan, consumed_samples=consumed_samples, full_passes=full_passes)
+
+
+def _external_iterator(given: Any) -> Iterator[Any]:
+    """Returns an iterator of a script as it is, and starts an iterable such as a DataLoader."""
+    if not isinstance(given, Iterable) or isinstance(given, (list, tuple)):
+        raise ValueError(
+            f"--dataloader-type is external and the dataset provider returned {type(given).__name__}: must be an "
+            "iterator over micro-batches, a DataLoader, or None"
+        )
+    return iter(given)
 
 
 class _Samples(Dataset[Batch]):
@@ -232,12 +329,23 @@ class _Samples(Dataset[Batch]):
 
     def __init__(self, dataset: Dataset[Batch]) -> None:
         self.dataset = dataset
+        self._size: int = len(dataset)  # type: ignore[arg-type]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Batch] | Exception:
         try:
-            return [self.dataset[index] for index in indices]
+            return [self.dataset[index] if index < self._size else self._padding() for index in indices]
         except (DataError, OSError) as error:
             return error
+
+    def _padding(self) -> Batch:
+        """Returns a sample without a token to learn, which fills the last round of a full pass."""
+        sample = self.dataset[self._size - 1]
+        if "loss_mask" not in sample:
+            raise DataError(
+                f"--full-validation pads a validation set of {self._size} samples to whole micro-batches, and its "
+                "samples have no loss_mask to mark padding with: add one, or give a set whose size divides"
+            )
+        return {**sample, "loss_mask": torch.zeros_like(torch.as_tensor(sample["loss_mask"]))}
 
 
 def _num_cores() -> int:

@@ -9,9 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
-from megatron.core.config_field import config_field
+from megatron.core.config_field import config_field, unsupported_field
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig, Vocabulary
 from megatron.core.datasets.document_borders import (
     cumulative_lengths,
@@ -22,6 +21,7 @@ from megatron.core.datasets.document_borders import (
 from megatron.core.datasets.gpt_indices import GPTIndices, build_gpt_indices, check_gpt_indices
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.indexed_dataset import (
+    WITHOUT_INDEX,
     DataError,
     IndexedDataset,
     check_loss_mask,
@@ -29,6 +29,7 @@ from megatron.core.datasets.indexed_dataset import (
     get_idx_path,
     open_loss_mask,
 )
+from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
 
 # Tokens that are checked at startup, to detect data of another tokenizer. Training checks every sample.
@@ -40,6 +41,9 @@ _INDICES_VERSION = 1
 MOCK_DOCUMENTS = 20_000
 MOCK_MEAN_LENGTH = 512
 MOCK_STRIDES = (1, 2, 3, 5)
+
+
+_MOCK = "made-up documents have one distribution of lengths, see MockGPTLowLevelDataset"
 
 
 class TokenSequences(Protocol):
@@ -55,12 +59,37 @@ class TokenSequences(Protocol):
 class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     """Options of GPT samples at the borders of documents, which the tokenizer's eod marks."""
 
-    reset_position_ids: bool = config_field(False, help="Positions restart after each eod.")
-    reset_attention_mask: bool = config_field(False, help="Attention is limited to the tokens of one document.")
-    eod_mask_loss: bool = config_field(False, help="No loss for positions whose input is eod.")
+    reset_position_ids: bool | None = config_field(None, help="Positions restart after each eod; None means no.")
+    reset_attention_mask: bool | None = config_field(
+        None, help="Attention is limited to the tokens of one document; None means no."
+    )
+    eod_mask_loss: bool | None = config_field(None, help="No loss for positions whose input is eod; None means no.")
     create_attention_mask: bool = config_field(
         True, help="Whether reset_attention_mask returns masks or borders; plain causal attention needs neither."
     )
+    drop_last_partial_validation_sequence: bool = unsupported_field(
+        True, why="the tokens after the last whole sample are never read"
+    )
+    add_extra_token_to_sequence: bool = unsupported_field(
+        True, why="a sample of S inputs and S targets is cut from S + 1 tokens"
+    )
+    object_storage_cache_path: str | None = unsupported_field(
+        None, why="object stores are not read: mount them and give a path"
+    )
+    # No effect: a sample is the same for every layout, and is cut over ranks after it is read.
+    data_parallel_size: int = 1
+    sequence_parallel_size: int = 0
+    context_parallel_size: int | None = None
+    hybrid_context_parallel: bool = unsupported_field(
+        False, why="all samples of a run are cut over the same number of context-parallel ranks"
+    )
+    sequences_per_dataset: dict[str, int] | None = unsupported_field(None, why=WITHOUT_INDEX)
+    inter_document_masking: bool = unsupported_field(
+        False, why="set reset_attention_mask and create_attention_mask=False for borders of documents"
+    )
+    sft_mock_dataset_config_json: str | None = unsupported_field(None, why=_MOCK)
+    varlen_mock_dataset_config_json: str | None = unsupported_field(None, why=_MOCK)
+    varlen_sbhd_validation: bool = unsupported_field(False, why="all samples of a run have sequence_length tokens")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,7 +101,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
                 raise ValueError(f"{name} is True without a tokenizer: must have one, whose eod ends documents")
 
 
-class GPTDataset(Dataset[dict[str, torch.Tensor]]):
+class GPTDataset(MegatronDataset):
     """Samples of fixed length from the documents `indexed_indices`, in an order that the seed determines.
 
     Items: tokens [S] int64, labels [S] int64 (the next tokens), loss_mask [S] float32, position_ids [S] int64, and
@@ -82,6 +111,7 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
     for one sample or contain tokens outside the tokenizer's vocabulary, and OSError if the cache is not writable.
     """
 
+    config: GPTDatasetConfig
     unnamed = "data without a path"  # the name in errors if dataset_path is None
 
     def __init__(
@@ -93,12 +123,7 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         index_split: Split,
         config: GPTDatasetConfig,
     ) -> None:
-        self.dataset = indexed_dataset
-        self.dataset_path = dataset_path
-        self.indices = indexed_indices
-        self.num_samples = num_samples
-        self.index_split = index_split
-        self.config = config
+        super().__init__(indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config)
         self._where = f"{dataset_path or self.unnamed} ({index_split.name})"
         self._vocab_size = None if config.tokenizer is None else config.tokenizer.vocab_size
         # Without a tokenizer no option uses eod, and no token is negative.
@@ -319,6 +344,17 @@ class MockGPTDataset(GPTDataset):
     """A GPTDataset of synthetic documents, without files. Requires config.tokenizer."""
 
     unnamed = "made-up data"
+
+    def __init__(
+        self,
+        dataset: TokenSequences,
+        dataset_path: str | None,
+        indices: np.ndarray,
+        num_samples: int | None,
+        index_split: Split,
+        config: GPTDatasetConfig,
+    ) -> None:
+        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str | None, config: GPTDatasetConfig) -> TokenSequences:

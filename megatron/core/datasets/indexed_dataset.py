@@ -3,14 +3,18 @@
 The layout of the .idx file is in index_file.py. Samples are made in gpt_dataset.py.
 """
 
+import dataclasses
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
+from torch.utils.data import Dataset
 
+from megatron.core.config_field import require_defaults
 from megatron.core.datasets.index_file import (
     DType,
     SequenceIndex,
@@ -19,6 +23,11 @@ from megatron.core.datasets.index_file import (
     index_bytes,
     read_index,
 )
+
+# Why arguments of Megatron's that skip reading the .idx file are refused.
+WITHOUT_INDEX = "a dataset is opened with its .idx file, which takes milliseconds"
+
+_ON_DISK = "object stores are not read: mount them and give a path"
 
 # Chunk size when a pair is appended to another.
 _COPY_BYTES = 1 << 22
@@ -38,7 +47,7 @@ def get_idx_path(path_prefix: str) -> str:
     return path_prefix + ".idx"
 
 
-class IndexedDataset:
+class IndexedDataset(Dataset[Any]):
     """The sequences of PREFIX.bin, located by PREFIX.idx.
 
     mmap: map the .bin file instead of reading each sequence with one positioned read, which some file systems need.
@@ -46,7 +55,41 @@ class IndexedDataset:
     ValueError for a damaged one.
     """
 
-    def __init__(self, path_prefix: str, multimodal: bool = False, mmap: bool = True) -> None:
+    def __init__(
+        self,
+        path_prefix: str,
+        multimodal: bool = False,
+        mmap: bool = True,
+        object_storage_config: None = None,
+        s3_config: None = None,
+        fast_cache_load: bool = False,
+        sequences_per_dataset: None = None,
+        dtype_code: None = None,
+    ) -> None:
+        require_defaults("IndexedDataset", _ON_DISK, s3_config=(s3_config, None))
+        self.initialize(
+            path_prefix, multimodal, mmap, object_storage_config, fast_cache_load, sequences_per_dataset, dtype_code
+        )
+
+    def initialize(
+        self,
+        path_prefix: str,
+        multimodal: bool,
+        mmap: bool,
+        object_storage_config: None = None,
+        fast_cache_load: bool = False,
+        sequences_per_dataset: None = None,
+        dtype_code: None = None,
+    ) -> None:
+        """Opens the files; called again, opens other ones. The last four arguments must have their defaults."""
+        require_defaults("IndexedDataset", _ON_DISK, object_storage_config=(object_storage_config, None))
+        require_defaults(
+            "IndexedDataset",
+            WITHOUT_INDEX,
+            fast_cache_load=(fast_cache_load, False),
+            sequences_per_dataset=(sequences_per_dataset, None),
+            dtype_code=(dtype_code, None),
+        )
         self.path_prefix = path_prefix
         self.multimodal = multimodal
         self.mmap = mmap
@@ -65,7 +108,10 @@ class IndexedDataset:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process opens its own map or file descriptor.
-        return IndexedDataset, (self.path_prefix, self.multimodal, self.mmap)
+        return IndexedDataset, (self.path_prefix, self.multimodal, self.mmap), self.index.documents
+
+    def __setstate__(self, document_indices: np.ndarray) -> None:
+        self.set_document_indices(document_indices)
 
     def __len__(self) -> int:
         return len(self.index.lengths)
@@ -79,6 +125,14 @@ class IndexedDataset:
     def document_indices(self) -> np.ndarray:
         """Borders of documents, in sequences: [D + 1], int64. The first is 0, the last the number of sequences."""
         return self.index.documents
+
+    def get_document_indices(self) -> np.ndarray:
+        """Returns document_indices: [D + 1], int64."""
+        return self.document_indices
+
+    def set_document_indices(self, document_indices: np.ndarray) -> None:
+        """Replaces the borders of documents in this object, not in the file. document_indices: [D + 1], integers."""
+        self.index = dataclasses.replace(self.index, documents=np.asarray(document_indices, dtype=np.int64))
 
     @property
     def sequence_modes(self) -> np.ndarray | None:
@@ -169,10 +223,41 @@ class IndexedDatasetBuilder:
         self._append(np.asarray(tensor), lengths, modes=modes if modes is not None else [0] * len(lengths))
         self.end_document()
 
-    def add_documents(self, tensor: Any, lengths: Sequence[int]) -> None:
+    def add_documents(
+        self,
+        documents: Iterable[Any],
+        modes: Sequence[int] | None = None,
+        eod_token: int | None = None,
+        chunk_size: int = 1_000_000,
+    ) -> None:
+        """Appends documents with one sequence each. documents: [L] each, integers or floats in the dtype's range.
+
+        modes: one for each document, 0 if None. eod_token: appended to each document. chunk_size: about this many
+        elements are written together.
+        """
+        waiting: list[np.ndarray] = []
+        num_waiting = 0
+        numbers = itertools.repeat(0) if modes is None else iter(modes)
+        waiting_modes: list[int] = []
+        end = self._elements([] if eod_token is None else [eod_token])
+        for document in documents:
+            # Converted one by one, because the array of an empty list has another type.
+            waiting.append(np.concatenate([self._elements(document), end]))
+            waiting_modes.append(next(numbers))
+            num_waiting += len(waiting[-1])
+            if num_waiting >= chunk_size:
+                self._add_waiting(waiting, waiting_modes)
+                waiting, waiting_modes, num_waiting = [], [], 0
+        self._add_waiting(waiting, waiting_modes)
+
+    def _add_waiting(self, documents: Sequence[np.ndarray], modes: Sequence[int]) -> None:
+        if documents:
+            self.add_concatenated(np.concatenate(documents), [len(one) for one in documents], modes=modes)
+
+    def add_concatenated(self, tensor: Any, lengths: Sequence[int], *, modes: Sequence[int] | None = None) -> None:
         """Appends documents with one sequence each. tensor: [sum(lengths)], the concatenated elements."""
         first = len(self.sequence_lengths) + 1
-        self._append(np.asarray(tensor), lengths, modes=[0] * len(lengths))
+        self._append(np.asarray(tensor), lengths, modes=[0] * len(lengths) if modes is None else modes)
         self.document_indices.extend(range(first, first + len(lengths)))
 
     def end_document(self) -> None:
@@ -231,10 +316,13 @@ class IndexedDatasetBuilder:
     def _append(self, array: np.ndarray, lengths: Sequence[int], *, modes: Sequence[int]) -> None:
         if len(array) != sum(lengths):
             raise ValueError(f"{len(array)} elements for sequences of {list(lengths)}, which are {sum(lengths)}")
-        self._file.write(_exactly(array, self.dtype, path=self._bin_path).tobytes())
+        self._file.write(self._elements(array).tobytes())
         self.sequence_lengths.extend(int(length) for length in lengths)
         if self.multimodal:
             self.sequence_modes.extend(modes)
+
+    def _elements(self, values: Any) -> np.ndarray:
+        return _exactly(np.asarray(values), self.dtype, path=self._bin_path)
 
     @staticmethod
     def _num_bytes(dataset: IndexedDataset, idx: int) -> int:

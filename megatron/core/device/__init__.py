@@ -28,6 +28,8 @@ from megatron.core.device.memory import (
     total_memory_bytes,
 )
 from megatron.core.device.rng import (
+    DATA_PARALLEL_RNG,
+    EXPERT_PARALLEL_RNG,
     MODEL_PARALLEL_RNG,
     CudaRNGStatesTracker,
     RandomStream,
@@ -56,6 +58,8 @@ __all__ = [
     "CopyStream",
     "CudaGraphs",
     "CudaRNGStatesTracker",
+    "DATA_PARALLEL_RNG",
+    "EXPERT_PARALLEL_RNG",
     "MODEL_PARALLEL_RNG",
     "OffloadedMemory",
     "RandomStream",

@@ -16,7 +16,8 @@ import torch
 
 from megatron.core.device.current import default_device
 
-MODEL_PARALLEL_RNG = "model-parallel-rng"
+MODEL_PARALLEL_RNG, EXPERT_PARALLEL_RNG = "model-parallel-rng", "expert-parallel-rng"
+DATA_PARALLEL_RNG = "data-parallel-rng"
 # The states of named streams: each [N], uint8, on the CPU.
 RngStates = dict[str, list[torch.Tensor]]
 
@@ -90,8 +91,18 @@ def _gpu_draws_from(generator: torch.Generator) -> Iterator[None]:
 class CudaRNGStatesTracker:
     """Named random-number streams in addition to the default one, on a GPU or on the CPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, use_cudagraphable_rng: bool = False, is_inference_rng_tracker: bool = False) -> None:
+        """use_cudagraphable_rng: accepted, since GPU streams may be used in CUDA graphs in any case.
+
+        Raises ValueError if is_inference_rng_tracker is True.
+        """
+        if is_inference_rng_tracker:
+            raise ValueError("is_inference_rng_tracker is True: nothing is served here, must be False")
         self._streams: dict[str, RandomStream] = {}
+
+    def is_initialized(self) -> bool:
+        """Whether there are streams."""
+        return bool(self._streams)
 
     def reset(self) -> None:
         """Removes all streams."""

@@ -4,63 +4,274 @@ Items do not depend on ranks. planner.py assigns them to ranks, and storage.py a
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from megatron.core.logical_tensors import Box, LogicalPiece, canonical_name, model_logical_pieces, views_of_range, whole
+from megatron.core.utils import divide
+
+# Rank of a copy among equal ones; the copy whose numbers are all 0 is the main one.
+ReplicaId = int | tuple[int, ...]
 
 
 @dataclasses.dataclass
 class ShardedTensor:
-    """A box of a logical tensor that this rank holds; one rank may hold several boxes of one key.
+    """A part of a logical tensor that this rank holds; one rank may hold several parts of one key.
 
-    key: name in the checkpoint, without rank, padding or bucket. data: [*box shape], any dtype and strides; `save`
-    reads it and `load` fills it in place. global_shape, global_offset: shape of the whole tensor and index of the box's
-    first element. allow_cast: whether `load` may convert from another floating-point dtype.
+    Fields are those of Megatron-Core. key: name in the checkpoint, without rank, padding or bucket. data:
+    [*local_shape], `dtype`, any strides; a save reads it and a load fills it in place; None in an item of without_data.
+    global_shape, global_offset: shape of the whole tensor and index of the part's first element; they begin with
+    `prepend_axis_num` axes that `data` lacks. axis_fragmentations: number of equal parts along each axis, or None.
+    replica_id: copies of the main replica are not written. allow_shape_mismatch: a load reads the elements that the
+    stored tensor has. flattened_range: `data` is this range, [N], of the flattened part. allow_cast: whether a load may
+    convert from another floating-point dtype.
     """
 
     key: str
-    data: torch.Tensor
+    data: torch.Tensor = dataclasses.field(repr=False)
+    dtype: torch.dtype
+    local_shape: tuple[int, ...]
     global_shape: tuple[int, ...]
     global_offset: tuple[int, ...]
+    axis_fragmentations: tuple[int, ...] | None = None
+    replica_id: ReplicaId = 0
+    prepend_axis_num: int = 0
+    allow_shape_mismatch: bool = False
+    flattened_range: slice | None = None
     allow_cast: bool = dataclasses.field(default=False, kw_only=True)
+
+    @classmethod
+    def at(
+        cls,
+        key: str,
+        data: torch.Tensor,
+        global_shape: Sequence[int],
+        global_offset: Sequence[int],
+        *,
+        allow_cast: bool = False,
+    ) -> "ShardedTensor":
+        """Builds the item of a box; data: [*box shape], any shape, dtype and strides."""
+        local_shape = tuple(data.shape)
+        return cls(key, data, data.dtype, local_shape, tuple(global_shape), tuple(global_offset), allow_cast=allow_cast)
 
     @classmethod
     def whole(cls, key: str, data: torch.Tensor, *, allow_cast: bool = False) -> "ShardedTensor":
         """Builds the item of a tensor that this rank holds entirely; data: any shape, dtype and strides."""
-        shape = tuple(data.shape)
-        return cls(key, data, shape, (0,) * len(shape), allow_cast=allow_cast)
+        return cls.at(key, data, data.shape, (0,) * data.ndim, allow_cast=allow_cast)
+
+    def with_data(self, key: str, data: torch.Tensor) -> "ShardedTensor":
+        """Builds the item of the same box under another key; data: [*local_shape], any dtype."""
+        return dataclasses.replace(self, key=key, data=data, dtype=data.dtype)
+
+    @classmethod
+    def from_rank_offsets(
+        cls,
+        key: str,
+        data: torch.Tensor,
+        *rank_offsets: tuple[int, int, int],
+        replica_id: ReplicaId = 0,
+        prepend_axis_num: int = 0,
+        flattened_range: None = None,
+        **init_kwargs: Any,
+    ) -> "ShardedTensor":
+        """Builds the item of one of several equal parts; data: any shape and dtype.
+
+        rank_offsets: (global axis, number of this part, number of parts) for each axis that is divided. init_kwargs:
+        further fields. Raises ValueError for an axis or a number that does not exist.
+        """
+        if flattened_range is not None:
+            raise ValueError(f"{key}: flattened_range is {flattened_range}: give the field to the constructor instead")
+        local_shape = tuple(data.shape)
+        shape = [1] * prepend_axis_num + list(local_shape)
+        offset, fragments = [0] * len(shape), [1] * len(shape)
+        for axis, number, count in rank_offsets:
+            if not 0 <= axis < len(shape) or not 0 <= number < count or fragments[axis] != 1:
+                raise ValueError(
+                    f"{key}: rank offset {(axis, number, count)} is wrong: must be an axis below {len(shape)}, given "
+                    "once, and the number of a part below the number of parts"
+                )
+            offset[axis], fragments[axis] = number * shape[axis], count
+            shape[axis] *= count
+        return cls(
+            key,
+            data,
+            data.dtype,
+            local_shape,
+            tuple(shape),
+            tuple(offset),
+            tuple(fragments),
+            replica_id=replica_id,
+            prepend_axis_num=prepend_axis_num,
+            **init_kwargs,
+        )
 
     def __post_init__(self) -> None:
         # An out-of-bounds box would otherwise be written, and surface only as elements missing elsewhere.
-        if not self.data.ndim == len(self.global_shape) == len(self.global_offset):
+        self.validate_metadata_integrity()
+
+    def validate_metadata_integrity(self) -> None:
+        """Raises ValueError, naming the key, if the fields contradict each other or the data."""
+        if self.data is not None and self.data.dtype != self.dtype:
+            raise ValueError(f"{self._describe()}: the data is {self.data.dtype}, the field dtype is {self.dtype}")
+        if self.data is not None and tuple(self.data.shape) != self._data_shape:
+            raise ValueError(f"{self._describe()}: the data has shape {list(self.data.shape)}")
+        ndim = self.prepend_axis_num + len(self.local_shape)
+        if not ndim == len(self.global_shape) == len(self.global_offset):
             raise ValueError(f"{self._describe()}: needs one offset and one global size for each dimension")
-        if not self.box.is_inside(whole(self.global_shape)):
+        if not self.box.is_inside(whole(tuple(self.global_shape))):
             raise ValueError(f"{self._describe()}: the box exceeds the global tensor")
 
     @property
+    def _data_shape(self) -> tuple[int, ...]:
+        if self.flattened_range is None:
+            return tuple(self.local_shape)
+        start, stop, _ = self.flattened_range.indices(math.prod(self.local_shape))
+        return (stop - start,)
+
+    @property
     def box(self) -> Box:
-        """The window of the logical tensor that `data` fills."""
-        return Box(self.global_offset, tuple(self.data.shape))
+        """The window of the logical tensor that the part fills."""
+        return Box(tuple(self.global_offset), (1,) * self.prepend_axis_num + tuple(self.local_shape))
+
+    @property
+    def stored_key(self) -> str:
+        """The name in the checkpoint."""
+        return self.key
+
+    @property
+    def is_main_replica(self) -> bool:
+        """Whether a save writes this copy."""
+        return _is_main(self.replica_id)
+
+    @property
+    def has_regular_grid(self) -> bool:
+        """Whether the whole tensor is divided into equal parts along each axis."""
+        return self.axis_fragmentations is not None
+
+    def local_chunk_offset_in_global(self) -> tuple[int, ...]:
+        """Returns the number of this part along each global axis. Raises ValueError if parts are not equal."""
+        if not self.has_regular_grid:
+            raise ValueError(f"{self._describe()}: axis_fragmentations is None, so parts have no numbers")
+        steps = [size or 1 for size in self.box.shape]
+        if any(start % step for start, step in zip(self.global_offset, steps)):
+            raise ValueError(f"{self._describe()}: the offset is no multiple of the part's shape")
+        return tuple(start // step for start, step in zip(self.global_offset, steps))
+
+    def without_data(self) -> "ShardedTensor":
+        """Returns a copy without elements, which describes a part to load."""
+        return dataclasses.replace(self, data=None)  # type: ignore[arg-type]
+
+    def init_data(self, device: torch.device | str, init_fn: Callable[..., torch.Tensor] = torch.empty) -> None:
+        """Allocates `data` on a device, [*local_shape] or a flat range, of `dtype`; does nothing if there is data."""
+        if self.data is None:
+            self.data = init_fn(self._data_shape, dtype=self.dtype, device=device)
+
+    def narrow(self, dim: int, start: int, length: int) -> list["ShardedTensor"]:
+        """Returns the part `start` to `start + length` of `data` along `dim`, as if every rank narrowed its own.
+
+        The list has one item: a view of the data, in a whole tensor that is smaller along that axis. Raises ValueError
+        for a flat range.
+        """
+        if self.flattened_range is not None:
+            raise ValueError(f"{self._describe()}: a flat range cannot be narrowed along an axis")
+        axis, size = self.prepend_axis_num + dim, self.local_shape[dim]
+
+        def scaled(values: Sequence[int]) -> tuple[int, ...]:
+            return tuple(divide(n * length, size) if i == axis else n for i, n in enumerate(values))
+
+        narrowed = dataclasses.replace(
+            self,
+            data=None if self.data is None else self.data.narrow(dim, start, length),
+            local_shape=tuple(length if i == dim else n for i, n in enumerate(self.local_shape)),
+            global_shape=scaled(self.global_shape),
+            global_offset=scaled(self.global_offset),
+        )
+        return [narrowed]
+
+    def boxes(self) -> list["ShardedTensor"]:
+        """Returns the elements as boxes with views of all their axes: one, or at most 2d - 1 for a flat range."""
+        shape = self.box.shape
+        if self.flattened_range is None:
+            views = [(tuple(self.global_offset), self.data.detach()[(None,) * self.prepend_axis_num + (...,)])]
+        else:
+            strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+            piece = LogicalPiece(self.key, shape, strides, 0, tuple(self.global_shape), tuple(self.global_offset))
+            start = self.flattened_range.indices(math.prod(shape))[0]
+            views = list(views_of_range(piece, self.data.detach(), start=start))
+        return [
+            ShardedTensor.at(self.key, view, self.global_shape, offset, allow_cast=self.allow_cast)
+            for offset, view in views
+        ]
 
     def _describe(self) -> str:
-        return f"{self.key}: {list(self.data.shape)} at {self.global_offset} of {self.global_shape}"
+        return f"{self.key}: {list(self.box.shape)} at {tuple(self.global_offset)} of {tuple(self.global_shape)}"
 
 
 @dataclasses.dataclass
 class ShardedObject:
-    """A small JSON value (numbers, strings, lists, dicts) stored under a key; `load` replaces `data`.
+    """A small JSON value (numbers, strings, lists, dicts) stored under a key; a load replaces `data`.
 
-    Every rank that holds the key must hold the same value, because only one copy is stored.
+    global_shape, global_offset: place in a grid of objects of one key; without them the object is the only one. Every
+    rank that holds the same place must hold the same value, because only one copy is stored.
     """
 
     key: str
     data: Any
+    global_shape: tuple[int, ...] = (1,)
+    global_offset: tuple[int, ...] = (0,)
+    replica_id: ReplicaId = 0
+
+    def __post_init__(self) -> None:
+        self.validate_metadata_integrity()
+
+    def validate_metadata_integrity(self) -> None:
+        """Raises ValueError, naming the key, if the place is not in the grid."""
+        shape, offset = tuple(self.global_shape), tuple(self.global_offset)
+        if len(shape) != len(offset) or any(not 0 <= o < n for o, n in zip(offset, shape)):
+            raise ValueError(f"{self.key}: global_offset is {offset}: must be a place in a grid of {shape}")
+
+    @property
+    def unique_key(self) -> str:
+        """The key with the place in the grid: key/shard_1.0_2.4."""
+        return f"{self.key}/shard_{_dotted(self.global_offset)}_{_dotted(self.global_shape)}"
+
+    @property
+    def stored_key(self) -> str:
+        """The name in the checkpoint: the key of a single object, the unique_key of one of several."""
+        return self.key if tuple(self.global_shape) == (1,) else self.unique_key
+
+    @property
+    def is_main_replica(self) -> bool:
+        """Whether a save writes this copy."""
+        return _is_main(self.replica_id)
+
+    def without_data(self) -> "ShardedObject":
+        """Returns a copy without the value, which describes an object to load."""
+        return dataclasses.replace(self, data=None)
+
+    @classmethod
+    def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> "ShardedObject":
+        """Returns the object without a value that has this unique_key."""
+        found = re.fullmatch(r"(.+)/shard_([\d.]*)_([\d.]*)", unique_key, flags=re.S)
+        if found is None:
+            raise ValueError(f"unique_key is {unique_key!r}: must end with /shard_OFFSET_SHAPE, as in /shard_1.0_2.4")
+        offset, shape = (tuple(int(number) for number in text.split(".") if number) for text in found.groups()[1:])
+        return cls(found[1], None, shape, offset, replica_id)
 
 
-# Argument of `save` and `load`: items in any nesting of lists and dicts. Keys of the dicts have no meaning.
+def _is_main(replica_id: ReplicaId) -> bool:
+    return not any(replica_id) if isinstance(replica_id, tuple) else replica_id == 0
+
+
+def _dotted(numbers: Sequence[int]) -> str:
+    return ".".join(map(str, numbers))
+
+
+# Argument of `save_items` and `load_items`: items in any nesting of lists and dicts. Keys of the dicts have no meaning.
 ShardedState = ShardedTensor | ShardedObject | Sequence["ShardedState"] | Mapping[str, "ShardedState"]
 
 
@@ -83,7 +294,7 @@ def sharded_tensors(
     The boxes are views, so loading them fills `tensor`. prefix is prepended to each key ("optimizer.exp_avg.").
     """
     return [
-        ShardedTensor(
+        ShardedTensor.at(
             prefix + piece.key, piece.view_of(tensor), piece.global_shape, piece.global_offset, allow_cast=allow_cast
         )
         for piece in pieces
@@ -100,7 +311,7 @@ def range_tensors(
     are empty boxes. prefix is prepended to each key.
     """
     return [
-        ShardedTensor(prefix + piece.key, view, piece.global_shape, offset, allow_cast=allow_cast)
+        ShardedTensor.at(prefix + piece.key, view, piece.global_shape, offset, allow_cast=allow_cast)
         for piece in pieces
         for offset, view in views_of_range(piece, flat, start=start)
     ]
@@ -114,6 +325,23 @@ def model_sharded_tensors(model: torch.nn.Module, *, allow_cast: bool = False) -
     for name, parameter in model.named_parameters():
         tensors += sharded_tensors(pieces[canonical_name(name)], parameter.detach(), allow_cast=allow_cast)
     return tensors + buffer_sharded_tensors(model, allow_cast=allow_cast)
+
+
+def module_sharded_state(
+    module: torch.nn.Module, *, prefix: str = ""
+) -> dict[str, ShardedTensor | list[ShardedTensor]]:
+    """Builds the boxes of a part of a model by name: views, any shape and dtype; a list where a parameter has several.
+
+    prefix: the module's full name with a trailing dot, prepended to the names and to the keys in the checkpoint.
+    """
+    pieces = model_logical_pieces(module)
+    state: dict[str, ShardedTensor | list[ShardedTensor]] = {}
+    for name, parameter in module.named_parameters():
+        boxes = sharded_tensors(pieces[canonical_name(name)], parameter.detach(), prefix=prefix)
+        state[prefix + canonical_name(name)] = boxes[0] if len(boxes) == 1 else boxes
+    for box in buffer_sharded_tensors(module):
+        state[prefix + box.key] = dataclasses.replace(box, key=prefix + box.key)
+    return state
 
 
 def buffer_sharded_tensors(model: torch.nn.Module, *, allow_cast: bool = False) -> list[ShardedTensor]:

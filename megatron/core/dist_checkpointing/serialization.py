@@ -1,12 +1,13 @@
-"""save, load and verify: collective operations on checkpoints of any layout, with identical results on every rank.
+"""save, load, save_items, load_items, verify: collective, for any layout, with equal results on all ranks.
 
 A `process_group` of None is all ranks of torch.distributed, or this process alone if that is not initialized.
 Background saves are in saving.py, plans in planner.py, data files in storage.py, folders in folder.py and their
-manifest in manifest.py.
+manifest in manifest.py. save and load take Megatron-Core's arguments; they are thin over save_items and load_items.
 """
 
+import hashlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from megatron.core.config_field import require_defaults
 from megatron.core.dist_checkpointing import folder as folders
 from megatron.core.dist_checkpointing.errors import every_rank, one_error_everywhere
 from megatron.core.dist_checkpointing.manifest import (
@@ -31,8 +33,15 @@ from megatron.core.dist_checkpointing.manifest import (
     verify_share,
 )
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedState, ShardedTensor, flatten
-from megatron.core.dist_checkpointing.planner import Read, check_wanted, plan_reads
-from megatron.core.dist_checkpointing.saving import begin_save
+from megatron.core.dist_checkpointing.planner import MAX_NAMED_KEYS, Read, check_wanted, plan_reads
+from megatron.core.dist_checkpointing.saving import PendingSave, StagingMemory, begin_save
+from megatron.core.dist_checkpointing.state_dicts import (
+    joined_state,
+    read_boxes,
+    split_items,
+    split_state,
+    written_items,
+)
 from megatron.core.dist_checkpointing.storage import (
     METADATA_FILE,
     PieceReader,
@@ -41,16 +50,19 @@ from megatron.core.dist_checkpointing.storage import (
     read_object,
     stored_pieces,
 )
+from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.group_collectives import all_ranks_agree, gather_objects
 from megatron.core.logical_tensors import Box
 from megatron.core.process_groups_config import group_rank, group_size
 
 _FEW_ELEMENTS = 1 << 16
+# Key of the plain values under which save stores its content_metadata.
+_CONTENT_METADATA = "content_metadata"
 # Key, box and dtype: must be equal on two ranks for one to send its elements to the other.
 _Request = tuple[str, Box, str]
 
 
-def save(
+def save_items(
     state: ShardedState,
     checkpoint_dir: str | Path,
     *,
@@ -116,7 +128,7 @@ def verify(checkpoint_dir: str | Path, *, process_group: dist.ProcessGroup | Non
         return VerifiedCheckpoint.read(folder, files)
 
 
-def load(
+def load_items(
     state: ShardedState,
     checkpoint: str | Path | VerifiedCheckpoint,
     *,
@@ -145,6 +157,137 @@ def load(
     with torch.no_grad():
         send_shared(shared, replicas)
     return checkpoint.common
+
+
+# State dicts of Megatron-Core's form.
+
+
+def save(
+    sharded_state_dict: Mapping[str, Any],
+    checkpoint_dir: str | Path,
+    sharded_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    async_sharded_save: bool = False,
+    preprocess_common_before_consistancy_check: Callable[[dict[str, Any]], Any] | None = None,
+    content_metadata: dict[str, Any] | None = None,
+    async_strategy: str = "nvrx",
+    verify_integrity: bool = False,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+) -> PendingSave | None:
+    """Writes a nested state dict: its ShardedTensors and ShardedObjects, and its other values, which must be JSON.
+
+    Collective, atomic and complete as save_items. Of equal items the one with replica_id 0 is written. The other values
+    are rank 0's; a warning names ranks where they differ, after preprocess_common_before_consistancy_check.
+    content_metadata: JSON, see load_content_metadata. async_sharded_save: returns a PendingSave, which all ranks must
+    `finish`; the state may change immediately. async_strategy: no effect, because one strategy exists.
+    verify_integrity: no effect, because checksums are always written.
+    """
+    require_defaults(
+        "dist_checkpointing.save",
+        "there is one format, and the parts of a tensor must cover it",
+        sharded_strategy=(sharded_strategy, None),
+        validate_access_integrity=(validate_access_integrity, True),
+    )
+    group = every_rank(process_group)
+    with all_ranks_agree(group):
+        split = split_state(sharded_state_dict)
+        items = written_items(split.items)
+    _warn_of_differences(split.plain, preprocess_common_before_consistancy_check, group)
+    common = split.plain if content_metadata is None else {**split.plain, _CONTENT_METADATA: content_metadata}
+    if not async_sharded_save:
+        save_items(items, checkpoint_dir, common=common, process_group=process_group)
+        return None
+    return begin_save(items, checkpoint_dir, common=common, process_group=process_group, staging=StagingMemory())
+
+
+def _warn_of_differences(
+    plain: dict[str, Any], preprocess: Callable[[dict[str, Any]], Any] | None, group: dist.ProcessGroup | None
+) -> None:
+    compared = plain if preprocess is None else preprocess(plain)
+    texts = gather_objects(hashlib.sha256(repr(compared).encode()).hexdigest(), group)
+    others = [rank for rank, text in enumerate(texts) if text != texts[0]]
+    if others and group_rank(group) == 0:
+        shown = ", ".join(map(str, others[:8]))
+        print(f"WARNING: plain values of the state dict differ on ranks {shown}: rank 0's are saved", flush=True)
+
+
+def load(
+    sharded_state_dict: Mapping[str, Any],
+    checkpoint_dir: str | Path,
+    sharded_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    strict: StrictHandling | str = StrictHandling.ASSUME_OK_UNEXPECTED,
+    verify_integrity: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> Any:
+    """Returns the saved plain values, with the loaded data in the places of the state dict's sharded items.
+
+    Collective. Tensors with data are filled in place, others are allocated on the CPU. Plain values of the state dict
+    are not used. strict: see StrictHandling; RETURN_UNEXPECTED and RETURN_ALL return (state dict, missing keys,
+    unexpected keys). verify_integrity: no effect, because checksums are always verified. Raises ValueError on every
+    rank, with nothing changed, as load_items does.
+    """
+    require_defaults(
+        "dist_checkpointing.load",
+        "there is one format, and every element must be stored",
+        sharded_strategy=(sharded_strategy, None),
+        validate_access_integrity=(validate_access_integrity, True),
+    )
+    strict, group = StrictHandling(strict), every_rank(process_group)
+    checkpoint = verify(checkpoint_dir, process_group=group)
+    items = split_items(sharded_state_dict)
+    asked = set().union(*gather_objects({item.stored_key for item in items}, group))
+    stored = checkpoint.metadata.state_dict_metadata.keys()
+    unexpected, missing = asked - stored, (stored - asked if strict.minds_missing else set())
+    _report_keys(checkpoint.folder, strict, unexpected=unexpected, missing=missing)
+    with all_ranks_agree(group):
+        wanted = [item for item in items if item.stored_key in stored]
+        tensors = [
+            box
+            for item in wanted
+            if isinstance(item, ShardedTensor)
+            for box in read_boxes(item, checkpoint.tensors.get(item.key, ((), item.dtype))[0])
+        ]
+        objects = [(item, ShardedObject(item.stored_key, None)) for item in wanted if isinstance(item, ShardedObject)]
+    common = load_items([*tensors, *(read for _, read in objects)], checkpoint, process_group=process_group)
+    for item, read in objects:
+        item.data = read.data
+    common.pop(_CONTENT_METADATA, None)
+    loaded = joined_state(sharded_state_dict, common, absent=unexpected)
+    return (loaded, missing, unexpected) if strict.returns else loaded
+
+
+def _report_keys(folder: Path, strict: StrictHandling, *, unexpected: set[str], missing: set[str]) -> None:
+    problems = []
+    if unexpected:
+        problems.append(f"it lacks {_some(unexpected)}")
+    if missing:
+        problems.append(f"nothing asks for {_some(missing)}")
+    text = f"checkpoint {folder} has other keys than the state dict: {'; '.join(problems)}"
+    if (unexpected and strict.raises) or (missing and strict is StrictHandling.RAISE_ALL):
+        raise ValueError(text)
+    if problems and strict.logs and (not dist.is_initialized() or dist.get_rank() == 0):
+        print(f"WARNING: {text}", flush=True)
+
+
+def _some(keys: set[str]) -> str:
+    more = f" and {len(keys) - MAX_NAMED_KEYS} more" if len(keys) > MAX_NAMED_KEYS else ""
+    return ", ".join(sorted(keys)[:MAX_NAMED_KEYS]) + more
+
+
+def load_content_metadata(checkpoint_dir: str | Path) -> dict[str, Any] | None:
+    """Returns the content_metadata with which a checkpoint was saved, or None; not collective."""
+    metadata: dict[str, Any] | None = load_common(checkpoint_dir).get(_CONTENT_METADATA)
+    return metadata
+
+
+def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
+    """Returns the plain values of a saved state dict; not collective."""
+    return {key: value for key, value in load_common(checkpoint_dir).items() if key != _CONTENT_METADATA}
+
+
+# Reading without other ranks.
 
 
 def load_common(checkpoint_dir: str | Path) -> dict[str, Any]:

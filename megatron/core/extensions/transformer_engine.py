@@ -12,10 +12,12 @@ left out. Its API: https://docs.nvidia.com/deeplearning/transformer-engine/user-
 import functools
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.model_parallel_config import ConstantInit, InitMethod
+from megatron.core.device import default_device
+from megatron.core.model_parallel_config import ConstantInit, InitMethod, init_of_matrix
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import existing_process_groups, group_or_existing
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size, or_alone
@@ -51,8 +53,6 @@ def check_supported(config: TransformerConfig) -> None:
     """Raises ValueError for settings of layers that these do not have, and where the package is missing."""
     refused = {
         "lora_rank": config.lora_rank is not None,
-        "multi_latent_attention": config.multi_latent_attention,
-        "context_parallel_size": config.context_parallel_size > 1,
         "softmax_type": config.softmax_type != "vanilla",
         "init_model_with_meta_device": config.init_model_with_meta_device,
     }
@@ -101,9 +101,14 @@ def _linear(engine: Any) -> type:
             parallel_mode: str | None = None,
             bias: bool = True,
             skip_bias_add: bool = False,
+            is_expert: bool = False,
+            tp_comm_buffer_name: str | None = None,
             tp_group: dist.ProcessGroup | None = None,
         ) -> None:
-            """skip_bias_add: leave adding the bias to the caller. tp_group: ranks that hold parts; as local layers."""
+            """skip_bias_add: leave adding the bias to the caller. tp_group: ranks that hold parts; as local layers.
+            is_expert: must be False. tp_comm_buffer_name: accepted, since communication in kernels is not used.
+            """
+            _require_unset(is_expert=is_expert)
             group = group_or_existing(tp_group)
             ranks = group_size(group)
             split = {"column": output_size, "row": input_size}
@@ -126,14 +131,15 @@ def _linear(engine: Any) -> type:
                 parallel_mode=parallel_mode,
                 device=empty_values(0, config=config).device,
             )
-            self.input_size, self.output_size, self.init_method = input_size, output_size, init_method
-            self.tp_group, self.skip_bias_add = group, skip_bias_add
+            self.input_size, self.output_size = input_size, output_size
+            self.init_method = init_of_matrix(init_method, output_size, input_size)
+            self.tp_group, self.skip_bias_add, self.stride = group, skip_bias_add, 1
             if not bias:
                 # There, a tensor without elements.
                 self.bias = None
             self._mark(parallel_mode, is_partial=is_partial)
             drawn_apart = group if parallel_mode is not None else None
-            initialize_weight(self.weight, init_method, config=config, tp_group=drawn_apart)
+            initialize_weight(self.weight, self.init_method, config=config, tp_group=drawn_apart)
 
         def _mark(self, parallel_mode: str | None, *, is_partial: bool) -> None:
             dim = {"column": 0, "row": 1, None: -1}[parallel_mode]
@@ -171,8 +177,8 @@ def _column(engine: Any) -> type:
         logical_pieces = ColumnParallelLinear.logical_pieces
 
         def __init__(self, input_size: int, output_size: int, *, gather_output: bool = False, **settings: Any) -> None:
-            """gather_output, is_expert: must be False. settings: as of TELinear."""
-            _require_unset(gather_output=gather_output, is_expert=settings.pop("is_expert", False))
+            """gather_output: must be False. settings: as of TELinear."""
+            _require_unset(gather_output=gather_output)
             super().__init__(input_size, output_size, parallel_mode="column", **settings)
 
     return TEColumnParallelLinear
@@ -189,12 +195,11 @@ def _row(engine: Any) -> type:
         def __init__(
             self, input_size: int, output_size: int, *, input_is_parallel: bool = True, **settings: Any
         ) -> None:
-            """input_is_parallel: must be True; is_expert: must be False. settings: as of TELinear."""
+            """input_is_parallel: must be True. settings: as of TELinear."""
             if not input_is_parallel:
                 raise ValueError(
                     "input_is_parallel is False: TERowParallelLinear takes its part of the input alone, must be True"
                 )
-            _require_unset(is_expert=settings.pop("is_expert", False))
             super().__init__(input_size, output_size, parallel_mode="row", **settings)
 
     return TERowParallelLinear
@@ -214,14 +219,15 @@ def _norm(engine: Any) -> type:
                 hidden_size,
                 eps=eps,
                 params_dtype=config.params_dtype,
-                zero_centered_gamma=False,
+                zero_centered_gamma=config.layernorm_zero_centered_gamma,
                 device=empty_values(0, config=config).device,
             )
             for param in norm.parameters():
                 set_tensor_model_parallel_attributes(param, False, -1, 1)
                 # A rank of a split sequence sees its own tokens alone.
                 mark_partial_gradient(param, partial=config.sequence_parallel)
-            first = {"weight": ConstantInit(1)} if is_rms else {"weight": ConstantInit(1), "bias": ConstantInit(0)}
+            scale = ConstantInit(0 if config.layernorm_zero_centered_gamma else 1)
+            first = {"weight": scale} if is_rms else {"weight": scale, "bias": ConstantInit(0)}
             norm.init_methods = lambda: first
             return norm
 
@@ -230,23 +236,42 @@ def _norm(engine: Any) -> type:
 
 def _attention(engine: Any) -> type:
     class TEDotProductAttention(_WithoutExtraState, engine.DotProductAttention):
-        """DotProductAttention of Transformer Engine; see there. Samples are not packed, and there are no sinks."""
+        """DotProductAttention of Transformer Engine; see there. It attends over context-parallel ranks itself.
+
+        There are no sinks.
+        """
+
+        exchanges_sequences = True
 
         def __init__(
             self,
             config: TransformerConfig,
             layer_number: int,
-            *,
             attn_mask_type: AttnMaskType = AttnMaskType.causal,
+            attention_type: str = "self",
             attention_dropout: float | None = None,
             softmax_scale: float | None = None,
+            k_channels: int | None = None,
+            v_channels: int | None = None,
+            cp_comm_type: str | None = None,
             pg_collection: ProcessGroupCollection | None = None,
         ) -> None:
-            group = or_alone((pg_collection or existing_process_groups()).tp)
+            """k_channels, v_channels: widths of a head's key and value; None means the configuration's.
+
+            cp_comm_type: None means the configuration's of the layer.
+            """
+            groups = pg_collection or existing_process_groups()
+            group = or_alone(groups.tp)
+            widths = k_channels or config.kv_channels, v_channels or config.kv_channels
+            self.cp_size = group_size(groups.cp)
             super().__init__(
                 config.num_attention_heads,
-                config.kv_channels,
-                num_gqa_groups=config.num_query_groups,
+                widths[0] if widths[0] == widths[1] else widths,
+                num_gqa_groups=(
+                    config.num_attention_heads if config.multi_latent_attention else config.num_query_groups
+                ),
+                attention_type=attention_type,
+                **_exchange(groups.cp, cp_comm_type or config.cp_comm_type_of_layer(layer_number)),
                 attention_dropout=config.attention_dropout if attention_dropout is None else attention_dropout,
                 qkv_format="sbhd",
                 attn_mask_type=attn_mask_type.name,
@@ -267,25 +292,59 @@ def _attention(engine: Any) -> type:
             value: Tensor,
             attention_mask: Tensor | None = None,
             attn_mask_type: AttnMaskType | None = None,
-            *,
+            attention_bias: Tensor | None = None,
             packed_seq_params: PackedSeqParams | None = None,
-            first_head: int = 0,
         ) -> Tensor:
-            """query: [S, B, N, D]; key, value: [S, B, G, D], any float dtype; attention_mask: bool, [B, 1, S, S], True
-            where attention is forbidden, or None for what the mask type says; first_head: counts for sinks alone, of
-            which there are none. Returns [S, B, N * D], same dtype. Raises ValueError for packed samples.
+            """query: [S, B, N, D]; key: [S, B, G, D]; value: [S, B, G, E], any float dtype; attention_mask: bool,
+            [B, 1, S, S], True where attention is forbidden, or None for what the mask type says; attention_bias: must
+            be None. Returns [S, B, N * E], same dtype. With packed_seq_params S x B is one dimension of tokens, sample
+            by sample; raises ValueError for these over context-parallel ranks, and with a mask.
             """
-            if packed_seq_params is not None:
-                raise ValueError(
-                    "packed_seq_params is given and transformer_impl is transformer_engine, whose samples are not "
-                    "packed here: give transformer_impl local"
-                )
+            if attention_bias is not None:
+                raise ValueError("attention_bias is given: TEDotProductAttention adds none here, must be None")
             name = self.mask_name if attn_mask_type is None else attn_mask_type.name
+            output: Tensor
+            if packed_seq_params is not None:
+                output = super().forward(query, key, value, **self._packing(packed_seq_params, query, attention_mask))
+                return output
             name = name if attention_mask is None else AttnMaskType.arbitrary.name
-            output: Tensor = super().forward(query, key, value, attention_mask, attn_mask_type=name)
+            output = super().forward(query, key, value, attention_mask, attn_mask_type=name)
             return output
 
+        def _packing(self, packed: PackedSeqParams, query: Tensor, mask: Tensor | None) -> dict[str, Any]:
+            if self.cp_size > 1 or mask is not None or self.mask_name != AttnMaskType.causal.name:
+                raise ValueError(
+                    f"packed_seq_params is given, context_parallel_size is {self.cp_size}, the mask type is "
+                    f"{self.mask_name} and attention_mask {'None' if mask is None else 'given'}: with transformer_impl "
+                    "transformer_engine packed samples must be causal, without a mask, and whole on each rank, since "
+                    "it cuts each segment and this project each sample; give transformer_impl local"
+                )
+            borders = packed.borders_on(query.device)
+            return {
+                "qkv_format": "thd",
+                "cu_seqlens_q": borders,
+                "cu_seqlens_kv": borders,
+                "max_seqlen_q": packed.longest,
+                "max_seqlen_kv": packed.longest,
+                "attn_mask_type": "padding_causal",
+            }
+
     return TEDotProductAttention
+
+
+def _exchange(group: dist.ProcessGroup | None, kind: str) -> dict[str, Any]:
+    """Returns the arguments by which Transformer Engine's attention exchanges parts of sequences; none for one rank."""
+    if group_size(group) == 1:
+        return {}
+    assert group is not None
+    ranks = dist.get_process_group_ranks(group)
+    return {"cp_group": group, "cp_global_ranks": ranks, "cp_stream": _exchange_stream(), "cp_comm_type": kind}
+
+
+@functools.cache
+def _exchange_stream() -> Any:
+    """Returns the stream that all layers compute half of their exchanged blocks on; None without a GPU."""
+    return torch.cuda.Stream() if default_device().type == "cuda" else None
 
 
 def _left_as_it_is(weight: Tensor) -> Tensor:

@@ -26,11 +26,13 @@ class GatedSigmoid:
     offset: float = 0.0
 
     def __call__(self, gate_up: Tensor, weights: Tensor | None) -> Tensor:
-        """gate_up: [*, 2F], gate before up, any float dtype; weights: [R, 1], fp32 or the same dtype, or None.
+        """gate_up: [*, 2F], gate before up, any float dtype; weights: [*, 1], fp32 or the same dtype, or None.
 
         Returns [*, F], same dtype. Half precision is computed in fp32 and rounded once.
         """
-        act: Tensor = _GatedSigmoid.apply(gate_up, weights, self)
+        # One weight for each of the R rows.
+        per_row = weights if weights is None or weights.dim() == 2 else weights.reshape(-1, 1)
+        act: Tensor = _GatedSigmoid.apply(gate_up, per_row, self)
         return act
 
     def limited(self, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:

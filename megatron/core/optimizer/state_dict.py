@@ -8,7 +8,7 @@ import math
 import numbers
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -78,7 +78,7 @@ def fresh_state(weights: Sequence[ShardedTensor], state: Iterable[tuple[str, tor
     for key, dtype in sorted(state, key=str):
         by_parameter.setdefault(parameter_key(key), []).append((key, dtype))
     return [
-        replace(weight, key=key, data=_fresh(weight.data, dtype, is_master=key.startswith(state_prefix(MASTERS))))
+        weight.with_data(key, _fresh(weight.data, dtype, is_master=key.startswith(state_prefix(MASTERS))))
         for weight in weights
         for key, dtype in by_parameter.get(weight.key, [])
     ]

@@ -36,6 +36,26 @@ class P2PCommunicator:
         self._batches: deque[_Batch] = deque()
         self._received: dict[Transfer, tuple[_Batch, Tensor]] = {}
 
+    @property
+    def is_pp_first_stage(self) -> bool:
+        """Whether this rank is the first stage."""
+        return self.stage == 0
+
+    @property
+    def is_pp_last_stage(self) -> bool:
+        """Whether this rank is the last stage."""
+        return self.stage == self.num_stages - 1
+
+    @property
+    def total_stages(self) -> int:
+        """The number of stages."""
+        return self.num_stages
+
+    @property
+    def current_stage(self) -> int:
+        """The stage of this rank, from 0."""
+        return self.stage
+
     def agree_on_shape(self, shape: tuple[int, ...]) -> None:
         """Sets the shape of all tensors that stages exchange. Collective over the stages, once for each shape.
 
@@ -114,6 +134,89 @@ class P2PCommunicator:
         """send_backward and recv_forward at once."""
         return self._with_neighbour(-1, sent=input_tensor_grads, shapes=tensor_shapes, is_end=is_first_stage)
 
+    def send_forward_recv_forward(
+        self, output_tensor: Tensor | None, recv_prev: bool, tensor_shape: Any, overlap_p2p_comm: bool = False
+    ) -> Any:
+        """Sends an output to the next stage while the previous one's arrives; the last stage's next is the first.
+
+        output_tensor: any shape, dtype pipeline_dtype, or None, which sends nothing. recv_prev: whether one arrives.
+        Returns it, [*tensor_shape], or None. overlap_p2p_comm: returns immediately, with a list of works; the caller
+        waits for them before it uses the tensors.
+        """
+        batch, arrived = self._exchange(to_next=output_tensor, from_previous=recv_prev, shape=tensor_shape)
+        return self._returned(batch, arrived[0], is_running=overlap_p2p_comm)
+
+    def send_backward_recv_backward(
+        self, input_tensor_grad: Tensor | None, recv_next: bool, tensor_shape: Any, overlap_p2p_comm: bool = False
+    ) -> Any:
+        """Sends a gradient to the previous stage while the next one's arrives; as send_forward_recv_forward.
+
+        input_tensor_grad: any shape, dtype pipeline_dtype, or None.
+        """
+        batch, arrived = self._exchange(to_previous=input_tensor_grad, from_next=recv_next, shape=tensor_shape)
+        return self._returned(batch, arrived[1], is_running=overlap_p2p_comm)
+
+    def send_forward_backward_recv_forward_backward(
+        self,
+        output_tensor: Tensor | None,
+        input_tensor_grad: Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+        tensor_shape: Any,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Sends an output and a gradient while others arrive; any shape, dtype pipeline_dtype, or None.
+
+        Returns the previous stage's output and the next one's gradient, [*tensor_shape], or None for each.
+        """
+        batch, arrived = self._exchange(
+            to_next=output_tensor,
+            to_previous=input_tensor_grad,
+            from_previous=recv_prev,
+            from_next=recv_next,
+            shape=tensor_shape,
+        )
+        batch.wait()
+        return arrived
+
+    def _exchange(
+        self,
+        *,
+        shape: Any,
+        to_next: Tensor | None = None,
+        to_previous: Tensor | None = None,
+        from_previous: bool = False,
+        from_next: bool = False,
+    ) -> "tuple[_Batch, tuple[Tensor | None, Tensor | None]]":
+        """Starts transfers with both neighbours; returns them and what will arrive from the previous and the next."""
+        following, before = (self.stage + 1) % self.num_stages, (self.stage - 1) % self.num_stages
+        arrived = [
+            arriving(tuple(shape), self.pp_group, dtype=self.dtype, device=default_device()) if wanted else None
+            for wanted in (from_previous, from_next)
+        ]
+        # With two stages both neighbours are one rank, which must receive in the order in which this one sends.
+        operations = [
+            dist.P2POp(dist.isend, tensor.contiguous(), group=self.pp_group, group_peer=peer)
+            for tensor, peer in ((to_next, following), (to_previous, before))
+            if tensor is not None
+        ]
+        operations += [
+            dist.P2POp(dist.irecv, tensor, group=self.pp_group, group_peer=peer)
+            for tensor, peer in zip(arrived, (before, following), strict=True)
+            if tensor is not None
+        ]
+        batch = _Batch(operations)
+        for tensor in arrived:
+            if tensor is not None:
+                tensor.requires_grad_()
+        return batch, (arrived[0], arrived[1])
+
+    @staticmethod
+    def _returned(batch: "_Batch", tensor: Tensor | None, *, is_running: bool) -> Any:
+        if is_running:
+            return tensor, [batch]
+        batch.wait()
+        return tensor
+
     def _with_neighbour(self, distance: int, *, is_end: bool, sent: Any = (), shapes: Any = ()) -> Any:
         sending = list(sent) if isinstance(sent, (list, tuple)) else [sent]
         is_single = len(shapes) > 0 and isinstance(shapes[0], int)
@@ -146,7 +249,7 @@ class _Batch:
     def __init__(self, operations: list[dist.P2POp]) -> None:
         # Kept: a back end may read a tensor until its work is done.
         self._operations = operations
-        self._works = dist.batch_isend_irecv(operations)
+        self._works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> None:
         """Until all of them are done; nothing happens the second time."""

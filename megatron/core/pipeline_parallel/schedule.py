@@ -82,7 +82,7 @@ def one_forward_one_backward(stage: int, num_stages: int, *, num_microbatches: i
     """
     forwards = [Action(ActionKind.FORWARD, 0, microbatch) for microbatch in range(num_microbatches)]
     backwards = [Action(ActionKind.BACKWARD, 0, microbatch) for microbatch in range(num_microbatches)]
-    return _alternating(forwards, backwards, ahead=num_stages - stage - 1)
+    return _alternating(forwards, backwards, ahead=forwards_ahead(stage, Pipeline(num_stages)))
 
 
 def interleaved_schedule(
@@ -104,15 +104,31 @@ def interleaved_schedule(
     # Leaving out a microbatch of a schedule that runs gives one that runs: microbatches do not need each other.
     remainder = num_microbatches % group_size
     padded = num_microbatches + (max(0, stages - remainder) if remainder else 0)
-    forwards = [
-        Action(ActionKind.FORWARD, chunk, microbatch)
-        for first in range(0, padded, group_size)
-        for chunk in range(chunks)
-        for microbatch in range(first, min(first + group_size, padded))
-    ]
+    forwards = grouped_forwards(padded, chunks, group_size=group_size)
     backwards = [Action(ActionKind.BACKWARD, chunks - 1 - f.chunk, f.microbatch) for f in forwards]
-    ahead = (stages - stage - 1) * 2 + (chunks - 1) * group_size
+    ahead = forwards_ahead(stage, pipeline, group_size=group_size)
     return [a for a in _alternating(forwards, backwards, ahead=ahead) if a.microbatch < num_microbatches]
+
+
+def grouped_forwards(num_microbatches: int, num_chunks: int, *, group_size: int) -> list[Action]:
+    """Lists a stage's forwards: `group_size` microbatches through each chunk in turn, then the next group."""
+    return [
+        Action(ActionKind.FORWARD, chunk, microbatch)
+        for first in range(0, num_microbatches, group_size)
+        for chunk in range(num_chunks)
+        for microbatch in range(first, min(first + group_size, num_microbatches))
+    ]
+
+
+def forwards_ahead(stage: int, pipeline: Pipeline, *, group_size: int | None = None) -> int:
+    """Returns the forwards that a stage runs before it alternates, if there are that many; see the schedules.
+
+    group_size: of an interleaved schedule; None means the number of stages.
+    """
+    following = pipeline.num_stages - stage - 1
+    if pipeline.num_chunks == 1:
+        return following
+    return following * 2 + (pipeline.num_chunks - 1) * (group_size or pipeline.num_stages)
 
 
 def _alternating(forwards: list[Action], backwards: list[Action], *, ahead: int) -> list[Action]:

@@ -5,36 +5,95 @@ Thin: schedule.py lists the passes, transfers.py what stages send each other, ru
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from megatron.core.config_field import require_defaults
 from megatron.core.device.trace_ranges import trace_range
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parallel_state import existing_process_groups, get_virtual_pipeline_model_parallel_world_size
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.runner import ForwardStep, ScheduleRunner
-from megatron.core.pipeline_parallel.schedule import Pipeline
+from megatron.core.pipeline_parallel.schedule import Pipeline, forwards_ahead, grouped_forwards
 from megatron.core.pipeline_parallel.transfers import pipeline_programs
-from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.utils import get_model_config
 
 ForwardBackward = Callable[..., list[Any]]
 
 
-def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> ForwardBackward:
-    """The function that runs forward and backward of all microbatches of a step in the current layout.
+def get_forward_backward_func(
+    pp_size: int | None = None,
+    vp_size: int | None = None,
+    schedule_pg_collection: ProcessGroupCollection | None = None,
+) -> ForwardBackward:
+    """Returns the function that runs forward and backward of all microbatches of a step in the current layout.
 
-    pp_size, vp_size: pipeline stages and chunks of each; None: those of parallel_state. The three functions take the
-    same keywords, see `forward_backward`.
+    pp_size, vp_size: pipeline stages and chunks of each; None means those of parallel_state. schedule_pg_collection:
+    the groups of the schedule, whose number of stages counts without pp_size; the function then uses them unless it is
+    called with others. The three functions take the same keywords, see `forward_backward`.
     """
-    stages = group_size(existing_process_groups().pp) if pp_size is None else pp_size
+    groups = schedule_pg_collection or existing_process_groups()
+    stages = group_size(groups.pp) if pp_size is None else pp_size
     chunks = get_virtual_pipeline_model_parallel_world_size() if vp_size is None else vp_size
+    chosen: ForwardBackward
     if stages == 1:
-        return forward_backward_no_pipelining
-    if chunks in (None, 1):
-        return forward_backward_pipelining_without_interleaving
-    return forward_backward_pipelining_with_interleaving
+        chosen = forward_backward_no_pipelining
+    elif chunks in (None, 1):
+        chosen = forward_backward_pipelining_without_interleaving
+    else:
+        chosen = forward_backward_pipelining_with_interleaving
+    return chosen if schedule_pg_collection is None else partial(chosen, pg_collection=schedule_pg_collection)
+
+
+class PipelineMicrobatches(NamedTuple):
+    """The forwards of a stage's chunks, whether all run before the first backward, and how many run before and while
+    passes alternate.
+    """
+
+    total_num_microbatches: int
+    are_all_microbatches_in_warmup: bool
+    num_warmup_microbatches: int
+    num_microbatches_remaining: int
+
+
+def get_pp_rank_microbatches(
+    num_microbatches: int,
+    num_model_chunks: int,
+    microbatch_group_size_per_vp_stage: int | None,
+    forward_only: bool = False,
+    overlap_moe_expert_parallel_comm: bool = False,
+    p2p_communicator: P2PCommunicator | None = None,
+) -> PipelineMicrobatches:
+    """Counts the passes of this rank's stage in the schedule that it runs.
+
+    microbatch_group_size_per_vp_stage: of an interleaved schedule; None means the number of stages. p2p_communicator:
+    knows the stage; None means that of parallel_state. overlap_moe_expert_parallel_comm: must be False.
+    """
+    require_defaults(
+        "get_pp_rank_microbatches",
+        "passes of two microbatches never overlap on a rank here",
+        overlap_moe_expert_parallel_comm=(overlap_moe_expert_parallel_comm, False),
+    )
+    group = existing_process_groups().pp
+    stage, stages = group_rank(group), group_size(group)
+    if p2p_communicator is not None:
+        stage, stages = p2p_communicator.stage, p2p_communicator.num_stages
+    total = num_microbatches * num_model_chunks
+    ahead = forwards_ahead(stage, Pipeline(stages, num_model_chunks), group_size=microbatch_group_size_per_vp_stage)
+    warmup = total if forward_only else min(total, ahead)
+    return PipelineMicrobatches(total, warmup == total, warmup, total - warmup)
+
+
+def get_schedule_table(
+    num_microbatches: int, num_model_chunks: int, microbatch_group_size_per_vp_stage: int
+) -> list[tuple[int, int]]:
+    """Lists microbatch and model chunk, both from 0, of each forward of an interleaved schedule, in order."""
+    forwards = grouped_forwards(num_microbatches, num_model_chunks, group_size=microbatch_group_size_per_vp_stage)
+    return [(action.microbatch, action.chunk) for action in forwards]
 
 
 @trace_range("forward_backward_no_pipelining")
@@ -85,7 +144,7 @@ def forward_backward(
     chunks = list(model) if isinstance(model, list) else [model]
     config = get_model_config(chunks[0])
     groups = pg_collection or existing_process_groups()
-    communicator = P2PCommunicator(groups.pp, config)
+    communicator = _communicator(rest.get("p2p_communicator"), groups, config)
     programs = pipeline_programs(
         Pipeline(communicator.num_stages, len(chunks)),
         num_microbatches,
@@ -118,20 +177,44 @@ def check_rest(rest: dict[str, Any], *, seq_length: int | None) -> None:
     """Raises ValueError for keywords that would have a meaning here but have none, TypeError for unknown ones.
 
     decoder_seq_length must be seq_length: models are decoders alone. first_val_step says when weights in eight bits
-    are converted, of which there are none. adjust_tensor_shapes_fn and p2p_communicator must be None.
+    are converted, of which there are none. adjust_tensor_shapes_fn must be None, force_all_reduce False.
+    p2p_communicator: see _communicator.
     """
-    known = {"decoder_seq_length", "first_val_step", "adjust_tensor_shapes_fn", "p2p_communicator"}
+    known = {"decoder_seq_length", "first_val_step", "adjust_tensor_shapes_fn", "p2p_communicator", "force_all_reduce"}
     unknown = sorted(rest.keys() - known)
     if unknown:
         raise TypeError(f"unexpected keyword arguments: {', '.join(unknown)}")
-    for name in ("adjust_tensor_shapes_fn", "p2p_communicator"):
-        if rest.get(name) is not None:
-            raise ValueError(f"{name} is given: stages exchange one shape in one way, must be None")
+    require_defaults(
+        "forward_backward",
+        "stages exchange one shape, and finalize_model_grads_func reduces gradients as the wrapper was built to",
+        adjust_tensor_shapes_fn=(rest.get("adjust_tensor_shapes_fn"), None),
+        force_all_reduce=(rest.get("force_all_reduce") or False, False),
+    )
     if rest.get("decoder_seq_length") not in (None, seq_length):
         raise ValueError(
             f"decoder_seq_length is {rest['decoder_seq_length']}: there is no encoder, must be seq_length "
             f"({seq_length})"
         )
+
+
+def _communicator(given: Any, groups: ProcessGroupCollection, config: ModelParallelConfig) -> P2PCommunicator:
+    """Returns the given communicator, or one over the stages of the groups.
+
+    Raises ValueError for another class, whose transfers the runner could not post, and for other stages.
+    """
+    if given is None:
+        return P2PCommunicator(groups.pp, config)
+    if not isinstance(given, P2PCommunicator):
+        raise ValueError(
+            f"p2p_communicator is {type(given).__name__}: must be P2PCommunicator of "
+            "megatron.core.pipeline_parallel.p2p_communication, or a subclass"
+        )
+    if given.num_stages != group_size(groups.pp):
+        raise ValueError(
+            f"p2p_communicator has {given.num_stages} stages: must be of the {group_size(groups.pp)} stages of "
+            "pg_collection"
+        )
+    return given
 
 
 def _one_a_chunk(iterators: Any, chunks: list[nn.Module]) -> list[Any]:

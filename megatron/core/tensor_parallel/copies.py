@@ -1,4 +1,4 @@
-"""CopiedWithGroups: lets copy.deepcopy, and with it averages of weights (EMA), copy layers that have process groups."""
+"""CopiedWithGroups: the base of layers with process groups, which copy.deepcopy and checkpoints can take apart."""
 
 import contextlib
 import copy
@@ -9,6 +9,8 @@ from typing import Any, Self
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatron.core.config_field import require_defaults
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, module_sharded_state
 from megatron.core.tensor_parallel.param_attributes import copy_marks
 
 
@@ -29,6 +31,21 @@ class CopiedWithGroups(nn.Module):
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(vars(self), memo))
         return copied
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, ShardedTensor | list[ShardedTensor]]:
+        """Returns this rank's boxes of parameters and buffers, any shape and dtype, as dist_checkpointing saves them.
+
+        prefix: the module's full name with a trailing dot. A list is the boxes of a parameter that is stored as several
+        tensors. sharded_offsets: must be empty. metadata: accepted, since there is one form of checkpoints here.
+        """
+        why = "layers are stored under names of their own, not as rows of one tensor"
+        require_defaults("sharded_state_dict", why, sharded_offsets=(tuple(sharded_offsets), ()))
+        return module_sharded_state(self, prefix=prefix)
 
 
 def _groups_in(value: Any, seen: set[int]) -> Iterator[ProcessGroup]:

@@ -29,15 +29,19 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Negative log-likelihood of each target.
 
-    vocab_parallel_logits: [*, V / ranks], any float dtype; left as it is. target: [*], int64, 0 <= target < V, the
-    same on all ranks. Returns [*], fp32 (fp64 for fp64 logits), on the logits' device, the same on all ranks.
-    tp_group: None is parallel_state's, see group_or_existing. Raises ValueError for label_smoothing.
+    vocab_parallel_logits: [*, V / ranks], any float dtype; left as it is. target: [*], int64, below V, the same on all
+    ranks; where it is negative, as -100, loss and gradient are 0. Returns [*], fp32 (fp64 for fp64 logits), on the
+    logits' device, the same on all ranks. label_smoothing: probability that the target leaves to the V - 1 others,
+    evenly. tp_group: None is parallel_state's, see group_or_existing. Raises ValueError for a label_smoothing that is
+    no probability.
     """
-    if label_smoothing != 0:
-        raise ValueError(f"label_smoothing is {label_smoothing}: targets are never smoothed here, must be 0")
-    columns = _Columns.of(vocab_parallel_logits, group_or_existing(tp_group), num_classes=None)
-    loss: Tensor = _CrossEntropy.apply(vocab_parallel_logits, target, columns, False)
-    return loss
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing is {label_smoothing}: must be at least 0 and below 1")
+    columns = _Columns.of(
+        vocab_parallel_logits, group_or_existing(tp_group), num_classes=None, label_smoothing=label_smoothing
+    )
+    loss: Tensor = _CrossEntropy.apply(vocab_parallel_logits, target.clamp(min=0), columns, False)
+    return loss.masked_fill(target < 0, 0)
 
 
 def consuming_cross_entropy(
@@ -62,19 +66,31 @@ def consuming_cross_entropy(
 
 @dataclass(frozen=True)
 class _Columns:
-    """This rank's columns [first, first + valid) of num_classes; more columns than `valid` are padding."""
+    """This rank's columns [first, first + valid) of num_classes; more columns than `valid` are padding.
+
+    even: probability of every class under the target distribution, to which the label's own is added.
+    """
 
     first: int
     valid: int
     num_classes: int
     group: ProcessGroup | None
+    even: float = 0.0
 
     @classmethod
-    def of(cls, logits: Tensor, group: ProcessGroup | None, *, num_classes: int | None) -> "_Columns":
+    def of(
+        cls, logits: Tensor, group: ProcessGroup | None, *, num_classes: int | None, label_smoothing: float = 0.0
+    ) -> "_Columns":
         held = logits.shape[-1]
         first = group_rank(group) * held
         num_classes = held * group_size(group) if num_classes is None else num_classes
-        return cls(first, min(max(num_classes - first, 0), held), num_classes, group)
+        even = label_smoothing / max(num_classes - 1, 1)
+        return cls(first, min(max(num_classes - first, 0), held), num_classes, group, even)
+
+    @property
+    def of_label(self) -> float:
+        """The label's probability above that of all classes."""
+        return 1 - self.even * self.num_classes
 
     def own(self, target: Tensor) -> tuple[Tensor, Tensor]:
         """target: [T, 1], int64. Returns as many columns that exist here, and whether they are the target's: bool."""
@@ -158,8 +174,14 @@ class _CrossEntropy(torch.autograd.Function):
             torch.neg(log_probs.gather(1, labels[chunk]), out=loss[chunk])
             of_label[chunk] = valid.gather(1, labels[chunk])
             torch.add(of_label[chunk], loss[chunk], out=log_sum[chunk])
+            if columns.even:
+                # The logit that the target distribution expects, as far as this rank has its columns.
+                of_label[chunk].mul_(mine[chunk]).mul_(columns.of_label)
+                of_label[chunk] += columns.even * valid.sum(-1, keepdim=True, dtype=accumulate)
         if group_size(columns.group) > 1:
-            log_sum, of_label = columns.join(log_sum, of_label.masked_fill_(~mine, 0))
+            # With an even part, of_label is masked already, and what it has is this rank's own.
+            log_sum, of_label = columns.join(log_sum, of_label if columns.even else of_label.masked_fill_(~mine, 0))
+        if group_size(columns.group) > 1 or columns.even:
             loss = log_sum - of_label
         ctx.save_for_backward(logits, labels, mine, log_sum)
         ctx.columns, ctx.consume = columns, consume
@@ -175,7 +197,10 @@ class _CrossEntropy(torch.autograd.Function):
         scale = grad_loss.reshape(-1, 1).to(log_sum.dtype)
         for chunk in _CHUNKS.of(source) if num_valid else ():
             probs = (source[chunk, :num_valid].to(log_sum.dtype) - log_sum[chunk]).exp_()
-            probs.mul_(scale[chunk]).scatter_add_(1, labels[chunk], -scale[chunk] * mine[chunk])
+            if ctx.columns.even:
+                probs.sub_(ctx.columns.even)
+            own = scale[chunk] * mine[chunk]
+            probs.mul_(scale[chunk]).scatter_add_(1, labels[chunk], -ctx.columns.of_label * own)
             result[chunk, :num_valid] = probs
         result[:, num_valid:] = 0
         return grad, None, None, None

@@ -5,19 +5,27 @@ layer of one rank, as ALONE, is whole.
 """
 
 from contextlib import nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.core.config_field import require_defaults
 from megatron.core.device import default_device
+from megatron.core.group_collectives import all_gather_rows
 from megatron.core.logical_tensors import LogicalPiece, identity_piece
-from megatron.core.model_parallel_config import ConstantInit, InitMethod
+from megatron.core.model_parallel_config import ConstantInit, InitMethod, init_of_matrix
 from megatron.core.parallel_state import group_or_existing
-from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size, or_alone
 from megatron.core.tensor_parallel.copies import CopiedWithGroups
-from megatron.core.tensor_parallel.linear import autocast_input, linear_with_grad_accumulation_and_async_allreduce
+from megatron.core.tensor_parallel.linear import (
+    LinearWithFrozenWeight,
+    LinearWithGradAccumulationAndAsyncCommunication,
+    autocast_input,
+    linear_with_frozen_weight,
+    linear_with_grad_accumulation_and_async_allreduce,
+)
 from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region_,
@@ -27,6 +35,8 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.tensor_parallel.param_attributes import (
     copy_tensor_model_parallel_attributes,
     mark_partial_gradient,
+    param_is_not_tensor_parallel_duplicate,
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -35,11 +45,16 @@ from megatron.core.utils import divide
 
 __all__ = [
     "ColumnParallelLinear",
+    "LinearWithFrozenWeight",
+    "LinearWithGradAccumulationAndAsyncCommunication",
     "ReplicatedLinear",
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "copy_tensor_model_parallel_attributes",
+    "linear_with_frozen_weight",
     "linear_with_grad_accumulation_and_async_allreduce",
+    "param_is_not_tensor_parallel_duplicate",
+    "set_defaults_if_not_set_tensor_model_parallel_attributes",
     "set_tensor_model_parallel_attributes",
 ]
 
@@ -59,6 +74,7 @@ class ColumnParallelLinear(CopiedWithGroups):
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
+    master_weight: Tensor | None
 
     def __init__(
         self,
@@ -69,32 +85,56 @@ class ColumnParallelLinear(CopiedWithGroups):
         init_method: InitMethod,
         bias: bool = True,
         gather_output: bool = False,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
         skip_bias_add: bool = False,
         skip_weight_param_allocation: bool = False,
+        embedding_activation_buffer: list[Tensor] | None = None,
+        grad_output_buffer: list[Tensor] | None = None,
         is_expert: bool = False,
+        tp_comm_buffer_name: str | None = None,
+        disable_grad_reduce: bool = False,
         tp_group: dist.ProcessGroup | None = None,
+        name: str | None = None,
+        output_dtype: torch.dtype | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         """gather_output: return all columns on every rank, not this rank's. skip_bias_add: leave adding the bias to the
         caller. skip_weight_param_allocation: the weight is passed to forward. is_expert: whoever brings the tokens
-        moves them between ranks, and sums their gradients; tp_group is then the expert-tensor group.
+        moves them between ranks, and sums their gradients; tp_group is then the expert-tensor group. stride: W's rows
+        are that many tensors one below the other, of each of which a rank has its part. keep_master_weight_for_test:
+        keep the initial W of all ranks as master_weight; collective. disable_grad_reduce: the caller sums the input's
+        gradient. tp_group: before that of pg_collection. tp_comm_buffer_name, name: accepted, and have no effect.
+        embedding_activation_buffer, grad_output_buffer, output_dtype: must be None.
         """
         super().__init__()
-        tp_group = group_or_existing(tp_group, "expt_tp" if is_expert else "tp")
+        init_method = init_of_matrix(init_method, output_size, input_size)
+        require_defaults(
+            "ColumnParallelLinear",
+            "weight gradients are computed at once, and a product has the dtype of its factors",
+            embedding_activation_buffer=(embedding_activation_buffer, None),
+            grad_output_buffer=(grad_output_buffer, None),
+            output_dtype=(output_dtype, None),
+        )
+        tp_group = _group_of_layer(tp_group, pg_collection, is_expert=is_expert)
         self.input_size, self.output_size, self.tp_group = input_size, output_size, tp_group
         self.output_size_per_partition = split_size(output_size, tp_group, name="output_size")
         self.skip_bias_add, self.init_method, self.gather_output = skip_bias_add, init_method, gather_output
-        self.sums_input_grad = not is_expert
+        self.sums_input_grad = not is_expert and not disable_grad_reduce
         self.sequence_parallel = config.sequence_parallel and not is_expert
+        self.stride, self.master_weight = stride, None
         if skip_weight_param_allocation:
             self.register_parameter("weight", None)
         else:
             self.weight = empty_parameter(self.output_size_per_partition, input_size, config=config)
-            set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+            set_tensor_model_parallel_attributes(self.weight, True, 0, stride)
             initialize_weight(self.weight, init_method, config=config, tp_group=tp_group)
+            if keep_master_weight_for_test:
+                self.master_weight = _whole_weight(self.weight, tp_group, dim=0, stride=stride)
         self.register_parameter("bias", None)
         if bias:
             self.bias = zero_parameter(self.output_size_per_partition, config=config)
-            set_tensor_model_parallel_attributes(self.bias, True, 0, 1)
+            set_tensor_model_parallel_attributes(self.bias, True, 0, stride)
 
     def init_methods(self) -> dict[str, InitMethod]:
         """Initialization of the parameters, by name."""
@@ -102,15 +142,21 @@ class ColumnParallelLinear(CopiedWithGroups):
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
         """This rank's rows of the weight [output_size, input_size] and of the bias [output_size]."""
-        pieces = {
-            name: split_piece(prefix + name, p, group=self.tp_group, dim=0) for name, p in self.named_parameters()
+        return {
+            name: split_pieces(prefix + name, p, group=self.tp_group, dim=0, stride=self.stride)
+            for name, p in self.named_parameters()
         }
-        return {name: [piece] for name, piece in pieces.items()}
 
-    def forward(self, input_: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def extra_repr(self) -> str:
+        """Returns the sizes for repr."""
+        return _sizes_of(self, has_bias=self.bias is not None)
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """input_: [*, input_size], parameter dtype; under sequence parallelism [S / ranks, *, input_size].
         Returns [*, output_size / ranks] of the whole sequence ([*, output_size] where it is gathered), same dtype, and
-        this rank's part of the skipped bias.
+        this rank's part of the skipped bias. runtime_gather_output: instead of gather_output; None: as that says.
         """
         weight = self.weight if weight is None else weight
         assert weight is not None, "the layer has no weight of its own: pass one"
@@ -123,7 +169,7 @@ class ColumnParallelLinear(CopiedWithGroups):
             self.sequence_parallel,
             tp_group=self.tp_group,
         )
-        if self.gather_output:
+        if self.gather_output if runtime_gather_output is None else runtime_gather_output:
             output = gather_from_tensor_model_parallel_region(output, self.tp_group)
         return output, self.bias if self.skip_bias_add else None
 
@@ -144,9 +190,13 @@ class ReplicatedLinear(CopiedWithGroups):
         init_method: InitMethod,
         bias: bool = False,
         tp_group: dist.ProcessGroup | None = None,
+        **of_split_layers: Any,
     ) -> None:
-        """bias: must be False. tp_group: ranks that hold the same."""
+        """bias: must be False. tp_group: ranks that hold the same. of_split_layers: what builders tell every linear
+        layer and this one has no use for: gather_output, skip_bias_add, is_expert, tp_comm_buffer_name.
+        """
         super().__init__()
+        init_method = init_of_matrix(init_method, output_size, input_size)
         if bias:
             raise ValueError("bias is True: a ReplicatedLinear has none, must be False")
         self.input_size, self.output_size, self.init_method = input_size, output_size, init_method
@@ -171,6 +221,7 @@ class RowParallelLinear(CopiedWithGroups):
     """y = x W^T (+ b), W's columns split over the tensor-parallel group. Returns (y, bias to add or None)."""
 
     bias: nn.Parameter | None
+    master_weight: Tensor | None
 
     def __init__(
         self,
@@ -182,15 +233,23 @@ class RowParallelLinear(CopiedWithGroups):
         bias: bool = True,
         input_is_parallel: bool = True,
         skip_bias_add: bool = False,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
         is_expert: bool = False,
+        tp_comm_buffer_name: str | None = None,
         tp_group: dist.ProcessGroup | None = None,
+        name: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         """skip_bias_add: leave adding the bias to the caller. input_is_parallel: the input has this rank's columns
         alone, not all of them. is_expert: the ranks' results are summed by whoever takes the tokens back, and the bias
-        is to be added once there; tp_group is then the expert-tensor group.
+        is to be added once there; tp_group is then the expert-tensor group. Others as ColumnParallelLinear's, but for
+        columns in the place of rows.
         """
         super().__init__()
-        tp_group = group_or_existing(tp_group, "expt_tp" if is_expert else "tp")
+        init_method = init_of_matrix(init_method, output_size, input_size)
+        tp_group = _group_of_layer(tp_group, pg_collection, is_expert=is_expert)
+        self.stride, self.master_weight = stride, None
         self.input_size, self.output_size, self.tp_group = input_size, output_size, tp_group
         self.input_size_per_partition = split_size(input_size, tp_group, name="input_size")
         self.skip_bias_add, self.init_method, self.input_is_parallel = skip_bias_add, init_method, input_is_parallel
@@ -204,8 +263,10 @@ class RowParallelLinear(CopiedWithGroups):
             else reduce_from_tensor_model_parallel_region_
         )
         self.weight = empty_parameter(output_size, self.input_size_per_partition, config=config)
-        set_tensor_model_parallel_attributes(self.weight, True, 1, 1)
+        set_tensor_model_parallel_attributes(self.weight, True, 1, stride)
         initialize_weight(self.weight, init_method, config=config, tp_group=tp_group)
+        if keep_master_weight_for_test:
+            self.master_weight = _whole_weight(self.weight, tp_group, dim=1, stride=stride)
         self.register_parameter("bias", None)
         if bias:
             self.bias = zero_parameter(output_size, config=config)
@@ -218,7 +279,12 @@ class RowParallelLinear(CopiedWithGroups):
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
         """This rank's columns of the weight [output_size, input_size]; the bias is stored whole."""
-        return {"weight": [split_piece(prefix + "weight", self.weight, group=self.tp_group, dim=1)]}
+        pieces = split_pieces(prefix + "weight", self.weight, group=self.tp_group, dim=1, stride=self.stride)
+        return {"weight": pieces}
+
+    def extra_repr(self) -> str:
+        """Returns the sizes for repr."""
+        return _sizes_of(self, has_bias=self.bias is not None)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """input_: [*, input_size / ranks] ([*, input_size] unless input_is_parallel), parameter dtype.
@@ -253,10 +319,14 @@ class VocabParallelEmbedding(CopiedWithGroups):
         reduce_scatter_embeddings: bool = False,
         config: LayerConfig,
         tp_group: dist.ProcessGroup | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """reduce_scatter_embeddings: return this rank's part of the sequence, sequence first."""
+        """reduce_scatter_embeddings: return this rank's part of the sequence, sequence first. tp_group: the ranks,
+        before those of pg_collection.
+        """
         super().__init__()
-        tp_group = group_or_existing(tp_group)
+        init_method = init_of_matrix(init_method, num_embeddings, embedding_dim)
+        tp_group = _group_of_layer(tp_group, pg_collection)
         self.num_embeddings, self.embedding_dim, self.init_method = num_embeddings, embedding_dim, init_method
         self.tp_group, self.reduce_scatter_embeddings = tp_group, reduce_scatter_embeddings
         self.num_embeddings_per_partition = split_size(num_embeddings, tp_group, name="num_embeddings")
@@ -312,6 +382,33 @@ def split_size(size: int, group: dist.ProcessGroup | None, *, name: str) -> int:
     return divide(size, group_size(group))
 
 
+def split_pieces(
+    key: str, local: Tensor, *, group: dist.ProcessGroup | None, dim: int, stride: int
+) -> list[LogicalPiece]:
+    """The pieces of a stored tensor that is `stride` tensors joined along `dim`, each cut evenly in rank order.
+
+    local: this rank's parts of these, joined; any shape and dtype. Raises ValueError if stride does not divide them.
+    """
+    if stride == 1:
+        return [split_piece(key, local, group=group, dim=dim)]
+    shape, ranks = tuple(local.shape), group_size(group)
+    length, strides = divide(shape[dim], stride), identity_piece(key, shape).stride
+    whole = tuple(size * ranks if d == dim else size for d, size in enumerate(shape))
+    part = tuple(length if d == dim else size for d, size in enumerate(shape))
+    firsts = [(number * ranks + group_rank(group)) * length for number in range(stride)]
+    return [
+        LogicalPiece(
+            key,
+            part,
+            strides,
+            number * length * strides[dim],
+            whole,
+            tuple(first if d == dim else 0 for d in range(len(shape))),
+        )
+        for number, first in enumerate(firsts)
+    ]
+
+
 def split_piece(key: str, local: Tensor, *, group: dist.ProcessGroup | None, dim: int) -> LogicalPiece:
     """The piece of a stored tensor that is cut evenly along `dim` in rank order.
 
@@ -321,6 +418,27 @@ def split_piece(key: str, local: Tensor, *, group: dist.ProcessGroup | None, dim
     whole = tuple(size * group_size(group) if d == dim else size for d, size in enumerate(shape))
     offset = tuple(group_rank(group) * size if d == dim else 0 for d, size in enumerate(shape))
     return LogicalPiece(key, shape, identity_piece(key, shape).stride, 0, whole, offset)
+
+
+def _group_of_layer(
+    tp_group: dist.ProcessGroup | None, groups: ProcessGroupCollection | None, *, is_expert: bool = False
+) -> dist.ProcessGroup:
+    if tp_group is None and groups is not None:
+        return or_alone(groups.expt_tp if is_expert else groups.tp)
+    return group_or_existing(tp_group, "expt_tp" if is_expert else "tp")
+
+
+def _whole_weight(local: Tensor, group: dist.ProcessGroup, *, dim: int, stride: int) -> Tensor:
+    """Gathers a weight of which ranks have parts along `dim` as `split_pieces` says."""
+    parts = all_gather_rows(local.detach().unsqueeze(0), group).wait()
+    return torch.cat([part for parts_of in parts.chunk(stride, dim + 1) for part in parts_of], dim=dim)
+
+
+def _sizes_of(layer: "ColumnParallelLinear | RowParallelLinear", *, has_bias: bool) -> str:
+    return (
+        f"in_features={layer.input_size}, out_features={layer.output_size}, bias={has_bias}, "
+        f"TP={group_size(layer.tp_group)}"
+    )
 
 
 def empty_parameter(*shape: int, config: LayerConfig) -> nn.Parameter:

@@ -8,9 +8,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from megatron.core.config_field import require_defaults
 from megatron.core.group_collectives import Pending, all_gather_rows, all_reduce_sum, reduce_scatter_rows
 from megatron.core.parallel_state import group_or_existing
 from megatron.core.process_groups_config import group_size
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.weight_grads import LinearGrad, hand_over, has_grad_owner
 
 
@@ -21,8 +23,11 @@ def linear_with_grad_accumulation_and_async_allreduce(
     gradient_accumulation_fusion: bool,
     allreduce_dgrad: bool,
     sequence_parallel: bool,
-    *,
+    grad_output_buffer: list[Tensor] | None = None,
+    wgrad_deferral_limit: int | None = 0,
     tp_group: ProcessGroup | None = None,
+    gtp_remat_size: int = 1,
+    output_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """input W^T + bias; the input's gradient is summed over the group while the weight's is computed.
 
@@ -32,14 +37,19 @@ def linear_with_grad_accumulation_and_async_allreduce(
     tp_group: None is parallel_state's, see group_or_existing.
     gradient_accumulation_fusion: a weight's owner, if it has one, adds up its gradients itself (weight_grads.py).
     Under torch.autocast all are cast to its dtype first, as F.linear does; weights then have no owner.
+    grad_output_buffer, wgrad_deferral_limit, gtp_remat_size, output_dtype: must have their defaults.
     """
+    if grad_output_buffer is not None or wgrad_deferral_limit or gtp_remat_size != 1 or output_dtype is not None:
+        _require_plain_product(grad_output_buffer, wgrad_deferral_limit, gtp_remat_size, output_dtype)
     tp_group = group_or_existing(tp_group)
     # Casts of autograd's own: the functions below then save, and multiply in backward, tensors of one dtype.
     input, weight, bias = autocast_input(input), autocast_input(weight), autocast_input(bias)
     fuses = gradient_accumulation_fusion and has_grad_owner(weight)
     output: Tensor
     if group_size(tp_group) > 1 and (allreduce_dgrad or sequence_parallel):
-        output = _Linear.apply(input, weight, bias, fuses, sequence_parallel, tp_group)
+        output = LinearWithGradAccumulationAndAsyncCommunication.apply(
+            input, weight, bias, fuses, allreduce_dgrad, sequence_parallel, None, 0, tp_group, 1, None
+        )
     elif fuses:
         output = _OwnLinear.apply(input, weight, bias)
     else:
@@ -83,39 +93,139 @@ class _OwnLinear(torch.autograd.Function):
         return grad_x, grad_weight, rows.sum(dim=0) if needs_bias else None
 
 
-class _Linear(torch.autograd.Function):
+class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
     """Under sequence parallelism the input is this rank's part and so is what is kept of it."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, fuses: bool, gathers: bool, group: ProcessGroup | None
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gradient_accumulation_fusion: bool,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        grad_output_buffer: list[Tensor] | None,
+        wgrad_deferral_limit: int | None,
+        tp_group: ProcessGroup | None,
+        gtp_remat_size: int,
+        output_dtype: torch.dtype | None,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.gathers, ctx.group = gathers, group
+        """input: [*, I]; weight: [O, I]; bias: [O] or None, one float dtype. Returns [*, O], same dtype.
+
+        See linear_with_grad_accumulation_and_async_allreduce. tp_group: None is this rank alone.
+        """
+        _require_plain_product(grad_output_buffer, wgrad_deferral_limit, gtp_remat_size, output_dtype)
+        ctx.save_for_backward(input, weight)
+        ctx.gathers, ctx.group = sequence_parallel, tp_group
+        ctx.sums = allreduce_dgrad or sequence_parallel
         # The weight itself: what was saved may come back as another tensor.
-        ctx.owned = weight if fuses else None
-        return F.linear(_whole(x, ctx).wait(), weight, bias)
+        ctx.owned = weight if gradient_accumulation_fusion else None
+        return F.linear(_whole(input, ctx).wait(), weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """grad_output: [*, O], the dtype of the factors. Returns the gradients of input, weight and bias, and Nones."""
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias, *others = ctx.needs_input_grad
         # Started first: the ranks send while this one multiplies.
         whole = _whole(x, ctx) if needs_weight else Pending(x, None)
         grad_x = grad_weight = grad_bias = None
         if needs_x:
-            reduce = reduce_scatter_rows if ctx.gathers else all_reduce_sum
-            grad_x = reduce(grad.matmul(weight), ctx.group)
-        rows = grad.reshape(-1, grad.shape[-1])
+            grad_x = _summed(grad_output.matmul(weight), ctx)
+        rows = grad_output.reshape(-1, grad_output.shape[-1])
         if needs_weight:
             product = LinearGrad(rows, whole.wait().reshape(-1, x.shape[-1]))
             own = ctx.owned
             grad_weight = product.compute() if own is None else hand_over(own, product, node=ctx.next_functions[1][0])
         if needs_bias:
             grad_bias = rows.sum(dim=0)
-        return None if grad_x is None else grad_x.wait(), grad_weight, grad_bias, None, None, None
+        return None if grad_x is None else grad_x.wait(), grad_weight, grad_bias, *(None for _ in others)
+
+
+def linear_with_frozen_weight(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    tp_group: ProcessGroup | None,
+    grad_output_buffer: list[Tensor] | None = None,
+    wgrad_deferral_limit: int | None = None,
+    gtp_remat_size: int = 1,
+    output_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """input W^T + bias without a gradient of the weight, for which nothing is saved or gathered.
+
+    input: [*, I], or under sequence_parallel this rank's [S / ranks, *, I], gathered once; weight: [O, I]; bias: [O] or
+    None, all one float dtype. Returns [*, O], or [S, *, O], same dtype. Other arguments are those of
+    linear_with_grad_accumulation_and_async_allreduce; gradient_accumulation_fusion finds no gradient to accumulate.
+    """
+    _require_plain_product(grad_output_buffer, wgrad_deferral_limit or 0, gtp_remat_size, output_dtype)
+    tp_group = group_or_existing(tp_group)
+    input, weight, bias = autocast_input(input), autocast_input(weight), autocast_input(bias)
+    if sequence_parallel:
+        input = gather_from_sequence_parallel_region(input, group=tp_group)
+    # A gather sums the gradient already.
+    sums = allreduce_dgrad and not sequence_parallel
+    output: Tensor = LinearWithFrozenWeight.apply(input, weight, bias, sums, tp_group, output_dtype)
+    return output
+
+
+class LinearWithFrozenWeight(torch.autograd.Function):
+    """y = x W^T (+ b) whose weight gets no gradient, so that its input need not be saved."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        allreduce_dgrad: bool,
+        tp_group: ProcessGroup | None,
+        output_dtype: torch.dtype | None,
+    ) -> Tensor:
+        """input: [*, I]; weight: [O, I]; bias: [O] or None, one float dtype. Returns [*, O]; output_dtype: None."""
+        _require_plain_product(None, 0, 1, output_dtype)
+        ctx.save_for_backward(weight)
+        ctx.gathers, ctx.group, ctx.sums = False, tp_group, allreduce_dgrad
+        return F.linear(input, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """grad_output: [*, O], the weight's dtype. Returns the gradients of input and bias, and Nones."""
+        (weight,) = ctx.saved_tensors
+        needs_x, _, needs_bias, *others = ctx.needs_input_grad
+        grad_x = _summed(grad_output.matmul(weight), ctx).wait() if needs_x else None
+        grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0) if needs_bias else None
+        return grad_x, None, grad_bias, *(None for _ in others)
+
+
+def _summed(grad: Tensor, ctx: Any) -> Pending:
+    """Starts the sum of an input's gradient over the ranks, if there is one; ctx.gathers: each gets its part."""
+    if not ctx.sums:
+        return Pending(grad, None)
+    return reduce_scatter_rows(grad, ctx.group) if ctx.gathers else all_reduce_sum(grad, ctx.group)
 
 
 def _whole(x: Tensor, ctx: Any) -> Pending:
     return all_gather_rows(x, ctx.group) if ctx.gathers else Pending(x, None)
+
+
+def _require_plain_product(
+    grad_output_buffer: list[Tensor] | None,
+    wgrad_deferral_limit: int | None,
+    gtp_remat_size: int,
+    output_dtype: torch.dtype | None,
+) -> None:
+    require_defaults(
+        "a linear layer",
+        "a product has the dtype of its factors, and weight gradients are computed at once, of weights that are whole",
+        grad_output_buffer=(grad_output_buffer, None),
+        wgrad_deferral_limit=(wgrad_deferral_limit, 0),
+        gtp_remat_size=(gtp_remat_size, 1),
+        output_dtype=(output_dtype, None),
+    )

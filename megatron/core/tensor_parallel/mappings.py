@@ -7,15 +7,18 @@ do the same, the gradient is whole already and is only split. A group of None is
 see group_or_existing; with one rank nothing moves.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from megatron.core.group_collectives import all_gather_rows, all_reduce_sum, reduce_scatter_rows
+from megatron.core.config_field import require_defaults
+from megatron.core.group_collectives import all_gather_rows, all_reduce_sum, arriving, reduce_scatter_rows
 from megatron.core.parallel_state import group_or_existing
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.utils import divide
@@ -58,20 +61,89 @@ def scatter_to_sequence_parallel_region(input_: Tensor, group: ProcessGroup | No
 
 
 def gather_from_sequence_parallel_region(
-    input_: Tensor, tensor_parallel_output_grad: bool = True, *, group: ProcessGroup | None = None
+    input_: Tensor,
+    tensor_parallel_output_grad: bool = True,
+    group: ProcessGroup | None = None,
+    output_split_sizes: Sequence[int] | None = None,
+    use_global_buffer: bool = False,
 ) -> Tensor:
     """The whole sequence, [S / ranks, *] -> [S, *], any float dtype.
 
     tensor_parallel_output_grad: ranks go on with shares of the work, so gradients are summed and split; False where
-    all do the same, so gradients are split alone. See [Note: conjugates].
+    all do the same, so gradients are split alone. See [Note: conjugates]. output_split_sizes: rows of each rank, where
+    they differ. use_global_buffer: must be False.
     """
-    backward = _reduce_scatter_first if tensor_parallel_output_grad else _split_first
-    return _move(input_, group, forward=_gather_first, backward=backward)
+    _refuse_global_buffer("gather_from_sequence_parallel_region", use_global_buffer)
+    gather, scatter, split = _moves_of_rows(output_split_sizes, group)
+    return _move(input_, group, forward=gather, backward=scatter if tensor_parallel_output_grad else split)
 
 
-def reduce_scatter_to_sequence_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """This rank's part of the sum of the ranks' sequences, [S, *] -> [S / ranks, *], any dtype."""
-    return _move(input_, group, forward=_reduce_scatter_first, backward=_gather_first)
+def reduce_scatter_to_sequence_parallel_region(
+    input_: Tensor,
+    group: ProcessGroup | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    use_global_buffer: bool = False,
+) -> Tensor:
+    """This rank's part of the sum of the ranks' sequences, [S, *] -> [S / ranks, *], any dtype.
+
+    input_split_sizes: rows of each rank, where they differ. use_global_buffer: must be False.
+    """
+    _refuse_global_buffer("reduce_scatter_to_sequence_parallel_region", use_global_buffer)
+    gather, scatter, _ = _moves_of_rows(input_split_sizes, group)
+    return _move(input_, group, forward=scatter, backward=gather)
+
+
+def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """The ranks' parts side by side, [*, H / ranks] -> [*, H], any float dtype; gradients are summed and split."""
+    return _move(input_, group, forward=_gather_last, backward=_reduce_scatter_last)
+
+
+def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """This rank's columns of the ranks' sum, [*, H] -> [*, H / ranks], any float dtype; gradients are gathered."""
+    return _move(input_, group, forward=_reduce_scatter_last, backward=_gather_last)
+
+
+def all_to_all(
+    group: ProcessGroup | None,
+    input_: Tensor,
+    output_split_sizes_: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    use_nccl_stream: bool = False,
+) -> Tensor:
+    """Sends rows of [N, *], any float dtype, to each rank, and returns the rows that arrive, in rank order: [M, *].
+
+    output_split_sizes_, input_split_sizes: rows from and to each rank; None is the same number for all ranks. The
+    gradients of rows return to their senders. use_nccl_stream: must be False, since NCCL has streams of its own anyway.
+    """
+    why = "transfers run on the stream of their process group"
+    require_defaults("all_to_all", why, use_nccl_stream=(use_nccl_stream, False))
+    arriving_rows, leaving_rows = (None if s is None else list(s) for s in (output_split_sizes_, input_split_sizes))
+    return _move(
+        input_,
+        group,
+        forward=partial(_exchange, receive=arriving_rows, send=leaving_rows),
+        backward=partial(_exchange, receive=leaving_rows, send=arriving_rows),
+    )
+
+
+def all_to_all_sp2hp(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Exchanges a part of the tokens for a part of the columns: [T / ranks, H] -> [T, H / ranks], any float dtype.
+
+    Dimensions before the last are flattened to tokens.
+    """
+    group = group_or_existing(group)
+    rows = input_.reshape(-1, input_.shape[-1])
+    columns = divide(rows.shape[-1], group_size(group))
+    # Rows for rank r are this rank's tokens in columns of r.
+    by_rank = rows.unflatten(-1, (-1, columns)).movedim(1, 0).reshape(-1, columns)
+    return all_to_all(group, by_rank)
+
+
+def all_to_all_hp2sp(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Inverts all_to_all_sp2hp: [T, H / ranks] -> [T / ranks, H], any float dtype."""
+    group = group_or_existing(group)
+    rows = all_to_all(group, input_.reshape(-1, input_.shape[-1]))
+    return rows.unflatten(0, (group_size(group), -1)).movedim(0, 1).flatten(1)
 
 
 def part_of(x: Tensor, group: ProcessGroup | None, *, dim: int) -> Tensor:
@@ -156,3 +228,52 @@ def _gather_last(x: Tensor, group: ProcessGroup | None) -> Tensor:
     # Ranks come first out of the collective and belong beside the last dimension.
     by_rank = all_gather_rows(x.unsqueeze(0), group).wait()  # [ranks, *, H / ranks]
     return by_rank.movedim(0, -2).reshape(*x.shape[:-1], ranks * x.shape[-1])
+
+
+def _reduce_scatter_last(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    # Ranks come first for the collective.
+    by_rank = x.unflatten(-1, (group_size(group), -1)).movedim(-2, 0)
+    return reduce_scatter_rows(by_rank, group).wait().squeeze(0)
+
+
+def _exchange(x: Tensor, group: ProcessGroup | None, *, receive: list[int] | None, send: list[int] | None) -> Tensor:
+    rows = x.shape[0] if receive is None else sum(receive)
+    received = arriving((rows, *x.shape[1:]), group, dtype=x.dtype, device=x.device)
+    dist.all_to_all_single(received, x.contiguous(), receive, send, group=group)
+    return received
+
+
+def _moves_of_rows(sizes: Sequence[int] | None, group: ProcessGroup | None) -> tuple[_Move, _Move, _Move]:
+    """Returns gather, reduce-scatter and split of the first dimension; sizes: rows of each rank, None if all equal."""
+    if sizes is None:
+        return _gather_first, _reduce_scatter_first, _split_first
+    ranks = group_size(group_or_existing(group))
+    if len(sizes) != ranks:
+        raise ValueError(f"the sizes of a split are {list(sizes)}: must be one for each of {ranks} ranks")
+    # A tuple, which the caller cannot change before backward.
+    uneven = (partial(move, sizes=tuple(sizes)) for move in (_gather_uneven, _reduce_scatter_uneven, _split_uneven))
+    return next(uneven), next(uneven), next(uneven)
+
+
+def _gather_uneven(x: Tensor, group: ProcessGroup | None, *, sizes: tuple[int, ...]) -> Tensor:
+    # Every collective of torch takes parts of one size, so short parts are padded.
+    padded = x.new_zeros(max(sizes), *x.shape[1:])
+    padded[: x.shape[0]] = x
+    parts = all_gather_rows(padded, group).wait().split(max(sizes))
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def _reduce_scatter_uneven(x: Tensor, group: ProcessGroup | None, *, sizes: tuple[int, ...]) -> Tensor:
+    padded = x.new_zeros(len(sizes), max(sizes), *x.shape[1:])
+    for target, part in zip(padded, x.split(list(sizes)), strict=True):
+        target[: part.shape[0]] = part
+    return reduce_scatter_rows(padded.flatten(0, 1), group).wait()[: sizes[group_rank(group)]]
+
+
+def _split_uneven(x: Tensor, group: ProcessGroup | None, *, sizes: tuple[int, ...]) -> Tensor:
+    return x.split(list(sizes))[group_rank(group)].clone()
+
+
+def _refuse_global_buffer(call: str, use_global_buffer: bool) -> None:
+    if use_global_buffer:
+        raise ValueError(f"{call}: use_global_buffer is True: results have memory of their own here, must be False")

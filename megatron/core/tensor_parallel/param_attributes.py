@@ -10,6 +10,10 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron.core.parallel_state import group_or_existing
+from megatron.core.process_groups_config import group_rank
 
 # Attributes that an optimizer or a wrapper sets. They are neither stored nor copied with a parameter, since the copy is
 # not wrapped.
@@ -64,6 +68,29 @@ def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_ten
     )
 
 
+def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:
+    """Marks a tensor, any shape and dtype, as not split, unless it is marked as split or not."""
+    facts = param_facts(tensor)
+    set_tensor_model_parallel_attributes(
+        tensor, facts.tensor_model_parallel, facts.partition_dim, facts.partition_stride
+    )
+
+
+def param_is_not_tensor_parallel_duplicate(
+    param: Tensor, tp_group: ProcessGroup | None = None, expert_tp_group: ProcessGroup | None = None
+) -> bool:
+    """Whether this rank counts a parameter, any shape and dtype, where each element must be counted once.
+
+    Ranks count their parts of split parameters, and the first rank counts those that all hold. tp_group,
+    expert_tp_group: the ranks of dense and of expert layers; None: parallel_state's.
+    """
+    facts = param_facts(param)
+    if facts.tensor_model_parallel:
+        return True
+    group = group_or_existing(expert_tp_group, "expt_tp") if facts.is_expert else group_or_existing(tp_group)
+    return group_rank(group) == 0
+
+
 def copy_marks(destination: nn.Parameter, source: nn.Parameter) -> None:
     """Copies the attributes of layers and users to another parameter; both: any shape and dtype."""
     vars(destination).update(_marks_in(vars(source)))
@@ -83,6 +110,16 @@ def mark_expert(param: nn.Parameter) -> None:
 def mark_shared(param: nn.Parameter, *, is_copy: bool) -> None:
     """Marks a tied weight, any shape and dtype, of two pipeline stages; is_copy: the other stage owns it."""
     vars(param).update(shared=is_copy, shared_embedding=True)
+
+
+def mark_kept_in_fp32(tensor: Tensor) -> None:
+    """Marks a parameter or buffer, any shape and dtype, that keeps its dtype in a model of half precision."""
+    vars(tensor).update(keep_in_fp32=True)
+
+
+def is_kept_in_fp32(tensor: Tensor) -> bool:
+    """Whether a parameter or buffer, any shape and dtype, is marked by mark_kept_in_fp32."""
+    return bool(vars(tensor).get("keep_in_fp32", False))
 
 
 def set_main_grad(param: nn.Parameter, grad: Tensor) -> None:

@@ -13,7 +13,10 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.core.config_field import require_defaults
 from megatron.core.device import (
+    DATA_PARALLEL_RNG,
+    EXPERT_PARALLEL_RNG,
     MODEL_PARALLEL_RNG,
     CudaRNGStatesTracker,
     RngStates,
@@ -29,8 +32,59 @@ from megatron.core.process_groups_config import group_rank, group_size
 _MODEL_PARALLEL_OFFSET, _EXPERT_PARALLEL_OFFSET = 2718, 1024
 
 
+def get_expert_parallel_rng_tracker_name() -> str:
+    """Returns the name of the stream that differs between ranks with different experts."""
+    return EXPERT_PARALLEL_RNG
+
+
+def get_data_parallel_rng_tracker_name() -> str:
+    """Returns the name of the stream that is the same on all ranks."""
+    return DATA_PARALLEL_RNG
+
+
+def initialize_rng_tracker(
+    use_te_rng_tracker: bool = False,
+    inference_rng_tracker: bool = False,
+    use_cudagraphable_rng: bool = False,
+    force_reset: bool = False,
+) -> None:
+    """Checks the arguments as get_cuda_rng_tracker does; force_reset: removes the streams of the process's tracker."""
+    tracker = get_cuda_rng_tracker(use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
+    if force_reset:
+        tracker.reset()
+
+
+def get_all_rng_states() -> RngStates:
+    """Returns the states of all named streams, see CudaRNGStatesTracker.get_states. Raises ValueError without any."""
+    tracker = get_cuda_rng_tracker()
+    if not tracker.is_initialized():
+        raise ValueError("there are no random-number streams: call model_parallel_cuda_manual_seed first")
+    return tracker.get_states()
+
+
+def is_graph_safe_cuda_rng_tracker(cuda_rng_tracker: Any) -> bool:
+    """Whether a tracker's streams may be used in CUDA graphs: those of every tracker here may."""
+    return isinstance(cuda_rng_tracker, CudaRNGStatesTracker)
+
+
+def convert_cuda_rng_state(state: Tensor | torch.Generator, to_graphable: bool = False) -> Tensor | torch.Generator:
+    """Returns a generator's state as bytes, [N], uint8, on the CPU; to_graphable: a generator with that state.
+
+    state: such bytes of a generator on this process's device, or a generator, which is not changed.
+    """
+    if not isinstance(state, torch.Generator):
+        return _generator_of(state, default_device()) if to_graphable else state
+    return _generator_of(state.get_state(), state.device) if to_graphable else state.get_state()
+
+
+def _generator_of(state: Tensor, device: torch.device) -> torch.Generator:
+    generator = torch.Generator(device)
+    generator.set_state(state)
+    return generator
+
+
 def get_cuda_rng_tracker(
-    use_te_rng_tracker: bool = False, inference_rng_tracker: bool = False, *, use_cudagraphable_rng: bool = False
+    use_te_rng_tracker: bool = False, inference_rng_tracker: bool = False, use_cudagraphable_rng: bool = False
 ) -> CudaRNGStatesTracker:
     """Returns the tracker of this process; its GPU streams may be used in CUDA graphs in any case.
 
@@ -54,34 +108,111 @@ def numbers_of_each_rank(group: ProcessGroup | None, *, dropout: float) -> Calla
 def model_parallel_cuda_manual_seed(
     seed: int,
     te_rng_tracker: bool = False,
-    *,
     inference_rng_tracker: bool = False,
     use_cudagraphable_rng: bool = False,
     tp_rank: int | None = None,
     ep_rank: int | None = None,
     etp_rank: int | None = None,
+    gtp_remat_rank: int | None = None,
+    egtp_remat_rank: int | None = None,
+    force_reset_rng: bool = False,
+    gtp_remat_world_size: int | None = None,
+    egtp_remat_world_size: int | None = None,
 ) -> None:
     """Seeds the default stream, equally for the ranks of a tensor-parallel group, and named streams for each rank.
 
-    tp_rank, ep_rank, etp_rank: None means those of parallel_state. Raises ValueError for Megatron's other trackers.
+    tp_rank, ep_rank, etp_rank: None means those of parallel_state. force_reset_rng: accepted, since streams are made
+    anew in any case. Raises ValueError for Megatron's other trackers, and for ranks of generalised tensor parallelism.
     """
-    tracker = get_cuda_rng_tracker(te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng=use_cudagraphable_rng)
+    require_defaults(
+        "model_parallel_cuda_manual_seed",
+        "weights are not gathered over a further group",
+        gtp_remat_rank=(gtp_remat_rank, None),
+        egtp_remat_rank=(egtp_remat_rank, None),
+        gtp_remat_world_size=(gtp_remat_world_size, None),
+        egtp_remat_world_size=(egtp_remat_world_size, None),
+    )
+    tracker = get_cuda_rng_tracker(te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
     groups = existing_process_groups()
     tp_rank = group_rank(groups.tp) if tp_rank is None else tp_rank
     ep_rank = group_rank(groups.ep) if ep_rank is None else ep_rank
     etp_rank = group_rank(groups.expt_tp) if etp_rank is None else etp_rank
     tracker.reset()
     torch.manual_seed(seed)
-    tracker.add("data-parallel-rng", seed)
+    tracker.add(DATA_PARALLEL_RNG, seed)
     tracker.add(MODEL_PARALLEL_RNG, seed + _MODEL_PARALLEL_OFFSET + tp_rank)
-    tracker.add("expert-parallel-rng", seed + _EXPERT_PARALLEL_OFFSET + 100 * ep_rank + etp_rank)
+    tracker.add(EXPERT_PARALLEL_RNG, seed + _EXPERT_PARALLEL_OFFSET + 100 * ep_rank + etp_rank)
 
 
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
     """Returns function(*args) and saves only the arguments; backward recomputes it. args: any shape and dtype."""
+    _refuse_distributed_arguments(distribute_saved_activations)
+    return recompute(function, *args)
+
+
+def _refuse_distributed_arguments(distribute_saved_activations: bool) -> None:
     if distribute_saved_activations:
         raise ValueError("distribute_saved_activations is True: every rank keeps the arguments whole, must be False")
-    return recompute(function, *args)
+
+
+class CheckpointFunction(torch.autograd.Function):
+    """The reentrant form of `checkpoint`, for callers that apply it themselves: its backward runs one of its own.
+
+    At least one tensor argument must require a gradient, and torch.autograd.grad cannot pass through it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, run_function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
+        """Returns run_function(*args); args: tensors of any shape and dtype, or anything else."""
+        _refuse_distributed_arguments(distribute_saved_activations)
+        ctx.run_function, ctx.drawn_again = run_function, _RngSnapshot().drawn_again
+        ctx.others = [None if isinstance(value, Tensor) else (value,) for value in args]
+        tensors = [value for value in args if isinstance(value, Tensor)]
+        ctx.needs_grad = [tensor.requires_grad for tensor in tensors]
+        ctx.save_for_backward(*tensors)
+        with _checkpointing():
+            return run_function(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *args: Any) -> Any:
+        """args: gradients of the outputs. Returns those of the arguments. Raises RuntimeError under autograd.grad."""
+        if not torch.autograd._is_checkpoint_valid():
+            raise RuntimeError("CheckpointFunction runs backward inside: call backward, or use checkpoint for grad")
+        saved = iter([t.detach().requires_grad_(n) for t, n in zip(ctx.saved_tensors, ctx.needs_grad, strict=True)])
+        again = [next(saved) if other is None else other[0] for other in ctx.others]
+        with ctx.drawn_again(), torch.enable_grad(), _checkpointing():
+            outputs = _as_tuple(ctx.run_function(*again))
+        pairs = [(out, grad) for out, grad in zip(outputs, args, strict=True) if out.requires_grad]
+        torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
+        return None, None, *(value.grad if isinstance(value, Tensor) else None for value in again)
+
+
+class _CheckpointDepth:
+    """Number of functions now running, one inside the other, that are recomputed."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+
+@functools.cache
+def _checkpoint_depth() -> _CheckpointDepth:
+    return _CheckpointDepth()
+
+
+@contextmanager
+def _checkpointing() -> Iterator[None]:
+    """Marks the run of a function as one of two, for is_checkpointing."""
+    running = _checkpoint_depth()
+    running.depth += 1
+    try:
+        yield
+    finally:
+        running.depth -= 1
+
+
+def is_checkpointing() -> bool:
+    """Whether this is called by a function that is recomputed, in its first run or in its second."""
+    return _checkpoint_depth().depth > 0
 
 
 def recompute(
@@ -107,7 +238,7 @@ def recompute(
         *args,
         use_reentrant=False,
         preserve_rng_state=draws_numbers,
-        context_fn=lambda: (nullcontext(), second_run),
+        context_fn=lambda: (_checkpointing(), second_run),
         **kwargs,
     )
 
@@ -120,9 +251,22 @@ class CheckpointWithoutOutput:
     3. discard_output_and_register_recompute: frees the memory of the output until the gradient of the result is ready.
     """
 
-    def __init__(self, *, draws_numbers: bool = True) -> None:
-        """draws_numbers: as in `recompute`."""
-        self._draws_numbers = draws_numbers
+    def __init__(
+        self,
+        fp8: bool = False,
+        ckpt_manager: "CheckpointWithoutOutputManager | None" = None,
+        retain_input_tensors: bool = False,
+        *,
+        draws_numbers: bool = True,
+    ) -> None:
+        """ckpt_manager: discards the output with others, see there. draws_numbers: as in `recompute`.
+
+        fp8, retain_input_tensors: must be False.
+        """
+        require_defaults("CheckpointWithoutOutput", "8-bit training does not exist here", fp8=(bool(fp8), False))
+        why = "arguments are freed once the second run has read them"
+        require_defaults("CheckpointWithoutOutput", why, retain_input_tensors=(retain_input_tensors, False))
+        self._draws_numbers, self._manager = draws_numbers, ckpt_manager
         self._second_run: Callable[[], tuple[Tensor, ...]] | None = None
         self._num_saved = 0
         self._saved: dict[int, Tensor] = {}
@@ -137,9 +281,11 @@ class CheckpointWithoutOutput:
         """
         if not torch.is_grad_enabled():
             return run_function(*args)
+        if self._manager is not None:
+            self._manager.add_checkpoint(self)
         drawn_again = _RngSnapshot().drawn_again if self._draws_numbers else nullcontext
         self._second_run = functools.partial(self._run_again, run_function, _Kept(args), drawn_again=drawn_again)
-        with torch.autograd.graph.saved_tensors_hooks(self._number, self._take):
+        with torch.autograd.graph.saved_tensors_hooks(self._number, self._take), _checkpointing():
             output = run_function(*args)
         self._outputs = [tensor.untyped_storage() for tensor in _as_tuple(output)]
         self._output_bytes = [storage.nbytes() for storage in self._outputs]
@@ -154,12 +300,15 @@ class CheckpointWithoutOutput:
         """Frees the output until backward reaches hook_tensor: any shape, float dtype, computed from the output.
 
         All gradients of the output must flow through hook_tensor, and the output must not be read in between.
+        With a manager this does nothing: the manager discards the outputs of all at once.
         """
-        if not self._outputs or not hook_tensor.requires_grad:
-            return
+        if self._manager is None and self._outputs and hook_tensor.requires_grad:
+            self._discard()
+            hook_tensor.register_hook(self._refill)
+
+    def _discard(self) -> None:
         for storage in self._outputs:
             storage.resize_(0)
-        hook_tensor.register_hook(self._refill)
 
     def _number(self, tensor: Tensor) -> int:
         self._num_saved += 1
@@ -190,11 +339,43 @@ class CheckpointWithoutOutput:
     ) -> tuple[Tensor, ...]:
         saved: list[Tensor] = []
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), _never_unpacked)
-        with drawn_again(), torch.enable_grad(), hooks:
+        with drawn_again(), torch.enable_grad(), hooks, _checkpointing():
             output = function(*kept.detached())
         assert len(saved) == self._num_saved, f"{len(saved)} tensors saved, {self._num_saved} the first time"
         self._saved = dict(enumerate(saved))
         return tuple(tensor.detach() for tensor in _as_tuple(output))
+
+
+class CheckpointWithoutOutputManager:
+    """Several CheckpointWithoutOutputs in the order they ran, whose outputs are freed and recomputed together.
+
+    An output may be the argument of a later one: they are recomputed in the order of their first runs.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[CheckpointWithoutOutput] = []
+
+    def add_checkpoint(self, ckpt: CheckpointWithoutOutput) -> None:
+        """Adds one that has this manager; its `checkpoint` does so itself."""
+        if ckpt not in self._parts:
+            self._parts.append(ckpt)
+
+    def discard_all_outputs_and_register_unified_recompute(self, hook_tensor: Tensor) -> None:
+        """Frees all outputs until backward reaches hook_tensor: any shape, float dtype, computed from the last.
+
+        All gradients of the outputs must flow through hook_tensor. The manager is then empty, for other functions.
+        """
+        parts, self._parts = self._parts, []
+        if not hook_tensor.requires_grad:
+            return
+        for part in parts:
+            part._discard()
+
+        def refill(grad: Tensor) -> None:
+            for part in parts:
+                part._refill(grad)
+
+        hook_tensor.register_hook(refill)
 
 
 class _RngSnapshot:
@@ -227,6 +408,7 @@ class _SecondRun:
                 stack.callback(tracker.set_states, tracker.get_states())
                 tracker.set_states(self._streams)
             stack.enter_context(self._around())
+            stack.enter_context(_checkpointing())
             self._leave = stack.pop_all()
 
     def __exit__(self, *error: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.config_field import require_defaults
 from megatron.core.logical_tensors import LogicalPiece
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import existing_process_groups
@@ -22,7 +23,7 @@ from megatron.core.transformer.context_parallel_attention import over_ranks
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule, run_and_keep
 from megatron.core.transformer.rope import RotaryTable, apply_rotary_pos_emb, split_and_rotate
-from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.spec_utils import build_module, build_offering
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 # query [S, B, N, D], key [S, B, G, D], value [S, B, G, E].
@@ -43,18 +44,28 @@ class Attention(MegatronModule):
         self.tp_group = or_alone(self.groups.tp)
         self.num_heads = split_size(num_heads, self.tp_group, name="num_attention_heads")
 
-    def _build_core(self, spec: Any, *, layer_number: int, attn_mask_type: AttnMaskType, **options: Any) -> None:
-        """Builds the core. options: additional arguments of the core."""
+    def _build_core(
+        self,
+        spec: Any,
+        *,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        cp_comm_type: str | None,
+        offered: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Builds the core. cp_comm_type: None means the configuration's of the layer.
+
+        offered, options: further arguments of the core: those that it may leave out, and those that it must take.
+        """
         config = self.config
-        self.core_attention = build_module(
-            spec,
-            config=config,
-            layer_number=layer_number,
-            attn_mask_type=attn_mask_type,
-            pg_collection=self.groups,
-            **options,
+        kind = cp_comm_type or config.cp_comm_type_of_layer(layer_number)
+        known = {"attention_type": "self", "cp_comm_type": kind, "pg_collection": self.groups, **(offered or {})}
+        self.core_attention = build_offering(
+            spec, known, config=config, layer_number=layer_number, attn_mask_type=attn_mask_type, **options
         )
-        self.around_core = over_ranks(self.core_attention, config, layer_number=layer_number, cp_group=self.groups.cp)
+        self.attn_mask_type = attn_mask_type
+        self.around_core = over_ranks(self.core_attention, config, kind=kind, cp_group=self.groups.cp)
         # Ranks have different heads, so their dropout must draw different numbers.
         self.core_numbers = numbers_of_each_rank(self.tp_group, dropout=config.attention_dropout)
 
@@ -66,8 +77,11 @@ class Attention(MegatronModule):
             config=self.config,
             init_method=self.config.output_layer_init_method,
             bias=self.config.add_bias_linear,
+            input_is_parallel=True,
             # The bias is added together with the residual, which saves one pass over [S, B, H].
             skip_bias_add=True,
+            is_expert=False,
+            tp_comm_buffer_name="proj",
             tp_group=self.tp_group,
         )
 
@@ -75,16 +89,37 @@ class Attention(MegatronModule):
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
+        key_value_states: Tensor | None = None,
+        inference_context: Any = None,
         rotary_pos_emb: RotaryTable | None = None,
-        *,
+        rotary_pos_cos: Tensor | None = None,
+        rotary_pos_sin: Tensor | None = None,
+        rotary_pos_cos_sin: Tensor | None = None,
+        attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
+        sequence_len_offset: Any = None,
+        *,
+        inference_params: Any = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Computes attention of the tokens to each other.
 
         hidden_states: [S, B, H], parameter dtype; attention_mask: bool, True where attention is forbidden, or None;
         packed_seq_params: segments that restrict attention. Returns [S, B, H], same dtype, and the bias [H] that the
-        caller must add, or None. Under sequence parallelism both S are this rank's part of the sequence.
+        caller must add, or None. Under sequence parallelism both S are this rank's part of the sequence. All other
+        arguments must be None.
         """
+        others = key_value_states, rotary_pos_cos, rotary_pos_sin, rotary_pos_cos_sin, attention_bias
+        if any(one is not None for one in (*others, inference_context, sequence_len_offset, inference_params)):
+            _require_self_attention(
+                key_value_states=key_value_states,
+                inference_context=inference_context,
+                rotary_pos_cos=rotary_pos_cos,
+                rotary_pos_sin=rotary_pos_sin,
+                rotary_pos_cos_sin=rotary_pos_cos_sin,
+                attention_bias=attention_bias,
+                sequence_len_offset=sequence_len_offset,
+                inference_params=inference_params,
+            )
         tensors, release = self._kept_until_used(hidden_states, rotary_pos_emb)
         # [S, B, N * E]
         context = self.parts.core_attn(self._attend, *tensors, attention_mask, packed_seq_params=packed_seq_params)
@@ -94,12 +129,15 @@ class Attention(MegatronModule):
     def _attend(self, *tensors: Tensor | None, packed_seq_params: PackedSeqParams | None) -> Tensor:
         # Inside the recomputed function, so that recompute draws from the same stream.
         with self.core_numbers():
-            return self.around_core(self.core_attention, *tensors, packed_seq_params=packed_seq_params)
+            return self.around_core(
+                self.core_attention, *tensors, attn_mask_type=self.attn_mask_type, packed_seq_params=packed_seq_params
+            )
 
-    def get_query_key_value_tensors(
-        self, hidden_states: Tensor, rotary_pos_emb: RotaryTable | None = None
-    ) -> QueryKeyValue:
-        """Projects [S, B, H], parameter dtype -> query [S, B, N, D], key [S, B, G, D] and value [S, B, G, E]."""
+    def _projected(self, hidden_states: Tensor, rotary_pos_emb: RotaryTable | None) -> QueryKeyValue:
+        """Projects [S, B, H], parameter dtype -> query [S, B, N, D], key [S, B, G, D] and value [S, B, G, E].
+
+        Queries and keys are rotated.
+        """
         raise NotImplementedError
 
     def _kept_until_used(
@@ -109,7 +147,7 @@ class Attention(MegatronModule):
 
         With recompute, the function releases the tensors and recomputes them in backward.
         """
-        return run_and_keep(self.get_query_key_value_tensors, hidden_states, rotary_pos_emb)
+        return run_and_keep(self._projected, hidden_states, rotary_pos_emb)
 
 
 @dataclass
@@ -135,10 +173,15 @@ class SelfAttention(Attention):
         config: TransformerConfig,
         submodules: SelfAttentionSubmodules,
         layer_number: int,
-        attn_mask_type: AttnMaskType = AttnMaskType.causal,
-        *,
+        attn_mask_type: AttnMaskType = AttnMaskType.padding,
+        cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        pp_layer_offset: int | None = None,
+        name: str | None = None,
     ) -> None:
+        """layer_number: from 1 over the whole model. attn_mask_type: as of the core; padding hides nothing by itself.
+        cp_comm_type: None means the configuration's of the layer. pp_layer_offset, name: accepted, without effect.
+        """
         super().__init__(config, num_heads=config.num_attention_heads, pg_collection=pg_collection)
         assert config.kv_channels is not None and config.num_query_groups is not None
         self.head_width = config.kv_channels
@@ -151,9 +194,19 @@ class SelfAttention(Attention):
             config=config,
             init_method=config.init_method,
             bias=config.add_bias_linear or config.add_qkv_bias,
+            gather_output=False,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_comm_buffer_name="qkv",
             tp_group=self.tp_group,
         )
-        self._build_core(submodules.core_attention, layer_number=layer_number, attn_mask_type=attn_mask_type)
+        self._build_core(
+            submodules.core_attention,
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+            cp_comm_type=cp_comm_type,
+            offered={"softmax_scale": None},
+        )
         if config.qk_layernorm and (submodules.q_layernorm is None or submodules.k_layernorm is None):
             raise ValueError("qk_layernorm is True: the layer's spec must have q_layernorm and k_layernorm")
         self.q_layernorm = self._head_norm(submodules.q_layernorm)
@@ -161,12 +214,32 @@ class SelfAttention(Attention):
         self._build_output(submodules.linear_proj, config.num_attention_heads * self.head_width)
 
     def get_query_key_value_tensors(
-        self, hidden_states: Tensor, rotary_pos_emb: RotaryTable | None = None
-    ) -> QueryKeyValue:
-        """Projects [S, B, H], parameter dtype -> query [S, B, N, D], key and value [S, B, G, D], same dtype.
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        output_gate: bool = False,
+        split_qkv: bool = True,
+    ) -> QueryKeyValue | tuple[Tensor, list[int]]:
+        """Projects [S, B, H], parameter dtype -> query [S, B, N, D], key and value [S, B, G, D], not yet rotated.
 
         Under tensor parallelism N and G are this rank's heads and groups. S is the whole sequence in the result.
+        split_qkv: False returns the projection [S, B, G, (q + 2) D] and the widths of queries, key and value in it.
+        key_value_states, output_gate: must be None and False.
         """
+        why = "there is neither cross-attention nor a gate over the output here"
+        require_defaults(
+            "get_query_key_value_tensors",
+            why,
+            key_value_states=(key_value_states, None),
+            output_gate=(output_gate, False),
+        )
+        if split_qkv:
+            return self._projected(hidden_states, None)
+        mixed, _ = self.parts.qkv_linear(self.linear_qkv, hidden_states)
+        widths = [self.queries_per_group * self.head_width, self.head_width, self.head_width]
+        return mixed.unflatten(-1, (self.num_groups, -1)), widths
+
+    def _projected(self, hidden_states: Tensor, rotary_pos_emb: RotaryTable | None) -> QueryKeyValue:
         mixed, _ = self.parts.qkv_linear(self.linear_qkv, hidden_states)  # [S, B, G * (q + 2) * D]
         mixed = mixed.unflatten(-1, (self.num_groups, self.queries_per_group + 2, self.head_width))
         has_norms = self.q_layernorm is not None or self.k_layernorm is not None
@@ -227,3 +300,8 @@ class SelfAttention(Attention):
             piece("k", kv_shape, stride=(group, *inner), offset=queries * head),
             piece("v", kv_shape, stride=(group, *inner), offset=(queries + 1) * head),
         ]
+
+
+def _require_self_attention(**arguments: Any) -> None:
+    why = "only self-attention in training exists here, with a table in rotary_pos_emb and no bias of scores"
+    require_defaults("attention", why, **{name: (value, None) for name, value in arguments.items()})

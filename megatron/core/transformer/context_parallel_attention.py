@@ -6,7 +6,7 @@ block. Or an all-to-all gives each rank whole sequences of a part of the heads, 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -37,20 +37,20 @@ AroundCore = Callable[..., Tensor]
 
 
 def over_ranks(
-    core: nn.Module, config: TransformerConfig, *, layer_number: int, cp_group: dist.ProcessGroup | None
+    core: nn.Module, config: TransformerConfig, *, kind: str, cp_group: dist.ProcessGroup | None
 ) -> AroundCore:
     """Returns a function that runs `core` over sequences split over cp_group. For one rank it calls the core directly.
 
-    The function is not a module, so that the core's parameters have the same names in every layout. Raises ValueError
-    if the group's size differs from the config's context_parallel_size, by which the config was validated, and for a
-    core whose softmax cannot be merged from blocks.
+    kind: a cp_comm_type. A core that is an ExchangesSequences is called directly in any case. The function is not a
+    module, so that the core's parameters have the same names in every layout. Raises ValueError if the group's size
+    differs from the config's context_parallel_size, by which the config was validated, and for a core whose softmax
+    cannot be merged from blocks.
     """
     size = ("context_parallel_size", config.context_parallel_size)
     require_group_sizes(ProcessGroupCollection(cp=cp_group), {"cp": size})
-    if group_size(cp_group) == 1:
-        return _run_core
+    if group_size(cp_group) == 1 or isinstance(core, ExchangesSequences):
+        return _run_core if isinstance(core, DotProductAttention) else _run_other_core
     assert cp_group is not None
-    kind = config.cp_comm_type_of_layer(layer_number)
     if kind == "a2a":
         return HeadExchangeAttention(cp_group)
     if not isinstance(core, DotProductAttention):
@@ -61,9 +61,51 @@ def over_ranks(
     return ContextParallelAttention(config, exchange=_EXCHANGES[kind], group=cp_group)
 
 
+@runtime_checkable
+class ExchangesSequences(Protocol):
+    """An attention core that is given this rank's part of each sequence, and attends over all ranks itself.
+
+    exchanges_sequences: a mark, of any value.
+    """
+
+    exchanges_sequences: bool
+
+
 def _run_core(core: nn.Module, *inputs: Any, **options: Any) -> Tensor:
     context: Tensor = core(*inputs, **options)
     return context
+
+
+def _run_other_core(
+    core: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    attn_mask_type: AttnMaskType | None = None,
+    packed_seq_params: PackedSeqParams | None = None,
+) -> Tensor:
+    """Calls a core that is not this project's as Megatron does. [S, B, N, D] -> [S, B, N * E], the query's dtype.
+
+    With packed_seq_params tensors have one row per token, sample by sample: [B * S, N, D].
+    """
+    batch = query.shape[1]
+    if packed_seq_params is not None:
+        query, key, value = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (query, key, value))
+    context: Tensor = core(
+        query,
+        key,
+        value,
+        attention_mask,
+        attn_mask_type=attn_mask_type,
+        attention_bias=None,
+        packed_seq_params=packed_seq_params,
+    )
+    if packed_seq_params is None:
+        return context
+    # A core may leave heads apart.
+    return context.reshape(batch, -1, query.shape[1] * value.shape[2]).transpose(0, 1)
 
 
 class ContextParallelAttention:
@@ -294,7 +336,8 @@ class HeadExchangeAttention:
         if isinstance(core, DotProductAttention):
             # Cores of other classes do not distinguish heads.
             options["first_head"] = whole[0].shape[2] * group_rank(self.group)
-        context = core(*whole, *masks, **options)
+        run = _run_core if isinstance(core, DotProductAttention) else _run_other_core
+        context = run(core, *whole, *masks, **options)
         own: Tensor = _HeadsToSequence.apply(context.unflatten(2, (-1, value.shape[3])), self.group)
         return own.flatten(2)
 

@@ -34,6 +34,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
+from megatron.core.config_field import require_defaults
 from megatron.core.device import default_device
 from megatron.core.logical_tensors import LogicalPiece
 from megatron.core.model_parallel_config import InitMethod
@@ -67,12 +68,18 @@ class DotProductAttention(CopiedWithGroups, Drawing):
         config: TransformerConfig,
         layer_number: int,
         attn_mask_type: AttnMaskType = AttnMaskType.causal,
-        *,
+        attention_type: str = "self",
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
+        """attention_type: must be "self". attention_dropout, softmax_scale: None means the configuration's, and
+        1 / sqrt(kv_channels). cp_comm_type: accepted, since the attention layer exchanges sequences around the core.
+        """
         super().__init__()
+        why = "there are only decoders here, without cross-attention"
+        require_defaults("DotProductAttention", why, attention_type=(attention_type, "self"))
         assert config.kv_channels is not None and config.init_method is not None
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -115,17 +122,21 @@ class DotProductAttention(CopiedWithGroups, Drawing):
         value: Tensor,
         attention_mask: Tensor | None = None,
         attn_mask_type: AttnMaskType | None = None,
-        *,
+        attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
+        *,
         first_head: int = 0,
     ) -> Tensor:
         """Computes attention of `query` over `key` and `value`.
 
         query: [S, B, N, D]; key: [S, B, G, D]; value: [S, B, G, E], any float dtype, where G divides N.
         attention_mask: bool, broadcastable to [B, 1, S, S], True where attention is forbidden; None selects the mask of
-        attn_mask_type. packed_seq_params: segments that restrict attention; excludes attention_mask. first_head: index
-        of the first query head in softmax_offset. Returns [S, B, N * E], the query's dtype.
+        attn_mask_type. attention_bias: must be None. packed_seq_params: segments that restrict attention; excludes
+        attention_mask. first_head: index of the first query head in softmax_offset. Returns [S, B, N * E], the query's
+        dtype.
         """
+        if attention_bias is not None:
+            raise ValueError("attention_bias is given: DotProductAttention adds none to its scores, must be None")
         options: dict[str, Any] = {"mask": attention_mask, "mask_type": attn_mask_type or self.attn_mask_type}
         options |= {"packed": packed_seq_params, "sink": self.sink(query, first_head=first_head)}
         key_width, value_width = key.shape[-1], value.shape[-1]

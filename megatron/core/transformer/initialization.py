@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, range_tensors
 from megatron.core.logical_tensors import LogicalPiece, canonical_name, model_logical_pieces
-from megatron.core.model_parallel_config import ConstantInit, InitMethod
+from megatron.core.model_parallel_config import ConstantInit, InitMethod, XavierUniformInit
 from megatron.core.transformer.transformer_config import NormalInit, TransformerConfig
 
 # Numbers drawn from one generator: a block of rows of the stored tensor, so that a rank draws little beyond its own.
@@ -54,9 +54,9 @@ def initialize_parameters(model: nn.Module, *, seed: int) -> None:
 class InitialValues:
     """Initial values of a model's parameters, from `seed` and the logical names; holds none of them.
 
-    A normal distribution is drawn per stored tensor, by blocks of its rows: a rank draws those that it asks for. Any
-    other init method is the user's own and fills the parameter as this model holds it, in `dtype` (None: in that of
-    what is filled), seeded by the stored tensor's name and by where in it that is.
+    Normal and Xavier's distribution are drawn per stored tensor, by blocks of its rows: a rank draws those that it asks
+    for. Any other init method is the user's own and fills the parameter as this model holds it, in `dtype` (None: in
+    that of what is filled), seeded by the stored tensor's name and by where in it that is.
     """
 
     def __init__(self, model: nn.Module, *, seed: int, dtype: torch.dtype | None = None) -> None:
@@ -82,9 +82,9 @@ class InitialValues:
             method = self._methods[name]
             if isinstance(method, ConstantInit):
                 method(flat)
-            elif isinstance(method, NormalInit):
+            elif isinstance(method, NormalInit | XavierUniformInit):
                 for box in range_tensors(self._pieces[name], flat, start=start):
-                    blocks += _blocks(box, draw=_Draw(self._seed, method.std))
+                    blocks += _blocks(box, draw=_Draw(self._seed, method))
             elif flat.numel():
                 flat.copy_(self._filled_by(method, name, dtype=flat.dtype).view(-1)[start : start + flat.numel()])
         # numpy draws outside the interpreter lock, so threads help; the result does not depend on their number.
@@ -121,7 +121,7 @@ def _methods_by_name(model: nn.Module) -> dict[str, InitMethod]:
 @dataclass(frozen=True)
 class _Draw:
     seed: int
-    std: float
+    method: NormalInit | XavierUniformInit
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,14 @@ class _Block:
         )
         # fp32 for every parameter dtype, so that a bf16 model starts as the rounded fp32 one.
         numbers = numpy.empty((self.num_rows, *row_shape), dtype=numpy.float32)
-        generator.standard_normal(dtype=numpy.float32, out=numbers)
-        numbers *= numpy.float32(self.draw.std)
+        method = self.draw.method
+        if isinstance(method, XavierUniformInit):
+            generator.random(dtype=numpy.float32, out=numbers)
+            numbers -= numpy.float32(0.5)
+            numbers *= numpy.float32(2 * method.bound(self.box.global_shape))
+        else:
+            generator.standard_normal(dtype=numpy.float32, out=numbers)
+            numbers *= numpy.float32(method.std)
         # Of the drawn rows those that the box holds, and of those the columns that it holds.
         start, own = self.box.global_offset[0], self.box.data.shape[0]
         low, high = max(start, self.first), min(start + own, self.first + self.num_rows)

@@ -61,12 +61,14 @@ class LoRAColumnParallelLinear(ColumnParallelLinear):
         del pieces["lora_a"]
         return pieces
 
-    def forward(self, input_: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Adds the adapter to ColumnParallelLinear's output. input_: [*, input_size], parameter dtype.
 
         Returns [*, output_size / ranks], same dtype, and the skipped bias.
         """
-        output, bias = super().forward(input_, weight)
+        output, bias = super().forward(input_, weight, runtime_gather_output)
         # Narrow, so what moves between ranks is next to nothing.
         low = F.linear(input_, self.lora_a)  # [*, r]
         if self.sequence_parallel:
@@ -74,7 +76,7 @@ class LoRAColumnParallelLinear(ColumnParallelLinear):
         elif self.sums_input_grad:
             low = copy_to_tensor_model_parallel_region(low, self.tp_group)
         added = F.linear(low, self.lora_b)
-        if self.gather_output:
+        if self.gather_output if runtime_gather_output is None else runtime_gather_output:
             added = gather_from_tensor_model_parallel_region(added, self.tp_group)
         return torch.add(output, added, alpha=self.scale), bias
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.activations import QUICK_GELU_GAIN, quick_gelu
+from megatron.core.config_field import require_defaults
 from megatron.core.fusions.gated_sigmoid import GatedSigmoid
 from megatron.core.logical_tensors import LogicalPiece
 from megatron.core.parallel_state import existing_process_groups
@@ -24,10 +25,15 @@ Activation = Callable[..., Tensor]
 
 @dataclass
 class MLPSubmodules:
-    """Specs of the two projections."""
+    """Specs of the two projections, and of a module in the place of the activation function, built from config.
+
+    activation_func: takes fc1's output with its bias, [*, F] or, gated, [*, 2F], and returns [*, F]; None: the
+    configuration's function.
+    """
 
     linear_fc1: Any = None
     linear_fc2: Any = None
+    activation_func: Any = None
 
 
 class MLP(MegatronModule):
@@ -41,15 +47,18 @@ class MLP(MegatronModule):
         input_size: int | None = None,
         ffn_hidden_size: int | None = None,
         tp_group: ProcessGroup | None = None,
-        *,
+        name: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         """is_expert: tokens bring a weight each, and ranks are those of the expert-tensor group. tp_group: the ranks,
-        before those of pg_collection; both None: parallel_state's, if there are any.
+        before those of pg_collection; both None: parallel_state's, if there are any. name: accepted, without effect.
         """
         super().__init__(config)
         self.ffn_hidden_size = ffn_hidden_size or config.ffn_hidden_size or 4 * config.hidden_size
-        self.activation = build_activation(config)
+        self.activation_func = None
+        if submodules.activation_func is not None:
+            self.activation_func = build_module(submodules.activation_func, config=config)
+        self.activation = build_activation(config) if self.activation_func is None else self._by_module
         groups = pg_collection or existing_process_groups()
         self.tp_group = tp_group or or_alone(groups.expt_tp if is_expert else groups.tp)
         shared: dict[str, Any] = {
@@ -64,6 +73,8 @@ class MLP(MegatronModule):
             input_size or config.hidden_size,
             self.ffn_hidden_size * (2 if config.gated_linear_unit else 1),
             init_method=config.init_method,
+            gather_output=False,
+            tp_comm_buffer_name="fc1",
             **shared,
         )
         # By name, once: others take the parameters' places, without such facts, as files' tensors in a conversion. The
@@ -80,13 +91,39 @@ class MLP(MegatronModule):
             self.ffn_hidden_size,
             config.hidden_size,
             init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            tp_comm_buffer_name="fc2",
             **shared,
         )
 
-    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    @classmethod
+    def as_mlp_submodule(
+        cls,
+        submodules: MLPSubmodules,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None,
+        is_mtp_layer: bool,
+        is_expert: bool = False,
+        input_size: int | None = None,
+        ffn_hidden_size: int | None = None,
+        name: str | None = None,
+    ) -> Self:
+        """Builds the feed-forward part of a layer, for specs that are functools.partial(MLP.as_mlp_submodule, specs).
+
+        is_mtp_layer: accepted, since layers that predict further tokens have the same.
+        """
+        return cls(config, submodules, is_expert, input_size, ffn_hidden_size, name=name, pg_collection=pg_collection)
+
+    def forward(
+        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
         """hidden_states: [*, H], parameter dtype; per_token_scale: [*], fp32 or parameter dtype, or None.
         Returns [*, H], same dtype, and the bias that is still to be added: [H] (scaled per token: [*, H]), or None.
+        kwargs: what callers tell feed-forward layers of any kind, such as padding_mask; must be None.
         """
+        if kwargs:
+            why = "a dense layer has no use for it"
+            require_defaults("MLP.forward", why, **{name: (value, None) for name, value in kwargs.items()})
         scale = None if per_token_scale is None else per_token_scale.unsqueeze(-1)
         intermediate, bias = self.linear_fc1(hidden_states)  # [*, F] or, gated, [*, 2F]
         output, output_bias = self.linear_fc2(self.activation(intermediate, bias=bias, scale=scale))
@@ -94,6 +131,10 @@ class MLP(MegatronModule):
         if output_bias is not None and scale is not None:
             output_bias = (output_bias * scale).to(output.dtype)
         return output, output_bias
+
+    def _by_module(self, x: Tensor, *, bias: Tensor | None, scale: Tensor | None) -> Tensor:
+        assert self.activation_func is not None
+        return _scaled(self.activation_func(x if bias is None else x + bias), scale)
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
         """A gated linear_fc1 is stored as two tensors, gate and up: [F, H], and [F] of the bias; F of all ranks."""

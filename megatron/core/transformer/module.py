@@ -10,9 +10,11 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
+from megatron.core.device import default_device
 from megatron.core.tensor_parallel.copies import CopiedWithGroups
+from megatron.core.tensor_parallel.param_attributes import is_kept_in_fp32, mark_kept_in_fp32, param_facts
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import ModelWrapper
+from megatron.core.utils import ModelWrapper, divide
 
 # Run(function, *args, **kwargs) returns function(*args, **kwargs).
 Run = Callable[..., Any]
@@ -109,6 +111,41 @@ class MegatronModule(CopiedWithGroups):
         # A transformer block replaces them by those that layer_arrangement.py chose for the layer.
         self.parts = LayerParts()
 
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+        """Returns `state_dict`, under the name that Megatron's scripts call: tensors of any shape and dtype."""
+        state: dict[str, Any] = self.state_dict(prefix=prefix, keep_vars=keep_vars)
+        return state
+
+    def set_is_first_microbatch(self) -> None:
+        """Sets is_first_microbatch of the modules inside that have it, such as those of Transformer Engine."""
+        for module in self.modules():
+            if "is_first_microbatch" in vars(module):
+                vars(module).update(is_first_microbatch=True)
+
+
+class GraphableMegatronModule(MegatronModule):
+    """A module that runs on [S, B, H], as transformer layers do, and whose parts CUDA graphs may capture.
+
+    cuda_graphs.py makes the graphs, of all modules of a model chunk together.
+    """
+
+    def __init__(self, config: TransformerConfig, vp_stage: int | None = None) -> None:
+        """vp_stage: which of its pipeline stage's chunks it is in; None: the only one."""
+        super().__init__(config)
+        self.vp_stage = vp_stage
+
+    def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> dict[str, Tensor]:
+        """Returns inputs of the shapes that a run has on this rank, on this process's device.
+
+        hidden_states: [seq_length / ranks that it is split over, micro_batch_size, H], parameter dtype, ones that
+        require a gradient.
+        """
+        config = self.config
+        ranks = config.context_parallel_size * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+        shape = divide(seq_length, ranks), micro_batch_size, config.hidden_size
+        hidden = torch.ones(shape, dtype=config.params_dtype, device=default_device(), requires_grad=True)
+        return {"hidden_states": hidden}
+
 
 def is_expert_layer(module: nn.Module) -> bool:
     """Whether a module, of the project or of a user, is a mixture-of-experts layer."""
@@ -125,13 +162,29 @@ class Float16Module(ModelWrapper):
         self._output_dtype = torch.float32 if post_process else self.dtype
         # Buffers keep their dtype: rotary tables and router statistics are fp32 in any model.
         for parameter in module.parameters():
-            parameter.data = cast_floating(parameter.data, self.dtype)
+            if not is_kept_in_fp32(parameter):
+                parameter.data = cast_floating(parameter.data, self.dtype)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Arguments as the module's; floating tensors are cast. Returns its outputs, floating ones cast to fp32."""
-        args = tuple(cast_floating(value, self.dtype) for value in args)
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """Passes a stage's input, any shape, float dtype, or a list of it, to the module."""
+        model: Any = self.module
+        model.set_input_tensor(input_tensor)
+
+    def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> Any:
+        """Returns the module's: boxes of tensors of any shape and dtype, under its own names."""
+        model: Any = self.module
+        return model.sharded_state_dict(prefix, *args, **kwargs)
+
+    def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
+        """Arguments as the module's; floating tensors are cast. Returns its outputs, floating ones cast to fp32.
+
+        fp32_output: False leaves the outputs as they are.
+        """
+        args = tuple(cast_floating(value, self.dtype) for value in inputs)
         kwargs = {name: cast_floating(value, self.dtype) for name, value in kwargs.items()}
         outputs = self.module(*args, **kwargs)
+        if not fp32_output:
+            return outputs
         # fp32 outputs: what follows (losses, sums over ranks) is not to lose digits.
         if isinstance(outputs, tuple):
             return tuple(cast_floating(value, self._output_dtype) for value in outputs)
@@ -148,3 +201,48 @@ def half_dtype(config: TransformerConfig) -> torch.dtype:
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """A floating tensor in `dtype`; anything else as it is. value: any shape -> same shape."""
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def param_is_not_shared(param: nn.Parameter) -> bool:
+    """Whether this pipeline stage owns a parameter, any shape and dtype, and does not have a copy of another's."""
+    return not param_facts(param).shared
+
+
+def mark_keep_in_fp32(tensor: Tensor) -> Tensor:
+    """Returns a parameter or buffer, any shape and dtype, marked to keep its dtype in a model of half precision."""
+    mark_kept_in_fp32(tensor)
+    return tensor
+
+
+def convert_module_to_dtype_except_fp32_marked(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Casts floating parameters and buffers that mark_keep_in_fp32 did not mark, and returns the module."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not is_kept_in_fp32(tensor):
+            tensor.data = cast_floating(tensor.data, dtype)
+    return module
+
+
+def conversion_helper(val: Any, conversion: Callable[[Any], Any]) -> Any:
+    """Returns conversion(item) for each item of any nesting of tuples and lists, in the same nesting."""
+    if isinstance(val, (tuple, list)):
+        return type(val)(conversion_helper(item, conversion) for item in val)
+    return conversion(val)
+
+
+def fp32_to_float16(val: Any, float16_convertor: Callable[[Tensor], Tensor]) -> Any:
+    """Converts the fp32 tensors, any shape, in any nesting of tuples and lists; all else stays as it is."""
+
+    def convert(item: Any) -> Any:
+        return float16_convertor(item) if isinstance(item, Tensor) and item.dtype == torch.float32 else item
+
+    return conversion_helper(val, convert)
+
+
+def float16_to_fp32(val: Any) -> Any:
+    """Converts fp16 and bf16 tensors, any shape, in any nesting of tuples and lists to fp32; all else stays."""
+
+    def convert(item: Any) -> Any:
+        is_half = isinstance(item, Tensor) and item.dtype in (torch.float16, torch.bfloat16)
+        return item.float() if is_half else item
+
+    return conversion_helper(val, convert)

@@ -59,11 +59,16 @@ class MLASelfAttention(Attention):
         config: TransformerConfig,
         submodules: MLASelfAttentionSubmodules,
         layer_number: int,
-        attn_mask_type: AttnMaskType = AttnMaskType.causal,
-        *,
+        attn_mask_type: AttnMaskType = AttnMaskType.padding,
+        cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        pp_layer_offset: int | None = None,
+        name: str | None = None,
     ) -> None:
-        """Raises ValueError if multi_latent_attention is off, or if qk_layernorm is on and the spec lacks norms."""
+        """Arguments as of SelfAttention.
+
+        Raises ValueError if multi_latent_attention is off, or if qk_layernorm is on and the spec lacks norms.
+        """
         super().__init__(config, num_heads=config.num_attention_heads, pg_collection=pg_collection)
         if not config.multi_latent_attention:
             raise ValueError("multi_latent_attention is False: must be True for MLASelfAttention")
@@ -82,7 +87,12 @@ class MLASelfAttention(Attention):
         if config.rope_type == "yarn":
             scale *= yarn_score_scale(config)
         self._build_core(
-            submodules.core_attention, layer_number=layer_number, attn_mask_type=attn_mask_type, softmax_scale=scale
+            submodules.core_attention,
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+            cp_comm_type=cp_comm_type,
+            offered={"k_channels": config.qk_width, "v_channels": config.v_head_dim},
+            softmax_scale=scale,
         )
         self._build_output(submodules.linear_proj, heads * config.v_head_dim)
 
@@ -110,6 +120,8 @@ class MLASelfAttention(Attention):
             config=self.config,
             init_method=self.config.init_method,
             bias=False,
+            skip_bias_add=False,
+            is_expert=False,
             tp_group=self.tp_group,
         )
 
@@ -119,9 +131,7 @@ class MLASelfAttention(Attention):
         # As for other norms, its gradient is partial under sequence parallelism.
         return build_module(spec, config=self.config, hidden_size=width, eps=self.config.layernorm_epsilon)
 
-    def get_query_key_value_tensors(
-        self, hidden_states: Tensor, rotary_pos_emb: RotaryTable | None = None
-    ) -> QueryKeyValue:
+    def _projected(self, hidden_states: Tensor, rotary_pos_emb: RotaryTable | None) -> QueryKeyValue:
         """Projects [S, B, H], parameter dtype -> query and key [S, B, N, D + P], value [S, B, N, E], same dtype.
 
         S is the whole sequence in the result. Raises ValueError without rotary_pos_emb.

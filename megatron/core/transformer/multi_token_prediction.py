@@ -23,7 +23,8 @@ from megatron.core.transformer.module import MegatronModule, Run, is_expert_laye
 from megatron.core.transformer.norms import Norm
 from megatron.core.transformer.recompute import LayerRecompute, Recomputed, plan_recompute
 from megatron.core.transformer.rope import RotaryTable
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module, build_offering
+from megatron.core.transformer.transformer_block import output_of
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -75,8 +76,12 @@ class MultiTokenPredictionLayer(MegatronModule):
             tp_group=self.tp_group,
         )
         # Of the kind of the last layer, where kinds go by number.
-        self.transformer_layer: TransformerLayer = build_module(
-            submodules.transformer_layer, config=config, layer_number=config.num_layers, pg_collection=groups
+        self.transformer_layer: TransformerLayer = build_offering(
+            submodules.transformer_layer,
+            {"is_mtp_layer": True, "add_layer_offset": False},
+            config=config,
+            layer_number=config.num_layers,
+            pg_collection=groups,
         )
         self.transformer_layer.layer_number = config.num_layers + layer_number
         self.final_layernorm = build_module(submodules.layer_norm, **norm)
@@ -99,8 +104,13 @@ class MultiTokenPredictionLayer(MegatronModule):
         projected = gather_from_tensor_model_parallel_region(projected, self.tp_group)
         if self.config.sequence_parallel:
             projected = scatter_to_sequence_parallel_region(projected, self.tp_group)
-        output = self.transformer_layer(projected, attention_mask, rotary_pos_emb, packed_seq_params=packed_seq_params)
-        normed: Tensor = self.final_layernorm(output)
+        output = self.transformer_layer(
+            hidden_states=projected,
+            attention_mask=attention_mask,
+            rotary_pos_emb=rotary_pos_emb,
+            packed_seq_params=packed_seq_params,
+        )
+        normed: Tensor = self.final_layernorm(output_of(output))
         return normed
 
 

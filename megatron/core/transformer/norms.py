@@ -27,18 +27,23 @@ class LayerNorm(CopiedWithGroups):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, *, eps: float = 1e-5) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = one_parameter(hidden_size, config)
+        self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
+        self.weight = scale_parameter(hidden_size, config)
         self.bias = zero_parameter(hidden_size, config=config)
         mark_partial_gradient(self.bias, partial=config.sequence_parallel)
 
     def init_methods(self) -> dict[str, InitMethod]:
         """Initialization of the parameters, by name."""
-        return {"weight": ConstantInit(1), "bias": ConstantInit(0)}
+        return {"weight": ConstantInit(0 if self.zero_centered else 1), "bias": ConstantInit(0)}
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [*, hidden_size], any float dtype -> same."""
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        if not self.zero_centered:
+            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        scale = one_plus(self.weight)
+        # Not in half precision, which would round a weight near 1 that is exact near 0.
+        wide = F.layer_norm(x.to(scale.dtype), scale.shape, scale, self.bias.to(scale.dtype), self.eps)
+        return wide.to(x.dtype)
 
 
 class RMSNorm(CopiedWithGroups):
@@ -46,30 +51,41 @@ class RMSNorm(CopiedWithGroups):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, *, eps: float = 1e-5) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = one_parameter(hidden_size, config)
+        self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
+        self.weight = scale_parameter(hidden_size, config)
 
     def init_methods(self) -> dict[str, InitMethod]:
         """Initialization of the weight."""
-        return {"weight": ConstantInit(1)}
+        return {"weight": ConstantInit(0 if self.zero_centered else 1)}
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [*, hidden_size], any float dtype -> same."""
-        return rms_norm(x, self.weight, eps=self.eps)
+        return rms_norm(x, one_plus(self.weight) if self.zero_centered else self.weight, eps=self.eps)
 
 
-def one_parameter(size: int, config: TransformerConfig) -> nn.Parameter:
-    """A norm's weight, ones: [size], config.params_dtype, on this process's device."""
-    weight = new_parameter(empty_values(size, config=config).fill_(1))
+def scale_parameter(size: int, config: TransformerConfig) -> nn.Parameter:
+    """A norm's weight at its start, 1, or 0 where it is stored minus 1: [size], config.params_dtype, on this process's
+    device.
+    """
+    start = 0 if config.layernorm_zero_centered_gamma else 1
+    weight = new_parameter(empty_values(size, config=config).fill_(start))
     # A rank of a split sequence sees its own tokens alone.
     mark_partial_gradient(weight, partial=config.sequence_parallel)
     return weight
+
+
+def one_plus(weight: Tensor) -> Tensor:
+    """What a norm multiplies by whose weight is stored minus 1; weight: [H] -> [H], fp32, or fp64 as the weight."""
+    return weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight; x: [*, H], any float dtype; weight: [H] -> [*, H], x's dtype."""
     if x.device.type == "cpu":
         return _RMSNormCPU.apply(x, weight, eps)
+    if weight.dtype != x.dtype:
+        # No kernel takes two precisions; a weight is the wider one.
+        return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 

@@ -73,6 +73,11 @@ class RouterConfig:
     moe_router_force_load_balancing: bool = config_field(
         False, help="For benchmarks: route by noise instead of the logits, so that all experts have equal loads."
     )
+    moe_enable_routing_replay: bool = config_field(
+        False,
+        help="Let a program record the experts that routers choose, and force them in other passes, by RouterReplay of "
+        "megatron.core.transformer.moe.router_replay; by itself it changes nothing.",
+    )
     moe_per_layer_logging: bool = config_field(False, help="Log each layer's router losses and tokens per expert.")
 
     def __post_init__(self) -> None:

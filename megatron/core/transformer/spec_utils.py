@@ -1,18 +1,25 @@
 """Specs: which module to build, with which parameters and submodules; the modules themselves live elsewhere."""
 
+import functools
 import importlib
+import inspect
 import types
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass
 class ModuleSpec:
-    """A module by class or (import path, name), keyword arguments for it, and the specs of its submodules."""
+    """A module by class or (import path, name), keyword arguments for it, and the specs of its submodules.
+
+    metainfo: facts for whoever wrote the spec; building does not read them.
+    """
 
     module: tuple[str, str] | type | types.FunctionType
     params: dict[str, Any] = field(default_factory=dict)
     submodules: Any = None
+    metainfo: dict[str, Any] = field(default_factory=dict)
 
 
 def import_module(module_path: tuple[str, str]) -> Any:
@@ -24,11 +31,56 @@ def import_module(module_path: tuple[str, str]) -> Any:
     return vars(module)[name]
 
 
-def get_module(spec_or_module: Any) -> Any:
-    """The class or function that a spec names; anything else is returned as it is."""
+def get_module(spec_or_module: Any, **additional_kwargs: Any) -> Any:
+    """The class or function that a spec names; anything else is returned as it is.
+
+    additional_kwargs: accepted, for callers that pass here what they build with.
+    """
     if isinstance(spec_or_module, ModuleSpec):
         spec_or_module = spec_or_module.module
     return import_module(spec_or_module) if isinstance(spec_or_module, tuple) else spec_or_module
+
+
+def get_submodules(spec: Any) -> Any:
+    """The specs of the submodules of a spec, or those that a functools.partial of a builder was given.
+
+    Raises ValueError for anything else.
+    """
+    if isinstance(spec, ModuleSpec):
+        return spec.submodules
+    if isinstance(spec, functools.partial) and "submodules" in spec.keywords:
+        return spec.keywords["submodules"]
+    raise ValueError(f"{spec!r} has no submodules: must be a ModuleSpec, or a functools.partial with submodules")
+
+
+def accepted_by(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those of `keywords` that a function or class takes by name, by its signature."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return dict(keywords)
+    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return {name: value for name, value in keywords.items() if name in names}
+
+
+def needed_by(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those of `keywords` that a function takes by name and has no default for."""
+    parameters = inspect.signature(function).parameters
+    return {
+        name: value
+        for name, value in keywords.items()
+        if name in parameters and parameters[name].default is inspect.Parameter.empty
+    }
+
+
+def build_offering(spec_or_module: Any, offered: Mapping[str, Any], **kwargs: Any) -> Any:
+    """Builds as build_module with `kwargs`, and with those of `offered` that the constructor takes.
+
+    So a module from elsewhere need not know what only some modules of a place are told.
+    """
+    module = get_module(spec_or_module)
+    if isinstance(module, types.FunctionType):
+        return module
+    return build_module(spec_or_module, **accepted_by(module, offered), **kwargs)
 
 
 def build_module(spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -48,5 +100,9 @@ def build_module(spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
         return module(*args, **kwargs)
     except (TypeError, ValueError) as error:
         # The message names an argument; which of a hundred modules it was is lost without this.
-        error.add_note(f"while building {module.__module__}.{module.__qualname__}")
+        error.add_note(f"while building {_name_of(module)}")
         raise
+
+
+def _name_of(module: Any) -> str:
+    return f"{module.__module__}.{module.__qualname__}" if isinstance(module, type) else repr(module)

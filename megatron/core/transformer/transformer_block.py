@@ -10,11 +10,13 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, require_group_sizes
 from megatron.core.transformer.layer_arrangement import arrange_layers
-from megatron.core.transformer.module import MegatronModule, is_expert_layer
-from megatron.core.transformer.pipeline_split import layer_offset, layers_per_part
+from megatron.core.transformer.module import GraphableMegatronModule, is_expert_layer
+from megatron.core.transformer.norms import Norm
+from megatron.core.transformer.pipeline_split import layers_per_part
 from megatron.core.transformer.rope import RotaryTable
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module, build_offering
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset, part_of_model, require_unset
 
 
 @dataclass
@@ -25,29 +27,30 @@ class TransformerBlockSubmodules:
     layer_norm: Any = None
 
 
-class TransformerBlock(MegatronModule):
+class TransformerBlock(GraphableMegatronModule):
     """The layers of one model chunk."""
 
     def __init__(
         self,
         config: TransformerConfig,
-        spec: TransformerBlockSubmodules,
+        spec: TransformerBlockSubmodules | ModuleSpec,
         post_layer_norm: bool = True,
         pre_process: bool = True,
         post_process: bool = True,
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
     ) -> None:
-        """spec: of the whole model's layers, or of this chunk's. post_layer_norm, post_process: apply the norm after
-        the last layer, where this chunk has it. pre_process: False where it goes on from set_input_tensor's tensor.
-        pg_collection: the groups of this rank; None: those of parallel_state, if there are any. vp_stage: which of its
-        stage's chunks this is; None: the only one.
+        """spec: of the whole model's layers, or of this chunk's, or one spec of every layer. post_layer_norm,
+        post_process: apply the norm after the last layer, where this chunk has it. pre_process: False where it goes on
+        from set_input_tensor's tensor. pg_collection: the groups of this rank; None: those of parallel_state, if there
+        are any. vp_stage: which of its stage's chunks this is; None: the only one.
         Raises ValueError where the groups' sizes are not the configuration's.
         """
-        super().__init__(config)
+        super().__init__(config, vp_stage)
+        spec = block_submodules(spec, config)
         groups = pg_collection or existing_process_groups()
         require_layout(config, groups)
-        self.pre_process = pre_process
+        self.pre_process, self.post_process, self.post_layer_norm = pre_process, post_process, post_layer_norm
         self._input: Tensor | None = None
         pp_rank = group_rank(groups.pp)
         # Layers are numbered over the whole model, whichever part of it this block is.
@@ -57,7 +60,10 @@ class TransformerBlock(MegatronModule):
         )
         self.layers = LayerList(
             [
-                build_module(layer, config=config, layer_number=offset + index + 1, pg_collection=groups)
+                # Layers add the number of layers before this chunk to theirs.
+                build_offering(
+                    layer, {"vp_stage": vp_stage}, config=config, layer_number=index + 1, pg_collection=groups
+                )
                 for index, layer in enumerate(specs)
             ],
             offset=offset,
@@ -70,19 +76,54 @@ class TransformerBlock(MegatronModule):
                 spec.layer_norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
             )
 
+    def has_final_layernorm_in_this_stage(self) -> bool:
+        """Whether this chunk has the norm after the last layer."""
+        return self.final_layernorm is not None
+
     def forward(
         self,
         hidden_states: Tensor | None,
         attention_mask: Tensor | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
         rotary_pos_emb: RotaryTable | None = None,
-        *,
+        rotary_pos_cos: Tensor | None = None,
+        rotary_pos_sin: Tensor | None = None,
+        rotary_pos_cos_sin: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        inference_context: Any = None,
         packed_seq_params: PackedSeqParams | None = None,
+        sequence_len_offset: Any = None,
+        padding_mask: Tensor | None = None,
+        extract_layer_indices: set[int] | None = None,
+        *,
+        inference_params: Any = None,
+        dynamic_inference_decode_only: bool | None = None,
     ) -> Tensor:
         """hidden_states: [S, B, H], parameter dtype, not read without pre_process; attention_mask: bool, True where
-        attention is forbidden, or None. Returns [S, B, H], same dtype.
+        attention is forbidden, or None. Returns [S, B, H], same dtype. All arguments but rotary_pos_emb and
+        packed_seq_params must be None.
 
         Raises ValueError without hidden states, in either form.
         """
+        others = context, context_mask, rotary_pos_cos, rotary_pos_sin, rotary_pos_cos_sin, attention_bias
+        serving = inference_context, sequence_len_offset, inference_params, dynamic_inference_decode_only
+        if any(one is not None for one in (*others, *serving, padding_mask)) or extract_layer_indices:
+            require_unset(
+                "TransformerBlock.forward",
+                context=context,
+                context_mask=context_mask,
+                rotary_pos_cos=rotary_pos_cos,
+                rotary_pos_sin=rotary_pos_sin,
+                rotary_pos_cos_sin=rotary_pos_cos_sin,
+                attention_bias=attention_bias,
+                inference_context=inference_context,
+                sequence_len_offset=sequence_len_offset,
+                padding_mask=padding_mask,
+                extract_layer_indices=extract_layer_indices,
+                inference_params=inference_params,
+                dynamic_inference_decode_only=dynamic_inference_decode_only,
+            )
         if not self.pre_process:
             # Let go of at once: it would live until the next microbatch.
             hidden_states, self._input = self._input, None
@@ -92,7 +133,11 @@ class TransformerBlock(MegatronModule):
         for segment in self.arrangement.segments:
             layers = partial(self._run_layers, layers=segment.layers)
             hidden_states = segment.run(
-                layers, hidden_states, attention_mask, rotary_pos_emb, packed_seq_params=packed_seq_params
+                layers,
+                hidden_states,
+                attention_mask=attention_mask,
+                rotary_pos_emb=rotary_pos_emb,
+                packed_seq_params=packed_seq_params,
             )
         return hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
 
@@ -100,10 +145,27 @@ class TransformerBlock(MegatronModule):
         """Sets the input of the next forward of a block without pre_process: [S, B, H], parameter dtype."""
         self._input = input_tensor
 
-    def _run_layers(self, hidden_states: Tensor, *context: Any, layers: range, **packing: Any) -> Tensor:
+    def _run_layers(self, hidden_states: Tensor, *, layers: range, **known: Any) -> Tensor:
         for index in layers:
-            hidden_states = self.layers[index](hidden_states, *context, **packing)
+            hidden_states = output_of(self.layers[index](hidden_states=hidden_states, **known))
         return hidden_states
+
+
+def output_of(result: Any) -> Tensor:
+    """Returns the hidden states of what a layer returned: those alone, or with a context: [S, B, H], any dtype."""
+    hidden_states: Tensor = result[0] if isinstance(result, tuple) else result
+    return hidden_states
+
+
+def block_submodules(
+    spec: ModuleSpec | TransformerBlockSubmodules, config: TransformerConfig
+) -> TransformerBlockSubmodules:
+    """Returns the specs of a block's layers and of its norm, from one spec of every layer or of the block."""
+    if isinstance(spec, TransformerBlockSubmodules):
+        return spec
+    if isinstance(spec.submodules, TransformerBlockSubmodules):
+        return spec.submodules
+    return TransformerBlockSubmodules(layer_specs=[spec] * config.num_layers, layer_norm=Norm)
 
 
 class LayerList(nn.ModuleList):
@@ -126,33 +188,10 @@ def require_layout(config: TransformerConfig, groups: ProcessGroupCollection) ->
     require_group_sizes(groups, {field: (name, vars(config)[name]) for field, name in names.items()})
 
 
-def get_num_layers_to_build(
-    config: TransformerConfig, vp_stage: int | None = None, *, pp_rank: int | None = None
-) -> int:
-    """Layers of a model chunk. vp_stage: None is the stage's only one; pp_rank: None is this rank's stage."""
+def get_num_layers_to_build(config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
+    """Layers of a model chunk; arguments as for get_transformer_layer_offset."""
     counts = layers_per_part(config, num_layers=config.num_layers)
-    return counts[_part(config, vp_stage, pp_rank=pp_rank)]
-
-
-def get_transformer_layer_offset(
-    config: TransformerConfig, vp_stage: int | None = None, *, pp_rank: int | None = None
-) -> int:
-    """Layers of the model before a chunk's first; arguments as for get_num_layers_to_build."""
-    counts = layers_per_part(config, num_layers=config.num_layers)
-    return layer_offset(counts, _part(config, vp_stage, pp_rank=pp_rank))
-
-
-def _part(config: TransformerConfig, vp_stage: int | None, *, pp_rank: int | None) -> int:
-    stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
-    stage = group_rank(existing_process_groups().pp) if pp_rank is None else pp_rank
-    if not 0 <= stage < stages or not 0 <= (vp_stage or 0) < (chunks or 1):
-        raise ValueError(
-            f"stage {stage} and vp_stage {vp_stage}: must be of pipeline_model_parallel_size ({stages}) and "
-            f"virtual_pipeline_model_parallel_size ({chunks})"
-        )
-    if vp_stage is None and (chunks or 1) > 1:
-        raise ValueError(f"vp_stage is None: must be given with virtual_pipeline_model_parallel_size {chunks}")
-    return (vp_stage or 0) * stages + stage
+    return counts[part_of_model(config, vp_stage, pp_rank=pp_rank)]
 
 
 def _specs_of_chunk(specs: list[ModuleSpec], config: TransformerConfig, *, first: int, count: int) -> list[ModuleSpec]:

@@ -75,6 +75,8 @@ class TransformerConfig(
     unset ffn_hidden_size is 4 * hidden_size for both; only the command line's --swiglu makes it 8/3.
     init_method, output_layer_init_method: fill a weight in place; unset: normal with init_method_std, divided by
     sqrt(2 * num_layers) for the layers that write into the residual stream.
+    embedding_init_method: the same for embeddings of words and positions; unset: normal with
+    embedding_init_method_std, or else init_method.
     init_seed: seed of the initial weights; unset: torch's seed at construction.
     """
 
@@ -95,7 +97,18 @@ class TransformerConfig(
     layernorm_epsilon: float = config_field(
         1e-5, flags=("--norm-epsilon",), help="Added to the variance inside norms.", more_than=0
     )
+    layernorm_zero_centered_gamma: bool = config_field(
+        False,
+        flags=("--apply-layernorm-1p",),
+        help="Norms store their weights minus 1: they start at 0, and 1 is added in fp32 when a norm is applied.",
+    )
     init_method_std: float = config_field(0.02, help="Standard deviation of initial weights.", at_least=0)
+    embedding_init_method_std: float | None = config_field(
+        None,
+        help="Standard deviation of the initial embeddings of words and positions, and of an output layer that has "
+        "the word embeddings' weights; unset: they start as other weights do.",
+        at_least=0,
+    )
     activation_func: Callable[[torch.Tensor], torch.Tensor] = F.gelu
     gated_linear_unit: bool = False
     activation_func_clamp_value: float | None = config_field(
@@ -108,6 +121,7 @@ class TransformerConfig(
     )
     init_method: InitMethod | None = None
     output_layer_init_method: InitMethod | None = None
+    embedding_init_method: InitMethod | None = None
     init_seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -134,6 +148,9 @@ class TransformerConfig(
         if self.output_layer_init_method is None:
             # Two layers write into the residual stream per transformer layer: its variance stays that of one.
             self.output_layer_init_method = NormalInit(self.init_method_std / math.sqrt(2 * self.num_layers))
+        if self.embedding_init_method is None:
+            std = self.embedding_init_method_std
+            self.embedding_init_method = self.init_method if std is None else NormalInit(std)
 
 
 def _other_default(name: str, default: Any) -> Any:

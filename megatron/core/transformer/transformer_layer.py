@@ -1,35 +1,90 @@
 """One transformer layer: attention and feed-forward, each after a norm and into the residual stream."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
+from megatron.core.config_field import require_defaults
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import existing_process_groups
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, or_alone
 from megatron.core.tensor_parallel.random import numbers_of_each_rank
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
-from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.module import GraphableMegatronModule
+from megatron.core.transformer.pipeline_split import layer_offset, layers_per_part
 from megatron.core.transformer.recompute import Drawing
 from megatron.core.transformer.rope import RotaryTable
-from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.spec_utils import build_module, build_offering, needed_by
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass
 class TransformerLayerSubmodules:
-    """Specs of a layer's parts, in the order they run; an IdentityOp leaves a place empty."""
+    """Specs of a layer's parts, in the order they run; an IdentityOp leaves a place empty.
+
+    Parts of cross-attention and of several residual streams must be left empty. sharded_state_dict_keys_map: prefixes
+    of names in the layer, and what the layer's sharded_state_dict puts in their place.
+    """
 
     input_layernorm: Any = IdentityOp
+    self_attention_hyper_connection: Any = IdentityOp
     self_attention: Any = IdentityOp
     self_attn_bda: Any = IdentityFuncOp
+    pre_cross_attn_layernorm: Any = IdentityOp
+    cross_attention_hyper_connection: Any = IdentityOp
+    cross_attention: Any = IdentityOp
+    cross_attn_bda: Any = IdentityFuncOp
     pre_mlp_layernorm: Any = IdentityOp
+    mlp_hyper_connection: Any = IdentityOp
     mlp: Any = IdentityOp
     mlp_bda: Any = IdentityFuncOp
+    sharded_state_dict_keys_map: dict[str, str] = field(default_factory=dict)
 
 
-class TransformerLayer(MegatronModule, Drawing):
+# Arguments of an attention layer's forward that exist for serving and cross-attention. A module of Megatron's form may
+# take some of them without a default.
+_ALWAYS_NONE = dict.fromkeys(
+    (
+        "key_value_states",
+        "inference_context",
+        "rotary_pos_cos",
+        "rotary_pos_sin",
+        "rotary_pos_cos_sin",
+        "attention_bias",
+        "sequence_len_offset",
+        "inference_params",
+    )
+)
+
+
+def get_transformer_layer_offset(
+    config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None
+) -> int:
+    """Layers of the model before a chunk's first. vp_stage: None is the stage's only one; pp_rank: None is this rank's.
+
+    Raises ValueError for stages and chunks that the configuration does not have.
+    """
+    counts = layers_per_part(config, num_layers=config.num_layers)
+    return layer_offset(counts, part_of_model(config, vp_stage, pp_rank=pp_rank))
+
+
+def part_of_model(config: TransformerConfig, vp_stage: int | None, *, pp_rank: int | None) -> int:
+    """Returns the index of a chunk among those of all stages in the order of their layers; see pipeline_split.py."""
+    stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    stage = group_rank(existing_process_groups().pp) if pp_rank is None else pp_rank
+    if not 0 <= stage < stages or not 0 <= (vp_stage or 0) < (chunks or 1):
+        raise ValueError(
+            f"stage {stage} and vp_stage {vp_stage}: must be of pipeline_model_parallel_size ({stages}) and "
+            f"virtual_pipeline_model_parallel_size ({chunks})"
+        )
+    if vp_stage is None and (chunks or 1) > 1:
+        raise ValueError(f"vp_stage is None: must be given with virtual_pipeline_model_parallel_size {chunks}")
+    return (vp_stage or 0) * stages + stage
+
+
+class TransformerLayer(GraphableMegatronModule, Drawing):
     """x + attention(norm(x)), then x + mlp(norm(x)); the mlp may be a mixture of experts."""
 
     def __init__(
@@ -39,25 +94,47 @@ class TransformerLayer(MegatronModule, Drawing):
         layer_number: int = 1,
         hidden_dropout: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
+        is_mtp_layer: bool = False,
+        add_layer_offset: bool = True,
+        pp_layer_offset: int | None = None,
+        name: str | None = None,
     ) -> None:
-        """layer_number: counts from 1 over the whole model; handed to the attention. pg_collection: the groups of this
-        rank; None: those of parallel_state, if there are any.
+        """layer_number: counts from 1 in this model chunk, or with add_layer_offset=False in the whole model. The
+        attribute layer_number counts in the whole model. pp_layer_offset: layers before the chunk; None: as
+        get_transformer_layer_offset says. pg_collection: the groups of this rank; None: those of parallel_state, if
+        there are any. vp_stage: which of its stage's chunks the layer is in. is_mtp_layer: passed to the feed-forward
+        part. name: accepted, without effect.
         """
-        super().__init__(config)
+        super().__init__(config, vp_stage)
         groups = pg_collection or existing_process_groups()
-        self.layer_number = layer_number
+        _require_decoder_layer(submodules)
+        if add_layer_offset:
+            pp_rank = group_rank(groups.pp)
+            if pp_layer_offset is None:
+                pp_layer_offset = get_transformer_layer_offset(config, vp_stage, pp_rank)
+            layer_number += pp_layer_offset
+        self.layer_number, self.is_mtp_layer = layer_number, is_mtp_layer
+        self.keys_map = submodules.sharded_state_dict_keys_map
         self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
         # Ranks that hold parts of the sequence drop other elements, ranks that all hold the whole drop the same.
         split_over = groups.tp if config.sequence_parallel else None
         self.hidden_numbers = numbers_of_each_rank(split_over, dropout=self.hidden_dropout)
         norm = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         self.input_layernorm = build_module(submodules.input_layernorm, **norm)
-        self.self_attention = build_module(
-            submodules.self_attention, config=config, layer_number=layer_number, pg_collection=groups
+        kind = config.cp_comm_type_of_layer(layer_number)
+        self.self_attention = build_offering(
+            submodules.self_attention,
+            {"pg_collection": groups, "cp_comm_type": kind},
+            config=config,
+            layer_number=layer_number,
         )
+        # Asked once, since an attention layer from elsewhere may need them and ours costs no look at what is None.
+        self.attention_blanks = needed_by(type(self.self_attention).forward, _ALWAYS_NONE)
         self.self_attn_bda = build_module(submodules.self_attn_bda)
         self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **norm)
-        self.mlp = build_module(submodules.mlp, config=config, pg_collection=groups)
+        offered = {"pg_collection": groups, "tp_group": or_alone(groups.tp), "is_mtp_layer": is_mtp_layer}
+        self.mlp = build_offering(submodules.mlp, offered, config=config)
         self.mlp_bda = build_module(submodules.mlp_bda)
 
     @property
@@ -69,24 +146,91 @@ class TransformerLayer(MegatronModule, Drawing):
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
         rotary_pos_emb: RotaryTable | None = None,
-        *,
+        rotary_pos_cos: Tensor | None = None,
+        rotary_pos_sin: Tensor | None = None,
+        rotary_pos_cos_sin: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        inference_context: Any = None,
         packed_seq_params: PackedSeqParams | None = None,
-    ) -> Tensor:
+        sequence_len_offset: Any = None,
+        padding_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
         """hidden_states: [S, B, H], parameter dtype; attention_mask: bool, True where attention is forbidden, or None.
-        Returns [S, B, H], same dtype. Under sequence parallelism both have this rank's part of the sequence.
+        Returns [S, B, H], same dtype, and the context, which is None: there is no cross-attention. Under sequence
+        parallelism both have this rank's part of the sequence. Other arguments and kwargs must be None.
         """
+        others = context, context_mask, rotary_pos_cos, rotary_pos_sin, rotary_pos_cos_sin, attention_bias
+        if kwargs or any(x is not None for x in (*others, inference_context, sequence_len_offset, padding_mask)):
+            require_unset(
+                "TransformerLayer.forward",
+                context=context,
+                context_mask=context_mask,
+                rotary_pos_cos=rotary_pos_cos,
+                rotary_pos_sin=rotary_pos_sin,
+                rotary_pos_cos_sin=rotary_pos_cos_sin,
+                attention_bias=attention_bias,
+                inference_context=inference_context,
+                sequence_len_offset=sequence_len_offset,
+                padding_mask=padding_mask,
+                **kwargs,
+            )
         normed, release = self.parts.attn_norm(self.input_layernorm, hidden_states)
         attention_output = self.parts.attn(
-            self.self_attention, normed, attention_mask, rotary_pos_emb, packed_seq_params=packed_seq_params
+            self.self_attention,
+            normed,
+            attention_mask,
+            rotary_pos_emb=rotary_pos_emb,
+            packed_seq_params=packed_seq_params,
+            **self.attention_blanks,
         )
         release(attention_output[0])
         # Asked each time: whether there is dropout depends on the mode of the moment.
         with self.hidden_numbers():
-            hidden_states = self.self_attn_bda(self.training)(attention_output, hidden_states, self.hidden_dropout)
+            add = self.self_attn_bda(self.training, False)
+            hidden_states = add(attention_output, hidden_states, self.hidden_dropout)
         normed, release = self.parts.mlp_norm(self.pre_mlp_layernorm, hidden_states)
         mlp_output = self.parts.mlp(self.mlp, normed)
         release(mlp_output[0])
         with self.hidden_numbers():
-            output: Tensor = self.mlp_bda(self.training)(mlp_output, hidden_states, self.hidden_dropout)
-        return output
+            output: Tensor = self.mlp_bda(self.training, False)(mlp_output, hidden_states, self.hidden_dropout)
+        return output, None
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, ShardedTensor | list[ShardedTensor]]:
+        """Returns the boxes of the layer, any shape and dtype, under names that the spec's keys map may replace."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        for old, new in self.keys_map.items():
+            renamed = [name for name in state if name.startswith(prefix + old)]
+            for name in renamed:
+                boxes = state.pop(name)
+                for box in boxes if isinstance(boxes, list) else [boxes]:
+                    box.key = prefix + new + box.key.removeprefix(prefix + old)
+                state[prefix + new + name.removeprefix(prefix + old)] = boxes
+        return state
+
+
+def require_unset(call: str, **arguments: Any) -> None:
+    """Raises ValueError that names the arguments of a layer's or block's forward that are not None."""
+    why = "only decoders in training exist here, with a table in rotary_pos_emb and no bias of scores"
+    require_defaults(call, why, **{name: (value, None) for name, value in arguments.items()})
+
+
+def _require_decoder_layer(submodules: TransformerLayerSubmodules) -> None:
+    require_defaults(
+        "TransformerLayerSubmodules",
+        "only decoder layers with one residual stream exist here",
+        pre_cross_attn_layernorm=(submodules.pre_cross_attn_layernorm, IdentityOp),
+        cross_attention=(submodules.cross_attention, IdentityOp),
+        cross_attn_bda=(submodules.cross_attn_bda, IdentityFuncOp),
+        self_attention_hyper_connection=(submodules.self_attention_hyper_connection, IdentityOp),
+        cross_attention_hyper_connection=(submodules.cross_attention_hyper_connection, IdentityOp),
+        mlp_hyper_connection=(submodules.mlp_hyper_connection, IdentityOp),
+    )

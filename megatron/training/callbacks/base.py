@@ -128,12 +128,21 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationReport:
-    """Mean losses over an evaluation. split: "validation" or "test". final: whether training is over."""
+    """Mean losses over an evaluation. split: "validation" or "test". final: whether training is over.
+
+    set_name: the name of the validation set if there are several.
+    """
 
     iteration: int
     split: str
     losses: dict[str, float]
     final: bool = False
+    set_name: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The split, followed by the name of the set if there are several: "validation-books"."""
+        return self.split if self.set_name is None else f"{self.split}-{self.set_name}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +160,7 @@ class Callback:
         """Called before the first step."""
 
     def on_step_start(self, iteration: int) -> None:
-        """Called before each training step; `iteration` steps are done."""
+        """Called before each training step; `iteration` steps are done. A skipped step has no on_step_end."""
 
     def on_step_end(self, report: StepReport) -> None:
         """Called after each training step."""
@@ -160,7 +169,7 @@ class Callback:
         """Called before an evaluation."""
 
     def on_evaluation_end(self, report: EvaluationReport) -> None:
-        """Called after an evaluation of one split."""
+        """Called after an evaluation, for each set."""
 
     def on_save(self, iteration: int) -> None:
         """Called when a checkpoint is complete on disk."""

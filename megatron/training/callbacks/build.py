@@ -19,13 +19,22 @@ from megatron.training.callbacks.process import CpuMemoryHistory, CudaMemoryHist
 from megatron.training.callbacks.routing_trace import RoutingHeader, RoutingLog
 from megatron.training.callbacks.run_files import JsonlLog, ProgressFile, RunFile, describe_run
 from megatron.training.callbacks.tensorboard import TensorBoardLog
+from megatron.training.callbacks.wandb_log import WandbLog
 from megatron.training.command_line.config_builder import config_from_args
 from megatron.training.config import GarbageCollectionConfig, LoggingConfig, ProfilingConfig
 
 
 def setup_callbacks(args: argparse.Namespace, extra: Sequence[Callback] = (), *, size: tuple[int, int]) -> CallbackList:
     """Builds all callbacks of this rank, followed by the script's; size: the result of count_parameters."""
-    return CallbackList((*_first_rank_callbacks(args, size), *_every_rank_callbacks(args), *extra))
+    own = (*_first_rank_callbacks(args, size), *_last_rank_callbacks(args), *_every_rank_callbacks(args))
+    return CallbackList((*own, *extra))
+
+
+def _last_rank_callbacks(args: argparse.Namespace) -> list[Callback]:
+    """Returns the log of Weights & Biases, which the last rank writes as in Megatron-LM, so that scripts find it."""
+    if args.wandb_project is None or dist.get_rank() != dist.get_world_size() - 1:
+        return []
+    return [WandbLog(config_from_args(LoggingConfig, args), args)]
 
 
 def _every_rank_callbacks(args: argparse.Namespace) -> list[Callback]:

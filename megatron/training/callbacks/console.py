@@ -167,7 +167,8 @@ def format_evaluation_line(report: EvaluationReport) -> str:
     where = f"iteration {report.iteration}"
     if report.final:
         where += f" on {report.split} set"
-    parts = [f"validation loss at {where}"]
+    # Also for the test split, as in Megatron-LM.
+    parts = [f"{'validation' if report.set_name is None else report.label} loss at {where}"]
     for name, value in report.losses.items():
         parts.append(f"{name} value: {value:.6E}")
         if is_loss(name):
@@ -215,7 +216,7 @@ class ProgressBar(Callback):
 
     def on_evaluation_end(self, report: EvaluationReport) -> None:
         """Shows the latest validation loss."""
-        self._validation = f"  {report.split} {report.losses.get('lm loss', float('nan')):.3f}"
+        self._validation = f"  {report.label} {report.losses.get('lm loss', float('nan')):.3f}"
         self._draw("training", completed=report.iteration)
 
     def on_run_end(self) -> None:

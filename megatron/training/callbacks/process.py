@@ -50,7 +50,7 @@ class TorchProfile(Callback):
         """Writes the trace after step `profile_step_end`."""
         if self._profile is not None:
             self._steps.append(report.iteration)
-            if report.iteration == self.config.profile_step_end:
+            if report.iteration >= self.config.profile_step_end:
                 self._write()
 
     def on_run_end(self) -> None:
@@ -72,15 +72,18 @@ class NsysProfile(Callback):
 
     def __init__(self, config: ProfilingConfig) -> None:
         self.config = config
+        self._is_recording = False
 
     def on_step_start(self, iteration: int) -> None:
         """Starts the capture after `profile_step_start` steps."""
         if iteration == self.config.profile_step_start:
+            self._is_recording = True
             start_cuda_profiler()
 
     def on_step_end(self, report: StepReport) -> None:
-        """Ends the capture after step `profile_step_end`."""
-        if report.iteration == self.config.profile_step_end:
+        """Ends the capture after step `profile_step_end`, or after the next one if that is skipped."""
+        if self._is_recording and report.iteration >= self.config.profile_step_end:
+            self._is_recording = False
             stop_cuda_profiler()
 
 
@@ -130,7 +133,7 @@ class CpuMemoryHistory(Callback):
 
     def on_step_end(self, report: StepReport) -> None:
         """Writes the snapshot after step `profile_step_end`."""
-        if report.iteration == self.config.profile_step_end:
+        if report.iteration >= self.config.profile_step_end:
             self.on_run_end()
 
     def on_run_end(self) -> None:

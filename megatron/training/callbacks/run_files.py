@@ -150,9 +150,12 @@ class JsonlLog(Callback):
         )
 
     def on_evaluation_end(self, report: EvaluationReport) -> None:
-        """Writes the loss as `validation_loss` or `test_loss`, and a script's other values as `test_NAME`."""
+        """Writes the loss as `validation_loss` or `test_loss`, and a script's other values as `test_NAME`.
+
+        The loss of one of several validation sets is `validation-SET_loss`.
+        """
         words = {name: "loss" if name == "lm loss" else name.replace(" ", "_") for name in report.losses}
-        values = {f"{report.split}_{words[name]}": value for name, value in report.losses.items()}
+        values = {f"{report.label}_{words[name]}": value for name, value in report.losses.items()}
         self._write({"iteration": report.iteration, **values})
 
     def on_run_end(self) -> None:

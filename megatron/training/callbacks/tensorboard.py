@@ -1,4 +1,4 @@
-"""Writes scalars of a run for TensorBoard, with Megatron-LM's tags."""
+"""Writes scalars of a run for TensorBoard, with Megatron-LM's tags. wandb_log.py logs the same scalars."""
 
 import torch.distributed as dist
 
@@ -38,15 +38,42 @@ class TensorBoardLog(Callback):
 
     def on_step_end(self, report: StepReport) -> None:
         """Writes the step's scalars at the configured interval, and those of expert buffers at every log line."""
-        scalars: dict[str, float | None] = {**_stash_scalars(report)}
-        if report.iteration % self.config.tensorboard_log_interval == 0:
-            scalars |= self._scalars_of_step(report)
-        for tag, value in scalars.items():
-            if value is not None:
-                self._add(tag, value, step=report.iteration)
+        self._add(step_scalars(report, self.config), step=report.iteration)
 
-    def _scalars_of_step(self, report: StepReport) -> dict[str, float | None]:
-        return {
+    def on_evaluation_end(self, report: EvaluationReport) -> None:
+        """Writes the values of the evaluated set, and the perplexity of losses if the flags request it."""
+        self._add(evaluation_scalars(report, self.config), step=report.iteration)
+
+    def on_run_end(self) -> None:
+        """Writes buffered points and closes the file."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            try:
+                writer.close()
+            except OSError as error:
+                self._give_up(error)
+
+    def _add(self, scalars: dict[str, float], *, step: int) -> None:
+        try:
+            for tag, value in scalars.items():
+                if self._writer is not None:
+                    self._writer.add_scalar(tag, value, step)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        # The error has ended the writer's thread, so later calls would raise it again.
+        self._writer = None
+        print_rank_0(
+            f"WARNING: cannot write to {self._folder}: {error}: no more points for TensorBoard from this start"
+        )
+
+
+def step_scalars(report: StepReport, config: LoggingConfig) -> dict[str, float]:
+    """Returns the scalars to log after a step, by tag; empty between the intervals of the flags."""
+    scalars: dict[str, float | None] = {**_stash_scalars(report)}
+    if report.iteration % config.tensorboard_log_interval == 0:
+        scalars |= {
             **report.losses,
             "learning-rate": report.learning_rate,
             "batch-size": report.global_batch_size,
@@ -59,52 +86,32 @@ class TensorBoardLog(Callback):
             "throughput": report.tflops,
             "mfu": report.mfu,
             "decoupled-learning-rate": report.decoupled_learning_rate,
-            **self._optional_scalars(report),
+            **_optional_scalars(report, config),
         }
+    return {tag: value for tag, value in scalars.items() if value is not None}
 
-    def _optional_scalars(self, report: StepReport) -> dict[str, float]:
-        scalars: dict[str, float] = {}
-        if self.config.log_loss_scale_to_tensorboard:
-            scalars["loss-scale"] = report.loss_scale
-        if self.config.log_world_size_to_tensorboard:
-            scalars["world-size"] = dist.get_world_size()
-        if self.config.log_memory_to_tensorboard:
-            memory = report.memory or {}
-            scalars |= {f"mem-{kind.replace('_', '-')}-bytes": value for kind, value in memory.items()}
-        if self.config.log_timers_to_tensorboard:
-            scalars |= {f"{name}-time": ms / 1000.0 for name, ms in (report.timers or {}).items()}
-        return scalars
 
-    def on_evaluation_end(self, report: EvaluationReport) -> None:
-        """Writes the values of the split, and the perplexity of losses if the flags request it."""
-        for name, value in report.losses.items():
-            self._add(f"{name} {report.split}", value, step=report.iteration)
-            if self.config.log_validation_ppl_to_tensorboard and is_loss(name):
-                self._add(f"{name} {report.split} ppl", perplexity(value), step=report.iteration)
+def evaluation_scalars(report: EvaluationReport, config: LoggingConfig) -> dict[str, float]:
+    """Returns the scalars to log after an evaluation, by tag."""
+    scalars = {}
+    for name, value in report.losses.items():
+        scalars[f"{name} {report.label}"] = value
+        if config.log_validation_ppl_to_tensorboard and is_loss(name):
+            scalars[f"{name} {report.label} ppl"] = perplexity(value)
+    return scalars
 
-    def on_run_end(self) -> None:
-        """Writes buffered points and closes the file."""
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            try:
-                writer.close()
-            except OSError as error:
-                self._give_up(error)
 
-    def _add(self, tag: str, value: float, *, step: int) -> None:
-        if self._writer is None:
-            return
-        try:
-            self._writer.add_scalar(tag, value, step)
-        except OSError as error:
-            self._give_up(error)
-
-    def _give_up(self, error: OSError) -> None:
-        # The error has ended the writer's thread, so later calls would raise it again.
-        self._writer = None
-        print_rank_0(
-            f"WARNING: cannot write to {self._folder}: {error}: no more points for TensorBoard from this start"
-        )
+def _optional_scalars(report: StepReport, config: LoggingConfig) -> dict[str, float]:
+    scalars: dict[str, float] = {}
+    if config.log_loss_scale_to_tensorboard:
+        scalars["loss-scale"] = report.loss_scale
+    if config.log_world_size_to_tensorboard:
+        scalars["world-size"] = dist.get_world_size()
+    if config.log_memory_to_tensorboard:
+        scalars |= {f"mem-{kind.replace('_', '-')}-bytes": value for kind, value in (report.memory or {}).items()}
+    if config.log_timers_to_tensorboard:
+        scalars |= {f"{name}-time": ms / 1000.0 for name, ms in (report.timers or {}).items()}
+    return scalars
 
 
 def _stash_scalars(report: StepReport) -> dict[str, float]:

@@ -22,18 +22,24 @@ TRACKER_FILE = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 # Next to checkpoints: files of a model in another format, kept for the conversion back (tools/hugging_face).
 COMPANION_FOLDER = "hugging_face"
+# Names the format of a checkpoint that Megatron-Core wrote.
+MEGATRON_CORE_FILE = "metadata.json"
 # Seven digits, or more after ten million steps, up to the largest 64-bit numbers.
 _ITERATION = r"iter_([0-9]{7,18})"
 
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint to load; iteration 0 for a release, which provides initial weights."""
+    """A checkpoint to load; iteration 0 for a release, which provides initial weights.
+
+    is_megatron_core: whether Megatron-Core wrote it, in its own format.
+    """
 
     path: Path
     iteration: int
     is_release: bool = False
     notice: str | None = None
+    is_megatron_core: bool = False
 
 
 def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:
@@ -136,14 +142,17 @@ def is_same_folder(path: str | None, other: str | None) -> bool:
 
 
 def find_checkpoint(
-    load: str, *, step: int | None = None, damaged: Mapping[int, str] | None = None
+    load: str, *, step: int | None = None, damaged: Mapping[int, str] | None = None, flag: str = "--load"
 ) -> FoundCheckpoint | None:
     """Returns the checkpoint of --ckpt-step, else the tracker's, else the newest complete one; None if there is none.
 
-    damaged: iterations found to be damaged, with reasons; they are skipped. Raises ValueError if the one of --ckpt-step
-    is incomplete, or if there are checkpoints but none is complete.
+    damaged: iterations found to be damaged, with reasons; they are skipped. flag: the flag that names the folder, for
+    errors. Raises ValueError if the one of --ckpt-step is incomplete, or if there are checkpoints but none is complete.
     """
-    root, problems = _root(load), dict(damaged or {})
+    root, problems = _root(load, flag), dict(damaged or {})
+    theirs = _of_megatron_core(root, step)
+    if theirs is not None:
+        return theirs
     if step is not None:
         return _requested(root, f"--ckpt-step is {step}", iteration=step)
     # A copied iteration folder has no tracker, and neither has a run killed during its first save.
@@ -167,13 +176,31 @@ def find_checkpoint(
     return _fallback(root, why, candidates=by_preference, problems=problems)
 
 
-def _root(load: str) -> Path:
+def is_megatron_core(folder: Path) -> bool:
+    """Whether Megatron-Core wrote a checkpoint, in its own distributed format, to this folder."""
+    return (folder / MEGATRON_CORE_FILE).is_file() and not (folder / MANIFEST_FILE).is_file()
+
+
+def _of_megatron_core(root: Path, step: int | None) -> FoundCheckpoint | None:
+    """Returns the checkpoint of --ckpt-step, or the tracker's, if Megatron-Core wrote it."""
+    text = read_tracker(root) if step is None else None
+    if text == RELEASE:
+        found, iteration = root / RELEASE, 0
+    else:
+        iteration = step if step is not None else iteration_of_text(text or "") or 0
+        found = iteration_folder(root, iteration)
+    if not is_megatron_core(found):
+        return None
+    return FoundCheckpoint(found, iteration, is_release=text == RELEASE, is_megatron_core=True)
+
+
+def _root(load: str, flag: str) -> Path:
     root = Path(load)
     if root.exists() and not root.is_dir():
-        raise ValueError(f"--load {load} is a file: give the folder that --save wrote")
+        raise ValueError(f"{flag} {load} is a file: give the folder that --save wrote")
     # The user named a folder one level too deep. Silently starting from scratch would be costly.
     if (root / MANIFEST_FILE).is_file():
-        raise ValueError(f"--load {load} is one checkpoint: give the folder that holds it, and --ckpt-step to choose")
+        raise ValueError(f"{flag} {load} is one checkpoint: give the folder that holds it, and --ckpt-step to choose")
     return root
 
 

@@ -5,9 +5,11 @@ run_values.py checks the arguments, and partial_load.py handles models that diff
 """
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,8 @@ from megatron.training.checkpointing.folder import (
     is_same_folder,
     write_tracker,
 )
+from megatron.training.checkpointing.megatron_core import as_checkpoint, megatron_core_values, vocabulary_rows
+from megatron.training.checkpointing.megatron_core_files import MegatronCoreFiles
 from megatron.training.checkpointing.partial_load import (
     EMBEDDING,
     OUTPUT,
@@ -48,12 +52,18 @@ from megatron.training.checkpointing.run_state import (
     RunState,
     is_rank_0,
 )
-from megatron.training.checkpointing.run_values import check_same_optimizer, load_run_values
+from megatron.training.checkpointing.run_values import check_same_optimizer, load_run_values, model_arguments
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.config import CheckpointConfig
 
 
-def load_checkpoint(
+class BuildWhole(Protocol):
+    """Builds the model of arguments as one process has it, without memory, with a number of vocabulary rows."""
+
+    def __call__(self, args: argparse.Namespace, *, padded_vocab_size: int) -> torch.nn.Module: ...
+
+
+def load_run(
     model: Sequence[torch.nn.Module],
     optimizer: CheckpointedOptimizer | None,
     opt_param_scheduler: CheckpointedScheduler | None,
@@ -62,14 +72,21 @@ def load_checkpoint(
     args: argparse.Namespace,
     config: CheckpointConfig,
     pg_collection: ProcessGroupCollection | None = None,
+    build_whole: BuildWhole | None = None,
 ) -> int:
     """Restores a run from config.load: fills all objects in place and returns the iteration.
 
-    Collective over all ranks, after the optimizer is built. If the folder has no checkpoints, prints one line on rank
-    0, changes nothing and returns 0, or raises ValueError under --exit-on-missing-checkpoint. Raises on every rank,
-    with no tensor changed, if the checkpoint is damaged, belongs to another model, or lacks requested state.
+    Collective over all ranks, after the optimizer is built. If the folder has no checkpoints, loads the weights of
+    config.pretrained_checkpoint; without that it prints one line on rank 0, changes nothing and returns 0, or raises
+    ValueError under --exit-on-missing-checkpoint. Raises on every rank, with no tensor changed, if the checkpoint is
+    damaged, belongs to another model, or lacks requested state. build_whole: builds the model of arguments as one
+    process has it, without memory; checkpoints of Megatron-Core need it.
     """
-    found, verified = _find(config)
+    open_theirs = partial(_open_megatron_core, args=args, config=config, build_whole=build_whole)
+    found, verified = _find(config, open_theirs)
+    if found is None and config.pretrained_checkpoint is not None:
+        config = _pretrained(config)
+        found, verified = _find(config, open_theirs, flag="--pretrained-checkpoint")
     if found is None or verified is None:
         return 0
     # Checks arguments before tensors, because "--hidden-size is 128 here" is clearer than a mismatch of shapes.
@@ -115,19 +132,51 @@ class _Scope:
     rng: bool
 
 
-def _find(config: CheckpointConfig) -> tuple[FoundCheckpoint | None, VerifiedCheckpoint | None]:
-    """Finds the checkpoint to load, by decision of rank 0, and verifies it on all ranks; None to start from scratch."""
+def _pretrained(config: CheckpointConfig) -> CheckpointConfig:
+    """Returns the settings that load the weights of --pretrained-checkpoint. --ckpt-step belongs to --load if given."""
+    step = config.ckpt_step if config.load is None else None
+    return replace(config, load=config.pretrained_checkpoint, finetune=True, ckpt_step=step)
+
+
+def _open_megatron_core(
+    folder: Path, *, args: argparse.Namespace, config: CheckpointConfig, build_whole: BuildWhole | None
+) -> VerifiedCheckpoint:
+    """Opens a checkpoint that Megatron-Core wrote, with its tensors under our keys. Collective."""
+    with all_ranks_agree():
+        if build_whole is None:
+            raise ValueError(
+                f"{folder} is of Megatron-Core: pretrain() loads it; else convert it (docs/checkpoints.md)"
+            )
+        files = MegatronCoreFiles.open(folder)
+        stored = megatron_core_values(folder)["args"]
+        PartialLoadPlan.of(args, stored, may_upcycle=config.moe_use_upcycling)
+        # The checkpoint may lack experts or adapters on purpose, or tie its embeddings.
+        theirs = argparse.Namespace(**{**vars(args), **model_arguments(stored, here={})})
+        rows = vocabulary_rows(files, num_tokens=args.unpadded_vocab_size)
+        model = build_whole(theirs, padded_vocab_size=rows)
+    return as_checkpoint(files, model, with_masters=args.bf16 or args.fp16)
+
+
+def _find(
+    config: CheckpointConfig, open_megatron_core: Callable[[Path], VerifiedCheckpoint], *, flag: str = "--load"
+) -> tuple[FoundCheckpoint | None, VerifiedCheckpoint | None]:
+    """Finds the checkpoint in config.load, by decision of rank 0, and verifies it on all ranks; None if there is none.
+
+    flag: names the folder in errors.
+    """
     damaged: dict[int, str] = {}
     while config.load is not None:
-        found = _found_by_rank_0(config, damaged)
+        found = _found_by_rank_0(config, damaged, flag=flag)
         if found is None:
-            print_rank_0(f"There is no checkpoint in {config.load}: starting from scratch.")
+            weights = config.pretrained_checkpoint
+            begin = "from scratch" if weights is None else f"with the weights of {weights}"
+            print_rank_0(f"There is no checkpoint in {config.load}: starting {begin}.")
             break
         try:
-            verified = dist_checkpointing.verify(found.path)
+            verified = (open_megatron_core if found.is_megatron_core else dist_checkpointing.verify)(found.path)
         except (ValueError, OSError, RemoteRankError) as error:
             # A checkpoint that the user named is not replaced by another. All ranks raise, whichever found the damage.
-            if config.ckpt_step is not None or found.is_release:
+            if config.ckpt_step is not None or found.is_release or found.is_megatron_core:
                 raise
             damaged[found.iteration] = str(error)
             continue
@@ -137,15 +186,17 @@ def _find(config: CheckpointConfig) -> tuple[FoundCheckpoint | None, VerifiedChe
     return None, None
 
 
-def _found_by_rank_0(config: CheckpointConfig, damaged: dict[int, str]) -> FoundCheckpoint | None:
+def _found_by_rank_0(config: CheckpointConfig, damaged: dict[int, str], *, flag: str) -> FoundCheckpoint | None:
     found: list[FoundCheckpoint | None] = [None]
     with all_ranks_agree():
         if is_rank_0():
             assert config.load is not None, "there is nothing to find without --load"
-            found[0] = find_checkpoint(config.load, step=config.ckpt_step, damaged=damaged)
+            found[0] = find_checkpoint(config.load, step=config.ckpt_step, damaged=damaged, flag=flag)
         # Under --finetune, a missing checkpoint would silently mean training from scratch.
         needed_by = next((name for name in ("exit_on_missing_checkpoint", "finetune") if vars(config)[name]), None)
-        if is_rank_0() and found[0] is None and needed_by is not None:
+        if is_rank_0() and found[0] is None and flag != "--load":
+            raise ValueError(f"{flag} {config.load} holds no checkpoint: give the folder that a run's --save wrote")
+        if is_rank_0() and found[0] is None and needed_by is not None and config.pretrained_checkpoint is None:
             raise ValueError(f"--{needed_by.replace('_', '-')}: there is no checkpoint in --load {config.load}")
     # All ranks use rank 0's answer, because the tracker may change in the meantime.
     if dist.is_initialized():
@@ -201,7 +252,7 @@ class _Source:
     def load(self, tensors: list[ShardedTensor]) -> None:
         """Fills `tensors`: any shape and dtype. Collective."""
         available, fill_rest = self.plan.substitute(tensors, self.checkpoint)
-        dist_checkpointing.load(available, self.checkpoint, replicas=self.replicas)
+        dist_checkpointing.load_items(available, self.checkpoint, replicas=self.replicas)
         fill_rest()
 
     def holds(self, tensors: list[ShardedTensor]) -> bool:

@@ -103,7 +103,7 @@ def from_dense(
             available.append(tensor)
         elif dense != tensor.key and len(tensor.data):
             # Reads the first expert and copies it to the others, so that there is one read for any number of experts.
-            first = ShardedTensor(
+            first = ShardedTensor.at(
                 dense,
                 tensor.data[0],
                 tensor.global_shape[1:],
@@ -165,7 +165,7 @@ def require_same_two(tensors: Sequence[ShardedTensor], checkpoint: VerifiedCheck
         # Optimizer state of only one weight means that the other was frozen; it is not loaded.
         if tensor.key.endswith(EMBEDDING) and tensor.key in stored and output in stored:
             pairs.append(tuple(_empty(tensor, key, checkpoint=checkpoint) for key in (tensor.key, output)))
-    dist_checkpointing.load([box for pair in pairs for box in pair], checkpoint)
+    dist_checkpointing.load_items([box for pair in pairs for box in pair], checkpoint)
     with all_ranks_agree():
         for one, other in pairs:
             if not torch.equal(one.data, other.data):
@@ -178,7 +178,7 @@ def require_same_two(tensors: Sequence[ShardedTensor], checkpoint: VerifiedCheck
 
 def _empty(tensor: ShardedTensor, key: str, *, checkpoint: VerifiedCheckpoint) -> ShardedTensor:
     dtype = checkpoint.tensors[key][1]
-    return replace(tensor, key=key, data=torch.empty_like(tensor.data, dtype=dtype, device="cpu"))
+    return tensor.with_data(key, torch.empty_like(tensor.data, dtype=dtype, device="cpu"))
 
 
 # Keys that only one of run and checkpoint has.

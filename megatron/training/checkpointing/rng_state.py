@@ -46,7 +46,7 @@ def rng_sharded_state(groups: ProcessGroupCollection) -> list[ShardedTensor]:
     sizes, place = tuple(map(group_size, axes)), tuple(map(group_rank, axes))
     # Rows of one tensor, not a key for each rank: a load detects another layout by the shape.
     return [
-        ShardedTensor(_PREFIX + name, row.view(1, 1, 1, 1, -1), (*sizes, row.numel()), (*place, 0))
+        ShardedTensor.at(_PREFIX + name, row.view(1, 1, 1, 1, -1), (*sizes, row.numel()), (*place, 0))
         for name, row in capture_rng().items()
     ]
 

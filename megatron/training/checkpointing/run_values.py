@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing import load_common
-from megatron.training.checkpointing.folder import find_checkpoint
-from megatron.training.checkpointing.train_state import TrainState
+from megatron.training.checkpointing.folder import find_checkpoint, is_megatron_core
+from megatron.training.checkpointing.megatron_core import megatron_core_values
+from megatron.training.checkpointing.train_state import TrainState, is_count
 from megatron.training.command_line.errors import is_first_rank
 from megatron.training.command_line.flags import MODEL_SHAPE_DESTS, Flag, flag_table
 
@@ -68,8 +69,11 @@ _SAME_STATES = {"adam", "distributed_fused_adam"}
 
 
 def load_run_values(folder: Path) -> dict[str, Any]:
-    """Reads the JSON part of a checkpoint; raises ValueError if it was not written by a training run."""
-    values = load_common(folder)
+    """Reads the JSON part of a checkpoint; raises ValueError if it was not written by a training run.
+
+    One that Megatron-Core wrote has the same values under other names.
+    """
+    values = megatron_core_values(folder) if is_megatron_core(folder) else load_common(folder)
     if not values.keys() >= _KINDS.keys():
         raise ValueError(f"{folder} is a checkpoint, but not one of a training run")
     try:
@@ -147,11 +151,6 @@ def _is_of(type_name: str, value: Any) -> bool:
     return isinstance(value, _NUMBERS[type_name]) and not isinstance(value, bool)
 
 
-def is_count(value: Any) -> bool:
-    """Whether a value is an integer in the range of a counter: 0 or more, 63 bits."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -171,14 +170,18 @@ def args_to_json(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_args_from_checkpoint(args: argparse.Namespace) -> argparse.Namespace:
-    """Sets the arguments of `args` that define the model to those of the checkpoint in args.load.
+    """Sets the arguments of `args` that define the model to those of the checkpoint that the run will load.
 
     For --use-checkpoint-args: call between parse_args and validate_args on every rank; not collective. Raises
     ValueError if there is no checkpoint.
     """
-    found = find_checkpoint(args.load, step=args.ckpt_step)
+    found = None if args.load is None else find_checkpoint(args.load, step=args.ckpt_step)
+    if found is None and args.pretrained_checkpoint is not None:
+        step = args.ckpt_step if args.load is None else None
+        found = find_checkpoint(args.pretrained_checkpoint, step=step, flag="--pretrained-checkpoint")
     if found is None:
-        raise ValueError(f"--use-checkpoint-args: there is no checkpoint in --load {args.load}")
+        where = f"--load {args.load}" if args.pretrained_checkpoint is None else args.pretrained_checkpoint
+        raise ValueError(f"--use-checkpoint-args: there is no checkpoint in {where}")
     stored = load_run_values(found.path)["args"]
     # The checkpoint overrides the command line, as the flag promises.
     vars(args).update(model_arguments(stored, here=vars(args)))
@@ -222,7 +225,12 @@ def _uses_sinkhorn(values: Mapping[str, Any]) -> bool:
 
 def check_same_model(args: argparse.Namespace, stored: Mapping[str, Any]) -> None:
     """Raises ValueError naming the arguments that make the checkpoint's model differ from this run's."""
-    differences = _differences(_model_of(args_to_json(args)), _model_of(stored), names=_SAME_MODEL)
+    here, theirs = _model_of(args_to_json(args)), _model_of(stored)
+    # A width that one side leaves to follow from others shows in the shapes.
+    names = tuple(
+        name for name in _SAME_MODEL if name != "kv_channels" or None not in (here.get(name), theirs.get(name))
+    )
+    differences = _differences(here, theirs, names=names)
     if differences:
         details = ", ".join(differences.values())
         raise ValueError(f"checkpoint of another model: {details}; {_advice(list(differences))}")

@@ -48,7 +48,7 @@ from megatron.training.config import CheckpointConfig
 _ABANDON_SECONDS = 30.0
 
 
-def save_checkpoint(
+def save_run(
     iteration: int,
     model: Sequence[torch.nn.Module],
     optimizer: CheckpointedOptimizer | None,
@@ -90,7 +90,7 @@ def begin_save_checkpoint(
     pg_collection: ProcessGroupCollection | None = None,
     staging: StagingMemory | None = None,
 ) -> PendingSave:
-    """Starts a save like save_checkpoint's, and returns while it is still pending. Collective over all ranks.
+    """Starts a save like save_run's, and returns while it is still pending. Collective over all ranks.
 
     With `staging`, the state may change on return. Without it nothing is written before PendingSave.finish, until which
     the state must not change. The tracker is written, and older checkpoints are deleted, once this one is complete.

@@ -16,7 +16,8 @@ class TrainState:
     iteration: completed training steps. consumed_train_samples, consumed_valid_samples: data position over all ranks.
     skipped_iterations: steps without an update since the start (loss-scale overflow). nan_iterations: steps with a
     non-finite loss. evaluated_iteration: step after which the validation split was last evaluated. learned_sizes: sizes
-    to which the run grew the experts' buffers and pages. recent_losses: reference for the detection of loss spikes.
+    to which the run grew the experts' buffers and pages. num_floating_point_operations_so_far: counted by scripts with
+    a loop of their own. recent_losses: reference for the detection of loss spikes.
     """
 
     iteration: int = 0
@@ -25,6 +26,7 @@ class TrainState:
     skipped_iterations: int = 0
     nan_iterations: int = 0
     evaluated_iteration: int = 0
+    num_floating_point_operations_so_far: float = 0.0
     recent_losses: list[float] = dataclasses.field(default_factory=list)
     learned_sizes: LearnedSizes = LearnedSizes()
 
@@ -45,15 +47,23 @@ class TrainState:
                     restored[field.name] = LearnedSizes.from_json(value)
                 elif field.name == "recent_losses":
                     restored[field.name] = _list_of_numbers(field.name, value)
+                elif field.name == "num_floating_point_operations_so_far":
+                    restored[field.name] = float(_list_of_numbers(field.name, [value])[0])
                 else:
                     restored[field.name] = _count(field.name, value)
         vars(self).update(restored)
 
 
+def is_count(value: Any) -> bool:
+    """Whether a value is an integer in the range of a counter: 0 or more, 63 bits."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+
+
 def _count(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
+    if not is_count(value):
         raise ValueError(f"train_state.{name} is {value!r:.80}: must be an integer, 0 or more")
-    return value
+    found: int = value
+    return found
 
 
 def _list_of_numbers(name: str, value: Any) -> list[float]:

@@ -98,6 +98,11 @@ def _graph_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
             "the host records each micro-batch; record without graphs",
         ),
         ("ddp_debug", args.ddp_debug, "the host reads each gradient; debug without graphs"),
+        (
+            "moe_enable_routing_replay",
+            args.moe_enable_routing_replay,
+            "the host says in each pass whether routers record or replay; replay without graphs",
+        ),
     ]
 
 
@@ -159,6 +164,12 @@ def _module_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
             "record_routing",
             args.record_routing and modules & {"moe", "moe_router"},
             "the host records each micro-batch; leave the router eager by --cuda-graph-modules attn experts",
+        ),
+        (
+            "moe_enable_routing_replay",
+            args.moe_enable_routing_replay and modules & {"moe", "moe_router"},
+            "the host says in each pass whether routers record or replay; leave the router eager by "
+            "--cuda-graph-modules attn experts",
         ),
     ]
 
@@ -328,6 +339,8 @@ def check_faults(args: argparse.Namespace) -> Iterator[str]:
             yield f"{words}: needs whole checkpoints, leave out --no-save-optim and --no-save-rng"
         if args.cuda_graph_impl != "none":
             yield f"{words} and --cuda-graph-impl is given: loading a checkpoint invalidates graphs, leave one out"
+        if args.dataloader_type == "external":
+            yield f"{words} and --dataloader-type is external: a script's iterators cannot go back, leave one out"
 
 
 def _check_policy(args: argparse.Namespace, words: str) -> Iterator[str]:

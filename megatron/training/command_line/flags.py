@@ -345,6 +345,7 @@ MODEL_SHAPE_DESTS: tuple[str, ...] = (
     "add_bias_linear",
     "normalization",
     "layernorm_epsilon",
+    "layernorm_zero_centered_gamma",
     "swiglu",
     "quick_geglu",
     "activation_func_clamp_value",

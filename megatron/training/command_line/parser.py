@@ -5,6 +5,7 @@ arguments.py defines the precedence of configuration files. validation.py and co
 
 import argparse
 import difflib
+import functools
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.training.command_line.errors import CommandLineError, is_first_rank
-from megatron.training.command_line.flags import Flag, FlagState, FlagTable, refusal
+from megatron.training.command_line.flags import Flag, FlagState, FlagTable, flag_table, refusal
 from megatron.training.command_line.values import choice_names, text_of_value, value_of_word
 
 _METAVARS = {"int": "N", "float": "X", "str": "TEXT"}
@@ -37,6 +38,29 @@ class FlagParser(argparse.ArgumentParser):
     def print_help(self, file: Any = None) -> None:
         if is_first_rank():
             super().print_help(file)
+
+
+# Arguments of released versions of Megatron-LM whose flags no longer exist there. Scripts still read them.
+_FORMER_ARGUMENTS = {"use_legacy_models": False, "moe_use_legacy_grouped_gemm": False}
+
+
+class RunArguments(argparse.Namespace):
+    """Parsed arguments. An argument whose flag is refused reads as its default, and is not among `vars`.
+
+    Scripts written for Megatron-LM read such arguments, to pass them on or to take another path.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns the default of a refused flag. Called for absent attributes only."""
+        defaults = _refused_defaults()
+        if name not in defaults:
+            raise AttributeError(f"there is no argument {name}{did_you_mean(name, vars(self))}")
+        return defaults[name]
+
+
+@functools.cache
+def _refused_defaults() -> dict[str, Any]:
+    return _FORMER_ARGUMENTS | {flag.dest: flag.default for flag in flag_table().in_state(FlagState.REFUSED)}
 
 
 class _HelpFormatter(argparse.HelpFormatter):

@@ -124,7 +124,6 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     ),
     (r"--use-gigatoken", "use --tokenizer-type HuggingFaceTokenizer with a tokenizer.json"),
     (r"--no-pad-vocab-size", "use --make-vocab-size-divisible-by 1"),
-    (r"--validation-set-names", "there is one validation set, named validation: remove it"),
     (r"--(no-)?pin-cpu-", _OFFLOAD_PINNED),
     (r"--cpu-offloading-retain", _OFFLOAD_PINNED),
     # Single flags.
@@ -147,7 +146,6 @@ REFUSALS: tuple[tuple[str, str], ...] = (
         r"--moe-(shared-expert-glu|mlp-glu)-interleave",
         "gate rows precede up rows: convert the checkpoint, remove this",
     ),
-    (r"--moe-enable-routing-replay", "recomputation routes as the forward pass did: remove it"),
     (r"--moe-router-quantile", "use --moe-router-enable-expert-bias with --moe-router-bias-update-rate"),
     (r"--moe-router-force-biased", "use --moe-router-force-load-balancing"),
     (r"--moe-apply-probs-on-input", "probabilities weigh the experts' outputs: remove it"),
@@ -189,7 +187,6 @@ MISSING: tuple[tuple[str, str], ...] = (
     (r"--attention-output-gate$", f"attention outputs have no gate: {_OTHER_MODEL}"),
     (r"--qk-clip$", "use --qk-layernorm, which bounds attention scores too"),
     (r"--use-mup$|--mup-", _MUP),
-    (r"--apply-layernorm-1p$", f"norm weights start at 1 and are stored without an offset: {_OTHER_MODEL}"),
     (
         r"--apply-residual-connection-post-layernorm$",
         f"norms precede attention and feed-forward layers: {_OTHER_MODEL}",
@@ -198,21 +195,12 @@ MISSING: tuple[tuple[str, str], ...] = (
     (r"--apply-query-key-layer-scaling$", "scores are not scaled by the layer's number: use --bf16, or remove it"),
     (r"--fp16-lm-cross-entropy$", "the loss is computed in fp32: remove it"),
     (r"--hierarchical-context-parallel-sizes$", "use --context-parallel-size with one --cp-comm-type"),
-    (r"--init-method-xavier-uniform$|--embedding-init-method-std$", "set --init-method-std, which holds for all"),
     (r"--data-parallel-random-init$", "all replicas start from the values of --seed: remove it"),
-    (r"--lr-warmup-init$", "the learning rate starts from 0: set only --lr-warmup-iters"),
-    (r"--dataloader-type$", "samples are read in the order of --dataloader-type single: remove it"),
-    (r"--iterations-to-skip$", "no iterations are skipped: remove their samples from the data of --data-path"),
     (r"--fim-", _FIM_TOKENS),
     (r"--vocab-extra-ids$", "give the size with extra tokens by --vocab-size, or a --tokenizer-model that has them"),
-    (r"--full-validation$|--eval-(global|micro)-batch-size$", "each validation reads --eval-iters batches as training"),
-    (r"--multiple-validation-sets$", "there is one validation set: give it by --valid-data-path, or --split"),
+    (r"--eval-(global|micro)-batch-size$", "each validation reads --eval-iters batches as training"),
     (r"--start-eval-at-iter$", "validation runs at every --eval-interval iterations: remove it"),
     (r"--test-mode$", "use --skip-train to only evaluate"),
-    (
-        r"--pretrained-checkpoint$",
-        "give it to --load with --finetune at the first start, and the folder of --save to --load at later ones",
-    ),
     (
         r"--load-main-params-from-ckpt$",
         "master weights are loaded with the optimizer's state, or else copied from the weights: remove it",
@@ -222,18 +210,13 @@ MISSING: tuple[tuple[str, str], ...] = (
     (r"--override-ckpt-iteration$", "use --ckpt-step, which names the iteration to load"),
     (r"--muon-coefficient-type$", "Newton-Schulz steps have the coefficients of torch.optim.Muon: give simple"),
     (r"--muon-scalar-optimizer$", "parameters that Muon does not update use AdamW: remove it"),
-    (r"--spec$", "the layers follow from the model's flags: remove it, or give model_provider to pretrain()"),
     (r"--yaml-cfg$", "use --config, which takes a file of flags"),
     (r"--error-injection-rate$", "errors are not injected here: remove it"),
 )
 
-# Non-default values that request the existing behaviour.
-AGREED_VALUES = {"--dataloader-type": ("single",)}
-
 # Accepted flags whose purpose another flag serves here.
 NO_EFFECT_HINTS = {
     "--use-flash-attn": "use --attention-backend",
-    "--wandb-project": "use --tensorboard-dir",
 }
 
 
@@ -285,10 +268,6 @@ _FLAGS_BY_REASON = {
         "--log-max-attention-logit",
         "--logging-level",
         "--nvtx-ranges",
-        "--wandb-entity",
-        "--wandb-exp-name",
-        "--wandb-project",
-        "--wandb-save-dir",
     ),
     _SAVING: (
         "--async-ckpt-use-cpu-shm",

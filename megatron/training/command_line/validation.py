@@ -142,6 +142,11 @@ def check_data(args: argparse.Namespace) -> Iterator[str]:
     if wrong:
         yield from wrong
         return
+    # Megatron's scripts read the type from the arguments.
+    args.dataloader_type = args.dataloader_type or "single"
+    if args.dataloader_type == "external":
+        # The script's own data needs no flags.
+        return
     if not config_from_args(DataConfig, args).names_data():
         yield "no data: give --data-path PREFIX, or --mock-data to train on made-up tokens"
     needs_train = args.valid_data_path is not None or args.test_data_path is not None
@@ -320,7 +325,16 @@ def check_units(args: argparse.Namespace, *, other: str, unit: str) -> Iterator[
 
 def settle_meanings(args: argparse.Namespace) -> None:
     """Sets arguments whose value follows from other flags, and prints a note about each."""
-    settled = (_settle_recompute, _settle_offload, _settle_context, _settle_positions, _settle_scale, _settle_adapters)
+    settled = (
+        _settle_recompute,
+        _settle_offload,
+        _settle_context,
+        _settle_positions,
+        _settle_scale,
+        _settle_warmup,
+        _settle_wandb,
+        _settle_adapters,
+    )
     notes = [note for settle in settled if (note := settle(args))]
     # An evaluation of random weights is meaningless.
     args.exit_on_missing_checkpoint |= args.skip_train
@@ -371,6 +385,20 @@ def _settle_scale(args: argparse.Namespace) -> str | None:
     if not given or args.fp16:
         return None
     return f"{', '.join(flag_table().by_dest[name].flags[0] for name in given)} without --fp16 has no effect"
+
+
+def _settle_warmup(args: argparse.Namespace) -> str | None:
+    if args.lr_warmup_init == 0 or args.lr_warmup_iters or args.lr_warmup_samples or args.lr_warmup_fraction:
+        return None
+    return f"--lr-warmup-init {args.lr_warmup_init} has no effect without --lr-warmup-iters, -samples or -fraction"
+
+
+def _settle_wandb(args: argparse.Namespace) -> str | None:
+    given = [name for name in ("wandb_exp_name", "wandb_save_dir", "wandb_entity") if _is_set(args, name)]
+    if not given or args.wandb_project is not None:
+        return None
+    names = ", ".join(flag_table().by_dest[name].flags[0] for name in given)
+    return f"{names} without --wandb-project has no effect: nothing is logged to Weights & Biases"
 
 
 def _settle_adapters(args: argparse.Namespace) -> str | None:
@@ -488,7 +516,7 @@ def check_upcycling_flags(args: argparse.Namespace) -> Iterator[str]:
     """Yields the flags that --moe-use-upcycling needs: experts, and a checkpoint to build them from."""
     if not args.moe_use_upcycling:
         return
-    for flag, value in (("--num-experts", args.num_experts), ("--load", args.load)):
+    for flag, value in (("--num-experts", args.num_experts), ("--load", args.load or args.pretrained_checkpoint)):
         if value is None:
             yield f"--moe-use-upcycling needs {flag}: give it, or drop the flag"
 
@@ -512,6 +540,8 @@ def derive_shapes(args: argparse.Namespace) -> Iterator[str]:
 
 
 def check_schedule(args: argparse.Namespace) -> Iterator[str]:
+    if args.lr is not None and args.lr_warmup_init > args.lr:
+        yield f"--lr-warmup-init is {args.lr_warmup_init}: must be at most --lr, which is {args.lr}"
     for unit in ("iters", "samples"):
         if vars(args)[f"lr_wsd_decay_{unit}"] is not None and args.lr_decay_style != "WSD":
             yield (
@@ -528,6 +558,10 @@ def check_schedule(args: argparse.Namespace) -> Iterator[str]:
 
 
 def check_logging(args: argparse.Namespace) -> Iterator[str]:
+    if args.wandb_project is not None and args.wandb_exp_name is None:
+        yield f"--wandb-project is {args.wandb_project} without --wandb-exp-name: give the run a name"
+    if args.wandb_project is not None and args.wandb_save_dir is None and args.save is None:
+        yield f"--wandb-project is {args.wandb_project}: its files need --wandb-save-dir or --save"
     if args.log_progress and args.save is None:
         yield "--log-progress needs --save: progress.txt is written to that folder"
     if args.record_routing is not None and args.num_experts is None:
@@ -538,12 +572,13 @@ def check_logging(args: argparse.Namespace) -> Iterator[str]:
 
 
 def check_checkpoints(args: argparse.Namespace) -> Iterator[str]:
+    loads = args.load is not None or args.pretrained_checkpoint is not None
     for name in ("finetune", "ckpt_step", "use_checkpoint_args", "exit_on_missing_checkpoint"):
         # Only None and False mean "not given", because step 0 is a valid step.
         value = vars(args)[name]
-        if value is not None and value is not False and args.load is None:
+        if value is not None and value is not False and not loads:
             yield f"--{name.replace('_', '-')} needs --load: give the folder of the checkpoint"
-    if args.skip_train and args.load is None:
+    if args.skip_train and not loads:
         yield "--skip-train evaluates what --load holds: give the folder of the checkpoint"
     for name in ("save_interval", "async_save", "save_retain_interval"):
         if vars(args)[name] and args.save is None:
@@ -590,11 +625,11 @@ def check_fake_rank(args: argparse.Namespace) -> None:
         )
     if args.rank >= args.world_size:
         raise CommandLineError(f"RANK is {args.rank}: must be below the {args.world_size} ranks of --world-size")
-    for name in ("save", "load"):
+    for name in ("save", "load", "pretrained_checkpoint"):
         if vars(args)[name] is not None:
             raise CommandLineError(
-                f"--{name} and --fake-process-group are both given: a single rank has no complete checkpoint, "
-                "and its weights are invalid without the others"
+                f"--{name.replace('_', '-')} and --fake-process-group are both given: a single rank has no complete "
+                "checkpoint, and its weights are invalid without the others"
             )
     # Without the other ranks' parts, sums are wrong and may be NaN.
     args.check_for_nan_in_loss_and_grad = False

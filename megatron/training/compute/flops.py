@@ -21,12 +21,19 @@ _FLOPS_PER_MULTIPLY_ADD = 2
 _PASSES, _PASSES_OF_FROZEN = 3, 2
 
 
-def num_floating_point_operations(args: argparse.Namespace, batch_size: int) -> float:
+def num_floating_point_operations(
+    args: argparse.Namespace,
+    batch_size: int,
+    seqlen_squared_sum_in_batch: float | None = None,
+    total_real_tokens_in_batch: float | None = None,
+) -> float:
     """Returns the operations of forward and backward over `batch_size` samples for the GPT of the flags, on all ranks.
 
     Counts the matrix products, and half of attention's score matrix because of the causal mask. Ignores sliding
     windows, boundaries of packed samples, dropped tokens and recomputation. With --lora-rank, weights have no gradients
-    and adapters are ignored.
+    and adapters are ignored. seqlen_squared_sum_in_batch, total_real_tokens_in_batch: the sum of squared lengths of
+    packed documents, to which attention's scores are proportional, and the number of tokens without padding; None means
+    whole samples of --seq-length.
     """
     has_experts = layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
     has_experts = with_mtp_layers(has_experts, args.mtp_num_layers)
@@ -41,8 +48,12 @@ def num_floating_point_operations(args: argparse.Namespace, batch_size: int) -> 
     # Multi-token prediction joins hidden states and embeddings.
     products += further * 2 * args.hidden_size * args.hidden_size
     passes = _PASSES if args.lora_rank is None else _PASSES_OF_FROZEN
-    tokens = batch_size * args.seq_length
-    return float(_FLOPS_PER_MULTIPLY_ADD * tokens * (passes * products + _PASSES * scores))
+    tokens: float = batch_size * args.seq_length
+    # The score products of a token are those of a sample of seq_length.
+    scored = tokens if seqlen_squared_sum_in_batch is None else seqlen_squared_sum_in_batch / args.seq_length
+    if total_real_tokens_in_batch is not None:
+        tokens = total_real_tokens_in_batch
+    return float(_FLOPS_PER_MULTIPLY_ADD * (tokens * passes * products + scored * _PASSES * scores))
 
 
 def _score_products(args: argparse.Namespace) -> int:

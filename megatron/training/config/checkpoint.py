@@ -56,6 +56,10 @@ class CheckpointConfig:
     load: str | None = config_field(
         None, help="Folder to continue from; if it is empty or absent, the run starts from scratch."
     )
+    pretrained_checkpoint: str | None = config_field(
+        None,
+        help="Folder of a checkpoint whose weights the run starts from at step 0, unless --load holds a checkpoint.",
+    )
     finetune: bool = config_field(
         False, help="Load the weights only: start at step 0 with a fresh optimizer, RNG and data order."
     )

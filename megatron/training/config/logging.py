@@ -44,6 +44,18 @@ class LoggingConfig:
         False, help="Write the perplexity of evaluations to TensorBoard."
     )
     log_memory_to_tensorboard: bool = config_field(False, help="Write memory by kind to TensorBoard.")
+    wandb_project: str | None = config_field(
+        None, help="Project of Weights & Biases to log to, with the names of TensorBoard's points; unset: none."
+    )
+    wandb_exp_name: str | None = config_field(
+        None, help="Name of the run in --wandb-project, which requires it; a resumed run continues the same run."
+    )
+    wandb_save_dir: str | None = config_field(
+        None, help="Folder for the files of Weights & Biases; unset: the folder `wandb` in --save."
+    )
+    wandb_entity: str | None = config_field(
+        None, help="User or team that owns --wandb-project; unset: the user's default."
+    )
     record_routing: str | None = config_field(
         None,
         help="File to append each step's tokens per expert to, by layer, micro-batch and rank, for "

@@ -83,6 +83,12 @@ class TrainingConfig:
     eval_interval: int | None = config_field(
         None, help="Steps between evaluations; unset: evaluate after the last step only.", at_least=1
     )
+    iterations_to_skip: list[int] = config_field(
+        default_factory=list,
+        help="Numbers of completed steps after which a step is skipped: its batches are read, but not trained on.",
+        at_least=0,
+        nargs="+",
+    )
     use_mcore_models: bool = config_field(
         False, dest="deprecated_use_mcore_models", help="Accepted for old scripts, without an effect."
     )

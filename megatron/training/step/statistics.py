@@ -77,13 +77,24 @@ class StepStatistics:
 
 
 def total_reports(reports: Reports) -> Totals:
-    """Sums over microbatches. reports: name to a tensor [] (a mean) or [2] (sum, count), fp32. Returns [2], fp64."""
+    """Sums over microbatches. reports: name to a number (a mean), or a pair (sum, count), fp32. Returns [2], fp64.
+
+    A loss function may report a number as a tensor [] or [1], and a pair as a tensor [2] or a tuple of two numbers.
+    """
     return {name: _total([report[name] for report in reports]) for name in (reports[0] if reports else {})}
 
 
 def _total(values: list[torch.Tensor]) -> torch.Tensor:
-    pairs = [value.detach().double().reshape(-1) for value in values]
+    pairs = [_as_tensor(value).detach().double().reshape(-1) for value in values]
     return torch.stack([p if p.numel() == 2 else torch.cat([p, torch.ones_like(p)]) for p in pairs]).sum(dim=0)
+
+
+def _as_tensor(value: torch.Tensor | Sequence[torch.Tensor | float] | float) -> torch.Tensor:
+    if isinstance(value, (tuple, list)):
+        return torch.stack([_as_tensor(part).reshape(()).double() for part in value])
+    return (
+        value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64, device=default_device())
+    )
 
 
 class StatisticsExchange:
@@ -263,6 +274,6 @@ def _bad_microbatches_sync(reports: Reports) -> list[str]:
     return [
         f"microbatch {index} ({name} is {float(value.flatten()[0])})"
         for index, report in enumerate(reports)
-        for name, value in report.items()
+        for name, value in ((name, _as_tensor(value)) for name, value in report.items())
         if not bool(torch.isfinite(value).all())
     ]

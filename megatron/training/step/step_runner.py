@@ -13,6 +13,7 @@ schedules, counters, checkpoints) is therefore updated only after this decision.
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import tee
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from megatron.core.datasets.indexed_dataset import DataError
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.graphs.capture import CaptureFailedError
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -151,8 +153,17 @@ class StepRunner:
         assert self.update is not None, "a run that only evaluates updates nothing"
         return self.update.run_sync()
 
-    def evaluate_sync(self, iterator: Iterator[Any] | None, *, num_microbatches: int, iteration: int) -> Reports:
+    def evaluate_sync(
+        self,
+        iterator: Iterator[Any] | None,
+        *,
+        num_microbatches: int,
+        iteration: int,
+        collect_non_loss_data: bool = False,
+    ) -> Reports:
         """Runs forward of one global batch without gradients; returns the reports of this rank's losses. Collective.
+
+        collect_non_loss_data: call the loss function with non_loss_data=True, and return its results instead.
 
         With a memory, ranks agree on overflows after each batch, in a small all-reduce. Agreeing once per evaluation
         would require keeping all of its batches for a retry. iteration, NOTE and errors: as for train_sync.
@@ -164,7 +175,12 @@ class StepRunner:
             return self.statistics.reduce_sync({}, overflow_flags=overflow_flags)
 
         reports, _ = self._run_sync(
-            iterator, reduce, num_microbatches=num_microbatches, iteration=iteration, forward_only=True
+            iterator,
+            reduce,
+            num_microbatches=num_microbatches,
+            iteration=iteration,
+            forward_only=True,
+            collect_non_loss_data=collect_non_loss_data,
         )
         return reports
 
@@ -176,16 +192,26 @@ class StepRunner:
         num_microbatches: int,
         iteration: int,
         forward_only: bool = False,
+        collect_non_loss_data: bool = False,
     ) -> tuple[Reports, StepStatistics]:
         may_break_off = self.graph is not None and self.graph.may_break_off and not forward_only
         if self.memory is None and not may_break_off:
-            reports = self._run_passes(iterator, num_microbatches=num_microbatches, forward_only=forward_only)
+            reports = self._run_passes(
+                iterator,
+                num_microbatches=num_microbatches,
+                forward_only=forward_only,
+                collect_non_loss_data=collect_non_loss_data,
+            )
             return reports, reduce(reports, None)
         start = _StepStart(iterator)
         grown: list[str] = []
         while True:
             reports = self._run_from(
-                start, num_microbatches=num_microbatches, iteration=iteration, forward_only=forward_only
+                start,
+                num_microbatches=num_microbatches,
+                iteration=iteration,
+                forward_only=forward_only,
+                collect_non_loss_data=collect_non_loss_data,
             )
             statistics = reduce(reports, None if self.memory is None else self.memory.overflow_flags())
             if self.memory is None:
@@ -203,7 +229,15 @@ class StepRunner:
             # Restored last, because growing may have drawn random numbers.
             start.restore()
 
-    def _run_from(self, start: "_StepStart", *, num_microbatches: int, iteration: int, forward_only: bool) -> Reports:
+    def _run_from(
+        self,
+        start: "_StepStart",
+        *,
+        num_microbatches: int,
+        iteration: int,
+        forward_only: bool,
+        collect_non_loss_data: bool,
+    ) -> Reports:
         """Runs the passes over the batches of `start`; if their capture fails, runs them eagerly. Collective."""
 
         def run() -> Reports:
@@ -212,7 +246,12 @@ class StepRunner:
             if self.update is not None and not forward_only:
                 # Drops the state of a step that an error ended before its update.
                 self.update.forget()
-            return self._run_passes(start.batches, num_microbatches=num_microbatches, forward_only=forward_only)
+            return self._run_passes(
+                start.batches,
+                num_microbatches=num_microbatches,
+                forward_only=forward_only,
+                collect_non_loss_data=collect_non_loss_data,
+            )
 
         try:
             return run()
@@ -225,6 +264,14 @@ class StepRunner:
         start.restore()
         return run()
 
+    def skip(self, iterator: Iterator[Any] | None, *, num_microbatches: int) -> None:
+        """Reads and drops the batches of a step on the ranks that read any."""
+        reading = next((one for one in self._chunk_iterators(iterator) if one is not None), None)
+        if reading is not None:
+            with _error_if_data_ends(num_microbatches):
+                for _ in range(num_microbatches):
+                    next(reading)
+
     def discard_gradients(self) -> None:
         """Drops the gradients of a discarded step, including reductions in flight. Collective."""
         wrapped = (chunk for chunk in self.model if isinstance(chunk, _BaseDataParallel))
@@ -234,13 +281,20 @@ class StepRunner:
         if self.update is not None:
             self.update.forget()
 
-    def _run_passes(self, iterator: Iterator[Any] | None, *, num_microbatches: int, forward_only: bool) -> list[Any]:
+    def _run_passes(
+        self,
+        iterator: Iterator[Any] | None,
+        *,
+        num_microbatches: int,
+        forward_only: bool,
+        collect_non_loss_data: bool,
+    ) -> list[Any]:
         """Runs the passes over the next batches; returns the reports of the losses on the last stage."""
         for inner in unwrap_model(list(self.model)):
             # Drops records of passes that were discarded, or that an error ended.
             if isinstance(inner, RecordsAuxLosses):
                 inner.aux_losses.forget_step()
-        with self.timers("forward-backward", log_level=1):
+        with self.timers("forward-backward", log_level=1), _error_if_data_ends(num_microbatches):
             return (self.graph or get_forward_backward_func())(
                 forward_step_func=self.forward_step,
                 data_iterator=self._chunk_iterators(iterator),
@@ -249,6 +303,7 @@ class StepRunner:
                 seq_length=self.args.seq_length,
                 micro_batch_size=self.args.micro_batch_size,
                 forward_only=forward_only,
+                collect_non_loss_data=collect_non_loss_data,
             )
 
     def _chunk_iterators(self, iterator: Iterator[Any] | None) -> list[Iterator[Any] | None]:
@@ -269,6 +324,18 @@ class StepRunner:
         # All copies have read the same batches when the step ends, so `tee` buffers at most those of one step.
         copies = dict(zip(readers, (map(with_own_containers, copy) for copy in tee(iterator, len(readers)))))
         return [copies.get(chunk) for chunk in range(num_chunks)]
+
+
+@contextmanager
+def _error_if_data_ends(num_microbatches: int) -> Iterator[None]:
+    """Turns the end of a script's iterator into an error for its user. Datasets never end."""
+    try:
+        yield
+    except StopIteration as error:
+        raise DataError(
+            f"the data ended within a step of {num_microbatches} micro-batches: the iterators of the dataset provider "
+            "must provide all that --train-iters and --eval-iters read"
+        ) from error
 
 
 class _StepStart:

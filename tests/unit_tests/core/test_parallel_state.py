@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -86,10 +87,138 @@ def test_optimizer_instances_are_neighbours_and_the_same_for_both_kinds_of_layer
                 "intra_expt_dp": [other for other in dist.get_process_group_ranks(groups["expt_dp"]) if other in mine],
             }
             assert {name: dist.get_process_group_ranks(groups[name]) for name in expected} == expected
-            assert parallel_state.get_data_parallel_group(True, True) is groups["intra_dp_cp"]
-            assert parallel_state.get_expert_data_parallel_world_size(True) * 2 == groups["expt_dp"].size()
+            assert parallel_state.get_data_parallel_group(True, partial_data_parallel=True) is groups["intra_dp_cp"]
+            assert (
+                parallel_state.get_expert_data_parallel_world_size(partial_expert_data_parallel=True) * 2
+                == groups["expt_dp"].size()
+            )
             with pytest.raises(ValueError, match="needs with_context_parallel"):
                 parallel_state.get_data_parallel_rank(partial_data_parallel=True)
+
+
+def test_levels_of_context_parallel_groups_divide_them_from_the_innermost() -> None:
+    with fake_world(6, 16):
+        parallel_state.initialize_model_parallel(2, context_parallel_size=8, hierarchical_context_parallel_sizes=(2, 4))
+        assert parallel_state.get_context_parallel_global_ranks() == list(range(0, 16, 2))
+        levels = parallel_state.get_hierarchical_context_parallel_groups()
+        assert [dist.get_process_group_ranks(group) for group in levels] == [[4, 6], [2, 6, 10, 14]]
+        assert parallel_state.get_process_groups().hcp == levels
+        of_device, of_host = parallel_state.create_hierarchical_groups(6, [0, 2, 4, 6, 8, 10, 12, 14], [2, 2, 2])
+        expected = [[4, 6], [2, 6], [6, 14]]
+        assert [dist.get_process_group_ranks(group) for group in of_device] == expected and of_host == []
+        assert parallel_state.create_hierarchical_groups(6, [0, 1], [2]) == ([], [])
+        with pytest.raises(ValueError, match=r"hierarchical_group_sizes is \[2\]: the product must be .* 4"):
+            parallel_state.create_hierarchical_groups(6, [0, 1, 2, 3], [2])
+        for group in of_device:
+            dist.destroy_process_group(group)
+    with fake_world(0, 2):
+        parallel_state.initialize_model_parallel()
+        assert parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False) is None
+        with pytest.raises(RuntimeError, match="there are no levels: pass hierarchical_context_parallel_sizes"):
+            parallel_state.get_hierarchical_context_parallel_groups()
+
+
+def test_callers_may_choose_the_stages_with_embeddings() -> None:
+    with fake_world(4, 8):
+        parallel_state.initialize_model_parallel(
+            2, 4, 2, get_embedding_ranks=lambda ranks: [ranks[3], ranks[0], ranks[2]], create_gloo_process_groups=False
+        )
+        assert dist.get_process_group_ranks(parallel_state.get_embedding_group()) == [0, 4, 6]
+        assert parallel_state.is_rank_in_embedding_group(ignore_virtual=False)
+        assert not parallel_state.is_rank_in_position_embedding_group()
+        with pytest.raises(RuntimeError, match="this rank is in no pos_embd group"):
+            parallel_state.get_position_embedding_group()
+    with fake_world(0, 4):
+        with pytest.raises(
+            ValueError, match=r"get_position_embedding_ranks returned \[7\] for the pipeline \[0, 1, 2, 3"
+        ):
+            parallel_state.initialize_model_parallel(1, 4, get_position_embedding_ranks=lambda ranks: [7])
+        parallel_state.initialize_model_parallel(1, 4, 2)
+        assert dist.get_process_group_ranks(parallel_state.get_position_embedding_group()) == [0]
+        in_chunks = [parallel_state.is_rank_in_embedding_group(False, chunk) for chunk in range(2)]
+        assert in_chunks == [True, False] and parallel_state.is_rank_in_embedding_group()
+
+
+def test_values_of_the_setters_replace_those_of_the_groups_until_the_groups_are_destroyed() -> None:
+    ps = parallel_state
+    kinds = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
+    with fake_world(1, 2):
+        ps.set_tensor_model_parallel_world_size(8)
+        assert ps.get_tensor_model_parallel_world_size() == 8  # scripts without groups do so too
+        ps.destroy_model_parallel()
+        ps.initialize_model_parallel(2)
+        own_rank, own_size = ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
+        for number, kind in enumerate(kinds):
+            vars(ps)[f"set_{kind}_parallel_rank"](number + 3)
+            vars(ps)[f"set_{kind}_parallel_world_size"](number + 10)
+            assert vars(ps)[f"get_{kind}_parallel_rank"]() == number + 3
+            assert vars(ps)[f"get_{kind}_parallel_world_size"]() == number + 10
+        assert ps.is_pipeline_first_stage() is False and ps.get_tensor_model_parallel_group().size() == 2
+        ps.set_data_parallel_rank(5)
+        ps.set_virtual_pipeline_model_parallel_world_size(4)
+        assert ps.get_virtual_pipeline_model_parallel_world_size() == 4
+        assert ps.get_all_ranks() == "3_5_0_4_5"
+        ps.set_tensor_model_parallel_rank(None)
+        ps.set_tensor_model_parallel_world_size(None)
+        assert (ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()) == (own_rank, own_size)
+        ps.destroy_model_parallel()
+        ps.initialize_model_parallel()
+        assert ps.get_all_ranks() == "0_1_0_0_0" and ps.get_expert_tensor_parallel_world_size() == 1
+
+
+def test_first_ranks_and_groups_on_the_host_are_those_of_the_groups() -> None:
+    ps = parallel_state
+    with fake_world(7, 8):
+        assert not ps.is_initialized()
+        ps.initialize_model_parallel(2, 2, expert_model_parallel_size=2)
+        assert ps.is_initialized() and (ps.get_model_parallel_src_rank(), ps.get_expert_model_parallel_src_rank()) == (
+            2,
+            5,
+        )
+        ranks = dist.get_process_group_ranks(ps.get_data_parallel_group())
+        assert dist.get_process_group_ranks(ps.get_data_parallel_group_gloo(True, True)) == ranks
+        assert ps.get_expert_data_parallel_group_gloo() is ps.get_expert_data_parallel_group()
+        assert (
+            ps.get_expert_tensor_and_model_parallel_rank(),
+            ps.get_expert_tensor_and_model_parallel_world_size(),
+        ) == (
+            3,
+            4,
+        )
+
+
+def test_timeouts_of_groups_can_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed: list[tuple[timedelta, dist.ProcessGroup]] = []
+    # The fake backend has no timeout of its own.
+    monkeypatch.setattr(
+        dist.distributed_c10d, "_set_pg_timeout", lambda timeout, group: changed.append((timeout, group))
+    )
+    with fake_world(0, 4):
+        parallel_state.initialize_model_parallel(2)
+        own = parallel_state.create_group([0, 3], timeout=timedelta(seconds=5), group_desc="pairs")
+        assert parallel_state.create_group([1, 2]) is dist.GroupMember.NON_GROUP_MEMBER
+        parallel_state.update_pg_timeout(timedelta(minutes=1), own)
+        assert changed == [(timedelta(minutes=1), own)]
+        parallel_state.update_pg_timeout(timedelta(minutes=2))
+        assert {group for timeout, group in changed if timeout == timedelta(minutes=2)} >= {
+            own,
+            dist.group.WORLD,
+            parallel_state.get_tensor_model_parallel_group(),
+            parallel_state.get_data_parallel_group(),
+        }
+        dist.destroy_process_group(own)
+
+
+def test_masks_select_the_axes_of_groups() -> None:
+    grid = RankGenerator(tp=2, ep=1, dp=2, pp=3, cp=1, order="tp-dp-pp")
+    for token in ("tp", "dp", "pp", "tp-pp", "dp-pp"):
+        mask = grid.get_mask("tp-dp-pp", token)
+        assert parallel_state.generate_masked_orthogonal_rank_groups(12, [2, 2, 3], mask) == grid.get_ranks(token)
+    assert parallel_state.generate_masked_orthogonal_rank_groups(8, [2, 2], [False, True])[2:] == [[4, 6], [5, 7]]
+    with pytest.raises(ValueError, match="world_size is 9: must be a multiple of .* \\(4\\)"):
+        parallel_state.generate_masked_orthogonal_rank_groups(9, [2, 2], [True, True])
+    with pytest.raises(ValueError, match="mask has 1 axes: must have those of parallel_size, 2"):
+        parallel_state.generate_masked_orthogonal_rank_groups(4, [2, 2], [True])
 
 
 def initialize(grid: tuple[int, ...], **options: Any) -> None:
@@ -112,7 +241,7 @@ def check_getters(dense: dict[str, int], expert: dict[str, int], *, stages: list
     assert ps.get_expert_tensor_parallel_rank() == expert["tp"]
     assert ps.get_expert_model_parallel_rank() == expert["ep"]
     assert ps.get_expert_data_parallel_rank(partial_expert_data_parallel=True) == expert["dp"]
-    assert ps.get_data_parallel_group(True, True) is ps.get_process_groups().dp_cp
+    assert ps.get_data_parallel_group(True, partial_data_parallel=True) is ps.get_process_groups().dp_cp
     assert ps.get_intra_distributed_optimizer_instance_group().size() == dist.get_world_size()
     assert ps.get_inter_distributed_optimizer_instance_group(check_initialized=False) is None
     assert ps.get_tensor_and_data_parallel_group(True, True) is ps.get_process_groups().tp_dp_cp
@@ -182,8 +311,21 @@ def test_virtual_stages_decide_who_is_first_and_last_only_when_asked() -> None:
             "instances is 2: with order 'dp-ep-tp-cp-pp' .* dp come after tp, cp and ep",
         ),
         ({"virtual_pipeline_model_parallel_size": 2}, "needs pipeline_model_parallel_size \\(1\\) of at least 2"),
-        ({"create_gloo_process_groups": False, "use_sharp": True}, "use_sharp is True: not available here, must be F"),
-        ({"nccl_communicator_config_path": "nccl.yaml"}, "nccl_communicator_config_path is 'nccl.yaml'.* must be None"),
+        (
+            {"create_gloo_process_groups": False, "use_sharp": True},
+            "use_sharp is True: not available here; leave it at F",
+        ),
+        (
+            {"nccl_communicator_config_path": "nccl.yaml"},
+            "nccl_communicator_config_path is 'nccl.yaml'.* leave it at None",
+        ),
+        ({"gtp_remat_size": 2}, "gtp_remat_size is 2: not available here; leave it at 1"),
+        ({"rank_offset": 4}, "rank_offset is 4: not available here; leave it at 0"),
+        ({"local_world_size": 4}, "local_world_size is 4: not available here; leave it at 12"),
+        (
+            {"hierarchical_context_parallel_sizes": [2, 2], "context_parallel_size": 6},
+            r"hierarchical_context_parallel_sizes is \[2, 2\]: .* context_parallel_size \(6\)",
+        ),
         ({"order": "tp-cp-dp-dp-pp"}, "order is 'tp-cp-dp-dp-pp'"),
         ({"order": "tp-cp-ep-pp"}, "'dp' is missing and its size is 12"),
         (

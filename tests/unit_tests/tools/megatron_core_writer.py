@@ -63,7 +63,10 @@ def write_megatron_core(
 ) -> None:
     """A checkpoint in `folder`, with what a run keeps beside weights."""
     objects = {"decoder.layers.mlp.linear_fc1._extra_state/shard_0_2": b"", "rng_state/shard_0_1": b"state"}
-    moment = {"optimizer.state.exp_avg.decoder.final_layernorm.weight": (torch.zeros(4), [((0,), (4,))])}
+    # A moment of one parameter alone, without a step count: no optimizer state to go on from.
+    moment = {
+        f"optimizer.state.exp_avg.{key}": tensors[key] for key in ("decoder.final_layernorm.weight",) if key in tensors
+    }
     dcp.save({}, storage_writer=dcp.FileSystemWriter(folder), planner=_BoxPlanner({**tensors, **moment}, objects))
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
     common = {} if iteration is None else {"iteration": iteration}

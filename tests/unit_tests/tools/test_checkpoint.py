@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing import ShardedTensor, save
+from megatron.core.dist_checkpointing import ShardedTensor, save_items
 from megatron.core.dist_checkpointing.manifest import read_manifest
 from megatron.training.checkpointing.folder import complete_iterations, iteration_folder, write_tracker
 from tools.checkpoint import main
@@ -22,7 +22,7 @@ def write(root: Path, iteration: int, changed: dict[str, torch.Tensor] | None = 
     """A checkpoint of two tensors and a generator; changed: by key, others or more."""
     tensors = [ShardedTensor.whole(key, value.clone()) for key, value in {**TENSORS, **(changed or {})}.items()]
     common = {"iteration": iteration, "args": {"world_size": 1, "lr": 0.1}, "frozen": []}
-    save(tensors, iteration_folder(root, iteration), common={**common, "train_state": {}, "contents": {}})
+    save_items(tensors, iteration_folder(root, iteration), common={**common, "train_state": {}, "contents": {}})
     write_tracker(str(root), iteration)
     return iteration_folder(root, iteration)
 

@@ -63,7 +63,7 @@ def test_files_of_every_rank_become_one_checkpoint_and_files_again(
     loaded = whole_model(shape)
     for tensor in loaded.state_dict().values():
         tensor.zero_()
-    dist_checkpointing.load(model_sharded_tensors(loaded), folder)
+    dist_checkpointing.load_items(model_sharded_tensors(loaded), folder)
     assert not differences(loaded.state_dict(), model.state_dict())
     values = dist_checkpointing.load_common(folder)
     assert values["iteration"] == ITERATION and values["train_state"]["consumed_train_samples"] == 99
@@ -88,7 +88,7 @@ def test_files_of_every_rank_become_one_checkpoint_and_files_again(
     # Another layout holds the same: back again it is what it was.
     convert("torch_dist", "torch", tmp_path / "ours", tmp_path / "other", "--target-pipeline-parallel-size", "4")
     convert("torch", "torch_dist", tmp_path / "other", tmp_path / "last")
-    dist_checkpointing.load(model_sharded_tensors(loaded), tmp_path / "last" / folder.name)
+    dist_checkpointing.load_items(model_sharded_tensors(loaded), tmp_path / "last" / folder.name)
     assert not differences(loaded.state_dict(), model.state_dict())
     # What is there may be a run's own, with its optimizer's state.
     with pytest.raises(SystemExit):

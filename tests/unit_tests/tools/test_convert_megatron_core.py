@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import model_sharded_tensors
 from megatron.core.models.gpt import GPTModel
+from megatron.training.checkpointing.megatron_core import megatron_core_values
 from megatron.training.gpt_builder import build_gpt
 from tests.unit_tests.tools.harmful import Harmful
 from tests.unit_tests.tools.megatron_core_writer import Boxes, write_megatron_core
@@ -90,7 +91,7 @@ def loaded(case: str, folder: Path) -> dict[str, Tensor]:
     model = model_of(case)
     for tensor in model.state_dict().values():
         tensor.zero_()
-    dist_checkpointing.load(model_sharded_tensors(model), folder)
+    dist_checkpointing.load_items(model_sharded_tensors(model), folder)
     return model.state_dict()
 
 
@@ -168,7 +169,7 @@ def test_without_arguments_the_flags_of_the_model_come_from_a_file(tmp_path: Pat
     stored = dist_checkpointing.list_tensors(folder)
     assert {dtype for _, dtype in stored.values()} == {torch.bfloat16}
     target = model_of(GATED).bfloat16()
-    dist_checkpointing.load(model_sharded_tensors(target), folder)
+    dist_checkpointing.load_items(model_sharded_tensors(target), folder)
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in target.state_dict().items())
 
 
@@ -240,10 +241,12 @@ def test_damaged_files_and_other_formats_are_named(
         path.write_bytes(kept[path])
         return message
 
-    middle = len(kept[data]) // 2
-    flipped = kept[data][:middle] + bytes([kept[data][middle] ^ 1]) + kept[data][middle + 1 :]
+    # Not any byte: the padding between tensors is read by nobody.
+    weights = stored_tensors(model_of(GATED), GATED)[OUTPUT][0]
+    place = kept[data].index(weights[:1].numpy().tobytes())
+    flipped = kept[data][:place] + bytes([kept[data][place] ^ 1]) + kept[data][place + 1 :]
     assert f"{data} is corrupt: " in refused_with(data, flipped)
-    assert "no file has this range" in refused_with(data, kept[data][:middle])
+    assert "no file has this range" in refused_with(data, kept[data][: len(kept[data]) // 2])
     assert "no file has this range" in refused_with(data, None)
     config, common, account = (folder / name for name in ("metadata.json", "common.pt", ".metadata"))
     assert "sharded_backend is 'zarr': must be 'torch_dist'" in refused_with(config, b'{"sharded_backend": "zarr"}')
@@ -265,7 +268,8 @@ def test_damaged_files_and_other_formats_are_named(
         assert message in refused_with(common, common.read_bytes())
     # Arguments.
     for changes, message in (
-        ({"layernorm_zero_centered_gamma": True}, "layernorm_zero_centered_gamma is True: such models are not known"),
+        ({"qk_l2_norm": True}, "qk_l2_norm is True: such models are not known"),
+        ({"apply_layernorm_1p": True}, "apply_layernorm_1p is True: such models are not known"),
         ({"hidden_size": "64"}, "args.hidden_size is '64'"),
         ({"hidden_size": 64}, "must be [128, 64] by its arguments"),
         ({"vocab_size": None}, "does not say how many tokens the tokenizer has: give --vocab-size"),
@@ -274,6 +278,8 @@ def test_damaged_files_and_other_formats_are_named(
     ):
         write_common(common, None if changes is None else {**args, **changes})
         assert message in refused_with(common, common.read_bytes())
+    write_common(common, {**args, "layernorm_zero_centered_gamma": True})
+    assert megatron_core_values(common.parent)["args"]["layernorm_zero_centered_gamma"] is True
     with pytest.raises(SystemExit):
         convert(folder, tmp_path / "ours", "--ckpt-step", "9")
     assert "iter_0000009 has no metadata.json" in capsys.readouterr().err

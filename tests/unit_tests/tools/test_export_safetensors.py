@@ -22,7 +22,7 @@ def test_weights_are_exported_in_shards(tmp_path: Path) -> None:
     }
     others = {"optimizer.exp_avg.layer.weight": torch.ones(3, 5), "rng.torch": torch.zeros(2, dtype=torch.uint8)}
     tensors = [ShardedTensor.whole(key, tensor) for key, tensor in {**weights, **others}.items()]
-    dist_checkpointing.save(tensors, tmp_path / "run" / "iter_0000012", common={})
+    dist_checkpointing.save_items(tensors, tmp_path / "run" / "iter_0000012", common={})
     command = ["convert", "--from", "torch_dist", "--to", "safetensors", "--load", str(tmp_path / "run")]
     main([*command, "--save", str(tmp_path / "out"), "--max-shard-size", "100e-9"])
     index = json.loads((tmp_path / "out" / INDEX_FILE).read_text())

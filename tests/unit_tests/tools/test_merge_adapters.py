@@ -29,7 +29,7 @@ def save_run(model: GPTModel, folder: Path, *, rank: int | None) -> None:
     contents = {"optimizer": False, "rng": False}
     state = TrainState(iteration=3).state_dict()
     common = {"iteration": 3, "args": arguments, "train_state": state, "contents": contents, "frozen": ["x"]}
-    dist_checkpointing.save(model_sharded_tensors(model), folder / "iter_0000003", common=common)
+    dist_checkpointing.save_items(model_sharded_tensors(model), folder / "iter_0000003", common=common)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_merged_model_computes_what_the_adapted_one_does(fields: dict[str, Any
     save_run(adapted, tmp_path / "run", rank=RANK)
     assert checkpoint.main(["merge", "--load", str(tmp_path / "run"), "--save", str(tmp_path / "merged")]) == 0
     merged, begun = build(rank=None, **fields), loss_of(build(rank=None, **fields))
-    common = dist_checkpointing.load(model_sharded_tensors(merged), tmp_path / "merged" / "release")
+    common = dist_checkpointing.load_items(model_sharded_tensors(merged), tmp_path / "merged" / "release")
     torch.testing.assert_close(loss_of(merged), expected, rtol=1e-5, atol=0)
     assert abs(begun - expected) > 1e-3
     assert common["args"]["lora_rank"] is None and common["frozen"] == []

@@ -12,7 +12,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes
-from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+from megatron.training.checkpointing import load_run, save_run
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.config import CheckpointConfig
 from tests.unit_tests.core.optimizer.reference import wrap
@@ -84,9 +84,9 @@ class SmallRun:
     def save(self, folder, **settings):
         config = CheckpointConfig(save=str(folder), **settings)
         objects = [self.model], self.optimizer, self.scheduler
-        return save_checkpoint(self.state.iteration, *objects, train_state=self.state, args=self.args, config=config)
+        return save_run(self.state.iteration, *objects, train_state=self.state, args=self.args, config=config)
 
     def load(self, folder, **settings):
         config = CheckpointConfig(load=str(folder), **settings)
         objects = [self.model], self.optimizer, self.scheduler
-        return load_checkpoint(*objects, train_state=self.state, args=self.args, config=config)
+        return load_run(*objects, train_state=self.state, args=self.args, config=config)

@@ -15,7 +15,6 @@ from megatron.training.command_line.config_builder import config_from_args
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.flags import CONFIG_CLASSES, Flag, FlagState, flag_table
 from megatron.training.command_line.parser import REFUSED, build_parser
-from megatron.training.command_line.refusals import AGREED_VALUES
 from megatron.training.config import CheckpointConfig
 
 MINIMAL = (
@@ -130,8 +129,7 @@ def _other_value(flag: Flag) -> list[str]:
         return [flag.flags[0]]
     drawn = {"int": "7", "float": "0.7"}.get(flag.type_name, "x")
     values = [str(choice) for choice in flag.choices or [drawn]]
-    silent = {str(flag.default), *AGREED_VALUES.get(flag.flags[0], ())}
-    others = [value for value in values if value not in silent]
+    others = [value for value in values if value != str(flag.default)]
     return [flag.flags[0], *others[:1] * (flag.nargs if isinstance(flag.nargs, int) else 1)]
 
 
@@ -143,17 +141,17 @@ def test_flags_that_would_train_another_model_are_refused_with_value_and_advice(
 
 
 def test_such_flags_may_say_what_happens_anyway() -> None:
-    said = "--lr-warmup-init 0 --dataloader-type single --fp8-recipe delayed --linear-conv-kernel-dim 4 --fim-rate 0.5"
-    assert parse_args(argv=said.split()).dataloader_type == "single"
+    said = "--muon-scalar-optimizer adam --fp8-recipe delayed --linear-conv-kernel-dim 4 --fim-rate 0.5"
+    assert parse_args(argv=said.split()).fim_rate == 0.5
 
 
 def test_flags_without_effect_are_named_once_in_one_line_on_the_first_rank(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = "--wandb-project x --wandb-project y --no-rope-fusion --empty-unused-memory-level 0".split()
-    assert parse_args(argv=words).wandb_project == "y"
+    words = "--nvtx-ranges --nvtx-ranges --no-rope-fusion --empty-unused-memory-level 0".split()
+    assert parse_args(argv=words).nvtx_ranges
     notice = capsys.readouterr().err
-    assert notice.count("\n") == notice.count("--wandb-project") == notice.count("--no-rope-fusion") == 1
+    assert notice.count("\n") == notice.count("--nvtx-ranges") == notice.count("--no-rope-fusion") == 1
     assert "memory-level" not in notice, "a default needs no notice"
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -170,7 +168,7 @@ def test_help_groups_working_flags_and_hides_the_rest(
     assert caught.value.code == 0
     assert all(f"\n{title}:\n" in text for title in flag_table().working_groups())
     assert "(default: 1234)" in text
-    assert "--wandb-project" not in text and "--rl-profile" not in text
+    assert "--nvtx-ranges" not in text and "--rl-profile" not in text
     known = [flag for flag in flag_table().in_state(FlagState.WORKS) if flag.known is not None]
     assert f"{852 - len(known)} more Megatron flags" in text
     monkeypatch.setenv("RANK", "3")

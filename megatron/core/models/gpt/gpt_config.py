@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.config_field import config_field, validate_fields
+from megatron.core.model_parallel_config import XavierUniformInit
 
 POSITION_EMBEDDINGS = ("learned_absolute", "rope", "yarn", "none")
 
@@ -52,6 +53,12 @@ class GPTModelConfig:
     rope_scaling_factor: float = config_field(
         8.0, help="By how much --use-rope-scaling stretches the lowest frequencies.", at_least=1
     )
+    spec: list[str] | None = config_field(
+        None,
+        nargs="+",
+        help="Layers of a script: a Python module, and the name in it of a layer's or block's spec, or of a function "
+        "that returns one for a TransformerConfig.",
+    )
     make_vocab_size_divisible_by: int = config_field(
         128, help="The vocabulary is padded with unused rows to a multiple of this.", at_least=1
     )
@@ -67,8 +74,16 @@ class GPTModelConfig:
         False, help="The output layer has weights of its own instead of the word embeddings'."
     )
 
+    init_method_xavier_uniform: bool = config_field(
+        False,
+        help="Initial matrices are uniform within sqrt(6 / (rows + columns)) of the whole matrix, whatever "
+        "--init-method-std is; embeddings too, unless --embedding-init-method-std is given.",
+    )
+
     def __post_init__(self) -> None:
         validate_fields(self)
+        if self.spec is not None and len(self.spec) != 2:
+            raise ValueError(f"GPTModelConfig.spec is {self.spec}: must be a Python module and a name in it")
         chosen = [name for name in ("swiglu", "quick_geglu", "squared_relu") if vars(self)[name]]
         if len(chosen) > 1:
             raise ValueError(
@@ -89,7 +104,9 @@ class GPTModelConfig:
         # Not `or`: a width of 0 is refused, not replaced.
         if ffn_hidden_size is None:
             ffn_hidden_size = default_ffn_hidden_size(hidden_size, swiglu=self.swiglu)
+        methods = ("init_method", "output_layer_init_method") if self.init_method_xavier_uniform else ()
         return {
+            **dict.fromkeys(methods, XavierUniformInit()),
             "activation_func": activation,
             "gated_linear_unit": self.swiglu or self.quick_geglu,
             "ffn_hidden_size": ffn_hidden_size,

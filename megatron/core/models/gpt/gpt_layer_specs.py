@@ -1,8 +1,11 @@
 """Specs of GPT layers: the classes of a dense or mixture-of-experts layer, with or without adapters."""
 
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
+from megatron.core.config_field import require_defaults
 from megatron.core.extensions import transformer_engine
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
@@ -21,11 +24,15 @@ from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionLayer,
     MultiTokenPredictionLayerSubmodules,
 )
-from megatron.core.transformer.norms import Norm
+from megatron.core.transformer.norms import LayerNorm, Norm, RMSNorm
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
 _ADAPTED = {
     ColumnParallelLinear: LoRAColumnParallelLinear,
@@ -34,38 +41,67 @@ _ADAPTED = {
 }
 
 
-def get_gpt_decoder_block_spec(
-    config: TransformerConfig, use_transformer_engine: bool = False
-) -> TransformerBlockSubmodules:
-    """Returns the spec of each layer, dense or with experts according to moe_layer_freq, and of the final norm.
+def get_gpt_decoder_layer_specs(
+    config: TransformerConfig,
+    use_transformer_engine: bool = False,
+    normalization: str | None = None,
+    qk_l2_norm: bool = False,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> list[ModuleSpec]:
+    """Returns the spec of each layer of the model, dense or with experts according to moe_layer_freq.
 
-    use_transformer_engine: see get_gpt_layer_with_transformer_engine_spec. Raises ValueError for unsupported settings.
+    use_transformer_engine: see get_gpt_layer_with_transformer_engine_spec. normalization: LayerNorm or RMSNorm; None
+    means the configuration's. qk_l2_norm: must be False. vp_stage, pp_rank: accepted, since the specs of the whole
+    model are returned. Raises ValueError for unsupported settings.
     """
     # Layers share two specs, which building does not change.
-    attention = config.qk_layernorm, config.multi_latent_attention
-    layer = get_gpt_layer_local_spec
+    attention = {"qk_layernorm": config.qk_layernorm, "multi_latent_attention": config.multi_latent_attention}
+    attention |= {"qk_l2_norm": qk_l2_norm}
+    layer: Callable[..., ModuleSpec] = partial(get_gpt_layer_local_spec, normalization=normalization, **attention)
     if use_transformer_engine:
         transformer_engine.check_supported(config)
-        layer = get_gpt_layer_with_transformer_engine_spec
-    dense = layer(None, False, *attention)
-    experts = layer(config.num_moe_experts, config.moe_grouped_gemm, *attention)
+        _norm_of(normalization, config)
+        layer = partial(get_gpt_layer_with_transformer_engine_spec, **attention)
+    dense, experts = layer(None, False), layer(config.num_moe_experts, config.moe_grouped_gemm)
     if config.lora_rank is not None:
         dense, experts = (with_adapters(spec, config.lora_target_modules) for spec in (dense, experts))
     has_experts = layers_with_experts(config.num_moe_experts, config.moe_layer_freq, num_layers=config.num_layers)
-    return TransformerBlockSubmodules(
-        layer_specs=[experts if with_experts else dense for with_experts in has_experts],
-        layer_norm=transformer_engine.TENorm if use_transformer_engine else Norm,
-    )
+    return [experts if with_experts else dense for with_experts in has_experts]
+
+
+def get_gpt_decoder_block_spec(
+    config: TransformerConfig,
+    use_transformer_engine: bool = False,
+    normalization: str | None = None,
+    qk_l2_norm: bool = False,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> TransformerBlockSubmodules:
+    """Returns the specs of get_gpt_decoder_layer_specs and of the final norm.
+
+    vp_stage, pp_rank: with either, the layers are those of that model chunk alone. Without, they are the whole model's,
+    of which a block takes its own.
+    """
+    layers = get_gpt_decoder_layer_specs(config, use_transformer_engine, normalization, qk_l2_norm)
+    if vp_stage is not None or pp_rank is not None:
+        first = get_transformer_layer_offset(config, vp_stage, pp_rank)
+        layers = layers[first : first + get_num_layers_to_build(config, vp_stage, pp_rank)]
+    norm = transformer_engine.TENorm if use_transformer_engine else _norm_of(normalization)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 def get_gpt_mtp_block_spec(
     config: TransformerConfig,
     spec: TransformerBlockSubmodules | ModuleSpec,
     use_transformer_engine: bool = False,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
 ) -> MultiTokenPredictionBlockSubmodules | None:
     """Returns the specs of multi-token prediction layers, which equal the last layer of `spec`; None without any.
 
-    use_transformer_engine: ignored, since `spec` determines the layers.
+    use_transformer_engine: accepted, since `spec` determines the layers. vp_stage, pp_rank: accepted, since a model
+    uses the specs on its last stage alone.
     """
     if not config.mtp_num_layers:
         return None
@@ -76,52 +112,64 @@ def get_gpt_mtp_block_spec(
     return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * config.mtp_num_layers)
 
 
-def get_gpt_layer_local_spec(
-    num_experts: int | None = None,
-    moe_grouped_gemm: bool = False,
-    qk_layernorm: bool = False,
-    multi_latent_attention: bool = False,
-) -> ModuleSpec:
-    """Returns the spec of a layer with the kernels of torch.
+def get_gpt_layer_local_spec(*args: Any, **kwargs: Any) -> ModuleSpec:
+    """Returns the spec of a layer with the kernels of torch; arguments of get_gpt_layer_local_submodules."""
+    return ModuleSpec(module=TransformerLayer, submodules=get_gpt_layer_local_submodules(*args, **kwargs))
 
-    num_experts: None for a dense layer. qk_layernorm: normalize queries and keys. multi_latent_attention: use latent
-    attention.
+
+def get_gpt_layer_with_transformer_engine_spec(*args: Any, **kwargs: Any) -> ModuleSpec:
+    """Returns the spec of a layer with the norms, attention core and linear layers of Transformer Engine.
+
+    Arguments of get_gpt_layer_with_transformer_engine_submodules.
     """
-    submodules = get_gpt_layer_local_submodules(num_experts, moe_grouped_gemm, qk_layernorm, multi_latent_attention)
+    submodules = get_gpt_layer_with_transformer_engine_submodules(*args, **kwargs)
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
 
 
-def get_gpt_layer_with_transformer_engine_spec(
+def get_gpt_layer_with_transformer_engine_submodules(
     num_experts: int | None = None,
     moe_grouped_gemm: bool = False,
     qk_layernorm: bool = False,
     multi_latent_attention: bool = False,
-) -> ModuleSpec:
-    """Returns the spec of a layer with the norms, attention core and linear layers of Transformer Engine.
+    fp8: str | None = None,
+    qk_l2_norm: bool = False,
+    use_te_op_fuser: bool = False,
+    use_kitchen: bool = False,
+    use_te_activation_func: bool = False,
+    use_kitchen_attention: bool = False,
+    kitchen_attention_backend: str = "sdpa",
+    mla_down_proj_fusion: bool = False,
+    use_grouped_gemm_for_dense_mlp: bool = False,
+) -> TransformerLayerSubmodules:
+    """Returns the parts of a layer with the norms, attention core and linear layers of Transformer Engine.
 
-    Experts and shared experts are those of get_gpt_layer_local_spec. multi_latent_attention: must be False. Raises an
-    error that is both a ValueError and an ImportError if the package is missing.
+    Experts and shared experts are those of get_gpt_layer_local_spec. num_experts, qk_layernorm, multi_latent_attention:
+    as there. All others must have their defaults. Raises an error that is both a ValueError and an ImportError if the
+    package is missing.
     """
-    if multi_latent_attention:
-        raise ValueError("multi_latent_attention is True: layers of Transformer Engine do not have it here")
-    submodules = get_gpt_layer_local_submodules(num_experts, moe_grouped_gemm, qk_layernorm)
-    norm = transformer_engine.TENorm
-    linear = transformer_engine.TEColumnParallelLinear, transformer_engine.TERowParallelLinear
-    attention = ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=linear[0],
-            core_attention=transformer_engine.TEDotProductAttention,
-            linear_proj=linear[1],
-            q_layernorm=norm if qk_layernorm else None,
-            k_layernorm=norm if qk_layernorm else None,
-        ),
+    require_defaults(
+        "get_gpt_layer_with_transformer_engine_submodules",
+        _NOT_HERE,
+        fp8=(fp8, None),
+        qk_l2_norm=(qk_l2_norm, False),
+        use_te_op_fuser=(use_te_op_fuser, False),
+        use_kitchen=(use_kitchen, False),
+        use_te_activation_func=(use_te_activation_func, False),
+        use_kitchen_attention=(use_kitchen_attention, False),
+        kitchen_attention_backend=(kitchen_attention_backend, "sdpa"),
+        mla_down_proj_fusion=(mla_down_proj_fusion, False),
+        use_grouped_gemm_for_dense_mlp=(use_grouped_gemm_for_dense_mlp, False),
     )
-    parts = {"input_layernorm": norm, "self_attention": attention, "pre_mlp_layernorm": norm}
-    if num_experts is None:
-        parts["mlp"] = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=linear[0], linear_fc2=linear[1]))
-    return ModuleSpec(module=TransformerLayer, submodules=replace(submodules, **parts))
+    layers = _engine_layers()
+    qk_norm = layers.norm if qk_layernorm else None
+    return TransformerLayerSubmodules(
+        input_layernorm=layers.norm,
+        self_attention=_attention_spec(layers, qk_norm, is_latent=multi_latent_attention),
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=layers.norm,
+        mlp=get_mlp_module_spec(num_experts is None, num_experts, moe_grouped_gemm),
+        mlp_bda=get_bias_dropout_add,
+    )
 
 
 def get_gpt_layer_local_submodules(
@@ -129,56 +177,113 @@ def get_gpt_layer_local_submodules(
     moe_grouped_gemm: bool = False,
     qk_layernorm: bool = False,
     multi_latent_attention: bool = False,
+    fp8: str | None = None,
+    normalization: str | None = None,
+    qk_l2_norm: bool = False,
+    use_kitchen: bool = False,
+    use_kitchen_attention: bool = False,
+    kitchen_attention_backend: str = "sdpa",
 ) -> TransformerLayerSubmodules:
-    """Returns the parts of get_gpt_layer_local_spec's layer, for scripts that replace some of them."""
-    norm = Norm if qk_layernorm else None
+    """Returns the parts of a layer with the kernels of torch, for scripts that replace some of them.
+
+    num_experts: None for a dense layer. qk_layernorm: normalize queries and keys. multi_latent_attention: use latent
+    attention. normalization: LayerNorm or RMSNorm; None means the configuration's. All others must have their defaults.
+    """
+    require_defaults(
+        "get_gpt_layer_local_submodules",
+        _NOT_HERE,
+        fp8=(fp8, None),
+        qk_l2_norm=(qk_l2_norm, False),
+        use_kitchen=(use_kitchen, False),
+        use_kitchen_attention=(use_kitchen_attention, False),
+        kitchen_attention_backend=(kitchen_attention_backend, "sdpa"),
+    )
+    norm = _norm_of(normalization)
+    layers = replace(_LOCAL_LAYERS, norm=norm)
     return TransformerLayerSubmodules(
-        input_layernorm=Norm,
-        self_attention=_latent_attention(norm) if multi_latent_attention else _grouped_attention(norm),
+        input_layernorm=norm,
+        self_attention=_attention_spec(layers, norm if qk_layernorm else None, is_latent=multi_latent_attention),
         self_attn_bda=get_bias_dropout_add,
-        pre_mlp_layernorm=Norm,
-        mlp=get_mlp_module_spec(num_experts, moe_grouped_gemm),
+        pre_mlp_layernorm=norm,
+        mlp=get_mlp_module_spec(False, num_experts, moe_grouped_gemm),
         mlp_bda=get_bias_dropout_add,
     )
 
 
-def _grouped_attention(norm: type | None) -> ModuleSpec:
-    return ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
-            core_attention=DotProductAttention,
-            linear_proj=RowParallelLinear,
-            q_layernorm=norm,
-            k_layernorm=norm,
-        ),
+_NOT_HERE = "neither 8-bit layers, L2 norms of heads nor other sets of kernels exist here"
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """The classes of one implementation of layers."""
+
+    column: Any
+    row: Any
+    replicated: Any
+    core: Any
+    norm: Any
+
+
+_LOCAL_LAYERS = _Layers(ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, DotProductAttention, Norm)
+
+
+def _engine_layers() -> _Layers:
+    return _Layers(
+        transformer_engine.TEColumnParallelLinear,
+        transformer_engine.TERowParallelLinear,
+        transformer_engine.TELinear,
+        transformer_engine.TEDotProductAttention,
+        transformer_engine.TENorm,
     )
 
 
-def _latent_attention(norm: type | None) -> ModuleSpec:
-    return ModuleSpec(
-        module=MLASelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=MLASelfAttentionSubmodules(
-            linear_q_proj=ColumnParallelLinear,
-            linear_q_down_proj=ReplicatedLinear,
-            linear_q_up_proj=ColumnParallelLinear,
-            linear_kv_down_proj=ReplicatedLinear,
-            linear_kv_up_proj=ColumnParallelLinear,
-            core_attention=DotProductAttention,
-            linear_proj=RowParallelLinear,
-            q_layernorm=norm,
-            kv_layernorm=norm,
-        ),
-    )
+def _norm_of(normalization: str | None, config: TransformerConfig | None = None) -> Any:
+    """Returns the class of norms; config: whose normalization must then be the same."""
+    kinds = {None: Norm, "LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+    if normalization not in kinds:
+        raise ValueError(f"normalization is {normalization!r}: must be LayerNorm or RMSNorm")
+    if config is not None and normalization not in (None, config.normalization):
+        raise ValueError(
+            f"normalization is {normalization} and config.normalization {config.normalization}, which layers of "
+            "Transformer Engine read: must be the same"
+        )
+    return kinds[normalization]
 
 
-def get_mlp_module_spec(num_experts: int | None = None, moe_grouped_gemm: bool = False) -> ModuleSpec:
-    """Returns the spec of a dense feed-forward layer, or of a mixture of grouped or sequential experts."""
-    dense = ModuleSpec(
-        module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+def _attention_spec(layers: _Layers, qk_norm: Any, *, is_latent: bool) -> ModuleSpec:
+    params = {"attn_mask_type": AttnMaskType.causal}
+    if not is_latent:
+        grouped = SelfAttentionSubmodules(layers.column, layers.core, layers.row, qk_norm, qk_norm)
+        return ModuleSpec(SelfAttention, params, grouped)
+    latent = MLASelfAttentionSubmodules(
+        linear_q_proj=layers.column,
+        linear_q_down_proj=layers.replicated,
+        linear_q_up_proj=layers.column,
+        linear_kv_down_proj=layers.replicated,
+        linear_kv_up_proj=layers.column,
+        core_attention=layers.core,
+        linear_proj=layers.row,
+        q_layernorm=qk_norm,
+        kv_layernorm=qk_norm,
     )
+    return ModuleSpec(MLASelfAttention, params, latent)
+
+
+def get_mlp_module_spec(
+    use_te: bool = True,
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool = False,
+    fp8: str | None = None,
+    use_te_op_fuser: bool = False,
+) -> ModuleSpec:
+    """Returns the spec of a dense feed-forward layer, or of a mixture of grouped or sequential experts.
+
+    use_te: linear layers of Transformer Engine in a dense layer; experts have those of this project. fp8,
+    use_te_op_fuser: must have their defaults.
+    """
+    require_defaults("get_mlp_module_spec", _NOT_HERE, fp8=(fp8, None), use_te_op_fuser=(use_te_op_fuser, False))
+    layers = _engine_layers() if use_te and num_experts is None else _LOCAL_LAYERS
+    dense = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=layers.column, linear_fc2=layers.row))
     if num_experts is None:
         return dense
     # Sequential experts are dense layers. Grouped experts have no replaceable parts except adapters.

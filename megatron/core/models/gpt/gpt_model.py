@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.core.config_field import require_defaults
 from megatron.core.device import default_device
 from megatron.core.group_collectives import all_reduce_sum
 from megatron.core.logical_tensors import LogicalPiece
@@ -21,26 +23,27 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from megatron.core.tensor_parallel.param_attributes import mark_shared
 from megatron.core.transformer.future_tokens import FutureTokens
 from megatron.core.transformer.initialization import InitialValues, deferred_initialization, initialize_parameters
-from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.core.transformer.moe.aux_losses import MTP_LOSS, AuxLossRecorder
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
 )
-from megatron.core.transformer.norms import Norm
 from megatron.core.transformer.recompute import plan_recompute
 from megatron.core.transformer.rope import RotaryEmbedding
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlock,
     TransformerBlockSubmodules,
+    block_submodules,
     require_layout,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import require_unset
 
 
-class GPTModel(MegatronModule):
+class GPTModel(GraphableMegatronModule):
     """A decoder-only language model.
 
     `aux_losses` records the losses of all routers and holds the factor of their gradients.
@@ -55,6 +58,7 @@ class GPTModel(MegatronModule):
         pre_process: bool = True,
         post_process: bool = True,
         fp16_lm_cross_entropy: bool = False,
+        logit_dtype: torch.dtype | None = None,
         parallel_output: bool = True,
         share_embeddings_and_output_weights: bool = False,
         position_embedding_type: str = "learned_absolute",
@@ -62,12 +66,13 @@ class GPTModel(MegatronModule):
         rotary_base: float = 10000,
         rope_scaling: bool = False,
         rope_scaling_factor: float = 8.0,
-        *,
-        mtp_block_spec: MultiTokenPredictionBlockSubmodules | None = None,
+        scatter_embedding_sequence_parallel: bool = True,
         seq_len_interpolation_factor: float | None = None,
-        unpadded_vocab_size: int | None = None,
-        vp_stage: int | None = None,
+        mtp_block_spec: MultiTokenPredictionBlockSubmodules | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
+        *,
+        unpadded_vocab_size: int | None = None,
     ) -> None:
         """transformer_layer_spec: one spec for all layers, or a block's with one each. vocab_size: rows with
         padding; those from unpadded_vocab_size on start and stay zero. parallel_output: logits stay split over
@@ -76,16 +81,23 @@ class GPTModel(MegatronModule):
         pre_process, post_process: this part has the embedding; the norm after the last layer, output layer and loss.
         vp_stage: which of its stage's chunks it is; None: the only one.
         pg_collection: the groups of this rank; None: those of parallel_state, if there are any.
+        logit_dtype: must be None. scatter_embedding_sequence_parallel: must be True.
         Raises ValueError where fp16_lm_cross_entropy is True, where the groups' sizes are not config's, for a weight
         on two stages without pg_collection.embd, and for an mtp_block_spec that is not of config.mtp_num_layers.
         """
-        super().__init__(config)
+        super().__init__(config, vp_stage)
         _require_fp32_loss(fp16_lm_cross_entropy)
+        require_defaults(
+            "GPTModel",
+            "logits have the dtype of parameters, and sequence parallelism splits the embedded tokens",
+            logit_dtype=(logit_dtype, None),
+            scatter_embedding_sequence_parallel=(scatter_embedding_sequence_parallel, True),
+        )
         self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
         self.unpadded_vocab_size = _checked_vocab_size(unpadded_vocab_size, vocab_size)
         self.position_embedding_type = _checked_position_embedding(position_embedding_type, config)
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
-        self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
+        self.pre_process, self.post_process = pre_process, post_process
         self._input: Tensor | None = None
         groups = existing_process_groups() if pg_collection is None else pg_collection
         # Of a sequence, each of which is another rank's.
@@ -94,7 +106,7 @@ class GPTModel(MegatronModule):
         require_layout(config, groups)
         # Weights are drawn at the end, by name: inside a layer the name is not known.
         with deferred_initialization(config):
-            self._build_layers(_block_spec(transformer_layer_spec, config), mtp_block_spec, pg_collection=groups)
+            self._build_layers(block_submodules(transformer_layer_spec, config), mtp_block_spec, pg_collection=groups)
         self.rotary_pos_emb = None
         if position_embedding_type in ("rope", "yarn"):
             self.rotary_pos_emb = RotaryEmbedding(
@@ -117,16 +129,27 @@ class GPTModel(MegatronModule):
         input_ids: Tensor | None,
         position_ids: Tensor | None,
         attention_mask: Tensor | None,
+        decoder_input: Tensor | None = None,
         labels: Tensor | None = None,
-        loss_mask: Tensor | None = None,
-        *,
+        inference_context: Any = None,
         packed_seq_params: PackedSeqParams | None = None,
+        extra_block_kwargs: dict[str, Any] | None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        inference_params: Any = None,
+        loss_mask: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        output_processor: Any = None,
+        output_processor_context: Any = None,
     ) -> Tensor:
         """input_ids, position_ids: [B, S], int64; attention_mask: bool, broadcastable to [B, 1, S, S], True where
         attention is forbidden, or None: causal; labels: [B, S], int64, below the unpadded vocabulary size;
         where one is negative (-100), the loss is 0.
         Returns the loss per token [B, S], fp32 (fp64), or without labels padded logits [B, S, V], parameter dtype;
-        with parallel_output [B, S, V / ranks].
+        with parallel_output [B, S, V / ranks]. runtime_gather_output: whether logits are gathered; None: as
+        parallel_output says.
+        decoder_input: in place of the embedded tokens, [S / ranks under sequence parallelism, B, H], parameter dtype.
+        extra_block_kwargs: further arguments of the transformer block. The others must be None.
         Raises ValueError for masks and borders that do not fit input_ids.
         loss_mask: [B, S], float; masking is the loss function's work: read for the losses of tokens further ahead.
         packed_seq_params: segments that attention does not leave, instead of a mask.
@@ -135,14 +158,30 @@ class GPTModel(MegatronModule):
         predict tokens further ahead; one without the output layer returns hidden states,
         [S / ranks under sequence parallelism, B, H].
         """
-        hidden_states = self._first_hidden_states(input_ids, position_ids)
+        others = inference_context, inference_params, padding_mask, output_processor, output_processor_context
+        if any(one is not None for one in others):
+            require_unset(
+                "GPTModel.forward",
+                inference_context=inference_context,
+                inference_params=inference_params,
+                padding_mask=padding_mask,
+                output_processor=output_processor,
+                output_processor_context=output_processor_context,
+            )
+        hidden_states = self._first_hidden_states(input_ids, position_ids, decoder_input)
         own_length, batch = hidden_states.shape[0] * self._sequence_ranks, hidden_states.shape[1]
         if attention_mask is not None:
             _require_mask(attention_mask, batch=batch, seq_length=own_length * self.num_parts)
         if packed_seq_params is not None:
             packed_seq_params.require_samples(batch, own_length * self.num_parts)
         rotary = None if self.rotary_pos_emb is None else self.rotary_pos_emb(own_length)
-        hidden_states = self.decoder(hidden_states, attention_mask, rotary, packed_seq_params=packed_seq_params)
+        hidden_states = self.decoder(
+            hidden_states,
+            attention_mask,
+            rotary_pos_emb=rotary,
+            packed_seq_params=packed_seq_params,
+            **(extra_block_kwargs or {}),
+        )
         if not self.post_process:
             return hidden_states
         # What nobody learns from is not predicted.
@@ -162,7 +201,7 @@ class GPTModel(MegatronModule):
             hidden_states = self._with_mtp_losses(hidden_states, future, run=partial(run, rotary_pos_emb=rotary))
         logits = self._logits(hidden_states)
         if labels is None:
-            if not self.parallel_output:
+            if not self.parallel_output if runtime_gather_output is None else runtime_gather_output:
                 logits = gather_from_tensor_model_parallel_region(logits, self.tp_group)
             return logits.transpose(0, 1).contiguous()
         # Contiguous: loss functions of existing scripts flatten it with view(-1).
@@ -218,7 +257,13 @@ class GPTModel(MegatronModule):
         """
         self._input = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
-    def _first_hidden_states(self, input_ids: Tensor | None, position_ids: Tensor | None) -> Tensor:
+    def _first_hidden_states(
+        self, input_ids: Tensor | None, position_ids: Tensor | None, decoder_input: Tensor | None
+    ) -> Tensor:
+        if decoder_input is not None:
+            if not self.pre_process:
+                raise ValueError("decoder_input is given and pre_process is False: call set_input_tensor instead")
+            return decoder_input
         if self.pre_process:
             assert self.embedding is not None, "pre_process"
             assert input_ids is not None and position_ids is not None, "the part with the embedding needs tokens"
@@ -278,7 +323,7 @@ class GPTModel(MegatronModule):
         pg_collection: ProcessGroupCollection,
     ) -> None:
         config = self.config
-        assert config.init_method is not None
+        assert config.init_method is not None and config.embedding_init_method is not None
         self.embedding: LanguageModelEmbedding | None = None
         self.output_layer: ColumnParallelLinear | None = None
         self.mtp: MultiTokenPredictionBlock | None = None
@@ -303,7 +348,10 @@ class GPTModel(MegatronModule):
                 config.hidden_size,
                 self.vocab_size,
                 config=config,
-                init_method=config.init_method,
+                # A tied layer is a copy of the first stage's table.
+                init_method=(
+                    config.embedding_init_method if self.share_embeddings_and_output_weights else config.init_method
+                ),
                 bias=False,
                 skip_weight_param_allocation=self.share_embeddings_and_output_weights and self.embedding is not None,
                 tp_group=self.tp_group,
@@ -354,10 +402,12 @@ class GPTModel(MegatronModule):
             more_names=[MTP_LOSS.format(depth) for depth in range(1, mtp_layers + 1)],
         )
         layers = self.decoder.layers
-        plan = plan_recompute(self.config, [isinstance(layer.mlp, MoELayer) for layer in layers])
-        for number, (layer, again) in enumerate(zip(layers, plan), start=layers.offset + 1):
-            if isinstance(layer.mlp, MoELayer):
-                layer.mlp.router.report_to(self.aux_losses, layer_number=number, runs_again=again.has_router)
+        # A layer of a user may have no such part.
+        parts = [dict(layer.named_children()).get("mlp") for layer in layers]
+        plan = plan_recompute(self.config, [isinstance(mlp, MoELayer) for mlp in parts])
+        for number, (mlp, again) in enumerate(zip(parts, plan), start=layers.offset + 1):
+            if isinstance(mlp, MoELayer):
+                mlp.router.report_to(self.aux_losses, layer_number=number, runs_again=again.has_router)
         for layer, again in () if self.mtp is None else self.mtp.planned_layers():
             if isinstance(layer.mlp, MoELayer):
                 layer.mlp.router.report_to(
@@ -374,12 +424,6 @@ class GPTModel(MegatronModule):
         self._init_seed = torch.initial_seed() if self.config.init_seed is None else self.config.init_seed
         if self.config.perform_initialization:
             initialize_parameters(self, seed=self._init_seed)
-
-
-def _block_spec(spec: ModuleSpec | TransformerBlockSubmodules, config: TransformerConfig) -> TransformerBlockSubmodules:
-    if isinstance(spec, TransformerBlockSubmodules):
-        return spec
-    return TransformerBlockSubmodules(layer_specs=[spec] * config.num_layers, layer_norm=Norm)
 
 
 def _checked_vocab_size(unpadded: int | None, padded: int) -> int:

@@ -35,8 +35,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.core.config_field import require_defaults
 from megatron.core.device import default_device
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+from megatron.core.transformer.moe.loss_tracker import LossRecorder, default_tracker
 from megatron.core.transformer.recompute import Recorder
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -45,6 +47,8 @@ LOAD_BALANCING_LOSS = "load_balancing_loss"
 SEQ_LOAD_BALANCING_LOSS = "seq_load_balancing_loss"
 GLOBAL_LOAD_BALANCING_LOSS = "global_load_balancing_loss"
 Z_LOSS = "z_loss"
+_ROUTER_LOSSES = (LOAD_BALANCING_LOSS, SEQ_LOAD_BALANCING_LOSS, GLOBAL_LOAD_BALANCING_LOSS, Z_LOSS)
+_NOT_FUSED = "the loss is computed by torch's operators"
 MTP_LOSS = "mtp_{} loss"  # the loss of one depth of multi-token prediction
 
 
@@ -66,7 +70,7 @@ class Routed:
     logits: [T, E], fp32 or fp64. scores: [T, E], same dtype, the normalised scores if the route computed them. indices:
     [T, K], int64. group: `tp_cp`, the ranks that hold the other positions of
     the micro-batch. average_counts: turns this rank's counts [E] into their mean over the micro-batches of all ranks in
-    the step so far.
+    the step so far. valid: [T], bool, tokens that count; None means all.
     """
 
     logits: Tensor
@@ -75,11 +79,17 @@ class Routed:
     num_sequences: int
     group: dist.ProcessGroup | None
     average_counts: Callable[[Tensor], Tensor]
+    valid: Tensor | None = None
 
     @functools.cached_property
     def tokens_per_expert(self) -> Tensor:
         """Number of assignments to each expert: [E], int64, computed once."""
-        return count_tokens(self.indices, self.logits.shape[-1])
+        return count_tokens(self.indices, self.logits.shape[-1], valid=self.valid)
+
+    @functools.cached_property
+    def num_valid(self) -> Tensor | None:
+        """Number of tokens that count: scalar, int64, on the device; None means all."""
+        return None if self.valid is None else self.valid.sum()
 
 
 class LoadBalancing:
@@ -116,63 +126,92 @@ class LoadBalancing:
 
     def _of_microbatch(self, scores: Tensor, routed: Routed, *, coefficient: float) -> Tensor:
         counts = summed_counts(routed.tokens_per_expert, routed.group)
-        return self._switch_loss(scores, counts, group=routed.group, coefficient=coefficient)
+        return self._switch_loss(scores, counts, routed, coefficient=coefficient)
 
     def _of_sequences(self, scores: Tensor, routed: Routed, *, coefficient: float) -> Tensor:
         """Averages the losses of the individual sequences; each (sequence, expert) pair is a column."""
         num_sequences = routed.num_sequences
         sequence = torch.arange(len(scores), device=scores.device).remainder(num_sequences).unsqueeze(1)  # [T, 1]
-        counts = count_tokens(sequence * self.num_experts + routed.indices, num_sequences * self.num_experts)  # [B * E]
-        by_sequence = scores.view(-1, len(counts))  # [S, B * E]
+        pairs = num_sequences * self.num_experts
+        counts = count_tokens(sequence * self.num_experts + routed.indices, pairs, valid=routed.valid)  # [B * E]
         counts = summed_counts(counts, routed.group)
-        return self._switch_loss(by_sequence, counts, group=routed.group, coefficient=coefficient) / num_sequences
+        if routed.valid is None:
+            by_sequence = scores.view(-1, len(counts))  # [S, B * E]
+            return self._switch_loss(by_sequence, counts, routed, coefficient=coefficient) / num_sequences
+        # Sequences have different numbers of tokens, so each has a factor of its own.
+        valid = routed.valid.view(-1, num_sequences)  # [S, B]
+        lengths = summed_counts(valid.sum(dim=0), routed.group).clamp(min=1).to(scores.dtype)
+        means = (scores.view(-1, num_sequences, self.num_experts) * valid.unsqueeze(-1)).sum(dim=0)  # [B, E]
+        products = (means * counts.view(num_sequences, -1)).sum(dim=1) / lengths.square()
+        return products.sum() * (self.num_experts * coefficient / (self.topk * num_sequences))
 
     def _of_global_batch(self, scores: Tensor, routed: Routed, *, coefficient: float) -> Tensor:
         counts = routed.average_counts(routed.tokens_per_expert)
-        return self._switch_loss(scores, counts.to(scores.dtype), group=routed.group, coefficient=coefficient)
+        return self._switch_loss(scores, counts.to(scores.dtype), routed, coefficient=coefficient)
 
-    def _switch_loss(
-        self, scores: Tensor, counts: Tensor, *, group: dist.ProcessGroup | None, coefficient: float
-    ) -> Tensor:
+    def _switch_loss(self, scores: Tensor, counts: Tensor, routed: Routed, *, coefficient: float) -> Tensor:
+        total: Tensor | int = len(scores) * group_size(routed.group)
+        if routed.num_valid is not None:
+            total = summed_counts(routed.num_valid, routed.group).clamp(min=1)
         return switch_load_balancing_loss_func(
             scores,
             counts,
-            total_num_tokens=len(scores) * group_size(group),
-            topk=self.topk,
-            num_experts=self.num_experts,
-            moe_aux_loss_coeff=coefficient,
+            total,
+            self.topk,
+            self.num_experts,
+            coefficient,
+            padding_mask=None if routed.valid is None else ~routed.valid,
         )
 
 
 def switch_load_balancing_loss_func(
     probs: Tensor,
     tokens_per_expert: Tensor,
-    total_num_tokens: int,
+    total_num_tokens: int | Tensor,
     topk: int,
     num_experts: int,
     moe_aux_loss_coeff: float,
+    fused: bool = False,
+    padding_mask: Tensor | None = None,
 ) -> Tensor:
     """Computes coeff * E * sum over experts of (share of the assignments) * (mean probability).
 
-    probs: [T, E], softmax over all experts, fp32 or more; tokens_per_expert: [E], any integer or float dtype. Returns
-    a scalar of the probs' dtype, which equals `coeff` when tokens and probabilities are spread evenly. Where several
-    ranks share the tokens, each passes its own probs with the tokens_per_expert and total_num_tokens of all ranks; the
-    results of the ranks then sum to the loss.
+    probs: [T, E], softmax over all experts, fp32 or more; tokens_per_expert: [E], any integer or float dtype.
+    total_num_tokens: an int, or a scalar on the device. fused: must be False. padding_mask: [T], bool, True for tokens
+    whose probs do not count, as the other arguments must not count them either. Returns a scalar of the probs' dtype,
+    which equals `coeff` when tokens and probabilities are spread evenly. Where several ranks share the tokens, each
+    passes its own probs with the tokens_per_expert and total_num_tokens of all ranks; the results of the ranks then sum
+    to the loss.
     """
+    if fused:
+        require_defaults("switch_load_balancing_loss_func", _NOT_FUSED, fused=(fused, False))
+    if padding_mask is not None:
+        probs = probs.masked_fill(padding_mask.reshape(-1, 1), 0)
     factor = num_experts * moe_aux_loss_coeff / (topk * total_num_tokens * total_num_tokens)
     return (probs.sum(dim=0) * tokens_per_expert).sum() * factor
 
 
-def z_loss_func(logits: Tensor, z_loss_coeff: float) -> Tensor:
-    """Computes coeff * mean(logsumexp(logits)^2); logits: [T, E], fp32 or more. Returns a scalar of the same dtype."""
-    return torch.logsumexp(logits, dim=-1).square().mean() * z_loss_coeff
+def z_loss_func(logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None = None) -> Tensor:
+    """Computes coeff * mean(logsumexp(logits)^2); logits: [T, E], fp32 or more. Returns a scalar of the same dtype.
+
+    padding_mask: [T], bool, True for tokens that the mean leaves out; 0 if it leaves out all.
+    """
+    squares = torch.logsumexp(logits, dim=-1).square()
+    if padding_mask is None:
+        return squares.mean() * z_loss_coeff
+    valid = ~padding_mask.reshape(-1)
+    return squares.masked_fill(~valid, 0).sum() / valid.sum().clamp(min=1) * z_loss_coeff
 
 
-def count_tokens(expert_indices: Tensor, num_experts: int) -> Tensor:
-    """Counts the assignments to each expert; expert_indices: [T, K], int64 -> [E], int64, same device, no sync."""
+def count_tokens(expert_indices: Tensor, num_experts: int, *, valid: Tensor | None = None) -> Tensor:
+    """Counts the assignments to each expert; expert_indices: [T, K], int64 -> [E], int64, same device, no sync.
+
+    valid: [T], bool, tokens that count; None means all.
+    """
     slots = expert_indices.reshape(-1)
+    ones = torch.ones_like(slots) if valid is None else valid.unsqueeze(1).expand_as(expert_indices).reshape(-1).long()
     # bincount would read the largest index on the host. Integer sums do not depend on the order.
-    return slots.new_zeros(num_experts).scatter_add_(0, slots, torch.ones_like(slots))
+    return slots.new_zeros(num_experts).scatter_add_(0, slots, ones)
 
 
 def summed_counts(tokens: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -207,7 +246,7 @@ class LayerTotals:
         return LayerTotals(self.names, self.losses + other.losses, self.tokens_per_expert + other.tokens_per_expert)
 
 
-class AuxLossRecorder(Recorder, nn.Module):
+class AuxLossRecorder(Recorder, LossRecorder, nn.Module):
     """Records a model chunk's auxiliary losses and expert loads during a step, and scales the losses' gradients.
 
     The routers of a model chunk share one; its tensors are on the device. Losses accumulate until `take_totals`, tokens
@@ -234,13 +273,15 @@ class AuxLossRecorder(Recorder, nn.Module):
         """dtype: dtype of the sums of losses. more_names: names of losses that no router adds."""
         super().__init__()
         device = device or default_device()
-        self.names = (LOAD_BALANCING_LOSS, SEQ_LOAD_BALANCING_LOSS, GLOBAL_LOAD_BALANCING_LOSS, Z_LOSS, *more_names)
+        self.names = (*_ROUTER_LOSSES, *more_names)
         self.groups = groups or ProcessGroupCollection()
         # By layer, one entry for each microbatch that has not run backward yet. See [Note: recomputed layers].
         self._averages: defaultdict[int, deque[Tensor]] = defaultdict(deque)
         self._bias_updates: dict[int, Callable[[Tensor], None]] = {}
         self._passes: dict[int, list[Tensor]] | None = None  # tokens per expert of each microbatch, by layer
         self._recording = True
+        self.recorded_names: set[str] = set()  # since the recorder was made
+        default_tracker().watch(self)
         losses = torch.zeros(len(self.names), num_layers, dtype=dtype, device=device)
         tokens = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
         buffers = {
@@ -261,6 +302,7 @@ class AuxLossRecorder(Recorder, nn.Module):
         # In place, since captured graphs read this tensor. fill_ passes a host number as a kernel argument, while copy_
         # from pageable memory would synchronize with the device.
         self.backward_scale.fill_(scale.detach().reshape(()))
+        default_tracker().scale = self.backward_scale  # for losses that MoEAuxLossAutoScaler attaches
 
     def attach(self, activation: Tensor, loss: Tensor) -> Tensor:
         """Returns `activation` with an edge through which backward also reaches `loss`.
@@ -290,6 +332,7 @@ class AuxLossRecorder(Recorder, nn.Module):
         if not self._recording:
             return
         row = self.names.index(name)  # sums and counts are [names, layers]
+        self.recorded_names.add(name)
         # Additions to entries by += would copy the sums to where they are already.
         self.sums[row, layer_number - 1].add_(value.detach())
         self.counts[row, layer_number - 1].add_(count)
@@ -350,7 +393,7 @@ class AuxLossRecorder(Recorder, nn.Module):
 
     def forget_step(self) -> None:
         """Clears the records of a step that is discarded."""
-        self._forget_losses()
+        self.forget_losses()
         self._forget_tokens()
         self._forget_passes()
 
@@ -367,14 +410,26 @@ class AuxLossRecorder(Recorder, nn.Module):
         """Returns and clears each loss's sum and count over layers and microbatches: [2], fp64, on the device."""
         # [names, 2]; fp64, because these are summed over ranks next.
         totals = torch.stack([self.sums.double().sum(dim=1), self.counts.double().sum(dim=1)], dim=1)
-        self._forget_losses()
+        self.forget_losses()
         return dict(zip(self.names, totals.unbind(), strict=True))
 
     def _forget_passes(self) -> None:
         if self._passes is not None:
             self._passes = {}
 
-    def _forget_losses(self) -> None:
+    def layer_losses(self) -> dict[str, Tensor]:
+        """Returns the sums of the losses that were recorded, by name: [L], the recorder's dtype, views."""
+        rows = {name: self.sums[self.names.index(name)] for name in sorted(self.recorded_names)}
+        return {name: row for name, row in rows.items() if name in _ROUTER_LOSSES}
+
+    def forget_averages(self, *, layer_number: int) -> None:
+        """Clears the counts of a layer's global-batch loss in the step so far; layer_number: from 1."""
+        self.global_tokens_per_expert[layer_number - 1].zero_()
+        self.num_microbatches[layer_number - 1].zero_()
+        self._averages[layer_number].clear()
+
+    def forget_losses(self) -> None:
+        """Sets all sums and counts of losses to zero."""
         self.sums.zero_()
         self.counts.zero_()
 
@@ -398,16 +453,52 @@ class _AttachLoss(torch.autograd.Function):
         return grad, ctx.scale.to(ctx.loss_dtype, copy=True), None
 
 
+class MoEAuxLossAutoScaler(torch.autograd.Function):
+    """Attaches a loss of a module of the user's own: output = MoEAuxLossAutoScaler.apply(output, aux_loss).
+
+    See [Note: auxiliary losses in backward]. The gradient of the loss is the factor that the schedule, or else
+    set_loss_scale, set last in this process, and 1 before that.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, aux_loss: Tensor) -> Tensor:
+        """output: any shape, float; aux_loss: any shape, float. Returns output."""
+        ctx.save_for_backward(aux_loss)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+        """grad_output: any shape, float. Returns it, and the factor in the shape of aux_loss."""
+        (aux_loss,) = ctx.saved_tensors
+        scale, grad = default_tracker().scale, torch.ones_like(aux_loss)
+        return grad_output, grad if scale is None else grad * scale.to(grad.device, grad.dtype)
+
+    @staticmethod
+    def set_loss_scale(scale: Tensor) -> None:
+        """Sets the factor of auxiliary losses' gradients, also of our routers; scale: scalar or [1], any float dtype.
+
+        A schedule of megatron.core.pipeline_parallel sets it for each microbatch.
+        """
+        default_tracker().set_scale(scale)
+
+
 # --- Even loads without a loss ---
 
 
-def get_updated_expert_bias(tokens_per_expert: Tensor, expert_bias: Tensor, expert_bias_update_rate: float) -> Tensor:
+def get_updated_expert_bias(
+    tokens_per_expert: Tensor,
+    expert_bias: Tensor,
+    expert_bias_update_rate: float,
+    tp_dp_cp_group: dist.ProcessGroup | None = None,
+) -> Tensor:
     """Returns the routing bias after a step: higher for experts with fewer tokens than the mean, lower for others.
 
-    tokens_per_expert: [*, E], integer or float, summed over the global batch; expert_bias: [*, E], fp32.
+    tokens_per_expert: [*, E], integer or float, summed over the global batch, or, with tp_dp_cp_group, this rank's
+    share of it; expert_bias: [*, E], fp32. tp_dp_cp_group: the ranks to sum over; None means that this is done.
     Returns [*, E], fp32; an entry changes by expert_bias_update_rate or not at all.
     """
     with torch.no_grad():
+        tokens_per_expert = summed_counts(tokens_per_expert, tp_dp_cp_group)
         # Compares E times the counts with their sum, in integers, so that an expert with exactly the mean is unchanged.
         missing = tokens_per_expert.sum(dim=-1, keepdim=True) - tokens_per_expert.shape[-1] * tokens_per_expert
         return expert_bias + missing.sign() * expert_bias_update_rate

@@ -1,20 +1,23 @@
 """The interface of token dispatchers, which move tokens to the ranks of their experts and back.
 
-A layer calls four methods in this order: `preprocess` orders rows, `send` starts to move them, `finish_dispatch`
-returns the rows of this rank's experts, and `combine` brings the experts' results back. The dispatchers are in
-dispatch_*.py, the choice among them in token_dispatcher.py.
+A layer calls six methods, in the order in which MoETokenDispatcher lists them. The dispatchers are in dispatch_*.py,
+the choice among them in token_dispatcher.py.
 
-T tokens of this rank, H hidden, K choices of a token, R rows that this rank's experts receive, e experts of this rank.
+T tokens of this rank, H hidden, K choices of a token, E experts, R rows that this rank's experts receive, e experts of
+this rank.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.parallel_state import existing_process_groups
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
+from megatron.core.transformer.moe.permutation import Routing
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -41,56 +44,138 @@ class RowDemand(NamedTuple):
     can_lose: bool
 
 
-class Dispatched(NamedTuple):
-    """The input of this rank's experts, and the metadata that `combine` needs.
-
-    tokens_per_expert: [e], int64, on the device. metadata: immutable, read by `combine` only. demand: None where no row
-    can be dropped.
-    """
-
-    rows: DispatchedTokens
-    tokens_per_expert: Tensor
-    metadata: Any
-    demand: RowDemand | None = None
-
-
 class MoETokenDispatcher(ABC):
-    """Moves tokens to experts and back.
+    """Moves tokens to experts and back, in six steps that each pass tensors to the next.
 
-    It keeps no state of a forward: `combine` receives the metadata that `finish_dispatch` returned. Only settings may
-    change between forwards, such as the capacity factor of static buffers. All ranks of the experts' groups (expert and
-    expert-tensor) call together. Work between `send` and `finish_dispatch` overlaps with the communication.
+    1. `dispatch_preprocess` orders the tokens, or copies them into the rows to send.
+    2. `token_dispatch` sends them to the ranks of their experts.
+    3. `dispatch_postprocess` returns the rows of this rank's experts, sorted by expert: [R, H].
+    4. `combine_preprocess` puts the experts' results into the order in which they are sent back.
+    5. `token_combine` sends them back.
+    6. `combine_postprocess` returns the tokens in the shape that step 1 received.
+
+    Steps 4 to 6 sum the rows of a token; the experts have applied the weights. Between the steps the dispatcher keeps
+    the order of the rows, so one forward ends before the next begins. All ranks of the experts' groups (expert and
+    expert-tensor) call together. config: of the layer. shared_experts: see set_shared_experts.
     """
 
-    def dispatch(self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor) -> Dispatched:
-        """Runs preprocess, send and finish_dispatch.
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
+        groups = pg_collection or existing_process_groups()
+        self.config = config
+        self.ep_group, self.tp_group, self.tp_ep_group = groups.ep, groups.expt_tp, groups.tp_ep
+        self.ep_size, self.tp_size = group_size(groups.ep), group_size(groups.expt_tp)
+        self.shared_experts: Callable[[Tensor], Any] | None = None
+        self._demand: RowDemand | None = None
+        self._tokens: Tensor | None
+        self._shape, self._tokens = torch.Size(), None  # as step 1 received them; tokens for a shared expert
+        self._shared_output: Tensor | None = None
+        self._passage: Any = None  # the order of the rows of the running forward, of each dispatcher's own type
 
-        tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64, over all experts. Returns
-        the rows that this rank's experts receive: [R, H], counts and metadata.
+    def order_rows(self, tokens: Tensor, routing: Routing) -> Any:
+        """Does the work of step 1 that a CUDA graph may capture; returns the second argument of `begin`.
+
+        tokens: [T, H], any float dtype. In the result, tensors that require gradients are in tuples, never in other
+        containers. The default returns the fields of the routing, for dispatchers whose shapes depend on it.
         """
-        preprocessed = self.preprocess(tokens, probs=probs, expert_indices=expert_indices)
-        return self.finish_dispatch(self.send(tokens, preprocessed))
+        return routing.weights, routing.indices, routing.has_absent
 
-    def preprocess(self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor) -> Any:
-        """Does the work before sending that a CUDA graph may capture; returns the second argument of `send`.
+    def begin(self, tokens: Tensor, ordered: Any) -> tuple[Tensor, Tensor]:
+        """Does the rest of step 1 and returns its result.
 
-        tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64, over all experts. In the
-        result, tensors that require gradients are in tuples, never in other containers. The default returns its
-        arguments, for dispatchers whose shapes depend on the routing.
+        tokens: [*, H], any float dtype. ordered: what order_rows returned for the same tokens.
         """
-        return probs, expert_indices
+        rows = as_rows(tokens)
+        # Kept only for whom they serve: a forward that backward repeats for its saved tensors may stop before `_end`.
+        self._shape, self._tokens = tokens.shape, None if self.shared_experts is None else rows
+        self._shared_output = None
+        return self._begin(rows, ordered)
 
     @abstractmethod
-    def send(self, tokens: Tensor, preprocessed: Any) -> Any:
-        """Starts to send tokens: [T, H], any float dtype. Returns the argument of `finish_dispatch`."""
+    def _begin(self, tokens: Tensor, ordered: Any) -> tuple[Tensor, Tensor]:
+        """Sets _passage and returns the rows and weights that step 2 sends; tokens: [T, H]."""
+
+    def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what token_dispatch sends: rows, or tokens with all their choices, and their weights.
+
+        tokens: [*, H], any float dtype. routing_map and probs: a router's tables [T, E], bool and float, or the
+        experts of each token [T, K], int64, and their weights [T, K]. NOTE: tables synchronize with the device, since
+        the largest number of experts of a token is a shape.
+        """
+        routing = Routing.of(probs, routing_map, num_experts=self.config.num_moe_experts)
+        return self.begin(tokens, self.order_rows(as_rows(tokens), routing))
 
     @abstractmethod
-    def finish_dispatch(self, sent: Any) -> Dispatched:
-        """Waits for the rows of this rank's experts [R, H] and sorts them by expert."""
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Sends rows [*, H], any float dtype, and weights, as dispatch_preprocess returned them. Collective.
+
+        Returns those that arrived.
+        """
 
     @abstractmethod
-    def combine(self, rows: Tensor, metadata: Any) -> Tensor:
-        """rows: [R, H], any float dtype, weighted -> [T, H]: the sum of each token's rows over experts and ranks."""
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Sorts what token_dispatch returned by expert; take_demand then returns the demand.
+
+        Returns rows [R, H], tokens_per_expert [e], int64, on the device, and the weight of each row [R].
+        """
+
+    @abstractmethod
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """hidden_states: [R, H], any float dtype, sorted by expert and weighted. Returns the rows to send back."""
+
+    @abstractmethod
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """Sends rows back, [*, H], any float dtype; returns those that arrived. Collective."""
+
+    @abstractmethod
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """Returns the tokens in their first shape: [*, H], any float dtype, sums of rows over experts and ranks."""
+
+    def set_shared_experts(self, shared_experts: Callable[[Tensor], Any]) -> None:
+        """Makes token_dispatch run a shared expert while rows are sent; combine_postprocess then adds its result.
+
+        shared_experts: tokens [T, H], any float dtype -> [T, H], alone or with a bias to add, which may be None.
+        """
+        if not callable(shared_experts):
+            raise ValueError(f"shared_experts is {shared_experts!r}: must be a module or function")
+        self.shared_experts = shared_experts
+
+    def get_expert_zero_copy_buffers(self) -> tuple[None, None]:
+        """Returns no output buffer and no buffer for gradients: experts write to tensors of their own here."""
+        return None, None
+
+    def take_demand(self) -> RowDemand | None:
+        """Returns the demand that step 3 found, once; None where no row can be dropped."""
+        # It is not kept, since a CUDA graph may hold the forward.
+        demand, self._demand = self._demand, None
+        return demand
+
+    def _run_shared_experts(self) -> None:
+        """Called by token_dispatch while rows are on their way."""
+        if self.shared_experts is not None:
+            assert self._tokens is not None, "dispatch_preprocess comes first"
+            result = self.shared_experts(self._tokens)
+            if isinstance(result, tuple):
+                output, bias = result
+                result = output if bias is None else output + bias
+            self._shared_output = result
+
+    def _end(self, tokens: Tensor) -> Tensor:
+        """Adds the shared expert's result to tokens: [T, H], forgets the forward, and returns them as [*, H]."""
+        shape = self._shape
+        if self._shared_output is not None:
+            tokens = tokens + self._shared_output
+        self._passage = self._shared_output = self._tokens = None
+        return in_shape(tokens, shape)
+
+
+def as_rows(tokens: Tensor) -> Tensor:
+    """Returns [*, H], any dtype, as [T, H]."""
+    return tokens if tokens.dim() == 2 else tokens.reshape(-1, tokens.shape[-1])
+
+
+def in_shape(tokens: Tensor, shape: torch.Size) -> Tensor:
+    """Returns [T, H], any dtype, as a view of that shape."""
+    return tokens if tokens.shape == shape else tokens.view(shape)
 
 
 def local_experts(config: TransformerConfig, group: ProcessGroup | None) -> range:

@@ -5,7 +5,7 @@ choose many experts. dispatch_alltoall.py is the alternative.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer.moe.dispatch import Dispatched, DispatchedTokens, MoETokenDispatcher, own_experts
+from megatron.core.transformer.moe.dispatch import MoETokenDispatcher, own_experts
 from megatron.core.transformer.moe.permutation import (
     PermutationMap,
     build_capacity_limit,
@@ -33,18 +33,17 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass(frozen=True)
-class GatheredTokens:
-    """All ranks' tokens in rank order, N = ranks x T; tokens: [N, H], probs: [N, K].
+class Choices:
+    """Choices of tokens, of this rank or of all ranks in rank order, [N, K], int64.
 
-    expert_indices: [N, K], int64, where 0 is this rank's first expert. Slots of other ranks' experts, and dropped
-    slots, are outside the range of this rank's experts. capacity: slots of each rank that an expert keeps; None means
-    all.
+    0 is the first expert of all, or, once they are gathered, of this rank. Slots of other ranks' experts, and slots
+    without an expert, are then outside the range of this rank's experts. capacity: slots of each rank that an expert
+    keeps; None means all. has_absent: whether slots have no expert.
     """
 
-    tokens: Tensor
-    probs: Tensor
     expert_indices: Tensor
     capacity: int | None
+    has_absent: bool
 
 
 class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
@@ -58,13 +57,14 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
         num_local_experts: int,
         local_expert_indices: Sequence[int],
         config: TransformerConfig,
-        *,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
+        super().__init__(config, pg_collection)
         groups = pg_collection or existing_process_groups()
         local = own_experts(num_local_experts, local_expert_indices, config=config, ep_group=groups.ep)
         assert config.num_moe_experts is not None
         self.group, self.experts, self.num_experts = or_alone(groups.tp_ep), local, config.num_moe_experts
+        self.num_local_experts, self.local_expert_indices = len(local), list(local)
         self.limit = build_capacity_limit(config, self.num_experts)
         if config.moe_pad_expert_input_to_capacity:
             self.order = partial(_order_padded, num_experts=len(local), num_ranks=group_size(self.group))
@@ -73,45 +73,70 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
         else:
             self.order = partial(_order_own_sync, num_experts=len(local))
 
-    def send(self, tokens: Tensor, preprocessed: tuple[Tensor, Tensor]) -> GatheredTokens:
-        """Gathers all ranks' tokens and choices; tokens: [T, H], any float dtype.
-
-        preprocessed: probs [T, K], float, and expert_indices [T, K], int64.
-        """
-        probs, expert_indices = preprocessed
+    def _begin(self, tokens: Tensor, ordered: tuple[Tensor, Tensor, bool]) -> tuple[Tensor, Tensor]:
+        probs, expert_indices, has_absent = ordered
         limited = self.limit(probs, expert_indices)
         if limited is not None:
-            # One past the last expert, which no rank has.
+            # One past the last expert, which no rank has; so are slots without an expert.
             expert_indices = expert_indices.where(limited.kept, self.num_experts)
-        return GatheredTokens(
-            gather_from_sequence_parallel_region(tokens, group=self.group),
-            gather_from_sequence_parallel_region(probs, group=self.group),
-            all_gather_rows(expert_indices, self.group).wait() - self.experts.start,
-            None if limited is None else limited.capacity,
-        )
+        self._passage = Choices(expert_indices, None if limited is None else limited.capacity, has_absent)
+        return tokens, probs
 
-    def finish_dispatch(self, sent: GatheredTokens) -> Dispatched:
-        """Returns the rows of this rank's experts [R, H], tokens_per_expert [e], int64, on the device, and metadata."""
-        permutation, tokens_per_expert = self.order(sent)
-        rows = DispatchedTokens(permute_tokens(sent.tokens, permutation), permute_probs(sent.probs, permutation))
-        return Dispatched(rows, tokens_per_expert, permutation)
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Selects the choices that are kept; hidden_states: [*, H], float. Returns tokens [T, H] and weights [T, K].
 
-    def combine(self, rows: Tensor, metadata: PermutationMap) -> Tensor:
-        """rows: [R, H], any float dtype, in expert order and weighted -> [T, H]: the sum of each token's rows."""
-        return reduce_scatter_to_sequence_parallel_region(unpermute_tokens(rows, metadata), self.group)
+        routing_map, probs: see MoETokenDispatcher.
+        """
+        return super().dispatch_preprocess(hidden_states, routing_map, probs)
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Gathers all ranks' tokens, weights and choices; hidden_states: [T, H], any float dtype; probs: [T, K].
+
+        Returns [N, H] and [N, K], N = ranks x T.
+        """
+        own: Choices = self._passage
+        tokens = gather_from_sequence_parallel_region(hidden_states, group=self.group)
+        probs = gather_from_sequence_parallel_region(probs, group=self.group)
+        indices = all_gather_rows(own.expert_indices, self.group).wait() - self.experts.start
+        self._passage = replace(own, expert_indices=indices)
+        self._run_shared_experts()
+        return tokens, probs
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Keeps the rows of this rank's experts; hidden_states: [N, H], any float dtype; probs: [N, K].
+
+        Returns rows [R, H], tokens_per_expert [e], int64, on the device, and the weight of each row [R].
+        """
+        permutation, tokens_per_expert = self.order(self._passage)
+        self._passage = permutation
+        return permute_tokens(hidden_states, permutation), tokens_per_expert, permute_probs(probs, permutation)
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Sums each token's rows of this rank; hidden_states: [R, H], any float dtype, weighted. Returns [N, H]."""
+        return unpermute_tokens(hidden_states, self._passage)
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """Sums each token over the ranks; hidden_states: [N, H], any float dtype. Returns [T, H]. Collective."""
+        return reduce_scatter_to_sequence_parallel_region(hidden_states, self.group)
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """hidden_states: [T, H], any float dtype. Returns it in the tokens' first shape, [*, H]."""
+        return self._end(hidden_states)
 
 
-def _order_all(gathered: GatheredTokens, *, num_experts: int) -> tuple[PermutationMap, Tensor]:
+def _order_all(gathered: Choices, *, num_experts: int) -> tuple[PermutationMap, Tensor]:
+    if gathered.has_absent:
+        return _order_own_sync(gathered, num_experts=num_experts)
     return sort_by_expert(gathered.expert_indices, num_experts)
 
 
-def _order_own_sync(gathered: GatheredTokens, *, num_experts: int) -> tuple[PermutationMap, Tensor]:
+def _order_own_sync(gathered: Choices, *, num_experts: int) -> tuple[PermutationMap, Tensor]:
     """Gives the slots of this rank's experts a row each. NOTE: synchronizes, since the number of rows is a shape."""
     here = _is_local(gathered.expert_indices, num_experts)
     return order_kept_slots_sync(gathered.expert_indices, here, num_experts=num_experts)
 
 
-def _order_padded(gathered: GatheredTokens, *, num_experts: int, num_ranks: int) -> tuple[PermutationMap, Tensor]:
+def _order_padded(gathered: Choices, *, num_experts: int, num_ranks: int) -> tuple[PermutationMap, Tensor]:
     """Gives each expert `capacity` rows for every rank, so that the host knows the number of rows."""
     assert gathered.capacity is not None, "padding needs a capacity"
     indices, num_tokens = gathered.expert_indices, len(gathered.expert_indices)

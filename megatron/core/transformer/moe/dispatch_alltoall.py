@@ -11,7 +11,7 @@ other work runs in between.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -19,12 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.core.config_field import require_defaults
 from megatron.core.group_collectives import arriving
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size, or_alone
-from megatron.core.transformer.moe.dispatch import Dispatched, DispatchedTokens, MoETokenDispatcher, own_experts
+from megatron.core.transformer.moe.aux_losses import count_tokens
+from megatron.core.transformer.moe.dispatch import MoETokenDispatcher, own_experts
 from megatron.core.transformer.moe.permutation import (
     PermutationMap,
+    Routing,
     build_row_order,
     permute_probs,
     permute_tokens,
@@ -49,37 +52,23 @@ class RowSplits:
 
 
 @dataclass(frozen=True)
-class SentTokens:
-    """Rows that are being sent and their weights, the running exchange of each, and the order of the rows.
+class AllToAllPassage:
+    """The orders of rows that the way back undoes.
 
-    exchanges: None with a single rank, which sends nothing.
-    """
-
-    hidden_states: Tensor
-    probs: Tensor
-    exchanges: "tuple[RowExchange, RowExchange] | None"
-    permutation: PermutationMap
-    splits: RowSplits
-
-
-@dataclass(frozen=True)
-class AllToAllMetadata:
-    """The orders of rows that `combine` undoes.
-
-    permutation: order in which this rank's tokens are sent. by_expert: order of the received rows; None if they arrive
-    sorted by expert. splits: of the dispatch; the exchange back swaps send and receive.
+    permutation: order in which this rank's tokens are sent. splits: of the dispatch; the exchange back swaps send and
+    receive. by_expert: order of the received rows; None if they arrive sorted by expert, or before they arrive.
     """
 
     permutation: PermutationMap
-    by_expert: PermutationMap | None
     splits: RowSplits
+    by_expert: PermutationMap | None = None
 
 
 class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
     """Sorts rows by expert, sends them, and sorts the received rows by expert; a single rank sends nothing.
 
     An expert that is split over expert-tensor ranks receives its rows on each of them, where its part counts as an
-    expert of its own. `combine` sums the parts with the rows of a token's other experts.
+    expert of its own. `combine_postprocess` sums the parts with the rows of a token's other experts.
     """
 
     def __init__(
@@ -87,57 +76,125 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         num_local_experts: int,
         local_expert_indices: Sequence[int],
         config: TransformerConfig,
-        *,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
+        super().__init__(config, pg_collection)
         groups = pg_collection or existing_process_groups()
-        own_experts(num_local_experts, local_expert_indices, config=config, ep_group=groups.ep)
+        local = own_experts(num_local_experts, local_expert_indices, config=config, ep_group=groups.ep)
         self.transport, self.num_ranks = CollectiveTransport(or_alone(groups.tp_ep)), group_size(groups.tp_ep)
         self.num_shards, self.num_local_experts = group_size(groups.expt_tp), num_local_experts
+        self.num_experts, self.local_expert_indices = config.num_moe_experts, list(local)
         self.is_padded = config.moe_pad_expert_input_to_capacity
         # Over all ranks, since a rank sorts its tokens before it sends them.
         self.row_order = build_row_order(config, self.num_ranks * num_local_experts)
 
-    def send(self, tokens: Tensor, preprocessed: tuple[Tensor, Tensor]) -> SentTokens:
-        """Sorts the rows and starts to send them; tokens: [T, H], any float dtype.
+    def preprocess(self, routing_map: Tensor) -> Tensor:
+        """Returns the rows that each expert of this rank will receive: [e], int64, on the device. Collective.
 
-        preprocessed: probs [T, K], float, and expert_indices [T, K], int64.
+        routing_map: this rank's choices, as a table [T, E], bool, or as indices [T, K], int64. Capacities, which need
+        weights too, are not applied.
         """
-        probs, expert_indices = to_every_shard(
-            *preprocessed, num_local_experts=self.num_local_experts, num_shards=self.num_shards
+        counts = self._counts(
+            Routing.of(torch.zeros_like(routing_map, dtype=torch.float32), routing_map, num_experts=self.num_experts)
         )
-        permutation, counts = self.row_order(probs, expert_indices)
+        received = counts if self.num_ranks == 1 else exchange_counts(counts, self.transport.group)
+        return received.sum(dim=0)
+
+    def _counts(self, routing: Routing) -> Tensor:
+        num_experts = self.num_ranks * self.num_local_experts
+        _, indices = to_every_shard(
+            routing.weights, routing.indices, num_local_experts=self.num_local_experts, num_shards=self.num_shards
+        )
+        # One more for slots without an expert.
+        counts = count_tokens(indices.clamp(max=num_experts), num_experts + 1)[:num_experts]
+        return counts.view(self.num_ranks, self.num_local_experts)
+
+    def _begin(self, tokens: Tensor, ordered: tuple[Tensor, Tensor, bool]) -> tuple[Tensor, Tensor]:
+        probs, expert_indices, has_absent = ordered
+        probs, expert_indices = to_every_shard(
+            probs, expert_indices, num_local_experts=self.num_local_experts, num_shards=self.num_shards
+        )
+        present = expert_indices < self.num_ranks * self.num_local_experts if has_absent else None
+        permutation, counts = self.row_order(probs, expert_indices, present)
         rows, weights = permute_tokens(tokens, permutation), permute_probs(probs, permutation)
         counts = counts.view(self.num_ranks, self.num_local_experts)
+        self._passage = AllToAllPassage(permutation, RowSplits(counts, len(rows)))
+        return rows, weights
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies each token into a row for each choice, sorted by expert; hidden_states: [*, H], any float dtype.
+
+        routing_map, probs: see MoETokenDispatcher. Returns the rows to send and their weights.
+        """
+        return super().dispatch_preprocess(hidden_states, routing_map, probs)
+
+    def token_dispatch(self, permutated_local_input_tokens: Tensor, permuted_probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Sends rows and their weights to the ranks of their experts; returns those that this rank receives.
+
+        permutated_local_input_tokens: [*, H], any float dtype; permuted_probs: [*]. Collective.
+        """
+        rows, weights, passage = permutated_local_input_tokens, permuted_probs, self._passage
         if self.num_ranks == 1:
-            return SentTokens(rows, weights, None, permutation, RowSplits(counts, len(rows)))
-        # Every expert has the same number of padded rows, so that no counts are exchanged.
-        splits = RowSplits(counts, len(rows)) if self.is_padded else _splits_sync(counts, self.transport.group)
-        exchanges = tuple(RowExchange(self.transport, splits.send, splits.receive) for _ in range(2))
-        return SentTokens(
-            exchanges[0].start(rows), exchanges[1].start(weights), (exchanges[0], exchanges[1]), permutation, splits
-        )
+            self._run_shared_experts()
+            return rows, weights
+        if not self.is_padded:
+            # Every expert has the same number of padded rows, so that no counts are exchanged.
+            passage = replace(passage, splits=_splits_sync(passage.splits.counts, self.transport.group))
+            self._passage = passage
+        first, second = (RowExchange(self.transport, passage.splits.send, passage.splits.receive) for _ in range(2))
+        rows, weights = first.start(rows), second.start(weights)
+        # Overlaps with the rows that are being sent, in backward too.
+        self._run_shared_experts()
+        return first.wait(rows), second.wait(weights)
 
-    def finish_dispatch(self, sent: SentTokens) -> Dispatched:
-        """Returns the rows of this rank's experts [R, H], tokens_per_expert [e], int64, on the device, and metadata."""
-        rows, weights = sent.hidden_states, sent.probs
-        if sent.exchanges is not None:
-            rows, weights = sent.exchanges[0].wait(rows), sent.exchanges[1].wait(weights)
-        by_expert = None
+    def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Sorts received rows by expert; global_input_tokens: [R, H], any float dtype; global_probs: [R].
+
+        Returns rows [R, H], tokens_per_expert [e], int64, on the device, and the weight of each row [R].
+        """
+        rows, weights, passage = global_input_tokens, global_probs, self._passage
         if self.num_ranks > 1 and self.num_local_experts > 1:
-            by_expert = _expert_order(sent.splits)
+            by_expert = _expert_order(passage.splits)
             rows, weights = permute_tokens(rows, by_expert), permute_probs(weights.unsqueeze(1), by_expert)
-        metadata = AllToAllMetadata(sent.permutation, by_expert, sent.splits)
-        return Dispatched(DispatchedTokens(rows, weights), sent.splits.counts.sum(dim=0), metadata)
+            self._passage = replace(passage, by_expert=by_expert)
+        return rows, passage.splits.counts.sum(dim=0), weights
 
-    def combine(self, rows: Tensor, metadata: AllToAllMetadata) -> Tensor:
-        """rows: [R, H], any float dtype, in expert order and weighted -> [T, H]: the sum of each token's rows."""
-        if metadata.by_expert is not None:
-            rows = unpermute_tokens(rows, metadata.by_expert)
-        if self.num_ranks > 1:
-            back = RowExchange(self.transport, metadata.splits.receive, metadata.splits.send)
-            rows = back.wait(back.start(rows))
-        return unpermute_tokens(rows, metadata.permutation)
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Puts results into the order in which their rows arrived; hidden_states: [R, H], any float dtype."""
+        by_expert = self._passage.by_expert
+        return hidden_states if by_expert is None else unpermute_tokens(hidden_states, by_expert)
+
+    def token_combine(
+        self, hidden_states: Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
+    ) -> Tensor:
+        """Sends the results back; hidden_states: [R, H], any float dtype. Returns the results of this rank's rows.
+
+        Collective. async_finish, allocate_on_comm_stream: must be True; the process group chooses stream and memory.
+        """
+        require_own_stream("MoEAlltoAllTokenDispatcher.token_combine", async_finish, allocate_on_comm_stream)
+        if self.num_ranks == 1:
+            return hidden_states
+        splits = self._passage.splits
+        back = RowExchange(self.transport, splits.receive, splits.send)
+        return back.wait(back.start(hidden_states))
+
+    def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
+        """Sums each token's rows and returns them in the tokens' first shape, [*, H].
+
+        permutated_local_input_tokens: the rows that token_combine returned, any float dtype.
+        """
+        return self._end(unpermute_tokens(permutated_local_input_tokens, self._passage.permutation))
+
+
+def require_own_stream(call: str, async_finish: bool, allocate_on_comm_stream: bool) -> None:
+    """Raises ValueError unless both are True: torch's process group chooses stream and memory of an exchange."""
+    if not (async_finish and allocate_on_comm_stream):
+        require_defaults(
+            call,
+            "rows are exchanged on the stream of the process group, which also waits",
+            async_finish=(async_finish, True),
+            allocate_on_comm_stream=(allocate_on_comm_stream, True),
+        )
 
 
 def to_every_shard(

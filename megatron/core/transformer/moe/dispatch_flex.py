@@ -8,8 +8,9 @@ T tokens of this rank, N tokens that this rank receives, H hidden, K choices of 
 
 import functools
 import importlib.util
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,13 +22,14 @@ from torch.distributed import ProcessGroup
 from megatron.core.device import default_device, is_capturing
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size, or_alone
-from megatron.core.transformer.moe.dispatch import Dispatched
-from megatron.core.transformer.moe.dispatch_alltoall import RowsUnderWay, to_every_shard
+from megatron.core.transformer.moe.dispatch import RowDemand
+from megatron.core.transformer.moe.dispatch_alltoall import RowsUnderWay, require_own_stream, to_every_shard
 from megatron.core.transformer.moe.dispatch_static import (
     MoEStaticAlltoAllTokenDispatcher,
     MoEStaticTokenDispatcher,
     StaticRows,
     padded_rank_rows,
+    require_probs,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -39,42 +41,137 @@ _PLANNED = "meta"
 class FlexBackend:
     """A library that moves tokens.
 
-    dispatcher: builds its dispatcher; None for a back end that is not supported. missing: describes the requirements of
+    dispatcher: None for a back end that is not supported. missing: describes the requirements of
     these settings that this machine does not meet; empty if it meets all.
     """
 
-    dispatcher: Callable[..., MoEStaticTokenDispatcher] | None
+    dispatcher: "type[MoEFlexTokenDispatcher] | None"
     missing: Callable[[TransformerConfig], list[str]]
 
 
-def require_flex_backend(config: TransformerConfig) -> None:
-    """Raises ValueError, identically on every rank, where this machine lacks the back end that the settings select."""
-    if config.num_moe_experts is None or config.moe_token_dispatcher_type != "flex":
-        return
-    missing = FLEX_BACKENDS[config.moe_flex_dispatcher_backend].missing(config)
+def require_flex_backend(config: TransformerConfig, backend: str | None = None) -> None:
+    """Raises ValueError, identically on every rank, where this machine lacks the back end that the settings select.
+
+    backend: one that is used whatever moe_token_dispatcher_type says; None means the one that the type selects, if any.
+    """
+    if backend is None:
+        if config.num_moe_experts is None or config.moe_token_dispatcher_type != "flex":
+            return
+        backend = config.moe_flex_dispatcher_backend
+    missing = FLEX_BACKENDS[backend].missing(config)
     if missing:
         raise ValueError(
-            f"moe_token_dispatcher_type is flex with moe_flex_dispatcher_backend {config.moe_flex_dispatcher_backend}, "
+            f"moe_token_dispatcher_type is flex with moe_flex_dispatcher_backend {backend}, "
             f"which needs {', '.join(missing)}: give --moe-token-dispatcher-type alltoall, which needs none of this"
         )
 
 
-def build_flex_dispatcher(
-    num_local_experts: int,
-    local_expert_indices: Sequence[int],
-    *,
-    config: TransformerConfig,
-    pg_collection: ProcessGroupCollection | None = None,
-) -> MoEStaticTokenDispatcher:
-    """Builds the dispatcher of the selected back end, which require_flex_backend has accepted. Collective.
+class MoEFlexTokenDispatcher(MoEStaticTokenDispatcher):
+    """The dispatcher of the selected back end, which require_flex_backend accepts, and its base class.
 
-    On the device without memory, where no library runs, torch's all-to-all fills the same buffers.
+    On the device without memory, where no library runs, torch's all-to-all fills the same buffers. The buffers have a
+    fixed size, so that a routing may exceed it; the last five methods tell and change that between steps. Collective.
     """
-    build: Callable[..., MoEStaticTokenDispatcher] | None = FLEX_BACKENDS[config.moe_flex_dispatcher_backend].dispatcher
-    assert build is not None, "require_flex_backend refuses back ends without a dispatcher"
-    if default_device().type == _PLANNED:
-        build = MoEStaticAlltoAllTokenDispatcher
-    return build(num_local_experts, local_expert_indices, config=config, pg_collection=pg_collection)
+
+    _num_tokens = 0  # T of the last dispatch
+
+    def __new__(
+        cls,
+        num_local_experts: int = 0,
+        local_expert_indices: Sequence[int] = (),
+        config: TransformerConfig | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **settings: Any,
+    ) -> "MoEFlexTokenDispatcher":
+        """Chooses the subclass; raises ValueError for settings or a machine without its back end."""
+        # A copy, by deepcopy or pickle, has its subclass already and gives no arguments.
+        if cls is MoEFlexTokenDispatcher and config is not None:
+            if config.moe_expert_rank_capacity_factor is None:
+                raise ValueError(
+                    "moe_expert_rank_capacity_factor is None: dispatchers of type flex fill buffers of a fixed size, "
+                    "set the factor"
+                )
+            require_flex_backend(config, config.moe_flex_dispatcher_backend)
+            cls = FLEX_BACKENDS[config.moe_flex_dispatcher_backend].dispatcher or cls
+            if default_device().type == _PLANNED:
+                cls = MoEPlannedTokenDispatcher
+        return super().__new__(cls)
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Step of MoETokenDispatcher; hidden_states: [*, H], any float dtype."""
+        return super().dispatch_preprocess(hidden_states, routing_map, probs)
+
+    @abstractmethod
+    def token_dispatch(
+        self,
+        hidden_states: Tensor,
+        probs: Tensor | None = None,
+        async_finish: bool = True,
+        allocate_on_comm_stream: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """Sends what dispatch_preprocess returned; async_finish, allocate_on_comm_stream: must be True. Collective.
+
+        hidden_states: [*, H], any float dtype; probs: float, None is refused. Returns what arrived.
+        """
+
+    @abstractmethod
+    def token_combine(
+        self, hidden_states: Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
+    ) -> Tensor:
+        """Sends back what combine_preprocess returned; the other arguments must be True. Collective.
+
+        hidden_states: [*, H], any float dtype. Returns what arrived.
+        """
+
+    def _record(self, demand: RowDemand, num_tokens: int) -> None:
+        super()._record(demand, num_tokens)
+        self._num_tokens = num_tokens
+        missing, needed = self._dispatched
+        torch.maximum(missing, demand.rows_missing, out=missing)
+        torch.maximum(needed, demand.factor_needed, out=needed)
+
+    @functools.cached_property
+    def _dispatched(self) -> tuple[Tensor, Tensor]:
+        """The most missing rows and the largest factor of any dispatch: [1], int64, and [1], fp32, on the device."""
+        device = default_device()
+        return (
+            torch.zeros(1, dtype=torch.int64, device=device),
+            torch.zeros(1, dtype=torch.float32, device=device),
+        )
+
+    def check_over_budget(self) -> Tensor:
+        """Returns whether any dispatch since reset_over_budget dropped rows: [1], bool, on the device."""
+        return self._dispatched[0] > 0
+
+    def check_required_capacity(self) -> Tensor:
+        """Returns the rows of this rank's buffer with which no dispatch since reset_over_budget would have dropped any.
+
+        Returns [1], int64, on the device.
+        """
+        return (self._dispatched[1].double() * self.budget.balanced_rows(self._num_tokens)).ceil().long()
+
+    def grow_ep_recv_capacity(self, new_capacity: int) -> None:
+        """Makes the buffers of the following dispatches hold new_capacity rows, at least. No graph may use old ones.
+
+        Raises ValueError before the first dispatch, which sets the number of tokens, and for fewer rows than now.
+        """
+        if not self._num_tokens:
+            raise ValueError("new_capacity needs the number of tokens of a dispatch: call it after the first one")
+        now = self.budget.rows_of_rank(self._num_tokens)
+        if new_capacity < now:
+            raise ValueError(f"new_capacity is {new_capacity}: must be at least the {now} rows of the buffer now")
+        self.set_capacity_factor(new_capacity / self.budget.balanced_rows(self._num_tokens))
+        self.reserve(self._num_tokens, row_bytes=self.config.hidden_size * self.config.params_dtype.itemsize)
+
+    def invalidate_ep_bootstrap(self) -> None:
+        """Forgets dispatches, as after a change of ranks; the process group owns the buffers of exchanges."""
+        self.reset_over_budget()
+        self._num_tokens = 0
+
+    def reset_over_budget(self) -> None:
+        """Forgets which rows were dropped so far, and how many were needed."""
+        for number in self._dispatched:
+            number.zero_()
 
 
 def _missing_for_symm_mem(config: TransformerConfig) -> list[str]:
@@ -101,20 +198,19 @@ def _missing_for_unsupported(config: TransformerConfig) -> list[str]:
 
 
 @dataclass(frozen=True)
-class DeepEPReceived:
-    """Received tokens [N, H], the weights of their choices [N, K], and their rows in this rank's buffer.
+class DeepEPPassage:
+    """Choices of this rank's tokens [T, K] over the ranks' experts, then what arrived for this rank's.
 
-    handle: deep_ep's, for the way back. num_tokens: T, of each rank.
+    handle: deep_ep's, for the way back. rows: of the received tokens in this rank's buffer.
     """
 
-    tokens: Tensor
-    weights: Tensor
-    rows: StaticRows
-    handle: Any
+    experts: Tensor
     num_tokens: int
+    handle: Any = None
+    rows: StaticRows | None = None
 
 
-class MoEDeepEPTokenDispatcher(MoEStaticTokenDispatcher):
+class MoEDeepEPTokenDispatcher(MoEFlexTokenDispatcher):
     """Dispatches by the package deep_ep (DeepEP 1.0.0), which sends a token to each rank once.
 
     A token is sent to a rank once, even if several of its experts are there, and each rank sums the results of its
@@ -126,52 +222,86 @@ class MoEDeepEPTokenDispatcher(MoEStaticTokenDispatcher):
         self,
         num_local_experts: int,
         local_expert_indices: Sequence[int],
-        *,
         config: TransformerConfig,
         pg_collection: ProcessGroupCollection | None = None,
+        *,
         row_alignment: int = 1,
     ) -> None:
         """row_alignment: see [Note: row alignment] in dispatch_static.py.
 
         Collective for the first layer of a model, which allocates the buffer.
         """
-        super().__init__(
-            num_local_experts,
-            local_expert_indices,
-            config=config,
-            pg_collection=pg_collection,
-            row_alignment=row_alignment,
-        )
+        super().__init__(num_local_experts, local_expert_indices, config, pg_collection, row_alignment=row_alignment)
         self.buffer = deep_ep_buffer(self.group, config.hidden_size * torch.bfloat16.itemsize)
 
-    def send(self, tokens: Tensor, preprocessed: tuple[Tensor, Tensor]) -> DeepEPReceived:
-        """Sends tokens: [T, H], bf16; preprocessed: probs [T, K], float, and expert_indices [T, K], int64."""
+    def _begin(self, tokens: Tensor, ordered: tuple[Tensor, Tensor, bool]) -> tuple[Tensor, Tensor]:
+        probs, expert_indices, has_absent = ordered
         budget, num_experts = self.budget, len(self.experts)
-        probs, expert_indices = to_every_shard(
-            *preprocessed, num_local_experts=num_experts, num_shards=budget.num_shards
+        probs, experts = to_every_shard(
+            probs, expert_indices, num_local_experts=num_experts, num_shards=budget.num_shards
         )
+        if has_absent:
+            # deep_ep's mark of a slot without an expert.
+            experts = experts.masked_fill(experts >= budget.num_ranks * num_experts, -1)
+        self._passage = DeepEPPassage(experts.contiguous(), len(tokens))
+        return tokens, probs
+
+    def token_dispatch(
+        self,
+        hidden_states: Tensor,
+        probs: Tensor | None = None,
+        async_finish: bool = True,
+        allocate_on_comm_stream: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """Sends tokens: [T, H], bf16, and weights: [T, K], float, to the ranks of their experts. Collective.
+
+        Returns the N tokens that this rank receives and the weights of their choices, [N, H] and [N, K].
+        """
+        require_own_stream("MoEDeepEPTokenDispatcher.token_dispatch", async_finish, allocate_on_comm_stream)
+        probs = require_probs(probs)
+        passage: DeepEPPassage = self._passage
         # deep_ep supports fp32 weights only.
         sent = _Sent(
             *_Send.apply(
-                tokens.contiguous(),
+                hidden_states.contiguous(),
                 probs.float().contiguous(),
-                expert_indices.contiguous(),
+                passage.experts,
                 self.buffer,
-                budget.num_ranks * num_experts,
+                self.budget.num_ranks * len(self.experts),
             )
         )
-        rows = self.by_expert(sent.experts, num_tokens=len(tokens))
-        return DeepEPReceived(sent.tokens, sent.weights.to(probs.dtype), rows, sent.handle, len(tokens))
+        self._passage = replace(
+            passage, rows=self.by_expert(sent.experts, num_tokens=passage.num_tokens), handle=sent.handle
+        )
+        self._run_shared_experts()
+        return sent.tokens, sent.weights.to(probs.dtype)
 
-    def finish_dispatch(self, sent: DeepEPReceived) -> Dispatched:
-        """Returns the rows of this rank's experts [C, H], their numbers [e], int64, on the device, and metadata."""
-        order = sent.rows.order
-        demand = self.budget.demand_on_rank(order.rows_needed, sent.num_tokens)
-        return Dispatched(sent.rows.take(sent.tokens, sent.weights), order.rows_per_group, sent, demand)
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Fills the buffer of this rank's experts; hidden_states: [N, H], bf16; probs: [N, K], float.
 
-    def combine(self, rows: Tensor, metadata: DeepEPReceived) -> Tensor:
-        """rows: [C, H], bf16, in expert order and weighted -> [T, H]: the sum of each token's rows."""
-        return _Return.apply(metadata.rows.give_back(rows), self.buffer, metadata.handle)
+        Returns rows [C, H], tokens_per_expert [e], int64, on the device, and the weight of each row [C].
+        """
+        received: StaticRows = self._passage.rows
+        order = received.order
+        self._record(self.budget.demand_on_rank(order.rows_needed, self._passage.num_tokens), self._passage.num_tokens)
+        rows = received.take(hidden_states, probs)
+        return rows.hidden_states, order.rows_per_group, rows.probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Sums each received token's rows; hidden_states: [C, H], bf16, weighted. Returns [N, H]."""
+        received: StaticRows = self._passage.rows
+        return received.give_back(hidden_states)
+
+    def token_combine(
+        self, hidden_states: Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
+    ) -> Tensor:
+        """Sends results back and sums them for each token; hidden_states: [N, H], bf16. Returns [T, H]. Collective."""
+        require_own_stream("MoEDeepEPTokenDispatcher.token_combine", async_finish, allocate_on_comm_stream)
+        return _Return.apply(hidden_states, self.buffer, self._passage.handle)
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """hidden_states: [T, H], bf16. Returns it in the tokens' first shape, [*, H]."""
+        return self._end(hidden_states)
 
 
 # A buffer occupies GPU memory, so the layers of a model, which have the same ranks and width, share one. The cache
@@ -336,37 +466,42 @@ class SymmetricTransport:
         self._is_in_graphs = self._is_in_graphs or is_captured
 
 
-def build_symmetric_dispatcher(
-    num_local_experts: int,
-    local_expert_indices: Sequence[int],
-    *,
-    config: TransformerConfig,
-    pg_collection: ProcessGroupCollection | None = None,
-    row_alignment: int = 1,
-) -> MoEStaticAlltoAllTokenDispatcher:
-    """Builds the static all-to-all dispatcher over symmetric memory. Collective.
+class MoESymmetricTokenDispatcher(MoEStaticAlltoAllTokenDispatcher, MoEFlexTokenDispatcher):
+    """The static all-to-all dispatcher over symmetric memory."""
 
-    Raises ValueError where the GPUs of the group cannot read each other's memory.
-    """
-    groups = pg_collection or existing_process_groups()
-    transport = SymmetricTransport(or_alone(groups.tp_ep))
-    try:
-        transport.workspace(1)
-    except RuntimeError as error:
-        raise ValueError(
-            f"moe_flex_dispatcher_backend is symm_mem, but the GPUs of the experts share no memory ({error}): give "
-            "--moe-token-dispatcher-type alltoall"
-        ) from error
-    return MoEStaticAlltoAllTokenDispatcher(
-        num_local_experts,
-        local_expert_indices,
-        config=config,
-        pg_collection=pg_collection,
-        row_alignment=row_alignment,
-        transport=transport,
-        # The only layout with the same number of rows for each rank.
-        layout=padded_rank_rows,
-    )
+    def __init__(
+        self,
+        num_local_experts: int,
+        local_expert_indices: Sequence[int],
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        row_alignment: int = 1,
+    ) -> None:
+        """Raises ValueError where the GPUs of the group cannot read each other's memory. Collective."""
+        groups = pg_collection or existing_process_groups()
+        transport = SymmetricTransport(or_alone(groups.tp_ep))
+        try:
+            transport.workspace(1)
+        except RuntimeError as error:
+            raise ValueError(
+                f"moe_flex_dispatcher_backend is symm_mem, but the GPUs of the experts share no memory ({error}): give "
+                "--moe-token-dispatcher-type alltoall"
+            ) from error
+        super().__init__(
+            num_local_experts,
+            local_expert_indices,
+            config,
+            pg_collection,
+            row_alignment=row_alignment,
+            transport=transport,
+            # The only layout with the same number of rows for each rank.
+            layout=padded_rank_rows,
+        )
+
+
+class MoEPlannedTokenDispatcher(MoEStaticAlltoAllTokenDispatcher, MoEFlexTokenDispatcher):
+    """Stands for any back end on the device without memory."""
 
 
 # --- The registry ---
@@ -376,5 +511,5 @@ FLEX_BACKENDS = {
     "deepep": FlexBackend(MoEDeepEPTokenDispatcher, _missing_for_deepep),
     "hybridep": FlexBackend(None, _missing_for_unsupported),
     "ncclep": FlexBackend(None, _missing_for_unsupported),
-    "symm_mem": FlexBackend(build_symmetric_dispatcher, _missing_for_symm_mem),
+    "symm_mem": FlexBackend(MoESymmetricTokenDispatcher, _missing_for_symm_mem),
 }

@@ -41,7 +41,6 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.moe.dispatch import (
-    Dispatched,
     DispatchedTokens,
     MoETokenDispatcher,
     RowDemand,
@@ -52,8 +51,10 @@ from megatron.core.transformer.moe.dispatch_alltoall import (
     RowExchange,
     RowTransport,
     exchange_counts,
+    require_own_stream,
     to_every_shard,
 )
+from megatron.core.transformer.moe.permutation import Routing
 from megatron.core.transformer.moe.static_rows import (
     StaticOrder,
     aligned_rows,
@@ -85,32 +86,32 @@ class StaticBudget:
     @property
     def largest_factor(self) -> float:
         """The factor with which no routing drops rows, even if all tokens go to one rank. Ignores alignment."""
-        return self.num_ranks * self._most(1) / self._balanced_rows(1)
+        return self.num_ranks * self._most(1) / self.balanced_rows(1)
 
     def rows_of_rank(self, num_tokens: int) -> int:
         """Returns C, the rows of one rank's experts; num_tokens: T, of each rank."""
-        rows = min(math.ceil(self._balanced_rows(num_tokens) * self.factor), self._most_of_rank(num_tokens))
+        rows = min(math.ceil(self.balanced_rows(num_tokens) * self.factor), self._most_of_rank(num_tokens))
         return math.ceil(rows / self.alignment) * self.alignment
 
     def rows_of_pair(self, num_tokens: int) -> int:
         """Returns P, the rows from one rank to another; num_tokens: T, of each rank."""
-        balanced = self._balanced_rows(num_tokens) / self.num_ranks
+        balanced = self.balanced_rows(num_tokens) / self.num_ranks
         return min(math.ceil(balanced * self.factor), self._most(num_tokens))
 
     def demand_on_rank(self, rows_needed: Tensor, num_tokens: int) -> RowDemand:
         """Compares rows_needed: [1], int64, with rows_of_rank."""
         missing = (rows_needed - self.rows_of_rank(num_tokens)).clamp(min=0)
         can_lose = self.rows_of_rank(num_tokens) < self._most_of_rank(num_tokens)
-        return RowDemand(missing, rows_needed.float() / max(1, self._balanced_rows(num_tokens)), can_lose)
+        return RowDemand(missing, rows_needed.float() / max(1, self.balanced_rows(num_tokens)), can_lose)
 
     def demand_on_pair(self, rows_needed: Tensor, num_tokens: int) -> RowDemand:
         """Compares rows_needed: [1], int64, with rows_of_pair."""
         missing = (rows_needed - self.rows_of_pair(num_tokens)).clamp(min=0)
-        balanced = self._balanced_rows(num_tokens) / self.num_ranks
+        balanced = self.balanced_rows(num_tokens) / self.num_ranks
         can_lose = self.rows_of_pair(num_tokens) < self._most(num_tokens)
         return RowDemand(missing, rows_needed.float() / (balanced or 1), can_lose)
 
-    def _balanced_rows(self, num_tokens: int) -> int:
+    def balanced_rows(self, num_tokens: int) -> int:
         """Returns the rows of a rank if all ranks receive the same number."""
         return num_tokens * self.topk * self.num_shards
 
@@ -161,16 +162,18 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
         self,
         num_local_experts: int,
         local_expert_indices: Sequence[int],
-        *,
         config: TransformerConfig,
         pg_collection: ProcessGroupCollection | None = None,
+        *,
         row_alignment: int = 1,
     ) -> None:
         """row_alignment: see [Note: row alignment]."""
+        super().__init__(config, pg_collection)
         groups = pg_collection or existing_process_groups()
         local = own_experts(num_local_experts, local_expert_indices, config=config, ep_group=groups.ep)
         assert config.moe_expert_rank_capacity_factor is not None, "this factor selects static dispatchers"
         self.group, self.experts = or_alone(groups.tp_ep), local
+        self.num_local_experts, self.local_expert_indices = len(local), list(local)
         self.budget = StaticBudget(
             factor=config.moe_expert_rank_capacity_factor,
             topk=config.moe_router_topk,
@@ -179,6 +182,10 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
             num_shards=group_size(groups.expt_tp),
             alignment=row_alignment,
         )
+
+    def _record(self, demand: RowDemand, num_tokens: int) -> None:
+        """Keeps the demand of a dispatch for take_demand; num_tokens: T, of each rank."""
+        self._demand = demand
 
     def set_capacity_factor(self, factor: float) -> None:
         """Replaces moe_expert_rank_capacity_factor for the following dispatches."""
@@ -209,48 +216,51 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
 # --- Gathering tokens ---
 
 
-@dataclass(frozen=True)
-class StaticGathered:
-    """Tokens [N, H] and weights [N, K] of all ranks, and their rows in this rank's buffer. num_tokens: T."""
-
-    tokens: Tensor
-    probs: Tensor
-    rows: StaticRows
-    num_tokens: int
-
-
 class MoEStaticAllGatherTokenDispatcher(MoEStaticTokenDispatcher):
     """Gathers all tokens on every rank, which keeps the rows of its experts; a single rank gathers nothing."""
 
-    def preprocess(self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor) -> tuple[Tensor, StaticRows]:
+    def order_rows(self, tokens: Tensor, routing: Routing) -> tuple[Tensor, StaticRows]:
         """Gathers the choices of all ranks' routers and orders the rows of this rank's experts.
 
-        tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64. Returns probs and the
-        rows.
+        tokens: [T, H], any float dtype. Returns weights [T, K] and the rows.
         """
-        indices = all_gather_rows(expert_indices, self.group).wait()
-        return probs, self.by_expert(indices, num_tokens=len(tokens), first_expert=self.experts.start)
+        indices = all_gather_rows(routing.indices, self.group).wait()
+        return routing.weights, self.by_expert(indices, num_tokens=len(tokens), first_expert=self.experts.start)
 
-    def send(self, tokens: Tensor, preprocessed: tuple[Tensor, StaticRows]) -> StaticGathered:
-        """Gathers tokens: [T, H], any float dtype, and their weights."""
-        probs, rows = preprocessed
-        return StaticGathered(
-            gather_from_sequence_parallel_region(tokens, group=self.group),
-            gather_from_sequence_parallel_region(probs, group=self.group),
-            rows,
-            len(tokens),
-        )
+    def _begin(self, tokens: Tensor, ordered: tuple[Tensor, StaticRows]) -> tuple[Tensor, Tensor]:
+        probs, self._passage = ordered
+        return tokens, probs
 
-    def finish_dispatch(self, sent: StaticGathered) -> Dispatched:
-        """Returns the rows of this rank's experts [C, H], their numbers [e], int64, on the device, and metadata."""
-        order = sent.rows.order
-        rows = sent.rows.take(sent.tokens, sent.probs)
-        demand = self.budget.demand_on_rank(order.rows_needed, sent.num_tokens)
-        return Dispatched(rows, order.rows_per_group, sent.rows, demand)
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Gathers tokens: [T, H], any float dtype, and their weights: [T, K]. Returns [N, H] and [N, K]. Collective."""
+        tokens = gather_from_sequence_parallel_region(hidden_states, group=self.group)
+        probs = gather_from_sequence_parallel_region(probs, group=self.group)
+        self._run_shared_experts()
+        return tokens, probs
 
-    def combine(self, rows: Tensor, metadata: StaticRows) -> Tensor:
-        """rows: [C, H], any float dtype, in expert order and weighted -> [T, H]: the sum of each token's rows."""
-        return reduce_scatter_to_sequence_parallel_region(metadata.give_back(rows), self.group)
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Fills the buffer of this rank's experts; hidden_states: [N, H], any float dtype; probs: [N, K].
+
+        Returns rows [C, H], tokens_per_expert [e], int64, on the device, and the weight of each row [C].
+        """
+        received: StaticRows = self._passage
+        rows = received.take(hidden_states, probs)
+        num_tokens = len(hidden_states) // self.budget.num_ranks
+        self._record(self.budget.demand_on_rank(received.order.rows_needed, num_tokens), num_tokens)
+        return rows.hidden_states, received.order.rows_per_group, rows.probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Sums each token's rows of this rank; hidden_states: [C, H], any float dtype, weighted. Returns [N, H]."""
+        received: StaticRows = self._passage
+        return received.give_back(hidden_states)
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """Sums each token over the ranks; hidden_states: [N, H], any float dtype. Returns [T, H]. Collective."""
+        return reduce_scatter_to_sequence_parallel_region(hidden_states, self.group)
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """hidden_states: [T, H], any float dtype. Returns it in the tokens' first shape, [*, H]."""
+        return self._end(hidden_states)
 
 
 # --- The rows that a pair of ranks exchanges ---
@@ -338,30 +348,17 @@ def packed_rank_rows_sync(expert_indices: Tensor, sizes: RankRowSizes) -> RankRo
 
 
 @dataclass(frozen=True)
-class StaticSent:
-    """Rows that are being sent and their weights, the running exchange of each, and their order.
+class StaticExchange:
+    """The orders that the way back undoes.
 
-    sent: this rank's tokens in the order of rank_rows.sent. num_tokens: T.
+    sent: this rank's tokens by receiving rank. num_tokens: T. received: the received rows by expert, None before they
+    arrive.
     """
 
-    tokens: Tensor
-    probs: Tensor
-    exchanges: tuple[RowExchange, RowExchange]
     rank_rows: RankRows
     sent: StaticRows
     num_tokens: int
-
-
-@dataclass(frozen=True)
-class StaticExchanged:
-    """The orders that `combine` undoes.
-
-    sent: this rank's tokens by receiving rank. received: the received rows by expert.
-    """
-
-    rank_rows: RankRows
-    sent: StaticRows
-    received: StaticRows
+    received: StaticRows | None = None
 
 
 class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
@@ -371,9 +368,9 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
         self,
         num_local_experts: int,
         local_expert_indices: Sequence[int],
-        *,
         config: TransformerConfig,
         pg_collection: ProcessGroupCollection | None = None,
+        *,
         row_alignment: int = 1,
         transport: RowTransport | None = None,
         layout: RankRowLayout | None = None,
@@ -382,29 +379,21 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
 
         transport: None means torch's collectives. layout: None means the device's, see rank_row_layout.
         """
-        super().__init__(
-            num_local_experts,
-            local_expert_indices,
-            config=config,
-            pg_collection=pg_collection,
-            row_alignment=row_alignment,
-        )
+        super().__init__(num_local_experts, local_expert_indices, config, pg_collection, row_alignment=row_alignment)
         self.transport = transport or CollectiveTransport(self.group)
         self.layout = layout or rank_row_layout(default_device())
 
     def reserve(self, num_tokens: int, *, row_bytes: int) -> None:
         self.transport.reserve(self.budget.num_ranks * self.budget.rows_of_pair(num_tokens) * row_bytes)
 
-    def preprocess(
-        self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor
-    ) -> tuple[DispatchedTokens, tuple[RankRows, StaticRows]]:
+    def order_rows(self, tokens: Tensor, routing: Routing) -> tuple[DispatchedTokens, tuple[RankRows, StaticRows]]:
         """Exchanges numbers of rows and copies tokens into the rows to send; returns those rows and their order.
 
-        tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64.
+        tokens: [T, H], any float dtype.
         """
         budget, num_experts = self.budget, len(self.experts)
         probs, expert_indices = to_every_shard(
-            probs, expert_indices, num_local_experts=num_experts, num_shards=budget.num_shards
+            routing.weights, routing.indices, num_local_experts=num_experts, num_shards=budget.num_shards
         )
         sizes = RankRowSizes(self.group, budget.num_ranks, num_experts, budget.rows_of_pair(len(tokens)))
         rank_rows = self.layout(expert_indices, sizes)
@@ -412,29 +401,45 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
         sent = StaticRows(rank_rows.sent, expert_indices.new_full((1,), len(rank_rows.sent.slot_of_row)))
         return sent.take(tokens, probs), (rank_rows, sent)
 
-    def send(self, tokens: Tensor, preprocessed: tuple[DispatchedTokens, tuple[RankRows, StaticRows]]) -> StaticSent:
-        """Starts to send the rows that `preprocess` copied from tokens: [T, H], any float dtype."""
-        rows, (rank_rows, sent) = preprocessed
-        exchanges = self._exchange(rank_rows), self._exchange(rank_rows)
-        return StaticSent(
-            exchanges[0].start(rows.hidden_states),
-            exchanges[1].start(rows.probs.unsqueeze(1)),
-            exchanges,
-            rank_rows,
-            sent,
-            len(tokens),
-        )
+    def _begin(
+        self, tokens: Tensor, ordered: tuple[DispatchedTokens, tuple[RankRows, StaticRows]]
+    ) -> tuple[Tensor, Tensor]:
+        rows, (rank_rows, sent) = ordered
+        self._passage = StaticExchange(rank_rows, sent, len(tokens))
+        return rows.hidden_states, rows.probs
 
-    def finish_dispatch(self, sent: StaticSent) -> Dispatched:
-        """Returns the rows of this rank's experts [C, H], their numbers [e], int64, on the device, and metadata."""
-        tokens, probs = sent.exchanges[0].wait(sent.tokens), sent.exchanges[1].wait(sent.probs)
-        received = self.by_expert(sent.rank_rows.experts, num_tokens=sent.num_tokens)
-        metadata = StaticExchanged(sent.rank_rows, sent.sent, received)
-        return Dispatched(
-            received.take(tokens, probs), received.order.rows_per_group, metadata, self._demand_of_both(sent)
-        )
+    def token_dispatch(
+        self,
+        hidden_states: Tensor,
+        probs: Tensor | None = None,
+        async_finish: bool = True,
+        allocate_on_comm_stream: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """Sends rows [*, H], any float dtype, and weights [*] to the ranks of their experts. Collective.
 
-    def _demand_of_both(self, sent: StaticSent) -> RowDemand:
+        Returns the rows that this rank receives and their weights. async_finish, allocate_on_comm_stream: must be True.
+        """
+        require_own_stream(f"{type(self).__name__}.token_dispatch", async_finish, allocate_on_comm_stream)
+        probs = require_probs(probs)
+        exchanges = self._exchange(), self._exchange()
+        rows, weights = exchanges[0].start(hidden_states), exchanges[1].start(probs.unsqueeze(1))
+        # Overlaps with the rows that are being sent, in backward too.
+        self._run_shared_experts()
+        return exchanges[0].wait(rows), exchanges[1].wait(weights).squeeze(1)
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Sorts received rows into the buffer of C rows; hidden_states: [*, H], any float dtype; probs: [*].
+
+        Returns rows [C, H], tokens_per_expert [e], int64, on the device, and the weight of each row [C].
+        """
+        passage: StaticExchange = self._passage
+        received = self.by_expert(passage.rank_rows.experts, num_tokens=passage.num_tokens)
+        self._passage = replace(passage, received=received)
+        rows = received.take(hidden_states, probs)
+        self._record(self._demand_of_both(passage), passage.num_tokens)
+        return rows.hidden_states, received.order.rows_per_group, rows.probs
+
+    def _demand_of_both(self, sent: StaticExchange) -> RowDemand:
         """Returns the larger of the demands on the rows of a pair and on the buffer of this rank.
 
         This rank's demand includes slots that were not sent because they exceeded P rows.
@@ -449,10 +454,35 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
             pair.can_lose or rank.can_lose,
         )
 
-    def combine(self, rows: Tensor, metadata: StaticExchanged) -> Tensor:
-        """rows: [C, H], any float dtype, in expert order and weighted -> [T, H]: the sum of each token's rows."""
-        back = RowExchange(self.transport, metadata.rank_rows.receive, metadata.rank_rows.send)
-        return metadata.sent.give_back(back.wait(back.start(metadata.received.give_back(rows))))
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Puts results into the order in which their rows arrived; hidden_states: [C, H], any float dtype."""
+        received: StaticRows = self._passage.received
+        return received.give_back(hidden_states)
 
-    def _exchange(self, rank_rows: RankRows) -> RowExchange:
-        return RowExchange(self.transport, rank_rows.send, rank_rows.receive)
+    def token_combine(
+        self, hidden_states: Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
+    ) -> Tensor:
+        """Sends the results back; hidden_states: [*, H] of combine_preprocess, any float dtype. Collective.
+
+        async_finish, allocate_on_comm_stream: must be True; the process group chooses stream and memory.
+        """
+        require_own_stream(f"{type(self).__name__}.token_combine", async_finish, allocate_on_comm_stream)
+        rows: RankRows = self._passage.rank_rows
+        back = RowExchange(self.transport, rows.receive, rows.send)
+        return back.wait(back.start(hidden_states))
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """Sums each token's rows and returns them in the tokens' first shape: [*, H], any float dtype."""
+        sent: StaticRows = self._passage.sent
+        return self._end(sent.give_back(hidden_states))
+
+    def _exchange(self) -> RowExchange:
+        rows: RankRows = self._passage.rank_rows
+        return RowExchange(self.transport, rows.send, rows.receive)
+
+
+def require_probs(probs: Tensor | None) -> Tensor:
+    """Returns probs: [*], float; raises ValueError for None, since the weights are sent with the rows."""
+    if probs is None:
+        raise ValueError("probs is None: give the weights that dispatch_preprocess returned, which rows are sent with")
+    return probs

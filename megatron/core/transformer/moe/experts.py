@@ -26,8 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.activations import quick_gelu, squared_relu
+from megatron.core.config_field import require_defaults
 from megatron.core.logical_tensors import LogicalPiece, model_logical_pieces
-from megatron.core.model_parallel_config import ConstantInit, InitMethod
+from megatron.core.model_parallel_config import ConstantInit, InitMethod, init_of_matrix
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.tensor_parallel.layers import empty_parameter, initialize_weight, zero_parameter
@@ -52,7 +53,7 @@ from megatron.core.transformer.moe.paged_stash import (
     recompute_act,
     recompute_gate_up,
 )
-from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.spec_utils import build_module, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 
@@ -89,11 +90,17 @@ class GroupedMLP(MegatronModule):
         self,
         num_local_experts: int,
         config: TransformerConfig,
-        *,
         submodules: GroupedMLPSubmodules | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        name: str | None = None,
     ) -> None:
+        """submodules: adapters of the products; the products themselves cannot be replaced.
+
+        pg_collection: the groups of this rank; None means those of parallel_state, if there are any. name: for users'
+        own records. Raises ValueError for submodules that are no adapters.
+        """
         super().__init__(config)
+        self.name = name
         assert config.moe_ffn_hidden_size is not None
         self.shard = ExpertShard.of(pg_collection or existing_process_groups(), num_local_experts)
         self.num_local_experts = num_local_experts
@@ -124,12 +131,23 @@ class GroupedMLP(MegatronModule):
     def _adapter(self, spec: Any, sizes: tuple[int, int]) -> Any:
         if spec is None:
             return None
+        kind = get_module(spec)
+        if not (isinstance(kind, type) and issubclass(kind, ExpertAdapter)):
+            raise ValueError(
+                f"submodules has {kind!r}: the experts multiply by grouped products of their own, so that linear_fc1 "
+                "and linear_fc2 must be None or ExpertAdapter; use SequentialMLP for linear layers of another class"
+            )
         return build_module(spec, self.shard, self.num_local_experts, config=self.config, sizes=sizes)
 
     def init_methods(self) -> dict[str, InitMethod]:
         """Returns the init methods of this module's own parameters, by name."""
         assert self.config.init_method is not None and self.config.output_layer_init_method is not None
-        methods = {"weight1": self.config.init_method, "weight2": self.config.output_layer_init_method}
+        # The matrices of one expert, of all the ranks that share it.
+        parts, hidden = self.shard.num_parts, self.config.hidden_size
+        methods = {
+            "weight1": init_of_matrix(self.config.init_method, parts * self.fc1_width, hidden),
+            "weight2": init_of_matrix(self.config.output_layer_init_method, hidden, parts * self.ffn_hidden_size),
+        }
         return methods | ({} if self.bias1 is None else dict.fromkeys(("bias1", "bias2"), ConstantInit(0)))
 
     def forward(
@@ -137,15 +155,24 @@ class GroupedMLP(MegatronModule):
         permuted_local_hidden_states: Tensor,
         tokens_per_expert: Tensor,
         permuted_probs: Tensor,
+        output_buffer: None = None,
+        grad_input_buffer: None = None,
         *,
         group: StashGroup | None = None,
     ) -> tuple[Tensor, None]:
         """Computes the weighted results of rows, and no bias that is still to be added.
 
         permuted_local_hidden_states: [R, H], parameter dtype; tokens_per_expert: [e], int64, on the device;
-        permuted_probs: [R], fp32 or parameter dtype. group: saves the rows of a static buffer for backward. Returns
-        [R, H], parameter dtype. With a static buffer, C replaces R.
+        permuted_probs: [R], fp32 or parameter dtype. output_buffer, grad_input_buffer: must be None. group: saves the
+        rows of a static buffer for backward. Returns [R, H], parameter dtype. With a static buffer, C replaces R.
         """
+        if output_buffer is not None or grad_input_buffer is not None:
+            require_defaults(
+                "GroupedMLP.forward",
+                "results and gradients are written to tensors of their own",
+                output_buffer=(output_buffer, None),
+                grad_input_buffer=(grad_input_buffer, None),
+            )
         offsets = row_offsets(tokens_per_expert)
         if self.static_activation is not None:
             form = self.static_activation
@@ -301,6 +328,10 @@ class GroupedMLP(MegatronModule):
         }
 
 
+# Megatron's name for grouped experts. There it is a module of Transformer Engine, here this framework's own.
+TEGroupedMLP = GroupedMLP
+
+
 class SequentialMLP(MegatronModule):
     """One MLP for each expert, run one after the other: the reference for GroupedMLP."""
 
@@ -309,10 +340,15 @@ class SequentialMLP(MegatronModule):
         num_local_experts: int,
         config: TransformerConfig,
         submodules: MLPSubmodules,
-        *,
         pg_collection: ProcessGroupCollection | None = None,
+        name: str | None = None,
     ) -> None:
+        """pg_collection: the groups of this rank; None means those of parallel_state, if there are any.
+
+        name: for users' own records.
+        """
         super().__init__(config)
+        self.name = name
         self.shard = ExpertShard.of(pg_collection or existing_process_groups(), num_local_experts)
         self.num_local_experts = num_local_experts
         mlp = partial(MLP, config, submodules, is_expert=True, pg_collection=pg_collection)

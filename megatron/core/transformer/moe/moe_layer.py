@@ -3,76 +3,183 @@
 The steps are in router.py, dispatch_*.py, experts.py and shared_experts.py.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from megatron.core.config_field import require_defaults
 from megatron.core.device import default_device
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, require_group_sizes
 from megatron.core.transformer.cuda_graphs import GraphedPart
 from megatron.core.transformer.module import MegatronModule, part
-from megatron.core.transformer.moe.dispatch import DispatchedTokens, local_experts
+from megatron.core.transformer.moe.dispatch import as_rows, in_shape, local_experts
 from megatron.core.transformer.moe.expert_step import ExpertStep, GraphedExperts
+from megatron.core.transformer.moe.permutation import Routing
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import build_token_dispatcher
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
+class ExpertsInterface(Protocol):
+    """The experts of a rank, as MoELayer calls them."""
+
+    def forward(
+        self, dispatched_input: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor, /
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the weighted results of rows [R, H], and None: a bias must be added already.
+
+        dispatched_input: [R, H], parameter dtype, sorted by expert; tokens_per_expert: [e], int64, on the device;
+        permuted_probs: [R], the weight of each row.
+        """
+
+
+class ExpertsBuilder(Protocol):
+    """Builds the experts of a rank; a class, or a ModuleSpec of one."""
+
+    def __call__(
+        self, num_local_experts: int, config: TransformerConfig, /, *, pg_collection: ProcessGroupCollection
+    ) -> ExpertsInterface:
+        """num_local_experts: e. pg_collection: the groups of this rank."""
+
+
+class SharedExpertsInterface(Protocol):
+    """The shared expert, as MoELayer calls it."""
+
+    def forward(self, hidden_states: Tensor, /) -> Tensor | tuple[Tensor, Tensor | None]:
+        """hidden_states: [T, H], parameter dtype. Returns [T, H], same dtype, alone or with a bias to add."""
+
+
+class SharedExpertsBuilder(Protocol):
+    """Builds the shared expert; a class, or a ModuleSpec of one."""
+
+    def __call__(
+        self, *, config: TransformerConfig, gate: bool, pg_collection: ProcessGroupCollection
+    ) -> SharedExpertsInterface:
+        """gate: whether its result is multiplied with a gate. pg_collection: the groups of this rank."""
+
+
+class RouterInterface(Protocol):
+    """A router, as MoELayer calls it. One that is given padding also takes padding_mask after `input`."""
+
+    def forward(self, input: Tensor, /) -> Sequence[Tensor]:
+        """Routes tokens: [S, B, H], parameter dtype.
+
+        Returns weights [T, E], float, 0 where not chosen, and the chosen [T, E], bool; or a Routing.
+        """
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """layer_number: of its layer, from 1."""
+
+
+class RouterBuilder(Protocol):
+    """Builds the router; a class, or a ModuleSpec of one."""
+
+    def __call__(
+        self, config: TransformerConfig, /, pg_collection: ProcessGroupCollection, is_mtp_layer: bool = False
+    ) -> RouterInterface:
+        """pg_collection: the groups of this rank. is_mtp_layer: whether the layer predicts further tokens."""
+
+
 @dataclass
 class MoESubmodules:
-    """Specs of the experts that the router chooses from, and of the shared expert."""
+    """The experts that the router chooses from, the shared expert, and the router: classes or specs of them."""
 
     experts: Any = None
     shared_experts: Any = None
+    router: Any = TopKRouter
 
 
-class MoELayer(MegatronModule):
-    """A feed-forward layer in which each token runs through K of E experts.
-
-    1. `route`: the router chooses and weighs experts for the tokens [T, H]: weights and indices [T, K].
-    2. The dispatcher copies each token into K rows, sorted by expert, on the ranks of its experts: [R, H].
-    3. `routed_experts_compute`: the experts compute their rows, times the weights: [R, H].
-    4. The dispatcher sends the rows back and sums the rows of each token: [T, H].
-    5. `shared_experts_compute`: the shared expert, if there is one, adds its result for every token: [T, H]. With
-       moe_shared_expert_overlap it runs while rows are sent; see [Note: overlapped exchanges] in dispatch_alltoall.py.
-
-    R is T x K on a single rank without a capacity. Methods that are decorated with `part` may be recomputed, offloaded,
-    or replayed from CUDA graphs.
-    """
+class BaseMoELayer(MegatronModule, ABC):
+    """The ranks' share of the experts, and the number of the layer; subclasses build router, experts and dispatcher."""
 
     has_experts = True
 
     def __init__(
         self,
         config: TransformerConfig,
-        submodules: MoESubmodules,
         layer_number: int | None = None,
-        *,
         pg_collection: ProcessGroupCollection | None = None,
+        is_mtp_layer: bool = False,
     ) -> None:
         """layer_number: from 1, under which the router records its losses; a model sets it when it builds its layers.
 
         pg_collection: the groups of this rank; None means the groups of parallel_state, if there are any.
+        is_mtp_layer: whether the layer predicts further tokens; passed on to the router.
         """
         super().__init__(config)
         if config.num_moe_experts is None:
             raise ValueError("num_moe_experts is None: a mixture-of-experts layer needs a number of experts")
+        self.layer_number, self.is_mtp_layer = layer_number, is_mtp_layer
         groups = pg_collection or existing_process_groups()
-        _require_expert_ranks(config, groups)
+        require_expert_ranks(config, groups)
+        self.ep_group = groups.ep
         local = local_experts(config, groups.ep)
         self.num_local_experts, self.local_expert_indices = len(local), list(local)
-        self.router = TopKRouter(config, groups)
+        self.router: Any = None
+        self.experts: Any = None
+        self.shared_experts: Any = None
+        self.token_dispatcher: Any = None
+
+    @abstractmethod
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+        """hidden_states: [S, B, H], parameter dtype. Returns [S, B, H], same dtype, and a bias to add, or None."""
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Sets the number of the layer, from 1, and of its router."""
+        self.layer_number = layer_number
+        self.router.set_layer_number(layer_number)
+
+
+class MoELayer(BaseMoELayer):
+    """A feed-forward layer in which each token runs through K of E experts.
+
+    1. `route`: the router chooses and weighs experts for the tokens [T, H].
+    2. `preprocess`: the dispatcher orders the tokens' rows, or copies each token into its rows.
+    3. `dispatch` sends them to the ranks of their experts.
+    4. `routed_experts_compute`: the experts compute their rows, sorted by expert, times the weights: [R, H].
+    5. `combine` sends the rows back.
+    6. `postprocess` sums the rows of each token, and adds the result of the shared expert, if there is one, which
+       `shared_experts_compute` computes for every token: [T, H]. With moe_shared_expert_overlap the dispatcher runs it
+       in step 3, while rows are sent; see [Note: overlapped exchanges] in dispatch_alltoall.py.
+
+    R is T x K on a single rank without a capacity. Methods that are decorated with `part` may be recomputed, offloaded,
+    or replayed from CUDA graphs. Between steps 2 and 6 the dispatcher keeps the order of the rows.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MoESubmodules | None = None,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        is_mtp_layer: bool = False,
+        name: str | None = None,
+    ) -> None:
+        """Builds the layer; the arguments are those of BaseMoELayer, and name, for users' own records.
+
+        Raises ValueError without submodules, and where they lack the experts that the configuration needs.
+        """
+        if submodules is None or submodules.experts is None:
+            raise ValueError(
+                "submodules has no experts: give MoESubmodules(experts=GroupedMLP), or a layer spec of "
+                "megatron.core.models.gpt.gpt_layer_specs"
+            )
+        super().__init__(config, layer_number, pg_collection, is_mtp_layer)
+        self.name, self.submodules = name, submodules
+        groups = pg_collection or existing_process_groups()
+        self.router = build_module(submodules.router, config, pg_collection=groups, is_mtp_layer=is_mtp_layer)
         if layer_number is not None:
             self.router.set_layer_number(layer_number)
+        local = range(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
         self.token_dispatcher = build_token_dispatcher(local, config=config, groups=groups)
         is_static = config.moe_expert_rank_capacity_factor is not None
         self.expert_step = ExpertStep(default_device()) if is_static else None
         self.experts = build_module(submodules.experts, self.num_local_experts, config, pg_collection=groups)
-        self.overlaps_shared_expert = config.moe_shared_expert_overlap
-        self.shared_experts = None
         if config.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = build_module(
                 submodules.shared_experts,
@@ -80,60 +187,138 @@ class MoELayer(MegatronModule):
                 gate=config.moe_shared_expert_gate,
                 pg_collection=groups,
             )
+        self.shared_expert_overlap = config.moe_shared_expert_overlap
+        if self.shared_expert_overlap:
+            self.token_dispatcher.set_shared_experts(self._run_shared_experts)
 
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
-        """hidden_states: [S, B, H], parameter dtype. Returns [S, B, H], same dtype, and no bias."""
-        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # [T, H]
-        preprocessed = self.router_and_preprocess(hidden_states)
-        sent = self.token_dispatcher.send(tokens, preprocessed)
-        # Overlaps with the rows that are being sent, in backward too.
-        shared = self.shared_experts_compute(tokens) if self.overlaps_shared_expert else None
-        dispatched = self.token_dispatcher.finish_dispatch(sent)
-        if self.expert_step is not None:
-            assert dispatched.demand is not None, "static dispatchers return their demand"
-            self.expert_step.record_demand(dispatched.demand)
-        output = self.routed_experts_compute(dispatched.rows, dispatched.tokens_per_expert)  # [R, H]
-        combined = self.token_dispatcher.combine(output, dispatched.metadata)  # [T, H]
-        if self.shared_experts is not None:
-            combined = combined + (self.shared_experts_compute(tokens) if shared is None else shared)
-        return combined.view(hidden_states.shape), None
+    def forward(
+        self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Runs the steps; hidden_states: [S, B, H], parameter dtype.
+
+        padding_mask: [S, B], bool, or None: True for tokens that losses and loads do not count; they are routed as
+        others are. intermediate_tensors: must be None. Returns [S, B, H], same dtype, and a bias to add, or None.
+        """
+        if intermediate_tensors is not None:
+            require_defaults(
+                "MoELayer.forward",
+                "a CUDA graph runs parts of the layer inside its forward, which therefore never resumes in the middle",
+                intermediate_tensors=(intermediate_tensors, None),
+            )
+        tokens = as_rows(hidden_states)  # [T, H]
+        rows, probs = self.router_and_preprocess(hidden_states, padding_mask, tokens=tokens)
+        rows, probs = self.dispatch(rows, probs)
+        output, bias = self.routed_experts_compute(rows, probs)  # [R, H]
+        output = self.combine(output)
+        output = self.postprocess(output, self.shared_experts_compute(tokens))  # [T, H]
+        return in_shape(output, hidden_states.shape), bias
+
+    def router_and_preprocess(
+        self, hidden_states: Tensor, padding_mask: Tensor | None = None, *, tokens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Runs `route` and `preprocess`, as one part; hidden_states: [S, B, H], parameter dtype.
+
+        padding_mask: see forward. tokens: hidden_states as [T, H], the view that the shared expert reads too. Returns
+        what `preprocess` returns.
+        """
+        ordered = self._route_and_order(hidden_states, padding_mask)
+        begun: tuple[Tensor, Tensor] = self.token_dispatcher.begin(hidden_states if tokens is None else tokens, ordered)
+        return begun
 
     @part("moe_preprocess")
-    def router_and_preprocess(self, hidden_states: Tensor) -> Any:
-        """Routes hidden_states: [S, B, H], parameter dtype, and orders rows; returns the argument of `send`."""
-        probs, expert_indices = self.route(hidden_states)  # [T, K] each
-        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        return self.token_dispatcher.preprocess(tokens, probs=probs, expert_indices=expert_indices)
+    def _route_and_order(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Any:
+        routing = self.route(hidden_states, padding_mask)
+        return self.token_dispatcher.order_rows(as_rows(hidden_states), routing)
+
+    def route(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> Routing:
+        """Runs the router; hidden_states: [S, B, H], parameter dtype; padding_mask: see forward.
+
+        Returns a Routing, which unpacks as weights [T, E], fp32 (fp64 in fp64 models), and the chosen [T, E], bool.
+        """
+        weights, indices, has_absent = self._run_router(hidden_states, padding_mask)
+        return Routing(weights, indices, self.config.num_moe_experts or 0, has_absent)
 
     @part("moe_router")
-    def route(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Runs the router; hidden_states: [S, B, H], parameter dtype.
+    def _run_router(self, hidden_states: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor, bool]:
+        masks = () if padding_mask is None else (padding_mask,)
+        routed = self.router(hidden_states, *masks)
+        if not isinstance(routed, Routing):
+            # A router of the user's own.
+            routed = Routing.of(*routed, num_experts=self.config.num_moe_experts)
+        return routed.weights, routed.indices, routed.has_absent
 
-        Returns weights [T, K], fp32 (fp64 in fp64 models), and expert indices [T, K], int64.
+    def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
+        """Orders rows; hidden_states: [S, B, H] or [T, H], parameter dtype; probs, routing_map: of `route`.
+
+        Returns what `dispatch` sends: the dispatcher's rows or tokens, and their weights. See
+        MoETokenDispatcher.dispatch_preprocess, also for the cost of tables.
         """
-        routed: tuple[Tensor, Tensor] = self.router(hidden_states)
-        return routed
+        ordered: tuple[Tensor, Tensor] = self.token_dispatcher.dispatch_preprocess(hidden_states, routing_map, probs)
+        return ordered
+
+    def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Sends what `preprocess` returned to the ranks of the experts; returns what arrived. Collective.
+
+        hidden_states: [*, H], parameter dtype; probs: float.
+        """
+        sent: tuple[Tensor, Tensor] = self.token_dispatcher.token_dispatch(hidden_states, probs)
+        return sent
+
+    def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Sorts what `dispatch` returned by expert and runs this rank's experts.
+
+        hidden_states: [*, H], parameter dtype; probs: float. Returns the rows to send back, [*, H], parameter dtype,
+        each times its weight, and a bias to add, or None.
+        """
+        rows, tokens_per_expert, probs = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
+        if self.expert_step is not None:
+            self.expert_step.record_demand(self.token_dispatcher.take_demand())
+        output, bias = self._run_experts(rows, tokens_per_expert, probs)
+        return self.token_dispatcher.combine_preprocess(output), bias
 
     @part("experts")
-    def routed_experts_compute(self, rows: DispatchedTokens, tokens_per_expert: Tensor) -> Tensor:
-        """Runs this rank's experts; rows: [R, H], parameter dtype; tokens_per_expert: [e], int64, on the device.
-
-        Returns [R, H], parameter dtype, each row times its weight.
-        """
+    def _run_experts(self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.expert_step is None:
-            output: Tensor = self.experts(rows.hidden_states, tokens_per_expert, rows.probs)[0]
-            return output
+            result: tuple[Tensor, Tensor | None] = self.experts(rows, tokens_per_expert, probs)
+            return result
         number, num_rows = self.router.layer_number, tokens_per_expert.sum(0, keepdim=True)
-        with self.expert_step.around_experts(number, num_rows, max_rows=len(rows.probs)) as group:
-            output = self.experts(rows.hidden_states, tokens_per_expert, rows.probs, group=group)[0]
-        return output
+        with self.expert_step.around_experts(number, num_rows, max_rows=len(probs)) as group:
+            result = self.experts(rows, tokens_per_expert, probs, group=group)
+        return result
+
+    def combine(self, output: Tensor) -> Tensor:
+        """Sends results back to the ranks of their tokens. Collective.
+
+        output: [*, H], parameter dtype, of routed_experts_compute. Returns what arrived.
+        """
+        combined: Tensor = self.token_dispatcher.token_combine(output)
+        return combined
+
+    def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
+        """Sums the rows of each token and adds the shared expert's result.
+
+        output: [*, H], parameter dtype, of `combine`. shared_expert_output: of shared_experts_compute, or None. Returns
+        the shape that `preprocess` got.
+        """
+        tokens: Tensor = self.token_dispatcher.combine_postprocess(output)
+        return tokens if shared_expert_output is None else tokens + in_shape(shared_expert_output, tokens.shape)
+
+    def shared_experts_compute(self, hidden_states: Tensor) -> Tensor | None:
+        """Runs the shared expert; hidden_states: [*, H], parameter dtype. Returns the same shape and dtype.
+
+        Returns None without a shared expert, and with moe_shared_expert_overlap, where the dispatcher runs it.
+        """
+        if self.shared_experts is None or self.shared_expert_overlap:
+            return None
+        return in_shape(self._run_shared_experts(as_rows(hidden_states)), hidden_states.shape)
 
     @part("shared_experts")
-    def shared_experts_compute(self, tokens: Tensor) -> Tensor:
-        """Runs the shared expert; tokens: [T, H], parameter dtype. Returns [T, H], same dtype."""
-        assert self.shared_experts is not None
-        output, bias = self.shared_experts(tokens)
-        return output if bias is None else output + bias
+    def _run_shared_experts(self, tokens: Tensor) -> Tensor:
+        output = self.shared_experts(tokens)
+        if isinstance(output, tuple):
+            output, bias = output
+            return output if bias is None else output + bias
+        return output
 
     def graphed_parts(self) -> dict[str, GraphedPart]:
         """Returns the parts that CUDA graphs can run, by the names of --cuda-graph-modules."""
@@ -146,7 +331,8 @@ class MoELayer(MegatronModule):
         }
 
 
-def _require_expert_ranks(config: TransformerConfig, groups: ProcessGroupCollection) -> None:
+def require_expert_ranks(config: TransformerConfig, groups: ProcessGroupCollection) -> None:
+    """Raises ValueError where the sizes of the experts' groups are not those of the configuration."""
     ep, etp = config.expert_model_parallel_size, config.expert_tensor_parallel_size or 1
     require_group_sizes(
         groups,

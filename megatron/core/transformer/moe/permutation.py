@@ -1,4 +1,4 @@
-"""Rows by expert: which row each choice of a token gets, and moving tokens into rows and back.
+"""Rows by expert: the choices of tokens, which row each choice gets, and moving tokens into rows and back.
 
 The orders are index maps, computed on the device. There are three kinds: a row for every choice, a row for the choices
 that an expert with a capacity keeps, and a fixed number of rows for each expert. The movements are two autograd
@@ -9,9 +9,9 @@ T tokens, H hidden, E experts, K choices of a token, R rows. A slot is one choic
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,85 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.transformer.moe_config import CapacityConfig
+
+
+@dataclass(frozen=True, eq=False)
+class Routing(Sequence[Tensor]):
+    """The experts of each token and their weights, which unpack as Megatron's tables: probs, routing_map = routing.
+
+    weights: [T, K], float. indices: [T, K], int64, distinct for a token. has_absent: whether slots have no expert;
+    their index is num_experts and their weight 0. Tables are made when asked for: probs [T, E], the weights' dtype, 0
+    where not chosen, and routing_map [T, E], bool.
+    """
+
+    weights: Tensor
+    indices: Tensor
+    num_experts: int
+    has_absent: bool = False
+
+    @classmethod
+    def of(cls, probs: Tensor, routing_map: Tensor, *, num_experts: int | None) -> "Routing":
+        """Returns the routing of Megatron's tables, or of the compact form of both.
+
+        probs, routing_map: [T, E], float and bool, or [T, K], float and int64. Raises ValueError for other shapes.
+        """
+        if num_experts is None or probs.shape != routing_map.shape or probs.dim() != 2:
+            raise ValueError(
+                f"probs is {list(probs.shape)} and routing_map is {list(routing_map.shape)}: both must be tables of "
+                f"tokens and experts [T, {num_experts}], or both [T, K] with the indices of experts as routing_map"
+            )
+        if routing_map.dtype is torch.int64:
+            return cls(probs, routing_map, num_experts)
+        if routing_map.dtype is not torch.bool or routing_map.shape[1] != num_experts:
+            raise ValueError(
+                f"routing_map is {list(routing_map.shape)}, {routing_map.dtype}: must be bool [T, {num_experts}], or "
+                "int64 [T, K] with the indices of experts"
+            )
+        return cls._of_tables_sync(probs, routing_map)
+
+    @classmethod
+    def _of_tables_sync(cls, probs: Tensor, routing_map: Tensor) -> "Routing":
+        # The largest number of experts of a token is a shape, so the host waits for the device.
+        num_experts, counts = routing_map.shape[1], routing_map.sum(dim=1)
+        if not len(counts):
+            return cls(probs, torch.empty_like(routing_map, dtype=torch.int64), num_experts)
+        fewest, most = torch.stack([counts.min(), counts.max()]).tolist()
+        present, indices = routing_map.to(torch.uint8).sort(dim=1, descending=True, stable=True)
+        present, indices = present[:, :most].bool(), indices[:, :most].contiguous()
+        weights = probs.gather(1, indices)
+        if fewest == most:
+            return cls(weights, indices, num_experts)
+        return cls(weights * present, indices.masked_fill(~present, num_experts), num_experts, has_absent=True)
+
+    @property
+    def probs(self) -> Tensor:
+        """The weights as a table: [T, E], float, 0 where an expert is not chosen."""
+        # One more column for slots without an expert.
+        width = self.num_experts + int(self.has_absent)
+        table = self.weights.new_zeros(len(self.weights), width).scatter(1, self.indices, self.weights)
+        return table[:, : self.num_experts]
+
+    @property
+    def routing_map(self) -> Tensor:
+        """The chosen experts as a table: [T, E], bool."""
+        width = self.num_experts + int(self.has_absent)
+        table = torch.zeros(len(self.indices), width, dtype=torch.bool, device=self.indices.device)
+        return table.scatter_(1, self.indices, True)[:, : self.num_experts]
+
+    def __len__(self) -> int:
+        return 2
+
+    @overload
+    def __getitem__(self, place: int) -> Tensor: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Tensor]: ...
+
+    def __getitem__(self, place: int | slice) -> Tensor | Sequence[Tensor]:
+        """Returns the table of weights for 0, that of the chosen for 1; a slice gives a tuple of both."""
+        if isinstance(place, slice):
+            return (self.probs, self.routing_map)[place]
+        return (lambda: self.probs, lambda: self.routing_map)[place]()
 
 
 @dataclass(frozen=True)
@@ -39,21 +118,24 @@ class PermutationMap:
 
 # --- Orders ---
 
-# (probs [T, K], expert_indices [T, K]) -> the map, and the rows of each expert [E], int64.
-RowOrder = Callable[[Tensor, Tensor], tuple[PermutationMap, Tensor]]
+# (probs [T, K], expert_indices [T, K], the slots with an expert [T, K] or None for all) -> the map, and the rows of
+# each expert [E], int64.
+RowOrder = Callable[[Tensor, Tensor, Tensor | None], tuple[PermutationMap, Tensor]]
 
 
 def build_row_order(config: CapacityConfig, num_experts: int) -> RowOrder:
     """Builds the order that the configuration selects, so that no option is tested per call."""
     limit = build_capacity_limit(config, num_experts)
 
-    def order(probs: Tensor, expert_indices: Tensor) -> tuple[PermutationMap, Tensor]:
+    def order(probs: Tensor, expert_indices: Tensor, present: Tensor | None = None) -> tuple[PermutationMap, Tensor]:
         limited = limit(probs, expert_indices)
-        if limited is None:
+        if limited is None and present is None:
             return sort_by_expert(expert_indices, num_experts)
-        if config.moe_pad_expert_input_to_capacity:
-            return order_padded_slots(expert_indices, limited.kept, num_experts=num_experts, capacity=limited.capacity)
-        return order_kept_slots_sync(expert_indices, limited.kept, num_experts=num_experts)
+        kept = present if limited is None else limited.kept if present is None else limited.kept & present
+        assert kept is not None
+        if limited is not None and config.moe_pad_expert_input_to_capacity:
+            return order_padded_slots(expert_indices, kept, num_experts=num_experts, capacity=limited.capacity)
+        return order_kept_slots_sync(expert_indices, kept, num_experts=num_experts)
 
     return order
 

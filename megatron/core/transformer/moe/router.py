@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
 from megatron.core.model_parallel_config import ConstantInit, InitMethod
 from megatron.core.parallel_state import existing_process_groups
@@ -38,6 +39,8 @@ from megatron.core.transformer.moe.aux_losses import (
     z_loss_func,
 )
 from megatron.core.transformer.moe.paged_stash.operator_library import operator
+from megatron.core.transformer.moe.permutation import Routing
+from megatron.core.transformer.moe.router_replay import Choose, RouterReplay
 from megatron.core.transformer.recompute import Drawing
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -61,8 +64,6 @@ if importlib.util.find_spec("triton") is not None:
     from megatron.core.transformer.moe import triton_router
 
     _LAUNCHERS = (triton_router.choice_grad,)
-# (scores [T, E]) -> the K highest scores and their indices, as torch.topk returns them.
-_Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
 # Avoids a division by zero for a token whose scores are all zero.
 _EPSILON = 1e-20
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -71,15 +72,26 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 class Router(MegatronModule, Drawing):
     """Scores every expert for every token; subclasses choose experts by the scores.
 
-    weight: [E, H]. bias: [E], learned and added to the logits, with add_bias_linear; else None.
+    weight: [E, H]. bias: [E], learned and added to the logits, with add_bias_linear; else None. layer_number: from 1.
     """
 
     bias: nn.Parameter | None
 
-    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+        is_mtp_layer: bool = False,
+    ) -> None:
+        """pg_collection: the groups of this rank; None means those of parallel_state, if there are any.
+
+        is_mtp_layer: whether the layer predicts further tokens. Nothing here depends on it: a model gives each of its
+        layers a number of its own.
+        """
         super().__init__(config)
         assert config.num_moe_experts is not None and config.init_method is not None
         self.num_experts, self.init_method = config.num_moe_experts, config.init_method
+        self.is_mtp_layer, self.layer_number = is_mtp_layer, 1
         self.weight = empty_parameter(self.num_experts, config.hidden_size, config=config)
         self.register_parameter("bias", None)
         if config.add_bias_linear:
@@ -100,34 +112,36 @@ class Router(MegatronModule, Drawing):
         """Returns the init methods of this module's own parameters, by name."""
         return {"weight": self.init_method, **({} if self.bias is None else {"bias": ConstantInit(0)})}
 
-    def gating(self, tokens: Tensor) -> Tensor:
-        """Computes the logits; tokens: [T, H], parameter dtype.
+    def reset_parameters(self) -> None:
+        """Initialises the weight again, and sets the bias to zero."""
+        for name, init_method in self.init_methods().items():
+            initialize_weight(self.get_parameter(name), init_method, config=self.config)
 
-        Returns [T, E] in moe_router_dtype if that is set, else fp32 (fp64 in fp64 models).
+    def set_layer_number(self, layer_number: int) -> None:
+        """layer_number: of the layer, from 1."""
+        self.layer_number = layer_number
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Computes the logits; input: [*, H], parameter dtype.
+
+        Returns [*, E] in moe_router_dtype if that is set, else fp32 (fp64 in fp64 models).
         """
         if self.dtype is not None:
-            return _LinearIn.apply(tokens, self.weight, self.bias, self.dtype)
-        logits = F.linear(tokens, self.weight, self.bias)
+            return router_gating_linear(input, self.weight, self.bias, self.dtype)
+        logits = F.linear(input, self.weight, self.bias)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     @abstractmethod
-    def routing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Chooses K experts for each token; logits: [S, B, E] or [T, E], fp32 or fp64.
+    def routing(self, logits: Tensor) -> Any:
+        """Chooses experts for each token; logits: [S, B, E] or [T, E], fp32 or fp64.
 
-        Returns weights [T, K], same dtype, and expert indices [T, K], int64.
+        Returns a Routing, or weights [T, E], float, and the chosen [T, E], bool.
         """
 
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Routes tokens; hidden_states: [S, B, H] or [T, H], parameter dtype.
-
-        Returns weights [T, K], fp32 (fp64 in fp64 models), and expert indices [T, K], int64.
-        """
-        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        if self.training and self.jitter_eps > 0:
-            tokens = tokens * torch.empty_like(tokens).uniform_(1 - self.jitter_eps, 1 + self.jitter_eps)
-        weights, indices = self.routing(self.gating(tokens).view(*hidden_states.shape[:-1], self.num_experts))
-        # The experts apply the weights in fp32 (fp64 in fp64 models), whatever the precision of the routing.
-        return weights.to(torch.promote_types(self.weight.dtype, torch.float32)), indices
+    def forward(self, input: Tensor) -> Any:
+        """Routes tokens; input: [S, B, H] or [T, H], parameter dtype. Returns what `routing` returns."""
+        tokens = input.reshape(-1, input.shape[-1])
+        return self.routing(self.gating(tokens).view(*input.shape[:-1], self.num_experts))
 
 
 class TopKRouter(Router):
@@ -139,20 +153,29 @@ class TopKRouter(Router):
 
     expert_bias: Tensor | None
 
-    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
-        super().__init__(config, pg_collection)
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+        is_mtp_layer: bool = False,
+    ) -> None:
+        """Arguments are those of Router."""
+        super().__init__(config, pg_collection, is_mtp_layer)
         self.topk = config.moe_router_topk
         groups = pg_collection or existing_process_groups()
         # Ranks of sequence_group, the tp_cp group, hold parts of the same sequences. Each computes a share of a loss,
         # and the gradients of the shares must be summed. Tensor-parallel ranks do sum the router's gradients. Context-
-        # parallel ranks average them together with data-parallel ones, so _add_loss multiplies a share by the number of
-        # context-parallel ranks, num_averaged. Over data-parallel ranks the average is correct.
+        # parallel ranks average them together with data-parallel ones, so a share is multiplied by the number of
+        # context-parallel ranks, num_averaged, as it is attached. Over data-parallel ranks the average is correct.
         self.sequence_group, self.num_shares = groups.tp_cp, group_size(groups.tp_cp)
         self.num_averaged = group_size(groups.cp)
         self.balancing = LoadBalancing(
             config, partial(normalised_scores, score_function=config.moe_router_score_function)
         )
-        self.training_route, self.evaluation_route = _build_routes(config, has_losses=bool(self.balancing.wanted))
+        self.router_replay = RouterReplay() if config.moe_enable_routing_replay else None
+        self.training_route, self.evaluation_route = _build_routes(
+            config, has_losses=self.is_aux_loss_enabled(), replay=self.router_replay
+        )
         self.z_loss_coeff = config.moe_z_loss_coeff or 0.0
         self.forces_balance = config.moe_router_force_load_balancing
         bias = None
@@ -192,36 +215,99 @@ class TopKRouter(Router):
         rate = self.config.moe_router_bias_update_rate
         self.expert_bias.copy_(get_updated_expert_bias(tokens_per_expert, self.expert_bias, rate))
 
-    def routing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> Routing:
+        """Routes tokens; input: [S, B, H] or [T, H], parameter dtype.
+
+        padding_mask: [S, B] or [T], bool, or None: True for tokens that losses and loads do not count. Returns a
+        Routing with weights in fp32 (fp64 in fp64 models), which unpacks as weights and the chosen, both [T, E].
+        """
+        tokens = self.apply_input_jitter(input.reshape(-1, input.shape[-1]))
+        logits = self.gating(tokens).view(*input.shape[:-1], self.num_experts)
+        routing = self.routing(logits) if padding_mask is None else self.routing(logits, padding_mask)
+        if not isinstance(routing, Routing):
+            # A subclass may return tables.
+            routing = Routing.of(*routing, num_experts=self.num_experts)
+        # The experts apply the weights in fp32 (fp64 in fp64 models), whatever the precision of the routing.
+        weights = routing.weights.to(torch.promote_types(self.weight.dtype, torch.float32))
+        return Routing(weights, routing.indices, self.num_experts, routing.has_absent)
+
+    def apply_input_jitter(self, input: Tensor) -> Tensor:
+        """Multiplies tokens with uniform noise of moe_input_jitter_eps, in training; input: any shape, float."""
+        if not self.training or self.jitter_eps == 0:
+            return input
+        return input * torch.empty_like(input).uniform_(1 - self.jitter_eps, 1 + self.jitter_eps)
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Routing:
         """Chooses experts, and in training attaches losses and records loads.
 
-        logits: [S, B, E] or [T, E], fp32 or fp64; [T, E] counts as one sequence. Returns weights [T, K], same dtype,
-        and expert indices [T, K], int64.
+        logits: [S, B, E] or [T, E], fp32 or fp64; [T, E] counts as one sequence. padding_mask: see forward. Returns a
+        Routing with weights [T, K], same dtype.
         """
         num_sequences = logits.shape[1] if logits.dim() == 3 else 1
+        valid = None if padding_mask is None else _valid_tokens(padding_mask, logits)
         logits = logits.flatten(0, -2)
         if self.forces_balance:
             logits = with_even_loads(logits, seed=self.layer_number)
         # Evaluation adds no losses and records no counts.
         learning = self.training and torch.is_grad_enabled()
-        if learning and self.z_loss_coeff > 0:
-            logits = self._add_z_loss(logits)  # the values are unchanged; backward also reaches the loss
+        if learning:
+            logits = self._with_z_loss(logits, valid)  # the values are unchanged; backward also reaches the loss
         route = self.training_route if self.training else self.evaluation_route
         weights, indices, scores = route(logits, self.expert_bias)
         if learning:
-            routed = Routed(logits, scores, indices, num_sequences, self.sequence_group, self._average_counts)
+            routed = Routed(logits, scores, indices, num_sequences, self.sequence_group, self._average_counts, valid)
             weights = self._add_balancing_losses(weights, routed)
             self.aux_losses.record_tokens(routed.tokens_per_expert, layer_number=self.layer_number)
-        return weights, indices
+        return Routing(weights, indices, self.num_experts)
 
-    def _add_z_loss(self, logits: Tensor) -> Tensor:
-        loss = z_loss_func(logits, self.z_loss_coeff)
+    def sinkhorn_load_balancing(self, logits: Tensor) -> Routing:
+        """Chooses experts by the Sinkhorn normalisation in training, and by the scores alone in evaluation.
+
+        logits: [T, E], fp32 or fp64. Returns a Routing with weights of the same dtype. moe_router_load_balancing_type
+        sinkhorn makes `routing` choose in this way.
+        """
+        training, evaluation = build_sinkhorn_routes(self.topk)
+        choice = (training if self.training else evaluation)(logits, None)
+        return Routing(choice.weights, choice.indices, self.num_experts)
+
+    # Losses
+
+    def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
+        """Returns the weight of a load-balancing loss, such as seq_aux_loss; 0 where the type is not used."""
+        return self.config.aux_loss_coefficient(aux_loss_type)
+
+    def is_aux_loss_enabled(self) -> bool:
+        """Tells whether training adds any load-balancing loss."""
+        return bool(self.balancing.wanted)
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """Attaches the z-loss in training, with moe_z_loss_coeff; logits: [T, E], fp32 or fp64.
+
+        padding_mask: see forward. Returns logits, through which backward also reaches the loss.
+        """
+        if not (self.training and torch.is_grad_enabled()):
+            return logits
+        return self._with_z_loss(logits, None if padding_mask is None else _valid_tokens(padding_mask, logits))
+
+    def _with_z_loss(self, logits: Tensor, valid: Tensor | None) -> Tensor:
+        if self.z_loss_coeff == 0:
+            return logits
+        loss = z_loss_func(logits, self.z_loss_coeff, None if valid is None else ~valid)
         loss = loss if self.num_shares == 1 else loss / self.num_shares
-        return self._add_loss(logits, loss, name=Z_LOSS, coeff=self.z_loss_coeff)
+        return self.attach_and_log_load_balancing_loss(
+            logits,
+            self.z_loss_coeff,
+            loss,
+            Z_LOSS,
+            self.sequence_group,
+            valid_token_count=None if valid is None else valid.sum(),
+        )
 
     def _add_balancing_losses(self, weights: Tensor, routed: Routed) -> Tensor:
         for name, loss, coeff in self.balancing.losses(routed):
-            weights = self._add_loss(weights, loss, name=name, coeff=coeff)
+            weights = self.attach_and_log_load_balancing_loss(
+                weights, coeff, loss, name, self.sequence_group, valid_token_count=routed.num_valid
+            )
         return weights
 
     def _average_counts(self, tokens_per_expert: Tensor) -> Tensor:
@@ -229,19 +315,49 @@ class TopKRouter(Router):
             tokens_per_expert, layer_number=self.layer_number, runs_again=self.runs_again
         )
 
-    def _add_loss(self, activation: Tensor, loss: Tensor, *, name: str, coeff: float) -> Tensor:
-        """Records a loss and attaches it; activation: [T, E] or [T, K], float; loss: [], this rank's share.
+    def reset_global_aux_loss_tracker(self) -> None:
+        """Forgets the counts of this layer's global-batch loss in the step so far."""
+        self.aux_losses.forget_averages(layer_number=self.layer_number)
 
-        Returns the activation, through which backward also reaches the loss.
+    def attach_and_log_load_balancing_loss(
+        self,
+        activation: Tensor,
+        aux_loss_coeff: float,
+        aux_loss: Tensor,
+        aux_loss_name: str,
+        reduce_group: ProcessGroup | None,
+        needs_dp_avg: bool = True,
+        valid_token_count: Tensor | int | None = None,
+    ) -> Tensor:
+        """Records a loss and attaches it; activation: [T, E] or [T, K], float; aux_loss: [], with its coefficient.
+
+        aux_loss_name: one of the recorder's names. reduce_group: the ranks whose shares sum to the loss; aux_loss is
+        this rank's. needs_dp_avg: the log averages over ranks in any case, which changes nothing where they agree.
+        valid_token_count: the tokens of activation that count; None means all. Returns the activation, through which
+        backward also reaches the loss.
         """
+        num_shares = group_size(reduce_group)
         # The log averages over ranks, so a share is scaled to a whole loss.
-        self.aux_losses.record(name, _times(loss / coeff, self.num_shares), layer_number=self.layer_number)
+        self.aux_losses.record(
+            aux_loss_name, _times(aux_loss / aux_loss_coeff, num_shares), layer_number=self.layer_number
+        )
         if self.config.calculate_per_token_loss:
             # The main loss is then a sum over tokens, and gradients are divided by their number at the end of the step.
-            loss = loss * (len(activation) * self.num_shares)
+            count = len(activation) if valid_token_count is None else valid_token_count
+            aux_loss = aux_loss * (count * num_shares)
         else:
-            loss = _times(loss, self.num_averaged)
-        return self.aux_losses.attach(activation, loss)
+            aux_loss = _times(aux_loss, self.num_averaged)
+        return self.aux_losses.attach(activation, aux_loss)
+
+
+def _valid_tokens(padding_mask: Tensor, logits: Tensor) -> Tensor:
+    """Returns the tokens that are no padding: [T], bool; padding_mask: [S, B] or [T], bool."""
+    if padding_mask.numel() != logits[..., 0].numel() or padding_mask.dtype is not torch.bool:
+        raise ValueError(
+            f"padding_mask is {list(padding_mask.shape)}, {padding_mask.dtype}: must be bool, with one entry for each "
+            f"token of {list(logits.shape[:-1])}"
+        )
+    return ~padding_mask.reshape(-1)
 
 
 def _times(loss: Tensor, factor: int) -> Tensor:
@@ -249,45 +365,59 @@ def _times(loss: Tensor, factor: int) -> Tensor:
     return loss if factor == 1 else loss * factor
 
 
-class _LinearIn(torch.autograd.Function):
-    """Computes tokens @ weight.T + bias in `dtype`; saves tokens and weight for backward in their own dtypes."""
+class RouterGatingLinearFunction(torch.autograd.Function):
+    """Computes inp @ weight.T + bias in router_dtype; saves inp and weight for backward in their own dtypes."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(tokens, weight)
+    def forward(ctx: Any, inp: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: torch.dtype) -> Tensor:
+        """inp: [*, H]; weight: [E, H]; bias: [E] or None, all float. Returns [*, E], router_dtype."""
+        ctx.save_for_backward(inp, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return F.linear(tokens.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        return F.linear(inp.to(router_dtype), weight.to(router_dtype), None if bias is None else bias.to(router_dtype))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        tokens, weight = ctx.saved_tensors
-        grad_tokens = (grad @ weight.to(grad.dtype)).to(tokens.dtype) if ctx.needs_input_grad[0] else None
-        grad_weight = (grad.t() @ tokens.to(grad.dtype)).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        grad_bias = grad.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
-        return grad_tokens, grad_weight, grad_bias, None
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        """grad_output: [*, E], float. Returns the gradients of inp, weight and bias, in their dtypes."""
+        inp, weight = ctx.saved_tensors
+        grad = grad_output
+        grad_inp = (grad @ weight.to(grad.dtype)).to(inp.dtype) if ctx.needs_input_grad[0] else None
+        grad_weight = grad_bias = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = (grad.flatten(0, -2).t() @ inp.flatten(0, -2).to(grad.dtype)).to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype)
+        return grad_inp, grad_weight, grad_bias, None
+
+
+def router_gating_linear(inp: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: torch.dtype) -> Tensor:
+    """Returns inp @ weight.T + bias, computed in router_dtype: [*, E].
+
+    inp: [*, H]; weight: [E, H]; bias: [E] or None, all float.
+    """
+    return RouterGatingLinearFunction.apply(inp, weight, bias, router_dtype)
 
 
 # --- Routes: from logits to experts and weights ---
 
 
-def _softmax_of_chosen(logits: Tensor, expert_bias: Tensor | None, *, choose: _Choose) -> Choice:
+def _softmax_of_chosen(logits: Tensor, expert_bias: Tensor | None, *, choose: Choose) -> Choice:
     """Weighs by a softmax over the chosen experts, so that the K weights of a token sum to one."""
     assert expert_bias is None, "RouterConfig refuses a bias for softmax scores"
     chosen, indices = choose(logits)
     return Choice(chosen.softmax(dim=-1), indices)
 
 
-def _softmax_of_chosen_and_all(logits: Tensor, expert_bias: Tensor | None, *, choose: _Choose) -> Choice:
+def _softmax_of_chosen_and_all(logits: Tensor, expert_bias: Tensor | None, *, choose: Choose) -> Choice:
     """Weighs as _softmax_of_chosen does, and scores all experts for the balancing losses."""
     assert expert_bias is None, "RouterConfig refuses a bias for softmax scores"
     return Choice(*_ChosenAndAll.apply(logits, choose))
 
 
-def _build_routes(config: TransformerConfig, *, has_losses: bool) -> tuple[Route, Route]:
+def _build_routes(config: TransformerConfig, *, has_losses: bool, replay: RouterReplay | None) -> tuple[Route, Route]:
     """Returns the routes for training and for evaluation; has_losses: whether training adds balancing losses."""
     if config.uses_sinkhorn:
-        return build_sinkhorn_routes(config.moe_router_topk)
+        return build_sinkhorn_routes(config.moe_router_topk, replay=replay)
     build = partial(
         build_route,
         config.moe_router_topk,
@@ -297,6 +427,7 @@ def _build_routes(config: TransformerConfig, *, has_losses: bool) -> tuple[Route
         group_score=config.moe_router_group_score,
         scaling_factor=config.moe_router_topk_scaling_factor,
         score_function=config.moe_router_score_function,
+        replay=replay,
     )
     return build(softmax_of_chosen=_softmax_of_chosen_and_all if has_losses else _softmax_of_chosen), build()
 
@@ -311,17 +442,22 @@ def build_route(
     scaling_factor: float | None = None,
     score_function: str = "softmax",
     softmax_of_chosen: Callable[..., Choice] = _softmax_of_chosen,
+    replay: RouterReplay | None = None,
+    choose: Choose | None = None,
 ) -> Route:
     """Builds the route that the options describe, so that no option is tested in forward.
 
-    softmax_of_chosen: the route of softmax scores without pre_softmax.
+    softmax_of_chosen: the route of softmax scores without pre_softmax. replay: records or forces the choice. choose:
+    replaces the choice of the K best.
     """
-    choose: _Choose = partial(torch.topk, k=topk, dim=-1)
-    if num_groups is not None and group_topk is not None:
-        counted = 1 if group_score == "max" else topk // group_topk
-        choose = partial(
-            group_limited_topk, topk=topk, num_groups=num_groups, group_topk=group_topk, scores_per_group=counted
-        )
+    if choose is None:
+        choose = partial(torch.topk, k=topk, dim=-1)
+        if num_groups is not None and group_topk is not None:
+            counted = 1 if group_score == "max" else topk // group_topk
+            choose = partial(
+                _best_of_groups, topk=topk, num_groups=num_groups, group_topk=group_topk, scores_per_group=counted
+            )
+    choose = _replayed(choose, replay)
     if score_function == "softmax" and not pre_softmax:
         route: Route = partial(softmax_of_chosen, choose=choose)
     else:
@@ -336,22 +472,45 @@ def build_route(
     return route if scaling_factor is None else partial(_scaled, route=route, factor=scaling_factor)
 
 
-def build_sinkhorn_routes(topk: int) -> tuple[Route, Route]:
+def _replayed(choose: Choose, replay: RouterReplay | None) -> Choose:
+    return choose if replay is None else partial(replay.get_replay_topk, choose=choose)
+
+
+def build_sinkhorn_routes(topk: int, *, replay: RouterReplay | None = None) -> tuple[Route, Route]:
     """Builds the route for training, which balances each micro-batch, and the route for evaluation, which does not."""
     score = _SCORES["sigmoid" if topk == 1 else "softmax"]
-    plain: _Choose = partial(torch.topk, k=topk, dim=-1)
+    plain = _replayed(partial(torch.topk, k=topk, dim=-1), replay)
     evaluation = partial(_scores_of_chosen, score=score, choose=plain, finish=_unchanged)
     return partial(_sinkhorn_route, score=score, choose=plain), evaluation
 
 
 def group_limited_topk(
-    scores: Tensor, *, topk: int, num_groups: int, group_topk: int, scores_per_group: int
+    scores: Tensor,
+    topk: int,
+    num_tokens: int,
+    num_experts: int,
+    num_groups: int,
+    group_topk: int,
+    *,
+    scores_per_group: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Chooses the K best experts within the group_topk best groups of each token.
 
-    A group is ranked by the sum of its scores_per_group best scores. scores: [T, E], fp32 or fp64; a group is E / G
-    consecutive experts. Returns the scores of the chosen [T, K], same dtype, and their indices [T, K], int64.
+    A group is ranked by the sum of its scores_per_group best scores, topk // group_topk if None. scores: [T, E], fp32
+    or fp64, with T num_tokens and E num_experts; a group is E / G consecutive experts. Returns the scores of the chosen
+    [T, K], same dtype, and their indices [T, K], int64. Raises ValueError for scores of another shape.
     """
+    if scores.shape != (num_tokens, num_experts):
+        raise ValueError(
+            f"scores is {list(scores.shape)}: must be num_tokens ({num_tokens}) by num_experts ({num_experts})"
+        )
+    counted = topk // group_topk if scores_per_group is None else scores_per_group
+    return _best_of_groups(scores, topk=topk, num_groups=num_groups, group_topk=group_topk, scores_per_group=counted)
+
+
+def _best_of_groups(
+    scores: Tensor, *, topk: int, num_groups: int, group_topk: int, scores_per_group: int
+) -> tuple[Tensor, Tensor]:
     by_group = scores.unflatten(-1, (num_groups, -1))  # [T, G, E / G]
     group_scores = by_group.topk(scores_per_group, dim=-1).values.sum(dim=-1)  # [T, G]
     allowed = torch.zeros_like(group_scores, dtype=torch.bool)
@@ -393,7 +552,7 @@ def _scores_of_chosen(
     expert_bias: Tensor | None,
     *,
     score: Callable[[Tensor], Tensor],
-    choose: _Choose,
+    choose: Choose,
     finish: Callable[[Tensor], Tensor],
 ) -> Choice:
     scores = score(logits)
@@ -403,7 +562,7 @@ def _scores_of_chosen(
 
 
 def _sinkhorn_route(
-    logits: Tensor, expert_bias: Tensor | None, *, score: Callable[[Tensor], Tensor], choose: _Choose
+    logits: Tensor, expert_bias: Tensor | None, *, score: Callable[[Tensor], Tensor], choose: Choose
 ) -> Choice:
     assert expert_bias is None, "RouterConfig refuses a bias for softmax scores"
     with torch.no_grad():
@@ -451,7 +610,7 @@ class _ChosenAndAll(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, choose: _Choose) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, choose: Choose) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)  # which would fill one for the indices
         chosen, indices = choose(logits)
         weights, scores = chosen.softmax(dim=-1), logits.softmax(dim=-1)

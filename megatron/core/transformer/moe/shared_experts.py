@@ -1,9 +1,11 @@
 """The shared expert, which every token uses in addition to its routed experts (DeepSeekMoE, arXiv 2401.06066).
 
-With moe_shared_expert_overlap it overlaps with the all-to-all. The overlap is not implemented here: MoELayer.forward
-calls the shared expert between `send` and `finish_dispatch` of the dispatcher, on the main stream. See [Note:
-overlapped exchanges] in dispatch_alltoall.py.
+With moe_shared_expert_overlap it overlaps with the all-to-all. The overlap is not implemented here: token_dispatch of
+the dispatcher calls the shared expert while rows are sent, on the main stream. See [Note: overlapped exchanges] in
+dispatch_alltoall.py.
 """
+
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,9 +32,12 @@ class SharedExpertMLP(MLP):
         config: TransformerConfig,
         submodules: MLPSubmodules,
         gate: bool = False,
-        *,
         pg_collection: ProcessGroupCollection | None = None,
+        name: str | None = None,
     ) -> None:
+        """gate: whether each token's result is multiplied by a gate. pg_collection: the groups of this rank; None means
+        those of parallel_state, if there are any. name: for users' own records.
+        """
         if config.moe_shared_expert_intermediate_size is None:
             raise ValueError("moe_shared_expert_intermediate_size is None: a shared expert needs a width")
         super().__init__(
@@ -41,6 +46,11 @@ class SharedExpertMLP(MLP):
             ffn_hidden_size=config.moe_shared_expert_intermediate_size,
             pg_collection=pg_collection,
         )
+        self.name = name
+        # Between the steps of a caller that runs them one by one.
+        self._input: Tensor | None = None
+        self._gate: Tensor | None = None
+        self._result: Tensor | None = None
         groups = pg_collection or existing_process_groups()
         self.sequence_group = or_alone(groups.tp if config.sequence_parallel else None)
         self.gate_weight = None
@@ -55,14 +65,59 @@ class SharedExpertMLP(MLP):
         assert self.config.init_method is not None
         return {} if self.gate_weight is None else {"gate_weight": self.config.init_method}
 
-    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
         """hidden_states: [*, H], parameter dtype; per_token_scale: [*] or None, multiplied with the gate.
 
         Returns [*, H], same dtype, and the bias that is still to be added: [H], with a gate [*, H], or None.
         """
+        gate = self._gate_of(hidden_states)
+        if gate is None:
+            return super().forward(hidden_states, per_token_scale, **kwargs)
+        return super().forward(hidden_states, gate if per_token_scale is None else gate * per_token_scale, **kwargs)
+
+    def _gate_of(self, hidden_states: Tensor) -> Tensor | None:
         if self.gate_weight is None:
-            return super().forward(hidden_states, per_token_scale)
+            return None
         gate = F.linear(hidden_states, self.gate_weight).sigmoid().squeeze(-1)
         # The gate scales activations, which under sequence parallelism have all positions and this rank's columns.
-        gate = gather_from_sequence_parallel_region(gate, group=self.sequence_group)
-        return super().forward(hidden_states, gate if per_token_scale is None else gate * per_token_scale)
+        return gather_from_sequence_parallel_region(gate, group=self.sequence_group)
+
+    # The steps of `forward` one by one, for a dispatcher of the user's own that runs them between its exchanges. The
+    # projections include their communication, which runs on the current stream.
+
+    def wait_current_stream(self) -> None:
+        """Does nothing: the steps run on the current stream, so there is no other stream that could be ahead."""
+
+    def pre_forward_comm(self, input: Tensor, wait_current_stream: bool = True) -> None:
+        """Begins a forward, with the gate; input: [*, H], parameter dtype. wait_current_stream: of no effect here."""
+        self._gate, self._input, self._result = self._gate_of(input), input, None
+
+    def linear_fc1_forward_and_act(self, overlapped_comm_output: Tensor | None = None) -> None:
+        """Runs the first projection and the activation; overlapped_comm_output: any shape and dtype, not read."""
+        scale = None if self._gate is None else self._gate.unsqueeze(-1)
+        intermediate, bias = self.linear_fc1(_begun(self._input, "pre_forward_comm"))
+        self._input = self.activation(intermediate, bias=bias, scale=scale)
+
+    def linear_fc2_forward(self, overlapped_comm_output: Tensor | None = None) -> None:
+        """Runs the second projection; overlapped_comm_output: any shape and dtype, not read."""
+        output, bias = self.linear_fc2(_begun(self._input, "linear_fc1_forward_and_act"))
+        if bias is not None:
+            output = output + (bias if self._gate is None else (bias * self._gate.unsqueeze(-1)).to(output.dtype))
+        self._result, self._input, self._gate = output, None, None
+
+    def post_forward_comm(self) -> None:
+        """Ends the forward: the second projection has summed its result over ranks already."""
+        _begun(self._result, "linear_fc2_forward")
+
+    def get_output(self) -> Tensor:
+        """Returns the result of the steps, once, with its bias: [*, H], parameter dtype."""
+        output, self._result = _begun(self._result, "linear_fc2_forward"), None
+        return output
+
+
+def _begun(tensor: Tensor | None, step: str) -> Tensor:
+    if tensor is None:
+        raise RuntimeError(f"the shared expert has no input for this step: call {step} before")
+    return tensor

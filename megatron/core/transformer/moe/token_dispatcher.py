@@ -3,13 +3,13 @@
 The code of the dispatchers is in dispatch_*.py, their interface in dispatch.py.
 """
 
-from collections.abc import Callable
+from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.transformer.moe.dispatch import MoETokenDispatcher
 from megatron.core.transformer.moe.dispatch_allgather import MoEAllGatherTokenDispatcher
 from megatron.core.transformer.moe.dispatch_alltoall import MoEAlltoAllTokenDispatcher
-from megatron.core.transformer.moe.dispatch_flex import build_flex_dispatcher, require_flex_backend
+from megatron.core.transformer.moe.dispatch_flex import MoEFlexTokenDispatcher, require_flex_backend
 from megatron.core.transformer.moe.dispatch_static import (
     MoEStaticAllGatherTokenDispatcher,
     MoEStaticAlltoAllTokenDispatcher,
@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 __all__ = [
     "MoEAllGatherTokenDispatcher",
     "MoEAlltoAllTokenDispatcher",
+    "MoEFlexTokenDispatcher",
     "MoETokenDispatcher",
     "build_token_dispatcher",
 ]
@@ -37,7 +38,7 @@ def build_token_dispatcher(
     if is_static and group_size(groups.tp_ep) == 1:
         # One rank sends nothing. Gathering then moves each row once, where sending would move it twice.
         kind = "allgather"
-    build: Callable[..., MoETokenDispatcher]
+    build: Any
     match kind, is_static:
         case "allgather", False:
             build = MoEAllGatherTokenDispatcher
@@ -48,7 +49,9 @@ def build_token_dispatcher(
         case "alltoall", True:
             build = MoEStaticAlltoAllTokenDispatcher
         case "flex", True:
-            build = build_flex_dispatcher
+            build = MoEFlexTokenDispatcher
         case _:
             raise AssertionError(f"moe_token_dispatcher_type is {kind}, which MoEConfig refuses")
-    return build(len(experts), list(experts), config=config, pg_collection=groups)
+    # The class of type flex chooses a subclass, which is not abstract.
+    dispatcher: MoETokenDispatcher = build(len(experts), list(experts), config=config, pg_collection=groups)
+    return dispatcher

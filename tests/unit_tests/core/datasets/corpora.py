@@ -16,7 +16,7 @@ def write_corpus(prefix: Path, num_documents: int = 40, longest: int = 30, seed:
     rng = np.random.default_rng(seed)
     documents = [rng.integers(0, 999, rng.integers(0, longest + 1)) for _ in range(num_documents)]
     with IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16) as builder:
-        builder.add_documents(np.concatenate(documents), [len(document) for document in documents])
+        builder.add_concatenated(np.concatenate(documents), [len(document) for document in documents])
         builder.finalize(f"{prefix}.idx")
     return documents
 

@@ -5,17 +5,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.datasets.blended_dataset import BlendedDataset, blend_indices
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    BlendedMegatronDatasetConfig,
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.data_iterators import build_train_valid_test_datasets
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split, get_blend_from_list, parse_split, split_documents
 from megatron.core.group_collectives import RemoteRankError
 from tests.harness import launch_on_ranks, run_on_ranks
@@ -252,3 +258,91 @@ def test_a_file_that_one_rank_lacks_fails_every_rank(tmp_path: Path, broken_rank
     for outcome in outcomes:
         kind = FileNotFoundError if outcome.rank == broken_rank else RemoteRankError
         assert type(outcome.error) is kind and "missing.idx does not exist" in str(outcome.error)
+
+
+def test_splits_are_shares_and_ranges_of_a_corpus() -> None:
+    assert parse_and_normalize_split("9,1") == pytest.approx([0.9, 0.1, 0.0])
+    assert convert_split_vector_to_split_matrix([0.5, 0.25, 0.25]) == [(0.0, 0.5), (0.5, 0.75), (0.75, 1.0)]
+    assert convert_split_vector_to_split_matrix([1.0, 0.0, 0.0]) == [(0.0, 1.0), None, None]
+    # A part has only documents that both splits give it.
+    common = convert_split_vector_to_split_matrix([0.5, 0.5, 0.0], [0.75, 0.0, 0.25])
+    assert common == [(0.0, 0.5), None, None]
+
+
+class Numbers(MegatronDataset):
+    """A dataset of a script: sample i is the number of document i, times three."""
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: BlendedMegatronDatasetConfig) -> range:
+        return range(int(dataset_path))
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: range) -> int:
+        return len(low_level_dataset)
+
+    def __len__(self) -> int:
+        return self.num_samples or len(self.indices)
+
+    def __getitem__(self, idx: int) -> dict[str, int]:
+        return {"number": 3 * self.dataset[int(self.indices[idx % len(self.indices)])]}
+
+
+def test_a_dataset_class_of_a_script_is_split_and_blended() -> None:
+    config = BlendedMegatronDatasetConfig(random_seed=1, sequence_length=4, blend=(["10"], None), split="8,2")
+    train, valid, test = BlendedMegatronDatasetBuilder(Numbers, [None, 2, None], lambda: True, config).build()
+    assert [train[i]["number"] for i in range(len(train))] == [0, 3, 6, 9, 12, 15, 18, 21]
+    assert [valid[i]["number"] for i in range(len(valid))] == [24, 27] and test is None
+
+
+def generic_on_ranks() -> list[object]:
+    def failing() -> None:
+        raise ValueError("wrong file")
+
+    build_one = BlendedMegatronDatasetBuilder.build_generic_dataset
+    results = [build_one(list, lambda: dist.get_rank() == 1, synchronize, "ab") for synchronize in (True, False)]
+    with pytest.raises((ValueError, RemoteRankError), match="wrong file"):
+        build_one(failing, lambda: dist.get_rank() == 0, True)
+    return results
+
+
+def test_any_dataset_is_built_on_the_chosen_ranks() -> None:
+    assert run_on_ranks(generic_on_ranks, 2) == [[None, None], [["a", "b"], ["a", "b"]]]
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("is_full", [False, True])
+def test_validation_sets_of_a_blend_are_built_as_each_would_be_alone(
+    tmp_path: Path, separate: bool, is_full: bool
+) -> None:
+    prefixes = [str(tmp_path / name) for name in "abc"]
+    for seed, prefix in enumerate(prefixes):
+        write_corpus(Path(prefix), num_documents=80 + 20 * seed, seed=seed)
+
+    def config(names, **changes):
+        weights = [0.6, 0.4, 0.0][: len(names)] if len(names) > 1 else None
+        blend = (names, weights)
+        data = {"blend": None, "split": None, "blend_per_split": [blend, blend, None]} if separate else {"blend": blend}
+        return dataset_config(None, **{"split": "6,4,0", **data, **changes})
+
+    changes = {"full_validation": True} if is_full else {}
+    train, valid, test = build(config(prefixes, multiple_validation_sets=True, **changes), sizes=(50, 400, 0))
+    plain = build(config(prefixes), sizes=(50, 400, 0))
+    assert isinstance(train, BlendedDataset) and test is None
+    assert all(torch.equal(train[i]["tokens"], plain[0][i]["tokens"]) for i in range(50))
+    # The third has weight 0.
+    assert isinstance(valid, list) and len(valid) == 2
+    for own, prefix in zip(valid, prefixes):
+        alone = build(config([prefix]), sizes=(50, None if is_full else 400, 0))[1]
+        assert len(own) == len(alone) and (len(own) < 400) == is_full
+        assert all(torch.equal(own[i]["tokens"], alone[i]["tokens"]) for i in range(len(own)))
+
+
+def test_full_validation_of_a_blend_is_the_epochs_of_all(tmp_path: Path) -> None:
+    prefixes = [str(tmp_path / name) for name in "ab"]
+    for seed, prefix in enumerate(prefixes):
+        write_corpus(Path(prefix), num_documents=80, seed=seed)
+    valid = build(dataset_config(None, blend=(prefixes, [0.9, 0.1]), full_validation=True), sizes=(50, 3, 0))[1]
+    each = [build(dataset_config(Path(prefix)), sizes=(50, None, 0))[1] for prefix in prefixes]
+    assert len(valid) == sum(map(len, each))
+    samples = sorted(valid[i]["tokens"].tolist() for i in range(len(valid)))
+    assert samples == sorted(one[i]["tokens"].tolist() for one in each for i in range(len(one)))

@@ -43,7 +43,8 @@ def take(iterator: DataIterator | None, count: int) -> list[list[list[int]]]:
 
 def test_batches_have_the_documented_shapes(tmp_path: Path) -> None:
     parts = datasets(tmp_path)
-    for iterator in build_data_iterators(parts, BatchPlan(micro_batch_size=3)):
+    train, valid, test = build_data_iterators(parts, BatchPlan(micro_batch_size=3))
+    for iterator in (train, *valid, test):
         batch = next(iterator)
         assert {key: (tuple(value.shape), value.dtype) for key, value in batch.items()} == {
             "tokens": ((3, 8), torch.int64),
@@ -68,9 +69,9 @@ def test_a_run_resumed_at_any_step_reads_what_the_whole_run_read(tmp_path: Path)
 
 def test_validation_continues_at_its_own_count(tmp_path: Path) -> None:
     parts = datasets(tmp_path)
-    whole = take(build_data_iterators(parts, BatchPlan(micro_batch_size=2))[1], 6)
+    whole = take(build_data_iterators(parts, BatchPlan(micro_batch_size=2))[1][0], 6)
     plan = BatchPlan(micro_batch_size=2, consumed_train_samples=10, consumed_valid_samples=4)
-    assert take(build_data_iterators(parts, plan)[1], 4) == whole[2:]
+    assert take(build_data_iterators(parts, plan)[1][0], 4) == whole[2:]
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -91,7 +92,7 @@ def test_reading_leaves_the_global_generator_alone(tmp_path: Path, num_workers: 
 
 
 def test_parts_without_data_have_no_iterator() -> None:
-    assert build_data_iterators([None, None, None], BatchPlan(micro_batch_size=1)) == (None, None, None)
+    assert build_data_iterators([None, None, None], BatchPlan(micro_batch_size=1)) == (None, [], None)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ def read_between_collectives(folder: str) -> list[float]:
     config = DataConfig(seq_length=8, data_path=[folder], split="8,1,1")
     parts = build_train_valid_test_datasets(config, VOCABULARY, sizes=[24, 4, 4], seed=7)
     plan = BatchPlan(micro_batch_size=2, dp_rank=dist.get_rank(), dp_size=3, num_workers=1)
-    train, valid, _ = build_data_iterators(parts, plan)
+    train, (valid,), _ = build_data_iterators(parts, plan)
     sums = []
     for iterator in (train, valid, train, train):
         total = next(iterator)["tokens"].sum().double()
@@ -227,3 +228,68 @@ def test_workers_end_when_the_trainer_is_killed() -> None:
         assert select.select([ended], [], [], 4)[0]
     finally:
         os.close(ended)
+
+
+class _Numbered(torch.utils.data.Dataset):
+    def __init__(self, size: int, *, with_mask: bool = True) -> None:
+        self.size, self.with_mask = size, with_mask
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, idx: int):
+        sample = {"tokens": torch.full((2,), idx)}
+        return {**sample, "loss_mask": torch.tensor([1.0, 0.5])} if self.with_mask else sample
+
+
+@pytest.mark.parametrize("size", range(1, 14))
+@pytest.mark.parametrize("micro, ranks", [(1, 1), (2, 1), (1, 3), (2, 3)])
+@pytest.mark.parametrize("dataloader_type", ["single", "cyclic"])
+def test_full_passes_have_every_sample_once_and_masked_padding(
+    size: int, micro: int, ranks: int, dataloader_type: str
+) -> None:
+    seen: list[list[tuple[int, float]]] = [[], []]
+    for rank in range(ranks):
+        plan = BatchPlan(
+            micro_batch_size=micro,
+            dp_rank=rank,
+            dp_size=ranks,
+            consumed_valid_samples=5,
+            dataloader_type=dataloader_type,
+            full_validation=True,
+        )
+        dataset = _Numbered(size)
+        (iterator,) = build_data_iterators([None, dataset, None], plan)[1]
+        assert iterator is not None
+        for evaluation in seen:
+            for _ in range(plan.full_rounds(dataset)):
+                batch = next(iterator)
+                assert len(batch["tokens"]) == micro
+                evaluation += [(int(t[0]), float(m.sum())) for t, m in zip(batch["tokens"], batch["loss_mask"])]
+    for evaluation in seen:
+        assert sorted(sample for sample, learned in evaluation if learned) == list(range(size))
+        assert len(evaluation) == -(-size // (micro * ranks)) * micro * ranks
+
+
+def test_padding_without_a_loss_mask_is_refused() -> None:
+    plan = BatchPlan(micro_batch_size=2, full_validation=True)
+    for size, is_refused in ((4, False), (3, True)):
+        (iterator,) = build_data_iterators([None, _Numbered(size, with_mask=False), None], plan)[1]
+        assert iterator is not None
+        next(iterator)
+        if is_refused:
+            with pytest.raises(DataError, match="--full-validation pads a validation set of 3 samples .* no loss_mask"):
+                next(iterator)
+        else:
+            next(iterator)
+
+
+def test_external_iterators_are_used_as_they_are() -> None:
+    plan = BatchPlan(micro_batch_size=2, dataloader_type="external")
+    train, loader, test = iter([1]), torch.utils.data.DataLoader(_Numbered(2), batch_size=1), iter([3])
+    found = build_data_iterators([train, [loader, None], test], plan)
+    assert found[0] is train and found[2] is test and found[1][1] is None
+    assert found[1][0] is not None and next(found[1][0])["tokens"].tolist() == [[0, 0]]
+    for wrong in (_Numbered(2), 7):
+        with pytest.raises(ValueError, match=f"returned {type(wrong).__name__}: must be an iterator"):
+            build_data_iterators([wrong, None, None], plan)

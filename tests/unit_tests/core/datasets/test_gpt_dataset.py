@@ -207,3 +207,27 @@ def test_tokens_of_every_integer_type_are_read_and_no_others(tmp_path: Path, dty
     assert [found.sample_tokens(i).tolist() for i in range(50)] == [
         expected.sample_tokens(i).tolist() for i in range(50)
     ]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"drop_last_partial_validation_sequence": False},
+        {"add_extra_token_to_sequence": False},
+        {"object_storage_cache_path": "s3://a"},
+        {"hybrid_context_parallel": True},
+        {"sequences_per_dataset": {"a": 1}},
+        {"inter_document_masking": True},
+        {"varlen_sbhd_validation": True},
+    ],
+)
+def test_fields_of_what_is_not_here_are_refused_by_name(field: dict) -> None:
+    with pytest.raises(ValueError, match=f"GPTDatasetConfig.{next(iter(field))} is .*; leave it at"):
+        GPTDatasetConfig(random_seed=1, sequence_length=8, **field)
+
+
+def test_options_that_are_none_are_off_and_layouts_change_nothing() -> None:
+    config = GPTDatasetConfig(
+        random_seed=1, sequence_length=8, data_parallel_size=4, sequence_parallel_size=2, context_parallel_size=2
+    )
+    assert (config.reset_position_ids, config.reset_attention_mask, config.eod_mask_loss) == (None, None, None)

@@ -184,3 +184,45 @@ def test_a_crash_while_files_are_renamed_leaves_no_pair_that_opens(tmp_path: Pat
         write_pair(tmp_path / "a", [[[9]]])
     with pytest.raises(FileNotFoundError, match="a.idx does not exist"):
         IndexedDataset(prefix)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, 1000])
+def test_documents_of_an_iterator_are_written_in_chunks(tmp_path: Path, chunk_size: int) -> None:
+    documents = [[1, 2, 3], [4], [], [5, 6]]
+    with IndexedDatasetBuilder(f"{tmp_path}/a.bin", dtype=np.uint16, multimodal=True) as builder:
+        builder.add_documents(iter(documents), modes=[1, 0, 2, 3], eod_token=9, chunk_size=chunk_size)
+        builder.finalize(f"{tmp_path}/a.idx")
+    dataset = IndexedDataset(f"{tmp_path}/a", multimodal=True)
+    assert [dataset[i][0].tolist() for i in range(4)] == [[1, 2, 3, 9], [4, 9], [9], [5, 6, 9]]
+    assert dataset.sequence_modes.tolist() == [1, 0, 2, 3] and dataset.document_indices.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_borders_of_documents_are_replaced_in_the_object_alone(tmp_path: Path) -> None:
+    prefix = write_pair(tmp_path / "a", [[[1, 2]], [[3]], [[4]]])
+    dataset = IndexedDataset(prefix)
+    dataset.set_document_indices(np.array([0, 2, 3]))
+    for one in (dataset, pickle.loads(pickle.dumps(dataset))):
+        assert one.get_document_indices().tolist() == [0, 2, 3] and one[2].tolist() == [4]
+    assert IndexedDataset(prefix).get_document_indices().tolist() == [0, 1, 2, 3]
+
+
+def test_initialize_opens_other_files(tmp_path: Path) -> None:
+    dataset = IndexedDataset(write_pair(tmp_path / "a", [[[1, 2]]]))
+    dataset.initialize(write_pair(tmp_path / "b", [[[7]]]), False, False)
+    assert dataset[0].tolist() == [7] and dataset.mmap is False
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        {"object_storage_config": object()},
+        {"s3_config": object()},
+        {"fast_cache_load": True},
+        {"sequences_per_dataset": {}},
+        {"dtype_code": 4},
+    ],
+)
+def test_other_ways_to_open_are_refused_by_name(tmp_path: Path, argument: dict) -> None:
+    prefix = write_pair(tmp_path / "a", [[[1, 2]]])
+    with pytest.raises(ValueError, match=f"{next(iter(argument))} is .*; leave it at"):
+        IndexedDataset(prefix, **argument)

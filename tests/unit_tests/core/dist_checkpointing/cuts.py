@@ -26,7 +26,7 @@ class CutTensors:
             for box in _grid(random, shape) + _grid(random, shape)[: random.randint(0, 2)]:
                 for rank in random.sample(range(num_ranks), random.randint(1, num_ranks)):
                     data = tensor[box.relative_to(whole(shape))].clone()
-                    ranks[rank].append(ShardedTensor(key, data, shape, box.offset))
+                    ranks[rank].append(ShardedTensor.at(key, data, shape, box.offset))
         return ranks
 
 

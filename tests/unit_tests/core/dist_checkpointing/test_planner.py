@@ -90,13 +90,13 @@ ROWS = torch.zeros(2, 3)
 @pytest.mark.parametrize(
     "ranks, message",
     [
-        ([[ShardedTensor("k", ROWS, (4, 3), (0, 0))], []], "k: no rank saves some elements of .4, 3."),
+        ([[ShardedTensor.at("k", ROWS, (4, 3), (0, 0))], []], "k: no rank saves some elements of .4, 3."),
         (
             [[ShardedTensor.whole("k", ROWS)], [ShardedTensor.whole("k", ROWS.half())]],
             "rank 0 saves .* rank 1 saves .*float16",
         ),
         (
-            [[ShardedTensor.whole("k", ROWS)], [ShardedTensor("k", ROWS, (4, 3), (2, 0))]],
+            [[ShardedTensor.whole("k", ROWS)], [ShardedTensor.at("k", ROWS, (4, 3), (2, 0))]],
             "rank 0 saves .* rank 1 saves",
         ),
         ([[ShardedTensor.whole("k", ROWS)], [ShardedObject("k", 1)]], "rank 1 saves|rank 0 saves"),
@@ -109,6 +109,6 @@ def test_ranks_that_disagree_are_named(ranks, message):
 
 def test_boxes_outside_their_tensor_are_refused():
     with pytest.raises(ValueError, match="exceeds the global tensor"):
-        ShardedTensor("k", ROWS, (4, 3), (3, 0))
+        ShardedTensor.at("k", ROWS, (4, 3), (3, 0))
     with pytest.raises(ValueError, match="needs one offset"):
-        ShardedTensor("k", ROWS, (4, 3), (0,))
+        ShardedTensor.at("k", ROWS, (4, 3), (0,))

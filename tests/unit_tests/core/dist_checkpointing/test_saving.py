@@ -13,8 +13,8 @@ from megatron.core.dist_checkpointing import (
     StagingMemory,
     begin_save,
     disk,
-    load,
-    save,
+    load_items,
+    save_items,
     saving,
     storage,
     verify,
@@ -36,7 +36,7 @@ def values(number):
 
 def assert_holds(folder, number):
     wanted, expected = values(-1), values(number)
-    assert load(wanted, folder) == {"number": number}
+    assert load_items(wanted, folder) == {"number": number}
     for item, other in zip(wanted, expected, strict=True):
         same = torch.equal(item.data, other.data) if isinstance(item, ShardedTensor) else item.data == other.data
         assert same, item.key
@@ -112,7 +112,7 @@ def test_both_ways_of_saving_write_the_same_files(tmp_path):
     # Pieces of two sizes: a blocking save computes the checksums of the large ones on a second thread.
     sizes = [storage._SHARED_BYTES // 4 * (1 + index % 2) for index in range(12)]
     state = values(3) + [ShardedTensor.whole(f"{index}", torch.rand(size)) for index, size in enumerate(sizes)]
-    save(state, tmp_path / "a", common={"number": 3})
+    save_items(state, tmp_path / "a", common={"number": 3})
     begin_save(state, tmp_path / "b", common={"number": 3}, staging=StagingMemory()).finish()
     verify(tmp_path / "a")
     names = sorted(os.listdir(tmp_path / "a"))
@@ -147,7 +147,7 @@ class RefusingOs:
 def test_a_disk_that_is_full_at_any_moment_is_one_error_and_leaves_the_earlier_checkpoint(
     tmp_path, monkeypatch, in_background
 ):
-    save(values(1), tmp_path / "c", common={"number": 1})
+    save_items(values(1), tmp_path / "c", common={"number": 1})
     staging, refused = StagingMemory() if in_background else None, 0
     for number in range(1, 100):
         refusing = RefusingOs(number)
@@ -162,9 +162,9 @@ def test_a_disk_that_is_full_at_any_moment_is_one_error_and_leaves_the_earlier_c
         if refusing.left > 0:
             break
         # After the rename, only the deletion of the old checkpoint can fail; the new one exists.
-        holds_new = load(values(-1), tmp_path / "c")["number"] == 2
+        holds_new = load_items(values(-1), tmp_path / "c")["number"] == 2
         assert_holds(tmp_path / "c", 2 if holds_new else 1)
-        save(values(1), tmp_path / "c", common={"number": 1})
+        save_items(values(1), tmp_path / "c", common={"number": 1})
         assert os.listdir(tmp_path) == ["c"]
     assert refused > 15
 

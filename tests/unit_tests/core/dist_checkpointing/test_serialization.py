@@ -17,9 +17,9 @@ from megatron.core.dist_checkpointing import (
     ShardedObject,
     ShardedTensor,
     list_tensors,
-    load,
     load_common,
-    save,
+    load_items,
+    save_items,
 )
 from megatron.core.dist_checkpointing.storage import read_metadata
 from tests.harness import run_on_ranks
@@ -35,7 +35,7 @@ def state_of(value):
 def load_value(folder):
     """Returns the value that the checkpoint was made from, after checking that it is complete."""
     state = state_of(-1)
-    common = load(state, folder)
+    common = load_items(state, folder)
     value = int(state["rest"][0].data)
     assert (state["weight"].data == value).all() and state["rest"][1].data == {"python": [value, None]}
     assert common == {"iteration": value}
@@ -43,7 +43,7 @@ def load_value(folder):
 
 
 def save_value(folder, value):
-    save(state_of(value), folder, common={"iteration": value})
+    save_items(state_of(value), folder, common={"iteration": value})
 
 
 def test_round_trip_and_listing_print_and_warn_nothing(tmp_path, capfd):
@@ -70,21 +70,21 @@ def test_a_second_save_replaces_the_first(tmp_path):
 
 
 def test_parameters_that_require_grad_load_in_place(tmp_path):
-    save(ShardedTensor.whole("w", torch.nn.Parameter(torch.ones(2, 3))), tmp_path / "c", common={})
+    save_items(ShardedTensor.whole("w", torch.nn.Parameter(torch.ones(2, 3))), tmp_path / "c", common={})
     target = torch.nn.Parameter(torch.zeros(2, 3))
-    load(ShardedTensor.whole("w", target), tmp_path / "c")
+    load_items(ShardedTensor.whole("w", target), tmp_path / "c")
     assert (target == 1).all() and target.requires_grad and target.grad_fn is None
 
 
 def test_a_float_dtype_is_converted_only_where_asked(tmp_path):
-    save(ShardedTensor.whole("w", torch.tensor([1.5, 2.5])), tmp_path / "c", common={})
+    save_items(ShardedTensor.whole("w", torch.tensor([1.5, 2.5])), tmp_path / "c", common={})
     target = torch.zeros(2, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"w is torch.float32 in it, torch.bfloat16 is wanted"):
-        load(ShardedTensor.whole("w", target), tmp_path / "c")
-    load(ShardedTensor.whole("w", target, allow_cast=True), tmp_path / "c")
+        load_items(ShardedTensor.whole("w", target), tmp_path / "c")
+    load_items(ShardedTensor.whole("w", target, allow_cast=True), tmp_path / "c")
     assert target.tolist() == [1.5, 2.5]
     with pytest.raises(ValueError, match=r"torch.int64 is wanted"):
-        load(ShardedTensor.whole("w", torch.zeros(2, dtype=torch.int64), allow_cast=True), tmp_path / "c")
+        load_items(ShardedTensor.whole("w", torch.zeros(2, dtype=torch.int64), allow_cast=True), tmp_path / "c")
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_another_model_is_named_and_nothing_is_loaded(tmp_path, other, message):
     save_value(tmp_path / "c", 3)
     state = state_of(-1)
     with pytest.raises(ValueError, match=f"checkpoint of another model: .*{message}"):
-        load([state, other], tmp_path / "c")
+        load_items([state, other], tmp_path / "c")
     assert (state["weight"].data == -1).all() and state["rest"][1].data["python"][0] == -1
 
 
@@ -122,7 +122,7 @@ def test_damage_to_any_file_is_named_and_nothing_is_loaded(tmp_path, name, damag
     damage(tmp_path / "c" / name)
     state = state_of(-1)
     with pytest.raises(ValueError, match=rf"{name} (is|does)|no {name}"):
-        load(state, tmp_path / "c")
+        load_items(state, tmp_path / "c")
     assert (state["weight"].data == -1).all()
 
 
@@ -171,9 +171,9 @@ def test_a_full_disk_is_one_error_and_keeps_the_previous_checkpoint(tmp_path, li
 @pytest.mark.parametrize("bad", [ShardedObject("o", {1, 2}), "a string"])
 def test_what_json_cannot_hold_is_refused(tmp_path, bad):
     with pytest.raises((CheckpointError, ValueError), match="not JSON serializable|must be ShardedTensor"):
-        save([state_of(1), bad], tmp_path / "c", common={})
+        save_items([state_of(1), bad], tmp_path / "c", common={})
     with pytest.raises(ValueError, match="common.json: Object of type complex"):
-        save(state_of(1), tmp_path / "c", common={"z": 1j})
+        save_items(state_of(1), tmp_path / "c", common={"z": 1j})
     assert os.listdir(tmp_path) == []
 
 
@@ -220,11 +220,11 @@ def test_a_checkpoint_of_the_first_format_loads_in_other_boxes():
     rest = [ShardedTensor.whole("step", torch.tensor(0)), ShardedObject("rng", None)]
     flags = ShardedTensor.whole("flags", torch.zeros(3, dtype=torch.bool))
     wanted = [
-        ShardedTensor("decoder.layers.0.weight", weight, (8, 6), (2, 0)),
+        ShardedTensor.at("decoder.layers.0.weight", weight, (8, 6), (2, 0)),
         ShardedTensor.whole("optimizer.exp_avg.decoder.layers.0.weight", moment),
     ]
     # Written by two processes in format version 1, whose manifest lists no pieces.
-    assert load([wanted, rest, flags], Path(__file__).parent / "format_1") == {"iteration": 7}
+    assert load_items([wanted, rest, flags], Path(__file__).parent / "format_1") == {"iteration": 7}
     assert torch.equal(weight, values[2:6]) and torch.equal(moment, values.bfloat16())
     assert rest[0].data == 7 and rest[1].data == {"python": [3, None]} and flags.data.tolist() == [True, False, True]
 

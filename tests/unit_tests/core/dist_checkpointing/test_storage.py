@@ -12,9 +12,9 @@ from megatron.core.dist_checkpointing import (
     ShardedObject,
     ShardedTensor,
     list_tensors,
-    load,
     load_common,
-    save,
+    load_items,
+    save_items,
     storage,
 )
 from megatron.core.dist_checkpointing.manifest import FileEntry
@@ -58,10 +58,10 @@ BOUND = 64 << 10
 def test_a_slice_is_read_without_a_copy_of_the_tensor(tmp_path, monkeypatch, reads, box, dtype, most_bytes):
     monkeypatch.setattr(storage, "_READ_BYTES", BOUND)
     values = torch.randn(ROWS, COLUMNS)
-    save(ShardedTensor.whole("w", values), tmp_path / "c", common={})
+    save_items(ShardedTensor.whole("w", values), tmp_path / "c", common={})
     reads.clear()
     target = torch.zeros(box.shape, dtype=dtype)
-    load(ShardedTensor("w", target, (ROWS, COLUMNS), box.offset, allow_cast=True), tmp_path / "c")
+    load_items(ShardedTensor.at("w", target, (ROWS, COLUMNS), box.offset, allow_cast=True), tmp_path / "c")
     assert torch.equal(target, values[box.relative_to(whole((ROWS, COLUMNS)))].to(dtype))
     assert sum(reads) <= most_bytes
     beside = [size for size in reads if size != target.nbytes or dtype != torch.float32]
@@ -71,10 +71,10 @@ def test_a_slice_is_read_without_a_copy_of_the_tensor(tmp_path, monkeypatch, rea
 def test_an_expert_of_a_stack_is_read_alone_where_one_is_larger_than_the_bound(tmp_path, monkeypatch, reads):
     monkeypatch.setattr(storage, "_READ_BYTES", BOUND)
     stack = torch.randn(4, 128, 256)  # an expert has 128 KiB
-    save(ShardedTensor.whole("experts", stack), tmp_path / "c", common={})
+    save_items(ShardedTensor.whole("experts", stack), tmp_path / "c", common={})
     reads.clear()
     target = torch.zeros(2, 64, 200)
-    load(ShardedTensor("experts", target, (4, 128, 256), (1, 10, 30)), tmp_path / "c")
+    load_items(ShardedTensor.at("experts", target, (4, 128, 256), (1, 10, 30)), tmp_path / "c")
     assert torch.equal(target, stack[1:3, 10:74, 30:230])
     assert max(reads) <= BOUND and sum(reads) == 2 * 64 * 256 * 4
 
@@ -88,8 +88,8 @@ def wanted():
 
 @pytest.fixture
 def folder(tmp_path):
-    state = [ShardedTensor("w", torch.ones(2, 3), (4, 3), (row, 0)) for row in (0, 2)]
-    save([*state, ShardedObject("o", {"a": 1})], tmp_path / "c", common={})
+    state = [ShardedTensor.at("w", torch.ones(2, 3), (4, 3), (row, 0)) for row in (0, 2)]
+    save_items([*state, ShardedObject("o", {"a": 1})], tmp_path / "c", common={})
     return tmp_path / "c"
 
 
@@ -120,7 +120,7 @@ def change_piece(folder, number, **changes):
 def test_pieces_that_do_not_make_up_their_tensor_are_named(folder, changes, message):
     change_piece(folder, 1, **changes)
     with pytest.raises(ValueError, match=message):
-        load(wanted(), folder)
+        load_items(wanted(), folder)
 
 
 def change_metadata(folder, change):
@@ -151,7 +151,7 @@ def test_pieces_with_gaps_are_no_checksum_of_a_file():
 def test_metadata_that_torch_does_not_write_is_named(folder, change, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     change_metadata(folder, change)
-    for read in (list_tensors, lambda path: load(wanted(), path)):
+    for read in (list_tensors, lambda path: load_items(wanted(), path)):
         with pytest.raises(ValueError, match=message):
             read(folder)
     assert not (tmp_path / "harm").exists()
@@ -183,7 +183,7 @@ def test_the_first_format_reads_no_file_that_is_not_in_the_checkpoint(tmp_path, 
         tmp_path / "c", lambda m: [vars(info).update(relative_path=name) for info in m.storage_data.values()][:0]
     )
     with pytest.raises(ValueError, match="no file has this range"):
-        load(of_format_1(), tmp_path / "c")
+        load_items(of_format_1(), tmp_path / "c")
 
 
 def test_the_first_format_runs_nothing_and_takes_no_other_tensor(tmp_path, monkeypatch):
@@ -200,5 +200,5 @@ def test_the_first_format_runs_nothing_and_takes_no_other_tensor(tmp_path, monke
         (folder / ".metadata").write_bytes(pickle.dumps(metadata))
         vouch(folder)
         with pytest.raises(ValueError, match=r"cannot be read|holds a different tensor"):
-            load(of_format_1(), folder)
+            load_items(of_format_1(), folder)
     assert not (tmp_path / "harm").exists()

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing import ShardedTensor, StreamReader, load, save_stream, verify
+from megatron.core.dist_checkpointing import ShardedTensor, StreamReader, load_items, save_stream, verify
 
 
 def halves(key: str, tensor: torch.Tensor) -> list[ShardedTensor]:
     """Splits a tensor into two boxes along its first dimension."""
     middle = len(tensor) // 2
     offsets = ((0, tensor[:middle]), (middle, tensor[middle:]))
-    return [ShardedTensor(key, part, tuple(tensor.shape), (start, 0)) for start, part in offsets]
+    return [ShardedTensor.at(key, part, tuple(tensor.shape), (start, 0)) for start, part in offsets]
 
 
 @pytest.mark.parametrize("file_bytes", [1, 160, 1 << 30])
@@ -25,11 +25,11 @@ def test_boxes_come_back_whole_and_in_parts(tmp_path: Path, file_bytes: int) -> 
     num_files = len(list((tmp_path / "one").glob("*.distcp")))
     assert num_files == (5 if file_bytes == 1 else 1 if file_bytes > 160 else 2)
     found = {key: torch.zeros_like(value) for key, value in tensors.items()}
-    assert load([ShardedTensor.whole(key, value) for key, value in found.items()], tmp_path / "one") == {"x": 1}
+    assert load_items([ShardedTensor.whole(key, value) for key, value in found.items()], tmp_path / "one") == {"x": 1}
     assert all(torch.equal(found[key], value) for key, value in tensors.items())
     reader = StreamReader(verify(tmp_path / "one"))
     rows = torch.zeros(2, 4, dtype=torch.float64)
-    reader.fill([ShardedTensor("a", rows, (6, 4), (2, 0), allow_cast=True)])
+    reader.fill([ShardedTensor.at("a", rows, (6, 4), (2, 0), allow_cast=True)])
     assert torch.equal(rows, tensors["a"][2:4].double())
     with pytest.raises(ValueError, match="d is not in it"):
         reader.fill([ShardedTensor.whole("d", rows)])
@@ -43,7 +43,7 @@ def test_each_box_is_let_go_of_before_the_next_is_made(tmp_path: Path) -> None:
             assert all(storage() is None for storage in made), f"{len(made)} boxes are kept"
             tensor = torch.full((1, 8), float(number))
             made.append(weakref.ref(tensor.untyped_storage()))
-            box = ShardedTensor("a", tensor, (4, 8), (number, 0))
+            box = ShardedTensor.at("a", tensor, (4, 8), (number, 0))
             del tensor
             yield box
             del box

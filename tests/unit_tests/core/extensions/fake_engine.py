@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -21,6 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer.context_parallel import join_sequence, split_sequence
 from tests.unit_tests.core.extensions.write_engine_signatures import SIGNATURES_FILE
 
 CLASSES: dict[str, Any] = json.loads(SIGNATURES_FILE.read_text())["classes"]
@@ -102,18 +104,62 @@ class RMSNorm(_Norm):
 
 
 class DotProductAttention(_Engine):
-    """Attends with [S, B, N, D] queries, causal or with a mask that is True where attention is forbidden."""
+    """Attends with [S, B, N, D] queries, causal or with a mask that is True where attention is forbidden.
+
+    As there: packed, [T, N, D]; over context-parallel ranks by two chunks of each sequence a rank; keys and values may
+    have two widths.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
         given = bound("DotProductAttention", "__init__", args, kwargs)
         assert given["qkv_format"] == "sbhd" and given["tp_size"] >= 1
-        self.scale = given["softmax_scale"] or given["kv_channels"] ** -0.5
+        widths = given["kv_channels"]
+        self.widths = widths if isinstance(widths, tuple) else (widths, widths)
+        self.scale = given["softmax_scale"] or self.widths[0] ** -0.5
+        self.cp_group = given.get("cp_group")
+        if self.cp_group is not None:
+            assert given["cp_global_ranks"] == dist.get_process_group_ranks(self.cp_group)
+            assert given["cp_comm_type"] in ("p2p", "all_gather", "a2a") and "cp_stream" in given
         self.heads = given["num_attention_heads"] // given["tp_size"], given["num_gqa_groups"] // given["tp_size"]
         self.window, self.dropout = given["window_size"], given["attention_dropout"]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         given = bound("DotProductAttention", "forward", args, kwargs)
+        if given.get("qkv_format") == "thd":
+            return self._packed(given)
+        if self.cp_group is not None:
+            return self._exchanged(given)
+        return self._attend(given)
+
+    def _packed(self, given: dict[str, Any]) -> Tensor:
+        assert given["attn_mask_type"] == "padding_causal" and self.cp_group is None
+        assert torch.equal(given["cu_seqlens_q"], given["cu_seqlens_kv"])
+        lengths = given["cu_seqlens_q"].diff().tolist()
+        assert given["max_seqlen_q"] == given["max_seqlen_kv"] == max(lengths)
+        names = ("query_layer", "key_layer", "value_layer")
+        segments = zip(*(given[name].split(lengths) for name in names))
+        results = [
+            self._attend({**{name: one.unsqueeze(1) for name, one in zip(names, each)}, "attn_mask_type": "causal"})
+            for each in segments
+        ]
+        return torch.cat(results).squeeze(1)
+
+    def _exchanged(self, given: dict[str, Any]) -> Tensor:
+        whole = {
+            name: join_sequence(
+                list(
+                    gather_from_sequence_parallel_region(given[name], group=self.cp_group).chunk(self.cp_group.size())
+                ),
+                0,
+            )
+            for name in ("query_layer", "key_layer", "value_layer")
+        }
+        context = self._attend({**given, **whole})
+        return split_sequence(context, 0, size=self.cp_group.size(), rank=self.cp_group.rank())
+
+    def _attend(self, given: dict[str, Any]) -> Tensor:
+        assert (given["key_layer"].shape[-1], given["value_layer"].shape[-1]) == self.widths
         query, key, value = (given[name].permute(1, 2, 0, 3) for name in ("query_layer", "key_layer", "value_layer"))
         assert (query.shape[1], key.shape[1]) == self.heads and self.dropout == 0
         rows, columns = torch.arange(query.shape[2])[:, None], torch.arange(query.shape[2])

@@ -145,10 +145,10 @@ def test_resume_from_a_checkpoint_continues_bit_for_bit(tmp_path, name, settings
         our_step(*straight, microbatches(step, dtype=dtype))
     for step in range(stop):
         our_step(*stopped, microbatches(step, dtype=dtype))
-    dist_checkpointing.save(state_of(*stopped), tmp_path / "c", common={"optimizer": stopped[1].common_state()})
+    dist_checkpointing.save_items(state_of(*stopped), tmp_path / "c", common={"optimizer": stopped[1].common_state()})
     with resumed[1].loading(model_logical_pieces(resumed[0])) as state:
         weights = dist_checkpointing.model_sharded_tensors(resumed[0])
-        common = dist_checkpointing.load([*weights, *state], tmp_path / "c")
+        common = dist_checkpointing.load_items([*weights, *state], tmp_path / "c")
     resumed[1].load_state_dict(common["optimizer"])
     for step in range(stop, 14):
         our_step(*resumed, microbatches(step, dtype=dtype))

@@ -202,7 +202,7 @@ def test_a_sharded_state_dict_is_saved_and_loaded_with_the_model(dtype, tmp_path
     step(straight, optimizer, 0, dtype=dtype)
     items = model_sharded_tensors(straight)
     state = optimizer.sharded_state_dict(items)
-    dist_checkpointing.save({"model": items, "optimizer": state}, tmp_path / "c", common={})
+    dist_checkpointing.save_items({"model": items, "optimizer": state}, tmp_path / "c", common={})
     names = {tensor.key for tensor in state["tensors"]}
     assert "optimizer.exp_avg.0.weight" in names
     assert ("optimizer.fp32_param.0.weight" in names) == (dtype == torch.bfloat16)
@@ -210,7 +210,7 @@ def test_a_sharded_state_dict_is_saved_and_loaded_with_the_model(dtype, tmp_path
     other = built(resumed)
     items = model_sharded_tensors(resumed)
     state = other.sharded_state_dict(items, is_loading=True)
-    dist_checkpointing.load({"model": items, "optimizer": state}, tmp_path / "c")
+    dist_checkpointing.load_items({"model": items, "optimizer": state}, tmp_path / "c")
     other.load_state_dict(state)
     assert step(straight, optimizer, 1, dtype=dtype) == step(resumed, other, 1, dtype=dtype)
     assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), resumed.parameters()))

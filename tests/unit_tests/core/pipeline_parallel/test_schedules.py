@@ -15,11 +15,16 @@ from megatron.core.pipeline_parallel.runner import ScheduleRunner
 from megatron.core.pipeline_parallel.schedule import (
     Action,
     ActionKind,
+    Pipeline,
     forward_only,
+    interleaved_schedule,
     no_pipelining_schedule,
+    stage_orders,
     validate_schedule,
 )
+from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 from megatron.core.pipeline_parallel.sync_callables import SyncCallables
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 class Linear(torch.nn.Linear):
@@ -74,7 +79,9 @@ def test_an_impossible_schedule_is_refused_before_anything_runs() -> None:
     ("options", "message"),
     [
         ({"decoder_seq_length": 3, "seq_length": 4}, "decoder_seq_length is 3"),
-        ({"adjust_tensor_shapes_fn": print}, "adjust_tensor_shapes_fn is given"),
+        ({"adjust_tensor_shapes_fn": print}, "adjust_tensor_shapes_fn is .*stages exchange one shape"),
+        ({"force_all_reduce": True}, "force_all_reduce is True"),
+        ({"p2p_communicator": object()}, "p2p_communicator is object: must be P2PCommunicator"),
         ({"collect_non_loss_data": True}, "collect_non_loss_data is True"),
         ({"data_iterator": [None, None]}, "data_iterator has 2 iterators for 1 model chunks"),
         ({"model": [Linear(), Linear()], "data_iterator": [None, None]}, "2 model chunks were given"),
@@ -195,3 +202,49 @@ def test_evaluation_makes_no_gradients() -> None:
     model = Linear()
     assert len(run(model, batches(), forward_only=True)) == 3
     assert model.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("stages", "chunks", "group"), [(1, 1, None), (2, 1, None), (4, 1, None), (2, 2, 2), (4, 3, 5)]
+)
+@pytest.mark.parametrize("count", [1, 4, 10])
+def test_counts_of_a_stage_are_those_of_its_schedule(stages: int, chunks: int, group: int | None, count: int) -> None:
+    if chunks > 1 and count % group:
+        count = group * count  # a last group that is smaller is padded
+    for stage, order in enumerate(stage_orders(Pipeline(stages, chunks), count, group_size=group)):
+        communicator = P2PCommunicator(None, Linear().config)
+        communicator.stage, communicator.num_stages = stage, stages
+        count_passes = partial(get_pp_rank_microbatches, count, chunks, group, p2p_communicator=communicator)
+        found, evaluation = count_passes(), count_passes(forward_only=True)
+        kinds = [action.kind for action in order]
+        ahead = kinds.index(ActionKind.BACKWARD)
+        # The forward directly before the first backward alternates with it, unless all forwards come first.
+        warmup = ahead if ahead == count * chunks and found[1] else ahead - 1
+        assert found == (count * chunks, warmup == count * chunks, warmup, count * chunks - warmup)
+        assert evaluation == (count * chunks, True, count * chunks, 0)
+        assert communicator.total_stages == stages and communicator.current_stage == stage
+        assert communicator.is_pp_first_stage == (stage == 0) and communicator.is_pp_last_stage == (stage == stages - 1)
+
+
+def test_a_table_lists_microbatches_and_chunks_in_the_order_of_forwards() -> None:
+    assert get_schedule_table(3, 2, 2) == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]
+    order = interleaved_schedule(0, Pipeline(2, 2), num_microbatches=4)
+    forwards = [(action.microbatch, action.chunk) for action in order if action.kind is ActionKind.FORWARD]
+    assert get_schedule_table(4, 2, 2) == forwards
+    with pytest.raises(ValueError, match="overlap_moe_expert_parallel_comm is True"):
+        get_pp_rank_microbatches(4, 1, None, overlap_moe_expert_parallel_comm=True)
+
+
+def test_the_groups_of_a_schedule_choose_it_and_are_passed_on() -> None:
+    model, data = Linear(), batches()
+    chosen = get_forward_backward_func(schedule_pg_collection=ProcessGroupCollection())
+    communicator = P2PCommunicator(None, model.config)
+    reports = chosen(
+        forward_step_func=forward_step,
+        model=model,
+        data_iterator=iter(data),
+        num_microbatches=3,
+        p2p_communicator=communicator,
+        force_all_reduce=False,
+    )
+    assert len(reports) == 3 and model.weight.grad is not None

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.device import RowChunks
+from megatron.core.process_groups_config import ALONE
 from megatron.core.tensor_parallel import cross_entropy
 from megatron.core.tensor_parallel.cross_entropy import consuming_cross_entropy, vocab_parallel_cross_entropy
 from tests.harness import run_on_ranks
@@ -89,6 +90,39 @@ def test_loss_without_gradients_and_without_tokens() -> None:
     empty.sum().backward()
 
 
+def test_smoothed_and_ignored_targets_agree_with_torch() -> None:
+    logits, target = logits_and_targets()
+    target[1, 0], target[3, 1] = -100, -1
+    compare_smoothed(logits.detach(), target, own=slice(None), group=ALONE)
+    for wrong in (-0.1, 1.0):
+        with pytest.raises(ValueError, match=f"label_smoothing is {wrong}: must be at least 0 and below 1"):
+            vocab_parallel_cross_entropy(logits, target, wrong)
+
+
+def compare_smoothed(whole: Tensor, target: Tensor, *, own: slice, group: dist.ProcessGroup) -> None:
+    """Compares with torch, which spreads its smoothing over all classes and not over the others alone."""
+    classes = whole.shape[-1]
+    weights = torch.linspace(-1, 2, 8, dtype=torch.float64).view(4, 2)
+    for smoothing in (0.0, 0.1, 0.7):
+        exact = whole.clone().requires_grad_()
+        expected = F.cross_entropy(
+            exact.flatten(0, 1),
+            target.masked_fill(target < 0, -100).flatten(),
+            reduction="none",
+            label_smoothing=smoothing * classes / (classes - 1),
+        ).view(4, 2)
+        (expected * weights).sum().backward()
+        for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
+            leaf = whole[..., own].to(dtype, copy=True).requires_grad_()
+            loss = vocab_parallel_cross_entropy(leaf, target, smoothing, group)
+            assert (loss[target < 0] == 0).all()
+            (loss * weights).sum().backward()
+            if dtype is not torch.bfloat16:
+                torch.testing.assert_close(loss.detach().double(), expected.detach(), atol=tolerance, rtol=tolerance)
+            torch.testing.assert_close(leaf.grad.double(), exact.grad[..., own], atol=tolerance, rtol=0)
+            assert (leaf.grad[target < 0] == 0).all()
+
+
 def test_split_columns_give_the_losses_and_gradients_of_whole_ones() -> None:
     run_on_ranks(compare_split_columns, 3)
 
@@ -118,5 +152,5 @@ def compare_split_columns() -> None:
     torch.testing.assert_close(public, expected.detach().view(4, 2))
     with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
         vocab_parallel_cross_entropy(whole[..., own], target.new_full((4, 2), 18), tp_group=group)
-    with pytest.raises(ValueError, match="label_smoothing is 0.1"):
-        vocab_parallel_cross_entropy(whole[..., own], target, 0.1, group)
+    target[1, 0], target[3, 1] = -100, -1
+    compare_smoothed(whole, target, own=own, group=group)

@@ -6,7 +6,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    linear_with_frozen_weight,
+    linear_with_grad_accumulation_and_async_allreduce,
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.param_attributes import param_facts
+from megatron.core.tensor_parallel.utils import VocabUtility, split_tensor_along_last_dim
 from tests.unit_tests.core.models.small_models import small_config
 
 LINEAR = [ColumnParallelLinear, RowParallelLinear]
@@ -48,3 +58,58 @@ def test_layers_built_alone_are_initialized() -> None:
 def test_a_plain_model_parallel_config_suffices_for_a_layer(kind: type) -> None:
     layer = kind(6, 8, config=ModelParallelConfig(), init_method=nn.init.ones_)
     assert torch.equal(layer(torch.ones(2, 6))[0], torch.full((2, 8), 6.0))
+
+
+def test_a_frozen_weight_gets_no_gradient_and_its_input_and_bias_do() -> None:
+    x, weight, bias = (torch.randn(*shape, requires_grad=True) for shape in ((3, 2, 6), (4, 6), (4,)))
+    output = linear_with_frozen_weight(x, weight, bias, False, True, False, None)
+    torch.testing.assert_close(output, F.linear(x, weight, bias))
+    output.square().sum().backward()
+    expected = torch.autograd.grad(F.linear(x, weight, bias).square().sum(), [x, bias])
+    assert weight.grad is None
+    torch.testing.assert_close([x.grad, bias.grad], list(expected))
+    with pytest.raises(ValueError, match="output_dtype is torch.float64"):
+        linear_with_frozen_weight(x, weight, bias, False, True, False, None, output_dtype=torch.float64)
+    with pytest.raises(ValueError, match="gtp_remat_size is 2"):
+        linear_with_grad_accumulation_and_async_allreduce(x, weight, bias, False, False, False, gtp_remat_size=2)
+
+
+def test_linear_layers_show_their_sizes_and_refuse_what_they_do_not_have() -> None:
+    config = small_config()
+    layer = ColumnParallelLinear(
+        6,
+        4,
+        config=config,
+        init_method=nn.init.normal_,
+        stride=2,
+        keep_master_weight_for_test=True,
+        tp_comm_buffer_name="fc1",
+        name="decoder.fc1",
+    )
+    assert "in_features=6, out_features=4, bias=True, TP=1" in repr(layer)
+    assert torch.equal(layer.master_weight, layer.weight) and param_facts(layer.weight).partition_stride == 2
+    assert list(dict(layer.named_buffers())) == [] and "master_weight" not in layer.state_dict()
+    for wrong in ({"output_dtype": torch.float32}, {"grad_output_buffer": []}, {"embedding_activation_buffer": []}):
+        with pytest.raises(ValueError, match=f"ColumnParallelLinear: {next(iter(wrong))} is"):
+            ColumnParallelLinear(6, 4, config=config, init_method=nn.init.normal_, **wrong)
+
+
+def test_marks_of_split_tensors() -> None:
+    plain, split = torch.zeros(2), torch.zeros(2)
+    set_tensor_model_parallel_attributes(split, True, 0, 2)
+    for tensor in (plain, split):
+        set_defaults_if_not_set_tensor_model_parallel_attributes(tensor)
+    assert (plain.tensor_model_parallel, plain.partition_dim, plain.partition_stride) == (False, -1, 1)
+    assert (split.tensor_model_parallel, split.partition_dim, split.partition_stride) == (True, 0, 2)
+
+
+def test_ranges_of_a_vocabulary_and_parts_of_a_tensor() -> None:
+    assert VocabUtility.vocab_range_from_global_vocab_size(12, 2, 3) == (8, 12)
+    assert VocabUtility.vocab_range_from_per_partition_vocab_size(5, 1, 3) == (5, 10)
+    with pytest.raises(ValueError, match="13 is not divisible by 3"):
+        VocabUtility.vocab_range_from_global_vocab_size(13, 0, 3)
+    x = torch.arange(12.0).view(2, 6)
+    parts = split_tensor_along_last_dim(x, 3, contiguous_split_chunks=True)
+    assert [part.tolist() for part in parts] == [[[0, 1], [6, 7]], [[2, 3], [8, 9]], [[4, 5], [10, 11]]]
+    assert all(part.is_contiguous() for part in parts)
+    assert split_tensor_along_last_dim(x, 3)[1].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()

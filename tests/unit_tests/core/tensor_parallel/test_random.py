@@ -10,8 +10,19 @@ from torch import Tensor
 from megatron.core.tensor_parallel import (
     CheckpointWithoutOutput,
     checkpoint,
+    get_all_rng_states,
     get_cuda_rng_tracker,
+    get_data_parallel_rng_tracker_name,
+    get_expert_parallel_rng_tracker_name,
     model_parallel_cuda_manual_seed,
+)
+from megatron.core.tensor_parallel.random import (
+    CheckpointFunction,
+    CheckpointWithoutOutputManager,
+    convert_cuda_rng_state,
+    initialize_rng_tracker,
+    is_checkpointing,
+    is_graph_safe_cuda_rng_tracker,
 )
 
 
@@ -59,7 +70,11 @@ def through_discarding(x: Tensor, weight: Tensor, consumer: Tensor) -> Tensor:
     return result
 
 
-@pytest.mark.parametrize("through", [through_checkpoint, through_discarding])
+def through_function(x: Tensor, weight: Tensor, consumer: Tensor) -> Tensor:
+    return CheckpointFunction.apply(noisy, False, x, weight, 2.0) @ consumer
+
+
+@pytest.mark.parametrize("through", [through_checkpoint, through_discarding, through_function])
 @pytest.mark.parametrize("frozen", [(), (0,), (1,), (2,), (0, 1), (0, 1, 2)])
 def test_the_second_run_draws_the_same_numbers(through: Any, frozen: tuple[int, ...]) -> None:
     def gradients(function: Any) -> list[Any]:
@@ -91,3 +106,75 @@ def test_an_output_that_nobody_discards_an_identity_and_a_second_backward() -> N
         result.backward()
     with pytest.raises(ValueError, match="distribute_saved_activations is True"):
         checkpoint(torch.exp, True, x)
+
+
+def test_names_and_states_of_streams() -> None:
+    initialize_rng_tracker(force_reset=True)
+    tracker = get_cuda_rng_tracker(False, False, True)
+    assert not tracker.is_initialized() and is_graph_safe_cuda_rng_tracker(tracker)
+    with pytest.raises(ValueError, match="there are no random-number streams"):
+        get_all_rng_states()
+    model_parallel_cuda_manual_seed(3, False, False, True, 1, 2, 0, force_reset_rng=True)
+    names = {"model-parallel-rng", get_expert_parallel_rng_tracker_name(), get_data_parallel_rng_tracker_name()}
+    assert set(get_all_rng_states()) == names and tracker.is_initialized()
+    for one in ("gtp_remat_rank", "egtp_remat_world_size"):
+        with pytest.raises(ValueError, match=f"model_parallel_cuda_manual_seed: {one} is 1"):
+            model_parallel_cuda_manual_seed(3, **{one: 1})
+    with pytest.raises(ValueError, match="is_inference_rng_tracker is True"):
+        type(tracker)(False, True)
+
+
+def test_states_are_converted_to_generators_and_back() -> None:
+    generator = torch.Generator().manual_seed(4)
+    state = generator.get_state()
+    copied = convert_cuda_rng_state(generator, to_graphable=True)
+    again = convert_cuda_rng_state(state, to_graphable=True)
+    assert torch.equal(torch.rand(3, generator=copied), torch.rand(3, generator=again))
+    assert torch.equal(convert_cuda_rng_state(generator), state) and convert_cuda_rng_state(state) is state
+
+
+def test_functions_know_that_they_are_recomputed_in_both_runs() -> None:
+    seen: list[bool] = []
+
+    def note(x: Tensor) -> Tensor:
+        seen.append(is_checkpointing())
+        return x.exp()
+
+    x = torch.randn(3, requires_grad=True)
+    note(x)
+    checkpoint(note, False, x).sum().backward()
+    CheckpointFunction.apply(note, False, x).sum().backward()
+    result = CheckpointWithoutOutput().checkpoint(note, x).sum()
+    result.backward()
+    assert seen == [False, *[True] * 6] and not is_checkpointing()
+    with pytest.raises(RuntimeError, match="call backward"):
+        torch.autograd.grad(CheckpointFunction.apply(note, False, x).sum(), x)
+
+
+def test_a_manager_discards_a_chain_of_outputs_and_recomputes_it_in_order() -> None:
+    weights = [torch.randn(6, 6, requires_grad=True) for _ in range(3)]
+    x = torch.randn(6, 6, requires_grad=True)
+
+    def gradients(*, managed: bool) -> list[Tensor]:
+        model_parallel_cuda_manual_seed(9)
+        manager = CheckpointWithoutOutputManager() if managed else None
+        hidden, outputs = x, []
+        for weight in weights:
+            part = CheckpointWithoutOutput(False, manager) if managed else None
+            run = noisy if part is None else lambda *args, part=part: part.checkpoint(noisy, *args)
+            hidden = run(hidden, weight, 0.1)
+            outputs.append(hidden)
+            if part is not None:
+                part.discard_output_and_register_recompute(hidden)
+        result = hidden @ weights[0]
+        if manager is not None:
+            assert all(output.untyped_storage().nbytes() > 0 for output in outputs)
+            manager.discard_all_outputs_and_register_unified_recompute(result)
+            assert all(output.untyped_storage().nbytes() == 0 for output in outputs)
+        return [result.detach().clone(), *torch.autograd.grad(result.sum(), [x, *weights])]
+
+    for given, expected in zip(gradients(managed=True), gradients(managed=False), strict=True):
+        assert torch.equal(given, expected)
+    for wrong in ("fp8", "retain_input_tensors"):
+        with pytest.raises(ValueError, match=f"{wrong} is True"):
+            CheckpointWithoutOutput(**{wrong: True})

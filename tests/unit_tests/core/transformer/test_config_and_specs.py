@@ -210,6 +210,6 @@ def test_a_block_without_the_first_part_goes_on_from_the_tensor_it_was_given() -
 
 def test_a_layer_of_experts_records_under_its_number() -> None:
     config = small_config(num_moe_experts=4, moe_aux_loss_coeff=0.1, moe_router_load_balancing_type="aux_loss")
-    layer = MoELayer(config, get_mlp_module_spec(4, True).submodules, 3)
+    layer = MoELayer(config, get_mlp_module_spec(False, 4, True).submodules, 3)
     layer(torch.randn(3, 2, 32))
     assert layer.router.aux_losses.counts.sum(dim=0).tolist() == [0, 0, 1]

@@ -167,3 +167,39 @@ def test_a_kernel_without_dropout_refuses_it(backend: AttnBackend) -> None:
         with pytest.raises(ValueError, match=f"attention_dropout is 0.1 and attention_backend is {backend.name}"):
             validate_backend(backend, dropout=0.1)
     validate_backend(backend, dropout=0.0)
+
+
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_stored_minus_one_are_torch_norms_of_one_more(kind: str, dtype: torch.dtype) -> None:
+    norm = Norm(small_config(normalization=kind, layernorm_zero_centered_gamma=True, params_dtype=dtype), 32, eps=1e-3)
+    assert not norm.weight.any()
+    torch.manual_seed(0)
+    norm.weight.data.normal_(std=1e-3)
+    x, upstream = torch.randn(2, 3, 32).to(dtype).requires_grad_(), torch.randn(2, 3, 32).to(dtype)
+    wide, scale = x.detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()
+    if kind == "RMSNorm":
+        wanted = F.rms_norm(wide, (32,), scale + 1, 1e-3)
+    else:
+        wanted = F.layer_norm(wide, (32,), scale + 1, norm.bias.detach().double(), 1e-3)
+    found = norm(x)
+    assert found.dtype == dtype
+    tolerance = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-6}
+    torch.testing.assert_close(found, wanted.to(dtype), **tolerance)
+    found.backward(upstream)
+    wanted.backward(upstream.double())
+    torch.testing.assert_close(norm.weight.grad, scale.grad.to(dtype), rtol=8 * torch.finfo(dtype).eps, atol=1e-5)
+    torch.testing.assert_close(
+        x.grad, wide.grad.to(dtype), rtol=8 * torch.finfo(dtype).eps, atol=1e-5 + torch.finfo(dtype).eps
+    )
+
+
+def test_one_is_added_in_fp32() -> None:
+    norm = Norm(
+        small_config(normalization="RMSNorm", layernorm_zero_centered_gamma=True, params_dtype=torch.bfloat16), 4, eps=0
+    )
+    norm.weight.data.fill_(2.0**-9)
+    # In bf16, 1 + 2^-9 is 1; as a factor of 1.9921875 (= 255/128) it still moves the rounded product.
+    x = torch.tensor([255.0, 255, 255, 255], dtype=torch.bfloat16)
+    wide = x.double() / x.double().square().mean().sqrt() * (1 + 2.0**-9)
+    assert torch.equal(norm(x), wide.to(torch.bfloat16))

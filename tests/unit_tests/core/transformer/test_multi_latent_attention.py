@@ -76,7 +76,7 @@ def test_scores_depend_on_distances_alone_and_only_through_the_rotating_channels
     assert table.interleaved and table.cos.shape == (16, 2)
     # One token at every place.
     hidden = torch.randn(1, 1, 32, dtype=torch.float64).expand(16, 1, 32)
-    query, key, value = attention.get_query_key_value_tensors(hidden, table)
+    query, key, value = attention._projected(hidden, table)
     scores = torch.einsum("snd,tnd->nst", query[:, 0], key[:, 0])
     torch.testing.assert_close(scores[:, :-1, :-1], scores[:, 1:, 1:])
     assert (scores[:, 0, 0] - scores[:, 0, 5]).abs().max() > 1e-3

@@ -31,7 +31,7 @@ def losses_written_out(model: GPTModel) -> tuple[Tensor, list[Tensor]]:
     tokens, positions, labels = small_batch()
     assert model.embedding is not None and model.mtp is not None and model.rotary_pos_emb is not None
     rotary, weight = model.rotary_pos_emb(SEQ), model.shared_embedding_or_output_weight()
-    hidden = model.decoder(model.embedding(tokens, positions), None, rotary)
+    hidden = model.decoder(model.embedding(tokens, positions), None, rotary_pos_emb=rotary)
 
     def loss(states: Tensor, targets: Tensor) -> Tensor:
         logits = (states @ weight.t()).permute(1, 2, 0)  # [B, V, S]
@@ -41,7 +41,7 @@ def losses_written_out(model: GPTModel) -> tuple[Tensor, list[Tensor]]:
     for depth, layer in enumerate(model.mtp.layers, 1):
         ahead = torch.cat([tokens[:, depth:], tokens.new_zeros(len(tokens), depth)], dim=1)
         joined = torch.cat([layer.enorm(model.embedding(ahead, positions)), layer.hnorm(deeper)], dim=-1)
-        deeper = layer.transformer_layer(joined @ layer.eh_proj.weight.t(), None, rotary)
+        deeper, _ = layer.transformer_layer(joined @ layer.eh_proj.weight.t(), None, rotary_pos_emb=rotary)
         deeper = layer.final_layernorm(deeper)
         further.append(loss(deeper[:-depth], labels[:, depth:]))
     return loss(hidden, labels), further

@@ -19,8 +19,8 @@ from megatron.core.transformer.moe.paged_stash import EventKind
 from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes
 from megatron.core.transformer.moe.paged_stash.stash_order import layer_of
 from megatron.planner.fake_ranks import fake_rank
+from megatron.training.command_line.published import publish_run
 from megatron.training.command_line.validation import batch_sizes
-from megatron.training.global_vars import publish_run
 from megatron.training.setup import model_parts, setup_batches
 from megatron.training.step import expert_memory
 from megatron.training.step.expert_memory import ExpertMemory, StepFigures, build_expert_memory

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron.core.dist_checkpointing import list_tensors, load_common, verify
 from megatron.training.checkpointing.folder import find_checkpoint
+from megatron.training.checkpointing.run_values import load_run_values
 from tests.unit_tests.tools.hugging_face.conversions import contents, convert, told
 from tests.unit_tests.tools.hugging_face.small_hub import LAYERS, SMALL, saved, small_model
 from tools.checkpoint import main
@@ -288,3 +289,27 @@ def test_a_copy_that_is_none_is_named(foresighted: Path, tmp_path: Path, capsys:
     tensors[copy][7, 7] += 1
     save_file(tensors, file)
     assert f"{copy} and lm_head.weight differ" in told(capsys, foresighted, tmp_path / "other")
+
+
+@pytest.mark.parametrize("name", [SPARSE, TIED])
+def test_norms_stored_minus_one_get_their_one_back(tmp_path: Path, name: str) -> None:
+    run = convert(saved(small_model(name), tmp_path / "hub"), tmp_path / "run")
+    plain = load_one(convert(run, tmp_path / "plain", back=True))
+    changed = []
+
+    def as_stored_minus_one(path: Path) -> dict:
+        values = load_run_values(path)
+        return {**values, "args": {**values["args"], "layernorm_zero_centered_gamma": True}}
+
+    with patch("tools.hugging_face.convert.load_run_values", as_stored_minus_one):
+        moved = load_one(convert(run, tmp_path / "moved", back=True))
+    for key, tensor in plain.items():
+        if "norm" in key:
+            changed.append(key)
+            assert torch.equal(moved[key], tensor + 1), key
+        else:
+            assert torch.equal(moved[key], tensor), key
+    assert (
+        len(changed) >= 5
+        and (tmp_path / "moved" / "config.json").read_bytes() == (tmp_path / "plain" / "config.json").read_bytes()
+    )

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing import ShardedTensor, StagingMemory, begin_save, disk, load
+from megatron.core.dist_checkpointing import ShardedTensor, StagingMemory, begin_save, disk, load_items
 from megatron.core.dist_checkpointing.manifest import read_manifest
 from megatron.training.checkpointing.folder import (
     clean_save_folder,
@@ -30,7 +30,7 @@ from tests.unit_tests.training.small_run import SmallRun
 def save_iteration(folder, iteration, *, staging=None):
     """Saves as a training run does, with tensors that several ranks share."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    rows = ShardedTensor("rows", torch.full((2, 30), float(iteration)), (2 * size, 30), (2 * rank, 0))
+    rows = ShardedTensor.at("rows", torch.full((2, 30), float(iteration)), (2 * size, 30), (2 * rank, 0))
     if rank == 0:
         clean_save_folder(str(folder))
 
@@ -52,7 +52,7 @@ def loaded_iteration(folder):
     """Returns the iteration that a run would continue from, after loading all tensors."""
     found = find_checkpoint(str(folder))
     copy = torch.tensor(-1)
-    assert load(ShardedTensor.whole("copy", copy), found.path) == {"iteration": found.iteration}
+    assert load_items(ShardedTensor.whole("copy", copy), found.path) == {"iteration": found.iteration}
     rows = load_rows(found.path)
     assert copy == found.iteration and (rows == found.iteration).all()
     return found.iteration
@@ -62,7 +62,7 @@ def load_rows(path):
     for num_rows in (2, 4):
         rows = torch.full((num_rows, 30), -1.0)
         try:
-            load(ShardedTensor.whole("rows", rows), path)
+            load_items(ShardedTensor.whole("rows", rows), path)
         except ValueError:
             continue
         return rows

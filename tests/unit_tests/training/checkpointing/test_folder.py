@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from megatron.core.dist_checkpointing import save
+from megatron.core.dist_checkpointing import save_items
 from megatron.training.checkpointing.folder import (
     check_save_folder,
     clean_save_folder,
@@ -21,7 +21,7 @@ from megatron.training.checkpointing.run_values import load_args_from_checkpoint
 
 def make(folder, *iterations):
     for iteration in iterations:
-        save([], iteration_folder(folder, iteration), common={"iteration": iteration})
+        save_items([], iteration_folder(folder, iteration), common={"iteration": iteration})
 
 
 def found_iteration(folder, **step):
@@ -46,7 +46,7 @@ def test_without_tracker_the_newest_complete_one_is_taken_and_named(tmp_path):
 
 
 def test_release_is_iteration_zero(tmp_path):
-    save([], tmp_path / "release", common={})
+    save_items([], tmp_path / "release", common={})
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release\n")
     found = find_checkpoint(str(tmp_path))
     assert found is not None and found.is_release and found.iteration == 0
@@ -167,7 +167,7 @@ def test_model_shape_comes_from_the_checkpoint_and_nothing_else_does(tmp_path):
     stored = {"num_layers": 3, "hidden_size": 96, "moe_layer_freq": [0, 1, 1], "micro_batch_size": 64, "lr": 1.0}
     contents = {"optimizer": False, "rng": False}
     run = {"iteration": 5, "args": stored, "train_state": {}, "contents": contents, "frozen": []}
-    save([], iteration_folder(tmp_path, 5), common=run)
+    save_items([], iteration_folder(tmp_path, 5), common=run)
     args = Args(load=str(tmp_path), ckpt_step=None, num_layers=None, hidden_size=8, micro_batch_size=2, lr=0.1)
     load_args_from_checkpoint(args)
     assert (args.num_layers, args.hidden_size, args.moe_layer_freq) == (3, 96, [0, 1, 1])

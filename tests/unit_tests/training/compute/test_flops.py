@@ -64,3 +64,14 @@ def test_a_token_meets_the_chosen_experts_only() -> None:
     assert total - active == 2 * (4 - 3) * (2 * 32 * 24)
     args, model = model_of_flags("")
     assert len(set(count_parameters([model], args))) == 1
+
+
+def test_packed_documents_count_their_own_lengths() -> None:
+    args, _ = model_of_flags("")
+    whole = num_floating_point_operations(args, 2)
+    assert num_floating_point_operations(args, 2, 2 * args.seq_length**2, 2 * args.seq_length) == whole
+    # Two documents in each sample: half of the scores, and all other products.
+    halves = num_floating_point_operations(args, 2, 4 * (args.seq_length / 2) ** 2)
+    scores = 2 * (whole - halves)
+    assert num_floating_point_operations(args, 2, 0.0) == whole - scores > 0
+    assert num_floating_point_operations(args, 2, 0.0, args.seq_length) == (whole - scores) / 2

@@ -25,7 +25,7 @@ class LanguageModelEmbedding(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config)
-        assert config.init_method is not None
+        assert config.embedding_init_method is not None
         self.max_sequence_length = max_sequence_length
         # Of a sequence, each of which is another rank's.
         groups = pg_collection or existing_process_groups()
@@ -36,7 +36,7 @@ class LanguageModelEmbedding(MegatronModule):
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size,
             config.hidden_size,
-            init_method=config.init_method,
+            init_method=config.embedding_init_method,
             reduce_scatter_embeddings=config.sequence_parallel,
             config=config,
             tp_group=tp_group,
@@ -44,7 +44,11 @@ class LanguageModelEmbedding(MegatronModule):
         self.position_embeddings = None
         if position_embedding_type == "learned_absolute":
             self.position_embeddings = VocabParallelEmbedding(
-                max_sequence_length, config.hidden_size, init_method=config.init_method, config=config, tp_group=ALONE
+                max_sequence_length,
+                config.hidden_size,
+                init_method=config.embedding_init_method,
+                config=config,
+                tp_group=ALONE,
             )
             # Every rank has the table and reads the rows of its own part of the sequence.
             set_tensor_model_parallel_attributes(self.position_embeddings.weight, False, -1, 1)

@@ -151,6 +151,7 @@ class PageKeeper:
     def __init__(self, pool: PagePool, *, num_programs: int, streams: "StashStreams") -> None:
         self.pool, self.generation = pool, 0
         self._num_programs = num_programs
+        self.streams = streams
         self._stash_stream, self._restore_stream = streams.stash, streams.restore
         self._reading: list[Reading] = []
         self._lock, self._depth = threading.RLock(), 0
@@ -403,6 +404,11 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = None if device.type == "cpu" else torch.Stream(device)
+
+    @property
+    def stream(self) -> torch.Stream | None:
+        """The stream; None on the CPU."""
+        return self._stream
 
     @contextmanager
     def behind_main(self, *events: torch.Event | None) -> Iterator[None]:

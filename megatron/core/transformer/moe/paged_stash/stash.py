@@ -309,6 +309,11 @@ class PagedStash:
             with self._keeper.exclusive():
                 self._reserve.set_share(share)
 
+    @property
+    def streams(self) -> StashStreams:
+        """The streams of copies into and out of pages."""
+        return self._keeper.streams
+
     def join(self) -> None:
         """Makes the main stream wait for all copies, as `reset` also does."""
         with self._keeper.exclusive():

@@ -24,7 +24,7 @@ GPT_OSS: dict[str, Any] = {
 def moe_layer(*, grouped: bool, **fields: Any) -> MoELayer:
     """A layer of four experts with random weights from torch's generator."""
     config = small_config(num_moe_experts=EXPERTS, moe_grouped_gemm=grouped, **{**LLAMA_LIKE, **fields})
-    return build_module(get_mlp_module_spec(EXPERTS, grouped), config=config)
+    return build_module(get_mlp_module_spec(False, EXPERTS, grouped), config=config)
 
 
 def window_of(piece: LogicalPiece) -> tuple[slice, ...]:

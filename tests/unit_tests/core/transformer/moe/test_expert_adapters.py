@@ -30,7 +30,7 @@ def adapted_layer(*, grouped: bool, targets: list[str], **fields: Any) -> MoELay
     adapters = {"lora_rank": 4, "lora_alpha": 6.0, "lora_target_modules": targets}
     experts = {"num_moe_experts": EXPERTS, "moe_grouped_gemm": grouped}
     config = small_config(**{**LLAMA_LIKE, **experts, **adapters, **fields})
-    layer: MoELayer = build_module(with_adapters(get_mlp_module_spec(EXPERTS, grouped), targets), config=config)
+    layer: MoELayer = build_module(with_adapters(get_mlp_module_spec(False, EXPERTS, grouped), targets), config=config)
     for name, parameter in layer.named_parameters():
         if "bias" in name or "lora_b" in name:
             torch.nn.init.normal_(parameter, std=0.5)

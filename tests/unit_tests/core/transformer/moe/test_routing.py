@@ -13,6 +13,7 @@ from megatron.core.transformer.moe.aux_losses import (
 )
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from megatron.core.transformer.moe.permutation import (
+    Routing,
     permute_probs,
     permute_tokens,
     sort_by_expert,
@@ -113,13 +114,13 @@ def test_auxiliary_gradients_are_those_of_the_summed_loss_times_the_scale() -> N
 def _recording(router: TopKRouter, losses: list[torch.Tensor]):  # type: ignore[no-untyped-def]
     routing = router.routing
 
-    def with_losses(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, indices = routing(logits)
+    def with_losses(logits: torch.Tensor) -> Routing:
+        chosen = routing(logits)
         logits = logits.flatten(0, -2)
-        counts = count_tokens(indices, 4)
+        counts = count_tokens(chosen.indices, 4)
         losses.append(switch_load_balancing_loss_func(logits.softmax(-1), counts, len(logits), 2, 4, 0.05))
         losses.append(z_loss_func(logits, 0.02))
-        return weights, indices
+        return chosen
 
     return with_losses
 

@@ -6,7 +6,7 @@
                      .metadata               torch.distributed.checkpoint's index of all tensors
                      __0_0.distcp, ...       tensors, and objects such as generator states
 
-convert_megatron_core.py maps the tensors to parameters.
+megatron_core.py gives the tensors the keys of our own checkpoints.
 """
 
 import argparse
@@ -20,18 +20,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megatron.core.dist_checkpointing import VerifiedCheckpoint
+from megatron.core.dist_checkpointing.errors import every_rank
 from megatron.core.dist_checkpointing.manifest import FileEntry, Manifest, Piece, read_json
-from megatron.core.dist_checkpointing.storage import METADATA_FILE, load_allowed, read_metadata, stored_pieces
+from megatron.core.dist_checkpointing.storage import (
+    METADATA_FILE,
+    StoredPieces,
+    load_allowed,
+    read_metadata,
+    stored_pieces,
+)
+from megatron.core.group_collectives import all_ranks_agree, gather_objects
 from megatron.core.logical_tensors import canonical_name
-from megatron.training.checkpointing.folder import RELEASE, TRACKER_FILE, iteration_of_text
-from megatron.training.checkpointing.run_values import is_count
-from tools.legacy_checkpoint import ALLOWED, NOT_WEIGHTS, Inert
+from megatron.core.process_groups_config import group_rank, group_size
+from megatron.training.checkpointing.folder import MEGATRON_CORE_FILE
+from megatron.training.checkpointing.megatron_objects import ALLOWED, NOT_WEIGHTS, Inert
+from megatron.training.checkpointing.train_state import is_count
 
-CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
+COMMON_FILE = "common.pt"
 _BACKEND = "torch_dist"
 # Plans in torch's metadata, of Megatron-Core's or torch's own class. They add nothing about the tensors.
 _PLANNER, _STRATEGY = "torch.distributed.checkpoint.planner", "megatron.core.dist_checkpointing.strategies.torch"
@@ -42,8 +51,10 @@ _STAND_INS: dict[tuple[str, str], type] = {
     (_STRATEGY, "MCoreSavePlan"): Inert,
     (_STRATEGY, "MCoreMetadata"): Metadata,
 }
-# Key prefixes of entries that are no weights.
-_RUN_STATE = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine")
+# Entries that belong to no parameter.
+_RUN_STATE = re.compile(r"rng_state|rerun_state_machine")
+# Keys of optimizer state. An optimizer of dense and one of expert parameters are numbered.
+STATE_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 _NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _CHUNK_BYTES = 8 << 20
 _LOCAL_HEADER_BYTES = 30  # of a record in a zip archive, before its name
@@ -51,65 +62,108 @@ _LOCAL_HEADER_BYTES = 30  # of a record in a zip archive, before its name
 
 @dataclass(frozen=True)
 class MegatronCoreFiles:
-    """A checkpoint with verified weights. iteration, args: None if common.pt lacks them.
+    """A checkpoint whose index has been read.
 
-    shapes: of all weights, by key without wrappers' prefixes. num_left: number of entries that are no weights.
+    common: content of common.pt. metadata, pieces: of weights and optimizer state, by key without wrappers' prefixes;
+    the pieces have not been compared with their checksums. num_left: number of entries that are neither.
     """
 
     folder: Path
-    iteration: int | None
-    args: dict[str, Any] | None
-    checkpoint: VerifiedCheckpoint
-    shapes: dict[str, tuple[int, ...]]
+    common: dict[str, Any]
+    metadata: Metadata
+    pieces: StoredPieces
     num_left: int
 
     @classmethod
     def open(cls, folder: Path) -> "MegatronCoreFiles":
-        """Reads everything once. Raises ValueError naming file and tensor for damaged or missing data or another
-        format; OSError if a file cannot be read.
+        """Reads the index. Raises ValueError naming file and tensor for another format or contradictions; OSError if a
+        file cannot be read.
         """
-        config = read_json(folder / CONFIG_FILE)
+        config = read_json(folder / MEGATRON_CORE_FILE)
         backend = config.get("sharded_backend") if isinstance(config, dict) else None
         if backend != _BACKEND:
-            raise ValueError(f"{folder / CONFIG_FILE}: sharded_backend is {backend!r:.60}: must be {_BACKEND!r}")
-        iteration, args = _common_values(folder / COMMON_FILE)
+            raise ValueError(f"{folder / MEGATRON_CORE_FILE}: sharded_backend is {backend!r:.60}: must be {_BACKEND!r}")
+        common = _common_values(folder / COMMON_FILE)
         if not (folder / METADATA_FILE).is_file():
             raise ValueError(f"{folder} has no {METADATA_FILE}, which says where tensors are")
         metadata = read_metadata(folder, stand_ins=_STAND_INS)
         num_entries = len(metadata.state_dict_metadata)
-        weights = _weights_alone(metadata, folder=folder)
-        checkpoint = _checked(folder, weights)
-        shapes = {key: shape for key, (shape, _) in checkpoint.tensors.items()}
-        return cls(folder, iteration, args, checkpoint, shapes, num_entries - len(shapes))
+        kept = _tensors_alone(metadata, folder=folder)
+        files: Manifest = {path.name: FileEntry(path.stat().st_size) for path in sorted(folder.glob("*.distcp"))}
+        try:
+            pieces = stored_pieces(files, kept)
+        except ValueError as error:
+            raise ValueError(f"{folder} is corrupt: {error}") from error
+        return cls(folder, common, kept, pieces, num_entries - len(kept.state_dict_metadata))
+
+    @property
+    def iteration(self) -> int | None:
+        """The training steps before the save; None if the program that saved did not say."""
+        found: int | None = self.common.get("iteration")
+        return found
+
+    @property
+    def args(self) -> dict[str, Any] | None:
+        """The arguments of the run; None if the program that saved has none."""
+        args = self.common.get("args")
+        return None if args is None else dict(vars(args))
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all weights, by key."""
+        entries = self.metadata.state_dict_metadata.items()
+        return {key: tuple(_tensor(entry).size) for key, entry in entries if not STATE_KEY.fullmatch(key)}
+
+    @property
+    def states(self) -> dict[str, dict[str, str]]:
+        """By kind of optimizer state, such as exp_avg: its keys by the weights' keys."""
+        found: dict[str, dict[str, str]] = {}
+        for key in self.metadata.state_dict_metadata:
+            if state := STATE_KEY.fullmatch(key):
+                found.setdefault(state[1], {})[canonical_name(state[2])] = key
+        return found
+
+    @property
+    def num_states(self) -> int:
+        """Number of tensors of optimizer state."""
+        return sum(map(len, self.states.values()))
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Returns the shape of a stored tensor."""
+        return tuple(_tensor(self.metadata.state_dict_metadata[key]).size)
 
     def dtype(self, key: str) -> torch.dtype:
         """Returns the dtype of a stored tensor."""
-        return self.checkpoint.tensors[key][1]
+        return _tensor(self.metadata.state_dict_metadata[key]).properties.dtype
+
+    def checked(self, process_group: dist.ProcessGroup | None = None) -> StoredPieces:
+        """Returns the pieces with the places of their elements, after comparing all with their checksums.
+
+        Collective over the group, whose ranks share the reading; None is all ranks, or this process alone. Raises
+        ValueError on every rank, naming file and tensor, for damaged data.
+        """
+        group = every_rank(process_group)
+        held = [(key, name, piece) for key, of_key in self.pieces.items() for name, piece in of_key]
+        with all_ranks_agree(group):
+            own = [
+                (index, _checked_piece(self.folder / name, piece, dtype=self.dtype(key)).data_start)
+                for index, (key, name, piece) in enumerate(held)
+                if index % group_size(group) == group_rank(group)
+            ]
+        starts = dict(pair for of_rank in gather_objects(own, group) for pair in of_rank)
+        found: StoredPieces = {}
+        for index, (key, name, piece) in enumerate(held):
+            found.setdefault(key, []).append((name, replace(piece, data_start=starts[index])))
+        return found
 
 
-def find_megatron_core(folder: Path, *, step: int | None) -> Path:
-    """Returns `folder` if it is a checkpoint, else that of an iteration in it; None means the tracker's."""
-    if step is None and (folder / CONFIG_FILE).is_file():
-        return folder
-    if step is not None:
-        found = folder / f"iter_{step:07d}"
-    else:
-        tracker = folder / TRACKER_FILE
-        text = tracker.read_text(encoding="utf-8", errors="replace").strip() if tracker.is_file() else ""
-        iteration = iteration_of_text(text)
-        if text != RELEASE and iteration is None:
-            raise ValueError(
-                f"--load is {folder}: it has neither {CONFIG_FILE} nor a {TRACKER_FILE} with an iteration; give one "
-                "checkpoint, or the folder above iter_... and --ckpt-step"
-            )
-        found = folder / (RELEASE if text == RELEASE else f"iter_{iteration:07d}")
-    if not (found / CONFIG_FILE).is_file():
-        raise ValueError(f"{found} has no {CONFIG_FILE}: it is no distributed checkpoint of Megatron-Core")
-    return found
+def _tensor(entry: Any) -> TensorStorageMetadata:
+    assert isinstance(entry, TensorStorageMetadata), "objects are left out"
+    return entry
 
 
-def _common_values(path: Path) -> tuple[int | None, dict[str, Any] | None]:
-    """Returns iteration and arguments, if present, and nothing else of common.pt."""
+def _common_values(path: Path) -> dict[str, Any]:
+    """Returns the content of common.pt, with iteration and arguments checked if present."""
     if not path.is_file():
         raise ValueError(f"{path.parent} has no {path.name}")
     content = load_allowed(path, path, allowed=ALLOWED)
@@ -120,11 +174,11 @@ def _common_values(path: Path) -> tuple[int | None, dict[str, Any] | None]:
         raise ValueError(f"{path} holds {iteration!r:.60} as iteration: must be a whole number from 0")
     if args is not None and not isinstance(args, (argparse.Namespace, types.SimpleNamespace)):
         raise ValueError(f"{path} holds {args!r:.60} as args: must be the Namespace of a run's arguments")
-    return iteration, None if args is None else dict(vars(args))
+    return content
 
 
-def _weights_alone(metadata: Metadata, *, folder: Path) -> Metadata:
-    """Returns only the weights, with keys as the model names its parameters."""
+def _tensors_alone(metadata: Metadata, *, folder: Path) -> Metadata:
+    """Returns only weights and optimizer state, with keys as the model names its parameters."""
     kept: dict[str, Any] = {}
     for key, entry in metadata.state_dict_metadata.items():
         name = canonical_name(key)
@@ -132,6 +186,8 @@ def _weights_alone(metadata: Metadata, *, folder: Path) -> Metadata:
         if _RUN_STATE.match(name) or name.split("/")[0].endswith(NOT_WEIGHTS):
             continue
         if not isinstance(entry, TensorStorageMetadata):
+            if name.startswith("optimizer.") or STATE_KEY.match(name):
+                continue
             raise ValueError(f"{folder} holds an object as {key}: must be a tensor")
         if entry.properties.dtype not in _NUMBERS:
             raise ValueError(
@@ -150,24 +206,6 @@ def _weights_alone(metadata: Metadata, *, folder: Path) -> Metadata:
         if canonical_name(index.fqn) in kept
     }
     return Metadata(kept, storage_data=places)
-
-
-def _checked(folder: Path, metadata: Metadata) -> VerifiedCheckpoint:
-    files: Manifest = {path.name: FileEntry(path.stat().st_size) for path in sorted(folder.glob("*.distcp"))}
-    try:
-        found = stored_pieces(files, metadata)
-    except ValueError as error:
-        raise ValueError(f"{folder} is corrupt: {error}") from error
-    dtypes = {
-        key: entry.properties.dtype
-        for key, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    pieces = {
-        key: [(name, _checked_piece(folder / name, piece, dtype=dtypes[key])) for name, piece in held]
-        for key, held in found.items()
-    }
-    return VerifiedCheckpoint(folder, files, metadata, pieces)
 
 
 def _checked_piece(path: Path, piece: Piece, *, dtype: torch.dtype) -> Piece:

@@ -1,0 +1,62 @@
+"""Splits of tensors and vocabularies over ranks, under the path that Megatron users import them from; no others.
+
+Differentiable moves between whole tensors and parts are in mappings.py.
+"""
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron.core.group_collectives import all_gather_rows
+from megatron.core.parallel_state import group_or_existing
+from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.utils import divide
+
+
+def split_tensor_along_last_dim(
+    tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
+) -> list[Tensor]:
+    """Cuts the last dimension evenly: [*, H] -> num_partitions views [*, H / num_partitions], any dtype.
+
+    contiguous_split_chunks: return contiguous copies instead of views.
+    """
+    parts = torch.split(tensor, divide(tensor.shape[-1], num_partitions), dim=-1)
+    return [part.contiguous() if contiguous_split_chunks else part for part in parts]
+
+
+def split_tensor_into_1d_equal_chunks(
+    tensor: Tensor, new_buffer: bool = False, tp_group: ProcessGroup | None = None
+) -> Tensor:
+    """Returns this rank's part of a flattened tensor: any shape and dtype -> [elements / ranks], a view if possible.
+
+    new_buffer: return a copy. tp_group: None is parallel_state's, see group_or_existing. Raises ValueError if the
+    ranks do not divide the elements.
+    """
+    tp_group = group_or_existing(tp_group)
+    length = divide(tensor.numel(), group_size(tp_group))
+    chunk = tensor.reshape(-1).narrow(0, group_rank(tp_group) * length, length)
+    return chunk.clone() if new_buffer else chunk
+
+
+def gather_split_1d_tensor(tensor: Tensor, tp_group: ProcessGroup | None = None) -> Tensor:
+    """Inverts split_tensor_into_1d_equal_chunks: [N], any dtype -> [ranks * N]. Collective, without a gradient."""
+    return all_gather_rows(tensor.detach().reshape(-1), group_or_existing(tp_group)).wait()
+
+
+class VocabUtility:
+    """The rows of a vocabulary that a rank holds: [first, last), cut evenly in rank order."""
+
+    @staticmethod
+    def vocab_range_from_per_partition_vocab_size(
+        per_partition_vocab_size: int, rank: int, world_size: int
+    ) -> tuple[int, int]:
+        """Returns (first, last) of a rank that holds per_partition_vocab_size rows."""
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank is {rank}: must be from 0 to world_size - 1 ({world_size - 1})")
+        return rank * per_partition_vocab_size, (rank + 1) * per_partition_vocab_size
+
+    @staticmethod
+    def vocab_range_from_global_vocab_size(global_vocab_size: int, rank: int, world_size: int) -> tuple[int, int]:
+        """Returns (first, last) of a rank. Raises ValueError if world_size does not divide global_vocab_size."""
+        rows = divide(global_vocab_size, world_size)
+        return VocabUtility.vocab_range_from_per_partition_vocab_size(rows, rank, world_size)

@@ -1,0 +1,175 @@
+"""The losses of all routers of this process under Megatron's names: values by layer, which a script may read and log.
+
+Recorders (aux_losses.py) belong to models. A script that logs the losses itself does not know them, so each recorder
+adds itself to default_tracker(), which reads them when asked. Losses that a module of the user's own saves are kept
+here. The functions of moe_utils are thin over this.
+"""
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.device import default_device
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+
+
+class LossRecorder(ABC):
+    """A recorder of a model chunk's losses, as the tracker reads it; recorded_names: since it was made."""
+
+    recorded_names: set[str]
+
+    @abstractmethod
+    def layer_losses(self) -> dict[str, Tensor]:
+        """Returns the sums of the recorded losses by layer, by name: [L], fp32 or fp64."""
+
+    @abstractmethod
+    def forget_losses(self) -> None:
+        """Sets all sums to zero."""
+
+    @abstractmethod
+    def set_backward_scale(self, scale: Tensor) -> None:
+        """Sets the factor of the losses' gradients; scale: scalar or [1], any float dtype."""
+
+
+@dataclass
+class TrackedLoss:
+    """Sums of one loss by layer: [L], float. The ranks that sum and that average it; None means none.
+
+    reduce_group_has_dp: whether reduce_group covers the data-parallel ranks, which then do not average it again.
+    """
+
+    values: Tensor
+    reduce_group: dist.ProcessGroup | None = None
+    avg_group: dist.ProcessGroup | None = None
+    reduce_group_has_dp: bool = False
+
+
+class AuxLossTracker:
+    """Losses by name: saved ones, plus those of all live recorders.
+
+    scale: the factor of auxiliary losses' gradients that was set last: scalar or [1], float, on the device.
+    """
+
+    def __init__(self) -> None:
+        self.scale: Tensor | None = None
+        self._recorders: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._saved: dict[str, TrackedLoss] = {}
+
+    def watch(self, recorder: LossRecorder) -> None:
+        """Adds a recorder, which is not kept alive."""
+        self._recorders.add(recorder)
+
+    def set_scale(self, scale: Tensor) -> None:
+        """Sets the factor of gradients, of all recorders too; scale: scalar or [1], any float dtype."""
+        for recorder in self._recorders:
+            recorder.set_backward_scale(scale)
+        self.scale = scale
+
+    def save(
+        self,
+        name: str,
+        loss: Tensor,
+        layer_number: int,
+        *,
+        num_layers: int,
+        reduce_group: dist.ProcessGroup | None,
+        avg_group: dist.ProcessGroup | None,
+        reduce_group_has_dp: bool,
+    ) -> None:
+        """Adds one loss, scalar, float; layer_number: from 1, at most num_layers."""
+        if not 1 <= layer_number <= num_layers:
+            raise ValueError(f"layer_number is {layer_number}: must be between 1 and num_layers ({num_layers})")
+        tracked = self.entry(name, num_layers, device=loss.device)
+        tracked.values[layer_number - 1] += loss.detach()
+        tracked.reduce_group, tracked.avg_group = reduce_group, avg_group
+        tracked.reduce_group_has_dp = reduce_group_has_dp
+
+    def entry(self, name: str, num_layers: int, *, device: torch.device | None = None) -> TrackedLoss:
+        """Returns the saved losses of a name, zeros for a new one, with num_layers layers at least."""
+        if name not in self._saved:
+            self._saved[name] = TrackedLoss(
+                torch.zeros(num_layers, dtype=torch.float32, device=device or default_device())
+            )
+        tracked = self._saved[name]
+        if len(tracked.values) < num_layers:
+            tracked.values = _sum_by_layer([tracked.values, tracked.values.new_zeros(num_layers)])
+        return tracked
+
+    def losses(self) -> dict[str, TrackedLoss]:
+        """Returns all losses by name. Values that a recorder has are copies."""
+        found = dict(self._saved)
+        for name, values in self._recorded().items():
+            saved = found.get(name)
+            found[name] = TrackedLoss(values if saved is None else _sum_by_layer([saved.values, values]))
+        return found
+
+    def clear(self) -> None:
+        """Sets all losses to zero, in the recorders too."""
+        for recorder in self._recorders:
+            recorder.forget_losses()
+        for tracked in self._saved.values():
+            tracked.values.zero_()
+
+    def reduce(self, names: Iterable[str] | None, groups: ProcessGroupCollection) -> None:
+        """Sums and averages losses over the ranks, in place. Takes them from the recorders. Collective.
+
+        names: None means all. Pipeline stages have different layers, whose values are summed. A recorder's values are
+        averaged over all ranks that see different tokens or parts of sequences.
+        """
+        recorded = self._recorded()
+        for recorder in self._recorders:
+            recorder.forget_losses()
+        for name, values in recorded.items():
+            tracked = self.entry(name, len(values), device=values.device)
+            # The recorders' values are whole losses of this rank's part, so that their mean is the loss.
+            tracked.values = tracked.values + _mean(values.to(tracked.values.dtype), groups.tp_dp_cp)
+            tracked.reduce_group, tracked.avg_group, tracked.reduce_group_has_dp = None, None, True
+        for name in self._saved if names is None else names:
+            tracked = self._saved[name]
+            _sum(tracked.values, groups.pp)
+            _sum(tracked.values, tracked.reduce_group)
+            if tracked.avg_group is not None:
+                tracked.values = _mean(tracked.values, tracked.avg_group)
+            if not tracked.reduce_group_has_dp and group_size(groups.dp_cp) > 1:
+                tracked.values = _mean(tracked.values, groups.dp_cp)
+
+    def _recorded(self) -> dict[str, Tensor]:
+        found: dict[str, list[Tensor]] = {}
+        for recorder in self._recorders:
+            for name, values in recorder.layer_losses().items():
+                found.setdefault(name, []).append(values)
+        return {name: _sum_by_layer(values) for name, values in found.items()}
+
+
+@cache
+def default_tracker() -> AuxLossTracker:
+    """Returns the tracker of this process."""
+    return AuxLossTracker()
+
+
+def _sum_by_layer(tensors: Sequence[Tensor]) -> Tensor:
+    """Sums vectors of different lengths: [L] each, float -> [L], a new tensor."""
+    total = tensors[0].new_zeros(max(map(len, tensors)))
+    for values in tensors:
+        total[: len(values)] += values
+    return total
+
+
+def _sum(values: Tensor, group: dist.ProcessGroup | None) -> None:
+    if group_size(group) > 1:
+        dist.all_reduce(values, group=group)
+
+
+def _mean(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    if group_size(group) == 1:
+        return values
+    total = values.clone()
+    dist.all_reduce(total, group=group)
+    return total / group_size(group)

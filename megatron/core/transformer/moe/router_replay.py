@@ -1,0 +1,181 @@
+"""RouterReplay: records the experts that routers choose, and forces them in other forward passes.
+
+A use is to train with the routing that another program had for the same tokens, such as the one that generated them.
+Weights are then those of the current scores, and only the choice is replayed. Routers with moe_enable_routing_replay
+have one RouterReplay each. The file that --record-routing writes holds counts of a run, not choices.
+
+    RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
+    model(tokens)
+    chosen = RouterReplay.get_recorded_data()          # [T, K] of each router, in the order of the layers
+    RouterReplay.set_replay_data(chosen)
+    RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    loss = model(tokens)
+    RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+    loss.backward()                                    # recomputed layers choose what their forward chose
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from enum import Enum
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+# (scores [T, E]) -> the K highest scores and their indices, as torch.topk returns them.
+Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+class RouterReplayAction(Enum):
+    """What routers do with their choice of experts."""
+
+    RECORD = "record"
+    REPLAY_FORWARD = "replay_forward"
+    REPLAY_BACKWARD = "replay_backward"
+
+
+class RouterReplay:
+    """The choices of one router: recorded ones, those to replay, and those that recomputed forwards repeat.
+
+    RECORD: chooses as always and records it; the last forward counts. REPLAY_FORWARD: chooses the target indices.
+    REPLAY_BACKWARD: chooses what the oldest forward chose whose recomputation has not run yet. None: chooses as always.
+    A forward that records or replays is remembered for its recomputation until that has run, or until clear_indices.
+    The static methods act on all instances of the process, in the order in which they were created.
+    """
+
+    def __init__(self) -> None:
+        self.router_replay_action: RouterReplayAction | None = None
+        self.recorded_topk_idx: Tensor | None = None
+        self.target_topk_idx: Tensor | None = None
+        self._for_backward: deque[Tensor] = deque()
+        _references().append(weakref.ref(self, _references().remove))
+
+    def __reduce__(self) -> Any:
+        """Makes a copy of a model have instances of its own, without choices."""
+        return RouterReplay, ()
+
+    # All instances
+
+    @staticmethod
+    def instances() -> "list[RouterReplay]":
+        """Returns the instances that are alive, in the order in which they were created."""
+        alive = (reference() for reference in _references())
+        return [instance for instance in alive if instance is not None]
+
+    @staticmethod
+    def set_global_router_replay_action(router_replay_action: RouterReplayAction) -> None:
+        """Sets the action of all instances."""
+        for instance in RouterReplay.instances():
+            instance.set_router_replay_action(router_replay_action)
+
+    @staticmethod
+    def clear_global_router_replay_action() -> None:
+        """Makes all routers choose as always."""
+        for instance in RouterReplay.instances():
+            instance.clear_router_replay_action()
+
+    @staticmethod
+    def set_replay_data(all_layers_topk_indices: Sequence[Tensor]) -> None:
+        """Sets the target indices of all instances: [T, K], integer, for each, in the order of instances.
+
+        Raises ValueError for another number of tensors than of instances.
+        """
+        instances = RouterReplay.instances()
+        if len(all_layers_topk_indices) != len(instances):
+            raise ValueError(
+                f"all_layers_topk_indices has {len(all_layers_topk_indices)} tensors: must have one for each of the "
+                f"{len(instances)} routers of this process"
+            )
+        for instance, indices in zip(instances, all_layers_topk_indices, strict=True):
+            instance.set_target_indices(indices)
+
+    @staticmethod
+    def get_recorded_data() -> list[Tensor | None]:
+        """Returns the recorded indices of all instances: [T, K], int64, on the device; None where there are none."""
+        return [instance.get_recorded_indices() for instance in RouterReplay.instances()]
+
+    @staticmethod
+    def clear_global_indices() -> None:
+        """Forgets recorded and target indices of all instances, and those kept for recomputation."""
+        for instance in RouterReplay.instances():
+            instance.clear_indices()
+
+    # One instance
+
+    def set_router_replay_action(self, router_replay_action: RouterReplayAction) -> None:
+        """Sets the action; raises ValueError for another type."""
+        if not isinstance(router_replay_action, RouterReplayAction):
+            actions = ", ".join(map(str, RouterReplayAction))
+            raise ValueError(f"router_replay_action is {router_replay_action!r}: must be one of {actions}")
+        self.router_replay_action = router_replay_action
+
+    def clear_router_replay_action(self) -> None:
+        """Makes the router choose as always."""
+        self.router_replay_action = None
+
+    def record_indices(self, topk_indices: Tensor) -> None:
+        """Records a choice in place of the last one; topk_indices: [T, K], int64, on the device."""
+        self.recorded_topk_idx = topk_indices
+
+    def get_recorded_indices(self) -> Tensor | None:
+        """Returns the choice that was recorded last: [T, K], int64, on the device, or None."""
+        return self.recorded_topk_idx
+
+    def set_target_indices(self, topk_indices: Tensor) -> None:
+        """Sets the choice to replay: [T, K], any integer dtype, on any device. Raises ValueError for another form."""
+        if topk_indices.dim() != 2 or topk_indices.is_floating_point() or topk_indices.is_complex():
+            raise ValueError(
+                f"topk_indices is {list(topk_indices.shape)}, {topk_indices.dtype}: must be the experts of each token, "
+                "[T, K], of an integer dtype"
+            )
+        self.target_topk_idx = topk_indices
+
+    def clear_indices(self) -> None:
+        """Forgets recorded and target indices, and those kept for recomputation."""
+        self.recorded_topk_idx = self.target_topk_idx = None
+        self._for_backward.clear()
+
+    def get_replay_topk(self, scores: Tensor, choose: Choose) -> tuple[Tensor, Tensor]:
+        """Chooses experts as the action says; scores: [T, E], fp32 or fp64.
+
+        choose: makes the usual choice. Returns the scores of the chosen [T, K], same dtype, and their indices [T, K],
+        int64. Raises ValueError where the indices to replay are missing or belong to other tokens.
+        """
+        action = self.router_replay_action
+        if action is None:
+            return choose(scores)
+        if action is RouterReplayAction.RECORD:
+            values, indices = choose(scores)
+            self.record_indices(indices)
+            self._for_backward.append(indices)
+            return values, indices
+        if action is RouterReplayAction.REPLAY_FORWARD:
+            indices = self._targets_of(scores)
+            self._for_backward.append(indices)
+        elif not self._for_backward:
+            raise ValueError(
+                "router_replay_action is REPLAY_BACKWARD, but no forward was recorded or replayed whose recomputation "
+                "has not run yet"
+            )
+        else:
+            indices = self._for_backward.popleft()
+        return scores.gather(1, indices), indices
+
+    def _targets_of(self, scores: Tensor) -> Tensor:
+        if self.target_topk_idx is None:
+            raise ValueError(
+                "router_replay_action is REPLAY_FORWARD, but there are no target indices: call set_replay_data before"
+            )
+        if len(self.target_topk_idx) != len(scores):
+            raise ValueError(
+                f"the target indices are of {len(self.target_topk_idx)} tokens: must be of the {len(scores)} that this "
+                "router routes"
+            )
+        return self.target_topk_idx.to(scores.device, dtype=scores.new_empty(0).long().dtype)
+
+
+@cache
+def _references() -> "list[weakref.ref[RouterReplay]]":
+    """Returns the one list of the process, to which instances add themselves. It keeps none alive."""
+    return []

@@ -1,0 +1,97 @@
+"""Logs scalars of a run to Weights & Biases, with the tags of tensorboard.py, through the package wandb.
+
+[Note: continued runs] Weights & Biases knows a run by its id, which the first start writes to `run_id.txt` in the
+run's folder. A start that continues from a checkpoint reads it and continues that run; a start at step 0 begins a new
+one. Points have the iteration as their step, which may only rise there: of an iteration that is repeated after a
+restart or a rewind, the first values remain.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron.training.callbacks.base import Callback, EvaluationReport, RunStart, StepReport
+from megatron.training.callbacks.tensorboard import evaluation_scalars, step_scalars
+from megatron.training.command_line.published import publish_wandb
+from megatron.training.command_line.yaml_config import config_values
+from megatron.training.config import LoggingConfig
+
+_ID_FILE = "run_id.txt"
+
+
+def wandb_folder(args: argparse.Namespace) -> Path:
+    """Returns the folder of the run's files: --wandb-save-dir, or `wandb` in --save, of which one is given."""
+    return Path(args.save) / "wandb" if args.wandb_save_dir is None else Path(args.wandb_save_dir)
+
+
+class WandbLog(Callback):
+    """Writes to a run of Weights & Biases every `tensorboard_log_interval` iterations, and after each evaluation.
+
+    writer: the module `wandb`, whose `log` adds to the run from on_train_start on; Megatron-LM gives scripts the same.
+    """
+
+    def __init__(self, config: LoggingConfig, args: argparse.Namespace) -> None:
+        try:
+            # An optional package that takes a second to import.
+            import wandb
+        except ImportError as error:
+            raise ValueError(
+                f"--wandb-project is {config.wandb_project}: the package wandb is missing, install "
+                "megatron-stash[wandb]"
+            ) from error
+
+        self.config = config
+        self.writer: Any = wandb
+        self._folder = wandb_folder(args)
+        self._settings = config_values(args)
+        self._run: Any = None
+        self._last_step = 0
+
+    def on_train_start(self, start: RunStart) -> None:
+        """Starts a run, or continues the one of the folder. See [Note: continued runs]."""
+        id_file = self._folder / _ID_FILE
+        known = id_file.read_text(encoding="utf-8").strip() if start.iteration > 0 and id_file.is_file() else None
+        run_id = os.environ.get("WANDB_RUN_ID") or known or self.writer.util.generate_id()
+        try:
+            self._run = self.writer.init(
+                project=self.config.wandb_project,
+                entity=self.config.wandb_entity,
+                name=self.config.wandb_exp_name,
+                dir=str(self._folder),
+                config=self._settings,
+                id=run_id,
+                resume="allow",
+                # A continued run may have other flags.
+                allow_val_change=True,
+            )
+        except self.writer.errors.Error as error:
+            raise ValueError(
+                f"--wandb-project is {self.config.wandb_project}, and Weights & Biases cannot start: {error}. "
+                "WANDB_MODE=offline in the environment writes files that `wandb sync` sends later"
+            ) from error
+        publish_wandb(self.writer)
+        id_file.write_text(f"{run_id}\n", encoding="utf-8")
+
+    def on_step_end(self, report: StepReport) -> None:
+        """Logs the points that TensorBoard gets."""
+        self._log(step_scalars(report, self.config), step=report.iteration)
+
+    def on_evaluation_end(self, report: EvaluationReport) -> None:
+        """Logs the points that TensorBoard gets."""
+        self._log(evaluation_scalars(report, self.config), step=report.iteration)
+
+    def on_run_end(self) -> None:
+        """Sends or writes what is left, and marks the run as failed if an error ends it."""
+        run, self._run = self._run, None
+        publish_wandb(None)
+        if run is not None:
+            run.finish(exit_code=0 if sys.exc_info()[0] is None else 1)
+            # Waits for the package's own process, which writes the last points after `finish` has returned.
+            self.writer.teardown()
+
+    def _log(self, scalars: dict[str, float], *, step: int) -> None:
+        if scalars and self._run is not None and step >= self._last_step:
+            self._last_step = step
+            self._run.log(scalars, step=step)

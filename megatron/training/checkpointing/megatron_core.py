@@ -1,0 +1,396 @@
+"""Loads Megatron-Core's own checkpoints: shows their tensors and values as those of a checkpoint of ours.
+
+A run loads the result like its own checkpoint, in any layout, with optimizer state. Nothing is copied: each part of a
+stored tensor becomes a piece of a logical tensor, with its place in the same file. megatron_core_files.py reads and
+checks the files, and tools/convert_megatron_core.py writes the result to disk.
+
+Shape letters are those of megatron/core/README.md; L is the number of layers, E of experts.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
+
+from megatron.core.dist_checkpointing import VerifiedCheckpoint
+from megatron.core.dist_checkpointing.manifest import Piece
+from megatron.core.dist_checkpointing.storage import StoredPieces
+from megatron.core.logical_tensors import Box, LogicalPiece, boxes_of_range, identity_piece, model_logical_pieces
+from megatron.core.optimizer.adam import EXP_AVG, EXP_AVG_SQ
+from megatron.core.optimizer.state_dict import MASTERS, state_prefix
+from megatron.training.checkpointing.megatron_core_files import COMMON_FILE, MegatronCoreFiles
+from megatron.training.checkpointing.megatron_objects import FUSED_NORMS
+from megatron.training.checkpointing.train_state import TrainState
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"(.*)mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)")
+_NORM = re.compile(rf"(.*)({'|'.join(re.escape(norm) for norm in FUSED_NORMS.values())})\.(weight|bias)")
+_GATED = re.compile(r".*linear_fc1\.(weight|bias)")
+EMBEDDING = "embedding.word_embeddings.weight"
+# Their kinds of optimizer state and ours. The distributed optimizer calls masters `param`.
+_KINDS = {EXP_AVG: EXP_AVG, EXP_AVG_SQ: EXP_AVG_SQ, "fp32_param": MASTERS, "param": MASTERS}
+# With these flags the same weights are a model that does not exist here.
+_OTHER_MODELS = (
+    # The old name of layernorm_zero_centered_gamma, under which a load would not miss the flag.
+    "apply_layernorm_1p",
+    "qk_l2_norm",
+    "apply_residual_connection_post_layernorm",
+    "no_rope_freq",
+)
+
+# Values.
+
+
+def megatron_core_values(folder: Path) -> dict[str, Any]:
+    """Reads what the common file of one of our checkpoints would hold; raises as MegatronCoreFiles.open does.
+
+    Also raises ValueError naming the value for a model that does not exist here.
+    """
+    files = MegatronCoreFiles.open(folder)
+    try:
+        return _values(files, iteration=files.iteration or 0)
+    except ValueError as error:
+        raise ValueError(f"{folder / COMMON_FILE}: {error}") from error
+
+
+def _values(files: MegatronCoreFiles, *, iteration: int) -> dict[str, Any]:
+    args = files.args or {}
+    for name in _OTHER_MODELS:
+        if args.get(name):
+            raise ValueError(f"{name} is {args[name]!r:.60}: such models are not known here, must be unset")
+    state = TrainState(iteration=iteration)
+    state.load_state_dict({name: args.get(name) or 0 for name in ("consumed_train_samples", "consumed_valid_samples")})
+    step = _step_of(files.common.get("optimizer"))
+    has_state = step is not None and EXP_AVG in files.states
+    return {
+        "iteration": iteration,
+        "train_state": state.state_dict(),
+        "args": json_values(args),
+        # Generators of another program cannot be continued: a load seeds them anew.
+        "contents": {"optimizer": has_state, "rng": True},
+        "frozen": [],
+        "optimizer": {"step": step, "grad_scaler": _scaler_of(files.common.get("optimizer"))},
+        "scheduler": _scheduler_of(files.common.get("opt_param_scheduler")),
+    }
+
+
+def json_values(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments that are numbers, strings, or lists and dicts of them."""
+    return {name: value for name, value in args.items() if _is_json(value)}
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_json, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(one) for key, one in value.items())
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _optimizers(state: Any) -> Iterator[Mapping[str, Any]]:
+    """Yields the states of the optimizers of a chain, or the only one."""
+    if isinstance(state, Mapping):
+        if "optimizer" in state:
+            yield state
+        else:
+            for part in state.values():
+                yield from _optimizers(part)
+
+
+def _step_of(state: Any) -> int | None:
+    """Returns the updates that the optimizer has made: a count of all parameters, or one of each group."""
+    counts = []
+    for part in _optimizers(state):
+        inner = part["optimizer"]
+        if isinstance(inner, Mapping):
+            shared = inner.get("state")
+            if isinstance(shared, Mapping) and "common_step" in shared:
+                counts.append(shared["common_step"])
+            counts += [group["step"] for group in inner.get("param_groups") or () if "step" in group]
+    numbers = {int(count) for count in counts}
+    if len(numbers) > 1:
+        raise ValueError(f"parameters have been updated {sorted(numbers)} times: must be one number for all")
+    return numbers.pop() if numbers else None
+
+
+def _scaler_of(state: Any) -> dict[str, float] | None:
+    for part in _optimizers(state):
+        scaler = part.get("grad_scaler")
+        if isinstance(scaler, Mapping):
+            return {str(name): float(value) for name, value in scaler.items()}
+    return None
+
+
+def _scheduler_of(state: Any) -> dict[str, Any] | None:
+    return json_values(state) if isinstance(state, Mapping) and "num_steps" in state else None
+
+
+# Tensors.
+
+
+def as_checkpoint(
+    files: MegatronCoreFiles,
+    model: nn.Module,
+    *,
+    with_masters: bool,
+    with_state: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+) -> VerifiedCheckpoint:
+    """Reads all files once, shared among the ranks, and returns their tensors under our keys. Collective.
+
+    model: the whole model as one process has it, on the meta device, with experts of their own and as many rows of the
+    vocabulary as the files. with_masters: whether 16-bit parameters have fp32 masters; an fp32 run has none, and its
+    copies in the files are left out. with_state: whether to give optimizer state at all. Raises ValueError naming the
+    tensor if a weight is missing, has another shape, or belongs to no parameter.
+    """
+    places = places_of_model(files, model)
+    checked = files.checked(process_group)
+    logical = model_logical_pieces(model)
+    view = _View(files, checked, {}, {})
+    for name, tensor in _tensors_of(model).items():
+        parts = logical.get(name) or [identity_piece(name, tuple(tensor.shape))]
+        view.add(parts, places[name], tensor, prefix="", keys=None)
+        for kind, keys in files.states.items() if with_state else ():
+            ours = _KINDS.get(kind)
+            if ours is not None and (with_masters or ours != MASTERS) and all(p.key in keys for p in places[name]):
+                view.add(parts, places[name], tensor, prefix=state_prefix(ours), keys=keys)
+    return _TheirCheckpoint(files.folder, {}, Metadata(view.entries), view.pieces)
+
+
+class _TheirCheckpoint(VerifiedCheckpoint):
+    """A checkpoint under our keys, whose files have none of ours."""
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """The values of `megatron_core_values`."""
+        return megatron_core_values(self.folder)
+
+
+def vocabulary_rows(files: MegatronCoreFiles, *, num_tokens: int) -> int:
+    """Returns the rows of the stored embedding. Raises ValueError if they are fewer than the tokenizer's tokens."""
+    rows = files.shapes.get(EMBEDDING, (0,))[0]
+    if not 0 < num_tokens <= rows:
+        raise ValueError(
+            f"the vocabulary has {num_tokens} tokens: must be 1 to the {rows} rows of {EMBEDDING} in {files.folder}"
+        )
+    return rows
+
+
+@dataclass
+class _View:
+    """Collects pieces and entries of logical tensors."""
+
+    files: MegatronCoreFiles
+    checked: StoredPieces
+    pieces: StoredPieces
+    entries: dict[str, Any]
+
+    def add(
+        self,
+        parts: list[LogicalPiece],
+        places: list["Place"],
+        parameter: Tensor,
+        *,
+        prefix: str,
+        keys: Mapping[str, str] | None,
+    ) -> None:
+        """Adds the logical tensors of a parameter of any shape and dtype, or of a state of it.
+
+        keys: the stored keys of the state by those of weights; None for the weights themselves.
+        """
+        for place in places:
+            key = place.key if keys is None else keys[place.key]
+            shape = tuple(parameter.shape)
+            require_shape(self.files, key, place.shape(shape))
+            properties = TensorProperties(dtype=self.files.dtype(key))
+            for part in parts:
+                self.entries[prefix + part.key] = TensorStorageMetadata(
+                    properties, torch.Size(part.global_shape), chunks=[]
+                )
+            for name, piece in self.checked[key]:
+                for found in pieces_here(
+                    piece, place, parts, tuple(parameter.shape), itemsize=properties.dtype.itemsize
+                ):
+                    renamed = replace(found, key=prefix + found.key)
+                    self.pieces.setdefault(renamed.key, []).append((name, renamed))
+
+
+@dataclass(frozen=True)
+class Place:
+    """A box of a stored tensor with the shape of a parameter, or of the first or second half of its rows.
+
+    rows: layer, expert, or both: indices and sizes of the dimensions before those of the parameter.
+    """
+
+    key: str
+    rows: tuple[tuple[int, int], ...]
+    half: int | None = None
+
+    def shape(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of the stored tensor for a parameter of this shape."""
+        height = (parameter[0] // (1 if self.half is None else 2),)
+        return (*(size for _, size in self.rows), *height, *parameter[1:])
+
+
+def pieces_here(
+    piece: Piece, place: Place, parts: list[LogicalPiece], parameter: tuple[int, ...], *, itemsize: int
+) -> Iterator[Piece]:
+    """Yields the parts of a stored piece that belong to a parameter, as pieces of its logical tensors.
+
+    parts: the parameter's logical pieces. parameter: its shape. The elements stay where they are in the file: each
+    result is contiguous there, so that a piece of several layers, or of query, key and value, gives several.
+    """
+    assert piece.box is not None and piece.data_start is not None, "a checked piece of a tensor"
+    lead = len(place.rows)
+    index = tuple(row for row, _ in place.rows)
+    in_piece = tuple(row - start for row, start in zip(index, piece.box.offset[:lead], strict=True))
+    if not all(0 <= at < size for at, size in zip(in_piece, piece.box.shape[:lead], strict=True)):
+        return  # of other layers or experts
+    inner = Box(piece.box.offset[lead:], piece.box.shape[lead:])
+    position = 0
+    for at, size in zip(in_piece, piece.box.shape[:lead], strict=True):
+        position = position * size + at
+    start = piece.data_start + position * inner.volume * itemsize
+    if place.half is not None:
+        # The half begins in the middle of the parameter's rows.
+        inner = Box((inner.offset[0] + place.half * (parameter[0] // 2), *inner.offset[1:]), inner.shape)
+    if len(parts) == 1 and _is_plain(parts[0], parameter):
+        # Stored as it is, possibly as one of several experts: any box stays one box.
+        before = len(parts[0].shape) - len(parameter)
+        offset = parts[0].global_offset[:before] + inner.offset
+        yield replace(piece, key=parts[0].key, box=Box(offset, (1,) * before + inner.shape), data_start=start)
+        return
+    for first, run in _runs(inner, parameter):
+        begin = sum(o * math.prod(parameter[dim + 1 :]) for dim, o in enumerate(first))
+        for part in parts:
+            held = boxes_of_range(part, start=begin, end=begin + run.length)
+            for box in (box for one in held for box in _contiguous_boxes(one, part.stride)):
+                memory = part.storage_offset + sum(o * s for o, s in zip(box.offset, part.stride, strict=True))
+                where = start + (run.start + memory - begin) * itemsize
+                offset = tuple(g + o for g, o in zip(part.global_offset, box.offset, strict=True))
+                yield replace(piece, key=part.key, box=Box(offset, box.shape), data_start=where)
+
+
+def _is_plain(part: LogicalPiece, parameter: tuple[int, ...]) -> bool:
+    before = len(part.shape) - len(parameter)
+    plain = identity_piece(part.key, parameter)
+    window = (part.shape[before:], part.stride[before:], part.storage_offset, part.global_shape[before:])
+    return part.shape[:before] == (1,) * before and window == (plain.shape, plain.stride, 0, plain.shape)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Elements that are contiguous both in a piece and in the parameter. start: in the piece."""
+
+    start: int
+    length: int
+
+
+def _runs(box: Box, parameter: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], _Run]]:
+    """Yields the contiguous runs of a box of a parameter, with the index of the first element of each."""
+    # Dimensions from `dim` on are whole, so that they and one range of the dimension before them are contiguous.
+    dim = len(parameter)
+    while dim > 0 and box.shape[dim - 1] == parameter[dim - 1]:
+        dim -= 1
+    outer = max(dim - 1, 0)
+    length = math.prod(box.shape[outer:])
+    for number, index in enumerate(itertools.product(*(range(size) for size in box.shape[:outer]))):
+        first = (*(o + i for o, i in zip(box.offset, index)), *box.offset[outer:])
+        yield first, _Run(number * length, length)
+
+
+def _contiguous_boxes(box: Box, stride: tuple[int, ...]) -> Iterator[Box]:
+    """Splits a box of a window with these strides into boxes that are row-major in memory without gaps."""
+    dim, inner = len(box.shape), 1
+    # Queries of several groups, for instance, have keys and values between them.
+    while dim > 0 and (box.shape[dim - 1] == 1 or stride[dim - 1] == inner):
+        dim -= 1
+        inner *= box.shape[dim]
+    for index in itertools.product(*(range(size) for size in box.shape[:dim])):
+        offset = (*(o + i for o, i in zip(box.offset, index)), *box.offset[dim:])
+        yield Box(offset, (*(1 for _ in index), *box.shape[dim:]))
+
+
+def places_of_model(files: MegatronCoreFiles, model: nn.Module) -> dict[str, list[Place]]:
+    """Returns the places of each parameter and buffer by its name here. Every stored weight must belong to one."""
+    num_layers = len({found[1] for name, _ in model.named_parameters() if (found := _LAYER.fullmatch(name))})
+    num_experts = len({found[2] for name, _ in model.named_parameters() if (found := _EXPERT.fullmatch(name))})
+    places = {}
+    shapes = files.shapes
+    for name, tensor in _tensors_of(model).items():
+        places[name] = _places(name, files, shapes, num_layers=num_layers, num_experts=num_experts)
+        for place in places[name]:
+            require_shape(files, place.key, place.shape(tuple(tensor.shape)))
+    unknown = sorted(shapes.keys() - {place.key for found in places.values() for place in found})
+    if unknown:
+        more = f", and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        raise ValueError(f"{files.folder} has {unknown[0]}{more}, which the model of its arguments has not")
+    return places
+
+
+def require_shape(files: MegatronCoreFiles, key: str, wanted: tuple[int, ...]) -> None:
+    """Raises ValueError unless a stored tensor has the shape that the model's parameter needs."""
+    found = files.shape(key)
+    if found != wanted:
+        raise ValueError(f"{files.folder} has {key} with shape {list(found)}: must be {list(wanted)} by its arguments")
+
+
+def _places(
+    name: str, files: MegatronCoreFiles, shapes: Mapping[str, Any], *, num_layers: int, num_experts: int
+) -> list[Place]:
+    """Returns the first way to store a parameter whose keys exist."""
+    ways = list(_ways(name, num_layers=num_layers, num_experts=num_experts))
+    for places in ways:
+        if all(place.key in shapes for place in places):
+            return places
+    raise ValueError(f"{files.folder} has no {ways[0][0].key}, which is {name} of the model of its arguments")
+
+
+def _ways(name: str, *, num_layers: int, num_experts: int) -> Iterator[list[Place]]:
+    """Yields all ways to store a parameter: layers stacked or not, both names of a norm, and the same for experts, gate
+    and up.
+    """
+    for expert_key, expert_rows in _expert_keys(name, num_experts=num_experts):
+        for norm_key in _norm_keys(expert_key):
+            layer = _LAYER.fullmatch(norm_key)
+            stacked = [(f"decoder.layers.{layer[2]}", ((int(layer[1]), num_layers),))] if layer else []
+            for key, rows in (*stacked, (norm_key, ())):
+                yield [Place(key, (*rows, *expert_rows))]
+                if _GATED.fullmatch(key):
+                    halves = enumerate((f"{key}_w", f"{key}_v"))
+                    yield [Place(half_key, (*rows, *expert_rows), half) for half, half_key in halves]
+
+
+def _expert_keys(name: str, *, num_experts: int) -> Iterator[tuple[str, tuple[tuple[int, int], ...]]]:
+    expert = _EXPERT.fullmatch(name)
+    if expert is None:
+        yield name, ()
+        return
+    before, inner = f"{expert[1]}mlp.experts.experts.", f"{expert[3]}.{expert[4]}"
+    yield before + inner, ((int(expert[2]), num_experts),)
+    yield f"{before}{expert[2]}.{inner}", ()
+
+
+def _norm_keys(name: str) -> Iterator[str]:
+    norm = _NORM.fullmatch(name)
+    if norm is not None:
+        # A separate norm may still be stored under its name inside the next linear layer.
+        for linear, own in FUSED_NORMS.items():
+            if own == norm[2]:
+                yield f"{norm[1]}{linear}.layer_norm_{norm[3]}"
+    yield name
+
+
+def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Returns each parameter once, and persistent buffers, of any shape, on the meta device."""
+    aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = {name: value for name, value in model.state_dict().items() if name not in aliases}
+    return {**dict(model.named_parameters()), **buffers}

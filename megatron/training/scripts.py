@@ -1,0 +1,244 @@
+"""The calls of scripts written for Megatron-LM, over this package's own functions. Nothing inside megatron/ calls them.
+
+Their arguments are Megatron-LM's, and they read get_args(). training.py re-exports them, and reads pretrain()'s
+arguments with script_of_call.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.core.config_field import require_defaults
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size, get_num_microbatches
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.parallel_state import get_process_groups, model_parallel_is_initialized
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+from megatron.core.utils import get_model_config, unwrap_model
+from megatron.training.checkpointing.rng_state import seed_ranks
+from megatron.training.checkpointing.scripts import load_checkpoint
+from megatron.training.command_line.published import get_args
+from megatron.training.command_line.validation import batch_sizes
+from megatron.training.gpt_builder import build_gpt
+from megatron.training.setup import build_model, build_scheduler, setup_optimizer
+from megatron.training.step.statistics import total_reports
+
+DatasetsProvider = Callable[[list[int]], Sequence[Any]]
+ModelProvider = Callable[..., nn.Module]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """The parts of a training program that a script passes to pretrain().
+
+    args: parsed arguments, or None for those of the command line. process_non_loss_data_func: see NonLossData.
+    """
+
+    datasets_provider: DatasetsProvider
+    model_provider: ModelProvider
+    forward_step_func: Callable[..., Any]
+    args: argparse.Namespace | None
+    process_non_loss_data_func: Callable[..., Any] | None
+
+
+def script_of_call(
+    cfg_container: argparse.Namespace | DatasetsProvider | None,
+    train_valid_test_dataset_provider: DatasetsProvider | ModelProvider | None,
+    model_type: ModelType | None,
+    forward_step_func: Callable[..., Any] | None,
+    model_provider: ModelProvider | None,
+    process_non_loss_data_func: Callable[..., Any] | None,
+) -> Script:
+    """Reads pretrain()'s first arguments, which differ between versions of Megatron-LM.
+
+    Released versions begin with two functions, the providers of datasets and of the model; their fifth argument, if it
+    is given by position, is process_non_loss_data_func. The main branch begins with the configuration of the run, and
+    gives the model's provider fifth, or leaves it out for the GPT that the arguments describe. A call by keywords may
+    leave cfg_container out. Raises ValueError that names the argument.
+    """
+    args: argparse.Namespace | None = None
+    datasets_provider: Any = train_valid_test_dataset_provider
+    provider: Any = model_provider
+    if callable(cfg_container):
+        datasets_provider = cfg_container
+        # A released call whose model_provider is a keyword has no second function.
+        if train_valid_test_dataset_provider is not None:
+            process_non_loss_data_func = process_non_loss_data_func or model_provider
+            provider = train_valid_test_dataset_provider
+    elif isinstance(cfg_container, argparse.Namespace):
+        args, provider = cfg_container, model_provider or _provide_gpt
+    elif cfg_container is not None:
+        raise ValueError(
+            f"cfg_container is a {type(cfg_container).__name__}: must be the arguments of parse_args, or None for "
+            "those of the command line; in a released version's call the first argument is the datasets' provider"
+        )
+    if model_type is not ModelType.encoder_or_decoder:
+        raise ValueError(f"model_type is {model_type}: only ModelType.encoder_or_decoder is available")
+    functions: dict[str, Any] = {
+        "train_valid_test_dataset_provider": datasets_provider,
+        "model_provider": provider,
+        "forward_step_func": forward_step_func,
+    }
+    for name, function in functions.items():
+        if not callable(function):
+            raise ValueError(f"pretrain: {name} is {function!r}: must be a function")
+    assert forward_step_func is not None, "it is a function"
+    return Script(
+        datasets_provider=datasets_provider,
+        model_provider=provider,
+        forward_step_func=forward_step_func,
+        args=args,
+        process_non_loss_data_func=process_non_loss_data_func,
+    )
+
+
+def _provide_gpt(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:
+    return build_gpt(get_args(), pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
+
+
+def update_train_iters(args: argparse.Namespace) -> None:
+    """Sets args.train_iters of a run that is limited by --train-samples; leaves other runs as they are."""
+    if args.train_samples is not None:
+        args.train_iters = batch_sizes(args).running.iterations_within(args.train_samples, consumed=0)
+
+
+def get_model(
+    model_provider_func: ModelProvider,
+    model_type: ModelType = ModelType.encoder_or_decoder,
+    wrap_with_ddp: bool = True,
+    config: Any = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> list[nn.Module]:
+    """Builds this rank's model chunks as the arguments say, on its device. Collective, see build_model.
+
+    wrap_with_ddp: wrap them for data parallelism. config, pg_collection: passed to model_provider_func unless they are
+    None. pg_collection: must be parallel_state's groups.
+    """
+    _check_model_type(model_type)
+    _check_groups("get_model", pg_collection)
+    given = {"config": config, "pg_collection": pg_collection}
+    further = {name: value for name, value in given.items() if value is not None}
+
+    def provide(**position: Any) -> nn.Module:
+        return model_provider_func(**position, **further)
+
+    return build_model(provide if further else model_provider_func, get_args(), wrap=wrap_with_ddp)
+
+
+def get_optimizer_param_scheduler(optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """Builds the schedule of learning rate and weight decay that the arguments describe."""
+    return build_scheduler(optimizer, get_args())
+
+
+def setup_model_and_optimizer(
+    model_type: ModelType | ModelProvider,
+    model_provider_func: ModelProvider | ModelType | None = None,
+    checkpointing_context: None = None,
+    *,
+    cfg_container: None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> tuple[list[nn.Module], MegatronOptimizer, OptimizerParamScheduler]:
+    """Builds model chunks, optimizer and schedule, and loads the checkpoint of --load, which sets args.iteration.
+
+    The first two arguments may be in the order of released versions, with the provider first. model_provider_func: None
+    means the GPT that the arguments describe. Collective.
+    """
+    if not isinstance(model_type, ModelType) and isinstance(model_provider_func, ModelType):
+        model_type, model_provider_func = model_provider_func, model_type
+    _check_model_type(model_type)
+    assert not isinstance(model_provider_func, ModelType), "model_type is the other one"
+    require_defaults(
+        "setup_model_and_optimizer",
+        "the run's arguments are those of get_args(), and its checkpoints have no context",
+        checkpointing_context=(checkpointing_context or None, None),
+        cfg_container=(cfg_container, None),
+    )
+    args = get_args()
+    model = get_model(model_provider_func or _provide_gpt, pg_collection=pg_collection)
+    optimizer, scheduler = setup_optimizer(model, args, config_overrides=None)
+    for chunk in unwrap_model(model):
+        # The schedule calls it after the last backward of a step, unless the provider has set another function.
+        chunk.config.finalize_model_grads_func = chunk.config.finalize_model_grads_func or finalize_model_grads
+    # As in pretrain(), replicas start from equal weights and then draw different dropout masks.
+    seed_ranks(args.seed, get_process_groups())
+    args.iteration = args.num_floating_point_operations_so_far = 0
+    args.consumed_train_samples = args.consumed_valid_samples = 0
+    if args.load is not None:
+        loaded = load_checkpoint(model, optimizer, scheduler)
+        args.iteration, args.num_floating_point_operations_so_far = loaded
+    return model, optimizer, scheduler
+
+
+def train_step(
+    forward_step_func: Callable[..., Any],
+    data_iterator: Iterator[Any] | list[Iterator[Any] | None] | None,
+    model: list[nn.Module],
+    optimizer: MegatronOptimizer,
+    opt_param_scheduler: OptimizerParamScheduler,
+    config: Any,
+    forward_backward_func: Callable[..., Any],
+    iteration: int | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+    p2p_communicator: None = None,
+) -> tuple[dict[str, Tensor], int, bool, bool, int, float | None, float | None]:
+    """Runs one step of a script's own loop over a global batch. Collective over all ranks.
+
+    Returns losses, whether the update was skipped (0 or 1), whether to save and whether to exit (both False), an exit
+    code (0), the norm of the gradients and their number of zeros, None where they were not computed. losses: on the
+    last pipeline stage, the mean of each over the global batch, [], fp64; empty on other stages. config: must be the
+    model's. iteration: no effect. The loop of pretrain() also retries a step that overflowed an expert's buffer; this
+    function is for models without such buffers. Raises ValueError for them, and for a config of another model.
+    """
+    args = get_args()
+    _check_groups("train_step", pg_collection)
+    require_defaults("train_step", "stages exchange tensors in one way", p2p_communicator=(p2p_communicator, None))
+    if config is not None and config is not get_model_config(model[0]):
+        raise ValueError("train_step: config is not the model's: pass get_model_config(model[0])")
+    if args.moe_expert_rank_capacity_factor is not None:
+        raise ValueError(
+            f"--moe-expert-rank-capacity-factor is {args.moe_expert_rank_capacity_factor}: a step that overflows these "
+            "buffers is retried by pretrain() alone; call it, or leave the flag out"
+        )
+    optimizer.zero_grad()
+    reports = forward_backward_func(
+        forward_step_func=forward_step_func,
+        data_iterator=data_iterator,
+        model=model,
+        num_microbatches=get_num_microbatches(),
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        forward_only=False,
+    )
+    updated, grad_norm, num_zeros = optimizer.step()
+    if updated:
+        opt_param_scheduler.step(increment=get_current_global_batch_size())
+    return _mean_losses(reports), int(not updated), False, False, 0, grad_norm, num_zeros
+
+
+def _mean_losses(reports: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Returns the mean of each reported loss over data- and context-parallel ranks: [], fp64, on the device."""
+    totals = total_reports(reports)
+    if totals and group_size(get_process_groups().dp_cp) > 1:
+        together = torch.stack(list(totals.values()))
+        dist.all_reduce(together, group=get_process_groups().dp_cp)
+        totals = dict(zip(totals, together))
+    return {name: total[0] / total[1].clamp(min=1) for name, total in totals.items()}
+
+
+def _check_model_type(model_type: object) -> None:
+    if model_type is not ModelType.encoder_or_decoder:
+        raise ValueError(f"model_type is {model_type}: only ModelType.encoder_or_decoder is available")
+
+
+def _check_groups(call: str, pg_collection: ProcessGroupCollection | None) -> None:
+    if pg_collection is not None and not (
+        model_parallel_is_initialized() and pg_collection.tp is get_process_groups().tp
+    ):
+        raise ValueError(f"{call}: pg_collection has other groups than parallel_state: pass None, or those")

@@ -1,0 +1,123 @@
+"""Checkpoints that Megatron-Core itself wrote go on here as they went on there: tests/megatron_core/README.md."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing import StreamReader, VerifiedCheckpoint, verify
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from tests.functional_tests.launch import Run, run_program
+from tests.megatron_core.settings import FLAGS, STEPS, STEPS_IN_ALL, case_flags
+from tools.checkpoint import main as convert
+
+FIXTURES = Path(__file__).parents[1] / "megatron_core" / "fixtures"
+FURTHER = ["--train-iters", str(STEPS_IN_ALL), "--eval-iters", "0"]
+
+
+def _run(case: str, folder: Path, *flags: str, ranks: int = 1, load: Path | None = None) -> Run:
+    argv = [*FLAGS, *case_flags(case), *FURTHER, "--load", str(load or FIXTURES / case), *flags]
+    return run_program(argv, ranks, folder=folder)
+
+
+def _losses(run: Run) -> dict[int, float]:
+    assert set(run.exit_codes) == {0}, run.written()
+    return {iteration: fields["lm_loss"] for iteration, fields in run.steps.items()}
+
+
+def _expected(case: str) -> dict[int, float]:
+    found = json.loads((FIXTURES / case / "losses.json").read_text(encoding="utf-8"))["further"]
+    return {int(iteration): loss for iteration, loss in found.items()}
+
+
+# Megatron-Core wrote them with two tensor-parallel (dense) or expert-parallel ranks (experts), with sharded state.
+@pytest.mark.parametrize(
+    ("case", "flags", "ranks"),
+    [
+        ("dense", [], 1),
+        ("dense", ["--pipeline-model-parallel-size", "2"], 2),
+        ("dense", ["--use-distributed-optimizer", "--micro-batch-size", "1"], 2),
+        ("dense", ["--tensor-model-parallel-size", "2", "--sequence-parallel"], 2),
+        ("experts", [], 1),
+        ("experts", ["--pipeline-model-parallel-size", "2"], 2),
+        ("experts", ["--expert-model-parallel-size", "2", "--use-distributed-optimizer"], 2),
+    ],
+    ids=lambda value: " ".join(value) or "alone" if isinstance(value, list) else str(value),
+)
+def test_further_steps_have_the_losses_of_the_run_that_went_on_there(
+    case: str, flags: list[str], ranks: int, tmp_path: Path
+) -> None:
+    losses = _losses(_run(case, tmp_path, *flags, ranks=ranks))
+    assert losses == pytest.approx(_expected(case), abs=1e-5)
+
+
+def test_a_converted_checkpoint_goes_on_like_the_one_that_was_loaded(tmp_path: Path) -> None:
+    save = tmp_path / "ours"
+    _convert("dense", save)
+    converted = _losses(_run("dense", tmp_path / "converted", "--no-load-rng", load=save))
+    assert converted == _losses(_run("dense", tmp_path / "loaded"))
+    assert converted == pytest.approx(_expected("dense"), abs=1e-5)
+
+
+def _convert(case: str, save: Path) -> None:
+    words = ["convert", "--from", "torch_dist_mcore", "--to", "torch_dist", "--load", str(FIXTURES / case)]
+    assert convert([*words, "--save", str(save)]) == 0
+
+
+def test_masters_are_loaded_beside_16_bit_weights(tmp_path: Path) -> None:
+    # bf16 products are summed in another order there.
+    assert _losses(_run("masters", tmp_path / "log")) == pytest.approx(_expected("masters"), abs=2e-3)
+    _convert("masters", tmp_path / "ours")
+    stored = verify(tmp_path / "ours" / f"iter_{STEPS:07d}")
+    keys = [key for key in stored.tensors if not key.startswith("optimizer.")]
+    masters = [_read(stored, f"optimizer.fp32_param.{key}") for key in keys]
+    weights = [_read(stored, key) for key in keys]
+    # Each master rounds to its weight, and some have more digits.
+    assert all(torch.equal(master.bfloat16(), weight) for master, weight in zip(masters, weights, strict=True))
+    assert any(not torch.equal(master, weight.float()) for master, weight in zip(masters, weights, strict=True))
+
+
+def _read(checkpoint: VerifiedCheckpoint, key: str) -> torch.Tensor:
+    shape, dtype = checkpoint.tensors[key]
+    values = torch.empty(shape, dtype=dtype)
+    StreamReader(checkpoint).fill([ShardedTensor.whole(key, values)])
+    return values
+
+
+def test_a_run_saves_in_our_format_and_resumes_from_it(tmp_path: Path) -> None:
+    save = tmp_path / "ours"
+    first = _losses(_run("dense", tmp_path / "first", "--save", str(save), "--train-iters", str(STEPS + 2)))
+    second = _losses(_run("dense", tmp_path / "second", load=save))
+    assert {**first, **second} == pytest.approx(_expected("dense"), abs=1e-5)
+    assert sorted(first) == [4, 5] and sorted(second) == [6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--hidden-size", "32"], "--hidden-size is 32 here, 16 in the checkpoint"),
+        (["--vocab-size", "65"], "the vocabulary has 65 tokens: must be 1 to the 64 rows"),
+        (["--optimizer", "sgd"], "checkpoint of another optimizer: --optimizer is sgd here, adam in the checkpoint"),
+        (["--lr", "0.5"], "lr"),
+    ],
+    ids=["another model", "more tokens", "another optimizer", "another schedule"],
+)
+def test_what_does_not_fit_is_refused_on_every_rank(flags: list[str], message: str, tmp_path: Path) -> None:
+    run = _run("dense", tmp_path, *flags, "--pipeline-model-parallel-size", "2", ranks=2)
+    assert all(code != 0 for code in run.exit_codes)
+    assert message in run.written()
+
+
+def test_damage_is_found_before_a_tensor_is_touched(tmp_path: Path) -> None:
+    load = tmp_path / "damaged"
+    shutil.copytree(FIXTURES / "dense", load)
+    data = load / f"iter_{STEPS:07d}" / "__1_0.distcp"
+    content = bytearray(data.read_bytes())
+    for place in range(len(content) // 2, len(content) // 2 + 64):
+        content[place] ^= 1
+    data.write_bytes(bytes(content))
+    run = _run("dense", tmp_path / "log", "--pipeline-model-parallel-size", "2", ranks=2, load=load)
+    assert all(code != 0 for code in run.exit_codes)
+    assert f"{data} is corrupt" in run.written()

@@ -1,0 +1,75 @@
+"""A script in Megatron-LM's form: its providers, batches, losses and datasets train as pretrain_gpt.py does."""
+
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.functional_tests.launch import PROGRAM, Run, run_program
+
+OWN = "tests.functional_tests.plugin_script:main"
+# Without padding of the vocabulary, over whose columns a model without unpadded_vocab_size spreads probabilities.
+FLAGS = """
+--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
+--micro-batch-size 2 --global-batch-size 8 --train-iters 3 --lr 1e-2 --mock-data --num-workers 0 --eval-iters 0
+--tokenizer-type NullTokenizer --vocab-size 256 --log-interval 1
+"""
+LAYOUTS = [
+    "--tensor-model-parallel-size 2 --sequence-parallel --bf16",
+    "--pipeline-model-parallel-size 2",
+    "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4",
+    "--context-parallel-size 2",
+    "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 --use-distributed-optimizer",
+]
+
+
+def train(program: str, ranks: int, folder: Path, words: str) -> Run:
+    run = run_program([*FLAGS.split(), *words.split()], ranks, folder=folder, program=program)
+    assert run.exit_codes == [0] * ranks, run.written()
+    return run
+
+
+def assert_equal_steps(one: Run, other: Run, *, rel: float = 0.0) -> None:
+    assert one.steps.keys() == other.steps.keys() == {1, 2, 3}
+    for number, step in one.steps.items():
+        for name in ("lm_loss", "grad_norm"):
+            assert step[name] == pytest.approx(other.steps[number][name], rel=rel, abs=0), (number, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", LAYOUTS)
+def test_plugins_train_as_pretrain_gpt_does_under_every_layout(tmp_path: Path, words: str) -> None:
+    assert_equal_steps(train(OWN, 2, tmp_path / "own", words), train(PROGRAM, 2, tmp_path / "gpt", words), rel=1e-6)
+
+
+def test_all_conventions_of_a_loss_function_are_the_same_loss(tmp_path: Path) -> None:
+    expected = train(PROGRAM, 1, tmp_path / "gpt", "")
+    for convention in ("tokens", "pair", "mean"):
+        own = train(OWN, 1, tmp_path / convention, f"--loss-convention {convention}")
+        assert_equal_steps(own, expected, rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("convention", ["tokens", "pair", "mean"])
+def test_conventions_are_the_same_loss_over_parts_of_sequences(tmp_path: Path, convention: str) -> None:
+    plain = "--hidden-dropout 0 --attention-dropout 0"
+    own = train(OWN, 2, tmp_path / "own", f"{plain} --loss-convention {convention} --context-parallel-size 2")
+    assert_equal_steps(own, train(PROGRAM, 1, tmp_path / "one", plain), rel=2e-4)
+
+
+def test_a_dataset_of_the_script_is_read(tmp_path: Path) -> None:
+    reversed_ = train(OWN, 1, tmp_path / "reversed", "--reverse-documents")
+    plain = train(OWN, 1, tmp_path / "plain", "")
+    assert reversed_.steps[1]["lm_loss"] != plain.steps[1]["lm_loss"]
+
+
+def test_data_of_evaluations_reaches_the_script_on_the_last_rank(tmp_path: Path) -> None:
+    words = "--eval-iters 1 --eval-interval 2 --train-iters 2 --pipeline-model-parallel-size 2"
+    run = train(OWN, 2, tmp_path, words)
+    first, last = (outcome.stdout for outcome in run.outcomes)
+    assert "largest per-token loss" not in first
+    # An evaluation at the interval, and the final ones of the validation and the test split.
+    assert last.count("largest per-token loss at iteration 2: ") == 3
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [point.step for point in events.Scalars("largest per-token loss")][:1] == [2]

@@ -1,0 +1,144 @@
+"""Comparing public names: reading the list of them, and the verdicts on calls, fields and classes."""
+
+import sys
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tools.compare_api import Comparison, Verdict, compare, compare_all, counts, load_unsupported, read_names
+from tools.write_migration_docs import MARK, with_table
+
+LIST = """
+# A comment
+## there/calls.py
+same(first, second=2, *, third='x')
+renamed(first, other=None)
+moved(first, second=2)
+default(first=1, flag=True)
+by_name(first, second=2)
+needs_more(first)
+absent()
+class Thing(Base)
+    __init__(size, dtype=torch.float32)
+    size (property)
+    grow(by=2 ** 4)
+    shrink()
+    build(number)
+class Options() dataclass
+    width: int = 0
+    scale: Optional[float] = 1.5
+    names: list[str] = field(default_factory=list)
+    depth: int = field(default=4, metadata={'argparse_meta': {'arg_na
+    lost: bool = False
+## elsewhere.py
+thing()
+"""
+
+
+class Thing:
+    """A class with a constructor, a property and a method of one name each."""
+
+    def __init__(self, size: int, dtype: Any = None, *, ours: int = 3) -> None:
+        self._size = size
+
+    @property
+    def size(self) -> int:
+        """The size."""
+        return self._size
+
+    def grow(self, by: int = 16) -> None:
+        """Adds to the size."""
+        self._size += by
+
+    @staticmethod
+    def build(cls: type, number: int) -> None:
+        """Takes a class, which the list leaves out like that of a class method."""
+
+
+@dataclass(kw_only=True)
+class Options:
+    """Fields of every kind."""
+
+    width: int = 0
+    scale: float | None = 2.5
+    names: tuple[str, ...] = ()
+    depth: int = 4
+
+
+def _calls() -> dict[str, Any]:
+    def same(first: int, second: int = 2, *, third: str = "x", ours: int = 0) -> None: ...
+    def renamed(first: int, another: int | None = None) -> None: ...
+    def moved(second: int = 2, first: int = 0) -> None: ...
+    def default(first: int = 1, flag: int = 1) -> None: ...
+    def by_name(first: int, *, second: int = 2) -> None: ...
+    def needs_more(first: int, second: int) -> None: ...
+
+    return {**locals(), "Thing": Thing, "Options": Options}
+
+
+@pytest.fixture
+def verdicts(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Verdict, str]]:
+    module = ModuleType("there.calls")
+    vars(module).update(_calls())
+    monkeypatch.setitem(sys.modules, "there", ModuleType("there"))
+    monkeypatch.setitem(sys.modules, "there.calls", module)
+    rows = compare_all(read_names(LIST))
+    return {row.name.path.removeprefix("there.calls."): (row.verdict, row.why) for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "why"),
+    [
+        ("same", Verdict.SAME, ""),
+        ("renamed", Verdict.THIN, "no other"),
+        ("moved", Verdict.THIN, "first is at another position; second is at another position"),
+        ("default", Verdict.THIN, "flag=1 instead of True"),
+        ("by_name", Verdict.THIN, "second is by keyword only"),
+        ("needs_more", Verdict.THIN, "second is needed"),
+        ("absent", Verdict.MISSING, "not here"),
+        ("Thing", Verdict.SAME, ""),
+        ("Thing.__init__", Verdict.THIN, "dtype=None instead of torch.float32"),
+        ("Thing.size", Verdict.SAME, ""),
+        ("Thing.grow", Verdict.SAME, ""),
+        ("Thing.shrink", Verdict.MISSING, "not here"),
+        ("Thing.build", Verdict.SAME, ""),
+        ("Options.width", Verdict.SAME, ""),
+        ("Options.scale", Verdict.THIN, "scale=2.5 instead of 1.5"),
+        ("Options.names", Verdict.SAME, ""),
+        ("Options.depth", Verdict.SAME, ""),
+        ("Options.lost", Verdict.MISSING, "not here"),
+        ("elsewhere.thing", Verdict.MISSING, "its module or class is not here"),
+    ],
+)  # fmt: skip
+def test_verdicts(verdicts: dict[str, tuple[Verdict, str]], name: str, verdict: Verdict, why: str) -> None:
+    assert verdicts[name] == (verdict, why)
+
+
+def test_names_of_what_we_lack_do_not_count() -> None:
+    (name,) = read_names("## megatron/core/parallel_state.py\nget_gtp_weight_remat_rank()\n")
+    row = compare(name)
+    assert row.unsupported.startswith("generalised tensor parallelism")
+    assert sum(counts([row]).values()) == 0
+
+
+def test_every_pattern_of_what_we_lack_matches_a_name() -> None:
+    unmatched = {pattern for entry in load_unsupported() for pattern in entry.names}
+    for row in compare_all():
+        unmatched = {pattern for pattern in unmatched if not fnmatchcase(row.name.path, pattern)}
+    assert unmatched == set()
+
+
+def test_names_with_one_verdict_for_one_reason_share_a_row() -> None:
+    names = read_names("## a/b.py\nclass C()\n    one()\n    two()\n    three()\n")
+    rows = [Comparison(name, Verdict.THIN if name.name == "two" else Verdict.SAME, "no x|y") for name in names]
+    table = with_table(f"By hand.\n{MARK}old", rows)
+    assert table.startswith(f"By hand.\n{MARK}\nOf 4 names, 4 are of something that exists here.")
+    assert "| `C`: `the class`, `one`, `three` | same |  |\n| `C`: `two` | thin | no x\\|y |\n" in table
+
+
+def test_a_page_without_the_mark_is_refused() -> None:
+    with pytest.raises(ValueError, match="has no line"):
+        with_table("By hand.", [])

@@ -1,0 +1,196 @@
+"""Reading the training command of a launch script: bash itself, which runs the same scripts, says what is right."""
+
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tools.launch_scripts import ScriptError, read_script
+
+# A script of Megatron users' kind; each part of the language that the reader follows is in one of these.
+ARRAYS = """
+#!/bin/bash
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+GPUS_PER_NODE=8
+NUM_NODES=${NNODES:-2}
+WORLD_SIZE=$(($GPUS_PER_NODE*$NUM_NODES))
+DISTRIBUTED_ARGS=(
+    --nproc_per_node $GPUS_PER_NODE   # of one node
+    --nnodes "$NUM_NODES"
+)
+MODEL_ARGS=(
+    --num-layers 16
+    --hidden-size $((4 * 128))
+    --moe-layer-freq "([0]*1+[1]*15)"
+)
+MODEL_ARGS+=(--global-batch-size $((WORLD_SIZE * 4)) )
+torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py "${MODEL_ARGS[@]}" --save "$SAVE_DIR/run" 2>&1 | tee log.txt
+"""
+STRINGS = r"""
+TP=2
+BASE="--num-layers 12 \
+    --hidden-size 512 \
+    --lr 1e-4"
+DATA="--data-path /data/a_${TP}_document"
+if [[ -n "$EXTRA" && "$TP" -gt 1 ]]; then
+    BASE="$BASE $EXTRA"
+elif [ "$TP" = 2 ]; then
+    BASE="$BASE --bf16"
+else
+    BASE="$BASE --fp16"
+fi
+[ -z "$PROFILE" ] && BASE+=" --no-profile-here"
+case "$TP" in
+    1) BASE="$BASE --one" ;;
+    2|4) BASE="$BASE --two" ;;
+    *) BASE="$BASE --many" ;;
+esac
+NAME=pretrain.v2.sh
+torchrun --nproc-per-node $TP ./megatron/pretrain_gpt.py $BASE $DATA --log ${NAME%.sh} ${NAME##*.} \
+    ${NAME#*.} ${NAME%%.*}
+"""
+FUNCTIONS = """
+OPTIONS=""
+for name in a b; do OPTIONS="$OPTIONS --flag-$name 1"; done
+train() {
+    local lr=$1
+    shift
+    torchrun pretrain_gpt.py --lr $lr $OPTIONS --rest "$@"
+}
+mkdir_like=1 && train 0.5 x y
+"""
+EVALUATED = """
+CMD="torchrun pretrain_gpt.py --num-layers 3 --split '9,1,0'"
+eval $CMD
+"""
+
+
+def _by_bash(script: str, environment: dict[str, str]) -> list[str]:
+    """The words that bash gives to torchrun when it runs the script, from the program on."""
+    function = "torchrun() { printf '%s\\0' \"$@\" >&3; }\n"
+    run = subprocess.run(
+        ["bash", "-c", f"exec 3>&1\n{function}{script}"],
+        env={"PATH": "/usr/bin:/bin", **environment},
+        capture_output=True,
+        check=False,
+        text=True,
+        cwd="/tmp",
+    )
+    words = run.stdout.split("\0")[:-1]
+    return words
+
+
+def _by_reader(script: str, environment: dict[str, str]) -> list[str]:
+    (launch,) = read_script(script, environment, name="run.sh").launches
+    return [*launch.launcher[1:], launch.program, *launch.words]
+
+
+@pytest.mark.parametrize("environment", [{}, {"NNODES": "4"}], ids=["defaults", "given"])
+def test_arrays_and_arithmetic_are_those_of_bash(environment: dict[str, str]) -> None:
+    environment = {"SAVE_DIR": "/tmp/out dir", **environment}
+    # The log file of `tee` would be written to the current folder.
+    script = ARRAYS.replace(" | tee log.txt", "")
+    assert _by_reader(script, environment) == _by_bash(script, environment)
+
+
+@pytest.mark.parametrize(
+    "environment", [{}, {"EXTRA": "--swiglu --tied"}, {"PROFILE": "1"}], ids=["none", "extra", "profile"]
+)
+def test_strings_and_conditions_are_those_of_bash(environment: dict[str, str]) -> None:
+    assert _by_reader(STRINGS, environment) == _by_bash(STRINGS, environment)
+
+
+def test_evaluated_strings_are_those_of_bash() -> None:
+    assert _by_reader(EVALUATED, {}) == _by_bash(EVALUATED, {})
+
+
+@given(words=st.lists(st.text(st.characters(blacklist_characters="\0\r\n", codec="utf-8"), max_size=8), max_size=5))
+@settings(max_examples=100, deadline=None)
+def test_any_quoted_words_are_read_as_they_are(words: list[str]) -> None:
+    # A last word that starts with `--` makes it a training command, whatever the others are.
+    array, rest = shlex.join([*words, "--end"]), shlex.join(words)
+    script = f'ARGS=({array})\ntorchrun pretrain_gpt.py "${{ARGS[@]}}" --and {rest}\n'
+    (launch,) = read_script(script, {}, name="run.sh").launches
+    assert launch.words == (*words, "--end", "--and", *words)
+
+
+def test_an_exported_variable_is_part_of_the_command() -> None:
+    (launch,) = read_script(ARRAYS, {"SAVE_DIR": "/out"}, name="run.sh").launches
+    assert launch.environment == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+
+def test_a_variable_that_nobody_gives_stays_and_is_named() -> None:
+    (launch,) = read_script(ARRAYS, {}, name="run.sh").launches
+    assert launch.words[-1] == "${SAVE_DIR}/run"
+    assert launch.unknown == ("SAVE_DIR",)
+
+
+def test_what_the_caller_gives_wins_over_the_script() -> None:
+    (launch,) = read_script(STRINGS, {"TP": "4"}, name="run.sh").launches
+    assert launch.launcher == ("torchrun", "--nproc-per-node", "4")
+    assert "--fp16" in launch.words
+
+
+def test_functions_and_loops_are_those_of_bash() -> None:
+    assert _by_reader(FUNCTIONS, {}) == _by_bash(FUNCTIONS, {})
+
+
+def test_a_command_for_a_scheduler_is_found_in_its_string() -> None:
+    script = 'run="python -u /opt/m/pretrain_gpt.py --num-layers 2 --lr ${LR}"\nsrun -l --output=x sh -c "${run}"\n'
+    (launch,) = read_script(script, {"LR": "0.1"}, name="run.sub").launches
+    assert (launch.program, launch.words) == ("/opt/m/pretrain_gpt.py", ("--num-layers", "2", "--lr", "0.1"))
+
+
+def test_conditions_that_depend_on_files_are_named() -> None:
+    script = "if [ -f /there ]; then A=1; fi\ntorchrun pretrain_gpt.py --lr 1\n"
+    assert read_script(script, {}, name="run.sh").notes == ("line 1: the condition '-f /there' is taken as false",)
+
+
+def test_nothing_is_executed(tmp_path: Path) -> None:
+    victim = tmp_path / "file"
+    victim.write_text("x", encoding="utf-8")
+    script = f"rm -f {victim}\nX=$(rm -f {victim})\n> {victim}\ntorchrun pretrain_gpt.py --lr 1 --tag $X\n"
+    (launch,) = read_script(script, {}, name="run.sh").launches
+    assert victim.read_text(encoding="utf-8") == "x"
+    assert launch.words == ("--lr", "1", "--tag", f"$(rm -f {victim})")
+
+
+def test_several_commands_are_found_in_order() -> None:
+    script = "for lr in 1 2; do torchrun pretrain_gpt.py --lr $lr; done\n"
+    launches = read_script(script, {}, name="run.sh").launches
+    assert [launch.words for launch in launches] == [("--lr", "1"), ("--lr", "2")]
+
+
+@pytest.mark.parametrize("text", ["", "echo hello\n", "f() { f; }\nf\n"], ids=["empty", "no training", "endless"])
+def test_a_script_without_a_command_is_refused(text: str) -> None:
+    with pytest.raises(ScriptError, match=r"run\.sh|more than"):
+        read_script(text, {}, name="run.sh")
+
+
+def test_flags_of_a_model_config() -> None:
+    text = """
+    ENV_VARS: {LR: 0.1}
+    MODEL_ARGS:
+      --num-layers: 12
+      --swiglu: true
+      --untie-embeddings-and-output-weights: false
+      --lr: ${LR}
+      --data-path: ${DATA}/text
+      --recompute-modules: "moe_act layernorm"
+      --moe-layer-freq: ([0]*1 + [1]*15)
+    """
+    (launch,) = read_script(text, {}, name="model_config.yaml").launches
+    assert launch.words == (
+        *("--num-layers", "12", "--swiglu", "--lr", "0.1", "--data-path", "${DATA}/text"),
+        *("--recompute-modules", "moe_act", "layernorm", "--moe-layer-freq", "([0]*1 + [1]*15)"),
+    )
+    assert launch.unknown == ("DATA",)
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "a: b", "MODEL_ARGS: 3", "a: [", ""], ids=str)
+def test_other_yaml_is_refused(text: str) -> None:
+    with pytest.raises(ScriptError, match=r"model\.yaml"):
+        read_script(text, {}, name="model.yaml")

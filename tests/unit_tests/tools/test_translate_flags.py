@@ -1,0 +1,203 @@
+"""Translating a launch script: the words of the result, the reason of each change, and the exit status."""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron.training.command_line.flags import FlagState, flag_table, load_known_flags
+from tests.functional_tests.launch import run_program
+from tools.launch_scripts import Launch, ScriptError
+from tools.translate_flags import (
+    Effect,
+    Setting,
+    change_of,
+    group_words,
+    load_rules,
+    main,
+    problems_of,
+    translate,
+)
+
+MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16".split()
+RUN = "--micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 0.001".split()
+DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 64".split()
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --disable-bias-linear --swiglu".split()
+# The recipe of Megatron-LM's paged stash: a library that moves tokens, fused layers, 8-bit products.
+STASH = """
+    --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-hybridep-num-sms 32
+    --use-transformer-engine-op-fuser --transformer-impl transformer_engine --te-rng-tracker
+    --fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag --bf16
+    --moe-router-padding-for-quantization --moe-mlp-glu-interleave-size 32
+    --moe-paged-stash --moe-expert-rank-capacity-factor 1.5 --moe-paged-stash-buffer-size-factor-cuda 1.2
+    --moe-paged-stash-buffer-size-factor-cpu 1.0 --moe-router-force-load-balancing
+    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --expert-model-parallel-size 2
+""".split()
+
+
+def _translate(
+    *words: str, launcher: Sequence[str] = ("torchrun", "--nproc-per-node", "2")
+) -> tuple[list[str], Effect]:
+    translation = translate(Launch(tuple(launcher), "pretrain_gpt.py", words))
+    return list(translation.launch.words), translation.effect
+
+
+def _write(folder: Path, *words: str, program: str = "pretrain_gpt.py") -> Path:
+    script = folder / "train.sh"
+    script.write_text(f"torchrun --nproc-per-node 2 {program} {shlex.join(words)}\n", encoding="utf-8")
+    return script
+
+
+def test_a_command_that_works_as_it_is_stays_as_it_is() -> None:
+    assert _translate(*MODEL, *RUN, *DATA, "--bf16") == ([*MODEL, *RUN, *DATA, "--bf16"], Effect.SAME)
+
+
+@pytest.mark.parametrize(
+    ("given", "result", "effect"),
+    [
+        ("--model-parallel-size 2", "--tensor-model-parallel-size 2", Effect.SAME),
+        ("--transformer-impl transformer_engine", "", Effect.SPEED),
+        ("--cuda-graph-impl local --cuda-graph-scope full_iteration", "--cuda-graph-impl full_iteration", Effect.SAME),
+        ("--enable-cuda-graph --cuda-graph-scope mlp", "--cuda-graph-impl local --cuda-graph-modules mlp", Effect.SAME),
+        ("--moe-token-dispatcher-type flex --moe-enable-deepep",
+         "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep", Effect.SAME),
+        ("--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep",
+         "--moe-token-dispatcher-type alltoall", Effect.SPEED),
+        ("--fp8-format hybrid --bf16", "--bf16", Effect.ANOTHER),
+        ("--fp8-format hybrid", "--bf16", Effect.ANOTHER),
+        ("--optimizer dist_muon --muon-coefficient-type simple",
+         "--optimizer muon --use-distributed-optimizer --muon-coefficient-type simple", Effect.SAME),
+        ("--optimizer muon", "--optimizer muon", Effect.ANOTHER),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", "--use-torch-fsdp2", Effect.SPEED),
+        ("--ckpt-format torch --lr=0.1", "--ckpt-format torch_dist --lr 0.1", Effect.SAME),
+        ("--one-logger-project x --enable-ft-package", "", Effect.SAME),
+        ("--is-hybrid-model --lr 1", "--lr 1", Effect.ANOTHER),
+        ("--perform-rl-step", "", Effect.ANOTHER),
+        ("--dsa-indexer-topk 4", "", Effect.ANOTHER),
+        ("--no-such-flag 3", "", Effect.ANOTHER),
+        ("--position-embedding-type mrope", "", Effect.ANOTHER),
+        ("--mamba-state-dim 128", "", Effect.SAME),  # its default, in a script that names everything
+    ],
+)  # fmt: skip
+def test_flags_become_ours(given: str, result: str, effect: Effect) -> None:
+    assert _translate(*given.split()) == (result.split(), effect)
+
+
+def test_every_change_has_a_reason_of_one_line() -> None:
+    translation = translate(Launch((), "pretrain_gpt.py", tuple(STASH)))
+    assert len(translation.changes) == 12
+    for change in translation.changes:
+        assert change.why and "\n" not in str(change) and str(change).count("[") == 1
+
+
+def test_rules_name_flags_that_exist_and_results_that_work() -> None:
+    table = flag_table()
+    works = {word for flag in table.in_state(FlagState.WORKS) for word in flag.flags}
+    known = {word for row in load_known_flags().flags for word in row.flags}
+    for rule in load_rules():
+        results = [word for word in rule.becomes if word.startswith("--")]
+        assert set(results) <= works, rule
+        exact = [flag for flag in rule.flags if "*" not in flag]
+        assert set(exact) <= known | _NAMES_OF_OTHER_VERSIONS, rule
+
+
+# Flags of earlier versions of Megatron-LM, which the list of known flags does not have.
+_NAMES_OF_OTHER_VERSIONS = {"--use-custom-fsdp", "--tp-only-amax-red"}
+
+
+def test_a_kept_flag_is_never_one_that_our_command_line_refuses() -> None:
+    """Every known flag alone: what is kept works, or is accepted without an effect."""
+    for row in load_known_flags().flags:
+        setting = Setting(row.flags[0], ())
+        change = change_of(setting, {setting.flag: setting}, own_script=False)
+        flag = next(flag for flag in flag_table().flags if row.flags[0] in flag.flags)
+        assert change is not None or flag.state in (FlagState.WORKS, FlagState.DEFAULT_ONLY), row.flags
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        ([*MODEL, *RUN, *DATA, "--bf16"], 0),
+        ([*MODEL, *RUN, *DATA, "--transformer-impl", "transformer_engine"], 10),
+        ([*MODEL, *RUN, *DATA, *EXPERTS, *STASH], 20),
+        ([*MODEL, *RUN, *DATA, "--tensor-model-parallel-size", "3"], 2),
+        ([*MODEL, *RUN, *DATA, "--hidden-size", "${WIDTH}"], 2),
+    ],
+    ids=["same", "speed", "another", "refused", "unknown value"],
+)
+def test_the_exit_status_says_which_run_it_is(
+    words: list[str], status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Quoted, the variable would be text.
+    script = tmp_path / "run.sh"
+    script.write_text(f"torchrun --nproc-per-node 2 pretrain_gpt.py {' '.join(words)}\n", encoding="utf-8")
+    assert main([str(script)]) == status
+    printed = capsys.readouterr()
+    assert bool(printed.err) == (status == 2)
+
+
+def test_a_refused_result_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = _write(tmp_path, *MODEL, *RUN, *DATA, "--tensor-model-parallel-size", "3")
+    assert main([str(script)]) == 2
+    assert "--num-attention-heads is 4" in capsys.readouterr().err
+
+
+def test_flags_of_a_script_of_the_users_own_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = _write(tmp_path, *MODEL, *RUN, "--my-flag", "3", program="my/train.py")
+    assert main([str(script)]) == 0
+    assert "my/train.py" in (printed := capsys.readouterr().out) and "--my-flag 3" in printed
+
+
+@pytest.mark.parametrize("program", ["pretrain_mamba.py", "/opt/megatron/pretrain_vlm.py", "train_rl.py"])
+def test_programs_that_train_something_else_are_refused(program: str) -> None:
+    with pytest.raises(ScriptError, match="does not exist here"):
+        translate(Launch((), program, ("--num-layers", "2")))
+
+
+def test_one_of_several_commands_must_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "sweep.sh"
+    words = shlex.join([*MODEL, *RUN, *DATA])
+    script.write_text(f"for s in 1 2; do torchrun pretrain_gpt.py {words} --seed $s; done\n", encoding="utf-8")
+    assert main([str(script)]) == 2
+    assert "choose one by --launch N (1: line 1, 2: line 1)" in capsys.readouterr().err
+    assert main([str(script), "--launch", "2"]) == 0
+    assert "--seed 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_command_that_is_not_there_cannot_be_chosen(number: int, tmp_path: Path) -> None:
+    script = _write(tmp_path, "--lr", "1")
+    assert main([str(script), "--launch", str(number)]) == 2
+
+
+@pytest.mark.parametrize("text", ["x", "=3", "a-b=1"])
+def test_wrong_values_from_outside_are_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(_write(tmp_path, "--lr", "1")), "--set", text]) == 2
+    assert f"--set is {text!r}" in capsys.readouterr().err
+
+
+def test_a_missing_script_is_an_error_of_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "none.sh")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_model_config_gets_the_fewest_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = group_words([*MODEL, *RUN, *DATA, *EXPERTS, "--expert-model-parallel-size", "2"])
+    lines = [f"  {setting.flag}: {setting.text or 'true'}" for setting in settings]
+    config = tmp_path / "model_config.yaml"
+    config.write_text("\n".join(["MODEL_ARGS:", *lines, "  --pipeline-model-parallel-size: 2", ""]), encoding="utf-8")
+    assert main([str(config)]) == 0
+    assert "torchrun --nproc-per-node 4 pretrain_gpt.py" in capsys.readouterr().out
+
+
+def test_the_paged_stash_recipe_translates_to_a_line_that_trains(tmp_path: Path) -> None:
+    words = [*MODEL, *RUN, *DATA, *EXPERTS, *STASH]
+    translation = translate(Launch(("torchrun", "--nproc-per-node", "2"), "pretrain_gpt.py", tuple(words)))
+    assert translation.effect is Effect.ANOTHER and problems_of(translation) == []
+    run = run_program(translation.launch.words, 2, folder=tmp_path)
+    assert run.exit_codes == [0, 0], run.written()
+    assert sorted(run.steps) == [1, 2]
+    # The stash is logged with the last step.
+    stash = next(line["stash"] for line in run.log if line.get("stash"))
+    assert stash["pool"]["device_high_water"] > 0 and stash["capacity_factor"] == 1.5

@@ -1,0 +1,598 @@
+"""Reads the command that a launch script runs, without running the script: bash, or a model_config.yaml.
+
+Bash is parsed by tree-sitter. The part of its meaning that launch scripts use is followed here: variables, arrays,
+expansions with defaults, arithmetic, `if`, `case`, `for`, functions, `eval` and `bash -c`. Nothing is executed, so a
+variable that the script takes from outside stays unknown unless the caller gives it, and so does the output of a
+command.
+"""
+
+import ast
+import operator
+import os
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Final
+
+import tree_sitter_bash
+import yaml
+from tree_sitter import Language, Node, Parser
+
+BASH: Final = Language(tree_sitter_bash.language())
+
+# A function that calls itself, or a loop over a long list, must not keep the reader busy for ever.
+_MOST_COMMANDS = 10_000
+_MOST_CALLS = 50
+
+
+class ScriptError(ValueError):
+    """A script that cannot be read, or has no training command."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A training command as a script gives it.
+
+    launcher: words before the program, such as torchrun's. program: the script that is trained with; "" where a file
+    gives flags alone. words: the program's flags. environment: variables that the script exports. unknown: names of
+    variables without a value that are part of the command, which appear in words as ${NAME}. line: from 1.
+    """
+
+    launcher: tuple[str, ...]
+    program: str
+    words: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    unknown: tuple[str, ...] = ()
+    line: int = 1
+
+
+@dataclass(frozen=True)
+class Script:
+    """launches: training commands in the order in which they run. notes: what could not be followed, with its line."""
+
+    launches: tuple[Launch, ...]
+    notes: tuple[str, ...]
+
+
+def read_script(text: str, values: Mapping[str, str], *, name: str) -> Script:
+    """Reads a bash script or, if `name` ends in .yaml or .yml, a model_config.yaml.
+
+    values: variables from outside; positional parameters are named 1, 2 ... Raises ScriptError for text that is
+    neither, and where no training command is found.
+    """
+    if name.endswith((".yaml", ".yml")):
+        return _read_model_config(text, values, name=name)
+    reader = _BashReader(values)
+    reader.run_text(text)
+    if not reader.launches:
+        raise ScriptError(
+            f"{name}: no command runs a Python program with flags (torchrun ... pretrain_gpt.py --num-layers ...); "
+            "if the command depends on a variable, give it with --set NAME=VALUE"
+        )
+    return Script(tuple(reader.launches), tuple(dict.fromkeys(reader.notes)))
+
+
+# Keys under which Megatron-LM's functional tests keep a run's flags.
+_MODEL_KEYS = ("MODEL_ARGS",)
+_EXPANSION = re.compile(r"\$\{?(\w+)\}?")
+
+
+def _read_model_config(text: str, values: Mapping[str, str], *, name: str) -> Script:
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ScriptError(f"{name}: {error}") from None
+    if not isinstance(content, dict):
+        raise ScriptError(f"{name}: must be a mapping with MODEL_ARGS, or of flags to values")
+    flags = next((content[key] for key in _MODEL_KEYS if key in content), None)
+    if flags is None:
+        flags = {key: value for key, value in content.items() if str(key).startswith("--")}
+    if not isinstance(flags, dict) or not flags:
+        raise ScriptError(f"{name}: MODEL_ARGS must be a mapping of flags (--num-layers: 12), and has none")
+    environment = {key: str(value) for key, value in (content.get("ENV_VARS") or {}).items()}
+    known = {**environment, **values}
+    unknown: dict[str, None] = {}
+
+    def expand(word: str) -> str:
+        def replace(match: re.Match[str]) -> str:
+            if match[1] not in known:
+                unknown[match[1]] = None
+            return known.get(match[1], f"${{{match[1]}}}")
+
+        return _EXPANSION.sub(replace, word)
+
+    words = [expand(word) for flag, value in flags.items() for word in _words_of_setting(str(flag), value)]
+    return Script((Launch((), "", tuple(words), environment, tuple(unknown)),), ())
+
+
+def _words_of_setting(flag: str, value: Any) -> list[str]:
+    if value is True or value is None:
+        return [flag]
+    if value is False:
+        return []
+    if isinstance(value, list):
+        return [flag, *map(str, value)]
+    text = str(value)
+    # Several values of a list stand in one string. Patterns such as ([0]*1+[1]*15) have no spaces.
+    return [flag, *shlex.split(text)] if isinstance(value, str) and not text.startswith("(") else [flag, text]
+
+
+class _BashReader:
+    """Follows a script's commands and collects those that train."""
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        self.variables: dict[str, str | list[str]] = dict(values)
+        self.given = dict(values)  # what the caller gives wins over the script's own assignments
+        self.environment: dict[str, str] = {}
+        self.functions: dict[str, Node] = {}
+        self.launches: list[Launch] = []
+        self.notes: list[str] = []
+        self.commands = 0
+        self.depth = 0
+        self.first_line = 1
+
+    def run_text(self, text: str) -> None:
+        source = text.encode()
+        self.run_children(Parser(BASH).parse(source).root_node)
+
+    def run_children(self, node: Node) -> None:
+        for child in node.named_children:
+            self.run(child)
+
+    def run(self, node: Node) -> None:
+        self.commands += 1
+        if self.commands > _MOST_COMMANDS:
+            raise ScriptError(f"line {self._line(node)}: more than {_MOST_COMMANDS:,} commands; is it a loop?")
+        runner = self._RUNNERS.get(node.type)
+        if runner is not None:
+            runner(self, node)
+        elif node.type in ("while_statement", "c_style_for_statement"):
+            self._note(node, "loops with a condition are not followed")
+        elif node.type == "ERROR":
+            self._note(node, f"this is not understood: {_text(node)[:60]!r}")
+
+    def _line(self, node: Node) -> int:
+        return node.start_point[0] + self.first_line
+
+    def _note(self, node: Node, text: str) -> None:
+        self.notes.append(f"line {self._line(node)}: {text}")
+
+    # Statements
+
+    def _assign(self, node: Node) -> None:
+        target, value = node.child_by_field_name("name"), node.child_by_field_name("value")
+        assert target is not None
+        name = _text(target)
+        if name in self.given:
+            return
+        new: str | list[str]
+        if value is None:
+            new = ""
+        elif value.type == "array":
+            new = [word for child in value.named_children if child.type != "comment" for word in self._fields(child)]
+        else:
+            new = self._string(value)
+        old = self.variables.get(name)
+        if any(child.type == "+=" for child in node.children) and old is not None:
+            if isinstance(old, list):
+                new = [*old, *(new if isinstance(new, list) else [new])]
+            else:
+                new = old + (new if isinstance(new, str) else " ".join(new))
+        self.variables[name] = new
+
+    def _declare(self, node: Node) -> None:
+        exported = node.children[0].type == "export"
+        for child in node.named_children:
+            if child.type == "variable_assignment":
+                self._assign(child)
+                target = child.child_by_field_name("name")
+                assert target is not None
+                value = self.variables.get(_text(target), self.given.get(_text(target), ""))
+                if exported and isinstance(value, str):
+                    self.environment[_text(target)] = value
+            elif child.type == "variable_name" and exported and isinstance(self.variables.get(_text(child)), str):
+                self.environment[_text(child)] = str(self.variables[_text(child)])
+
+    def _if(self, node: Node) -> None:
+        condition, body = _parts_of_if(node)
+        if self._holds(condition):
+            for statement in body:
+                if statement.type not in ("elif_clause", "else_clause"):
+                    self.run(statement)
+            return
+        for clause in body:
+            if clause.type == "else_clause":
+                self.run_children(clause)
+            elif clause.type == "elif_clause":
+                condition, statements = _parts_of_if(clause)
+                if self._holds(condition):
+                    for statement in statements:
+                        self.run(statement)
+                    return
+
+    def _holds(self, condition: Sequence[Node]) -> bool:
+        # Of several commands the last decides.
+        return bool(condition) and self._is_true(condition[-1])
+
+    def _case(self, node: Node) -> None:
+        subject = node.child_by_field_name("value")
+        value = "" if subject is None else _known(self._string(subject))
+        for item in (child for child in node.named_children if child.type == "case_item"):
+            patterns = item.children_by_field_name("value")
+            if any(fnmatchcase(value, self._string(pattern)) for pattern in patterns):
+                for statement in item.named_children[len(patterns) :]:
+                    self.run(statement)
+                return
+
+    def _for(self, node: Node) -> None:
+        variable, body = node.child_by_field_name("variable"), node.child_by_field_name("body")
+        assert variable is not None and body is not None
+        for word in [word for item in node.children_by_field_name("value") for word in self._fields(item)]:
+            self.variables[_text(variable)] = word
+            self.run_children(body)
+
+    def _define(self, node: Node) -> None:
+        name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
+        assert name is not None and body is not None
+        self.functions[_text(name)] = body
+
+    def _list(self, node: Node) -> None:
+        # a && b, a || b: tests decide, everything else is taken to succeed.
+        left, right = node.named_children[0], node.named_children[-1]
+        if left.type == "test_command":
+            succeeded = self._is_true(left)
+        else:
+            self.run(left)
+            succeeded = True
+        if succeeded == any(child.type == "&&" for child in node.children):
+            self.run(right)
+
+    def _command(self, node: Node) -> None:
+        words: list[str] = []
+        for child in node.named_children:
+            if child.type == "variable_assignment":
+                self._assign(child)
+            elif child.type == "command_name":
+                words += self._fields(child.named_children[0])
+            elif not child.type.endswith("redirect"):
+                words += self._fields(child)
+        if not words:
+            return
+        if words[0] == "eval" or (os.path.basename(words[0]) in ("bash", "sh") and "-c" in words[1:2]):
+            self._run_string(node, " ".join(words[1:]) if words[0] == "eval" else words[2] if len(words) > 2 else "")
+        elif words[0] in self.functions:
+            self._call(words[0], words[1:])
+        elif words[0] == "set" and "--" in words:
+            self._set_positional(words[words.index("--") + 1 :])
+        elif words[0] == "shift":
+            self._set_positional(self._positional()[int(words[1]) if words[1:] else 1 :])
+        else:
+            self._look_for_launch(node, words)
+
+    def _run_string(self, node: Node, text: str) -> None:
+        outer, self.first_line = self.first_line, self._line(node)
+        self.run_text(text)
+        self.first_line = outer
+
+    def _call(self, name: str, arguments: Sequence[str]) -> None:
+        self.depth += 1
+        if self.depth > _MOST_CALLS:
+            raise ScriptError(f"function {name} is called more than {_MOST_CALLS} times within itself")
+        outer = {key: value for key, value in self.variables.items() if key.isdigit()}
+        self._set_positional(arguments)
+        self.run_children(self.functions[name])
+        for key in [key for key in self.variables if key.isdigit()]:
+            del self.variables[key]
+        self.variables.update(outer)
+        self.depth -= 1
+
+    def _positional(self) -> list[str]:
+        numbers = sorted((key for key in self.variables if key.isdigit() and key != "0"), key=int)
+        return [str(self.variables[key]) for key in numbers]
+
+    def _set_positional(self, arguments: Sequence[str]) -> None:
+        for key in [key for key in self.variables if key.isdigit()]:
+            del self.variables[key]
+        self.variables.update({str(index): word for index, word in enumerate(arguments, start=1)})
+
+    def _look_for_launch(self, node: Node, words: Sequence[str]) -> None:
+        # A scheduler gets the whole command as one word: srun ... "python pretrain_gpt.py --num-layers 12".
+        for word in words[1:]:
+            if ".py " in word and " --" in word:
+                self._run_string(node, word)
+                return
+        program = next((index for index, word in enumerate(words) if word.endswith(".py")), None)
+        if program is None or not any(word.startswith("--") for word in words[program + 1 :]):
+            return
+        text = " ".join(words)
+        unknown = tuple(dict.fromkeys(re.findall(r"\$\{(\w+)\}", text)))
+        launch = Launch(
+            tuple(words[:program]),
+            words[program],
+            tuple(words[program + 1 :]),
+            dict(self.environment),
+            unknown,
+            self._line(node),
+        )
+        self.launches.append(launch)
+
+    def _run_first_part(self, node: Node) -> None:
+        self.run(node.named_children[0])
+
+    _RUNNERS: Final[dict[str, Callable[["_BashReader", Node], None]]] = {
+        "variable_assignment": _assign,
+        "variable_assignments": run_children,
+        "declaration_command": _declare,
+        "if_statement": _if,
+        "case_statement": _case,
+        "for_statement": _for,
+        "function_definition": _define,
+        "list": _list,
+        "command": _command,
+        "redirected_statement": _run_first_part,
+        "pipeline": _run_first_part,
+        "subshell": run_children,
+        "compound_statement": run_children,
+        "do_group": run_children,
+    }
+
+    # Words
+
+    def _fields(self, node: Node) -> list[str]:
+        """Returns the words of one argument: an unquoted expansion may give none or several."""
+        if node.type == "string":
+            array = self._quoted_array(node)
+            return [self._string(node)] if array is None else array
+        if node.type in ("simple_expansion", "expansion"):
+            value = self._array(node)
+            if value is not None:
+                return [part for word in value for part in word.split()]
+            text = self._string(node)
+            return [text] if "$(" in text else text.split()  # the output of a command is not known: one word
+        if node.type == "concatenation":
+            text = self._string(node)
+            splits = "$(" not in text and any(
+                child.type in ("simple_expansion", "expansion") for child in node.named_children
+            )
+            return text.split() if splits else [text]
+        return [self._string(node)]
+
+    def _quoted_array(self, node: Node) -> list[str] | None:
+        parts = node.named_children
+        if len(parts) != 1 or _text(node) != f'"{_text(parts[0])}"':
+            return None
+        return self._array(parts[0])
+
+    def _array(self, node: Node) -> list[str] | None:
+        """Returns the elements that `${NAME[@]}`, `$@` or `$*` stands for; None for other expansions."""
+        text = _text(node).lstrip()
+        if text in ("$@", "$*", "${@}", "${*}"):
+            return self._positional()
+        match = re.fullmatch(r"\$\{(\w+)\[[@*]\]\}", text)
+        if match is None:
+            return None
+        value = self.variables.get(match[1], [])
+        return value if isinstance(value, list) else [value]
+
+    def _string(self, node: Node) -> str:
+        kind = node.type
+        if kind in ("simple_expansion", "expansion"):
+            # Inside of quotes, the parser counts blanks before an expansion as part of it.
+            text = _text(node)
+            return text[: len(text) - len(text.lstrip())] + self._expansion(node)
+        if kind == "raw_string":
+            return _text(node)[1:-1]
+        if kind == "arithmetic_expansion":
+            return self._arithmetic(node)
+        if kind == "command_substitution":
+            return _text(node)
+        if kind in ("string", "concatenation", "translated_string"):
+            return self._joined(node)
+        text = _text(node)
+        # Outside of quotes a backslash keeps the character after it, and one before a line break joins lines.
+        return re.sub(r"\\(.)", r"\1", text.replace("\\\n", ""), flags=re.DOTALL)
+
+    def _joined(self, node: Node) -> str:
+        start, end = node.start_byte, node.end_byte
+        quoted = node.type == "string"
+        if quoted:
+            start, end = start + 1, end - 1
+        source = node.text or b""
+        text, position = "", start
+        for child in node.named_children:
+            if child.type == "string_content":
+                continue
+            text += _unescaped(source[position - node.start_byte : child.start_byte - node.start_byte], quoted=quoted)
+            text += self._string(child)
+            position = child.end_byte
+        return text + _unescaped(source[position - node.start_byte : end - node.start_byte], quoted=quoted)
+
+    def _expansion(self, node: Node) -> str:
+        text = _text(node).lstrip()
+        array = self._array(node)
+        if array is not None:
+            return " ".join(array)
+        match = re.fullmatch(r"\$\{?(#?)(\w+)(?:\[(\d+)\])?(.*?)\}?", text, flags=re.DOTALL)
+        if match is None:
+            return text
+        counts, name, index, change = match[1], match[2], match[3], match[4]
+        value = self.variables.get(name)
+        if counts:
+            return str(len(value or ""))
+        if isinstance(value, list):
+            place = int(index or 0)
+            value = value[place] if place < len(value) else None
+        return self._changed(name, value, change, node)
+
+    def _changed(self, name: str, value: str | None, change: str, node: Node) -> str:
+        """Applies what follows a name within ${...}: a default, or a prefix or suffix that is cut off."""
+        for mark, empty_counts in ((":-", True), (":=", True), ("-", False), ("=", False)):
+            if change.startswith(mark):
+                if value is None or (empty_counts and not value):
+                    value = self._default(node, change[len(mark) :])
+                    if mark.endswith("="):
+                        self.variables[name] = value
+                return value
+        if change.startswith((":+", "+")):
+            return self._default(node, change.lstrip(":").removeprefix("+")) if value else ""
+        if value is None:
+            return f"${{{name}}}"
+        for mark, cut in _CUTS.items():
+            if change.startswith(mark):
+                return cut(value, change[len(mark) :])
+        if change and not change.startswith((":?", "?")):
+            self._note(node, f"{_text(node)} is taken as ${{{name}}}")
+        return value
+
+    def _default(self, node: Node, text: str) -> str:
+        parts = [child for child in node.named_children[1:] if child.type != "variable_name"]
+        return "".join(self._string(part) for part in parts) if parts else text
+
+    def _arithmetic(self, node: Node) -> str:
+        text = _text(node)[3:-2]
+        for name in dict.fromkeys(re.findall(r"[A-Za-z_]\w*", text)):
+            value = self.variables.get(name)
+            if not isinstance(value, str):
+                return _text(node)
+            text = re.sub(rf"\$?\{{?\b{name}\b\}}?", value, text)
+        try:
+            return str(_integer(ast.parse(text.strip(), mode="eval").body))
+        except (SyntaxError, ValueError, ZeroDivisionError):
+            return _text(node)
+
+    # Tests
+
+    def _is_true(self, node: Node) -> bool:
+        kind = node.type
+        if kind in ("test_command", "parenthesized_expression"):
+            return all(self._is_true(child) for child in node.named_children)
+        if kind == "negated_command":
+            return not self._is_true(node.named_children[0])
+        if kind == "unary_expression":
+            return self._unary(node)
+        if kind == "binary_expression":
+            return self._binary(node)
+        if kind == "list":
+            left, right = node.named_children[0], node.named_children[-1]
+            if any(child.type == "&&" for child in node.children):
+                return self._is_true(left) and self._is_true(right)
+            return self._is_true(left) or self._is_true(right)
+        if kind == "command":
+            self._note(node, f"the condition {_text(node)!r} is taken as false")
+            return False
+        return bool(_known(self._string(node)))
+
+    def _unary(self, node: Node) -> bool:
+        operand = node.named_children[-1]
+        sign = _text(node.children[0])
+        if sign == "!":
+            return not self._is_true(operand)
+        value = _known(self._string(operand))
+        if sign in ("-z", "-n"):
+            return bool(value) == (sign == "-n")
+        if sign == "-v":
+            return _text(operand) in self.variables
+        self._note(node, f"the condition {_text(node)!r} is taken as false")
+        return False
+
+    def _binary(self, node: Node) -> bool:
+        left, right = node.named_children[0], node.named_children[-1]
+        sign = _text(node.children[1])
+        if sign in ("&&", "-a"):
+            return self._is_true(left) and self._is_true(right)
+        if sign in ("||", "-o"):
+            return self._is_true(left) or self._is_true(right)
+        one, other = _known(self._string(left)), _known(self._string(right))
+        if sign in ("=", "=="):
+            return fnmatchcase(one, other)
+        if sign == "!=":
+            return not fnmatchcase(one, other)
+        if sign == "=~":
+            return re.search(other, one) is not None
+        compare = _COMPARISONS.get(sign)
+        if compare is None or not (_is_integer(one) and _is_integer(other)):
+            self._note(node, f"the condition {_text(node)!r} is taken as false")
+            return False
+        return compare(int(one), int(other))
+
+
+def _text(node: Node) -> str:
+    return (node.text or b"").decode()
+
+
+def _parts_of_if(node: Node) -> tuple[list[Node], list[Node]]:
+    """Returns the commands before `then` and those after it, with the elif and else clauses of an if."""
+    then = next(index for index, child in enumerate(node.children) if child.type == "then")
+    before, after = node.children[:then], node.children[then:]
+    return [child for child in before if child.is_named], [child for child in after if child.is_named]
+
+
+def _known(text: str) -> str:
+    """In a condition, a variable without a value is empty, as in bash."""
+    return re.sub(r"\$\{\w+\}", "", text)
+
+
+def _unescaped(source: bytes, *, quoted: bool) -> str:
+    text = source.decode().replace("\\\n", "")
+    return re.sub(r'\\([$`"\\])', r"\1", text) if quoted else re.sub(r"\\(.)", r"\1", text)
+
+
+def _cut_prefix(value: str, pattern: str) -> str:
+    ends = [end for end in range(len(value) + 1) if fnmatchcase(value[:end], pattern)]
+    return value[ends[0] :] if ends else value
+
+
+def _cut_longest_prefix(value: str, pattern: str) -> str:
+    ends = [end for end in range(len(value) + 1) if fnmatchcase(value[:end], pattern)]
+    return value[ends[-1] :] if ends else value
+
+
+def _cut_suffix(value: str, pattern: str) -> str:
+    starts = [start for start in range(len(value) + 1) if fnmatchcase(value[start:], pattern)]
+    return value[: starts[-1]] if starts else value
+
+
+def _cut_longest_suffix(value: str, pattern: str) -> str:
+    starts = [start for start in range(len(value) + 1) if fnmatchcase(value[start:], pattern)]
+    return value[: starts[0]] if starts else value
+
+
+_CUTS: Final[dict[str, Callable[[str, str], str]]] = {
+    "##": _cut_longest_prefix,
+    "#": _cut_prefix,
+    "%%": _cut_longest_suffix,
+    "%": _cut_suffix,
+}
+_COMPARISONS: Final[dict[str, Callable[[int, int], bool]]] = {
+    "-eq": operator.eq,
+    "-ne": operator.ne,
+    "-lt": operator.lt,
+    "-le": operator.le,
+    "-gt": operator.gt,
+    "-ge": operator.ge,
+    "<": operator.lt,
+    ">": operator.gt,
+}
+_OPERATORS: Final[dict[type, Callable[[int, int], int]]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+def _is_integer(text: str) -> bool:
+    return re.fullmatch(r"-?\d+", text) is not None
+
+
+def _integer(tree: ast.expr) -> int:
+    if isinstance(tree, ast.Constant) and isinstance(tree.value, int):
+        return tree.value
+    if isinstance(tree, ast.BinOp) and type(tree.op) in _OPERATORS:
+        return _OPERATORS[type(tree.op)](_integer(tree.left), _integer(tree.right))
+    if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub):
+        return -_integer(tree.operand)
+    raise ValueError("not an integer expression")

@@ -1,0 +1,400 @@
+"""Translates a Megatron-LM launch script into our command: `python tools/translate_flags.py SCRIPT [--set NAME=VALUE]`.
+
+SCRIPT is a bash script that runs `torchrun ... pretrain_gpt.py ...`, or a model_config.yaml of Megatron-LM's functional
+tests. It is read, not run. The output is a shell command with one comment per change, and says in the first line what
+the command trains. Exit status:
+
+    0   the same run: model, data, optimizer and schedule agree, and losses do up to rounding
+    10  the same run, but slower or faster, or with other memory
+    20  another run: something that changes losses does not exist here
+    2   the script cannot be read, or our command line refuses the result
+"""
+
+import argparse
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+# Run as a script, Python looks for modules beside it.
+sys.path.insert(0, str(ROOT))
+
+from megatron.training.arguments import parse_args, validate_args  # noqa: E402
+from megatron.training.command_line.flags import Flag, FlagState, flag_table, refusal  # noqa: E402
+from megatron.training.command_line.refusals import HARMLESS  # noqa: E402
+from megatron.training.command_line.values import value_of_word  # noqa: E402
+from tools.launch_scripts import Launch, Script, ScriptError, read_script  # noqa: E402
+
+RULES_FILE = Path(__file__).with_name("translations.yaml")
+OUR_PROGRAM = "pretrain_gpt.py"
+
+# Programs of Megatron-LM that train what does not exist here.
+_OTHER_PROGRAMS = re.compile(r"(pretrain_(?!gpt\b)\w+|train_(rl|dpo|sft)\w*|finetune_\w+)\.py$")
+# Options of torchrun that give the number of ranks.
+_NODES, _PER_NODE = ("--nnodes",), ("--nproc-per-node", "--nproc_per_node")
+# Flags that are accepted without an effect because of these reasons change how fast a run is.
+_SPEED_REASONS = ("chooses a kernel", "chooses an overlap", "trades time for memory")
+
+
+class Effect(IntEnum):
+    """The effect of a change on the run. Values are exit statuses, and the highest one counts."""
+
+    SAME = 0
+    SPEED = 10
+    ANOTHER = 20
+
+
+VERDICTS = {
+    Effect.SAME: "the same run",
+    Effect.SPEED: "the same run, slower or faster or with other memory",
+    Effect.ANOTHER: "another run",
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A flag with its words, as a script gives it."""
+
+    flag: str
+    words: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.words)
+
+    def __str__(self) -> str:
+        return " ".join((self.flag, *self.words))
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting that does not stay as it is. becomes: our words for it; empty if it is left out."""
+
+    setting: Setting
+    becomes: tuple[str, ...]
+    effect: Effect
+    why: str
+
+    def __str__(self) -> str:
+        result = f"becomes {' '.join(self.becomes)}" if self.becomes else "left out"
+        return f"[{self.effect.name.lower()}] {self.setting}: {result}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A row of translations.yaml, which explains its fields."""
+
+    flags: tuple[str, ...]
+    becomes: tuple[str, ...]
+    effect: Effect
+    why: str
+    values: str | None = None
+    given: Mapping[str, str] = field(default_factory=dict)
+
+    def matches(self, setting: Setting, command: Mapping[str, Setting]) -> bool:
+        """command: the settings of the whole command by flag."""
+        if not any(fnmatchcase(setting.flag, pattern) for pattern in self.flags):
+            return False
+        if self.values is not None and re.fullmatch(self.values, setting.text) is None:
+            return False
+        others = ((command.get(flag), pattern) for flag, pattern in self.given.items())
+        return all(other is not None and re.fullmatch(pattern, other.text) for other, pattern in others)
+
+    def result(self, setting: Setting) -> tuple[str, ...]:
+        """Our words for a setting."""
+        words: list[str] = []
+        for word in self.becomes:
+            words += setting.words if word == "{value}" else [word]
+        return tuple(words)
+
+
+@dataclass(frozen=True)
+class Translation:
+    """launch: our command. world_size: the ranks that its launcher starts, or None. notes: further lines to print."""
+
+    launch: Launch
+    changes: tuple[Change, ...]
+    world_size: int | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def effect(self) -> Effect:
+        return max((change.effect for change in self.changes), default=Effect.SAME)
+
+
+@cache
+def load_rules() -> tuple[Rule, ...]:
+    """Reads translations.yaml, once per process."""
+    rows = yaml.safe_load(RULES_FILE.read_text(encoding="utf-8"))
+    return tuple(
+        Rule(
+            tuple(row["flags"]),
+            tuple(row["becomes"]),
+            Effect[row["effect"].upper()],
+            row["why"],
+            row.get("values"),
+            row.get("given", {}),
+        )
+        for row in rows
+    )
+
+
+def translate(launch: Launch) -> Translation:
+    """Translates a command. Raises ScriptError for a program that trains what does not exist here."""
+    program = launch.program.rpartition("/")[2] or OUR_PROGRAM
+    if _OTHER_PROGRAMS.search(program):
+        raise ScriptError(f"{program} trains what does not exist here: only {OUR_PROGRAM} and scripts of that kind do")
+    # A script of the user's own may have flags of its own.
+    own_script = program != OUR_PROGRAM
+    words: list[str] = []
+    changes: list[Change] = []
+    settings = _with_implied(group_words(launch.words))
+    command = {setting.flag: setting for setting in settings}
+    for setting in settings:
+        change = change_of(setting, command, own_script=own_script)
+        if change is None:
+            words += (setting.flag, *setting.words)
+        else:
+            words += change.becomes
+            changes.append(change)
+    translated = replace(launch, program=launch.program if own_script else OUR_PROGRAM, words=tuple(_unrepeated(words)))
+    return Translation(translated, tuple(changes), _world_size(launch.launcher))
+
+
+def group_words(words: Sequence[str]) -> list[Setting]:
+    """Splits a command line into flags with their words. Words before the first flag are dropped with an error."""
+    settings: list[Setting] = []
+    for word in words:
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            settings.append(Setting(flag, (value,) if equals else ()))
+        elif not settings:
+            raise ScriptError(f"{word!r} stands before the first flag of the program")
+        else:
+            settings[-1] = Setting(settings[-1].flag, (*settings[-1].words, word))
+    return settings
+
+
+def _with_implied(settings: list[Setting]) -> list[Setting]:
+    """Adds defaults of Megatron-LM that differ from ours, where they matter to the run."""
+    given = {setting.flag: setting for setting in settings}
+    optimizer = given.get("--optimizer")
+    if optimizer is not None and "muon" in " ".join(optimizer.words) and "--muon-coefficient-type" not in given:
+        return [*settings, Setting("--muon-coefficient-type", ("quintic",))]
+    return settings
+
+
+def change_of(setting: Setting, command: Mapping[str, Setting], *, own_script: bool) -> Change | None:
+    """Returns the change of a setting of a command; None if it stays as it is."""
+    flag = _flags_by_word().get(setting.flag)
+    first = replace(setting, flag=flag.flags[0]) if flag is not None else setting
+    rule = next((rule for rule in load_rules() if rule.matches(first, command)), None)
+    if rule is not None:
+        becomes = rule.result(setting)
+        unchanged = becomes == (setting.flag, *setting.words)
+        return None if unchanged else Change(setting, becomes, rule.effect, rule.why)
+    if flag is None:
+        if own_script:
+            return None
+        why = "it is no flag of Megatron-LM's that is known here; add it to your script by extra_args_provider"
+        return Change(setting, (), Effect.ANOTHER, why)
+    return _change_by_state(setting, flag)
+
+
+def _change_by_state(setting: Setting, flag: Flag) -> Change | None:
+    if flag.state is FlagState.NO_EFFECT:
+        reason = HARMLESS[flag.flags[0]]
+        speed = reason.startswith(_SPEED_REASONS)
+        return Change(setting, (), Effect.SPEED if speed else Effect.SAME, f"it {reason}")
+    if flag.state is FlagState.WORKS:
+        return _refused_value(setting, flag)
+    if _has_default(setting, flag):
+        if flag.state is FlagState.DEFAULT_ONLY:
+            return None
+        return Change(setting, (), Effect.SAME, "it has its default")
+    return Change(setting, (), Effect.ANOTHER, refusal(flag).removeprefix("not supported; "))
+
+
+def _refused_value(setting: Setting, flag: Flag) -> Change | None:
+    for word in setting.words:
+        # The value of a variable that nobody gave is not known.
+        if flag.constant is None and not word.startswith("${"):
+            try:
+                value_of_word(flag, word)
+            except ValueError as error:
+                return Change(setting, (), Effect.ANOTHER, str(error))
+    return None
+
+
+def _has_default(setting: Setting, flag: Flag) -> bool:
+    if flag.constant is not None:
+        return flag.default == flag.constant
+    try:
+        values = [value_of_word(flag, word) for word in setting.words]
+    except ValueError:
+        return False
+    return flag.default in (values, values[0] if len(values) == 1 else None)
+
+
+@cache
+def _flags_by_word() -> Mapping[str, Flag]:
+    return {word: flag for flag in flag_table().flags for word in flag.flags}
+
+
+def _unrepeated(words: Sequence[str]) -> list[str]:
+    """Leaves out repetitions of a flag without words, such as the --bf16 that an 8-bit format becomes."""
+    settings = group_words(words)
+    kept = dict.fromkeys(settings)
+    return [word for setting in kept for word in (setting.flag, *setting.words)]
+
+
+def _world_size(launcher: Sequence[str]) -> int | None:
+    nodes, per_node = _option(launcher, _NODES, default="1"), _option(launcher, _PER_NODE, default=None)
+    if nodes is None or per_node is None or not (nodes.isdigit() and per_node.isdigit()):
+        return None
+    return int(nodes) * int(per_node)
+
+
+def _option(words: Sequence[str], names: Iterable[str], default: str | None) -> str | None:
+    for index, word in enumerate(words):
+        for name in names:
+            if word == name and index + 1 < len(words):
+                return words[index + 1]
+            if word.startswith(f"{name}="):
+                return word.partition("=")[2]
+    return default
+
+
+def problems_of(translation: Translation) -> list[str]:
+    """Returns the objections of our command line to the translated command, one line each; empty if it accepts it."""
+    if any(_flags_by_word().get(word) is None for word in translation.launch.words if word.startswith("--")):
+        return []  # flags that the user's own script defines cannot be checked without it
+    environment = dict(os.environ)
+    try:
+        os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(translation.world_size or 1)})
+        args = parse_args(argv=translation.launch.words)
+        # A plan is checked like a run, but for what this machine lacks, and the script may be for another.
+        args.dry_run = True
+        if translation.world_size is None:
+            args.world_size = smallest_world(args)
+        validate_args(args)
+    except ValueError as error:
+        return str(error).splitlines()
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+    return []
+
+
+def smallest_world(args: argparse.Namespace) -> int:
+    """The fewest ranks that can hold one copy of the model."""
+    dense = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    expert_tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    experts = args.pipeline_model_parallel_size * args.expert_model_parallel_size * expert_tensor
+    size = dense
+    while size % experts and size < dense * experts:
+        size += dense
+    return size
+
+
+def print_translation(translation: Translation) -> None:
+    """Prints the command with its comments."""
+    launch = translation.launch
+    reasons = [change for change in translation.changes if change.effect is translation.effect]
+    because = "" if translation.effect is Effect.SAME else f", because of {', '.join(c.setting.flag for c in reasons)}"
+    print(f"# [{translation.effect.name.lower()}] {VERDICTS[translation.effect]}{because}")
+    for line in (*translation.notes, *map(str, translation.changes)):
+        print(f"# {line}")
+    for name, value in launch.environment.items():
+        print(f"export {name}={quoted(value)}")
+    start = " ".join(map(quoted, (*launch.launcher, launch.program)))
+    lines = [" ".join(map(quoted, (setting.flag, *setting.words))) for setting in group_words(launch.words)]
+    print(" \\\n    ".join([start, *lines]))
+
+
+def quoted(word: str) -> str:
+    """Quotes a word for the shell, in which ${NAME} and $(command) stay expansions."""
+    if "$(" in word:
+        return f'"{word}"'
+    if re.search(r"\$\{\w+\}", word):
+        return '"' + re.sub(r'(["`\\])', r"\\\1", word) + '"'
+    return shlex.quote(word)
+
+
+def choose_launch(script: Script, number: int | None, *, name: str) -> Launch:
+    """Returns the launch of that number, from 1. Raises ScriptError if several exist and none was chosen."""
+    launches = script.launches
+    if number is not None:
+        if not 1 <= number <= len(launches):
+            raise ScriptError(f"--launch is {number}: {name} has {len(launches)} training commands")
+        return launches[number - 1]
+    if len(launches) > 1:
+        lines = ", ".join(f"{index}: line {launch.line}" for index, launch in enumerate(launches, start=1))
+        raise ScriptError(f"{name} has {len(launches)} training commands: choose one by --launch N ({lines})")
+    return launches[0]
+
+
+def read_values(settings: Sequence[str]) -> dict[str, str]:
+    """Reads NAME=VALUE. Raises ScriptError for other text."""
+    values = {}
+    for text in settings:
+        name, equals, value = text.partition("=")
+        if not equals or not re.fullmatch(r"\w+", name):
+            raise ScriptError(f"--set is {text!r}: must be NAME=VALUE (1=VALUE for the script's first argument)")
+        values[name] = value
+    return values
+
+
+def with_launcher(translation: Translation) -> Translation:
+    """Gives a command without a launcher, such as that of a model_config.yaml, torchrun's smallest layout."""
+    if translation.launch.launcher or translation.world_size is not None:
+        return translation
+    try:
+        ranks = smallest_world(parse_args(argv=translation.launch.words))
+    except ValueError:
+        return translation  # problems_of says why
+    launcher = ("torchrun", "--nproc-per-node", str(ranks))
+    note = f"{ranks} ranks are the fewest that hold the model; with more the batch is split further"
+    launch = replace(translation.launch, launcher=launcher)
+    return replace(translation, launch=launch, world_size=ranks, notes=(*translation.notes, note))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the translation and returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("script", type=Path, help="bash script or model_config.yaml")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a variable from outside; repeatable"
+    )
+    parser.add_argument("--launch", type=int, metavar="N", help="which training command, if the script has several")
+    args = parser.parse_args(argv)
+    name = args.script.name
+    try:
+        script = read_script(args.script.read_text(encoding="utf-8"), read_values(args.set), name=name)
+        translation = translate(choose_launch(script, args.launch, name=name))
+    except (ScriptError, OSError, UnicodeDecodeError) as error:
+        print(f"translate_flags: {error}", file=sys.stderr)
+        return 2
+    unknown = translation.launch.unknown
+    notes = list(script.notes)
+    if unknown:
+        notes.append(f"not known, so left as they are: {', '.join(unknown)}; give them with --set NAME=VALUE")
+    translation = with_launcher(replace(translation, notes=tuple(notes)))
+    print_translation(translation)
+    problems = problems_of(translation)
+    for problem in problems:
+        print(f"translate_flags: our command line refuses it: {problem}", file=sys.stderr)
+    return 2 if problems else int(translation.effect)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Writes the table of public names in docs/migration.md: `python -m tools.write_migration_docs`.
+
+What stands above the table is written by hand and stays.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from tools.compare_api import Comparison, Verdict, compare_all, counts
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "migration.md"
+MARK = "<!-- Below this line: python -m tools.write_migration_docs. Do not edit. -->\n"
+
+
+def with_table(page: str, comparisons: Sequence[Comparison]) -> str:
+    """Returns the page with the table of these comparisons. Raises ValueError for a page without MARK."""
+    head, mark, _ = page.partition(MARK)
+    if not mark:
+        raise ValueError(f"docs/migration.md has no line {MARK.strip()!r}")
+    return head + mark + "\n".join(["", *_summary(comparisons), *_modules(comparisons)])
+
+
+def _summary(comparisons: Sequence[Comparison]) -> list[str]:
+    found = counts(comparisons)
+    here = sum(found.values())
+    return [
+        f"Of {len(comparisons):,} names, {here:,} are of something that exists here. Of these, {found[Verdict.SAME]:,} "
+        f"({100 * found[Verdict.SAME] / here:.1f}%) are the same, {found[Verdict.THIN]} are thin and "
+        f"{found[Verdict.MISSING]} are missing.",
+        "",
+    ]
+
+
+def _modules(comparisons: Sequence[Comparison]) -> list[str]:
+    lines = []
+    for module, rows in groupby(comparisons, key=lambda row: row.name.module):
+        lines += [f"### {module}", "", "| names | here | why |", "|---|---|---|"]
+        for owner, members in groupby(list(rows), key=_owner):
+            lines += _rows_of(owner, list(members))
+        lines.append("")
+    return lines
+
+
+def _owner(row: Comparison) -> str:
+    if row.name.kind == "class":
+        return row.name.name
+    return row.name.owner
+
+
+def _rows_of(owner: str, members: Sequence[Comparison]) -> Iterable[str]:
+    # Names with one verdict for one reason share a row, in the order of their first.
+    groups: dict[tuple[str, str], list[str]] = {}
+    for row in members:
+        groups.setdefault((row.verdict.value, _why(row)), []).append(_shown(row))
+    prefix = f"`{owner}`: " if owner else ""
+    for (verdict, why), names in groups.items():
+        yield f"| {prefix}{', '.join(f'`{name}`' for name in names)} | {verdict} | {why} |"
+
+
+def _shown(row: Comparison) -> str:
+    return "the class" if row.name.kind == "class" else row.name.name
+
+
+def _why(row: Comparison) -> str:
+    if row.verdict is Verdict.SAME:
+        return row.unsupported and f"only with its default: {row.unsupported}"
+    return (row.unsupported or row.why).replace("|", "\\|")
+
+
+def main() -> None:
+    """Rewrites the table."""
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), compare_all()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
