@@ -393,7 +393,7 @@ def _norm_keys(name: str) -> Iterator[str]:
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Returns each parameter once, and persistent buffers, of any shape, on the meta device."""
+    """Returns each parameter once, and persistent buffers, of any shape and dtype, on the meta device."""
     aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {name: value for name, value in model.state_dict().items() if name not in aliases}
     return {**dict(model.named_parameters()), **buffers}
