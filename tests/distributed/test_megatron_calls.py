@@ -1,6 +1,7 @@
 """Calls of data parallelism and optimizers as scripts for Megatron and apex write them, on two ranks."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,24 +28,24 @@ from tests.unit_tests.core.optimizer.reference import microbatches, tiny_model
 SHARDED = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
 
 
-def _wrapped(dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> DistributedDataParallel:
+def _wrapped(dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Any:
     # Positional, as Megatron's get_model passes them.
     group = dist.group.WORLD
     groups = ProcessGroupCollection(dp=group, dp_cp=group)
     return DistributedDataParallel(ModelParallelConfig(), SHARDED, tiny_model(dtype, seed), False, groups, None)
 
 
-def _step(model: DistributedDataParallel, optimizer: object, number: int) -> tuple[object, ...]:
-    optimizer.zero_grad(set_to_none=True)  # type: ignore[attr-defined]
+def _step(model: Any, optimizer: Any, number: int) -> Any:
+    optimizer.zero_grad(set_to_none=True)
     (x,) = microbatches(10 * number + dist.get_rank(), dtype=next(model.parameters()).dtype)
     model(x).float().square().mean().backward()
     model.finish_grad_sync()
-    return optimizer.step()  # type: ignore[attr-defined,no-any-return]
+    return optimizer.step()
 
 
-def _distributed(model: DistributedDataParallel, **settings: object) -> DistributedOptimizer:
+def _distributed(model: Any) -> DistributedOptimizer:
     torch_optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
-    config = OptimizerConfig(**{"lr": 0.01, "bf16": True, "weight_decay": 0.0, **settings})  # type: ignore[arg-type]
+    config = OptimizerConfig(lr=0.01, bf16=True, weight_decay=0.0)
     buffers = {0: model.buffers}
     return DistributedOptimizer(
         torch_optimizer,
@@ -52,7 +53,7 @@ def _distributed(model: DistributedDataParallel, **settings: object) -> Distribu
         None,
         lambda optimizer, config=None: None,
         [model],
-        buffers,  # type: ignore[arg-type]
+        buffers,
         dist.group.WORLD,
         None,
         0,
@@ -96,27 +97,29 @@ def _saves_parameter_state(folder: Path) -> None:
     for seed in (0, 3):
         model = _wrapped(seed=seed)
         runs.append((model, get_megatron_optimizer(OptimizerConfig(lr=0.01, bf16=True), [model])))
+    optimizer: Any
+    other: Any
     (model, optimizer), (resumed, other) = runs
     for number in range(2):
         _step(model, optimizer, number)
     filename = str(folder / "state.pt")
     chained = ChainedOptimizer([optimizer])
     chained.save_parameter_state(filename)
-    state = optimizer.get_parameter_state_dp_zero(return_on_all_ranks=True)  # type: ignore[attr-defined]
+    state = optimizer.get_parameter_state_dp_zero(return_on_all_ranks=True)
     assert state[0]["0.weight"]["exp_avg"].numel() == 35 and set(state[0]["0.weight"]) == {
         "exp_avg",
         "exp_avg_sq",
         "fp32_param",
     }
-    empty = optimizer.get_parameter_state_dp_zero(empty_data=True)  # type: ignore[attr-defined]
+    empty = optimizer.get_parameter_state_dp_zero(empty_data=True)
     assert (empty is None) == (dist.get_rank() > 0) and (empty is None or empty[0]["0.weight"]["exp_avg"].is_meta)
-    other.load_parameter_state(filename)  # type: ignore[attr-defined]
+    other.load_parameter_state(filename)
     other.load_state_dict(optimizer.state_dict())
     for number in range(2, 4):
         assert _step(model, optimizer, number) == _step(resumed, other, number)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters()))
     with pytest.raises((ValueError, RuntimeError), match="parameter state|rank 0"):
-        other.load_parameter_state_from_dp_zero([{}])  # type: ignore[attr-defined]
+        other.load_parameter_state_from_dp_zero([{}])
 
 
 def test_a_sharded_state_dict_of_the_distributed_optimizer_continues_a_run(tmp_path: Path) -> None:
@@ -129,15 +132,17 @@ def _continues(folder: Path) -> None:
     _step(model, optimizer, 0)
     items = model_sharded_tensors(model)
     saved = {"model": items, "optimizer": optimizer.sharded_state_dict(items, False)}
-    dist_checkpointing.save(saved, folder / "c", common={})
+    dist_checkpointing.save(saved, str(folder / "c"))
     resumed = _wrapped(seed=3)
     other = get_megatron_optimizer(OptimizerConfig(lr=0.01, bf16=True), [resumed])
     items = model_sharded_tensors(resumed)
     state = other.sharded_state_dict(
         items, is_loading=True, metadata={"distrib_optim_sharding_type": "fully_reshardable"}
     )
-    dist_checkpointing.load({"model": items, "optimizer": state}, folder / "c")
-    other.load_state_dict(state)
+    loaded = dist_checkpointing.load({"model": items, "optimizer": state}, str(folder / "c"))
+    other.load_state_dict(loaded["optimizer"])
+    with pytest.raises(ValueError, match="is_loading=True"):
+        other.load_state_dict(loaded["optimizer"])
     assert _step(model, optimizer, 1) == _step(resumed, other, 1)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters()))
 
@@ -167,7 +172,7 @@ def test_buffers_and_groups_of_a_script_reduce_and_gather_by_themselves() -> Non
 
 
 def _buffers_alone() -> None:
-    model = tiny_model()
+    model: Any = tiny_model()
     named = [(param, name) for name, param in model.named_parameters()]
     names = dict(named)
     config = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True)
@@ -178,6 +183,7 @@ def _buffers_alone() -> None:
     for group in partition_buckets([buffer]):
         assert group.collective_group is dist.group.WORLD and group.ddp_config is config
         for bucket in group.buckets:
+            param: Any
             for param in bucket.params_list:
                 param.main_grad.fill_(rank + 1.0)
         group.start_grad_sync()
@@ -243,7 +249,7 @@ def _fused_adam() -> None:
     results = []
     for sync in (None, torch.int16, torch.uint8):
         model = tiny_model(torch.bfloat16)
-        optimizer = DistributedFusedAdam(model.parameters(), lr=0.01, param_sync_dtype=sync, bucket_cap_mb=1.0)
+        optimizer: Any = DistributedFusedAdam(model.parameters(), lr=0.01, param_sync_dtype=sync, bucket_cap_mb=1.0)
         assert list(optimizer.parameters()) == list(model.parameters())
         assert optimizer.dtype == optimizer.grad_sync_dtype == torch.float32 and optimizer.bucket_cap_mb == 1.0
         assert optimizer.param_sync_dtype == (sync or torch.bfloat16) and optimizer.distributed_size == 2
@@ -257,7 +263,7 @@ def _fused_adam() -> None:
         assert optimizer.state["step"] == 2
         gathered = optimizer.state_dict(gather_on_root=True)
         assert (gathered is None) == (dist.get_rank() > 0)
-        again = DistributedFusedAdam(tiny_model(torch.bfloat16).parameters(), lr=0.01)
+        again: Any = DistributedFusedAdam(tiny_model(torch.bfloat16).parameters(), lr=0.01)
         again.load_state_dict(optimizer.state_dict(gather_on_root=False))
         assert again.state["step"] == 2
         results.append([param.detach().clone() for param in model.parameters()])
