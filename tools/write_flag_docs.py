@@ -32,7 +32,6 @@ CONFIGURATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("sparse attention with an indexer (DSA)", ("--dsa-indexer-topk",)),
     ("Mamba and hybrid models", ("--is-hybrid-model", "--hybrid-layer-pattern", "--hybrid-override-pattern")),
     ("FP8 and FP4", ("--fp8-format", "--fp4-format")),
-    ("Muon with clipped attention scores", ("--qk-clip",)),
     ("maximal update parametrization", ("--use-mup",)),
     ("attention with an output gate", ("--attention-output-gate",)),
     ("a residual stream in fp32", ("--fp32-residual-connection",)),

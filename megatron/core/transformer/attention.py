@@ -9,17 +9,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.config_field import require_defaults
 from megatron.core.logical_tensors import LogicalPiece
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size, or_alone
+from megatron.core.tensor_parallel.largest_logits import LargestLogits
 from megatron.core.tensor_parallel.layers import split_size
 from megatron.core.tensor_parallel.param_attributes import MatrixWindow, mark_partial_gradient
 from megatron.core.tensor_parallel.random import numbers_of_each_rank
 from megatron.core.transformer.context_parallel_attention import over_ranks
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule, run_and_keep
 from megatron.core.transformer.rope import RotaryTable, apply_rotary_pos_emb, split_and_rotate
@@ -64,6 +66,14 @@ class Attention(MegatronModule):
         self.core_attention = build_offering(
             spec, known, config=config, layer_number=layer_number, attn_mask_type=attn_mask_type, **options
         )
+        self.largest_logits: LargestLogits | None = None
+        if config.watches_logits:
+            if not isinstance(self.core_attention, DotProductAttention):
+                raise ValueError(
+                    f"qk_clip or log_max_attention_logit is True and the attention core is a "
+                    f"{type(self.core_attention).__name__}: must be a DotProductAttention, which finds largest scores"
+                )
+            self.largest_logits = self.core_attention.largest_logits
         self.attn_mask_type = attn_mask_type
         self.around_core = over_ranks(self.core_attention, config, kind=kind, cp_group=self.groups.cp)
         # Ranks have different heads, so their dropout must draw different numbers.
@@ -139,6 +149,44 @@ class Attention(MegatronModule):
         Queries and keys are rotated.
         """
         raise NotImplementedError
+
+    def clip_factors(self, largest: Tensor) -> Tensor:
+        """Returns threshold / largest where that is below 1, else 1, also for scores that are not finite: [N], fp64.
+
+        largest: [N], fp64, the largest score of each of this rank's heads.
+        """
+        threshold = self.config.qk_clip_threshold
+        return torch.where((largest > threshold) & largest.isfinite(), threshold / largest, torch.ones_like(largest))
+
+    def row_factors(self, factors: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+        """Returns parameters of projections with factors of their rows: [rows], fp64; factors: [N], fp64, of heads.
+
+        Scaled by them, the scores of a head are its factor times what they were.
+        """
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def clip_qk(self) -> None:
+        """Scales the projections of heads whose scores have exceeded qk_clip_threshold since the last call (qk_clip).
+
+        For training loops with an optimizer of their own, after its step; this rank's scores alone count. Optimizers of
+        get_megatron_optimizer clip within their step, over all ranks, after which this changes nothing. Raises
+        ValueError if qk_clip is off, or if an optimizer holds masters of a projection that are not whole here.
+        """
+        if not self.config.qk_clip:
+            raise ValueError("clip_qk was called and qk_clip is False: must be True")
+        if self.largest_logits is None or self.largest_logits.values is None:
+            return
+        for param, rows in self.row_factors(self.clip_factors(self.largest_logits.values)):
+            factors = rows.view(-1, *[1] * (param.dim() - 1))
+            main = vars(param).get("main_param")
+            if main is not None:
+                if main.shape != param.shape:
+                    raise ValueError("clip_qk: masters of a projection are in parts: let the optimizer's step clip")
+                param.copy_(main.mul_(factors))
+            else:
+                param.mul_(factors)
+        self.largest_logits.reset()
 
     def _kept_until_used(
         self, hidden_states: Tensor, rotary_pos_emb: RotaryTable | None
@@ -256,6 +304,19 @@ class SelfAttention(Attention):
         if rotary_pos_emb is not None:
             query, key = (apply_rotary_pos_emb(t, rotary_pos_emb) for t in (query, key))
         return query, key, value.squeeze(3)
+
+    def row_factors(self, factors: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+        """Returns the factors of the rows of linear_qkv, weight and bias: [rows], fp64; factors: [N], fp64, of heads.
+
+        A group's key is shared by its query heads, so it gets the smallest factor of the group to the power 1 - alpha.
+        Each of these query heads gets what is then missing to its own factor, in all: factor / key's. That is factor
+        to the power alpha for the largest head, and more than 1 for heads below the threshold, whose scores stay.
+        """
+        of_groups = factors.view(self.num_groups, self.queries_per_group)
+        of_keys = of_groups.amin(1, keepdim=True) ** (1 - self.config.qk_clip_alpha)
+        heads = torch.cat((of_groups / of_keys, of_keys, torch.ones_like(of_keys)), dim=1)
+        rows = heads.flatten().repeat_interleave(self.head_width)
+        return [(param, rows) for param in (self.linear_qkv.weight, self.linear_qkv.bias) if param is not None]
 
     def _head_norm(self, spec: Any) -> Any:
         if spec is None:

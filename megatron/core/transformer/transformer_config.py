@@ -24,6 +24,7 @@ from megatron.core.transformer.attention_config import (
     validate_attention,
     validate_context_parallel,
     validate_mla,
+    validate_qk_clip,
 )
 from megatron.core.transformer.cuda_graph_config import CudaGraphConfig
 from megatron.core.transformer.layer_pattern import MAX_LAYERS, parse_layer_pattern
@@ -205,6 +206,7 @@ def validate_heads(config: TransformerConfig) -> None:
         # What divides by heads elsewhere is a width of its own there.
         config.kv_channels = config.qk_width
     validate_attention(config, hidden_size=config.hidden_size, num_layers=config.num_layers)
+    validate_qk_clip(config, multi_latent_attention=config.multi_latent_attention)
 
 
 def fill_in_sizes(config: TransformerConfig) -> None:

@@ -78,7 +78,7 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     (r"--dsa-|--no-dsa-", _DSA),
     (r"--mup-", _MUP),
     (r"--(no-)?tp-comm-", _TE_OVERLAP),
-    (r"--qk-clip-|--qk-l2-norm", "queries and keys are kept small by --qk-layernorm here"),
+    (r"--qk-l2-norm", "queries and keys are kept small by --qk-layernorm here"),
     (r"--(no-)?fp8-|--fp4-|--num-layers-at-|--te-precision|--moe-(dispatch-fwd|combine-bwd)-dtype", _NO_FP8),
     (r"--reuse-grad-buf-for-mxfp8|--keep-fp8-transpose-cache", _NO_FP8),
     (r"--(use-)?kitchen-attention|--flash-attention-version", "choose the attention kernel by --attention-backend"),
@@ -185,7 +185,6 @@ MISSING: tuple[tuple[str, str], ...] = (
     (r"--experimental-attention-variant$|--linear-", _VARIANT),
     (r"--dsa-", _DSA),
     (r"--attention-output-gate$", f"attention outputs have no gate: {_OTHER_MODEL}"),
-    (r"--qk-clip$", "use --qk-layernorm, which bounds attention scores too"),
     (r"--use-mup$|--mup-", _MUP),
     (
         r"--apply-residual-connection-post-layernorm$",
@@ -264,7 +263,6 @@ _FLAGS_BY_REASON = {
         "--no-use-layer-wise-param-layout",
     ),
     _LOG: (
-        "--log-max-attention-logit",
         "--logging-level",
         "--nvtx-ranges",
     ),
