@@ -35,7 +35,6 @@ CONFIGURATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Muon with clipped attention scores", ("--qk-clip",)),
     ("maximal update parametrization", ("--use-mup",)),
     ("attention with an output gate", ("--attention-output-gate",)),
-    ("a residual stream in fp32", ("--fp32-residual-connection",)),
     ("experts in a latent space", ("--moe-latent-size",)),
     ("hyper-connections", ("--enable-mhc-connections",)),
     ("layers of several shapes", ("--heterogeneous-layers-config-path",)),
