@@ -67,7 +67,7 @@ class MoETokenDispatcher(ABC):
         self.shared_experts: Callable[[Tensor], Any] | None = None
         self._demand: RowDemand | None = None
         self._tokens: Tensor | None
-        self._shape, self._tokens = torch.Size(), None  # as step 1 received them
+        self._shape, self._tokens = torch.Size(), None  # as step 1 received them; tokens for a shared expert
         self._shared_output: Tensor | None = None
         self._passage: Any = None  # the order of the rows of the running forward, of each dispatcher's own type
 
@@ -84,9 +84,11 @@ class MoETokenDispatcher(ABC):
 
         tokens: [*, H], any float dtype. ordered: what order_rows returned for the same tokens.
         """
-        self._shape, self._tokens = tokens.shape, as_rows(tokens)
+        rows = as_rows(tokens)
+        # Kept only for whom they serve: a forward that backward repeats for its saved tensors may stop before `_end`.
+        self._shape, self._tokens = tokens.shape, None if self.shared_experts is None else rows
         self._shared_output = None
-        return self._begin(self._tokens, ordered)
+        return self._begin(rows, ordered)
 
     @abstractmethod
     def _begin(self, tokens: Tensor, ordered: Any) -> tuple[Tensor, Tensor]:
