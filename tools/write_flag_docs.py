@@ -34,7 +34,6 @@ CONFIGURATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("FP8 and FP4", ("--fp8-format", "--fp4-format")),
     ("Muon with clipped attention scores", ("--qk-clip",)),
     ("maximal update parametrization", ("--use-mup",)),
-    ("attention with an output gate", ("--attention-output-gate",)),
     ("experts in a latent space", ("--moe-latent-size",)),
     ("hyper-connections", ("--enable-mhc-connections",)),
     ("layers of several shapes", ("--heterogeneous-layers-config-path",)),

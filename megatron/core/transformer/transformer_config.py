@@ -222,6 +222,7 @@ def validate_heads(config: TransformerConfig) -> None:
         num_attention_heads=config.num_attention_heads,
         num_query_groups=config.num_query_groups,
         add_qkv_bias=config.add_qkv_bias,
+        attention_output_gate=config.attention_output_gate,
         rotary_interleaved=config.rotary_interleaved,
     )
     validate_lora_targets(config, multi_latent_attention=config.multi_latent_attention, q_lora_rank=config.q_lora_rank)

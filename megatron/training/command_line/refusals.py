@@ -184,7 +184,6 @@ MISSING: tuple[tuple[str, str], ...] = (
     (r"--fp8-|--first-last-layers-bf16$", f"{_NO_FP8}, and remove this one"),
     (r"--experimental-attention-variant$|--linear-", _VARIANT),
     (r"--dsa-", _DSA),
-    (r"--attention-output-gate$", f"attention outputs have no gate: {_OTHER_MODEL}"),
     (r"--qk-clip$", "use --qk-layernorm, which bounds attention scores too"),
     (r"--use-mup$|--mup-", _MUP),
     (
