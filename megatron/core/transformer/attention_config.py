@@ -61,6 +61,11 @@ class AttentionConfig:
     log_max_attention_logit: bool = config_field(
         False, help="Log the largest score of attention in each step, over all layers and heads."
     )
+    attention_output_gate: bool = config_field(
+        False,
+        help="Attention's output is multiplied by the sigmoid of a gate, which the projection of queries, keys and "
+        "values computes for each query head and channel.",
+    )
     rotary_interleaved: bool = config_field(
         False, help="Neighbouring channels rotate against each other instead of the halves of a head."
     )
@@ -223,6 +228,7 @@ def validate_mla(
     num_attention_heads: int,
     num_query_groups: int | None,
     add_qkv_bias: bool,
+    attention_output_gate: bool,
     rotary_interleaved: bool,
 ) -> None:
     """Raises ValueError for widths without latent attention, and for settings that it does not support."""
@@ -240,6 +246,10 @@ def validate_mla(
         )
     if add_qkv_bias:
         raise ValueError("add_qkv_bias is True and multi_latent_attention is True: its projections have no biases")
+    if attention_output_gate:
+        raise ValueError(
+            "attention_output_gate is True and multi_latent_attention is True: it has no gate, must be False"
+        )
     if rotary_interleaved:
         raise ValueError(
             "rotary_interleaved is True and multi_latent_attention is True: its neighbouring channels rotate against "
