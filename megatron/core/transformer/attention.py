@@ -24,7 +24,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule, run_and_keep
 from megatron.core.transformer.rope import RotaryTable, apply_rotary_pos_emb, split_and_rotate
 from megatron.core.transformer.spec_utils import build_module, build_offering
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig, require_sizes
 
 # query [S, B, N, D], key [S, B, G, D], value [S, B, G, E].
 QueryKeyValue = tuple[Tensor, Tensor, Tensor]
@@ -40,6 +40,7 @@ class Attention(MegatronModule):
         self, config: TransformerConfig, *, num_heads: int, pg_collection: ProcessGroupCollection | None
     ) -> None:
         super().__init__(config)
+        require_sizes(config, "hidden_size", "num_attention_heads")
         self.groups = pg_collection or existing_process_groups()
         self.tp_group = or_alone(self.groups.tp)
         self.num_heads = split_size(num_heads, self.tp_group, name="num_attention_heads")
