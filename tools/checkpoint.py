@@ -43,6 +43,7 @@ from tools.stored_checkpoints import (  # noqa: E402
     stored_tensors,
     values_named,
 )
+from tools.write_megatron_core import CoreTarget, to_megatron_core  # noqa: E402
 
 # Formats, with the names of --ckpt-format where it has them: one file per rank; the canonical format, with two
 # names; weights in safetensors files; models of transformers; and Megatron-Core's own torch_dist.
@@ -59,8 +60,11 @@ _OF_SOURCE = {
 _OF_TARGET = {
     "--max-shard-size": (_SAFETENSORS, _HUB),
     "--hf-reference": (_HUB,),
-    **{f"--target-{axis}-parallel-size": (_LEGACY,) for axis in _AXES},
-    "--target-transformer-impl": (_LEGACY,),
+    **{f"--target-{axis}-parallel-size": (_LEGACY, _CORE) for axis in _AXES if axis != "pipeline"},
+    "--target-pipeline-parallel-size": (_LEGACY,),
+    "--target-transformer-impl": (_LEGACY, _CORE),
+    "--target-optimizer": (_CORE,),
+    "--target-padded-vocab-size": (_CORE,),
 }
 # Arguments in a checkpoint that say how it was trained.
 _LAYOUT = (
@@ -263,7 +267,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     sources = (*both, _CORE)
     source_text = f"format of --load; {_CORE} is Megatron-Core's own torch_dist"
     parser.add_argument("--from", dest="source", choices=sources, required=True, help=source_text)
-    targets = (*both, _SAFETENSORS)
+    targets = (*both, _SAFETENSORS, _CORE)
     text = f"format of --save; {_MEGATRON} is {_CANONICAL}, {_HUB} a model of transformers"
     parser.add_argument("--to", dest="target", choices=targets, required=True, help=text)
     parser.add_argument("--load", type=Path, required=True, help="folder of checkpoints, or of a model of transformers")
@@ -286,7 +290,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compare logits of both models in fp32 on random tokens; needs transformers",
     )
-    of_target = parser.add_argument_group(f"layout of the files that --to {_LEGACY} writes")
+    of_target = parser.add_argument_group(f"the run for which --to {_LEGACY} and --to {_CORE} write")
     of_target.add_argument("--target-tensor-parallel-size", type=int, default=1, help="default: 1")
     of_target.add_argument("--target-pipeline-parallel-size", type=int, default=1, help="default: 1")
     of_target.add_argument("--target-expert-parallel-size", type=int, default=1, help="default: 1")
@@ -295,6 +299,14 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
         choices=("transformer_engine", "local"),
         default="transformer_engine",
         help="implementation whose parameter names are used (default: transformer_engine)",
+    )
+    text = f"rows of the vocabulary of --to {_CORE}; default: as Megatron-LM pads it"
+    of_target.add_argument("--target-padded-vocab-size", type=int, help=text)
+    of_target.add_argument(
+        "--target-optimizer",
+        choices=("distributed", "plain"),
+        default="distributed",
+        help=f"optimizer that will load --to {_CORE}, as by --use-distributed-optimizer (default: distributed)",
     )
 
 
@@ -368,6 +380,20 @@ def _convert_core(options: argparse.Namespace) -> None:
         print("continue with --no-load-optim --no-load-rng, or with --finetune")
 
 
+def _write_core(options: argparse.Namespace) -> None:
+    if options.source != _CANONICAL:
+        raise ValueError(f"--to {_CORE}: must be --from {_CANONICAL}, which is {options.source}")
+    target = CoreTarget(
+        tensor=options.target_tensor_parallel_size,
+        expert=options.target_expert_parallel_size,
+        distributed=options.target_optimizer == "distributed",
+        fused=options.target_transformer_impl == "transformer_engine",
+        padded_vocab_size=options.target_padded_vocab_size,
+    )
+    print(f"wrote {to_megatron_core(options.load, options.save, target=target, step=options.ckpt_step)}")
+    print("not converted: generators; continue there with --no-load-rng")
+
+
 def _convert_files(options: argparse.Namespace) -> None:
     if options.source == options.target:
         raise ValueError(
@@ -375,6 +401,8 @@ def _convert_files(options: argparse.Namespace) -> None:
         )
     if options.source == _CORE:
         return _convert_core(options)
+    if options.target == _CORE:
+        return _write_core(options)
     if options.target == _SAFETENSORS:
         if options.source != _CANONICAL:
             raise ValueError(f"--to {_SAFETENSORS}: must be --from {_CANONICAL}, which is {options.source}")

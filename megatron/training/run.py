@@ -125,8 +125,13 @@ class TrainingRun:
 
     @property
     def evaluation_batch_size(self) -> int:
-        """Samples of an evaluation's batch over all ranks: always the final batch size, as in Megatron-LM."""
-        return self.batches.running.final_size
+        """Samples of an evaluation's batch over all ranks: by default the final size of training's batches."""
+        return self.training.eval_global_batch_size or self.batches.running.final_size
+
+    @property
+    def evaluation_microbatches(self) -> int:
+        """Forward passes of one rank for a batch of an evaluation."""
+        return self.evaluation_batch_size // self.batches.samples_per_round
 
     @property
     def train_iters(self) -> int:
@@ -140,7 +145,8 @@ class TrainingRun:
     @property
     def owes_evaluation(self) -> bool:
         """Whether an evaluation is due and not done. A run that a signal stops leaves it to the resumed run."""
-        return self.is_due(self.training.eval_interval) and self.state.evaluated_iteration < self.state.iteration
+        is_due = self.is_due(self.training.eval_interval) and self.state.evaluated_iteration < self.state.iteration
+        return is_due and self.state.iteration >= (self.training.start_eval_at_iter or 0)
 
     def count_step(self, *, updated: bool, nan: bool) -> None:
         """Advances the counters by a training step."""

@@ -361,7 +361,7 @@ def position_data(run: TrainingRun) -> None:
     run.train_iterator, valid_iterators, test_iterator = build_data_iterators((train, valid, test), plan)
     sets = validation_sets(valid)
     names = _names_of_sets(sets, args)
-    plain = [run.batches.final_num_microbatches] * run.training.eval_iters
+    plain = [run.evaluation_microbatches] * run.training.eval_iters
     run.valid_sets = [
         EvaluationSet(
             iterator=iterator,
@@ -377,8 +377,8 @@ def position_data(run: TrainingRun) -> None:
 
 def _full_batches(rounds: int, run: TrainingRun) -> list[int]:
     """Returns the micro-batches of each rank in each global batch of an evaluation; the last may be smaller."""
-    full, rest = divmod(rounds, run.batches.final_num_microbatches)
-    return [run.batches.final_num_microbatches] * full + [rest] * (rest > 0)
+    full, rest = divmod(rounds, run.evaluation_microbatches)
+    return [run.evaluation_microbatches] * full + [rest] * (rest > 0)
 
 
 def _names_of_sets(sets: Sequence[Any], args: argparse.Namespace) -> Sequence[str | None]:
@@ -427,6 +427,6 @@ def split_sizes(training: TrainingConfig, batches: BatchSchedule, *, full_valida
     train_iters = training.train_iters or 0
     evaluations = 1 if training.eval_interval is None else train_iters // training.eval_interval + 1
     train = 0 if training.skip_train else training.train_samples or batches.samples_after(train_iters)
-    evaluation = training.eval_iters * batches.final_size
+    evaluation = training.eval_iters * (training.eval_global_batch_size or batches.final_size)
     whole = full_validation and training.eval_iters > 0
     return [train, None if whole else evaluations * evaluation, evaluation]

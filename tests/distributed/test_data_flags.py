@@ -150,6 +150,17 @@ def test_each_validation_set_is_evaluated_as_in_a_run_with_that_set_alone(tmp_pa
         assert both[0].losses != both[1].losses
 
 
+def test_a_large_evaluation_batch_is_several_small_ones_and_early_evaluations_are_left_out() -> None:
+    base: Flags = {**FLAGS, "micro-batch-size": 1, "eval-interval": 1}
+    small, large = {"eval-iters": 3}, {"eval-iters": 1, "eval-global-batch-size": 12}
+    flags: list[Flags] = [{**base, **one} for one in (small, large, {**large, "start-eval-at-iter": 4})]
+    for plain, joined, late in run_on_ranks(_evaluations, 2, list(map(command_line, flags))):
+        assert joined == plain
+        assert [one.iteration for one in joined] == [1, 2, 3, 4, 5, 6]
+        assert [one.iteration for one in late] == [4, 5, 6]
+        assert late[0].losses != joined[3].losses, "the first evaluation reads the first samples"
+
+
 def _evaluations(argvs: Sequence[Sequence[str]]) -> list[list[EvaluationReport]]:
     found = []
     for argv in argvs:

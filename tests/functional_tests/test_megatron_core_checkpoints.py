@@ -1,14 +1,20 @@
 """Checkpoints that Megatron-Core itself wrote go on here as they went on there: tests/megatron_core/README.md."""
 
+import io
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from megatron.core.dist_checkpointing import StreamReader, VerifiedCheckpoint, verify
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.storage import read_metadata
+from megatron.training.checkpointing.megatron_core import megatron_core_values
+from megatron.training.checkpointing.megatron_core_files import STAND_INS, MegatronCoreFiles
 from tests.functional_tests.launch import Run, run_program
 from tests.megatron_core.settings import FLAGS, STEPS, STEPS_IN_ALL, case_flags
 from tools.checkpoint import main as convert
@@ -77,6 +83,81 @@ def test_masters_are_loaded_beside_16_bit_weights(tmp_path: Path) -> None:
     # Each master rounds to its weight, and some have more digits.
     assert all(torch.equal(master.bfloat16(), weight) for master, weight in zip(masters, weights, strict=True))
     assert any(not torch.equal(master, weight.float()) for master, weight in zip(masters, weights, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("case", "target"),
+    [
+        ("dense", ["--target-tensor-parallel-size", "2"]),
+        ("experts", ["--target-expert-parallel-size", "2"]),
+        ("masters", ["--target-optimizer", "plain"]),
+    ],
+)
+def test_a_checkpoint_goes_back_as_it_came(case: str, target: list[str], tmp_path: Path) -> None:
+    """Entry by entry; what megatron-core makes of it, README.md says."""
+    _convert(case, tmp_path / "ours")
+    words = ["convert", "--from", "torch_dist", "--to", "torch_dist_mcore", "--load", str(tmp_path / "ours")]
+    command = [*words, "--save", str(tmp_path / "theirs"), "--target-transformer-impl", "local", *target]
+    command += ["--target-padded-vocab-size", "64"]
+    assert convert(command) == 0
+    came, went = (root / f"iter_{STEPS:07d}" for root in (FIXTURES / case, tmp_path / "theirs"))
+    raw = [_raw(MegatronCoreFiles.open(folder)) for folder in (came, went)]
+    assert raw[0].tensors == raw[1].tensors
+    assert [key for key in raw[0].tensors if not torch.equal(_read(raw[0], key), _read(raw[1], key))] == []
+    objects = [_objects(folder) for folder in (came, went)]
+    assert objects[0] == objects[1] and len(objects[0]) > 0
+    common = [MegatronCoreFiles.open(folder).common for folder in (came, went)]
+    assert _shape_of(common[0]["optimizer"]) == _shape_of(common[1]["optimizer"])
+    assert common[0]["opt_param_scheduler"] == common[1]["opt_param_scheduler"]
+    assert megatron_core_values(came)["optimizer"] == megatron_core_values(went)["optimizer"]
+
+
+def _raw(files: MegatronCoreFiles) -> VerifiedCheckpoint:
+    return VerifiedCheckpoint(files.folder, {}, files.metadata, files.checked())
+
+
+def _objects(folder: Path) -> dict[str, bytes]:
+    """The stored objects by key, such as empty states of modules."""
+    metadata = read_metadata(folder, stand_ins=STAND_INS)
+    found = {}
+    for index, place in metadata.storage_data.items():
+        if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
+            data = (folder / place.relative_path).read_bytes()
+            found[index.fqn] = data[place.offset : place.offset + place.length]
+    return {key: torch.load(io.BytesIO(content), weights_only=True) for key, content in found.items()}
+
+
+def _shape_of(state: Any) -> Any:
+    """Nested keys, with the values of groups but the rate of the moment, which the schedule sets."""
+    if isinstance(state, dict):
+        return {key: _shape_of(value) for key, value in state.items() if key != "lr"}
+    return [_shape_of(one) for one in state] if isinstance(state, list) else state
+
+
+@pytest.mark.parametrize("is_nested", [True, False], ids=["with masters or sharded", "fp32"])
+def test_the_step_count_is_found_in_each_form_of_optimizer_state(is_nested: bool, tmp_path: Path) -> None:
+    load = tmp_path / "plain"
+    shutil.copytree(FIXTURES / "dense", load)
+    path = load / f"iter_{STEPS:07d}" / "common.pt"
+    common = torch.load(path, weights_only=False)
+    groups = [
+        {key: value for key, value in group.items() if key != "step"}
+        for group in common["optimizer"]["optimizer"]["param_groups"]
+    ]
+    inner = {"state": {"common_step": torch.tensor(3.0)}, "param_groups": groups}
+    torch.save({**common, "optimizer": {"optimizer": inner} if is_nested else inner}, path)
+    assert megatron_core_values(path.parent)["optimizer"] == {"step": 3, "grad_scaler": None}
+
+
+def test_groups_that_stepped_differently_are_refused(tmp_path: Path) -> None:
+    load = tmp_path / "uneven"
+    shutil.copytree(FIXTURES / "dense", load)
+    path = load / f"iter_{STEPS:07d}" / "common.pt"
+    common = torch.load(path, weights_only=False)
+    common["optimizer"]["optimizer"]["param_groups"][0]["step"] = 2.0
+    torch.save(common, path)
+    with pytest.raises(ValueError, match=r"parameters have been updated \[2, 3\] times: must be one number"):
+        megatron_core_values(path.parent)
 
 
 def _read(checkpoint: VerifiedCheckpoint, key: str) -> torch.Tensor:

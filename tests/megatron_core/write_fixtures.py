@@ -230,6 +230,13 @@ class Run:
             "bf16": self.layout["bf16"],
             "fp16": False,
             "optimizer": "adam",
+            "lr": 0.01,
+            "min_lr": 0.001,
+            "weight_decay": 0.1,
+            "adam_beta1": 0.9,
+            "adam_beta2": 0.95,
+            "adam_eps": 1e-8,
+            "make_vocab_size_divisible_by": 64,
             "padded_vocab_size": 64,
             "vocab_size": 64,
             "tokenizer_type": "NullTokenizer",
@@ -298,7 +305,7 @@ def _names_alone(kind: Any, error: BaseException, trace: Any) -> None:
         code = trace.tb_frame.f_code
         places.append(f"{os.path.basename(code.co_filename)}:{trace.tb_lineno} {code.co_name}")
         trace = trace.tb_next
-    print(kind.__name__, str(error)[:500], *places[-6:], sep="\n  ", file=sys.stderr)
+    print(kind.__name__, str(error)[-600:], *places[-6:], sep="\n  ", file=sys.stderr)
 
 
 if __name__ == "__main__":

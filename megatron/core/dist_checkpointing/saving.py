@@ -373,12 +373,14 @@ def save_stream(
     *,
     common: dict[str, Any],
     file_bytes: int = _FILE_BYTES,
+    with_zip_checksums: bool = False,
 ) -> None:
     """Writes a checkpoint of `tensors` and `common` (JSON) from one process, one box at a time.
 
     tensors: [*box shape], any dtype and strides. Each box is released before the next one is requested, so that a
     conversion holds one tensor at a time. `checkpoint_dir` appears atomically once everything is on disk, and is
-    unchanged after an error. Raises ValueError if the boxes do not fill their tensors.
+    unchanged after an error. with_zip_checksums: as in write_pieces. Raises ValueError if the boxes do not fill their
+    tensors.
     """
     temporary = folders.incomplete_folder(checkpoint_dir, folders.new_id())
     folders.begin(temporary, checkpoint_dir)
@@ -388,7 +390,9 @@ def save_stream(
         files: Manifest = {}
         while not stream.is_over:
             name = data_file(len(files))
-            files[name] = write_pieces(temporary / name, stream.until(file_bytes))
+            files[name] = write_pieces(
+                temporary / name, stream.until(file_bytes), with_zip_checksums=with_zip_checksums
+            )
             if not files[name].pieces:
                 # The previous file ended exactly at the limit.
                 disk.remove_file(temporary / name)

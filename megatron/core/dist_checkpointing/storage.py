@@ -76,12 +76,18 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def write_pieces(
-    path: Path, contents: Iterable[tuple[str, Box | None, torch.Tensor | bytes]], *, helper: Executor | None = None
+    path: Path,
+    contents: Iterable[tuple[str, Box | None, torch.Tensor | bytes]],
+    *,
+    helper: Executor | None = None,
+    with_zip_checksums: bool = False,
 ) -> FileEntry:
     """Writes key, box and content of each piece to a new file and syncs it to disk; raises OSError.
 
     Content: the bytes of an object, or a tensor: [*box shape], any dtype, contiguous, on the host. helper: an executor
     that computes checksums of large pieces while this thread writes; None computes them on this thread.
+    with_zip_checksums: whether torch.save's own format has right checksums, for other programs; needs a copy of each
+    tensor in memory.
     """
     pieces: list[Piece] = []
     sums: list[Callable[[], int]] = []
@@ -89,7 +95,11 @@ def write_pieces(
     with disk.DurableFile(path) as file:
         for key, box, content in contents:
             start, data_start = file.num_bytes, None
-            if isinstance(content, torch.Tensor):
+            if isinstance(content, torch.Tensor) and with_zip_checksums:
+                buffer = io.BytesIO()
+                torch.save(content.clone(), buffer)  # not the memory around a view
+                sums.append(_write_parts(file, (buffer.getbuffer(),), helper=None))
+            elif isinstance(content, torch.Tensor):
                 kind = content.shape, content.dtype
                 if kind not in frames:
                     frames[kind] = _frame(*kind)

@@ -43,7 +43,8 @@ class BufferSettings:
     see DistributedDataParallelConfig. is_sharded: whether each rank owns one shard of every bucket instead of all of
     it. scale: factor of every gradient before reduction. fp32_patterns: names, or `all`, of parameters whose gradients
     accumulate in fp32 while a narrower buffer is reduced. split: whether bucket boundaries may cut parameters.
-    comm_dtype: all-gather dtype of parameters; None means the parameters' dtype.
+    comm_dtype: all-gather dtype of parameters; None means the parameters' dtype. raw_dtype: the integers as which the
+    gathered bits are sent; None sends numbers of comm_dtype.
     """
 
     group: dist.ProcessGroup | None
@@ -56,6 +57,7 @@ class BufferSettings:
     fp32_patterns: tuple[str, ...] = ()
     split: bool = False
     comm_dtype: torch.dtype | None = None
+    raw_dtype: torch.dtype | None = None
 
 
 class _ParamAndGradBucket:
@@ -130,6 +132,8 @@ class _ParamAndGradBucket:
     def gather(self) -> Handle:
         """Starts to gather the parameters from the ranks that own their shards. Collective."""
         flat = self.param_data if self.staged is None else self.staged.message()
+        if self.settings.raw_dtype is not None:
+            flat = flat.view(self.settings.raw_dtype)
         if self.trace is not None:
             self.trace.record(op="all-gather", group=self.settings.group, flat=flat, bucket=self.name)
         return gather_shards_(flat, self.settings.group)

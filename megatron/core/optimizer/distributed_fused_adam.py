@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,7 @@ from megatron.core.optimizer.fused_adam_settings import (
     common_device,
 )
 from megatron.core.optimizer.state_dict import AdamShard, adam_state_dict, gather_torch_state_sync, load_adam_state_dict
+from megatron.core.process_groups_config import group_rank, group_size
 
 
 class DistributedFusedAdam(torch.optim.Optimizer):
@@ -72,7 +73,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     masters of bf16 parameters. with_scaled_states: stores 16-bit states with scales.
 
     Communication. grad_sync_dtype: dtype in which gradients accumulate and are reduced; None means `dtype`.
-    param_sync_dtype: all-gather dtype; None means the parameters' dtype. bucket_cap_mb: upper limit of a bucket's
+    param_sync_dtype: all-gather dtype; None means the parameters' dtype, and an integer dtype sends its bits as such
+    integers. bucket_cap_mb: upper limit of a bucket's
     gradients in MiB, but at least 128 elements. pipeline_size: number of buckets that may be in flight.
     overlap_grad_sync: reduces during backward; without it, grad_sync or step reduces, and all gradients are kept until
     then. overlap_param_sync: modules wait for their parameters in forward; other code must call wait_params before it
@@ -80,6 +82,9 @@ class DistributedFusedAdam(torch.optim.Optimizer):
 
     capturable: lr is a tensor on the device and ranks do not communicate on the host, so that a CUDA graph can capture
     a step. All ranks must then run the same program.
+
+    Attributes with the names of arguments are for reading alone. state["step"] counts the updates, [], int64, on the
+    device, where a loss scaler may skip one; states of parameters are in state_dict.
 
     Raises ValueError, naming the arguments, for invalid or contradicting ones. Follows ZeRO (Rajbhandari et al., 2020)
     and the interface of apex's class of this name.
@@ -166,6 +171,15 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         self._rates: list[torch.Tensor] = []
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         super().__init__(groups, {**defaults, "weight_decay": weight_decay})
+        # Under a name among the parameters, as in apex.
+        self._count = torch.zeros((), dtype=torch.int64, device=self._device)
+        cast(dict[Any, Any], self.state)["step"] = self._count
+        self._set_attributes_of_apex(
+            grid,
+            average=average_grad_sync,
+            overlap=(overlap_grad_sync, overlap_param_sync),
+            bucket_cap_mb=bucket_cap_mb,
+        )
         self._forward = None
         if overlap_param_sync:
             self._forward = _ForwardGathers(self._shards.names, self._shards.groups_of, need=self._need)
@@ -221,6 +235,10 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     def init_params_bucket(self, params: nn.Parameter | Iterable[nn.Parameter], **memory: Any) -> None:
         """Calls init_params; the parameters of one call are reduced and gathered together."""
         self.init_params(params, **memory)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yields all parameters, in the order of param_groups: any shapes and dtypes."""
+        return (param for group in self.param_groups for param in group["params"])
 
     def parameter(self, group: int, index: int) -> nn.Parameter:
         """Returns the parameter at an index of a group in param_groups."""
@@ -406,16 +424,25 @@ class DistributedFusedAdam(torch.optim.Optimizer):
 
     # State dicts.
 
-    def state_dict(self, *, state_dict_format: str | int | None = None) -> Any:
+    def state_dict(self, *, state_dict_format: str | int | None = None, gather_on_root: bool | None = None) -> Any:
         """Returns moments, masters and step counts by parameter. Collective.
 
         For torch.distributed.checkpoint, or torch.save on each rank. Each rank has only its shards, under the same keys
         as the others; they load on any number of ranks, see state_dict.py. state_dict_format: "torch" gathers a state
         of torch.optim.AdamW on rank 0 of process_group and returns None on the others; save the parameters with it.
-        Raises ValueError for another format.
+        gather_on_root: True means the format "torch", False each rank's shards, None what state_dict_format says.
+        Raises ValueError for another format, or if the two contradict each other.
         """
         if state_dict_format not in (None, 2, "torch"):
             raise ValueError(f'state_dict_format is {state_dict_format!r}: must be None, 2 (the same), or "torch"')
+        if gather_on_root is not None:
+            wanted = "torch" if gather_on_root else 2
+            if state_dict_format not in (None, wanted):
+                raise ValueError(
+                    f"gather_on_root is {gather_on_root} with state_dict_format {state_dict_format!r}: must be left "
+                    f"out, or the format be {wanted!r}"
+                )
+            state_dict_format = wanted
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self._shards.register_rest()
@@ -450,6 +477,9 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         self._order.start_param_sync(self._shards.groups)
         self._order.finish_param_sync(self._shards.groups)
         self._shards.note_versions()
+        steps = [int(one.state.step) for one in self._shards.runs]
+        # A rank may own no state.
+        self._count.fill_(max(gather_objects(max(steps, default=0), self._ranks)))
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -470,6 +500,26 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         raise TypeError("a DistributedFusedAdam cannot be copied, because process groups cannot: build another one")
 
     # Inside.
+
+    def _set_attributes_of_apex(
+        self, grid: RankGrid, *, average: bool, overlap: tuple[bool, bool], bucket_cap_mb: float
+    ) -> None:
+        """Sets the attributes that scripts written for apex read; nothing here does."""
+        memory, first = self._memory, next(self.parameters(), None)
+        self.process_group, self.process_group_size = grid.ranks, group_size(grid.ranks)
+        self.distributed_process_group, self.redundant_process_group = grid.shards, grid.replicas
+        self.distributed_rank, self.distributed_size = group_rank(grid.shards), group_size(grid.shards)
+        self.redundant_size = group_size(grid.replicas)
+        self.device, self.dtype = self._device, memory.dtype
+        self.grad_sync_dtype = memory.grad_sync_dtype or memory.dtype
+        self.param_sync_dtype = memory.param_sync_dtype or (memory.dtype if first is None else first.dtype)
+        self.adam_w_mode, self.capturable, self.average_grad_sync = self._adam_w_mode, self._capturable, average
+        self.overlap_grad_sync, self.overlap_param_sync = overlap
+        self.bucket_cap_mb, self.pipeline_size = bucket_cap_mb, self._pipeline_size
+        self.contiguous_param_buffer = memory.contiguous_param_buffer
+        self.contiguous_grad_buffer = memory.contiguous_grad_buffer
+        self.store_params, self.store_param_remainders = memory.store_params, memory.store_param_remainders
+        self.with_scaled_states = memory.with_scaled_states
 
     def _check_param(self, name: str, param: nn.Parameter) -> None:
         self._memory.check_param(name, param)
@@ -545,6 +595,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
                     self._order.need(under_way.popleft(), prefetch=False)
             elif self._debug:
                 poison(bucket)
+        self._count.add_(1 if scale.skip is None else scale.skip == 0)
         if grad_use is GradUse.DIVIDE:
             self._scaling.note_divided(scale.skip)
         self._grads.note_step()

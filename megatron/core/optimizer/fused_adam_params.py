@@ -508,6 +508,7 @@ def _buffer(
         ),
         split=True,
         comm_dtype=memory.comm_dtype(first),
+        raw_dtype=memory.raw_dtype,
     )
     pool = MessagePool(kind.grad_dtype, device, is_kept=True)
 

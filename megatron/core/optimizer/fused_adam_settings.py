@@ -18,6 +18,8 @@ from megatron.core.optimizer.adam import Masters, StateForm
 # The argument types of torch.optim.Optimizer.
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+# As which the bits of parameters may be sent, as in apex.
+_RAW_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +27,7 @@ class AdamMemory:
     """Storage and communication dtypes of some parameters, their gradients and states.
 
     Fields are named as in DistributedFusedAdam. grad_sync_dtype: None means `dtype`. param_sync_dtype: None means the
-    parameters' dtype.
+    parameters' dtype, and integers its bits.
     """
 
     dtype: torch.dtype = torch.float32
@@ -41,8 +43,9 @@ class AdamMemory:
         """Raises ValueError if the settings contradict each other."""
         for name in ("dtype", "grad_sync_dtype", "param_sync_dtype"):
             value = vars(self)[name]
-            if value is not None and value not in _DTYPES:
-                raise ValueError(f"{name} is {value}: must be one of {_names(_DTYPES)}")
+            allowed = _DTYPES + _RAW_DTYPES if name == "param_sync_dtype" else _DTYPES
+            if value is not None and value not in allowed:
+                raise ValueError(f"{name} is {value}: must be one of {_names(allowed)}")
         check_switches(
             **{field.name: vars(self)[field.name] for field in dataclasses.fields(self) if field.type is bool}
         )
@@ -56,7 +59,7 @@ class AdamMemory:
                 f"store_param_remainders is True with dtype {self.dtype}: remainders extend bf16 parameters to fp32, "
                 "so dtype must be torch.float32"
             )
-        if self.store_param_remainders and self.param_sync_dtype not in (None, torch.bfloat16):
+        if self.store_param_remainders and self._sync_dtype not in (None, torch.bfloat16):
             raise ValueError(
                 f"store_param_remainders is True with param_sync_dtype {self.param_sync_dtype}: the parameters are the "
                 "upper halves of the masters, so param_sync_dtype must be torch.bfloat16 or None"
@@ -92,7 +95,12 @@ class AdamMemory:
             raise ValueError(f"{name} is {param.dtype}: must be one of {_names(_DTYPES)}")
         if self.store_param_remainders and param.dtype != torch.bfloat16:
             raise ValueError(f"{name} is {param.dtype} with store_param_remainders: must be torch.bfloat16")
-        sync = self.param_sync_dtype
+        given, sync = self.param_sync_dtype, self._sync_dtype
+        if given in _RAW_DTYPES and given.itemsize > param.dtype.itemsize:
+            raise ValueError(
+                f"{name} is {param.dtype} and param_sync_dtype {given}, which has more bytes: must have at most "
+                f"{param.dtype.itemsize}, as the bits of parameters are sent as such integers"
+            )
         if not self.store_params and sync not in (None, param.dtype):
             raise ValueError(
                 f"{name} is {param.dtype} and param_sync_dtype {sync} with store_params False: parameters without "
@@ -110,7 +118,17 @@ class AdamMemory:
 
     def comm_dtype(self, param: nn.Parameter) -> torch.dtype:
         """Returns the all-gather dtype of a parameter, any shape and dtype."""
-        return self.param_sync_dtype or param.dtype
+        return self._sync_dtype or param.dtype
+
+    @property
+    def raw_dtype(self) -> torch.dtype | None:
+        """The integers as which the bits of parameters are gathered; None for numbers."""
+        # Neither NCCL nor gloo sends int16. A gather copies bits, so that bytes do for every integer dtype.
+        return torch.uint8 if self.param_sync_dtype in _RAW_DTYPES else None
+
+    @property
+    def _sync_dtype(self) -> torch.dtype | None:
+        return None if self.raw_dtype is not None else self.param_sync_dtype
 
     def form(self, param: nn.Parameter) -> StateForm:
         """Returns the storage form of the states of a buffer; param: any of its parameters, any shape and dtype."""

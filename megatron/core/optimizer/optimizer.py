@@ -531,6 +531,11 @@ class MegatronOptimizer:
             loading.__exit__(None, None, None)
             common = state_dict["common"]
             state_dict = common.data if isinstance(common, ShardedObject) else common
+        elif "tensors" in state_dict:
+            raise ValueError(
+                "load_state_dict was given a sharded_state_dict made without is_loading=True, or loaded twice: call "
+                "sharded_state_dict(..., is_loading=True), dist_checkpointing.load, then load_state_dict once"
+            )
         if "state" in state_dict:
             self._load_ranges(state_dict["state"])
         self._num_steps = state_dict["step"]

@@ -96,10 +96,13 @@ def _is_json(value: Any) -> bool:
 
 
 def _optimizers(state: Any) -> Iterator[Mapping[str, Any]]:
-    """Yields the states of the optimizers of a chain, or the only one."""
+    """Yields the states of the optimizers of a chain, or the only one, which holds torch's as `optimizer`."""
     if isinstance(state, Mapping):
         if "optimizer" in state:
             yield state
+        elif "param_groups" in state:
+            # The optimizer of fp32 parameters stores torch's state as it is.
+            yield {"optimizer": state}
         else:
             for part in state.values():
                 yield from _optimizers(part)
@@ -155,7 +158,7 @@ def as_checkpoint(
     checked = files.checked(process_group)
     logical = model_logical_pieces(model)
     view = _View(files, checked, {}, {})
-    for name, tensor in _tensors_of(model).items():
+    for name, tensor in tensors_of(model).items():
         parts = logical.get(name) or [identity_piece(name, tuple(tensor.shape))]
         view.add(parts, places[name], tensor, prefix="", keys=None)
         for kind, keys in files.states.items() if with_state else ():
@@ -325,7 +328,7 @@ def places_of_model(files: MegatronCoreFiles, model: nn.Module) -> dict[str, lis
     num_experts = len({found[2] for name, _ in model.named_parameters() if (found := _EXPERT.fullmatch(name))})
     places = {}
     shapes = files.shapes
-    for name, tensor in _tensors_of(model).items():
+    for name, tensor in tensors_of(model).items():
         places[name] = _places(name, files, shapes, num_layers=num_layers, num_experts=num_experts)
         for place in places[name]:
             require_shape(files, place.key, place.shape(tuple(tensor.shape)))
@@ -347,14 +350,14 @@ def _places(
     name: str, files: MegatronCoreFiles, shapes: Mapping[str, Any], *, num_layers: int, num_experts: int
 ) -> list[Place]:
     """Returns the first way to store a parameter whose keys exist."""
-    ways = list(_ways(name, num_layers=num_layers, num_experts=num_experts))
+    ways = list(ways_to_store(name, num_layers=num_layers, num_experts=num_experts))
     for places in ways:
         if all(place.key in shapes for place in places):
             return places
     raise ValueError(f"{files.folder} has no {ways[0][0].key}, which is {name} of the model of its arguments")
 
 
-def _ways(name: str, *, num_layers: int, num_experts: int) -> Iterator[list[Place]]:
+def ways_to_store(name: str, *, num_layers: int, num_experts: int) -> Iterator[list[Place]]:
     """Yields all ways to store a parameter: layers stacked or not, both names of a norm, and the same for experts, gate
     and up.
     """
@@ -389,8 +392,8 @@ def _norm_keys(name: str) -> Iterator[str]:
     yield name
 
 
-def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Returns each parameter once, and persistent buffers, of any shape, on the meta device."""
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Returns each parameter once, and persistent buffers, of any shape and dtype, on the meta device."""
     aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {name: value for name, value in model.state_dict().items() if name not in aliases}
     return {**dict(model.named_parameters()), **buffers}

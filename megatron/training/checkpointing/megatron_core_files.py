@@ -44,7 +44,7 @@ COMMON_FILE = "common.pt"
 _BACKEND = "torch_dist"
 # Plans in torch's metadata, of Megatron-Core's or torch's own class. They add nothing about the tensors.
 _PLANNER, _STRATEGY = "torch.distributed.checkpoint.planner", "megatron.core.dist_checkpointing.strategies.torch"
-_STAND_INS: dict[tuple[str, str], type] = {
+STAND_INS: dict[tuple[str, str], type] = {
     **{(_PLANNER, name): Inert for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")},
     # Original location of the checkpoint.
     **{(module, "PosixPath"): Inert for module in ("pathlib", "pathlib._local")},
@@ -86,7 +86,7 @@ class MegatronCoreFiles:
         common = _common_values(folder / COMMON_FILE)
         if not (folder / METADATA_FILE).is_file():
             raise ValueError(f"{folder} has no {METADATA_FILE}, which says where tensors are")
-        metadata = read_metadata(folder, stand_ins=_STAND_INS)
+        metadata = read_metadata(folder, stand_ins=STAND_INS)
         num_entries = len(metadata.state_dict_metadata)
         kept = _tensors_alone(metadata, folder=folder)
         files: Manifest = {path.name: FileEntry(path.stat().st_size) for path in sorted(folder.glob("*.distcp"))}

@@ -83,7 +83,7 @@ def get_tensorboard_writer() -> Any:
 def get_wandb_writer() -> Any:
     """Returns the module `wandb` during a run that logs to Weights & Biases, on the rank that does; else None.
 
-    Its `log` adds points to the run. Megatron-LM's has it on the last rank, here it is on the first.
+    Its `log` adds points to the run. As in Megatron-LM that is the last rank.
     """
     get_args()
     return _HOLDER.wandb

@@ -198,8 +198,7 @@ MISSING: tuple[tuple[str, str], ...] = (
     (r"--data-parallel-random-init$", "all replicas start from the values of --seed: remove it"),
     (r"--fim-", _FIM_TOKENS),
     (r"--vocab-extra-ids$", "give the size with extra tokens by --vocab-size, or a --tokenizer-model that has them"),
-    (r"--eval-(global|micro)-batch-size$", "each validation reads --eval-iters batches as training"),
-    (r"--start-eval-at-iter$", "validation runs at every --eval-interval iterations: remove it"),
+    (r"--eval-micro-batch-size$", "evaluations have the --micro-batch-size of training: use --eval-global-batch-size"),
     (r"--test-mode$", "use --skip-train to only evaluate"),
     (
         r"--load-main-params-from-ckpt$",

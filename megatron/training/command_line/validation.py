@@ -278,7 +278,16 @@ def check_batches(args: argparse.Namespace) -> list[str]:
             args.global_batch_size = args.micro_batch_size * args.data_parallel_size
         args.global_batch_size = batch_sizes(args).schedule.final_size
 
-    return problems_of_call(derive)
+    return problems_of_call(derive) or [*_check_evaluation_batch(args)]
+
+
+def _check_evaluation_batch(args: argparse.Namespace) -> Iterator[str]:
+    size, samples_per_round = args.eval_global_batch_size, args.micro_batch_size * args.data_parallel_size
+    if size is not None and size % samples_per_round:
+        yield (
+            f"--eval-global-batch-size is {size}: must be a multiple of --micro-batch-size ({args.micro_batch_size}) x "
+            f"data-parallel size ({args.data_parallel_size})"
+        )
 
 
 def batch_sizes(args: argparse.Namespace) -> NumMicroBatches:

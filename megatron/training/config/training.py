@@ -83,6 +83,12 @@ class TrainingConfig:
     eval_interval: int | None = config_field(
         None, help="Steps between evaluations; unset: evaluate after the last step only.", at_least=1
     )
+    start_eval_at_iter: int | None = config_field(
+        None, help="No evaluation at --eval-interval before this step; unset: from the start.", at_least=0
+    )
+    eval_global_batch_size: int | None = config_field(
+        None, help="Samples per batch of an evaluation over all ranks; unset: the last --global-batch-size.", at_least=1
+    )
     iterations_to_skip: list[int] = config_field(
         default_factory=list,
         help="Numbers of completed steps after which a step is skipped: its batches are read, but not trained on.",

@@ -161,7 +161,7 @@ def test_prune_deletes_nothing_while_the_newest_is_damaged(tmp_path: Path, capsy
     [
         (
             "--from hf --to megatron --target-tensor-parallel-size 2",
-            "--target-tensor-parallel-size is 2: belongs to --to torch, which is megatron here",
+            "--target-tensor-parallel-size is 2: belongs to --to torch or torch_dist_mcore, which is megatron here",
         ),
         (
             "--from hf --to megatron --vocab-size 300",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tools.compare_api import Comparison, Verdict, compare, compare_all, counts, load_unsupported, read_names
-from tools.write_migration_docs import MARK, with_table
+from tools.write_migration_docs import MARK, PAGE, with_table
 
 LIST = """
 # A comment
@@ -142,3 +142,14 @@ def test_names_with_one_verdict_for_one_reason_share_a_row() -> None:
 def test_a_page_without_the_mark_is_refused() -> None:
     with pytest.raises(ValueError, match="has no line"):
         with_table("By hand.", [])
+
+
+def test_the_page_has_the_table_of_the_code() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert with_table(text, compare_all()) == text, "run python -m tools.write_migration_docs"
+
+
+def test_most_names_whose_capability_is_here_are_the_same() -> None:
+    """A public call of Megatron-LM's that works here must go on to work."""
+    found = counts(compare_all())
+    assert found[Verdict.SAME] / sum(found.values()) >= 0.85

@@ -71,6 +71,8 @@ def test_a_command_that_works_as_it_is_stays_as_it_is() -> None:
         ("--optimizer muon", "--optimizer muon", Effect.ANOTHER),
         ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", "--use-torch-fsdp2", Effect.SPEED),
         ("--ckpt-format torch --lr=0.1", "--ckpt-format torch_dist --lr 0.1", Effect.SAME),
+        ("--load x --ckpt-format torch", "--load x --ckpt-format torch_dist", Effect.SAME),
+        ("--load x --ckpt-format zarr", "--load x --ckpt-format torch_dist", Effect.ANOTHER),
         ("--one-logger-project x --enable-ft-package", "", Effect.SAME),
         ("--is-hybrid-model --lr 1", "--lr 1", Effect.ANOTHER),
         ("--perform-rl-step", "", Effect.ANOTHER),

@@ -73,5 +73,6 @@ def test_embeddings_take_a_method_of_the_user_or_else_that_of_other_weights() ->
     assert small_config(init_method=nn.init.ones_).embedding_init_method is nn.init.ones_
     assert small_config(init_method=nn.init.ones_, embedding_init_method_std=2.0).embedding_init_method == NormalInit(2)
     model = small_model(small_config(embedding_init_method=nn.init.ones_))
-    assert bool((model.embedding.word_embeddings.weight[:91] == 1).all())
-    assert not bool((model.decoder.layers[0].mlp.linear_fc1.weight == 1).any())
+    weights = dict(model.named_parameters())
+    assert bool(torch.all(weights["embedding.word_embeddings.weight"][:91] == 1))
+    assert not bool(torch.any(weights["decoder.layers.0.mlp.linear_fc1.weight"] == 1))

@@ -168,7 +168,15 @@ def test_model_shape_comes_from_the_checkpoint_and_nothing_else_does(tmp_path):
     contents = {"optimizer": False, "rng": False}
     run = {"iteration": 5, "args": stored, "train_state": {}, "contents": contents, "frozen": []}
     save_items([], iteration_folder(tmp_path, 5), common=run)
-    args = Args(load=str(tmp_path), ckpt_step=None, num_layers=None, hidden_size=8, micro_batch_size=2, lr=0.1)
+    args = Args(
+        load=str(tmp_path),
+        pretrained_checkpoint=None,
+        ckpt_step=None,
+        num_layers=None,
+        hidden_size=8,
+        micro_batch_size=2,
+        lr=0.1,
+    )
     load_args_from_checkpoint(args)
     assert (args.num_layers, args.hidden_size, args.moe_layer_freq) == (3, 96, [0, 1, 1])
     assert (args.micro_batch_size, args.lr) == (2, 0.1)
@@ -177,7 +185,7 @@ def test_model_shape_comes_from_the_checkpoint_and_nothing_else_does(tmp_path):
     assert [model_arguments(plain, here=here) for here in ({}, sinkhorn)] == [{}, plain]
     assert [model_arguments(sinkhorn, here=here) for here in (plain, sinkhorn)] == [sinkhorn, {}]
     with pytest.raises(ValueError, match="--use-checkpoint-args: there is no checkpoint in --load"):
-        load_args_from_checkpoint(Args(load=str(tmp_path / "empty"), ckpt_step=None))
+        load_args_from_checkpoint(Args(load=str(tmp_path / "empty"), pretrained_checkpoint=None, ckpt_step=None))
 
 
 def test_adapters_that_a_run_begins_stay_beside_the_arguments_of_a_checkpoint_without_any() -> None:
