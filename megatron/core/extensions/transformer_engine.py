@@ -283,7 +283,7 @@ def _attention(engine: Any) -> type:
                 get_rng_state_tracker=get_cuda_rng_tracker,
                 tp_group=group if group_size(group) > 1 else None,
                 layer_number=layer_number,
-                softmax_scale=softmax_scale,
+                softmax_scale=softmax_scale or config.softmax_scale,
             )
             self.mask_name = attn_mask_type.name
 

@@ -27,7 +27,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule, run_and_keep
 from megatron.core.transformer.rope import RotaryTable, apply_rotary_pos_emb, split_and_rotate
 from megatron.core.transformer.spec_utils import build_module, build_offering
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig, require_sizes
 
 # query [S, B, N, D], key [S, B, G, D], value [S, B, G, E]; with a gate over the output also [S, B, G, N / G, D].
 QueryKeyValue = tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]
@@ -43,6 +43,7 @@ class Attention(MegatronModule):
         self, config: TransformerConfig, *, num_heads: int, pg_collection: ProcessGroupCollection | None
     ) -> None:
         super().__init__(config)
+        require_sizes(config, "hidden_size", "num_attention_heads")
         self.groups = pg_collection or existing_process_groups()
         self.tp_group = or_alone(self.groups.tp)
         self.num_heads = split_size(num_heads, self.tp_group, name="num_attention_heads")
@@ -334,7 +335,8 @@ class SelfAttention(Attention):
         """
         of_groups = factors.view(self.num_groups, self.queries_per_group)
         of_keys = of_groups.amin(1, keepdim=True) ** (1 - self.config.qk_clip_alpha)
-        heads = torch.cat((of_groups / of_keys, of_keys, torch.ones_like(of_keys)), dim=1)
+        gates = [torch.ones_like(of_groups)] if self.config.attention_output_gate else []
+        heads = torch.cat((of_groups / of_keys, *gates, of_keys, torch.ones_like(of_keys)), dim=1)
         rows = heads.flatten().repeat_interleave(self.head_width)
         return [(param, rows) for param in (self.linear_qkv.weight, self.linear_qkv.bias) if param is not None]
 

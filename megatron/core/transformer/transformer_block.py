@@ -15,7 +15,7 @@ from megatron.core.transformer.norms import Norm
 from megatron.core.transformer.pipeline_split import layers_per_part
 from megatron.core.transformer.rope import RotaryTable
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, build_offering
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig, require_sizes
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset, part_of_model, require_unset
 
 
@@ -183,8 +183,9 @@ class LayerList(nn.ModuleList):
 
 
 def require_layout(config: TransformerConfig, groups: ProcessGroupCollection) -> None:
-    """Raises ValueError unless groups have the sizes of config: what was checked to fit together is config."""
+    """Raises ValueError unless groups have the sizes of config, which was checked to fit together, and it has sizes."""
     names = {"tp": "tensor_model_parallel_size", "cp": "context_parallel_size", "pp": "pipeline_model_parallel_size"}
+    require_sizes(config, "num_layers", "hidden_size", "num_attention_heads")
     require_group_sizes(groups, {field: (name, vars(config)[name]) for field, name in names.items()})
 
 

@@ -214,6 +214,7 @@ def _flag_of_field(owner: Any, field: "dataclasses.Field[Any]", *, hint: Any) ->
     default = field.default
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
+    default = spec.default_of_flag(default)
     shape = _shape_of_hint(hint, spec, default=default)
     return Flag(
         flags=spec.flags or _derived_flags(field.name, default),
