@@ -33,8 +33,6 @@ CONFIGURATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Mamba and hybrid models", ("--is-hybrid-model", "--hybrid-layer-pattern", "--hybrid-override-pattern")),
     ("FP8 and FP4", ("--fp8-format", "--fp4-format")),
     ("maximal update parametrization", ("--use-mup",)),
-    ("attention with an output gate", ("--attention-output-gate",)),
-    ("a residual stream in fp32", ("--fp32-residual-connection",)),
     ("experts in a latent space", ("--moe-latent-size",)),
     ("hyper-connections", ("--enable-mhc-connections",)),
     ("layers of several shapes", ("--heterogeneous-layers-config-path",)),

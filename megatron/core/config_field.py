@@ -12,6 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
+class _Unset(enum.Enum):
+    """Marks a FieldSpec whose flag has the default of the field."""
+
+    UNSET = "unset"
+
+
 @dataclasses.dataclass(frozen=True)
 class FieldSpec:
     """Facts about a configuration field for the command line and the validator.
@@ -19,6 +25,9 @@ class FieldSpec:
     flags: option strings; None derives `--field-name`, an empty tuple keeps the field off the command line.
     dest: attribute name in the parsed arguments where it differs from the field name (`num_experts` for
     `num_moe_experts`). parse: turns one command-line word into a value where the annotation does not say how.
+    cli_default: default of the flag where it differs from the field's, which is the one of code that builds the
+    dataclass itself. named: values by the names that the command line and `choices` have for them; the field accepts
+    both and holds the value.
     """
 
     help: str
@@ -31,6 +40,12 @@ class FieldSpec:
     less_than: float | None = None
     nargs: str | int | None = None
     parse: Callable[[str], Any] | None = None
+    cli_default: Any = _Unset.UNSET
+    named: Mapping[str, Any] | None = None
+
+    def default_of_flag(self, default: Any) -> Any:
+        """Returns the default of the flag; default: that of the field."""
+        return default if self.cli_default is _Unset.UNSET else self.cli_default
 
 
 def config_field(default: Any = dataclasses.MISSING, *, help: str, **spec: Any) -> Any:
@@ -54,6 +69,14 @@ def unsupported_field(default: Any = dataclasses.MISSING, *, why: str, **keyword
     return dataclasses.field(default=default, metadata={"unsupported": why}, **keywords)
 
 
+def no_effect_field(default: Any, *, why: str) -> Any:
+    """Returns a dataclass field of Megatron's that changes nothing here: all values of its type are accepted.
+
+    It makes no flag. why: says how the results come about without it.
+    """
+    return dataclasses.field(default=default, metadata={"no_effect": why})
+
+
 def field_spec(field: "dataclasses.Field[Any]") -> FieldSpec | None:
     """Returns the FieldSpec of a dataclass field; None for a field that was declared without config_field."""
     return field.metadata.get("spec")
@@ -62,13 +85,26 @@ def field_spec(field: "dataclasses.Field[Any]") -> FieldSpec | None:
 def validate_fields(config: Any) -> None:
     """Checks every field of a dataclass instance against its FieldSpec and annotation.
 
-    An unsupported field must have its default.
+    An unsupported field must have its default. Then names of values (FieldSpec.named) are replaced by the values, and
+    tuples by lists or lists by tuples where the annotation has only the other.
 
     Raises ValueError with a line for each wrong field, naming class, field, value and what would be right.
     """
     problems = field_problems(type(config), vars(config))
     if problems:
         raise ValueError("\n".join(problems.values()))
+    hints = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        spec, value = field_spec(field), vars(config)[field.name]
+        if spec is not None and spec.named is not None and isinstance(value, str):
+            vars(config)[field.name] = spec.named[value]
+        elif spec is not None and isinstance(value, (list, tuple)):
+            vars(config)[field.name] = _as_annotated(value, hints[field.name])
+
+
+def _as_annotated(value: list[Any] | tuple[Any, ...], hint: Any) -> Any:
+    kinds = {typing.get_origin(one) or one for one in _alternatives(hint)} & {list, tuple}
+    return value if type(value) in kinds or len(kinds) != 1 else kinds.pop()(value)
 
 
 def field_problems(config_class: Any, values: Mapping[str, Any]) -> dict[str, str]:
@@ -79,6 +115,13 @@ def field_problems(config_class: Any, values: Mapping[str, Any]) -> dict[str, st
         spec = field_spec(field)
         if field.name in values and "unsupported" in field.metadata and not _has_default(field, values[field.name]):
             problems[field.name] = _unsupported_problem(config_class, field, values[field.name])
+        if (
+            field.name in values
+            and "no_effect" in field.metadata
+            and not _matches(values[field.name], hints[field.name])
+        ):
+            where, wanted = f"{config_class.__name__}.{field.name}", _describe(hints[field.name])
+            problems[field.name] = f"{where} is {values[field.name]!r}: must be {wanted}"
         if spec is None or field.name not in values:
             continue
         try:
@@ -134,6 +177,8 @@ def _check_value(where: str, value: Any, *, spec: FieldSpec, hint: Any) -> None:
     if not _matches(value, hint):
         raise ValueError(f"{where} is {value!r}: must be {_describe(hint)}")
     for item in value if isinstance(value, (list, tuple)) else [value]:
+        if spec.named is not None and not isinstance(item, str):
+            item = next((name for name, named in spec.named.items() if named == item), item)
         if spec.choices is not None and item not in spec.choices:
             raise ValueError(f"{where} is {item!r}: must be one of {', '.join(map(str, spec.choices))}")
         # The result of "$UNSET" in a script. An empty path would mean the current folder.
@@ -183,7 +228,9 @@ def _matches_one(value: Any, hint: Any) -> bool:
     if origin is int:
         # A bool is an int in Python, but a mistake of the user (`bucket_size=True`).
         return isinstance(value, int) and not isinstance(value, bool)
-    if origin in (bool, str) or (isinstance(origin, type) and issubclass(origin, (list, tuple, enum.Enum))):
+    if origin in (list, tuple):
+        return isinstance(value, (list, tuple))
+    if origin in (bool, str) or (isinstance(origin, type) and issubclass(origin, enum.Enum)):
         return isinstance(value, origin)
     return True
 

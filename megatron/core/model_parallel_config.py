@@ -12,7 +12,12 @@ from typing import ClassVar
 
 import torch
 
-from megatron.core.config_field import config_field, validate_fields
+from megatron.core.absent_config import (
+    AbsentComputeFields,
+    AbsentParallelFields,
+    AbsentTransformerEngineOverlapFields,
+)
+from megatron.core.config_field import config_field, unsupported_field, validate_fields
 from megatron.core.timers import Timers
 
 # Initializes a weight of any shape and float dtype in place.
@@ -77,6 +82,9 @@ class ParallelLayoutConfig:
     )
     virtual_pipeline_model_parallel_size: int | None = None
     context_parallel_size: int = config_field(1, help="Ranks that share each sequence.", at_least=1)
+    hierarchical_context_parallel_sizes: list[int] | None = unsupported_field(
+        None, why="keys and values pass over all ranks that share a sequence in one exchange; use cp_comm_type alone"
+    )
     expert_model_parallel_size: int = config_field(
         1,
         help="Ranks over which the experts of a layer are distributed, among all ranks of a pipeline stage.",
@@ -96,7 +104,7 @@ class PipelineConfig:
 
     By default all stages and chunks have the same number of layers; transformer/pipeline_split.py computes it.
     pipeline_dtype: dtype of the tensors sent between stages, equal to that of the hidden states; None means
-    params_dtype.
+    hidden_dtype.
     """
 
     cli_group: ClassVar[str] = "pipeline stages"
@@ -136,7 +144,8 @@ class PipelineConfig:
         "prediction, L loss, | next stage, *N times, (...) group; for example Et*3|(tt|)*2tL.",
     )
     overlap_p2p_comm: bool = config_field(
-        True,
+        False,
+        cli_default=True,
         flags=("--no-overlap-p2p-communication",),
         help="Receive the next input of a stage when it is needed, instead of during computation.",
     )
@@ -146,7 +155,33 @@ class PipelineConfig:
 
 
 @dataclass(kw_only=True)
-class ModelParallelConfig(ParallelLayoutConfig, PipelineConfig):
+class LayerOffloadConfig:
+    """Offloading of whole layers; transformer/offload_config.py has that of parts of layers."""
+
+    cli_group: ClassVar[str] = "activation offloading"
+
+    cpu_offloading: bool = config_field(
+        False, flags=(), help="Offload layers; cpu_offloading_num_layers alone says so too, and how many."
+    )
+    cpu_offloading_num_layers: int = config_field(
+        0,
+        help="Keep the activations of this many first layers in host memory between forward and backward.",
+        at_least=0,
+    )
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
+
+
+@dataclass(kw_only=True)
+class ModelParallelConfig(
+    ParallelLayoutConfig,
+    PipelineConfig,
+    LayerOffloadConfig,
+    AbsentParallelFields,
+    AbsentTransformerEngineOverlapFields,
+    AbsentComputeFields,
+):
     """Precision and schedule callables of a model, with its parallel layout; `TransformerConfig` inherits the fields.
 
     The training loop sets the callables. `grad_scale_func` scales the loss before backward, and the auxiliary losses of
@@ -174,7 +209,8 @@ class ModelParallelConfig(ParallelLayoutConfig, PipelineConfig):
         False, help="No effect: logits are always converted to losses in one fused pass."
     )
     gradient_accumulation_fusion: bool = config_field(
-        True,
+        False,
+        cli_default=True,
         flags=("--no-gradient-accumulation-fusion",),
         help="Accumulate the weight gradients of linear layers, experts and word embeddings in their kernels; not "
         "with --deterministic-mode.",
@@ -194,8 +230,15 @@ class ModelParallelConfig(ParallelLayoutConfig, PipelineConfig):
 
     def __post_init__(self) -> None:
         validate_fields(self)
+        set_timers(self)
         validate_precision(self)
         validate_parallel_layout(self)
+        validate_layer_offload(self)
+
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """Returns the dtype of the hidden states between layers and between pipeline stages."""
+        return self.params_dtype
 
 
 def validate_parallel_layout(config: ParallelLayoutConfig) -> None:
@@ -205,6 +248,17 @@ def validate_parallel_layout(config: ParallelLayoutConfig) -> None:
         raise ValueError(
             f"virtual_pipeline_model_parallel_size is {virtual}: must be 1 with pipeline_model_parallel_size {stages}"
         )
+
+
+def set_timers(config: ModelParallelConfig) -> None:
+    """Replaces timers of None, which Megatron's scripts give, by timers that nobody reads."""
+    config.timers = config.timers or Timers()
+
+
+def validate_layer_offload(config: LayerOffloadConfig) -> None:
+    """Raises ValueError for offloading of no layers."""
+    if config.cpu_offloading and config.cpu_offloading_num_layers == 0:
+        raise ValueError("cpu_offloading is True and cpu_offloading_num_layers is 0: must be at least 1")
 
 
 def check_multiple(name: str, value: int, *, of: str, size: int) -> None:

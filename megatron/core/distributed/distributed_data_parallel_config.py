@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from megatron.core.absent_config import AbsentDataParallelFields
 from megatron.core.config_field import config_field, run_checks, validate_fields
 
 
 @dataclass(kw_only=True)
-class DistributedDataParallelConfig:
+class DistributedDataParallelConfig(AbsentDataParallelFields):
     """Settings of DistributedDataParallel, and of the buffers that a distributed optimizer shards.
 
     Its methods raise ValueError that names fields and values. Gradients have a *bucket lifetime* if their memory exists
@@ -27,7 +28,8 @@ class DistributedDataParallelConfig:
         help="Gather updated parameters during forward, each bucket before the module that needs it.",
     )
     align_param_gather: bool = config_field(
-        True,
+        False,
+        cli_default=True,
         flags=("--no-align-param-gather",),
         help="Start gathers of parameters at the same point of the schedule on all pipeline stages.",
     )
@@ -89,7 +91,8 @@ class DistributedDataParallelConfig:
         help="Send gradients in their own dtype, but add those of all ranks in fp32.",
     )
     param_name_patterns_for_fp32_local_accumulation: list[str] | tuple[str, ...] = config_field(
-        default_factory=list,
+        (),
+        cli_default=[],
         flags=("--ddp-param-name-patterns-for-fp32-local-accumulation",),
         dest="ddp_param_name_patterns_for_fp32_local_accumulation",
         nargs="+",
@@ -179,9 +182,6 @@ class DistributedDataParallelConfig:
         found = {
             "bucket_size without overlap_grad_reduce": self.bucket_size is not None and not self.cuts_buckets,
             "num_buckets without overlap_grad_reduce": self.num_buckets is not None and not self.cuts_buckets,
-            "align_param_gather False without overlap_param_gather": not (
-                self.align_param_gather or self.overlap_param_gather
-            ),
             **{f"{name} with fp32 gradients": vars(self)[name] and not has_16_bit_grads for name in narrow},
         }
         return [words for words, is_so in found.items() if is_so]

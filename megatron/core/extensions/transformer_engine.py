@@ -54,6 +54,8 @@ def check_supported(config: TransformerConfig) -> None:
     refused = {
         "lora_rank": config.lora_rank is not None,
         "softmax_type": config.softmax_type != "vanilla",
+        # Its norms are not known to read a wider stream than their weights.
+        "fp32_residual_connection": config.fp32_residual_connection,
         "init_model_with_meta_device": config.init_model_with_meta_device,
     }
     for name, is_set in refused.items():
@@ -281,7 +283,7 @@ def _attention(engine: Any) -> type:
                 get_rng_state_tracker=get_cuda_rng_tracker,
                 tp_group=group if group_size(group) > 1 else None,
                 layer_number=layer_number,
-                softmax_scale=softmax_scale,
+                softmax_scale=softmax_scale or config.softmax_scale,
             )
             self.mask_name = attn_mask_type.name
 

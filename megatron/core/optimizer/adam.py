@@ -22,7 +22,7 @@ from torch.optim.sgd import sgd
 from megatron.core.device import CopyStream, host_bytes
 from megatron.core.distributed.layout import Span
 from megatron.core.optimizer.flat_params import FlatParamRange
-from megatron.core.optimizer.optimizer_config import DTYPES, OptimizerConfig
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupKey
 from megatron.core.optimizer.stored_floats import (
     BLOCK,
@@ -613,7 +613,7 @@ class _AdamStates:
     """AdamW's states of ranges, stepped by adam_step."""
 
     def __init__(self, config: OptimizerConfig, param_ranges: Sequence[FlatParamRange]) -> None:
-        exp_avg, exp_avg_sq = DTYPES[config.exp_avg_dtype], DTYPES[config.exp_avg_sq_dtype]
+        exp_avg, exp_avg_sq = config.exp_avg_dtype, config.exp_avg_sq_dtype
         self._of = {
             one: FlatAdam.of_masters(one.main, exp_avg_dtype=exp_avg, exp_avg_sq_dtype=exp_avg_sq)
             for one in param_ranges

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel, require_wrapped
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.layout import FlatBuffer, ParamSlot
 from megatron.core.group_collectives import all_ranks_agree, gather_objects, is_fake, union_over_model
 from megatron.core.logical_tensors import LogicalPiece, canonical_name, model_logical_pieces
@@ -80,6 +81,7 @@ def get_megatron_optimizer(
     buffers: list[FlatBuffer] = [buffer for chunk in chunks for buffer in chunk.all_buffers]
     _check_settings(config, groups, buffers=buffers)
     is_sharded = check_same_sharding(chunks, wanted=config.use_distributed_optimizer)
+    _check_overlap(config, [chunk.ddp_config for chunk in chunks])
     check_sharded_gradients(chunks, optimizer=config.optimizer)
     check_in_backward(config, [(chunk.ddp_config, chunk.config) for chunk in chunks], groups=groups)
     grouping = ParamGrouping(config, config_overrides)
@@ -133,6 +135,14 @@ def _check_older_arguments(*given: object) -> None:
         )
 
 
+def _check_overlap(config: OptimizerConfig, ddp_configs: Sequence[DistributedDataParallelConfig]) -> None:
+    for name in ("overlap_param_gather", "overlap_param_gather_with_optimizer_step"):
+        if vars(config)[name] and not all(vars(ddp_config)[name] for ddp_config in ddp_configs):
+            raise ValueError(
+                f"OptimizerConfig.{name} is True and DistributedDataParallelConfig.{name} is False: set both or neither"
+            )
+
+
 def _check_settings(config: OptimizerConfig, groups: ProcessGroupCollection, *, buffers: Sequence[FlatBuffer]) -> None:
     if config.optimizer == "muon" and max(group_size(groups.tp), group_size(groups.expt_tp)) > 1:
         raise ValueError(
@@ -142,12 +152,12 @@ def _check_settings(config: OptimizerConfig, groups: ProcessGroupCollection, *, 
     if config.lr is None:
         raise ValueError("OptimizerConfig.lr is None: must be the highest learning rate (--lr)")
     narrow = [buffer for buffer in buffers if buffer.param_data.dtype.itemsize == 2]
-    if config.main_grads_dtype == "bf16" and any(buffer.grad_data.dtype != torch.bfloat16 for buffer in narrow):
+    if config.main_grads_dtype == torch.bfloat16 and any(buffer.grad_data.dtype != torch.bfloat16 for buffer in narrow):
         raise ValueError(
             "OptimizerConfig.main_grads_dtype is bf16: must be fp32, unless gradients are reduced in bf16 "
             "(--grad-reduce-in-bf16)"
         )
-    if config.main_params_dtype == "fp16" and any(
+    if config.main_params_dtype == torch.float16 and any(
         buffer.model_dtype.itemsize < buffer.param_data.dtype.itemsize for buffer in buffers
     ):
         raise ValueError(
@@ -199,7 +209,7 @@ def _masters(config: OptimizerConfig) -> Callable[[Tensor], StoredFloats]:
     """Returns the function that builds masters of parameters, [N], in the form that the settings choose."""
     if not config.use_precision_aware_optimizer:
         return full_masters
-    if config.main_params_dtype == "fp16":
+    if config.main_params_dtype == torch.float16:
         return half_masters
     return remainder_masters if config.keeps_remainders else full_masters
 

@@ -8,15 +8,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
+from megatron.core.absent_config import AbsentOptimizerFields
 from megatron.core.config_field import config_field, run_checks, validate_fields
 from megatron.core.timers import Timers
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# Dtypes by their names on the command line. fp8 is stored as bytes, as in Megatron, and is refused.
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MOMENTS = ("fp32", "fp16", "bf16", "fp8")
+
+
+def _dtype_field(choices: tuple[str, ...], *, help: str) -> Any:
+    return config_field(torch.float32, cli_default="fp32", choices=choices, named=DTYPES, help=help)
 
 
 @dataclass(kw_only=True)
@@ -28,19 +35,18 @@ class PrecisionConfig:
     use_precision_aware_optimizer: bool = config_field(
         False, help="Store masters, gradients and moments of --optimizer adam in the dtypes of the flags below."
     )
-    main_grads_dtype: str = config_field(
-        "fp32",
-        choices=("fp32", "bf16"),
+    main_grads_dtype: torch.dtype = _dtype_field(
+        ("fp32", "bf16"),
         help="Dtype of the gradients that the optimizer reads; bf16 needs reduction in bf16.",
     )
-    main_params_dtype: str = config_field(
-        "fp32", choices=("fp32", "fp16"), help="Dtype of the masters of 16-bit parameters; fp16 has a scale per block."
+    main_params_dtype: torch.dtype = _dtype_field(
+        ("fp32", "fp16"), help="Dtype of the masters of 16-bit parameters; fp16 has a scale per block."
     )
-    exp_avg_dtype: str = config_field(
-        "fp32", choices=_MOMENTS, help="Dtype of Adam's first moment; fp16 has a scale per block, fp8 is refused."
+    exp_avg_dtype: torch.dtype = _dtype_field(
+        _MOMENTS, help="Dtype of Adam's first moment; fp16 has a scale per block, fp8 is refused."
     )
-    exp_avg_sq_dtype: str = config_field(
-        "fp32", choices=_MOMENTS, help="Dtype of Adam's second moment; fp16 has a scale per block, fp8 is refused."
+    exp_avg_sq_dtype: torch.dtype = _dtype_field(
+        _MOMENTS, help="Dtype of Adam's second moment; fp16 has a scale per block, fp8 is refused."
     )
     store_param_remainders: bool = config_field(
         True,
@@ -51,12 +57,13 @@ class PrecisionConfig:
     @property
     def keeps_remainders(self) -> bool:
         """Whether masters of bf16 parameters are stored as the 16 bits that the parameters lack."""
-        return self.use_precision_aware_optimizer and self.main_params_dtype == "fp32" and self.store_param_remainders
+        is_wide = self.main_params_dtype == torch.float32
+        return self.use_precision_aware_optimizer and is_wide and self.store_param_remainders
 
     def validate_stored_types(self, optimizer: str) -> None:
         """Raises ValueError for dtypes that cannot be stored; optimizer: the name of the update rule."""
         for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
-            value = vars(self)[name]
+            value = _NAMES[vars(self)[name]]
             if value == "fp8":
                 raise ValueError(f"OptimizerConfig.{name} is fp8: must be fp32, bf16 or fp16")
             if value != "fp32" and not self.use_precision_aware_optimizer:
@@ -78,7 +85,11 @@ class OptimizerOffloadConfig:
         False, help="Store masters and moments in the host's memory and update them there; no effect on a CPU."
     )
     optimizer_offload_fraction: float = config_field(
-        1.0, at_least=0, at_most=1, help="Part of the parameters whose state --optimizer-cpu-offload moves."
+        0.0,
+        cli_default=1.0,
+        at_least=0,
+        at_most=1,
+        help="Part of the parameters whose state --optimizer-cpu-offload moves.",
     )
     overlap_cpu_optimizer_d2h_h2d: bool = config_field(
         False,
@@ -98,7 +109,7 @@ class OptimizerOffloadConfig:
             raise ValueError(
                 "OptimizerConfig.overlap_cpu_optimizer_d2h_h2d is set: needs optimizer_cpu_offload as well"
             )
-        if self.optimizer_offload_fraction < 1 and not self.optimizer_cpu_offload:
+        if 0 < self.optimizer_offload_fraction < 1 and not self.optimizer_cpu_offload:
             raise ValueError(
                 f"OptimizerConfig.optimizer_offload_fraction is {self.optimizer_offload_fraction}: "
                 "needs optimizer_cpu_offload"
@@ -111,7 +122,9 @@ class MuonConfig:
 
     cli_group: ClassVar[str] = "optimizer"
 
-    muon_momentum: float = config_field(0.9, at_least=0, less_than=1, help="Momentum of --optimizer muon.")
+    muon_momentum: float = config_field(
+        0.95, cli_default=0.9, at_least=0, less_than=1, help="Momentum of --optimizer muon."
+    )
     muon_nesterov: bool = config_field(False, help="Use Nesterov momentum in --optimizer muon.")
     muon_num_ns_steps: int = config_field(
         5, at_least=1, less_than=100, help="Newton-Schulz steps that orthogonalize Muon's updates."
@@ -223,7 +236,7 @@ class InBackwardConfig:
 
 
 @dataclass(kw_only=True)
-class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig, InBackwardConfig):
+class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig, InBackwardConfig, AbsentOptimizerFields):
     """Settings of the optimizer that get_megatron_optimizer builds."""
 
     cli_group: ClassVar[str] = "optimizer"
@@ -235,7 +248,7 @@ class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig, InBac
         "AdamW with sharded states and gradients (ZeRO-2).",
     )
     lr: float | None = config_field(None, more_than=0, help="Highest learning rate; the schedule scales it.")
-    min_lr: float = config_field(0.0, at_least=0, help="Lowest learning rate of the schedule.")
+    min_lr: float | None = config_field(None, cli_default=0.0, at_least=0, help="Lowest learning rate of the schedule.")
     decoupled_lr: float | None = config_field(
         None, more_than=0, help="Highest learning rate of word embeddings and output layer; unset: --lr."
     )
@@ -272,6 +285,12 @@ class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig, InBac
     use_distributed_optimizer: bool | None = config_field(
         None, flags=(), help="Must equal DistributedDataParallelConfig.use_distributed_optimizer if set."
     )
+    overlap_param_gather: bool = config_field(
+        False, flags=(), help="Needs DistributedDataParallelConfig.overlap_param_gather, which decides."
+    )
+    overlap_param_gather_with_optimizer_step: bool = config_field(
+        False, flags=(), help="Needs DistributedDataParallelConfig's field, which decides."
+    )
     log_num_zeros_in_grad: bool = config_field(False, flags=(), help="Count zeros in the gradient in step().")
     optimizer_cuda_graph: bool = config_field(
         False, help="Include the step in the graph of --cuda-graph-impl full_iteration."
@@ -280,6 +299,7 @@ class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig, InBac
 
     def __post_init__(self) -> None:
         validate_fields(self)
+        self.timers = self.timers or Timers()
         checks: list[Callable[[], object]] = [
             self.validate_learning_rate,
             self.validate_precision,
@@ -298,9 +318,14 @@ class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig, InBac
             checks.append(self.validate_device_step)
         run_checks(*checks)
 
+    @property
+    def lowest_lr(self) -> float:
+        """Lowest learning rate of the schedule: 0 where min_lr is not set."""
+        return 0.0 if self.min_lr is None else self.min_lr
+
     def validate_learning_rate(self) -> None:
         # lr may be None until an optimizer is built.
-        if self.lr is not None and self.min_lr > self.lr:
+        if self.lr is not None and self.lowest_lr > self.lr:
             raise ValueError(
                 f"OptimizerConfig.min_lr is {self.min_lr}: must be at most OptimizerConfig.lr, which is {self.lr}"
             )
@@ -308,7 +333,7 @@ class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig, InBac
             raise ValueError(
                 f"OptimizerConfig.decoupled_min_lr is {self.decoupled_min_lr}: needs OptimizerConfig.decoupled_lr"
             )
-        lowest = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
+        lowest = self.lowest_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
         if self.decoupled_lr is not None and lowest > self.decoupled_lr:
             raise ValueError(
                 f"OptimizerConfig.decoupled_lr is {self.decoupled_lr}: must be at least its minimum, {lowest} "
@@ -336,7 +361,7 @@ class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig, InBac
                 "OptimizerConfig.optimizer_cpu_offload is set, so that the host updates: leave it out with "
                 "optimizer_cuda_graph"
             )
-        if self.main_params_dtype == "fp16":
+        if self.main_params_dtype == torch.float16:
             # Parameters are written from their masters in every replay, whether or not it updates. Until the first
             # update they may have digits that scaled fp16 lacks: numbers below 2^-32 of the largest in their block.
             raise ValueError(

@@ -132,7 +132,7 @@ class GroupKey:
     def check_rates(self, config: OptimizerConfig) -> None:
         """Raises ValueError if the lowest learning rate is above the highest."""
         highest = config.lr if self.override.max_lr is None else self.override.max_lr
-        lowest = config.min_lr if self.override.min_lr is None else self.override.min_lr
+        lowest = config.lowest_lr if self.override.min_lr is None else self.override.min_lr
         if highest is not None and lowest > highest:
             raise ValueError(f"ParamGroupOverride.min_lr is {lowest}: must be at most max_lr, which is {highest}")
 

@@ -11,7 +11,7 @@ import torch
 from megatron.core.distributed import TorchFullyShardedDataParallel
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.layout import FlatBuffer
-from megatron.core.optimizer.optimizer_config import DTYPES, OptimizerConfig
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGrouping
 from megatron.core.optimizer.stored_floats import BLOCK
 from megatron.core.process_groups_config import group_size
@@ -58,7 +58,7 @@ def state_bytes(
     if config.optimizer == "sgd":
         moments: float = num_params * wide * (config.sgd_momentum > 0)
     else:
-        of_adam = sum(_stored_bytes(DTYPES[name], wide) for name in (config.exp_avg_dtype, config.exp_avg_sq_dtype))
+        of_adam = sum(_stored_bytes(dtype, wide) for dtype in (config.exp_avg_dtype, config.exp_avg_sq_dtype))
         moments = (num_params - num_matrix_params) * of_adam + num_matrix_params * wide
     return StateBytes(
         parameters=num_params * params_dtype.itemsize / num_param_shards,
@@ -115,4 +115,4 @@ def _master_bytes(params_dtype: torch.dtype, config: OptimizerConfig) -> float:
         return 0
     if config.keeps_remainders and params_dtype == torch.bfloat16:
         return 2
-    return _stored_bytes(DTYPES[config.main_params_dtype], 4)
+    return _stored_bytes(config.main_params_dtype, 4)

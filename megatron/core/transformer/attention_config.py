@@ -15,7 +15,7 @@ class AttentionConfig:
 
     cli_group: ClassVar[str] = "attention"
 
-    num_attention_heads: int = config_field(None, help="Query heads of each layer.", at_least=1)
+    num_attention_heads: int = config_field(0, cli_default=None, help="Query heads of each layer.", at_least=0)
     num_query_groups: int | None = config_field(
         None,
         help="Key/value heads of each layer, with --group-query-attention (unset: 1); without it one per query head.",
@@ -32,7 +32,13 @@ class AttentionConfig:
         parse=parse_attn_backend,
     )
     attention_softmax_in_fp32: bool = config_field(
-        False, help="Softmax of attention in fp32, which every kernel here does with or without it."
+        True,
+        cli_default=False,
+        flags=("--attention-softmax-in-fp32",),
+        help="Softmax of attention in fp32, which every kernel here does with or without it.",
+    )
+    softmax_scale: float | None = config_field(
+        None, flags=(), more_than=0, help="Factor of the scores of attention; unset: 1 / sqrt(kv_channels)."
     )
     softmax_type: str = config_field(
         "vanilla",
@@ -61,6 +67,11 @@ class AttentionConfig:
     log_max_attention_logit: bool = config_field(
         False, help="Log the largest score of attention in each step, over all layers and heads."
     )
+    attention_output_gate: bool = config_field(
+        False,
+        help="Attention's output is multiplied by the sigmoid of a gate, which the projection of queries, keys and "
+        "values computes for each query head and channel.",
+    )
     rotary_interleaved: bool = config_field(
         False, help="Neighbouring channels rotate against each other instead of the halves of a head."
     )
@@ -76,8 +87,9 @@ class AttentionConfig:
         parse=partial(parse_layer_pattern, field="window_attn_skip_freq"),
     )
 
-    cp_comm_type: list[str] | str = config_field(
-        "p2p",
+    cp_comm_type: list[str] | str | None = config_field(
+        None,
+        cli_default="p2p",
         help="How ranks that share sequences attend to each other's tokens, for all layers or one word each: keys and "
         "values pass from rank to rank (p2p) or are gathered (all_gather), or heads change places (a2a).",
         choices=("p2p", "all_gather", "a2a"),
@@ -93,6 +105,8 @@ class AttentionConfig:
 
     def cp_comm_type_of_layer(self, layer_number: int) -> str:
         """Returns the cp_comm_type of a layer; layer_number starts at 1."""
+        if self.cp_comm_type is None:
+            return "p2p"
         kinds = [self.cp_comm_type] if isinstance(self.cp_comm_type, str) else self.cp_comm_type
         return kinds[0] if len(kinds) == 1 else kinds[layer_number - 1]
 
@@ -154,11 +168,11 @@ def parse_window_size(word: str) -> tuple[int, int]:
 def validate_attention(config: AttentionConfig, *, hidden_size: int, num_layers: int) -> None:
     """Raises ValueError if sizes are not divisible by the numbers of heads and groups, or for an invalid window."""
     heads, groups = config.num_attention_heads, config.num_query_groups
-    if config.kv_channels is None and hidden_size % heads:
+    if config.kv_channels is None and heads and hidden_size % heads:
         raise ValueError(
             f"hidden_size is {hidden_size}: must be divisible by num_attention_heads ({heads}), or give kv_channels"
         )
-    if groups is not None and heads % groups:
+    if groups and heads % groups:
         raise ValueError(f"num_attention_heads is {heads}: must be divisible by num_query_groups ({groups})")
     validate_window(config, num_layers=num_layers)
 
@@ -223,6 +237,7 @@ def validate_mla(
     num_attention_heads: int,
     num_query_groups: int | None,
     add_qkv_bias: bool,
+    attention_output_gate: bool,
     rotary_interleaved: bool,
 ) -> None:
     """Raises ValueError for widths without latent attention, and for settings that it does not support."""
@@ -240,6 +255,10 @@ def validate_mla(
         )
     if add_qkv_bias:
         raise ValueError("add_qkv_bias is True and multi_latent_attention is True: its projections have no biases")
+    if attention_output_gate:
+        raise ValueError(
+            "attention_output_gate is True and multi_latent_attention is True: it has no gate, must be False"
+        )
     if rotary_interleaved:
         raise ValueError(
             "rotary_interleaved is True and multi_latent_attention is True: its neighbouring channels rotate against "

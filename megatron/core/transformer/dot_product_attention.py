@@ -93,7 +93,7 @@ class DotProductAttention(CopiedWithGroups, Drawing):
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         validate_backend(config.attention_backend, dropout=self.dropout)
-        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.softmax_scale = softmax_scale or config.softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.kernels = sdp_backends(config.attention_backend)
         # Backends are chosen here, so that forward does not read the config.
         plain = config.attention_backend in (AttnBackend.unfused, AttnBackend.local)

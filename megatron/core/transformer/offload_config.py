@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.core.config_field import config_field, validate_fields
+from megatron.core.model_parallel_config import LayerOffloadConfig
 
 # In the order in which they run in a layer.
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
@@ -14,16 +15,11 @@ _MIN_ELEMENTS = 1024 * 1024
 
 
 @dataclass(kw_only=True)
-class OffloadConfig:
+class OffloadConfig(LayerOffloadConfig):
     """Settings that select the activations kept in host memory between forward and backward."""
 
     cli_group: ClassVar[str] = "activation offloading"
 
-    cpu_offloading_num_layers: int = config_field(
-        0,
-        help="Keep the activations of this many first layers in host memory between forward and backward.",
-        at_least=0,
-    )
     fine_grained_activation_offloading: bool = config_field(
         False, help="Keep the activations of --offload-modules in host memory between forward and backward."
     )
@@ -60,7 +56,7 @@ def validate_offload(config: OffloadConfig, *, has_experts: list[int], grouped_e
         raise ValueError(
             f"cpu_offloading_num_layers is {whole} and fine_grained_activation_offloading is set: choose one of them"
         )
-    if whole >= num_layers:
+    if whole and whole >= num_layers:
         raise ValueError(
             f"cpu_offloading_num_layers is {whole}: must be less than num_layers ({num_layers}), "
             "since the backward of the last layer follows immediately"

@@ -15,7 +15,7 @@ from megatron.core.transformer.norms import Norm
 from megatron.core.transformer.pipeline_split import layers_per_part
 from megatron.core.transformer.rope import RotaryTable
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, build_offering
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig, require_sizes
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset, part_of_model, require_unset
 
 
@@ -100,9 +100,9 @@ class TransformerBlock(GraphableMegatronModule):
         inference_params: Any = None,
         dynamic_inference_decode_only: bool | None = None,
     ) -> Tensor:
-        """hidden_states: [S, B, H], parameter dtype, not read without pre_process; attention_mask: bool, True where
-        attention is forbidden, or None. Returns [S, B, H], same dtype. All arguments but rotary_pos_emb and
-        packed_seq_params must be None.
+        """hidden_states: [S, B, H], config.hidden_dtype, not read without pre_process; attention_mask: bool, True where
+        attention is forbidden, or None. Returns [S, B, H], same dtype, or parameter dtype after the norm. All arguments
+        but rotary_pos_emb and packed_seq_params must be None.
 
         Raises ValueError without hidden states, in either form.
         """
@@ -142,7 +142,7 @@ class TransformerBlock(GraphableMegatronModule):
         return hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
 
     def set_input_tensor(self, input_tensor: Tensor | None) -> None:
-        """Sets the input of the next forward of a block without pre_process: [S, B, H], parameter dtype."""
+        """Sets the input of the next forward of a block without pre_process: [S, B, H], dtype config.hidden_dtype."""
         self._input = input_tensor
 
     def _run_layers(self, hidden_states: Tensor, *, layers: range, **known: Any) -> Tensor:
@@ -183,8 +183,9 @@ class LayerList(nn.ModuleList):
 
 
 def require_layout(config: TransformerConfig, groups: ProcessGroupCollection) -> None:
-    """Raises ValueError unless groups have the sizes of config: what was checked to fit together is config."""
+    """Raises ValueError unless groups have the sizes of config, which was checked to fit together, and it has sizes."""
     names = {"tp": "tensor_model_parallel_size", "cp": "context_parallel_size", "pp": "pipeline_model_parallel_size"}
+    require_sizes(config, "num_layers", "hidden_size", "num_attention_heads")
     require_group_sizes(groups, {field: (name, vars(config)[name]) for field, name in names.items()})
 
 

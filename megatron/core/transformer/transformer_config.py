@@ -10,11 +10,14 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from megatron.core.config_field import config_field, run_checks, validate_fields
+from megatron.core.absent_config import AbsentTransformerFields
+from megatron.core.config_field import config_field, run_checks, unsupported_field, validate_fields
 from megatron.core.model_parallel_config import (
     InitMethod,
     ModelParallelConfig,
     check_multiple,
+    set_timers,
+    validate_layer_offload,
     validate_parallel_layout,
     validate_precision,
 )
@@ -69,6 +72,7 @@ class TransformerConfig(
     RecomputeConfig,
     OffloadConfig,
     CudaGraphConfig,
+    AbsentTransformerFields,
 ):
     """Everything a transformer block is built from.
 
@@ -79,12 +83,14 @@ class TransformerConfig(
     embedding_init_method: the same for embeddings of words and positions; unset: normal with
     embedding_init_method_std, or else init_method.
     init_seed: seed of the initial weights; unset: torch's seed at construction.
+    num_layers, hidden_size and num_attention_heads of 0 are for code that needs other fields alone, such as the wrapper
+    for data parallelism; blocks and attention ask for them (require_sizes).
     """
 
     cli_group: ClassVar[str] = "transformer configuration"
 
-    num_layers: int = config_field(None, help="Transformer layers.", at_least=1, at_most=MAX_LAYERS)
-    hidden_size: int = config_field(None, help="Width of the residual stream.", at_least=1)
+    num_layers: int = config_field(0, cli_default=None, help="Transformer layers.", at_least=0, at_most=MAX_LAYERS)
+    hidden_size: int = config_field(0, cli_default=None, help="Width of the residual stream.", at_least=0)
     ffn_hidden_size: int | None = config_field(
         None, help="Width inside the feed-forward layers; unset: 4 x hidden size, 8/3 x with --swiglu.", at_least=1
     )
@@ -102,6 +108,11 @@ class TransformerConfig(
         False,
         flags=("--apply-layernorm-1p",),
         help="Norms store their weights minus 1: they start at 0, and 1 is added in fp32 when a norm is applied.",
+    )
+    fp32_residual_connection: bool = config_field(
+        False,
+        help="With --bf16 or --fp16 the residual stream is fp32, through all layers and between pipeline stages; norms "
+        "read it and give the parameters' precision.",
     )
     init_method_std: float = config_field(0.02, help="Standard deviation of initial weights.", at_least=0)
     embedding_init_method_std: float | None = config_field(
@@ -124,9 +135,16 @@ class TransformerConfig(
     output_layer_init_method: InitMethod | None = None
     embedding_init_method: InitMethod | None = None
     init_seed: int | None = None
+    transformer_impl: str = config_field(
+        "transformer_engine",
+        flags=(),
+        choices=("local", "transformer_engine"),
+        help="The layers that a script's builder chooses; no effect here, where the layer specification has them.",
+    )
 
     def __post_init__(self) -> None:
         validate_fields(self)
+        set_timers(self)
         resolve_yarn(self, multi_latent_attention=self.multi_latent_attention)
         if isinstance(self.moe_layer_freq, str):
             self.moe_layer_freq = parse_layer_pattern(self.moe_layer_freq, field="moe_layer_freq")
@@ -136,6 +154,8 @@ class TransformerConfig(
         validate_moe_layer_freq(self, self.num_layers)
         run_checks(
             partial(validate_precision, self),
+            partial(validate_residual, self),
+            partial(validate_layer_offload, self),
             partial(validate_heads, self),
             # Derived fields come after the checks that name what the user gave.
             partial(fill_in_sizes, self),
@@ -148,10 +168,19 @@ class TransformerConfig(
             self.init_method = NormalInit(self.init_method_std)
         if self.output_layer_init_method is None:
             # Two layers write into the residual stream per transformer layer: its variance stays that of one.
-            self.output_layer_init_method = NormalInit(self.init_method_std / math.sqrt(2 * self.num_layers))
+            self.output_layer_init_method = NormalInit(self.init_method_std / math.sqrt(2 * max(1, self.num_layers)))
         if self.embedding_init_method is None:
             std = self.embedding_init_method_std
             self.embedding_init_method = self.init_method if std is None else NormalInit(std)
+
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """Returns the dtype of the residual stream: at least fp32 with fp32_residual_connection."""
+        return (
+            torch.promote_types(self.params_dtype, torch.float32)
+            if self.fp32_residual_connection
+            else self.params_dtype
+        )
 
 
 def _other_default(name: str, default: Any) -> Any:
@@ -167,6 +196,14 @@ class MLATransformerConfig(TransformerConfig):
     normalization: str = _other_default("normalization", "RMSNorm")
     q_lora_rank: int | None = _other_default("q_lora_rank", 512)
     kv_lora_rank: int = _other_default("kv_lora_rank", 512)
+    rope_type: str | None = _other_default("rope_type", "yarn")
+    original_max_position_embeddings: int | None = _other_default("original_max_position_embeddings", 4096)
+    beta_fast: float | None = _other_default("beta_fast", 32.0)
+    beta_slow: float | None = _other_default("beta_slow", 1.0)
+    rotary_base: float = unsupported_field(10000, why="rotary_base is an argument of GPTModel")
+    rotary_percent: float = unsupported_field(1.0, why="rotary_percent is an argument of GPTModel")
+    cache_mla_latents: bool = unsupported_field(False, why="serving is outside this framework")
+    mla_down_proj_fusion: bool = unsupported_field(False, why="the two projections are weights of their own here")
     rotary_scaling_factor: float = _other_default("rotary_scaling_factor", 40.0)
 
 
@@ -179,6 +216,15 @@ class NormalInit:
     def __call__(self, weight: torch.Tensor) -> torch.Tensor:
         """weight: any shape, any float dtype; filled in place from torch's generator."""
         return torch.nn.init.normal_(weight, std=self.std)
+
+
+def validate_residual(config: TransformerConfig) -> None:
+    """Raises ValueError if a residual stream in fp32 would be sent between pipeline stages in another precision."""
+    if config.fp32_residual_connection and config.pipeline_dtype not in (None, config.hidden_dtype):
+        raise ValueError(
+            f"pipeline_dtype is {config.pipeline_dtype} and fp32_residual_connection is True: stages exchange the "
+            f"residual stream, must be {config.hidden_dtype} or None"
+        )
 
 
 def validate_gated_unit(config: TransformerConfig) -> None:
@@ -199,20 +245,33 @@ def validate_heads(config: TransformerConfig) -> None:
         num_attention_heads=config.num_attention_heads,
         num_query_groups=config.num_query_groups,
         add_qkv_bias=config.add_qkv_bias,
+        attention_output_gate=config.attention_output_gate,
         rotary_interleaved=config.rotary_interleaved,
     )
     validate_lora_targets(config, multi_latent_attention=config.multi_latent_attention, q_lora_rank=config.q_lora_rank)
     if config.multi_latent_attention and config.kv_channels is None:
         # What divides by heads elsewhere is a width of its own there.
         config.kv_channels = config.qk_width
+    if config.multi_latent_attention and config.softmax_scale is not None:
+        raise ValueError(
+            f"softmax_scale is {config.softmax_scale} and multi_latent_attention is True, whose scale follows from its "
+            "widths and from mscale_all_dim: must be None"
+        )
     validate_attention(config, hidden_size=config.hidden_size, num_layers=config.num_layers)
     validate_qk_clip(config, multi_latent_attention=config.multi_latent_attention)
+
+
+def require_sizes(config: TransformerConfig, *names: str) -> None:
+    """Raises ValueError if one of these fields, which may be 0 in a configuration, is needed and not set."""
+    for name in names:
+        if not vars(config)[name]:
+            raise ValueError(f"{name} is {vars(config)[name]}: must be at least 1 to build this part of a model")
 
 
 def fill_in_sizes(config: TransformerConfig) -> None:
     """Gives sizes that are unset what follows from others."""
     if config.kv_channels is None:
-        config.kv_channels = config.hidden_size // config.num_attention_heads
+        config.kv_channels = config.hidden_size // max(1, config.num_attention_heads)
     if config.num_query_groups is None:
         config.num_query_groups = config.num_attention_heads
     if config.ffn_hidden_size is None:

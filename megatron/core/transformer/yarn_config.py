@@ -1,6 +1,6 @@
 """Settings of YaRN, which extends rotary positions to longer contexts. rope.py computes the frequencies."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from megatron.core.config_field import config_field, validate_fields
@@ -82,6 +82,8 @@ def resolve_yarn(config: YarnConfig, *, multi_latent_attention: bool) -> None:
 
 
 def _require_defaults(config: YarnConfig) -> None:
-    for name, default in vars(YarnConfig()).items():
-        if name != "rope_type" and vars(config)[name] != default:
+    # The defaults of the configuration's own class: those of MLATransformerConfig are Megatron's for yarn.
+    defaults = {field.name: field.default for field in fields(config)}
+    for name in vars(YarnConfig()):
+        if name != "rope_type" and vars(config)[name] != defaults[name]:
             raise ValueError(f"{name} is {vars(config)[name]} and rope_type is {config.rope_type}: must be yarn")

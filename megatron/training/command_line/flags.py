@@ -214,6 +214,7 @@ def _flag_of_field(owner: Any, field: "dataclasses.Field[Any]", *, hint: Any) ->
     default = field.default
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
+    default = spec.default_of_flag(default)
     shape = _shape_of_hint(hint, spec, default=default)
     return Flag(
         flags=spec.flags or _derived_flags(field.name, default),
@@ -352,6 +353,7 @@ MODEL_SHAPE_DESTS: tuple[str, ...] = (
     "glu_linear_offset",
     "squared_relu",
     "add_qkv_bias",
+    "attention_output_gate",
     "qk_layernorm",
     "multi_latent_attention",
     "q_lora_rank",

@@ -184,13 +184,11 @@ MISSING: tuple[tuple[str, str], ...] = (
     (r"--fp8-|--first-last-layers-bf16$", f"{_NO_FP8}, and remove this one"),
     (r"--experimental-attention-variant$|--linear-", _VARIANT),
     (r"--dsa-", _DSA),
-    (r"--attention-output-gate$", f"attention outputs have no gate: {_OTHER_MODEL}"),
     (r"--use-mup$|--mup-", _MUP),
     (
         r"--apply-residual-connection-post-layernorm$",
         f"norms precede attention and feed-forward layers: {_OTHER_MODEL}",
     ),
-    (r"--fp32-residual-connection$", "the residual stream has the precision of --bf16 or --fp16: remove it"),
     (r"--apply-query-key-layer-scaling$", "scores are not scaled by the layer's number: use --bf16, or remove it"),
     (r"--fp16-lm-cross-entropy$", "the loss is computed in fp32: remove it"),
     (r"--hierarchical-context-parallel-sizes$", "use --context-parallel-size with one --cp-comm-type"),

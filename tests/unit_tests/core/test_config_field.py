@@ -4,8 +4,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
-from megatron.core.config_field import config_field, require_defaults, unsupported_field, validate_fields
+from megatron.core.config_field import (
+    config_field,
+    no_effect_field,
+    require_defaults,
+    unsupported_field,
+    validate_fields,
+)
 
 
 @dataclass(kw_only=True)
@@ -77,3 +84,37 @@ def test_unsupported_arguments_are_refused_by_name() -> None:
     require_defaults("build", "sharp does not exist here", use_sharp=(False, False), name=(None, None))
     with pytest.raises(ValueError, match=r"^build: use_sharp is True: sharp does not exist here; leave it at False$"):
         require_defaults("build", "sharp does not exist here", use_sharp=(True, False), name=(None, None))
+
+
+@dataclass(kw_only=True)
+class Named:
+    """Fields that accept several forms."""
+
+    dtype: torch.dtype = config_field(
+        torch.float32, help="x", cli_default="fp32", choices=("fp32",), named={"fp32": torch.float32, "u8": torch.uint8}
+    )
+    parts: list[str] | None = config_field(None, help="x")
+    window: tuple[int, int] | None = config_field(None, help="x")
+    either: list[int] | tuple[int, ...] = config_field((), help="x")
+    fused: bool = no_effect_field(False, why="kernels are chosen elsewhere")
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
+
+
+def test_fields_hold_values_whether_they_or_their_names_are_given() -> None:
+    assert Named(dtype="fp32").dtype is Named(dtype=torch.float32).dtype is Named().dtype is torch.float32
+    for wrong in ("u8", torch.uint8, "fp64"):
+        with pytest.raises(ValueError, match=r"Named\.dtype is .*: must be one of fp32"):
+            Named(dtype=wrong)
+
+
+def test_lists_and_tuples_replace_each_other() -> None:
+    named = Named(parts=("a", "b"), window=[4, 0], either=[1])
+    assert (named.parts, named.window, named.either) == (["a", "b"], (4, 0), [1])
+
+
+def test_fields_without_effect_accept_their_type_alone() -> None:
+    assert Named(fused=True).fused
+    with pytest.raises(ValueError, match=r"Named\.fused is 'yes': must be true or false"):
+        Named(fused="yes")

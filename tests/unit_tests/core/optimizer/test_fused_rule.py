@@ -17,7 +17,6 @@ from megatron.core.optimizer.adam import FusedRule, GradScale, _sgd_divisor_on
 from megatron.core.optimizer.flat_params import FlatParamRange
 from megatron.core.optimizer.stored_floats import Plain, StoredFloats, zeros_beside
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LR, DECAY, EPS = 0.01, 0.1, 1e-8
 OFFLOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.6}
 FEW_BITS = {"bf16": True, "use_precision_aware_optimizer": True}
@@ -73,8 +72,7 @@ class Case:
         else:
             kinds = {"exp_avg": self.config.exp_avg_dtype, "exp_avg_sq": self.config.exp_avg_sq_dtype}
         self.moments = {
-            run: {kind: zeros_beside(run.main, DTYPES[dtype]) for kind, dtype in kinds.items()}
-            for run in self.rule.runs
+            run: {kind: zeros_beside(run.main, dtype) for kind, dtype in kinds.items()} for run in self.rule.runs
         }
         self.steps = {run: torch.zeros(()) for run in self.rule.runs}
 

@@ -113,7 +113,7 @@ def test_twenty_steps_of_muon_and_adam_follow_a_plain_loop_over_matrices(make, p
     model = make()
     twin = copy.deepcopy(model)
     reference = PlainMuonAndAdam(twin, **plain)
-    base = {"optimizer": "muon", "lr": LR, "weight_decay": DECAY, "clip_grad": 0.0}
+    base = {"optimizer": "muon", "muon_momentum": 0.9, "lr": LR, "weight_decay": DECAY, "clip_grad": 0.0}
     wrapped, optimizer = wrap_and_build(model, **{**base, **settings})
     assert isinstance(optimizer, ChainedOptimizer) and len(optimizer.chained_optimizers) == 2
     for _ in range(20):

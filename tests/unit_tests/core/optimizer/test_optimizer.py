@@ -277,3 +277,24 @@ def test_builder_asks_for_a_learning_rate_and_a_wrapper():
         get_megatron_optimizer(sharded, [wrap(tiny_model(), overlap={"use_distributed_optimizer": True})]),
         DistributedOptimizer,
     )
+
+
+def test_settings_have_megatrons_defaults_and_read_dtypes_and_their_names():
+    config = OptimizerConfig(lr=0.1, timers=None)
+    assert (config.min_lr, config.lowest_lr, config.optimizer_offload_fraction) == (None, 0.0, 0.0)
+    assert config.main_grads_dtype == config.exp_avg_dtype == torch.float32 and callable(config.timers)
+    precise = {"use_precision_aware_optimizer": True, "lr": 0.1}
+    given = OptimizerConfig(**precise, exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype="fp16")
+    assert (given.exp_avg_dtype, given.exp_avg_sq_dtype) == (torch.bfloat16, torch.float16)
+    with pytest.raises(ValueError, match="exp_avg_dtype is fp8: must be fp32, bf16 or fp16"):
+        OptimizerConfig(**precise, exp_avg_dtype=torch.uint8)
+    with pytest.raises(ValueError, match="main_grads_dtype is torch.float16|main_grads_dtype is 'fp16'"):
+        OptimizerConfig(**precise, main_grads_dtype=torch.float16)
+    with pytest.raises(ValueError, match="decoupled_weight_decay is False: .*AdamW.*leave it at True"):
+        OptimizerConfig(lr=0.1, decoupled_weight_decay=False)
+
+
+def test_overlap_that_the_wrapper_lacks_is_refused():
+    ddp = wrap(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="OptimizerConfig.overlap_param_gather is True and Distributed.* is False"):
+        get_megatron_optimizer(OptimizerConfig(lr=0.1, overlap_param_gather=True), [ddp])

@@ -8,13 +8,14 @@ import torch
 from torch import nn
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_mlp_module_spec
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend, parse_attn_backend
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe_config import layers_with_experts
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, import_module
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import NormalInit, TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, NormalInit, TransformerConfig
 from tests.unit_tests.core.models.small_models import LLAMA_LIKE, small_config
 
 
@@ -213,3 +214,42 @@ def test_a_layer_of_experts_records_under_its_number() -> None:
     layer = MoELayer(config, get_mlp_module_spec(False, 4, True).submodules, 3)
     layer(torch.randn(3, 2, 32))
     assert layer.router.aux_losses.counts.sum(dim=0).tolist() == [0, 0, 1]
+
+
+def test_configurations_with_all_defaults_have_those_of_megatron_and_build_no_layers() -> None:
+    config = TransformerConfig(num_attention_heads=1, num_layers=1, timers=None)
+    assert (config.hidden_size, config.gradient_accumulation_fusion, config.overlap_p2p_comm) == (0, False, False)
+    assert TransformerConfig().num_layers == 0 and callable(config.timers)
+    with pytest.raises(ValueError, match="hidden_size is 0: must be at least 1 to build this part of a model"):
+        TransformerBlock(config, get_gpt_decoder_block_spec(config))
+
+
+def test_fields_of_what_does_not_exist_here_are_accepted_at_their_defaults_alone() -> None:
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+    TransformerConfig(**sizes, fp8=None, fp8_recipe="delayed", mamba_state_dim=128, bias_dropout_fusion=True)
+    with pytest.raises(
+        ValueError, match=r"TransformerConfig\.fp8 is 'hybrid': 8- and 4-bit training .*; leave it at None"
+    ):
+        TransformerConfig(**sizes, fp8="hybrid")
+    with pytest.raises(ValueError, match="cpu_offloading is True and cpu_offloading_num_layers is 0"):
+        TransformerConfig(**sizes, cpu_offloading=True)
+    with pytest.raises(ValueError, match="softmax_scale is 0.5 and multi_latent_attention is True"):
+        TransformerConfig(**sizes, softmax_scale=0.5, multi_latent_attention=True)
+
+
+def test_latent_attention_without_yarn_needs_no_other_field() -> None:
+    config = MLATransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
+    assert (config.rope_type, config.original_max_position_embeddings, config.beta_fast) == ("yarn", 4096, 32)
+    plain = MLATransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, rope_type="rope")
+    assert plain.rope_type == "rope"
+    with pytest.raises(ValueError, match="beta_fast is 5.* and rope_type is rope: must be yarn"):
+        MLATransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, rope_type="rope", beta_fast=5)
+
+
+def test_scores_of_attention_are_scaled_by_softmax_scale() -> None:
+    query, key, value = torch.randn(3, 4, 1, 2, 4, generator=torch.Generator().manual_seed(1)).unbind()
+    outputs = [
+        DotProductAttention(small_config(hidden_size=8, num_attention_heads=2, **fields), 1)(query * factor, key, value)
+        for fields, factor in (({"softmax_scale": 0.25}, 1.0), ({}, 0.5))
+    ]
+    torch.testing.assert_close(*outputs)
