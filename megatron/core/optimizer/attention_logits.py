@@ -125,18 +125,6 @@ class AttentionLogits:
         return layer.largest_logits
 
 
-def attention_logits(
-    modules: Iterable[nn.Module],
-    trained: Collection[nn.Parameter],
-    *,
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-) -> AttentionLogits | None:
-    """Returns the AttentionLogits of the layers among modules; None if the flags are off on this rank."""
-    layers = [one for one in modules if isinstance(one, ClipsLogits) and one.largest_logits is not None]
-    return AttentionLogits(layers, trained, group=group, device=device) if layers else None
-
-
 def _scale(run: FlatParamRange, member: ParamRange, rows: Tensor) -> None:
     """Multiplies a range's elements of one parameter; rows: [R], fp64, the factors of the parameter's rows."""
     columns = member.param.numel() // len(rows)

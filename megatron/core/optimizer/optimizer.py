@@ -162,6 +162,7 @@ class MegatronOptimizer:
             scheduler.iteration.has_optimizer = True
         self._grad_stats = parts.grad_stats
         self._logits = parts.logits
+        self._watched = [] if parts.logits is None else [parts.logits]
         # Between prepare_grads and step_with_ready_grads.
         self._prepared: _PreparedStep | None = None
         self._last_norm = 0.0
@@ -213,7 +214,8 @@ class MegatronOptimizer:
 
         set_to_none: whether `param.grad` becomes None or zeros; gradients in a wrapper's buffers become zeros.
         """
-        self.forget_attention_logits()
+        for logits in self._watched:
+            logits.reset()
         for chunk in self._model_chunks:
             # Not `param.grad = None`, because gradients are in flat buffers, whose memory is persistent.
             chunk.zero_grad_buffer(caller=self)
@@ -229,8 +231,8 @@ class MegatronOptimizer:
 
     def forget_attention_logits(self) -> None:
         """Forgets the largest scores of attention since the last step, of passes that are discarded."""
-        if self._logits is not None:
-            self._logits.reset()
+        for logits in self._watched:
+            logits.reset()
 
     def largest_attention_logit_sync(self) -> float | None:
         """Returns the largest score of attention in the last step, over all layers, heads and ranks. Collective.
@@ -238,8 +240,8 @@ class MegatronOptimizer:
         None if no layer found scores. All ranks must call it. NOTE: waits until the device has run the step.
         """
         largest = torch.full((), -torch.inf, dtype=torch.float64, device=self._device_scale.device)
-        if self._logits is not None:
-            largest.copy_(self._logits.largest)
+        for logits in self._watched:
+            largest.copy_(torch.maximum(largest, logits.largest))
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         found = float(largest)
@@ -289,7 +291,8 @@ class MegatronOptimizer:
         # Before any change on this rank, because others may have caught an error after the reduction of gradients.
         for scheduler in self._schedulers:
             scheduler.step()
-        self._collect_logits()
+        for logits in self._watched:
+            logits.collect()
         # One pass finds norm and overflow, because the norm is finite only if every gradient is. The norm has the same
         # bits on all ranks, so they decide alike without a message. `_decide` decides the same way in a graph.
         with self.config.timers("optimizer-clip-main-grad", log_level=1):
@@ -400,7 +403,8 @@ class MegatronOptimizer:
         """
         self.config.validate_device_step()
         self._decays_on_device = self._weight_decays()
-        self._collect_logits()
+        for logits in self._watched:
+            logits.collect()
         decision = _decide(
             self._grad_stats.norm(), loss_scale=self._device_scale, discard=discard, clip_grad=self.config.clip_grad
         )
@@ -658,11 +662,6 @@ class MegatronOptimizer:
             self.grad_scaler.update(found_inf)
             self._device_scale.fill_(self._loss_scale)
 
-    def _collect_logits(self) -> None:
-        """Joins the largest scores of attention over ranks, for this step. Collective."""
-        if self._logits is not None:
-            self._logits.collect()
-
     def _weight_decays(self) -> list[float]:
         return [group["weight_decay"] for group in self.param_groups]
 
@@ -814,6 +813,8 @@ class ChainedOptimizer(MegatronOptimizer):
         super().__init__(
             chained[0].optimizer, chained[0].config, grad_scaler=chained[0].grad_scaler, parts=parts or _joined(chained)
         )
+        if parts is None:
+            self._watched = [logits for one in chained for logits in one._watched]
 
     @property
     def state(self) -> ProxyDict:
@@ -865,14 +866,6 @@ class ChainedOptimizer(MegatronOptimizer):
         with self._whole_update():
             for one in self.chained_optimizers:
                 one._update(scale)
-
-    def _collect_logits(self) -> None:
-        # Optimizers that were built apart scale their own layers. This object has the logits of its own parts alone.
-        if self._updates_itself:
-            super()._collect_logits()
-            return
-        for one in self.chained_optimizers:
-            one._collect_logits()
 
     def _after_device_update(self) -> None:
         if self._updates_itself:
