@@ -104,7 +104,7 @@ class PipelineConfig:
 
     By default all stages and chunks have the same number of layers; transformer/pipeline_split.py computes it.
     pipeline_dtype: dtype of the tensors sent between stages, equal to that of the hidden states; None means
-    params_dtype.
+    hidden_dtype.
     """
 
     cli_group: ClassVar[str] = "pipeline stages"
@@ -234,6 +234,11 @@ class ModelParallelConfig(
         validate_precision(self)
         validate_parallel_layout(self)
         validate_layer_offload(self)
+
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """Returns the dtype of the hidden states between layers and between pipeline stages."""
+        return self.params_dtype
 
 
 def validate_parallel_layout(config: ParallelLayoutConfig) -> None:

@@ -47,7 +47,7 @@ from megatron.planner.stage_costs import (
 )
 from megatron.planner.step_time import StepTime, estimate_step, full_rounds, long_step, overlap_of
 from megatron.planner.work import BACKWARD, FORWARD, GRADS, PARAMS, Traffic, message_seconds, seconds_by_kind
-from megatron.training.arguments import parse_args, validate_args
+from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
 from megatron.training.command_line.config_builder import config_from_args
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.compute.devices import Device
@@ -484,6 +484,7 @@ class LayoutCosts:
         shape, ddp_config = shape_of(args), ddp_config_of(args)
         tokens = args.micro_batch_size * args.seq_length // (shape.tensor * shape.context)
         samples = args.micro_batch_size * args.data_parallel_size
+        hidden_bytes = tokens * args.hidden_size * core_transformer_config_from_args(args).hidden_dtype.itemsize
 
         def estimate(num_microbatches: int) -> StepTime:
             short = replace(shape, num_microbatches=num_microbatches)
@@ -493,7 +494,7 @@ class LayoutCosts:
                     short,
                     stage=stage,
                     ddp_config=ddp_config,
-                    hidden_bytes=tokens * args.hidden_size * args.params_dtype.itemsize,
+                    hidden_bytes=hidden_bytes,
                     state_bytes=memory.persistent.masters + memory.persistent.moments,
                 )
                 for stage, memory in enumerate(stages)

@@ -438,7 +438,7 @@ def saved_by(
     if not inner.pre_process:
         parts = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
         shape = args.seq_length // parts, args.micro_batch_size, args.hidden_size
-        inner.set_input_tensor(torch.zeros(shape, dtype=args.params_dtype, requires_grad=True))
+        inner.set_input_tensor(torch.zeros(shape, dtype=inner.config.hidden_dtype, requires_grad=True))
     saved = SavedBytes(chunk, persistent=[*parameter_tensors([chunk]), *gradient_tensors([chunk])], kind_of=kind_of)
     with saved.counting(), AsFusedKernels():
         output, loss_function = forward_step(repeat(batch_of(args)), chunk)

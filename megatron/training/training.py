@@ -284,9 +284,11 @@ def run_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
         if statistics.nan and run.training.check_for_nan_in_loss_and_grad:
             raise_non_finite_loss(reports, dist.group.WORLD, iteration=run.state.iteration + 1)
         updated, grad_norm, num_zeros = run.steps.update_sync()
+        logs_logit = run.args.log_max_attention_logit
+        max_attention_logit = run.optimizer.largest_attention_logit_sync() if logs_logit else None
     except NON_FINITE as error:
         skip_step(run, error)
-        updated, grad_norm, num_zeros = False, math.nan, None
+        updated, grad_norm, num_zeros, max_attention_logit = False, math.nan, None, None
     if updated:
         run.scheduler.step(increment=batch_size)
     run.count_step(updated=updated, nan=statistics.nan)
@@ -296,6 +298,7 @@ def run_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
         losses=statistics.losses,
         grad_norm=grad_norm,
         num_zeros=None if num_zeros is None else int(num_zeros),
+        max_attention_logit=max_attention_logit,
         learning_rate=rates["lr"],
         loss_scale=float(loss_scale),
         global_batch_size=batch_size,

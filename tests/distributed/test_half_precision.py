@@ -77,6 +77,20 @@ def test_a_layout_in_half_precision_follows_one_process(precision: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_residual_stream_in_fp32_goes_through_all_layouts() -> None:
+    flags: Flags = {**SMALL, **PRECISIONS["bf16"], "fp32-residual-connection": True}
+    layouts = [layout(2), layout(pp=2)]
+    argvs = [_argv("dense", {**flags, "num-layers": 4, **sizes}) for sizes in layouts]
+    [[alone]] = run_on_ranks(_runs, 1, [_argv("dense", {**flags, "num-layers": 4})], STEPS_OF_LAYOUTS)
+    for rank in run_on_ranks(_runs, 2, argvs, STEPS_OF_LAYOUTS):
+        for sizes, run in zip(layouts, rank, strict=True):
+            _assert_close(run.reports, alone.reports, "bf16")
+            if sizes["pipeline-model-parallel-size"] == 2:
+                # Stages lose nothing of the stream.
+                assert run.reports[0].losses == alone.reports[0].losses
+
+
+@pytest.mark.slow
 def test_b22_an_overflow_of_one_stage_or_expert_rank_skips_the_step_on_all() -> None:
     flags: Flags = {**SMALL, **PRECISIONS["fp16"], "loss-scale-window": 2, "hysteresis": 1}
     expected = [(False, 4096.0), (True, 4096.0), (False, 2048.0), (False, 2048.0), (False, 4096.0)]

@@ -94,6 +94,14 @@ def test_other_norms_and_first_weights_agree_with_one_process(split: str) -> Non
     assert_same_run(run_layout("dense", 2, {**STARTS, **layout}), run_layout("dense", 1, STARTS))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["tensor", slow("context"), slow("pipeline")])
+def test_gates_over_attention_agree_with_one_process(split: str) -> None:
+    flags: Flags = {"attention-output-gate": True}
+    layout: Flags = {f"{split}-{'' if split == 'context' else 'model-'}parallel-size": 2}
+    assert_same_run(run_layout("llama", 2, {**flags, **layout}), run_layout("llama", 1, flags))
+
+
 @cache
 def _reference(base: str) -> WholeRun:
     return run_layout(base, 1, MODELS[base])

@@ -89,7 +89,7 @@ _PLAIN = Fixed(
     }
 )
 # All but DeepSeek's.
-_HEADS_OF_THEIR_OWN = Fixed({"multi_latent_attention": False})
+_HEADS_OF_THEIR_OWN = Fixed({"multi_latent_attention": False, "attention_output_gate": False})
 _DENSE: tuple[Part, ...] = (
     Same("intermediate_size", "ffn_hidden_size"),
     Fixed({"num_experts": None, "moe_layer_freq": 1, "moe_ffn_hidden_size": None}),
@@ -259,7 +259,7 @@ _DEEPSEEK: tuple[Part, ...] = (
     # transformers uses this epsilon for the norms of down-projections, regardless of config.json.
     Only("rms_norm_eps", 1e-6),
     Only("attention_bias", False),
-    Fixed({"layernorm_epsilon": 1e-6, "add_qkv_bias": False, "qk_layernorm": True}),
+    Fixed({"layernorm_epsilon": 1e-6, "add_qkv_bias": False, "attention_output_gate": False, "qk_layernorm": True}),
     _NO_WINDOW,
 )
 DEEPSEEK_V2 = Family(

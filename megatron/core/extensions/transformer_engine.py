@@ -54,6 +54,8 @@ def check_supported(config: TransformerConfig) -> None:
     refused = {
         "lora_rank": config.lora_rank is not None,
         "softmax_type": config.softmax_type != "vanilla",
+        # Its norms are not known to read a wider stream than their weights.
+        "fp32_residual_connection": config.fp32_residual_connection,
         "init_model_with_meta_device": config.init_model_with_meta_device,
     }
     for name, is_set in refused.items():

@@ -20,6 +20,7 @@ from megatron.core.distributed.layout import FlatBuffer, ParamSlot
 from megatron.core.group_collectives import all_ranks_agree, gather_objects, is_fake, union_over_model
 from megatron.core.logical_tensors import LogicalPiece, canonical_name, model_logical_pieces
 from megatron.core.optimizer.adam import FusedRule, UpdateRule
+from megatron.core.optimizer.attention_logits import attention_logits
 from megatron.core.optimizer.clip_grads import GradStats
 from megatron.core.optimizer.distrib_optimizer import (
     DistributedOptimizer,
@@ -109,7 +110,9 @@ def get_megatron_optimizer(
     if handed is not None:
         in_backward = UpdatesInBackward(config, groups, handed, runs=ranges, logical_pieces=pieces, device=device)
     stats = in_backward or GradStats(config, groups, buffers, runs=ranges, logical_pieces=pieces, device=device)
-    parts = OptimizerParts(rules, ranges, chunks, stats, device, pieces)
+    modules = (module for chunk in chunks for module in chunk.modules())
+    logits = attention_logits(modules, [slot.param for slot in slots], group=groups.dp_cp, device=device)
+    parts = OptimizerParts(rules, ranges, chunks, stats, device, pieces, logits)
     gloo = groups.tp_dp_cp_host if use_gloo_process_groups and group_size(groups.tp) == 1 else None
     optimizer = _optimizer_of(parts, config, chunks=chunks if is_sharded else None, gloo=gloo)
     if in_backward is not None:
@@ -196,7 +199,7 @@ def _optimizer_of(
     if len(parts.rules) == 1:
         return one_of(parts)
     # The chain itself steps, with one norm of all ranges in the order of the buffers.
-    alone = [dataclasses.replace(parts, rules=[rule], runs=rule.runs) for rule in parts.rules]
+    alone = [dataclasses.replace(parts, rules=[rule], runs=rule.runs, logits=None) for rule in parts.rules]
     return ChainedOptimizer([one_of(some) for some in alone], parts=parts)
 
 

@@ -161,6 +161,7 @@ class MegatronOptimizer:
         for scheduler in self._schedulers:
             scheduler.iteration.has_optimizer = True
         self._grad_stats = parts.grad_stats
+        self._logits = parts.logits
         # Between prepare_grads and step_with_ready_grads.
         self._prepared: _PreparedStep | None = None
         self._last_norm = 0.0
@@ -212,6 +213,7 @@ class MegatronOptimizer:
 
         set_to_none: whether `param.grad` becomes None or zeros; gradients in a wrapper's buffers become zeros.
         """
+        self.forget_attention_logits()
         for chunk in self._model_chunks:
             # Not `param.grad = None`, because gradients are in flat buffers, whose memory is persistent.
             chunk.zero_grad_buffer(caller=self)
@@ -224,6 +226,24 @@ class MegatronOptimizer:
 
     def prepare_model_params_for_param_sync(self) -> None:
         """Prepares parameters for start_param_sync of their wrapper; nothing is due, as they are ready after a step."""
+
+    def forget_attention_logits(self) -> None:
+        """Forgets the largest scores of attention since the last step, of passes that are discarded."""
+        if self._logits is not None:
+            self._logits.reset()
+
+    def largest_attention_logit_sync(self) -> float | None:
+        """Returns the largest score of attention in the last step, over all layers, heads and ranks. Collective.
+
+        None if no layer found scores. All ranks must call it. NOTE: waits until the device has run the step.
+        """
+        largest = torch.full((), -torch.inf, dtype=torch.float64, device=self._device_scale.device)
+        if self._logits is not None:
+            largest.copy_(self._logits.largest)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        found = float(largest)
+        return None if found == -math.inf else found
 
     def get_loss_scale(self) -> torch.Tensor:
         """Returns the factor of the loss: [], fp32, on the CPU."""
@@ -269,6 +289,7 @@ class MegatronOptimizer:
         # Before any change on this rank, because others may have caught an error after the reduction of gradients.
         for scheduler in self._schedulers:
             scheduler.step()
+        self._collect_logits()
         # One pass finds norm and overflow, because the norm is finite only if every gradient is. The norm has the same
         # bits on all ranks, so they decide alike without a message. `_decide` decides the same way in a graph.
         with self.config.timers("optimizer-clip-main-grad", log_level=1):
@@ -379,6 +400,7 @@ class MegatronOptimizer:
         """
         self.config.validate_device_step()
         self._decays_on_device = self._weight_decays()
+        self._collect_logits()
         decision = _decide(
             self._grad_stats.norm(), loss_scale=self._device_scale, discard=discard, clip_grad=self.config.clip_grad
         )
@@ -636,6 +658,11 @@ class MegatronOptimizer:
             self.grad_scaler.update(found_inf)
             self._device_scale.fill_(self._loss_scale)
 
+    def _collect_logits(self) -> None:
+        """Joins the largest scores of attention over ranks, for this step. Collective."""
+        if self._logits is not None:
+            self._logits.collect()
+
     def _weight_decays(self) -> list[float]:
         return [group["weight_decay"] for group in self.param_groups]
 
@@ -654,8 +681,13 @@ class MegatronOptimizer:
 
     def _step_ranges(self, scale: GradScale, ranges: Iterable[FlatParamRange], *, rules: Sequence[UpdateRule]) -> None:
         """Updates ranges in a step, unless they were updated in backward; call it inside `_whole_update`."""
+        chosen = frozenset(ranges)
         if not self._grad_stats.is_updated:
-            self.update_ranges(scale, ranges, rules=rules)
+            self.update_ranges(scale, chosen, rules=rules)
+        if self._logits is not None:
+            # A range belongs to one rule. Scaled here, before a DistributedOptimizer gathers it.
+            stepped = (one for rule in rules for one in rule.runs if one in chosen)
+            self._logits.rescale(stepped, skip=None if scale.skip is None else scale.skip.detach())
 
     @contextmanager
     def _whole_update(self) -> Iterator[None]:
@@ -833,6 +865,14 @@ class ChainedOptimizer(MegatronOptimizer):
         with self._whole_update():
             for one in self.chained_optimizers:
                 one._update(scale)
+
+    def _collect_logits(self) -> None:
+        # Optimizers that were built apart scale their own layers. This object has the logits of its own parts alone.
+        if self._updates_itself:
+            super()._collect_logits()
+            return
+        for one in self.chained_optimizers:
+            one._collect_logits()
 
     def _after_device_update(self) -> None:
         if self._updates_itself:

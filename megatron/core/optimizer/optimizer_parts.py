@@ -19,6 +19,7 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.layout import BucketLayout, BufferLayout, FlatBuffer, ParamRange, ParamSlot, Span
 from megatron.core.logical_tensors import LogicalPiece, model_logical_pieces
 from megatron.core.optimizer.adam import GradScale, UpdateRule
+from megatron.core.optimizer.attention_logits import AttentionLogits
 from megatron.core.optimizer.clip_grads import GradStats, persistent_gradient
 from megatron.core.optimizer.flat_params import FlatParamRange, build_ranges
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -36,7 +37,8 @@ class OptimizerParts:
     """The parts of a MegatronOptimizer. runs: the flat ranges of all rules. device: of the model.
 
     model_chunks: wrapped chunks whose gradients a step resets and whose updates it records; none if the optimizer was
-    built over parameters alone. pieces: the logical pieces of the chunks' parameters, by name.
+    built over parameters alone. pieces: the logical pieces of the chunks' parameters, by name. logits: None
+    unless the model's attention finds its largest scores.
     """
 
     rules: Sequence[UpdateRule]
@@ -45,6 +47,7 @@ class OptimizerParts:
     grad_stats: GradStats
     device: torch.device
     pieces: Mapping[str, list[LogicalPiece]]
+    logits: AttentionLogits | None = None
 
 
 def parts_over_params(

@@ -30,7 +30,7 @@ class P2PCommunicator:
     def __init__(self, pp_group: dist.ProcessGroup | None, config: ModelParallelConfig) -> None:
         self.pp_group = pp_group
         # Of all tensors that stages exchange.
-        self.dtype = config.pipeline_dtype or config.params_dtype
+        self.dtype = config.pipeline_dtype or config.hidden_dtype
         self.stage, self.num_stages = group_rank(pp_group), group_size(pp_group)
         self._shape: tuple[int, ...] = ()
         self._batches: deque[_Batch] = deque()

@@ -130,7 +130,7 @@ def forward_backward(
     """Runs forward and backward of `num_microbatches` in the order that stages and chunks ask for. Collective.
 
     data_iterator, model: one, or a list with one a model chunk. seq_length, micro_batch_size: what stages exchange is
-    [seq_length / cp (and / tp under sequence parallelism), micro_batch_size, hidden_size], params_dtype; without
+    [seq_length / cp (and / tp under sequence parallelism), micro_batch_size, hidden_size], hidden_dtype; without
     stages they have no part. collect_non_loss_data, with forward_only: see ScheduleRunner. pg_collection: the groups
     of this rank; None: those of parallel_state, if there are any. rest: other keywords of Megatron, see check_rest.
     Returns what the loss function reported of each microbatch on the last stage, nothing on others: name to a tensor

@@ -9,25 +9,28 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.config_field import require_defaults
+from megatron.core.fusions.output_gate import apply_output_gate
 from megatron.core.logical_tensors import LogicalPiece
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size, or_alone
+from megatron.core.tensor_parallel.largest_logits import LargestLogits
 from megatron.core.tensor_parallel.layers import split_size
 from megatron.core.tensor_parallel.param_attributes import MatrixWindow, mark_partial_gradient
 from megatron.core.tensor_parallel.random import numbers_of_each_rank
 from megatron.core.transformer.context_parallel_attention import over_ranks
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule, run_and_keep
 from megatron.core.transformer.rope import RotaryTable, apply_rotary_pos_emb, split_and_rotate
 from megatron.core.transformer.spec_utils import build_module, build_offering
 from megatron.core.transformer.transformer_config import TransformerConfig, require_sizes
 
-# query [S, B, N, D], key [S, B, G, D], value [S, B, G, E].
-QueryKeyValue = tuple[Tensor, Tensor, Tensor]
+# query [S, B, N, D], key [S, B, G, D], value [S, B, G, E]; with a gate over the output also [S, B, G, N / G, D].
+QueryKeyValue = tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Attention(MegatronModule):
@@ -65,6 +68,14 @@ class Attention(MegatronModule):
         self.core_attention = build_offering(
             spec, known, config=config, layer_number=layer_number, attn_mask_type=attn_mask_type, **options
         )
+        self.largest_logits: LargestLogits | None = None
+        if config.watches_logits:
+            if not isinstance(self.core_attention, DotProductAttention):
+                raise ValueError(
+                    f"qk_clip or log_max_attention_logit is True and the attention core is a "
+                    f"{type(self.core_attention).__name__}: must be a DotProductAttention, which finds largest scores"
+                )
+            self.largest_logits = self.core_attention.largest_logits
         self.attn_mask_type = attn_mask_type
         self.around_core = over_ranks(self.core_attention, config, kind=kind, cp_group=self.groups.cp)
         # Ranks have different heads, so their dropout must draw different numbers.
@@ -123,16 +134,32 @@ class Attention(MegatronModule):
             )
         tensors, release = self._kept_until_used(hidden_states, rotary_pos_emb)
         # [S, B, N * E]
-        context = self.parts.core_attn(self._attend, *tensors, attention_mask, packed_seq_params=packed_seq_params)
+        context = self.parts.core_attn(self._attend, attention_mask, *tensors, packed_seq_params=packed_seq_params)
         release(context)
         return self.parts.attn_proj(self.linear_proj, context)
 
-    def _attend(self, *tensors: Tensor | None, packed_seq_params: PackedSeqParams | None) -> Tensor:
+    def _attend(
+        self,
+        attention_mask: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        gate: Tensor | None = None,
+        *,
+        packed_seq_params: PackedSeqParams | None,
+    ) -> Tensor:
         # Inside the recomputed function, so that recompute draws from the same stream.
         with self.core_numbers():
-            return self.around_core(
-                self.core_attention, *tensors, attn_mask_type=self.attn_mask_type, packed_seq_params=packed_seq_params
+            context: Tensor = self.around_core(
+                self.core_attention,
+                query,
+                key,
+                value,
+                attention_mask,
+                attn_mask_type=self.attn_mask_type,
+                packed_seq_params=packed_seq_params,
             )
+        return context if gate is None else apply_output_gate(context, gate)
 
     def _projected(self, hidden_states: Tensor, rotary_pos_emb: RotaryTable | None) -> QueryKeyValue:
         """Projects [S, B, H], parameter dtype -> query [S, B, N, D], key [S, B, G, D] and value [S, B, G, E].
@@ -140,6 +167,44 @@ class Attention(MegatronModule):
         Queries and keys are rotated.
         """
         raise NotImplementedError
+
+    def clip_factors(self, largest: Tensor) -> Tensor:
+        """Returns threshold / largest where that is below 1, else 1, also for scores that are not finite: [N], fp64.
+
+        largest: [N], fp64, the largest score of each of this rank's heads.
+        """
+        threshold = self.config.qk_clip_threshold
+        return torch.where((largest > threshold) & largest.isfinite(), threshold / largest, torch.ones_like(largest))
+
+    def row_factors(self, factors: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+        """Returns parameters of projections with factors of their rows: [rows], fp64; factors: [N], fp64, of heads.
+
+        Scaled by them, the scores of a head are its factor times what they were.
+        """
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def clip_qk(self) -> None:
+        """Scales the projections of heads whose scores have exceeded qk_clip_threshold since the last call (qk_clip).
+
+        For training loops with an optimizer of their own, after its step; this rank's scores alone count. Optimizers of
+        get_megatron_optimizer clip within their step, over all ranks, after which this changes nothing. Raises
+        ValueError if qk_clip is off, or if an optimizer holds masters of a projection that are not whole here.
+        """
+        if not self.config.qk_clip:
+            raise ValueError("clip_qk was called and qk_clip is False: must be True")
+        if self.largest_logits is None or self.largest_logits.values is None:
+            return
+        for param, rows in self.row_factors(self.clip_factors(self.largest_logits.values)):
+            factors = rows.view(-1, *[1] * (param.dim() - 1))
+            main = vars(param).get("main_param")
+            if main is not None:
+                if main.shape != param.shape:
+                    raise ValueError("clip_qk: masters of a projection are in parts: let the optimizer's step clip")
+                param.copy_(main.mul_(factors))
+            else:
+                param.mul_(factors)
+        self.largest_logits.reset()
 
     def _kept_until_used(
         self, hidden_states: Tensor, rotary_pos_emb: RotaryTable | None
@@ -165,8 +230,8 @@ class SelfAttentionSubmodules:
 class SelfAttention(Attention):
     """Self-attention with grouped queries.
 
-    The rows of linear_qkv are ordered by key/value group: its queries, then its key, then its value. Tensor-parallel
-    ranks hold whole groups; num_groups is the number of this rank's.
+    The rows of linear_qkv are ordered by key/value group: its queries, then with attention_output_gate as many gates,
+    then its key, then its value. Tensor-parallel ranks hold whole groups; num_groups is the number of this rank's.
     """
 
     def __init__(
@@ -188,10 +253,11 @@ class SelfAttention(Attention):
         self.head_width = config.kv_channels
         self.num_groups = split_size(config.num_query_groups, self.tp_group, name="num_query_groups")
         self.queries_per_group = config.num_attention_heads // config.num_query_groups
+        self.gates_per_group = self.queries_per_group if config.attention_output_gate else 0
         self.linear_qkv = build_module(
             submodules.linear_qkv,
             config.hidden_size,
-            config.num_query_groups * (self.queries_per_group + 2) * self.head_width,
+            config.num_query_groups * (self.queries_per_group + self.gates_per_group + 2) * self.head_width,
             config=config,
             init_method=config.init_method,
             bias=config.add_bias_linear or config.add_qkv_bias,
@@ -224,31 +290,33 @@ class SelfAttention(Attention):
         """Projects [S, B, H], parameter dtype -> query [S, B, N, D], key and value [S, B, G, D], not yet rotated.
 
         Under tensor parallelism N and G are this rank's heads and groups. S is the whole sequence in the result.
-        split_qkv: False returns the projection [S, B, G, (q + 2) D] and the widths of queries, key and value in it.
-        key_value_states, output_gate: must be None and False.
+        output_gate: must be attention_output_gate; True returns the gates, [S, B, G, N / G, D], as a fourth.
+        split_qkv: False returns the projection [S, B, G, (q + 2) D], or [S, B, G, (2 q + 2) D] with gates, and the
+        widths of queries, gates, key and value in it. key_value_states: must be None.
         """
-        why = "there is neither cross-attention nor a gate over the output here"
-        require_defaults(
-            "get_query_key_value_tensors",
-            why,
-            key_value_states=(key_value_states, None),
-            output_gate=(output_gate, False),
-        )
+        why = "there is no cross-attention here"
+        require_defaults("get_query_key_value_tensors", why, key_value_states=(key_value_states, None))
+        if output_gate != self.config.attention_output_gate:
+            raise ValueError(
+                f"output_gate is {output_gate} and attention_output_gate {self.config.attention_output_gate}: must be "
+                "the same, since the projection has the rows of gates or has not"
+            )
         if split_qkv:
             return self._projected(hidden_states, None)
         mixed, _ = self.parts.qkv_linear(self.linear_qkv, hidden_states)
-        widths = [self.queries_per_group * self.head_width, self.head_width, self.head_width]
+        heads = [self.queries_per_group, self.gates_per_group, 1, 1]
+        widths = [count * self.head_width for count in heads if count]
         return mixed.unflatten(-1, (self.num_groups, -1)), widths
 
     def _projected(self, hidden_states: Tensor, rotary_pos_emb: RotaryTable | None) -> QueryKeyValue:
-        mixed, _ = self.parts.qkv_linear(self.linear_qkv, hidden_states)  # [S, B, G * (q + 2) * D]
-        mixed = mixed.unflatten(-1, (self.num_groups, self.queries_per_group + 2, self.head_width))
+        mixed, _ = self.parts.qkv_linear(self.linear_qkv, hidden_states)  # [S, B, G * (q + gates + 2) * D]
+        mixed = mixed.unflatten(-1, (self.num_groups, -1, self.head_width))
         has_norms = self.q_layernorm is not None or self.k_layernorm is not None
-        if rotary_pos_emb is not None and not has_norms:
+        if rotary_pos_emb is not None and not has_norms and not self.gates_per_group:
             return split_and_rotate(mixed, rotary_pos_emb)
         # Splitting instead of slicing: backward concatenates three gradients once, whereas slices would be padded and
         # summed.
-        query, key, value = torch.split(mixed, [self.queries_per_group, 1, 1], dim=3)
+        query, gate, key, value = torch.split(mixed, [self.queries_per_group, self.gates_per_group, 1, 1], dim=3)
         query, key = query.flatten(2, 3), key.squeeze(3)
         if self.q_layernorm is not None:
             query = self.q_layernorm(query)
@@ -256,7 +324,21 @@ class SelfAttention(Attention):
             key = self.k_layernorm(key)
         if rotary_pos_emb is not None:
             query, key = (apply_rotary_pos_emb(t, rotary_pos_emb) for t in (query, key))
-        return query, key, value.squeeze(3)
+        return (query, key, value.squeeze(3), gate) if self.gates_per_group else (query, key, value.squeeze(3))
+
+    def row_factors(self, factors: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+        """Returns the factors of the rows of linear_qkv, weight and bias: [rows], fp64; factors: [N], fp64, of heads.
+
+        A group's key is shared by its query heads, so it gets the smallest factor of the group to the power 1 - alpha.
+        Each of these query heads gets what is then missing to its own factor, in all: factor / key's. That is factor
+        to the power alpha for the largest head, and more than 1 for heads below the threshold, whose scores stay.
+        """
+        of_groups = factors.view(self.num_groups, self.queries_per_group)
+        of_keys = of_groups.amin(1, keepdim=True) ** (1 - self.config.qk_clip_alpha)
+        gates = [torch.ones_like(of_groups)] if self.config.attention_output_gate else []
+        heads = torch.cat((of_groups / of_keys, *gates, of_keys, torch.ones_like(of_keys)), dim=1)
+        rows = heads.flatten().repeat_interleave(self.head_width)
+        return [(param, rows) for param in (self.linear_qkv.weight, self.linear_qkv.bias) if param is not None]
 
     def _head_norm(self, spec: Any) -> Any:
         if spec is None:
@@ -271,7 +353,7 @@ class SelfAttention(Attention):
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
         """Describes linear_qkv as three stored tensors: q [G, q, D, H], k [G, D, H], v [G, D, H]; biases lack H.
 
-        G is the number of groups of all ranks.
+        With attention_output_gate there is also gate [G, q, D, H]. G is the number of groups of all ranks.
         """
         pieces = {"linear_qkv.weight": self._qkv_pieces(prefix + "linear_qkv.weight", (self.config.hidden_size,))}
         if self.linear_qkv.bias is not None:
@@ -279,15 +361,16 @@ class SelfAttention(Attention):
         return pieces
 
     def weight_matrices(self) -> dict[str, list[MatrixWindow]]:
-        """Describes linear_qkv as three matrices: the queries, keys and values of all groups."""
+        """Describes linear_qkv as matrices: the queries, gates (if there are any), keys and values of all groups."""
         pieces = self._qkv_pieces("linear_qkv.weight", (self.config.hidden_size,))
         return {"linear_qkv.weight": [MatrixWindow(p.shape, p.stride, p.storage_offset) for p in pieces]}
 
     def _qkv_pieces(self, key: str, columns: tuple[int, ...]) -> list[LogicalPiece]:
-        groups, queries, width = self.num_groups, self.queries_per_group, self.head_width
+        groups, queries, gates = self.num_groups, self.queries_per_group, self.gates_per_group
+        width = self.head_width
         # Sizes of a row, a head and a group, in elements.
         row = math.prod(columns)
-        head, group = width * row, (queries + 2) * width * row
+        head, group = width * row, (queries + gates + 2) * width * row
         inner = (row, 1) if columns else (1,)
         q_shape, kv_shape = (groups, queries, width, *columns), (groups, width, *columns)
         ranks, first_group = group_size(self.tp_group), group_rank(self.tp_group) * groups
@@ -296,10 +379,12 @@ class SelfAttention(Attention):
             whole, place = (ranks * groups, *shape[1:]), (first_group, *(0,) * (len(shape) - 1))
             return LogicalPiece(f"{key}.{name}", shape, stride, offset, whole, place)
 
+        of_gates = [piece("gate", q_shape, stride=(group, head, *inner), offset=queries * head)] if gates else []
         return [
             piece("q", q_shape, stride=(group, head, *inner), offset=0),
-            piece("k", kv_shape, stride=(group, *inner), offset=queries * head),
-            piece("v", kv_shape, stride=(group, *inner), offset=(queries + 1) * head),
+            *of_gates,
+            piece("k", kv_shape, stride=(group, *inner), offset=(queries + gates) * head),
+            piece("v", kv_shape, stride=(group, *inner), offset=(queries + gates + 1) * head),
         ]
 
 

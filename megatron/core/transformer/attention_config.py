@@ -52,6 +52,26 @@ class AttentionConfig:
     qk_layernorm: bool = config_field(
         False, help="Norm of each query and key over the width of its head, before positions enter."
     )
+    qk_clip: bool = config_field(
+        False,
+        help="After each step, scale down the query and key projections of heads with a score above "
+        "--qk-clip-threshold in it, as MuonClip does.",
+    )
+    qk_clip_alpha: float = config_field(
+        0.5,
+        help="Share of queries in the factor of --qk-clip, as its power; keys have the rest.",
+        at_least=0,
+        at_most=1,
+    )
+    qk_clip_threshold: float = config_field(100, help="Largest score that --qk-clip allows.", more_than=0)
+    log_max_attention_logit: bool = config_field(
+        False, help="Log the largest score of attention in each step, over all layers and heads."
+    )
+    attention_output_gate: bool = config_field(
+        False,
+        help="Attention's output is multiplied by the sigmoid of a gate, which the projection of queries, keys and "
+        "values computes for each query head and channel.",
+    )
     rotary_interleaved: bool = config_field(
         False, help="Neighbouring channels rotate against each other instead of the halves of a head."
     )
@@ -77,6 +97,11 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         validate_fields(self)
+
+    @property
+    def watches_logits(self) -> bool:
+        """Returns whether attention finds the largest score of each head in training."""
+        return self.qk_clip or self.log_max_attention_logit
 
     def cp_comm_type_of_layer(self, layer_number: int) -> str:
         """Returns the cp_comm_type of a layer; layer_number starts at 1."""
@@ -152,6 +177,22 @@ def validate_attention(config: AttentionConfig, *, hidden_size: int, num_layers:
     validate_window(config, num_layers=num_layers)
 
 
+def validate_qk_clip(config: AttentionConfig, *, multi_latent_attention: bool) -> None:
+    """Raises ValueError for settings of qk_clip without it, and for norms that would undo it."""
+    if not config.qk_clip:
+        for name, value, default in (
+            ("alpha", config.qk_clip_alpha, 0.5),
+            ("threshold", config.qk_clip_threshold, 100),
+        ):
+            if value != default:
+                raise ValueError(f"qk_clip_{name} is {value}: needs qk_clip")
+    elif config.qk_layernorm and not multi_latent_attention:
+        raise ValueError(
+            "qk_clip and qk_layernorm are both True: norms of queries and keys undo the scale of their projections, so "
+            "one of them must be False"
+        )
+
+
 def validate_context_parallel(config: AttentionConfig, *, num_layers: int, context_parallel_size: int) -> set[str]:
     """Returns the values of cp_comm_type that layers use.
 
@@ -196,6 +237,7 @@ def validate_mla(
     num_attention_heads: int,
     num_query_groups: int | None,
     add_qkv_bias: bool,
+    attention_output_gate: bool,
     rotary_interleaved: bool,
 ) -> None:
     """Raises ValueError for widths without latent attention, and for settings that it does not support."""
@@ -213,6 +255,10 @@ def validate_mla(
         )
     if add_qkv_bias:
         raise ValueError("add_qkv_bias is True and multi_latent_attention is True: its projections have no biases")
+    if attention_output_gate:
+        raise ValueError(
+            "attention_output_gate is True and multi_latent_attention is True: it has no gate, must be False"
+        )
     if rotary_interleaved:
         raise ValueError(
             "rotary_interleaved is True and multi_latent_attention is True: its neighbouring channels rotate against "

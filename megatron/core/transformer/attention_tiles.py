@@ -401,6 +401,36 @@ def tile_kernel(device: torch.device, *, scale: float, plain: bool, widths: tupl
     return kernel if widths[0] == widths[1] else Widened(kernel, width=max(widths))
 
 
+@torch.no_grad()
+def largest_scores(query: Tensor, *, key: Tensor, tile: Tile, allowed: Tensor | None = None) -> Tensor:
+    """Returns the largest score of each head among the pairs that a tile shows, before scaling: [N], fp32 or fp64.
+
+    query: [B, N, Q, D]; key: [B, G, K, D], any float dtype, the rows and columns of the tile, G divides N. allowed:
+    bool, broadcastable to [B, 1, Q, K], True where attention is allowed. The products are rounded to the dtype of the
+    inputs. At most _MAX_SCORES scores are in memory at a time. -inf for a head that sees nothing.
+    """
+    batch, heads, num_rows, _ = query.shape
+    columns = key.shape[2]
+    found = query.new_full((heads,), -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))
+    grouped, keys = query.unflatten(1, (key.shape[1], -1)), key.unsqueeze(2)
+    step = max(1, _MAX_SCORES // max(1, batch * heads * columns))
+    for start in range(0, num_rows, step):
+        end = min(start + step, num_rows)
+        # Columns after the last one that these rows see are left out, which halves the work of a causal square.
+        seen = columns if tile.last is None else max(0, min(columns, end + tile.last))
+        scores = (grouped[..., start:end, :] @ keys[..., :seen, :].mT).flatten(1, 2)
+        if not tile.is_full:
+            mask = _allowed(tile, rows=end - start, columns=seen, first_row=start, device=query.device)
+            scores.masked_fill_(~mask, -torch.inf)
+        if allowed is not None:
+            scores.masked_fill_(
+                ~allowed.expand(*allowed.shape[:2], num_rows, columns)[..., start:end, :seen], -torch.inf
+            )
+        if scores.numel():
+            found = torch.maximum(found, scores.amax((0, 2, 3)).to(found.dtype))
+    return found
+
+
 def widened(tensor: Tensor, width: int) -> Tensor:
     """Pads the last dimension with zeros: [*, D], any dtype -> [*, width]. Returns the tensor itself if D is width."""
     return tensor if tensor.shape[-1] == width else F.pad(tensor, (0, width - tensor.shape[-1]))

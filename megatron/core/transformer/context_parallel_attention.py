@@ -149,6 +149,7 @@ class ContextParallelAttention:
             ),
             segments=segments_of_samples(packed_seq_params, batch=query.shape[1], seq_length=seq_length),
             window=None if core.window is None else core.window[0],
+            largest=core.largest_logits if core.training else None,
         )
         return attend_in_tiles(query, key=key, value=value, plan=plan, sink=core.sink(query)).flatten(2)
 

@@ -42,9 +42,17 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, or_alone
 from megatron.core.tensor_parallel.copies import CopiedWithGroups
+from megatron.core.tensor_parallel.largest_logits import LargestLogits
 from megatron.core.tensor_parallel.layers import empty_parameter, initialize_weight, split_piece, split_size
 from megatron.core.tensor_parallel.param_attributes import set_tensor_model_parallel_attributes
-from megatron.core.transformer.attention_tiles import MIN_ROWS, segments_of_samples, tile_kernel, widened
+from megatron.core.transformer.attention_tiles import (
+    MIN_ROWS,
+    Tile,
+    largest_scores,
+    segments_of_samples,
+    tile_kernel,
+    widened,
+)
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.recompute import Drawing
 from megatron.core.transformer.tiled_attention import Alone, TilePlan, attend_in_tiles, sink_gradient
@@ -59,6 +67,7 @@ class DotProductAttention(CopiedWithGroups, Drawing):
 
     layer_number: starts at 1; selects whether the layer has a window.
     softmax_offset: [N], logits of learned sinks for this rank's heads; None unless softmax_type is learnable.
+    largest_logits: the largest scores of training; None unless qk_clip or log_max_attention_logit asks for them.
     """
 
     softmax_offset: nn.Parameter | None
@@ -103,6 +112,10 @@ class DotProductAttention(CopiedWithGroups, Drawing):
         self.may_use_varlen = config.attention_backend in (AttnBackend.auto, AttnBackend.flash)
         self.tp_group = or_alone((pg_collection or existing_process_groups()).tp)
         self.init_method = config.init_method
+        self.largest_logits: LargestLogits | None = None
+        if config.watches_logits:
+            own_heads = split_size(config.num_attention_heads, self.tp_group, name="num_attention_heads")
+            self.largest_logits = LargestLogits(own_heads)
         self.register_parameter("softmax_offset", None)
         if config.softmax_type == "learnable":
             heads = split_size(config.num_attention_heads, self.tp_group, name="num_attention_heads")
@@ -138,6 +151,8 @@ class DotProductAttention(CopiedWithGroups, Drawing):
         if attention_bias is not None:
             raise ValueError("attention_bias is given: DotProductAttention adds none to its scores, must be None")
         options: dict[str, Any] = {"mask": attention_mask, "mask_type": attn_mask_type or self.attn_mask_type}
+        if self.largest_logits is not None and self.training:
+            self._note_logits(query, key, **options, packed=packed_seq_params, first_head=first_head)
         options |= {"packed": packed_seq_params, "sink": self.sink(query, first_head=first_head)}
         key_width, value_width = key.shape[-1], value.shape[-1]
         if not self.needs_one_width or key_width == value_width:
@@ -183,6 +198,37 @@ class DotProductAttention(CopiedWithGroups, Drawing):
         )
         # A view that flattens without a copy if the kernel kept the query's memory order, as torch's CPU kernel does.
         return context.permute(2, 0, 1, 3)
+
+    def _note_logits(
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        mask: Tensor | None,
+        mask_type: AttnMaskType,
+        packed: PackedSeqParams | None,
+        first_head: int,
+    ) -> None:
+        """Notes the largest score of each head. Computes scores a second time, block by block: kernels keep none."""
+        assert self.largest_logits is not None
+        (seq_length, batch), is_causal = query.shape[:2], mask is None and mask_type is AttnMaskType.causal
+        first, last = None, 0 if is_causal else None
+        if self.window is not None:
+            left, right = self.window
+            first, last = -left, None if right == -1 and not is_causal else 0
+        segments = segments_of_samples(packed, batch=batch, seq_length=seq_length)
+        q, k = (t.detach().permute(1, 2, 0, 3) for t in (query, key))  # [B, N or G, S, D]
+        for sample, of_sample in enumerate(segments):
+            # A single entry is that of all samples.
+            samples = slice(None) if packed is None else slice(sample, sample + 1)
+            for segment in of_sample:
+                scores = largest_scores(
+                    q[samples, :, segment],
+                    key=k[samples, :, segment],
+                    tile=Tile(segment, segment, first, last),
+                    allowed=None if mask is None else ~mask,
+                )
+                self.largest_logits.note(scores, scale=self.softmax_scale, first_head=first_head)
 
     def sink(self, query: Tensor, *, first_head: int = 0) -> Tensor | None:
         """Returns the sink logits of the query's heads; query: [S, B, N, D], any float dtype.

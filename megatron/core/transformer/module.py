@@ -137,14 +137,19 @@ class GraphableMegatronModule(MegatronModule):
     def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> dict[str, Tensor]:
         """Returns inputs of the shapes that a run has on this rank, on this process's device.
 
-        hidden_states: [seq_length / ranks that it is split over, micro_batch_size, H], parameter dtype, ones that
-        require a gradient.
+        hidden_states: [seq_length / ranks that it is split over, micro_batch_size, H], dtype config.hidden_dtype,
+        ones that require a gradient.
         """
         config = self.config
         ranks = config.context_parallel_size * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
         shape = divide(seq_length, ranks), micro_batch_size, config.hidden_size
-        hidden = torch.ones(shape, dtype=config.params_dtype, device=default_device(), requires_grad=True)
+        hidden = torch.ones(shape, dtype=config.hidden_dtype, device=default_device(), requires_grad=True)
         return {"hidden_states": hidden}
+
+
+def to_residual(hidden_states: Tensor, config: TransformerConfig) -> Tensor:
+    """Returns hidden states as the residual stream has them: [*, H], fp32 (fp64) with fp32_residual_connection."""
+    return hidden_states.to(config.hidden_dtype) if config.fp32_residual_connection else hidden_states
 
 
 def is_expert_layer(module: nn.Module) -> bool:
@@ -159,7 +164,8 @@ class Float16Module(ModelWrapper):
         """post_process: False for a part whose outputs go to the next pipeline stage, as they are."""
         super().__init__(module)
         self.config, self.dtype = config, half_dtype(config)
-        self._output_dtype = torch.float32 if post_process else self.dtype
+        keeps_fp32 = post_process or config.fp32_residual_connection
+        self._output_dtype = torch.float32 if keeps_fp32 else self.dtype
         # Buffers keep their dtype: rotary tables and router statistics are fp32 in any model.
         for parameter in module.parameters():
             if not is_kept_in_fp32(parameter):

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
@@ -199,6 +199,21 @@ class MLASelfAttention(Attention):
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(key_pos, group=self.tp_group)
         return copy_to_tensor_model_parallel_region(key_pos, self.tp_group)
+
+    def row_factors(self, factors: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+        """Returns the factors of the rows of the up projections: [rows], fp64; factors: [N], fp64, of each head.
+
+        As in Kimi K2: the D channels of a query get factor ** alpha and those of a key factor ** (1 - alpha). The P
+        rotating channels of a query get the whole factor, since all heads share the other side, which stays. Values
+        stay too.
+        """
+        config, alpha = self.config, self.config.qk_clip_alpha
+        query = self.linear_q_proj if self.linear_q_proj is not None else self.linear_q_up_proj
+        nope, rope = (factors**alpha).unsqueeze(1), factors.unsqueeze(1)
+        of_query = torch.cat((nope.expand(-1, config.qk_head_dim), rope.expand(-1, config.qk_pos_emb_head_dim)), dim=1)
+        of_key = (factors ** (1 - alpha)).unsqueeze(1).expand(-1, config.qk_head_dim)
+        of_both = torch.cat((of_key, torch.ones_like(factors).unsqueeze(1).expand(-1, config.v_head_dim)), dim=1)
+        return [(query.weight, of_query.flatten()), (self.linear_kv_up_proj.weight, of_both.flatten())]
 
     def weight_matrices(self) -> dict[str, list[MatrixWindow]]:
         """Describes each projection as two matrices: keys and values of all heads; C channels and the shared key."""

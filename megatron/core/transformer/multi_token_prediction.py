@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.layer_arrangement import arrange_layer
-from megatron.core.transformer.module import MegatronModule, Run, is_expert_layer
+from megatron.core.transformer.module import MegatronModule, Run, is_expert_layer, to_residual
 from megatron.core.transformer.norms import Norm
 from megatron.core.transformer.recompute import LayerRecompute, Recomputed, plan_recompute
 from megatron.core.transformer.rope import RotaryTable
@@ -95,9 +95,9 @@ class MultiTokenPredictionLayer(MegatronModule):
         *,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """hidden_states: [S, B, H], parameter dtype, of the depth before; embedded: the same, of the tokens that are
-        `layer_number` places ahead; the rest as TransformerLayer's. Returns [S, B, H], same dtype. Under sequence
-        parallelism all have this rank's part of the sequence.
+        """hidden_states: [S, B, H], parameter dtype, of the depth before; embedded: [S, B, H], config.hidden_dtype, of
+        the tokens that are `layer_number` places ahead; the rest as TransformerLayer's. Returns [S, B, H], parameter
+        dtype. Under sequence parallelism all have this rank's part of the sequence.
         """
         joined = torch.cat([self.enorm(embedded), self.hnorm(hidden_states)], dim=-1)
         projected, _ = self.eh_proj(joined)  # [S, B, H / ranks], of the whole sequence
@@ -105,7 +105,7 @@ class MultiTokenPredictionLayer(MegatronModule):
         if self.config.sequence_parallel:
             projected = scatter_to_sequence_parallel_region(projected, self.tp_group)
         output = self.transformer_layer(
-            hidden_states=projected,
+            hidden_states=to_residual(projected, self.config),
             attention_mask=attention_mask,
             rotary_pos_emb=rotary_pos_emb,
             packed_seq_params=packed_seq_params,
@@ -141,8 +141,8 @@ class MultiTokenPredictionBlock(MegatronModule):
         self.runs = self._arranged(layers_before)
 
     def forward(self, hidden_states: Tensor, embedded: Tensor, *context: Any, depth: int, **packing: Any) -> Tensor:
-        """hidden_states, embedded: [S, B, H], parameter dtype, as all else as for MultiTokenPredictionLayer.
-        Returns the hidden states of one depth, from 1: [S, B, H], same dtype.
+        """hidden_states, embedded: [S, B, H], as all else as for MultiTokenPredictionLayer.
+        Returns the hidden states of one depth, from 1: [S, B, H], parameter dtype.
         """
         output: Tensor = self.runs[depth - 1](self.layers[depth - 1], hidden_states, embedded, *context, **packing)
         return output

@@ -1,4 +1,8 @@
-"""LayerNorm and RMSNorm with statistics in fp32; which one a model uses is in its configuration."""
+"""LayerNorm and RMSNorm with statistics in fp32; which one a model uses is in its configuration.
+
+A norm that reads a wider stream than its weight's dtype, as that of fp32_residual_connection, returns the weight's
+dtype, rounded once.
+"""
 
 from typing import Any
 
@@ -37,13 +41,15 @@ class LayerNorm(CopiedWithGroups):
         return {"weight": ConstantInit(0 if self.zero_centered else 1), "bias": ConstantInit(0)}
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [*, hidden_size], any float dtype -> same."""
-        if not self.zero_centered:
+        """x: [*, hidden_size], any float dtype -> same shape, x's dtype or the weight's, whichever is narrower."""
+        dtype = narrower(x.dtype, self.weight.dtype)
+        if not self.zero_centered and x.dtype == dtype:
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-        scale = one_plus(self.weight)
         # Not in half precision, which would round a weight near 1 that is exact near 0.
-        wide = F.layer_norm(x.to(scale.dtype), scale.shape, scale, self.bias.to(scale.dtype), self.eps)
-        return wide.to(x.dtype)
+        scale = one_plus(self.weight) if self.zero_centered else self.weight
+        wide = torch.promote_types(x.dtype, scale.dtype)
+        normed = F.layer_norm(x.to(wide), scale.shape, scale.to(wide), self.bias.to(wide), self.eps)
+        return normed.to(dtype)
 
 
 class RMSNorm(CopiedWithGroups):
@@ -59,8 +65,9 @@ class RMSNorm(CopiedWithGroups):
         return {"weight": ConstantInit(0 if self.zero_centered else 1)}
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [*, hidden_size], any float dtype -> same."""
-        return rms_norm(x, one_plus(self.weight) if self.zero_centered else self.weight, eps=self.eps)
+        """x: [*, hidden_size], any float dtype -> same shape, x's dtype or the weight's, whichever is narrower."""
+        scale = one_plus(self.weight) if self.zero_centered else self.weight
+        return rms_norm(x, scale, eps=self.eps, dtype=narrower(x.dtype, self.weight.dtype))
 
 
 def scale_parameter(size: int, config: TransformerConfig) -> nn.Parameter:
@@ -79,30 +86,34 @@ def one_plus(weight: Tensor) -> Tensor:
     return weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1
 
 
-def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight; x: [*, H], any float dtype; weight: [H] -> [*, H], x's dtype."""
+def narrower(first: torch.dtype, second: torch.dtype) -> torch.dtype:
+    """Returns the dtype with fewer bytes; the first of two that have as many."""
+    return second if second.itemsize < first.itemsize else first
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float, dtype: torch.dtype) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight; x: [*, H], weight: [H], any float dtypes -> [*, H], dtype."""
     if x.device.type == "cpu":
-        return _RMSNormCPU.apply(x, weight, eps)
-    if weight.dtype != x.dtype:
-        # No kernel takes two precisions; a weight is the wider one.
-        return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
-    return F.rms_norm(x, weight.shape, weight, eps)
+        return _RMSNormCPU.apply(x, weight, eps, dtype)
+    # No kernel takes two precisions.
+    wide = torch.promote_types(x.dtype, weight.dtype)
+    return F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps).to(dtype)
 
 
 class _RMSNormCPU(torch.autograd.Function):
     """Torch's RMSNorm is one kernel on a GPU but ten passes on the CPU (torch 2.13); this one makes five."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         rows = _rows(x)  # [N, H], fp32 or fp64
         norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
         inverse_rms = norm.square_().div_(rows.shape[-1]).add_(eps).rsqrt_()  # [N, 1]
         ctx.save_for_backward(x, weight, inverse_rms)
-        return (rows * inverse_rms).mul_(weight).to(x.dtype).view(x.shape)
+        return (rows * inverse_rms).mul_(weight).to(dtype).view(x.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight, inverse_rms = ctx.saved_tensors
         rows, grads = _rows(x), _rows(grad)
         scale = weight.to(rows.dtype)
@@ -114,7 +125,7 @@ class _RMSNormCPU(torch.autograd.Function):
             # d x = r * (w g) - x * r^3 * mean(w g x)
             pull = (product @ scale).unsqueeze(-1).mul_(inverse_rms.pow(3)).div_(-rows.shape[-1])
             grad_x = (grads * scale).mul_(inverse_rms).addcmul_(rows, pull).to(x.dtype).view(x.shape)
-        return grad_x, grad_weight, None
+        return grad_x, grad_weight, None, None
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.process_groups_config import ALONE, group_rank, group_size
+from megatron.core.tensor_parallel.largest_logits import LargestLogits
 from megatron.core.transformer.attention_tiles import (
     MergedSoftmax,
     SoftmaxResult,
@@ -22,6 +23,7 @@ from megatron.core.transformer.attention_tiles import (
     Tile,
     TileInputs,
     TileKernel,
+    largest_scores,
     tiles_of_batch,
 )
 
@@ -124,13 +126,15 @@ class _Kept(GradientReturn):
 class TilePlan:
     """Arguments of one call other than tensors.
 
-    segments: from attention_tiles.segments_of_samples; window: visible tokens before each token, or None.
+    segments: from attention_tiles.segments_of_samples; window: visible tokens before each token, or None. largest:
+    receives the largest scores of each head; None if nothing asks for them.
     """
 
     exchange: KeyValueExchange
     kernel: TileKernel
     segments: list[list[slice]]
     window: int | None
+    largest: LargestLogits | None = None
 
     def tiles(self, block: Block) -> list[Tile]:
         """Returns the tiles of this rank's queries and a block of keys."""
@@ -167,7 +171,11 @@ class _AttentionInTiles(torch.autograd.Function):
         merged = MergedSoftmax(queries, value_width=value.shape[3], sink=sink)
         for block in plan.exchange.blocks(KeysAndValues(key, value)):
             for tile in plan.tiles(block):
-                merged.add(plan.kernel.forward(_inputs_of(tile, queries=queries, pair=block.pair), tile), tile)
+                inputs = _inputs_of(tile, queries=queries, pair=block.pair)
+                if plan.largest is not None:
+                    scores = largest_scores(inputs.query, key=inputs.key, tile=tile)
+                    plan.largest.note(scores, scale=plan.kernel.scale)
+                merged.add(plan.kernel.forward(inputs, tile), tile)
         result = merged.result()
         ctx.save_for_backward(query, key, value, sink, result.output, result.log_sum)
         ctx.plan = plan

@@ -100,9 +100,9 @@ class TransformerBlock(GraphableMegatronModule):
         inference_params: Any = None,
         dynamic_inference_decode_only: bool | None = None,
     ) -> Tensor:
-        """hidden_states: [S, B, H], parameter dtype, not read without pre_process; attention_mask: bool, True where
-        attention is forbidden, or None. Returns [S, B, H], same dtype. All arguments but rotary_pos_emb and
-        packed_seq_params must be None.
+        """hidden_states: [S, B, H], config.hidden_dtype, not read without pre_process; attention_mask: bool, True where
+        attention is forbidden, or None. Returns [S, B, H], same dtype, or parameter dtype after the norm. All arguments
+        but rotary_pos_emb and packed_seq_params must be None.
 
         Raises ValueError without hidden states, in either form.
         """
@@ -142,7 +142,7 @@ class TransformerBlock(GraphableMegatronModule):
         return hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
 
     def set_input_tensor(self, input_tensor: Tensor | None) -> None:
-        """Sets the input of the next forward of a block without pre_process: [S, B, H], parameter dtype."""
+        """Sets the input of the next forward of a block without pre_process: [S, B, H], dtype config.hidden_dtype."""
         self._input = input_tensor
 
     def _run_layers(self, hidden_states: Tensor, *, layers: range, **known: Any) -> Tensor:

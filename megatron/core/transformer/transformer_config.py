@@ -27,6 +27,7 @@ from megatron.core.transformer.attention_config import (
     validate_attention,
     validate_context_parallel,
     validate_mla,
+    validate_qk_clip,
 )
 from megatron.core.transformer.cuda_graph_config import CudaGraphConfig
 from megatron.core.transformer.layer_pattern import MAX_LAYERS, parse_layer_pattern
@@ -108,6 +109,11 @@ class TransformerConfig(
         flags=("--apply-layernorm-1p",),
         help="Norms store their weights minus 1: they start at 0, and 1 is added in fp32 when a norm is applied.",
     )
+    fp32_residual_connection: bool = config_field(
+        False,
+        help="With --bf16 or --fp16 the residual stream is fp32, through all layers and between pipeline stages; norms "
+        "read it and give the parameters' precision.",
+    )
     init_method_std: float = config_field(0.02, help="Standard deviation of initial weights.", at_least=0)
     embedding_init_method_std: float | None = config_field(
         None,
@@ -148,6 +154,7 @@ class TransformerConfig(
         validate_moe_layer_freq(self, self.num_layers)
         run_checks(
             partial(validate_precision, self),
+            partial(validate_residual, self),
             partial(validate_layer_offload, self),
             partial(validate_heads, self),
             # Derived fields come after the checks that name what the user gave.
@@ -165,6 +172,15 @@ class TransformerConfig(
         if self.embedding_init_method is None:
             std = self.embedding_init_method_std
             self.embedding_init_method = self.init_method if std is None else NormalInit(std)
+
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """Returns the dtype of the residual stream: at least fp32 with fp32_residual_connection."""
+        return (
+            torch.promote_types(self.params_dtype, torch.float32)
+            if self.fp32_residual_connection
+            else self.params_dtype
+        )
 
 
 def _other_default(name: str, default: Any) -> Any:
@@ -202,6 +218,15 @@ class NormalInit:
         return torch.nn.init.normal_(weight, std=self.std)
 
 
+def validate_residual(config: TransformerConfig) -> None:
+    """Raises ValueError if a residual stream in fp32 would be sent between pipeline stages in another precision."""
+    if config.fp32_residual_connection and config.pipeline_dtype not in (None, config.hidden_dtype):
+        raise ValueError(
+            f"pipeline_dtype is {config.pipeline_dtype} and fp32_residual_connection is True: stages exchange the "
+            f"residual stream, must be {config.hidden_dtype} or None"
+        )
+
+
 def validate_gated_unit(config: TransformerConfig) -> None:
     """Raises ValueError for what only gated feed-forward layers have, in others."""
     if config.gated_linear_unit:
@@ -220,6 +245,7 @@ def validate_heads(config: TransformerConfig) -> None:
         num_attention_heads=config.num_attention_heads,
         num_query_groups=config.num_query_groups,
         add_qkv_bias=config.add_qkv_bias,
+        attention_output_gate=config.attention_output_gate,
         rotary_interleaved=config.rotary_interleaved,
     )
     validate_lora_targets(config, multi_latent_attention=config.multi_latent_attention, q_lora_rank=config.q_lora_rank)
@@ -232,6 +258,7 @@ def validate_heads(config: TransformerConfig) -> None:
             "widths and from mscale_all_dim: must be None"
         )
     validate_attention(config, hidden_size=config.hidden_size, num_layers=config.num_layers)
+    validate_qk_clip(config, multi_latent_attention=config.multi_latent_attention)
 
 
 def require_sizes(config: TransformerConfig, *names: str) -> None:

@@ -159,8 +159,8 @@ class TransformerLayer(GraphableMegatronModule, Drawing):
         padding_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden_states: [S, B, H], parameter dtype; attention_mask: bool, True where attention is forbidden, or None.
-        Returns [S, B, H], same dtype, and the context, which is None: there is no cross-attention. Under sequence
+        """hidden_states: [S, B, H], config.hidden_dtype; attention_mask: bool, True where attention is forbidden, or
+        None. Returns [S, B, H], same dtype, and the context, which is None: there is no cross-attention. Under sequence
         parallelism both have this rank's part of the sequence. Other arguments and kwargs must be None.
         """
         others = context, context_mask, rotary_pos_cos, rotary_pos_sin, rotary_pos_cos_sin, attention_bias

@@ -88,6 +88,7 @@ class StepReport:
     overlap: overlap of communication with backward on this rank, see overlap_record.
     expert_load: layer number to tokens per expert over all ranks. per_layer: name to layer number to value.
     straggler: a rank that stays slower than the others, at log lines, see Straggler.
+    max_attention_logit: largest score of attention over layers, heads and ranks, scaled.
     is_last: whether the run ends with this step. stash: figures of expert buffers, at log lines and at the last step.
     routing: layer number to tokens per expert of each micro-batch and rank of a stage, [M, R, E] int64, on the first
     rank only. Ranks that share experts are adjacent.
@@ -110,6 +111,7 @@ class StepReport:
     weight_decay: float | None = None
     decoupled_learning_rate: float | None = None
     params_norm: float | None = None
+    max_attention_logit: float | None = None
     tflops: float | None = None
     mfu: float | None = None
     memory: dict[str, int] | None = None

@@ -82,6 +82,8 @@ def format_training_line(reports: list[StepReport], train_iters: int) -> str:
         fields.append(f" num zeros: {last.num_zeros}")
     if last.params_norm is not None:
         fields.append(f" params norm: {last.params_norm:.3f}")
+    if last.max_attention_logit is not None:
+        fields.append(f" max attention logit: {last.max_attention_logit:.3f}")
     if last.stash is not None:
         fields += _stash_fields(last.stash)
     fields.append(f" number of skipped iterations: {sum(report.skipped for report in reports):3d}")

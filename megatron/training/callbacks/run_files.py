@@ -93,6 +93,7 @@ def _read_starts(path: Path) -> list[Any]:
 _OPTIONAL = (
     "num_zeros",
     "params_norm",
+    "max_attention_logit",
     "weight_decay",
     "decoupled_learning_rate",
     "tflops",

@@ -83,6 +83,7 @@ def step_scalars(report: StepReport, config: LoggingConfig) -> dict[str, float]:
             **_layer_scalars(report),
             "num-zeros": report.num_zeros,
             "params-norm": report.params_norm,
+            "max-attention-logit": report.max_attention_logit,
             "throughput": report.tflops,
             "mfu": report.mfu,
             "decoupled-learning-rate": report.decoupled_learning_rate,

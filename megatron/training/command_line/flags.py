@@ -353,6 +353,7 @@ MODEL_SHAPE_DESTS: tuple[str, ...] = (
     "glu_linear_offset",
     "squared_relu",
     "add_qkv_bias",
+    "attention_output_gate",
     "qk_layernorm",
     "multi_latent_attention",
     "q_lora_rank",

@@ -598,6 +598,8 @@ def derive_run_state(args: argparse.Namespace) -> Iterator[str]:
     """Sets the precision and the position at which the run starts."""
     if args.fp16 and args.bf16:
         yield "--fp16 and --bf16 are both given: choose one precision"
+    if args.fp32_residual_connection and not (args.fp16 or args.bf16):
+        yield "--fp32-residual-connection needs --bf16 or --fp16: in fp32 the residual stream is fp32 anyway, remove it"
     args.params_dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
     # Loading a checkpoint sets these to its position. Training does not change them.
     args.iteration = 0

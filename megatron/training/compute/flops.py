@@ -71,7 +71,9 @@ def _attention_products(args: argparse.Namespace) -> int:
         return _latent_attention_products(args)
     query = args.kv_channels * args.num_attention_heads
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    return int(args.hidden_size * (2 * query + 2 * args.kv_channels * groups))
+    # Queries, the output's gate if there is one, and the output.
+    wide = 3 if args.attention_output_gate else 2
+    return int(args.hidden_size * (wide * query + 2 * args.kv_channels * groups))
 
 
 def _latent_attention_products(args: argparse.Namespace) -> int:

@@ -72,8 +72,9 @@ class StepUpdate:
             return self._optimizer.step()
 
     def forget(self) -> None:
-        """Drops the gradients of discarded passes."""
+        """Drops the gradients of discarded passes, and the scores of their attention."""
         self._finalize.forget()
+        self._optimizer.forget_attention_logits()
 
 
 class GraphedUpdate(StepUpdate, GraphParticipant):

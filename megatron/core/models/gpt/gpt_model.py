@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from megatron.core.tensor_parallel.param_attributes import mark_shared
 from megatron.core.transformer.future_tokens import FutureTokens
 from megatron.core.transformer.initialization import InitialValues, deferred_initialization, initialize_parameters
-from megatron.core.transformer.module import GraphableMegatronModule
+from megatron.core.transformer.module import GraphableMegatronModule, to_residual
 from megatron.core.transformer.moe.aux_losses import MTP_LOSS, AuxLossRecorder
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_token_prediction import (
@@ -251,7 +251,7 @@ class GPTModel(GraphableMegatronModule):
         return consuming_cross_entropy(logits, labels.t(), num_classes=classes, tp_group=self.tp_group).t()
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
-        """Sets the next forward's input for a part without the embedding: hidden states, parameter dtype.
+        """Sets the next forward's input for a part without the embedding: hidden states, dtype config.hidden_dtype.
 
         [S / ranks under sequence parallelism, B, H].
         """
@@ -263,7 +263,7 @@ class GPTModel(GraphableMegatronModule):
         if decoder_input is not None:
             if not self.pre_process:
                 raise ValueError("decoder_input is given and pre_process is False: call set_input_tensor instead")
-            return decoder_input
+            return to_residual(decoder_input, self.config)
         if self.pre_process:
             assert self.embedding is not None, "pre_process"
             assert input_ids is not None and position_ids is not None, "the part with the embedding needs tokens"

@@ -36,7 +36,7 @@ def swiglu(x: Tensor, weights: Tensor) -> Tensor:
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
-    return rms_norm(x, weight, eps=1e-5)
+    return rms_norm(x, weight, eps=1e-5, dtype=x.dtype)
 
 
 def interleaved(x: Tensor) -> Tensor:

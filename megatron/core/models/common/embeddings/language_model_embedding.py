@@ -8,7 +8,7 @@ from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import part_of
 from megatron.core.tensor_parallel.param_attributes import mark_partial_gradient, set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import numbers_of_each_rank
-from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.module import MegatronModule, to_residual
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -57,8 +57,8 @@ class LanguageModelEmbedding(MegatronModule):
         self.embedding_dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """input_ids, position_ids: [B, S], int64. Returns [S, B, H], parameter dtype, contiguous; under sequence
-        parallelism this rank's part, [S / ranks, B, H].
+        """input_ids, position_ids: [B, S], int64. Returns [S, B, H], config.hidden_dtype, contiguous; under
+        sequence parallelism this rank's part, [S / ranks, B, H].
 
         Raises ValueError where a sequence is longer than the table of learned positions.
         """
@@ -71,4 +71,4 @@ class LanguageModelEmbedding(MegatronModule):
                 raise ValueError(f"the sequence has {num_positions} positions: the model was built for {limit}")
             embeddings = embeddings + self.position_embeddings(part_of(position_ids.t(), self.sequence_group, dim=0))
         with self.dropout_numbers():
-            return self.embedding_dropout(embeddings)
+            return self.embedding_dropout(to_residual(embeddings, self.config))
