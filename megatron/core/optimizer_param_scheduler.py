@@ -4,9 +4,9 @@ Values are written into `optimizer.param_groups`, where the optimizer reads them
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypedDict, cast
 
 from megatron.core.config_field import config_field, validate_fields
 from megatron.core.num_microbatches_calculator import BatchSchedule
@@ -123,6 +123,43 @@ _WSD_DECAY: dict[str, _Decay] = {
     "exponential": lambda progress: 2.0 * math.pow(0.5, progress) - 1.0,
     "minus_sqrt": lambda progress: 1.0 - math.sqrt(progress),
 }
+
+
+class ParamGroupOverride(TypedDict, total=False):
+    """Values of an entry of config_overrides, as a dictionary.
+
+    megatron.core.optimizer.ParamGroupOverride is the same as a checked dataclass, and says what they mean.
+    """
+
+    max_lr: float
+    min_lr: float
+    start_wd: float
+    end_wd: float
+    wd_mult: float
+
+
+def combine_param_group_overrides(param_group_overrides: Sequence[ParamGroupOverride | None]) -> ParamGroupOverride:
+    """Returns all values of several overrides of one parameter. Raises ValueError if two give one name other values."""
+    combined: dict[str, Any] = {}
+    for override in param_group_overrides:
+        for name, value in (override or {}).items():
+            if combined.setdefault(name, value) != value:
+                raise ValueError(f"{name} is {combined[name]} in one override and {value} in another: must be the same")
+    return cast(ParamGroupOverride, combined)
+
+
+def param_group_override_to_tuple(
+    param_group_override: ParamGroupOverride | None,
+) -> tuple[tuple[str, Any], ...] | None:
+    """Returns the names and values of an override, sorted, as a key for dictionaries; None for none."""
+    return None if param_group_override is None else tuple(sorted(param_group_override.items()))
+
+
+def get_canonical_lr_for_logging(param_groups: Sequence[dict[str, Any]]) -> float | None:
+    """Returns the rate of the first group without rates of its own, or else of the first; None for no groups."""
+    own = ("max_lr", "min_lr")
+    plain = [group for group in param_groups if group.get("lr_mult", 1.0) == 1.0 and not any(group.get(n) for n in own)]
+    return next((group["lr"] for group in [*plain, *param_groups]), None)
 
 
 class HasParamGroups(Protocol):

@@ -29,6 +29,8 @@ from megatron.core.optimizer import (
     OptimizerConfig,
     ParamGroupOverride,
     ParamKey,
+    ParamPredicate,
+    ParamWithNamePredicate,
     get_megatron_optimizer,
 )
 from tests.counts import long_count
@@ -182,10 +184,10 @@ class Wrapped:
         )
 
     def _overrides(self, net: Net) -> dict[ParamKey, ParamGroupOverride]:
-        found = {ParamKey(predicate=lambda name, param: True): ParamGroupOverride(wd_mult=1.0)}
+        found = {ParamKey(predicate=ParamPredicate("all", lambda param: True)): ParamGroupOverride(wd_mult=1.0)}
         trained = [name for name, param in net.named_parameters() if param.requires_grad]
         if self.one.apart and any(is_apart(name) for name in trained):
-            key = ParamKey(predicate=lambda name, param: is_apart(name))
+            key = ParamKey(with_name_predicate=ParamWithNamePredicate("apart", lambda param, name: is_apart(name)))
             found[key] = ParamGroupOverride(lr_mult=2.0, wd_mult=0.5)
         return found
 

@@ -36,7 +36,11 @@ LAYERS = (
     Layer(1, "base", r"megatron\.core\.datasets\.utils"),  # values of --split and --data-path
     Layer(1, "base", r"megatron\.core\.transformer\.layer_pattern"),  # and those of --moe-layer-freq
     Layer(2, "config", r"megatron\.core\.(\w+\.)*\w+_config"),
-    Layer(2, "config", r"megatron\.core\.(parallel_state|group_collectives|utils|transformer\.pipeline_split)"),
+    Layer(
+        2,
+        "config",
+        r"megatron\.core\.(parallel_state|group_collectives|hyper_comm_grid|utils|transformer\.pipeline_split)",
+    ),
     Layer(3, "dist_checkpointing", r"megatron\.core\.dist_checkpointing(\..+)?"),
     Layer(4, "full_cuda_graph", r"megatron\.core\.full_cuda_graph"),
     Layer(4, "tensor_parallel", r"megatron\.core\.tensor_parallel(\..+)?"),

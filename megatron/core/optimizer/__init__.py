@@ -12,8 +12,8 @@ from megatron.core.optimizer.optimizer import (
     MixedPrecisionOptimizer,
     ProxyDict,
 )
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_groups import ParamGroupOverride, ParamKey, get_standard_config_overrides
+from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey, ParamPredicate, ParamWithNamePredicate
+from megatron.core.optimizer.param_groups import ParamGroupOverride, get_standard_config_overrides
 
 __all__ = [
     "ChainedOptimizer",
@@ -29,6 +29,8 @@ __all__ = [
     "OptimizerConfig",
     "ParamGroupOverride",
     "ParamKey",
+    "ParamPredicate",
+    "ParamWithNamePredicate",
     "ProxyDict",
     "get_megatron_optimizer",
     "get_standard_config_overrides",

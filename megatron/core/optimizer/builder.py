@@ -130,7 +130,7 @@ def _check_older_arguments(*given: object) -> None:
     if given != (None, None, 1.0):
         raise ValueError(
             "get_megatron_optimizer: no_weight_decay_cond, scale_lr_cond and lr_mult are {}, {} and {}: must be None, "
-            "None and 1.0; pass config_overrides instead, such as {{ParamKey(predicate=...): "
+            "None and 1.0; pass config_overrides instead, such as {{ParamKey(name=...): "
             "ParamGroupOverride(wd_mult=0.0, lr_mult=0.1)}}".format(*given)
         )
 

@@ -7,10 +7,12 @@ megatron/core/optimizer_param_scheduler.py.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from megatron.core.absent_config import AbsentOptimizerFields
 from megatron.core.config_field import config_field, run_checks, validate_fields
@@ -24,6 +26,55 @@ _MOMENTS = ("fp32", "fp16", "bf16", "fp8")
 
 def _dtype_field(choices: tuple[str, ...], *, help: str) -> Any:
     return config_field(torch.float32, cli_default="fp32", choices=choices, named=DTYPES, help=help)
+
+
+@dataclass(frozen=True)
+class ParamPredicate:
+    """A condition on a parameter, for ParamKey. Two with one name are equal.
+
+    fn: called with the parameter, any shape and dtype.
+    """
+
+    name: str
+    fn: Callable[[nn.Parameter], bool] = field(compare=False, hash=False)
+
+
+@dataclass(frozen=True)
+class ParamWithNamePredicate:
+    """A condition on a parameter and its name, for ParamKey. Two with one name are equal.
+
+    fn: called with the parameter, any shape and dtype, and its name in the model.
+    """
+
+    name: str
+    fn: Callable[[nn.Parameter, str], bool] = field(compare=False, hash=False)
+
+
+@dataclass(frozen=True)
+class ParamKey:
+    """Selects the parameters of an override: those that satisfy any of the given conditions.
+
+    name: shell patterns for names without wrapper prefixes ("*.router.weight"). attr: names of attributes that are true
+    on the parameter. predicate, with_name_predicate: other conditions, such as shapes. Each may be one or a tuple.
+    """
+
+    name: str | tuple[str, ...] = ()
+    attr: str | tuple[str, ...] = ()
+    predicate: ParamPredicate | tuple[ParamPredicate, ...] = ()
+    with_name_predicate: ParamWithNamePredicate | tuple[ParamWithNamePredicate, ...] = ()
+
+    def matches(self, param: nn.Parameter, param_name: str) -> bool:
+        """Returns whether the override applies to this parameter; param: any shape and dtype."""
+        return (
+            any(fnmatchcase(param_name, pattern) for pattern in _as_tuple(self.name))
+            or any(vars(param).get(attribute) for attribute in _as_tuple(self.attr))
+            or any(predicate.fn(param) for predicate in _as_tuple(self.predicate))
+            or any(predicate.fn(param, param_name) for predicate in _as_tuple(self.with_name_predicate))
+        )
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 @dataclass(kw_only=True)

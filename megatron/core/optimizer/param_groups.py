@@ -4,7 +4,7 @@ optimizer_param_scheduler.py computes the values of each step. flat_params.py jo
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -12,33 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey, ParamWithNamePredicate
 
 # Patterns for weights with a vocabulary dimension, as GPTModel and similar models name them.
 _VOCABULARY = ("*word_embeddings.weight", "*output_layer.weight")
 _HEAD_NORMS = ("*.q_layernorm.*", "*.k_layernorm.*", "*.kv_layernorm.*")
 _EMBEDDINGS = ("*embeddings.weight", "*output_layer.weight")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParamKey:
-    """Selects the parameters of an override: those that satisfy any of the given conditions.
-
-    name: shell patterns for names without wrapper prefixes ("*.router.weight"). attr: names of attributes that are true
-    on the parameter. predicate: a function of name and parameter, for other conditions such as shapes.
-    """
-
-    name: str | tuple[str, ...] = ()
-    attr: str | tuple[str, ...] = ()
-    predicate: Callable[[str, nn.Parameter], bool] | None = None
-
-    def matches(self, param: nn.Parameter, param_name: str) -> bool:
-        """Returns whether the override applies to this parameter; param: any shape and dtype."""
-        return (
-            any(fnmatchcase(param_name, pattern) for pattern in _words(self.name))
-            or any(vars(param).get(attribute) for attribute in _words(self.attr))
-            or (self.predicate is not None and self.predicate(param_name, param))
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +56,13 @@ def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, Par
     A script adds its own to them; later ones win. Without decay are all but norms of queries and keys with
     apply_wd_to_qk_layernorm.
     """
-    exempt = _is_exempt_but_head_norms if config.apply_wd_to_qk_layernorm else _is_exempt
+    exempt = (
+        ParamWithNamePredicate("no weight decay, but norms of heads", _is_exempt_but_head_norms)
+        if config.apply_wd_to_qk_layernorm
+        else ParamWithNamePredicate("no weight decay", _is_exempt)
+    )
     standard: dict[ParamKey, ParamGroupOverride | Mapping[str, Any]] = {
-        ParamKey(predicate=exempt): ParamGroupOverride(wd_mult=0.0)
+        ParamKey(with_name_predicate=exempt): ParamGroupOverride(wd_mult=0.0)
     }
     if config.decoupled_lr is not None:
         # decoupled_min_lr None means the common minimum, as in Megatron.
@@ -88,12 +71,12 @@ def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, Par
     return standard
 
 
-def _is_exempt(name: str, param: torch.Tensor) -> bool:
+def _is_exempt(param: torch.Tensor, name: str) -> bool:
     return not weight_decays(name, param)
 
 
-def _is_exempt_but_head_norms(name: str, param: torch.Tensor) -> bool:
-    return _is_exempt(name, param) and not _fits(name, _HEAD_NORMS)
+def _is_exempt_but_head_norms(param: torch.Tensor, name: str) -> bool:
+    return _is_exempt(param, name) and not _fits(name, _HEAD_NORMS)
 
 
 def as_override(value: ParamGroupOverride | Mapping[str, Any]) -> ParamGroupOverride:
@@ -207,7 +190,3 @@ def _is_embedding_or_bias(name: str) -> bool:
 
 def _fits(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _words(value: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else value

@@ -9,6 +9,8 @@ from megatron.core.optimizer import (
     OptimizerConfig,
     ParamGroupOverride,
     ParamKey,
+    ParamPredicate,
+    ParamWithNamePredicate,
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
@@ -39,7 +41,7 @@ def build(overrides, model=None, **settings):
 def test_overrides_match_by_name_attribute_and_shape_and_the_later_wins():
     model = tiny_model()
     model[0].bias.is_special = True
-    wide = ParamKey(predicate=lambda name, param: param.shape[-1] == 33)
+    wide = ParamKey(predicate=ParamPredicate("wide", lambda param: param.shape[-1] == 33))
     wrapped, optimizer = build(
         {
             wide: ParamGroupOverride(wd_mult=3.0),
@@ -145,3 +147,13 @@ def test_the_map_of_groups_is_written_as_json(tmp_path):
     found = json.loads((tmp_path / "groups.json").read_text())
     assert set(found) == {name for name, _ in wrapped.module.named_parameters()}
     assert found["0.bias"]["weight_decay"] == 0.0 and found["0.weight"]["weight_decay"] == 0.01
+
+
+def test_predicates_are_equal_by_name_and_any_condition_selects():
+    param = torch.nn.Parameter(torch.zeros(3))
+    short, named = ParamPredicate("short", lambda param: param.numel() < 3), ParamPredicate("short", bool)
+    assert short == named and ParamKey((), (), short) == ParamKey(predicate=named)
+    ends = ParamWithNamePredicate("ends in x", lambda param, name: name.endswith("x"))
+    key = ParamKey(("a.*", "b"), predicate=(short,), with_name_predicate=ends)
+    assert [key.matches(param, name) for name in ("a.c", "b", "c", "c.x")] == [True, True, False, True]
+    assert key.matches(torch.nn.Parameter(torch.zeros(2)), "c")
