@@ -32,7 +32,6 @@ CONFIGURATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("sparse attention with an indexer (DSA)", ("--dsa-indexer-topk",)),
     ("Mamba and hybrid models", ("--is-hybrid-model", "--hybrid-layer-pattern", "--hybrid-override-pattern")),
     ("FP8 and FP4", ("--fp8-format", "--fp4-format")),
-    ("maximal update parametrization", ("--use-mup",)),
     ("experts in a latent space", ("--moe-latent-size",)),
     ("hyper-connections", ("--enable-mhc-connections",)),
     ("layers of several shapes", ("--heterogeneous-layers-config-path",)),

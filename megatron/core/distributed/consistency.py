@@ -141,6 +141,7 @@ def _describe_param(param: nn.Parameter) -> str:
         "allreduce=False": facts.is_expert,
         "shared_embedding": facts.shared_embedding,
         "shared": facts.shared,
+        f"width_mult={facts.width_mult}": facts.width_mult != 1,
         "sequence_parallel": facts.sequence_parallel,
         "tensor_model_parallel": facts.tensor_model_parallel,
     }

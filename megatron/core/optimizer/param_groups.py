@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey, ParamWithNamePredicate
+from megatron.core.tensor_parallel.param_attributes import param_facts
 
 # Patterns for weights with a vocabulary dimension, as GPTModel and similar models name them.
 _VOCABULARY = ("*word_embeddings.weight", "*output_layer.weight")
@@ -147,9 +148,27 @@ class ParamGrouping:
                 given = {field: value for field, value in vars(override).items() if value is not None}
                 merged = dataclasses.replace(merged, **given)
         is_matrix = self._config.optimizer == "muon" and param.dim() == 2 and not _is_embedding_or_bias(name)
+        merged = self._with_width(merged, name, param_facts(param).width_mult, is_matrix=is_matrix)
         group = GroupKey(override=merged, is_decoupled_lr=decoupled, is_matrix=is_matrix)
         group.check_rates(self._config)
         return group
+
+    def _with_width(
+        self, override: ParamGroupOverride, name: str, width_mult: float, *, is_matrix: bool
+    ) -> ParamGroupOverride:
+        """Returns the override with the learning rate of a matrix that sums over a width; one that is given stays."""
+        if width_mult == 1 or override.lr_mult is not None:
+            return override
+        if self._config.optimizer == "sgd":
+            raise ValueError(
+                f"OptimizerConfig.optimizer is sgd and use_mup has given {name} the relative width {width_mult}: its "
+                "rates are divided by the width, which is for adam, distributed_fused_adam or muon"
+            )
+        if not is_matrix:
+            return dataclasses.replace(override, lr_mult=1 / width_mult)
+        # An orthogonal update keeps the size of what it acts on, but for the scale: sqrt(the wider side), or a ratio.
+        grows = self._config.muon_scale_mode == "spectral"
+        return dataclasses.replace(override, lr_mult=width_mult**-0.5) if grows else override
 
     def plain_keys(self) -> list[GroupKey]:
         """Returns the groups that always exist, even if empty, so that schedules and log lines find them."""

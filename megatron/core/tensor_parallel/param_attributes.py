@@ -29,7 +29,7 @@ class ParamFacts:
     partition_stride pieces; otherwise all hold the same. sequence_parallel: the gradient of a rank covers a part of the
     tokens or heads, so it is summed over ranks. is_expert: the groups are those of expert layers. shared_embedding:
     another pipeline stage has this weight too, so their gradients are summed. shared: the other stage owns the weight,
-    and this one has a copy.
+    and this one has a copy. width_mult: with use_mup, the width that a matrix sums over relative to the base model's.
     """
 
     tensor_model_parallel: bool = False
@@ -39,6 +39,7 @@ class ParamFacts:
     is_expert: bool = False
     shared_embedding: bool = False
     shared: bool = False
+    width_mult: float = 1.0
 
 
 def param_facts(param: Tensor) -> ParamFacts:
@@ -52,6 +53,7 @@ def param_facts(param: Tensor) -> ParamFacts:
         is_expert=not marks.get("allreduce", True),
         shared_embedding=marks.get("shared_embedding", False),
         shared=marks.get("shared", False),
+        width_mult=marks.get("width_mult", 1.0),
     )
 
 
@@ -110,6 +112,11 @@ def mark_expert(param: nn.Parameter) -> None:
 def mark_shared(param: nn.Parameter, *, is_copy: bool) -> None:
     """Marks a tied weight, any shape and dtype, of two pipeline stages; is_copy: the other stage owns it."""
     vars(param).update(shared=is_copy, shared_embedding=True)
+
+
+def mark_width(param: nn.Parameter, width_mult: float) -> None:
+    """Sets `width_mult` of a matrix, any shape and dtype: optimizers divide its learning rate by it."""
+    vars(param).update(width_mult=width_mult)
 
 
 def mark_kept_in_fp32(tensor: Tensor) -> None:

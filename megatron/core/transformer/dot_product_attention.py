@@ -89,7 +89,7 @@ class DotProductAttention(CopiedWithGroups, Drawing):
         super().__init__()
         why = "there are only decoders here, without cross-attention"
         require_defaults("DotProductAttention", why, attention_type=(attention_type, "self"))
-        assert config.kv_channels is not None and config.init_method is not None
+        assert config.kv_channels is not None and config.unscaled_init_method is not None
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         validate_backend(config.attention_backend, dropout=self.dropout)
@@ -111,7 +111,8 @@ class DotProductAttention(CopiedWithGroups, Drawing):
         self.samples: dict[tuple[int, int], PackedSeqParams] = {}
         self.may_use_varlen = config.attention_backend in (AttnBackend.auto, AttnBackend.flash)
         self.tp_group = or_alone((pg_collection or existing_process_groups()).tp)
-        self.init_method = config.init_method
+        # A sink sums over no width.
+        self.init_method = config.unscaled_init_method
         self.largest_logits: LargestLogits | None = None
         if config.watches_logits:
             own_heads = split_size(config.num_attention_heads, self.tp_group, name="num_attention_heads")

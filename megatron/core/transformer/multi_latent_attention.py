@@ -83,7 +83,7 @@ class MLASelfAttention(Attention):
             submodules.linear_kv_up_proj, (latent, heads * (config.qk_head_dim + config.v_head_dim))
         )
         self.kv_layernorm = self._latent_norm(submodules.kv_layernorm, latent)
-        scale = 1 / math.sqrt(config.qk_width)
+        scale = config.score_factor(config.qk_width) / math.sqrt(config.qk_width)
         if config.rope_type == "yarn":
             scale *= yarn_score_scale(config)
         self._build_core(

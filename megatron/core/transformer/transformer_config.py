@@ -40,6 +40,7 @@ from megatron.core.transformer.moe_config import (
     validate_moe_layer_freq,
 )
 from megatron.core.transformer.mtp_config import MTPConfig, validate_mtp
+from megatron.core.transformer.mup_config import MuPConfig, resolve_mup
 from megatron.core.transformer.offload_config import (
     OffloadConfig,
     can_offload,
@@ -68,6 +69,7 @@ class TransformerConfig(
     YarnConfig,
     MoEConfig,
     MTPConfig,
+    MuPConfig,
     LoRAConfig,
     RecomputeConfig,
     OffloadConfig,
@@ -82,6 +84,8 @@ class TransformerConfig(
     sqrt(2 * num_layers) for the layers that write into the residual stream.
     embedding_init_method: the same for embeddings of words and positions; unset: normal with
     embedding_init_method_std, or else init_method.
+    unscaled_init_method: that of what sums over no width, an output layer with weights of its own among it; unset:
+    init_method, and with use_mup normal with init_method_std.
     init_seed: seed of the initial weights; unset: torch's seed at construction.
     num_layers, hidden_size and num_attention_heads of 0 are for code that needs other fields alone, such as the wrapper
     for data parallelism; blocks and attention ask for them (require_sizes).
@@ -134,6 +138,7 @@ class TransformerConfig(
     init_method: InitMethod | None = None
     output_layer_init_method: InitMethod | None = None
     embedding_init_method: InitMethod | None = None
+    unscaled_init_method: InitMethod | None = None
     init_seed: int | None = None
     transformer_impl: str = config_field(
         "transformer_engine",
@@ -164,14 +169,38 @@ class TransformerConfig(
             partial(validate_activations, self),
             partial(validate_layout_of_layers, self),
         )
+        resolve_mup(self, hidden_size=self.hidden_size, has_adapters=self.lora_rank is not None)
+        self._fill_in_init_methods()
+        self._scale_scores()
+
+    def _scale_scores(self) -> None:
+        # Latent attention multiplies its own scale.
+        if self.multi_latent_attention or not self.kv_channels or self.score_factor(self.kv_channels) == 1:
+            return
+        scale = self.score_factor(self.kv_channels) / math.sqrt(self.kv_channels)
+        if self.softmax_scale not in (None, scale):
+            raise ValueError(
+                f"softmax_scale is {self.softmax_scale} and mup_base_head_dim is {self.mup_base_head_dim}, from which "
+                "the scale follows: leave one of them out"
+            )
+        self.softmax_scale = scale
+
+    def _fill_in_init_methods(self) -> None:
+        if self.unscaled_init_method is None:
+            self.unscaled_init_method = self.init_method or NormalInit(self.init_method_std)
+        std = self.init_method_std
+        if self.use_mup and self.mup_width_mult != 1:
+            std /= math.sqrt(self.mup_width_mult)
         if self.init_method is None:
-            self.init_method = NormalInit(self.init_method_std)
+            self.init_method = NormalInit(std)
         if self.output_layer_init_method is None:
             # Two layers write into the residual stream per transformer layer: its variance stays that of one.
-            self.output_layer_init_method = NormalInit(self.init_method_std / math.sqrt(2 * max(1, self.num_layers)))
+            self.output_layer_init_method = NormalInit(std / math.sqrt(2 * max(1, self.num_layers)))
         if self.embedding_init_method is None:
-            std = self.embedding_init_method_std
-            self.embedding_init_method = self.init_method if std is None else NormalInit(std)
+            of_embeddings = self.embedding_init_method_std
+            self.embedding_init_method = (
+                self.unscaled_init_method if of_embeddings is None else NormalInit(of_embeddings)
+            )
 
     @property
     def hidden_dtype(self) -> torch.dtype:

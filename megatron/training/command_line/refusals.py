@@ -14,7 +14,6 @@ _RETRIEVAL = "only GPT models are trained here: BERT, ICT and retriever training
 _ENCODER = "only decoder models exist here: use --num-layers and --seq-length"
 _TE_OVERLAP = "tensor-parallel overlap inside Transformer Engine's kernels is not used here: remove it"
 _NO_FP8 = "8- and 4-bit training does not exist here: use --bf16"
-_MUP = "width-dependent scaling does not exist here: set --init-method-std and --lr yourself"
 _OTHER_MODEL = "models that need it cannot be trained here"
 _VARIANT = f"no --experimental-attention-variant exists here: {_OTHER_MODEL}"
 _DSA = "sparse attention with an indexer does not exist here: remove the --dsa flags"
@@ -76,7 +75,6 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     (r"--(is-hybrid-model|mamba-|gdp-|disable-mamba-|hybrid-layer-pattern|hybrid-override-pattern)", _HYBRID),
     (r"--mtp-", _MTP),
     (r"--dsa-|--no-dsa-", _DSA),
-    (r"--mup-", _MUP),
     (r"--(no-)?tp-comm-", _TE_OVERLAP),
     (r"--qk-l2-norm", "queries and keys are kept small by --qk-layernorm here"),
     (r"--(no-)?fp8-|--fp4-|--num-layers-at-|--te-precision|--moe-(dispatch-fwd|combine-bwd)-dtype", _NO_FP8),
@@ -184,7 +182,6 @@ MISSING: tuple[tuple[str, str], ...] = (
     (r"--fp8-|--first-last-layers-bf16$", f"{_NO_FP8}, and remove this one"),
     (r"--experimental-attention-variant$|--linear-", _VARIANT),
     (r"--dsa-", _DSA),
-    (r"--use-mup$|--mup-", _MUP),
     (
         r"--apply-residual-connection-post-layernorm$",
         f"norms precede attention and feed-forward layers: {_OTHER_MODEL}",

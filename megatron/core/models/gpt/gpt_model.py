@@ -20,7 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection, group_ra
 from megatron.core.tensor_parallel.cross_entropy import consuming_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, device_for_buffers
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
-from megatron.core.tensor_parallel.param_attributes import mark_shared
+from megatron.core.tensor_parallel.param_attributes import mark_shared, mark_width
 from megatron.core.transformer.future_tokens import FutureTokens
 from megatron.core.transformer.initialization import InitialValues, deferred_initialization, initialize_parameters
 from megatron.core.transformer.module import GraphableMegatronModule, to_residual
@@ -98,6 +98,7 @@ class GPTModel(GraphableMegatronModule):
         self.position_embedding_type = _checked_position_embedding(position_embedding_type, config)
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.pre_process, self.post_process = pre_process, post_process
+        self.logits_factor = config.logits_factor
         self._input: Tensor | None = None
         groups = existing_process_groups() if pg_collection is None else pg_collection
         # Of a sequence, each of which is another rank's.
@@ -240,6 +241,9 @@ class GPTModel(GraphableMegatronModule):
         """[S / ranks under sequence parallelism, B, H] -> [S, B, V / ranks], both parameter dtype."""
         assert self.output_layer is not None, "post_process"
         logits: Tensor
+        if self.logits_factor != 1:
+            # The narrower of the two, and the cross entropy uses up the memory of the other.
+            hidden_states = hidden_states * self.logits_factor
         logits, _ = self.output_layer(hidden_states, weight=self.shared_embedding_or_output_weight())
         return logits
 
@@ -323,7 +327,7 @@ class GPTModel(GraphableMegatronModule):
         pg_collection: ProcessGroupCollection,
     ) -> None:
         config = self.config
-        assert config.init_method is not None and config.embedding_init_method is not None
+        assert config.unscaled_init_method is not None and config.embedding_init_method is not None
         self.embedding: LanguageModelEmbedding | None = None
         self.output_layer: ColumnParallelLinear | None = None
         self.mtp: MultiTokenPredictionBlock | None = None
@@ -350,7 +354,9 @@ class GPTModel(GraphableMegatronModule):
                 config=config,
                 # A tied layer is a copy of the first stage's table.
                 init_method=(
-                    config.embedding_init_method if self.share_embeddings_and_output_weights else config.init_method
+                    config.embedding_init_method
+                    if self.share_embeddings_and_output_weights
+                    else config.unscaled_init_method
                 ),
                 bias=False,
                 skip_weight_param_allocation=self.share_embeddings_and_output_weights and self.embedding is not None,
@@ -377,6 +383,16 @@ class GPTModel(GraphableMegatronModule):
         for name, table in tables.items():
             if predicts_further or name == "word_embeddings.weight":
                 mark_shared(table, is_copy=self.post_process)
+
+    def _mark_widths(self) -> None:
+        """Marks the matrices that sum over a width: all but embeddings and output layer. Optimizers read the marks."""
+        if not self.config.use_mup or self.config.mup_width_mult == 1:
+            return
+        for part in (self.decoder, self.mtp):
+            for name, param in () if part is None else part.named_parameters():
+                # Biases of experts have two dimensions.
+                if param.dim() > 1 and not name.rpartition(".")[2].startswith("bias"):
+                    mark_width(param, self.config.mup_width_mult)
 
     def initial_values(self) -> InitialValues:
         """Initialization of the parameters, for callers that allocate those on the meta device."""
@@ -421,6 +437,7 @@ class GPTModel(GraphableMegatronModule):
             tables += [self.shared_embedding_or_output_weight()] if self.post_process else []
             for table in tables:
                 table[self._used_vocab_rows() :] = 0
+        self._mark_widths()
         self._init_seed = torch.initial_seed() if self.config.init_seed is None else self.config.init_seed
         if self.config.perform_initialization:
             initialize_parameters(self, seed=self._init_seed)

@@ -313,3 +313,16 @@ def test_norms_stored_minus_one_get_their_one_back(tmp_path: Path, name: str) ->
         len(changed) >= 5
         and (tmp_path / "moved" / "config.json").read_bytes() == (tmp_path / "plain" / "config.json").read_bytes()
     )
+
+
+def test_factors_of_the_width_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = convert(saved(small_model(TIED), tmp_path / "hub"), tmp_path / "run")
+
+    def as_wide(path: Path) -> dict:
+        values = load_run_values(path)
+        return {**values, "args": {**values["args"], "use_mup": True, "mup_width_mult": 2.0}}
+
+    with patch("tools.hugging_face.convert.load_run_values", as_wide):
+        assert "--use-mup (False, True here), --mup-width-mult (1.0, 2.0 here)" in told(
+            capsys, run, tmp_path / "back", back=True
+        )

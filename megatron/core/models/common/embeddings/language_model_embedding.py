@@ -26,7 +26,7 @@ class LanguageModelEmbedding(MegatronModule):
     ) -> None:
         super().__init__(config)
         assert config.embedding_init_method is not None
-        self.max_sequence_length = max_sequence_length
+        self.max_sequence_length, self.factor = max_sequence_length, config.embedding_factor
         # Of a sequence, each of which is another rank's.
         groups = pg_collection or existing_process_groups()
         self.num_parts = group_size(groups.cp)
@@ -70,5 +70,7 @@ class LanguageModelEmbedding(MegatronModule):
             if num_positions > limit:
                 raise ValueError(f"the sequence has {num_positions} positions: the model was built for {limit}")
             embeddings = embeddings + self.position_embeddings(part_of(position_ids.t(), self.sequence_group, dim=0))
+        if self.factor != 1:
+            embeddings = embeddings * self.factor
         with self.dropout_numbers():
             return self.embedding_dropout(to_residual(embeddings, self.config))
