@@ -67,7 +67,7 @@ class PublicName:
 
     @property
     def path(self) -> str:
-        """What the patterns of an Unsupported match: module.owner.name."""
+        """The text that patterns of an Unsupported are compared with: module.owner.name."""
         return ".".join(part for part in (self.module, self.owner, self.name) if part)
 
 

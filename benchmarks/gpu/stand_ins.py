@@ -54,7 +54,7 @@ def _exchange(
 
 @dataclass(frozen=True)
 class Choices:
-    """What tokens choose. num_own: experts of this rank, the first ones of num_experts, spread over as many each."""
+    """The choices of tokens. num_own: experts of this rank, the first ones of num_experts, spread over as many each."""
 
     num_tokens: int
     topk: int

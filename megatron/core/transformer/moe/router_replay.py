@@ -28,7 +28,7 @@ Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class RouterReplayAction(Enum):
-    """What routers do with their choice of experts."""
+    """Ways in which routers treat their choice of experts."""
 
     RECORD = "record"
     REPLAY_FORWARD = "replay_forward"
