@@ -82,7 +82,7 @@ def scale_parameter(size: int, config: TransformerConfig) -> nn.Parameter:
 
 
 def one_plus(weight: Tensor) -> Tensor:
-    """Returns 1 + weight, the factor of a norm that stores its weight minus 1; weight: [H] -> [H], fp32, or fp64 as the weight."""
+    """Returns 1 + weight, the factor of a norm stored minus 1; weight: [H] -> [H], fp32, or fp64 as the weight."""
     return weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1
 
 
