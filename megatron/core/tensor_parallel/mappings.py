@@ -9,7 +9,7 @@ see group_or_existing; with one rank nothing moves.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -73,7 +73,8 @@ def gather_from_sequence_parallel_region(
     all do the same, so gradients are split alone. See [Note: conjugates]. output_split_sizes: rows of each rank, where
     they differ. use_global_buffer: must be False.
     """
-    _refuse_global_buffer("gather_from_sequence_parallel_region", use_global_buffer)
+    if use_global_buffer:
+        _refuse_global_buffer("gather_from_sequence_parallel_region")
     gather, scatter, split = _moves_of_rows(output_split_sizes, group)
     return _move(input_, group, forward=gather, backward=scatter if tensor_parallel_output_grad else split)
 
@@ -88,7 +89,8 @@ def reduce_scatter_to_sequence_parallel_region(
 
     input_split_sizes: rows of each rank, where they differ. use_global_buffer: must be False.
     """
-    _refuse_global_buffer("reduce_scatter_to_sequence_parallel_region", use_global_buffer)
+    if use_global_buffer:
+        _refuse_global_buffer("reduce_scatter_to_sequence_parallel_region")
     gather, scatter, _ = _moves_of_rows(input_split_sizes, group)
     return _move(input_, group, forward=scatter, backward=gather)
 
@@ -274,6 +276,5 @@ def _split_uneven(x: Tensor, group: ProcessGroup | None, *, sizes: tuple[int, ..
     return x.split(list(sizes))[group_rank(group)].clone()
 
 
-def _refuse_global_buffer(call: str, use_global_buffer: bool) -> None:
-    if use_global_buffer:
-        raise ValueError(f"{call}: use_global_buffer is True: results have memory of their own here, must be False")
+def _refuse_global_buffer(call: str) -> NoReturn:
+    raise ValueError(f"{call}: use_global_buffer is True: results have memory of their own here, must be False")

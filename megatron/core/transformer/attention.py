@@ -121,7 +121,8 @@ class Attention(MegatronModule):
         arguments must be None.
         """
         others = key_value_states, rotary_pos_cos, rotary_pos_sin, rotary_pos_cos_sin, attention_bias
-        if any(one is not None for one in (*others, inference_context, sequence_len_offset, inference_params)):
+        unused = (*others, inference_context, sequence_len_offset, inference_params)
+        if unused.count(None) != len(unused):
             _require_self_attention(
                 key_value_states=key_value_states,
                 inference_context=inference_context,

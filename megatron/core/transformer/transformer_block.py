@@ -108,7 +108,8 @@ class TransformerBlock(GraphableMegatronModule):
         """
         others = context, context_mask, rotary_pos_cos, rotary_pos_sin, rotary_pos_cos_sin, attention_bias
         serving = inference_context, sequence_len_offset, inference_params, dynamic_inference_decode_only
-        if any(one is not None for one in (*others, *serving, padding_mask)) or extract_layer_indices:
+        unused = (*others, *serving, padding_mask)
+        if unused.count(None) != len(unused) or extract_layer_indices:
             require_unset(
                 "TransformerBlock.forward",
                 context=context,

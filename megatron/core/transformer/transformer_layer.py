@@ -164,7 +164,8 @@ class TransformerLayer(GraphableMegatronModule, Drawing):
         parallelism both have this rank's part of the sequence. Other arguments and kwargs must be None.
         """
         others = context, context_mask, rotary_pos_cos, rotary_pos_sin, rotary_pos_cos_sin, attention_bias
-        if kwargs or any(x is not None for x in (*others, inference_context, sequence_len_offset, padding_mask)):
+        unused = (*others, inference_context, sequence_len_offset, padding_mask)
+        if kwargs or unused.count(None) != len(unused):
             require_unset(
                 "TransformerLayer.forward",
                 context=context,

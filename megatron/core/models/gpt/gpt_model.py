@@ -160,7 +160,7 @@ class GPTModel(GraphableMegatronModule):
         [S / ranks under sequence parallelism, B, H].
         """
         others = inference_context, inference_params, padding_mask, output_processor, output_processor_context
-        if any(one is not None for one in others):
+        if others.count(None) != len(others):
             require_unset(
                 "GPTModel.forward",
                 inference_context=inference_context,
