@@ -143,7 +143,7 @@ def model_of_flags(provider: Callable[..., Any] | None) -> list[str]:
             train_step(pretrain_gpt.forward_step, None, wrapped, None, None, object(), None)
         # A model of the flags, without a provider, in the order of the main branch.
         _, optimizer, _ = setup_model_and_optimizer(KIND)
-        assert get_optimizer_param_scheduler(optimizer).get_lr(optimizer.param_groups[0]) is not None
+        assert 0 <= get_optimizer_param_scheduler(optimizer).get_lr(optimizer.param_groups[0]) <= args.lr
         assert get_tokenizer().vocab_size >= args.vocab_size and get_timers() is not None
         assert get_wandb_writer() is None and get_tensorboard_writer() is None
         args.train_samples = 60

@@ -180,9 +180,12 @@ class Attention(MegatronModule):
     def row_factors(self, factors: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
         """Returns parameters of projections with factors of their rows: [rows], fp64; factors: [N], fp64, of heads.
 
-        Scaled by them, the scores of a head are its factor times what they were.
+        Scaled by them, the scores of a head are its factor times what they were. Raises ValueError for a layer that
+        does not say which rows these are.
         """
-        raise NotImplementedError
+        raise ValueError(
+            f"qk_clip is True and {type(self).__name__} has no row_factors: define it, or leave qk_clip off"
+        )
 
     @torch.no_grad()
     def clip_qk(self) -> None:
