@@ -54,10 +54,10 @@ def replay_with_a_counter(argv: list[str]) -> None:
 def replay_with_a_counter_in_a_buffer(argv: list[str]) -> None:
     forward = MLP.forward
 
-    def counts(mlp: MLP, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    def counts(mlp: MLP, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         vars(mlp)["calls"] = vars(mlp).get("calls", 0) + 1
         mlp.seen.fill_(vars(mlp)["calls"])
-        return forward(mlp, hidden)
+        return forward(mlp, *args, **kwargs)
 
     build = MLP.__init__
 

@@ -168,9 +168,14 @@ class _Watch:
         self.rows = run.expert_memory.last_step.buffer_rows
 
     def _finish(
-        self, run: TrainingRun, chunk: DistributedDataParallel, index: int, finish_grad_sync: Callable[[], None]
+        self,
+        run: TrainingRun,
+        chunk: DistributedDataParallel,
+        index: int,
+        finish_grad_sync: Callable[[bool], None],
+        force_all_reduce: bool = False,
     ) -> None:
-        finish_grad_sync()
+        finish_grad_sync(force_all_reduce)
         found = self.gradients.setdefault(run.state.iteration, {})
         found |= {f"{index} {name}": digest_of(grad) for name, grad in chunk.named_main_grads()}
 

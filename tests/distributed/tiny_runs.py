@@ -131,8 +131,10 @@ class Recorder:
             self.batches[-1].append(batch)
             yield batch
 
-    def _finish_grad_sync(self, model: DistributedDataParallel, finish_grad_sync: Callable[[], None]) -> None:
-        finish_grad_sync()
+    def _finish_grad_sync(
+        self, model: DistributedDataParallel, finish_grad_sync: Callable[[bool], None], force_all_reduce: bool = False
+    ) -> None:
+        finish_grad_sync(force_all_reduce)
         self.grads.append({_plain_name(name): grad.clone() for name, grad in model.named_main_grads()})
 
 

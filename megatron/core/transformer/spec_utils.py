@@ -54,12 +54,22 @@ def get_submodules(spec: Any) -> Any:
 
 
 def accepted_by(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those of `keywords` that a function or class takes by name, by its signature."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return dict(keywords)
-    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return {name: value for name, value in keywords.items() if name in names}
+    """Returns those of `keywords` that a function or class takes by name, by its signature.
+
+    A class that takes any keyword (**kwargs) is expected to pass them to the constructor of its base class: the first
+    base class that lists its parameters decides. All keywords are accepted where no signature lists them.
+    """
+    is_class = isinstance(function, type)
+    constructors = (
+        [vars(cls)["__init__"] for cls in function.__mro__[:-1] if "__init__" in vars(cls)] if is_class else []
+    )
+    names: set[str] = set()
+    for signature in map(inspect.signature, constructors or [function]):
+        parameters = signature.parameters.values()
+        names |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            return {name: value for name, value in keywords.items() if name in names}
+    return dict(keywords)
 
 
 def needed_by(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:

@@ -227,3 +227,20 @@ def test_modules_that_cache_weights_are_told_of_a_first_microbatch() -> None:
     layer = TransformerLayer(small_config(), replace(get_gpt_layer_local_submodules(), mlp=WithCache))
     layer.set_is_first_microbatch()
     assert layer.mlp.is_first_microbatch and not hasattr(layer, "is_first_microbatch")
+
+
+class _NamedMLP(MLP):
+    """A subclass as plug-ins write it: one argument of its own, the rest passed on."""
+
+    def __init__(self, *args: Any, label: str = "", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.label = label
+
+
+def test_a_subclass_that_passes_keywords_on_gets_those_that_its_base_class_takes() -> None:
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.mlp = ModuleSpec(_NamedMLP, {"label": "mine"}, submodules=spec.submodules.mlp.submodules)
+    config = small_config(**LLAMA_LIKE)
+    ours, named = (model_of(one, config) for one in (get_gpt_layer_local_spec(), spec))
+    assert [layer.mlp.label for layer in named.decoder.layers] == ["mine", "mine"]
+    assert torch.equal(loss_of(ours), loss_of(named))
