@@ -352,7 +352,7 @@ class TopKRouter(Router):
             # The main loss is then a sum over tokens, and gradients are divided by their number at the end of the step.
             # Their number over the ranks of the group, of which each has a share.
             if isinstance(valid_token_count, Tensor):
-                count = summed_counts(valid_token_count, reduce_group)
+                count: Tensor | int = summed_counts(valid_token_count, reduce_group)
             else:
                 count = (len(activation) if valid_token_count is None else valid_token_count) * num_shares
             aux_loss = aux_loss * count
