@@ -81,7 +81,7 @@ def split_mesh_of(group: dist.ProcessGroup, device: torch.device, *, part_size: 
     groups = [dist.new_group(one, backend=backend, use_local_synchronization=True) for one in (across, parts[part])]
     names = (f"parts {groups[0].group_name}", f"shards {groups[1].group_name}")
     kind = "cpu" if device.type == "meta" else device.type
-    return DeviceMesh.from_group(groups, kind, mesh=torch.tensor(parts), mesh_dim_names=names)
+    return DeviceMesh.from_group(groups, kind, mesh=torch.tensor(parts, dtype=torch.int32), mesh_dim_names=names)
 
 
 # Shards.
@@ -247,7 +247,9 @@ def reshard_after_forward_over(module: FSDPModule, mesh: DeviceMesh) -> None:
         for state in group.fsdp_params:
             state.post_forward_mesh_info = info
             # Reads only the shape.
-            state._init_sharded_post_forward_param_metadata(torch.empty(state._orig_size, device="meta"))
+            state._init_sharded_post_forward_param_metadata(
+                torch.empty(state._orig_size, dtype=torch.float32, device="meta")
+            )
 
 
 def refresh_dtypes(root: nn.Module) -> None:
