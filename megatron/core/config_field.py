@@ -25,8 +25,8 @@ class FieldSpec:
     flags: option strings; None derives `--field-name`, an empty tuple keeps the field off the command line.
     dest: attribute name in the parsed arguments where it differs from the field name (`num_experts` for
     `num_moe_experts`). parse: turns one command-line word into a value where the annotation does not say how.
-    cli_default: default of the flag where it differs; code that builds the dataclass itself gets the field's. named: values by the names that the command line and `choices` have for them; the field accepts
-    both and holds the value.
+    cli_default: default of the flag where it differs; code that builds the dataclass itself gets the field's. named:
+    values by the names that the command line and `choices` have for them; the field accepts both and holds the value.
     """
 
     help: str

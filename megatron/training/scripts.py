@@ -79,8 +79,7 @@ def script_of_call(
             f"cfg_container is a {type(cfg_container).__name__}: must be the arguments of parse_args, or None for "
             "those of the command line; in a released version's call the first argument is the datasets' provider"
         )
-    if model_type is not ModelType.encoder_or_decoder:
-        raise ValueError(f"model_type is {model_type}: only ModelType.encoder_or_decoder is available")
+    _check_model_type(model_type)
     functions: dict[str, Any] = {
         "train_valid_test_dataset_provider": datasets_provider,
         "model_provider": provider,
@@ -153,7 +152,8 @@ def setup_model_and_optimizer(
     if not isinstance(model_type, ModelType) and isinstance(model_provider_func, ModelType):
         model_type, model_provider_func = model_provider_func, model_type
     _check_model_type(model_type)
-    assert not isinstance(model_provider_func, ModelType), "model_type is the other one"
+    if isinstance(model_provider_func, ModelType):
+        raise ValueError(f"model_provider_func is {model_provider_func}: must be a function, or None")
     require_defaults(
         "setup_model_and_optimizer",
         "the run's arguments are those of get_args(), and its checkpoints have no context",

@@ -40,6 +40,7 @@ from megatron.training.run import EvaluationSet, NonLossData, TrainingRun
 from megatron.training.scripts import (
     DatasetsProvider,
     ModelProvider,
+    Script,
     get_model,
     get_optimizer_param_scheduler,
     script_of_call,
@@ -122,22 +123,11 @@ def pretrain(
     words = sys.argv[1:] if argv is None else argv
     # Checked before the arguments are parsed, because a plan joins no process group.
     if "--dry-run" in words:
-        if print_plan is None:
-            raise CommandLineError(
-                "--dry-run is given, but this script passes no planner to pretrain(): call it with "
-                "print_plan=megatron.planner.print_plan"
-            )
 
         def read(further: Sequence[str] = ()) -> argparse.Namespace:
             return read_arguments(extra_args_provider, args_defaults, argv=[*words, *further])
 
-        print_plan(
-            read(),
-            script.model_provider,
-            reread=read,
-            forward_step_func=script.forward_step_func,
-            config_overrides=config_overrides,
-        )
+        _plan(script, read, print_plan, config_overrides=config_overrides)
         return
     with (
         ExitStack() as afterwards,
@@ -176,6 +166,28 @@ def pretrain(
                 # Destroying an NCCL communicator waits forever while a graph that captured its collectives exists.
                 run.steps.graph.drop_graphs()
             run.callbacks.on_run_end()
+
+
+def _plan(
+    script: Script,
+    read: Callable[..., argparse.Namespace],
+    print_plan: Callable[..., None] | None,
+    *,
+    config_overrides: ConfigOverrides | None,
+) -> None:
+    """Prints the plan of a run instead of training. read: parses the command line with further words at its end."""
+    if print_plan is None:
+        raise CommandLineError(
+            "--dry-run is given, but this script passes no planner to pretrain(): call it with "
+            "print_plan=megatron.planner.print_plan"
+        )
+    print_plan(
+        read(),
+        script.model_provider,
+        reread=read,
+        forward_step_func=script.forward_step_func,
+        config_overrides=config_overrides,
+    )
 
 
 def train(run: TrainingRun) -> ExitReason | None:

@@ -108,6 +108,7 @@ class TransformerBlock(GraphableMegatronModule):
         """
         others = context, context_mask, rotary_pos_cos, rotary_pos_sin, rotary_pos_cos_sin, attention_bias
         serving = inference_context, sequence_len_offset, inference_params, dynamic_inference_decode_only
+        # Counted without Python code per argument, as in the layers.
         unused = (*others, *serving)
         if unused.count(None) != len(unused) or extract_layer_indices:
             require_unset(

@@ -62,7 +62,7 @@ _ALWAYS_NONE = dict.fromkeys(
 def get_transformer_layer_offset(
     config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None
 ) -> int:
-    """Layers of the model before a chunk's first. vp_stage: None is the stage's only one; pp_rank: None is this rank's.
+    """Layers of the model before a chunk's first. vp_stage: None if the stage has one; pp_rank: None for this rank's.
 
     Raises ValueError for stages and chunks that the configuration does not have.
     """
@@ -129,8 +129,8 @@ class TransformerLayer(GraphableMegatronModule, Drawing):
             config=config,
             layer_number=layer_number,
         )
-        # Asked once, since an attention layer from elsewhere may need them and ours costs no look at what is None.
-        self.attention_blanks = needed_by(type(self.self_attention).forward, _ALWAYS_NONE)
+        # Some attention layers from elsewhere require arguments that are always None here; ours are not passed them.
+        self.required_nones = needed_by(type(self.self_attention).forward, _ALWAYS_NONE)
         self.self_attn_bda = build_module(submodules.self_attn_bda)
         self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **norm)
         offered = {"pg_collection": groups, "tp_group": or_alone(groups.tp), "is_mtp_layer": is_mtp_layer}
@@ -167,6 +167,7 @@ class TransformerLayer(GraphableMegatronModule, Drawing):
         Raises ValueError for padding in a layer with experts whose forward takes none.
         """
         others = context, context_mask, rotary_pos_cos, rotary_pos_sin, rotary_pos_cos_sin, attention_bias
+        # Counted without Python code per argument, because this runs for each layer and micro-batch.
         unused = (*others, inference_context, sequence_len_offset)
         if kwargs or unused.count(None) != len(unused):
             require_unset(
@@ -188,10 +189,10 @@ class TransformerLayer(GraphableMegatronModule, Drawing):
             attention_mask,
             rotary_pos_emb=rotary_pos_emb,
             packed_seq_params=packed_seq_params,
-            **self.attention_blanks,
+            **self.required_nones,
         )
         release(attention_output[0])
-        # Asked each time: whether there is dropout depends on the mode of the moment.
+        # Asked each time: whether there is dropout depends on self.training.
         with self.hidden_numbers():
             add = self.self_attn_bda(self.training, False)
             hidden_states = add(attention_output, hidden_states, self.hidden_dropout)
