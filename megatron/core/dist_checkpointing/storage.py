@@ -183,7 +183,10 @@ class ReadsPieces(Protocol):
     """Reads elements of an open file's pieces; several threads may read."""
 
     def read(self, piece: Piece, window: Box, *, dtype: torch.dtype, target: torch.Tensor) -> None:
-        """Fills `target`, [*window shape], with the elements of `window`, a box inside the piece's box."""
+        """Fills `target` with the elements of `window`, a box inside the piece's box that is stored as `dtype`.
+
+        target: [*window shape], any strides, dtype and device; filled in place, with conversion.
+        """
         ...
 
 
