@@ -4,14 +4,11 @@ megatron.training.checkpointing.megatron_core shows their tensors under our keys
 """
 
 import argparse
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from megatron.core.dist_checkpointing import ShardedTensor, StreamReader, VerifiedCheckpoint, save_stream
+from megatron.core.dist_checkpointing import save_stream
 from megatron.training.arguments import parse_args
 from megatron.training.checkpointing.folder import (
     MEGATRON_CORE_FILE,
@@ -25,14 +22,15 @@ from megatron.training.checkpointing.folder import (
 from megatron.training.checkpointing.megatron_core import (
     EMBEDDING,
     as_checkpoint,
-    json_values,
     megatron_core_values,
     vocabulary_rows,
 )
 from megatron.training.checkpointing.megatron_core_files import COMMON_FILE, MegatronCoreFiles
+from megatron.training.checkpointing.megatron_objects import json_values
 from megatron.training.checkpointing.run_values import check_arguments
 from megatron.training.gpt_builder import whole_gpt
 from tools.convert_legacy import common_of_weights, model_args
+from tools.stored_checkpoints import all_tensors
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ def from_megatron_core(
     model = whole_gpt(args, padded_vocab_size=args.padded_vocab_size)
     has_state = values["contents"]["optimizer"]
     checkpoint = as_checkpoint(files, model, with_masters=has_masters, with_state=has_state)
-    save_stream(_tensors(checkpoint), folder, common=_common(args, files, values))
+    save_stream(all_tensors(checkpoint), folder, common=_common(args, files, values))
     if files.iteration is None:
         write_release_tracker(str(save))
     else:
@@ -77,16 +75,6 @@ def _common(args: argparse.Namespace, files: MegatronCoreFiles, values: dict[str
         return common
     state = {name: values[name] for name in ("optimizer", "scheduler")}
     return {**common, **state, "contents": {"optimizer": True, "rng": False}}
-
-
-def _tensors(checkpoint: VerifiedCheckpoint) -> Iterator[ShardedTensor]:
-    """Yields the tensors, of any shape and in the stored dtype, with one in memory at a time."""
-    reader = StreamReader(checkpoint)
-    for key, (shape, dtype) in checkpoint.tensors.items():
-        tensor = ShardedTensor.whole(key, torch.empty(shape, dtype=dtype))
-        reader.fill([tensor])
-        yield tensor
-        del tensor
 
 
 def find_megatron_core(folder: Path, *, step: int | None) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing import ShardedTensor, VerifiedCheckpoint, load_items
+from megatron.core.dist_checkpointing import ShardedTensor, StreamReader, VerifiedCheckpoint, load_items
 from megatron.core.dist_checkpointing import folder as folders
 from megatron.core.dist_checkpointing.manifest import (
     MANIFEST_FILE,
@@ -109,6 +109,16 @@ def _damages_of_file(folder: Path, name: str, *, entry: FileEntry) -> Iterator[s
 
 
 # Contents.
+
+
+def all_tensors(checkpoint: VerifiedCheckpoint) -> Iterator[ShardedTensor]:
+    """Yields the tensors, of any shape and in the stored dtype, with one in memory at a time."""
+    reader = StreamReader(checkpoint)
+    for key, (shape, dtype) in checkpoint.tensors.items():
+        tensor = ShardedTensor.whole(key, torch.empty(shape, dtype=dtype))
+        reader.fill([tensor])
+        yield tensor
+        del tensor
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,12 @@ from megatron.core.logical_tensors import identity_piece
 from megatron.core.optimizer.adam import EXP_AVG, EXP_AVG_SQ
 from megatron.core.optimizer.state_dict import MASTERS, state_prefix
 from megatron.core.tokenizers import vocab_size_with_padding
-from megatron.training.checkpointing.folder import MEGATRON_CORE_FILE, iteration_folder, write_tracker
+from megatron.training.checkpointing.folder import (
+    MEGATRON_CORE_FILE,
+    CheckpointFormat,
+    iteration_folder,
+    write_tracker,
+)
 from megatron.training.checkpointing.megatron_core import Place, tensors_of, ways_to_store
 from megatron.training.checkpointing.megatron_core_files import COMMON_FILE
 from megatron.training.checkpointing.run_values import load_run_values
@@ -86,8 +91,8 @@ def to_megatron_core(load: Path, save: Path, *, target: CoreTarget, step: int | 
     written. Leaves nothing after an error.
     """
     found = checkpoint_of_load(load, step)
-    if found.is_megatron_core:
-        raise ValueError(f"{found.path} is one of Megatron-Core's own already")
+    if found.format is not CheckpointFormat.OURS:
+        raise ValueError(f"{found.path} is in {found.format.value}: must be in ours")
     values, checkpoint = load_run_values(found.path), verify(found.path)
     folder = iteration_folder(save, found.iteration)
     if folder.exists():

@@ -94,6 +94,8 @@ def validate_fields(config: Any) -> None:
         raise ValueError("\n".join(problems.values()))
     hints = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):
+        if not field.init:
+            continue  # derived from the others afterwards
         spec, value = field_spec(field), vars(config)[field.name]
         if spec is not None and spec.named is not None and isinstance(value, str):
             vars(config)[field.name] = spec.named[value]

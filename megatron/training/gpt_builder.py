@@ -1,8 +1,11 @@
 """Builds the GPT model that arguments describe, for pretrain_gpt.py and for tools that load checkpoints."""
 
 import argparse
+from collections.abc import Mapping
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
@@ -86,10 +89,63 @@ def whole_gpt(args: argparse.Namespace, *, padded_vocab_size: int) -> GPTModel:
 
     For names and shapes of all parameters, in a run of any layout.
     """
-    alone = argparse.Namespace(**{**vars(args), "padded_vocab_size": padded_vocab_size, "moe_grouped_gemm": False})
-    vars(alone).update({name: value for name, value in _ONE_RANK.items() if name in vars(args)})
+    [model] = parts_of_gpt(args, padded_vocab_size=padded_vocab_size)
+    return model
+
+
+def parts_of_gpt(
+    args: argparse.Namespace,
+    *,
+    padded_vocab_size: int,
+    layout: Mapping[str, Any] | None = None,
+    tensor: int = 0,
+    pipeline: int = 0,
+    expert: int = 0,
+) -> list[GPTModel]:
+    """Builds a rank's parts of the model, without memory, with sequential experts; sends nothing.
+
+    layout: arguments of the parallel layout, which may differ from the run's; None means one process. Experts have the
+    tensor-parallel size of other layers. tensor, pipeline, expert: the rank's place in the layout. Raises ValueError
+    for a layout that does not fit the model.
+    """
+    there = argparse.Namespace(**{**vars(args), "padded_vocab_size": padded_vocab_size, "moe_grouped_gemm": False})
+    vars(there).update({name: value for name, value in _ONE_RANK.items() if name in vars(args)})
+    vars(there).update(layout or {})
+    there.expert_tensor_parallel_size = there.tensor_model_parallel_size
+    groups = _groups_of_place(there, tensor=tensor, pipeline=pipeline, expert=expert)
+    last_stage, num_chunks = there.pipeline_model_parallel_size - 1, there.virtual_pipeline_model_parallel_size or 1
+    parts = []
     with torch.device("meta"):
-        return build_gpt(alone, pg_collection=ProcessGroupCollection())
+        for chunk in range(num_chunks):
+            part = build_gpt(
+                there,
+                pre_process=pipeline == chunk == 0,
+                post_process=pipeline == last_stage and chunk == num_chunks - 1,
+                vp_stage=chunk if num_chunks > 1 else None,
+                pg_collection=groups,
+            )
+            parts.append(part)
+    return parts
+
+
+def _groups_of_place(args: argparse.Namespace, *, tensor: int, pipeline: int, expert: int) -> ProcessGroupCollection:
+    """Returns groups that have ranks and sizes, but no connections: enough to build a rank's part of a model."""
+    tp, pp, ep = (vars(args)[f"{kind}_model_parallel_size"] for kind in ("tensor", "pipeline", "expert"))
+    tp_group, pp_group = _unconnected(tensor, tp), _unconnected(pipeline, pp)
+    return ProcessGroupCollection(
+        tp=tp_group,
+        pp=pp_group,
+        ep=_unconnected(expert, ep),
+        expt_tp=tp_group,
+        tp_ep=_unconnected(expert * tp + tensor, ep * tp),
+        tp_cp=tp_group,
+        tp_dp_cp=tp_group,
+        embd=pp_group,
+    )
+
+
+def _unconnected(rank: int, size: int) -> dist.ProcessGroup | None:
+    return dist.ProcessGroup(dist.HashStore(), rank, size) if size > 1 else None
 
 
 def _named_spec(path: list[str], config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:

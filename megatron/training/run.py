@@ -19,7 +19,7 @@ from megatron.training.checkpointing import begin_save_checkpoint, load_run
 from megatron.training.checkpointing.saving import RunSaves
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.config import CheckpointConfig, FaultConfig, TrainingConfig
-from megatron.training.gpt_builder import whole_gpt
+from megatron.training.gpt_builder import parts_of_gpt
 from megatron.training.meters.meters import Meter
 from megatron.training.step.exit_conditions import ExitConditions
 from megatron.training.step.expert_memory import ExpertMemory
@@ -176,7 +176,7 @@ class TrainingRun:
             args=self.args,
             config=config or self.checkpoint,
             pg_collection=self.groups,
-            build_whole=whole_gpt,
+            build_parts=parts_of_gpt,
         )
         self.move_position(self.state.consumed_train_samples)
         self.args.consumed_valid_samples = self.state.consumed_valid_samples

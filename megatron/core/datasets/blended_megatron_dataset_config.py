@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Protocol
 
-from megatron.core.config_field import config_field, validate_fields
+from megatron.core.config_field import config_field, no_effect_field, unsupported_field, validate_fields
 from megatron.core.datasets.utils import DEFAULT_SPLIT, Blend, Split, parse_split
 
 # The sample order of a blend stores dataset numbers as int16, as Megatron does.
@@ -28,7 +28,11 @@ class Vocabulary(Protocol):
 
 @dataclass(kw_only=True)
 class BlendedMegatronDatasetConfig:
-    """Datasets to blend, and how samples are cut from them; names are Megatron's. A blend of None means mock data."""
+    """Datasets to blend, and how samples are cut from them; names are Megatron's.
+
+    Two fields follow from others. split_matrix: begin and end of train, valid and test as shares of the documents, None
+    for a part without documents; None with blend_per_split. mock: whether no blend is given, which means mock data.
+    """
 
     random_seed: int = config_field(1234, help="Seed of every shuffle.")
     sequence_length: int = config_field(help="Tokens per sample.", at_least=1)
@@ -43,18 +47,35 @@ class BlendedMegatronDatasetConfig:
         None, help="Validation data is one epoch of its documents, whatever number of samples is asked for."
     )
     split: str | None = config_field(None, help=f"Shares of train, valid and test documents; {DEFAULT_SPLIT} if None.")
+    split_matrix: list[tuple[float, float] | None] | None = field(init=False, default=None)
     path_to_cache: str | None = config_field(
         None, help="Folder of cached indices; None means a folder next to the data."
     )
     mmap_bin_files: bool = config_field(True, help="Map .bin files into memory instead of reading them.")
     num_dataset_builder_threads: int = config_field(1, help="No effect: building takes seconds.", at_least=1)
+    mock: bool = field(init=False, default=False)
     tokenizer: Vocabulary | None = config_field(None, help="Has the vocabulary against which tokens are checked.")
+    mid_level_dataset_surplus: float = no_effect_field(
+        0.005, why="the samples that a blend reads of each dataset are counted exactly, so that none need to be spare"
+    )
+    allow_ambiguous_pad_tokens: bool | None = unsupported_field(
+        False, why="samples are never padded, so no padding id is masked"
+    )
+    fast_cache_load: bool = config_field(
+        False, help="Use cached indices of the right inputs and sizes without reading them to compare checksums."
+    )
+    defer_npy_index_mmap: bool = config_field(
+        False, help="Open cached indices when the first sample is read instead of when the dataset is built."
+    )
 
     def __post_init__(self) -> None:
         validate_fields(self)
         if self.split is not None:
             parse_split(self.split)
         self.validate_blends()
+        self.mock = self.blend is None and self.blend_per_split is None
+        if self.blend_per_split is None:
+            self.split_matrix = convert_split_vector_to_split_matrix(parse_split(self.split or DEFAULT_SPLIT))
 
     def validate_blends(self) -> None:
         if self.blend_per_split is not None and all(blend is None for blend in self.blend_per_split):

@@ -46,6 +46,12 @@ class DataConfig:
         flags=("--no-mmap-bin-files",),
         help="Read .bin files with file reads instead of a memory map.",
     )
+    dataloader_fast_cache_load: bool = config_field(
+        False, help="Use sample indices in the cache without reading them to compare checksums."
+    )
+    dataloader_defer_npy_index_mmap: bool = config_field(
+        False, help="Open sample indices in the cache when the first sample is read instead of at startup."
+    )
     mock_data: bool = config_field(False, help="Train on synthetic token sequences, without data files.")
     reset_position_ids: bool = config_field(
         False, help="Positions restart after each end-of-document token. No effect on rope, which is relative."

@@ -265,6 +265,8 @@ def gpt_dataset_config(config: DataConfig, tokenizer: Vocabulary, *, seed: int) 
         split=config.split,
         path_to_cache=config.data_cache_path,
         mmap_bin_files=config.mmap_bin_files,
+        fast_cache_load=config.dataloader_fast_cache_load,
+        defer_npy_index_mmap=config.dataloader_defer_npy_index_mmap,
         tokenizer=tokenizer,
         reset_position_ids=config.reset_position_ids,
         reset_attention_mask=config.reset_attention_mask,

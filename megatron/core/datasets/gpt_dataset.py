@@ -18,7 +18,7 @@ from megatron.core.datasets.document_borders import (
     document_starts,
     restarted_positions,
 )
-from megatron.core.datasets.gpt_indices import GPTIndices, build_gpt_indices, check_gpt_indices
+from megatron.core.datasets.gpt_indices import GPTIndices, build_gpt_indices, check_gpt_indices, plan_epochs
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.indexed_dataset import (
     WITHOUT_INDEX,
@@ -133,7 +133,10 @@ class GPTDataset(MegatronDataset):
         self._learned = open_loss_mask(dataset_path, indexed_dataset.sequence_lengths, mmap=config.mmap_bin_files)
         self._check_enough_text()
         self._probe_vocabulary()
-        self._gpt_indices = self._load_or_build_indices()
+        self._cache = self._index_cache()
+        # Ranks that do not build first rely on the files, so they must be there even if they are opened later.
+        is_deferred = config.defer_npy_index_mmap and self._cache is not None and self._cache.holds_files()
+        self._opened_indices = None if is_deferred else self._load_or_build_indices()
         # Equal for all samples, and copied into each.
         self._loss_mask = torch.ones(config.sequence_length, dtype=torch.float32)
         self._position_ids = torch.arange(config.sequence_length, dtype=torch.int64)
@@ -154,6 +157,12 @@ class GPTDataset(MegatronDataset):
         return len(low_level_dataset.sequence_lengths)
 
     @property
+    def _gpt_indices(self) -> GPTIndices:
+        if self._opened_indices is None:
+            self._opened_indices = self._load_or_build_indices()
+        return self._opened_indices
+
+    @property
     def document_index(self) -> np.ndarray:
         """Documents in reading order: [epochs * documents], int32, read-only."""
         return self._gpt_indices.document
@@ -164,7 +173,10 @@ class GPTDataset(MegatronDataset):
         return self._gpt_indices.shuffle
 
     def __len__(self) -> int:
-        return len(self._gpt_indices.shuffle)
+        if self._opened_indices is not None:
+            return len(self._opened_indices.shuffle)
+        plan = plan_epochs(self._num_tokens(), self.config.sequence_length, num_samples=self.num_samples)
+        return plan.num_samples
 
     @property
     def has_loss_mask(self) -> bool:
@@ -230,13 +242,16 @@ class GPTDataset(MegatronDataset):
         return text
 
     def _check_enough_text(self) -> None:
-        tokens = int(self.dataset.sequence_lengths[self.indices].sum(dtype=np.int64))
+        tokens = self._num_tokens()
         if tokens <= self.config.sequence_length:
             raise ValueError(
                 f"{self._where} has {len(self.indices)} documents with {tokens} tokens: one sample takes "
                 f"seq_length + 1 = {self.config.sequence_length + 1}; give more text, a shorter --seq-length "
                 f"{'or a larger share in --split' if self.config.split else 'or other files'}"
             )
+
+    def _num_tokens(self) -> int:
+        return int(self.dataset.sequence_lengths[self.indices].sum(dtype=np.int64))
 
     def _probe_vocabulary(self) -> None:
         if self._vocab_size is None:
@@ -258,12 +273,16 @@ class GPTDataset(MegatronDataset):
         )
 
     def _load_or_build_indices(self) -> GPTIndices:
+        if self._cache is None:
+            return self._build_indices()
+        return GPTIndices(**self._cache.load_or_build(lambda: vars(self._build_indices()), check=self._check_cached))
+
+    def _index_cache(self) -> IndexCache | None:
         folder = self._cache_folder()
         if folder is None:
-            return self._build_indices()
+            return None
         label = f"{type(self).__name__}-{self.index_split.name}"
-        cache = IndexCache(folder, label=label, description=self._description())
-        return GPTIndices(**cache.load_or_build(lambda: vars(self._build_indices()), check=self._check_cached))
+        return IndexCache(folder, label=label, description=self._description(), trusted=self.config.fast_cache_load)
 
     def _check_cached(self, arrays: Mapping[str, np.ndarray]) -> None:
         check_gpt_indices(

@@ -9,6 +9,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
@@ -45,6 +46,7 @@ from megatron.core.dist_checkpointing.state_dicts import (
 from megatron.core.dist_checkpointing.storage import (
     METADATA_FILE,
     PieceReader,
+    ReadsPieces,
     StoredPieces,
     read_metadata,
     read_object,
@@ -110,6 +112,10 @@ class VerifiedCheckpoint:
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Global shape and dtype of every stored tensor, by key."""
         return _tensors_of(self.metadata)
+
+    def open_file(self, name: str) -> AbstractContextManager[ReadsPieces]:
+        """Opens a data file, to read elements of the pieces in it. Raises OSError."""
+        return PieceReader(self.folder / name)
 
 
 def verify(checkpoint_dir: str | Path, *, process_group: dist.ProcessGroup | None = None) -> VerifiedCheckpoint:
@@ -321,7 +327,7 @@ def read_tensors(checkpoint: VerifiedCheckpoint, reads: list[Read]) -> None:
     """Executes `reads`, which are sorted by file."""
     for name, in_file in groupby(reads, key=lambda read: read.name):
         in_one = list(in_file)
-        with PieceReader(checkpoint.folder / name) as reader:
+        with checkpoint.open_file(name) as reader:
             read_one = partial(_read_one, checkpoint, reader=reader)
             # Starting threads takes as long as reading this much.
             if sum(read.window.volume for read in in_one) < _FEW_ELEMENTS:
@@ -331,7 +337,7 @@ def read_tensors(checkpoint: VerifiedCheckpoint, reads: list[Read]) -> None:
                 deque(pool.map(read_one, in_one), maxlen=0)
 
 
-def _read_one(checkpoint: VerifiedCheckpoint, read: Read, *, reader: PieceReader) -> None:
+def _read_one(checkpoint: VerifiedCheckpoint, read: Read, *, reader: ReadsPieces) -> None:
     entry = checkpoint.metadata.state_dict_metadata[read.piece.key]
     assert isinstance(entry, TensorStorageMetadata), "check_wanted has passed"
     # New threads start with gradients enabled, regardless of the caller.

@@ -10,12 +10,13 @@ import math
 import os
 import pickle
 import re
+import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Protocol, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -178,6 +179,17 @@ def read_object(path: Path, piece: Piece) -> bytes:
         return file.read(piece.num_bytes)
 
 
+class ReadsPieces(Protocol):
+    """Reads elements of an open file's pieces; several threads may read."""
+
+    def read(self, piece: Piece, window: Box, *, dtype: torch.dtype, target: torch.Tensor) -> None:
+        """Fills `target` with the elements of `window`, a box inside the piece's box that is stored as `dtype`.
+
+        target: [*window shape], any strides, dtype and device; filled in place, with conversion.
+        """
+        ...
+
+
 class PieceReader:
     """An open data file, as a context manager; several threads may read from it."""
 
@@ -269,6 +281,19 @@ def load_allowed(source: Path | IO[bytes], where: object, *, allowed: Sequence[A
         # Only the first line: torch continues with advice to unpickle without checks.
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ValueError(f"{where} cannot be read: {reason}") from error
+
+
+def check_records(archive: zipfile.ZipFile) -> None:
+    """Reads all records of an archive of torch.save, which compares them with its checksums.
+
+    Raises BadZipFile, ValueError, or another error of zipfile's for damage, and ValueError for another byte order.
+    """
+    for record in archive.infolist():
+        with archive.open(record) as data:
+            while data.read(_READ_BYTES):
+                pass
+        if record.filename.endswith("/byteorder") and archive.read(record) != b"little":
+            raise ValueError("was written by a machine of another byte order")
 
 
 # The metadata file.

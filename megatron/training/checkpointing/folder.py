@@ -3,6 +3,7 @@
 saving.py defines the content of a checkpoint, and core/dist_checkpointing writes it.
 """
 
+import enum
 import os
 import re
 import shutil
@@ -24,22 +25,33 @@ RELEASE = "release"
 COMPANION_FOLDER = "hugging_face"
 # Names the format of a checkpoint that Megatron-Core wrote.
 MEGATRON_CORE_FILE = "metadata.json"
+# One rank's file of Megatron's older format, and all of them in a checkpoint's folder.
+LEGACY_FILE = "model_optim_rng.pt"
+LEGACY_FILES = f"mp_rank_*/{LEGACY_FILE}"
 # Seven digits, or more after ten million steps, up to the largest 64-bit numbers.
 _ITERATION = r"iter_([0-9]{7,18})"
 
 
+class CheckpointFormat(enum.Enum):
+    """Formats of checkpoints that a run loads, with their names in messages.
+
+    MEGATRON_CORE: its torch_dist. LEGACY: Megatron-LM's `torch`, with one file for each rank.
+    """
+
+    OURS = "our own format"
+    MEGATRON_CORE = "Megatron-Core's own format"
+    LEGACY = "Megatron's older format (--ckpt-format torch)"
+
+
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint to load; iteration 0 for a release, which provides initial weights.
-
-    is_megatron_core: whether Megatron-Core wrote it, in its own format.
-    """
+    """A checkpoint to load; iteration 0 for a release, which provides initial weights."""
 
     path: Path
     iteration: int
     is_release: bool = False
     notice: str | None = None
-    is_megatron_core: bool = False
+    format: CheckpointFormat = CheckpointFormat.OURS
 
 
 def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:
@@ -150,7 +162,7 @@ def find_checkpoint(
     errors. Raises ValueError if the one of --ckpt-step is incomplete, or if there are checkpoints but none is complete.
     """
     root, problems = _root(load, flag), dict(damaged or {})
-    theirs = _of_megatron_core(root, step)
+    theirs = _of_megatron(root, step)
     if theirs is not None:
         return theirs
     if step is not None:
@@ -176,22 +188,27 @@ def find_checkpoint(
     return _fallback(root, why, candidates=by_preference, problems=problems)
 
 
-def is_megatron_core(folder: Path) -> bool:
-    """Whether Megatron-Core wrote a checkpoint, in its own distributed format, to this folder."""
-    return (folder / MEGATRON_CORE_FILE).is_file() and not (folder / MANIFEST_FILE).is_file()
+def format_of(folder: Path) -> CheckpointFormat:
+    """Returns the format of the checkpoint in a folder; OURS if nothing of another program's is there."""
+    if (folder / MANIFEST_FILE).is_file():
+        return CheckpointFormat.OURS
+    if (folder / MEGATRON_CORE_FILE).is_file():
+        return CheckpointFormat.MEGATRON_CORE
+    return CheckpointFormat.LEGACY if any(folder.glob(LEGACY_FILES)) else CheckpointFormat.OURS
 
 
-def _of_megatron_core(root: Path, step: int | None) -> FoundCheckpoint | None:
-    """Returns the checkpoint of --ckpt-step, or the tracker's, if Megatron-Core wrote it."""
+def _of_megatron(root: Path, step: int | None) -> FoundCheckpoint | None:
+    """Returns the checkpoint of --ckpt-step, or the tracker's, if Megatron wrote it in a format of its own."""
     text = read_tracker(root) if step is None else None
     if text == RELEASE:
         found, iteration = root / RELEASE, 0
     else:
         iteration = step if step is not None else iteration_of_text(text or "") or 0
         found = iteration_folder(root, iteration)
-    if not is_megatron_core(found):
+    kind = format_of(found)
+    if kind is CheckpointFormat.OURS:
         return None
-    return FoundCheckpoint(found, iteration, is_release=text == RELEASE, is_megatron_core=True)
+    return FoundCheckpoint(found, iteration, is_release=text == RELEASE, format=kind)
 
 
 def _root(load: str, flag: str) -> Path:

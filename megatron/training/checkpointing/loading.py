@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,14 +25,16 @@ from megatron.core.optimizer.state_dict import is_state, parameter_key
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.callbacks.lines import print_rank_0
+from megatron.training.checkpointing import legacy, megatron_core
 from megatron.training.checkpointing.folder import (
+    CheckpointFormat,
     FoundCheckpoint,
     carry_companions,
     find_checkpoint,
     is_same_folder,
     write_tracker,
 )
-from megatron.training.checkpointing.megatron_core import as_checkpoint, megatron_core_values, vocabulary_rows
+from megatron.training.checkpointing.legacy_files import LegacyFiles
 from megatron.training.checkpointing.megatron_core_files import MegatronCoreFiles
 from megatron.training.checkpointing.partial_load import (
     EMBEDDING,
@@ -57,12 +59,6 @@ from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.config import CheckpointConfig
 
 
-class BuildWhole(Protocol):
-    """Builds the model of arguments as one process has it, without memory, with a number of vocabulary rows."""
-
-    def __call__(self, args: argparse.Namespace, *, padded_vocab_size: int) -> torch.nn.Module: ...
-
-
 def load_run(
     model: Sequence[torch.nn.Module],
     optimizer: CheckpointedOptimizer | None,
@@ -72,21 +68,21 @@ def load_run(
     args: argparse.Namespace,
     config: CheckpointConfig,
     pg_collection: ProcessGroupCollection | None = None,
-    build_whole: BuildWhole | None = None,
+    build_parts: legacy.BuildParts | None = None,
 ) -> int:
     """Restores a run from config.load: fills all objects in place and returns the iteration.
 
     Collective over all ranks, after the optimizer is built. If the folder has no checkpoints, loads the weights of
     config.pretrained_checkpoint; without that it prints one line on rank 0, changes nothing and returns 0, or raises
     ValueError under --exit-on-missing-checkpoint. Raises on every rank, with no tensor changed, if the checkpoint is
-    damaged, belongs to another model, or lacks requested state. build_whole: builds the model of arguments as one
-    process has it, without memory; checkpoints of Megatron-Core need it.
+    damaged, belongs to another model, or lacks requested state. build_parts: builds the parts of a model that a rank of
+    any layout has, without memory; checkpoints in formats of Megatron's need it.
     """
-    open_theirs = partial(_open_megatron_core, args=args, config=config, build_whole=build_whole)
-    found, verified = _find(config, open_theirs)
+    open_found = partial(_open, args=args, config=config, build_parts=build_parts)
+    found, verified = _find(config, open_found)
     if found is None and config.pretrained_checkpoint is not None:
         config = _pretrained(config)
-        found, verified = _find(config, open_theirs, flag="--pretrained-checkpoint")
+        found, verified = _find(config, open_found, flag="--pretrained-checkpoint")
     if found is None or verified is None:
         return 0
     # Checks arguments before tensors, because "--hidden-size is 128 here" is clearer than a mismatch of shapes.
@@ -138,27 +134,48 @@ def _pretrained(config: CheckpointConfig) -> CheckpointConfig:
     return replace(config, load=config.pretrained_checkpoint, finetune=True, ckpt_step=step)
 
 
-def _open_megatron_core(
-    folder: Path, *, args: argparse.Namespace, config: CheckpointConfig, build_whole: BuildWhole | None
+def _open(
+    found: FoundCheckpoint,
+    *,
+    args: argparse.Namespace,
+    config: CheckpointConfig,
+    build_parts: legacy.BuildParts | None,
 ) -> VerifiedCheckpoint:
-    """Opens a checkpoint that Megatron-Core wrote, with its tensors under our keys. Collective."""
+    """Verifies a checkpoint; in a format of Megatron's, shows its tensors under our keys. Collective."""
+    if found.format is CheckpointFormat.OURS:
+        return dist_checkpointing.verify(found.path)
     with all_ranks_agree():
-        if build_whole is None:
+        if build_parts is None:
             raise ValueError(
-                f"{folder} is of Megatron-Core: pretrain() loads it; else convert it (docs/checkpoints.md)"
+                f"{found.path} is in {found.format.value}: pretrain() loads it; else convert it (docs/checkpoints.md)"
             )
-        files = MegatronCoreFiles.open(folder)
-        stored = megatron_core_values(folder)["args"]
+        stored = load_run_values(found.path)["args"]
         PartialLoadPlan.of(args, stored, may_upcycle=config.moe_use_upcycling)
         # The checkpoint may lack experts or adapters on purpose, or tie its embeddings.
         theirs = argparse.Namespace(**{**vars(args), **model_arguments(stored, here={})})
-        rows = vocabulary_rows(files, num_tokens=args.unpadded_vocab_size)
-        model = build_whole(theirs, padded_vocab_size=rows)
-    return as_checkpoint(files, model, with_masters=args.bf16 or args.fp16)
+    if found.format is CheckpointFormat.LEGACY:
+        return _open_legacy(found.path, theirs, build_parts)
+    return _open_megatron_core(found.path, theirs, build_parts)
+
+
+def _open_legacy(folder: Path, args: argparse.Namespace, build_parts: legacy.BuildParts) -> VerifiedCheckpoint:
+    """Opens a checkpoint with one file for each rank. args: of its model. Collective."""
+    with all_ranks_agree():
+        files = LegacyFiles.open(folder)
+    return legacy.as_checkpoint(files, args, build_parts)
+
+
+def _open_megatron_core(folder: Path, args: argparse.Namespace, build_parts: legacy.BuildParts) -> VerifiedCheckpoint:
+    """Opens a checkpoint that Megatron-Core wrote. args: of its model. Collective."""
+    with all_ranks_agree():
+        files = MegatronCoreFiles.open(folder)
+        rows = megatron_core.vocabulary_rows(files, num_tokens=args.unpadded_vocab_size)
+        [model] = build_parts(args, padded_vocab_size=rows)
+    return megatron_core.as_checkpoint(files, model, with_masters=args.bf16 or args.fp16)
 
 
 def _find(
-    config: CheckpointConfig, open_megatron_core: Callable[[Path], VerifiedCheckpoint], *, flag: str = "--load"
+    config: CheckpointConfig, open_found: Callable[[FoundCheckpoint], VerifiedCheckpoint], *, flag: str = "--load"
 ) -> tuple[FoundCheckpoint | None, VerifiedCheckpoint | None]:
     """Finds the checkpoint in config.load, by decision of rank 0, and verifies it on all ranks; None if there is none.
 
@@ -173,10 +190,10 @@ def _find(
             print_rank_0(f"There is no checkpoint in {config.load}: starting {begin}.")
             break
         try:
-            verified = (open_megatron_core if found.is_megatron_core else dist_checkpointing.verify)(found.path)
+            verified = open_found(found)
         except (ValueError, OSError, RemoteRankError) as error:
             # A checkpoint that the user named is not replaced by another. All ranks raise, whichever found the damage.
-            if config.ckpt_step is not None or found.is_release or found.is_megatron_core:
+            if config.ckpt_step is not None or found.is_release or found.format is not CheckpointFormat.OURS:
                 raise
             damaged[found.iteration] = str(error)
             continue
@@ -232,7 +249,10 @@ def _load_scope(
     scope = _Scope(position=True, optimizer=with_optimizer, rng=has_optimizer and not config.no_load_rng)
     for name, wanted, flag in (("optimizer", scope.optimizer, "optim"), ("rng", scope.rng, "rng")):
         if wanted and not common["contents"][name]:
-            raise ValueError(f"the checkpoint holds no {name} state: add --no-load-{flag}, or --finetune")
+            why = f"the checkpoint holds no {name} state"
+            if found.format is CheckpointFormat.LEGACY:
+                why = f"{found.path} is in {found.format.value}, whose {name} state is not read"
+            raise ValueError(f"{why}: add --no-load-{flag}, or --finetune")
     return scope
 
 

@@ -27,8 +27,7 @@ from megatron.core.logical_tensors import Box, LogicalPiece, boxes_of_range, ide
 from megatron.core.optimizer.adam import EXP_AVG, EXP_AVG_SQ
 from megatron.core.optimizer.state_dict import MASTERS, state_prefix
 from megatron.training.checkpointing.megatron_core_files import COMMON_FILE, MegatronCoreFiles
-from megatron.training.checkpointing.megatron_objects import FUSED_NORMS
-from megatron.training.checkpointing.train_state import TrainState
+from megatron.training.checkpointing.megatron_objects import FUSED_NORMS, json_values, values_without_state
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(.*)mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)")
@@ -37,14 +36,6 @@ _GATED = re.compile(r".*linear_fc1\.(weight|bias)")
 EMBEDDING = "embedding.word_embeddings.weight"
 # Their kinds of optimizer state and ours. The distributed optimizer calls masters `param`.
 _KINDS = {EXP_AVG: EXP_AVG, EXP_AVG_SQ: EXP_AVG_SQ, "fp32_param": MASTERS, "param": MASTERS}
-# With these flags the same weights are a model that does not exist here.
-_OTHER_MODELS = (
-    # The old name of layernorm_zero_centered_gamma, under which a load would not miss the flag.
-    "apply_layernorm_1p",
-    "qk_l2_norm",
-    "apply_residual_connection_post_layernorm",
-    "no_rope_freq",
-)
 
 # Values.
 
@@ -62,37 +53,14 @@ def megatron_core_values(folder: Path) -> dict[str, Any]:
 
 
 def _values(files: MegatronCoreFiles, *, iteration: int) -> dict[str, Any]:
-    args = files.args or {}
-    for name in _OTHER_MODELS:
-        if args.get(name):
-            raise ValueError(f"{name} is {args[name]!r:.60}: such models are not known here, must be unset")
-    state = TrainState(iteration=iteration)
-    state.load_state_dict({name: args.get(name) or 0 for name in ("consumed_train_samples", "consumed_valid_samples")})
     step = _step_of(files.common.get("optimizer"))
-    has_state = step is not None and EXP_AVG in files.states
+    values = values_without_state(files.args or {}, iteration=iteration)
+    values["contents"]["optimizer"] = step is not None and EXP_AVG in files.states
     return {
-        "iteration": iteration,
-        "train_state": state.state_dict(),
-        "args": json_values(args),
-        # Generators of another program cannot be continued: a load seeds them anew.
-        "contents": {"optimizer": has_state, "rng": True},
-        "frozen": [],
+        **values,
         "optimizer": {"step": step, "grad_scaler": _scaler_of(files.common.get("optimizer"))},
         "scheduler": _scheduler_of(files.common.get("opt_param_scheduler")),
     }
-
-
-def json_values(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments that are numbers, strings, or lists and dicts of them."""
-    return {name: value for name, value in args.items() if _is_json(value)}
-
-
-def _is_json(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_json, value))
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_json(one) for key, one in value.items())
-    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _optimizers(state: Any) -> Iterator[Mapping[str, Any]]:

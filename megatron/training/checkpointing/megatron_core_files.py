@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.manifest import FileEntry, Manifest, Piece
 from megatron.core.dist_checkpointing.storage import (
     METADATA_FILE,
     StoredPieces,
+    check_records,
     load_allowed,
     read_metadata,
     stored_pieces,
@@ -56,7 +57,6 @@ _RUN_STATE = re.compile(r"rng_state|rerun_state_machine")
 # Keys of optimizer state. An optimizer of dense and one of expert parameters are numbered.
 STATE_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 _NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_CHUNK_BYTES = 8 << 20
 _LOCAL_HEADER_BYTES = 30  # of a record in a zip archive, before its name
 
 
@@ -234,12 +234,7 @@ def _checked_data(section: io.BufferedReader) -> int:
         records = [record for record in archive.infolist() if re.fullmatch(r"[^/]+/data/\d+", record.filename)]
         if len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED:
             raise ValueError(f"holds {len(records)} plain tensors: must be 1")
-        for record in archive.infolist():
-            with archive.open(record) as data:
-                while data.read(_CHUNK_BYTES):
-                    pass
-            if record.filename.endswith("/byteorder") and archive.read(record) != b"little":
-                raise ValueError("was written by a machine of another byte order")
+        check_records(archive)
     section.seek(records[0].header_offset)
     header = section.read(_LOCAL_HEADER_BYTES)
     lengths = (int.from_bytes(header[start : start + 2], "little") for start in (26, 28))

@@ -1,18 +1,20 @@
-"""Names and pickled objects in checkpoints that Megatron-LM and Megatron-Core write, in either of their formats.
+"""Names, arguments and pickled objects in checkpoints that Megatron-LM and Megatron-Core write, in either format.
 
-megatron_core_files.py and tools/legacy_checkpoint.py read such files with these allow-lists.
+megatron_core_files.py and legacy_files.py read such files with these allow-lists.
 """
 
 import argparse
 import collections
 import signal
 import types
+from collections.abc import Mapping
 from typing import Any
 
 import numpy
 
 from megatron.core.enums import ModelType
 from megatron.core.transformer.enums import AttnBackend
+from megatron.training.checkpointing.train_state import TrainState
 
 # Entries of modules that are no weights: kernel states, counts of a step, recomputed values.
 NOT_WEIGHTS = ("_extra_state", "rotary_pos_emb.inv_freq", "local_tokens_per_expert")
@@ -56,3 +58,49 @@ ALLOWED: list[Any] = [
     *((numpy.zeros(0).__reduce__()[0], f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
     *((Inert, name) for name in _INERT),
 ]
+
+
+# Arguments in a checkpoint that count samples.
+SAMPLE_COUNTS = ("consumed_train_samples", "consumed_valid_samples")
+# With these flags the same weights are a model that does not exist here.
+_OTHER_MODELS = (
+    # The old name of layernorm_zero_centered_gamma, under which a load would not miss the flag.
+    "apply_layernorm_1p",
+    "qk_l2_norm",
+    "apply_residual_connection_post_layernorm",
+    "no_rope_freq",
+)
+
+
+def json_values(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments that are numbers, strings, or lists and dicts of them."""
+    return {name: value for name, value in args.items() if _is_json(value)}
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_json, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(one) for key, one in value.items())
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def values_without_state(args: Mapping[str, Any], *, iteration: int) -> dict[str, Any]:
+    """Returns the common values of a checkpoint of ours that has weights, data position and arguments.
+
+    args: the arguments of the program that wrote the files. Raises ValueError naming the argument of a model that does
+    not exist here.
+    """
+    for name in _OTHER_MODELS:
+        if args.get(name):
+            raise ValueError(f"{name} is {args[name]!r:.60}: such models are not known here, must be unset")
+    state = TrainState(iteration=iteration)
+    state.load_state_dict({name: args.get(name) or 0 for name in SAMPLE_COUNTS})
+    return {
+        "iteration": iteration,
+        "train_state": state.state_dict(),
+        "args": json_values(args),
+        # A load replaces generators of another program by fresh seeds.
+        "contents": {"optimizer": False, "rng": True},
+        "frozen": [],
+    }

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing import load_common
-from megatron.training.checkpointing.folder import find_checkpoint, is_megatron_core
+from megatron.training.checkpointing.folder import CheckpointFormat, find_checkpoint, format_of
+from megatron.training.checkpointing.legacy import legacy_values
 from megatron.training.checkpointing.megatron_core import megatron_core_values
 from megatron.training.checkpointing.train_state import TrainState, is_count
 from megatron.training.command_line.errors import is_first_rank
@@ -67,13 +68,19 @@ _SAME_STATES = {"adam", "distributed_fused_adam"}
 
 # Read and validate.
 
+_READERS = {
+    CheckpointFormat.OURS: load_common,
+    CheckpointFormat.MEGATRON_CORE: megatron_core_values,
+    CheckpointFormat.LEGACY: legacy_values,
+}
+
 
 def load_run_values(folder: Path) -> dict[str, Any]:
     """Reads the JSON part of a checkpoint; raises ValueError if it was not written by a training run.
 
-    One that Megatron-Core wrote has the same values under other names.
+    Those of Megatron's own formats have the same values under other names.
     """
-    values = megatron_core_values(folder) if is_megatron_core(folder) else load_common(folder)
+    values = _READERS[format_of(folder)](folder)
     if not values.keys() >= _KINDS.keys():
         raise ValueError(f"{folder} is a checkpoint, but not one of a training run")
     try:

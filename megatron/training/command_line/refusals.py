@@ -111,7 +111,6 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     (r"--(use-sharp|sharp-|nccl-communicator|disable-symmetric|high-priority-|pipeline-model-parallel-comm)", _NCCL),
     (r"--fim-", _FIM_TOKENS),
     (r"--(per-split-data-args|per-dataset-sequences|phase-transition)", _DATA_LISTS),
-    (r"--dataloader-(fast-cache-load|defer-npy)", "the index cache is set only by --data-cache-path: remove it"),
     (r"--dataloader-inter-document-masking", "use --reset-attention-mask and --reset-position-ids"),
     (r"--object-storage-cache-path", _MSC),
     (r"--null-tokenizer-pad-id", "samples are never padded: remove it"),

@@ -594,6 +594,11 @@ def check_checkpoints(args: argparse.Namespace) -> Iterator[str]:
     for name in ("save_interval", "async_save", "save_retain_interval"):
         if vars(args)[name] and args.save is None:
             yield f"--{name.replace('_', '-')} needs --save: give the folder for the checkpoints"
+    if args.ckpt_format == "torch" and args.save is not None:
+        yield (
+            f"--ckpt-format is torch with --save {args.save}: that format is only read; give torch_dist, with which "
+            "--load still detects and reads it"
+        )
 
 
 def derive_run_state(args: argparse.Namespace) -> Iterator[str]:

@@ -73,7 +73,10 @@ class CheckpointConfig:
         False, help="Stop if --load holds no checkpoint instead of starting from scratch."
     )
     ckpt_format: str = config_field(
-        "torch_dist", choices=("torch_dist",), help="Format of checkpoints, independent of the parallel layout."
+        "torch_dist",
+        choices=("torch_dist", "torch"),
+        help="Format of saved checkpoints, independent of the parallel layout. torch, with Megatron-LM's file for each "
+        "rank, is only read; --load detects it by itself, so runs without --save accept it.",
     )
     no_save_optim: bool = config_field(False, help="Leave the optimizer's state out of checkpoints.")
     no_save_rng: bool = config_field(False, help="Leave the random-number state out of checkpoints.")

@@ -82,7 +82,7 @@ def test_words_become_values(words: str, dest: str, value: object) -> None:
         ("--exit-signal SIGNOT", ["--exit-signal", "SIGTERM"]),
         ("--moe-layer-freq [0", ["--moe-layer-freq: '[0'"]),
         ("--normalization GroupNorm", ["'GroupNorm' is not one of LayerNorm, RMSNorm"]),
-        ("--ckpt-format torch", ["'torch' is not available here", "torch_dist"]),
+        ("--ckpt-format torch_dcp", ["'torch_dcp' is not available here", "torch_dist"]),
         ("--optimizer lion", ["'lion' is not available here", "adam, sgd"]),
         (
             "--optimizer dist_muon",

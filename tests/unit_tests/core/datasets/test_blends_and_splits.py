@@ -346,3 +346,29 @@ def test_full_validation_of_a_blend_is_the_epochs_of_all(tmp_path: Path) -> None
     assert len(valid) == sum(map(len, each))
     samples = sorted(valid[i]["tokens"].tolist() for i in range(len(valid)))
     assert samples == sorted(one[i]["tokens"].tolist() for one in each for i in range(len(one)))
+
+
+def test_split_matrix_and_mock_follow_from_the_data_that_is_named() -> None:
+    config = BlendedMegatronDatasetConfig(sequence_length=1, blend=(["a"], None), split="2,1,1")
+    assert config.split_matrix == [(0.0, 0.5), (0.5, 0.75), (0.75, 1.0)] and not config.mock
+    assert BlendedMegatronDatasetConfig(sequence_length=1, split="1").split_matrix == [(0.0, 1.0), None, None]
+    separate = BlendedMegatronDatasetConfig(sequence_length=1, blend_per_split=[(["a"], None), None, None])
+    assert separate.split_matrix is None and not separate.mock
+    assert BlendedMegatronDatasetConfig(sequence_length=1).mock
+    with pytest.raises(TypeError, match="mock"):
+        BlendedMegatronDatasetConfig(sequence_length=1, mock=True)
+
+
+@pytest.mark.parametrize("surplus", [0.0, 0.5])
+def test_a_surplus_changes_no_sample_of_a_blend(surplus: float, tmp_path: Path) -> None:
+    for number, name in enumerate("ab"):
+        write_corpus(tmp_path / name, seed=number)
+    blend = ([str(tmp_path / name) for name in "ab"], [3.0, 1.0])
+    found, expected = (
+        BlendedMegatronDatasetBuilder(
+            GPTDataset, [50, 0, 0], lambda: True, dataset_config(None, blend=blend, **changes)
+        ).build()[0]
+        for changes in ({"mid_level_dataset_surplus": surplus}, {})
+    )
+    assert len(found) == len(expected) == 50
+    assert all(found[i]["tokens"].equal(expected[i]["tokens"]) for i in range(50))

@@ -223,6 +223,7 @@ def test_tokens_of_every_integer_type_are_read_and_no_others(tmp_path: Path, dty
         {"sequences_per_dataset": {"a": 1}},
         {"inter_document_masking": True},
         {"varlen_sbhd_validation": True},
+        {"allow_ambiguous_pad_tokens": True},
     ],
 )
 def test_fields_of_what_is_not_here_are_refused_by_name(field: dict) -> None:
@@ -235,3 +236,42 @@ def test_options_that_are_none_are_off_and_layouts_change_nothing() -> None:
         random_seed=1, sequence_length=8, data_parallel_size=4, sequence_parallel_size=2, context_parallel_size=2
     )
     assert (config.reset_position_ids, config.reset_attention_mask, config.eod_mask_loss) == (None, None, None)
+
+
+def _samples(dataset: GPTDataset) -> list[list[int]]:
+    return [dataset.sample_tokens(i).tolist() for i in range(len(dataset))]
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("defer", [False, True])
+def test_samples_do_not_depend_on_how_cached_indices_are_opened(fast: bool, defer: bool, tmp_path: Path) -> None:
+    write_corpus(tmp_path / "a")
+    expected = _samples(build(dataset_config(tmp_path / "a", path_to_cache=str(tmp_path / "other")))[0])
+    config = dataset_config(tmp_path / "a", fast_cache_load=fast, defer_npy_index_mmap=defer)
+    assert [_samples(build(config)[0]) for _ in ("built", "cached")] == [expected, expected]
+
+
+def test_deferred_indices_are_opened_by_the_first_sample(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "a")
+    config = dataset_config(tmp_path / "a", defer_npy_index_mmap=True)
+    expected = _samples(build(config)[0])
+    dataset = build(config)[0]
+    assert len(dataset) == len(expected)
+    # A file that is damaged after the start is built again when it is needed.
+    for path in (tmp_path / "cache").rglob("*-train-shuffle.npy"):
+        path.write_bytes(b"x" * path.stat().st_size)
+    assert _samples(dataset) == expected
+
+
+def test_fast_loads_use_files_of_the_right_size_unread_and_build_others(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "a")
+    config = dataset_config(tmp_path / "a", fast_cache_load=True)
+    expected = build(config)[0].shuffle_index.tolist()
+    [path] = (tmp_path / "cache").rglob("*-train-shuffle.npy")
+    content = path.read_bytes()
+    first, second = (np.uint32(number).tobytes() for number in expected[:2])
+    swapped = content[: -4 * len(expected)] + second + first + content[-4 * (len(expected) - 2) :]
+    path.write_bytes(swapped)
+    assert build(config)[0].shuffle_index.tolist() == [expected[1], expected[0], *expected[2:]]
+    path.write_bytes(content[:-1])
+    assert build(config)[0].shuffle_index.tolist() == expected
