@@ -1,5 +1,6 @@
 """Attention over ranks that hold parts of the sequences, against the core that sees them whole."""
 
+import re
 from functools import cache
 from itertools import product
 from typing import Any
@@ -124,6 +125,45 @@ def test_every_exchange_gives_what_one_rank_with_all_tokens_gets(ranks: int, cho
     for outcomes in run_on_ranks(compare_all, ranks, chosen):
         for case, variant, differences in outcomes:
             assert max(differences) <= (2e-2 if variant == "bf16" else 1e-13), (case, variant, differences)
+
+
+def refusals_of_levels() -> list[str]:
+    shape = {"num_attention_heads": HEADS, "num_query_groups": 2, "context_parallel_size": 4}
+    fields = {**shape, "cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 2]}
+    config = small_config(**fields)
+    core, other = DotProductAttention(config, 1), torch.nn.Identity()
+    cp, levels = dist.group.WORLD, level_groups((2, 2))
+    hcp, swapped = ProcessGroupCollection(cp=cp, hcp=levels), ProcessGroupCollection(cp=cp, hcp=level_groups((4, 1)))
+    query, key = torch.zeros(8, 1, HEADS, WIDTH), torch.zeros(8, 1, 1, WIDTH)
+    mask = torch.zeros(1, 1, 32, 32, dtype=torch.bool)
+    attend = over_ranks(core, config, kind="a2a+p2p", groups=hcp)
+    calls: list[Any] = [
+        lambda: over_ranks(core, config, kind="a2a+p2p", groups=ProcessGroupCollection(cp=cp)),
+        lambda: over_ranks(core, config, kind="a2a+p2p", groups=swapped),
+        lambda: over_ranks(other, config, kind="a2a+p2p", groups=hcp),
+        lambda: attend(core, query, key, key),
+        lambda: attend(core, query, query, query, mask),
+    ]
+    found = []
+    for call in calls:
+        with pytest.raises(ValueError) as error:
+            call()
+        found.append(str(error.value))
+    return found
+
+
+def test_what_two_levels_do_not_have_is_refused_by_name() -> None:
+    sizes = r"hierarchical_context_parallel_sizes is \[2, 2\]"
+    expected = [
+        rf"{sizes}, but the groups of pg_collection.hcp have \[\] ranks",
+        rf"{sizes}, but the groups of pg_collection.hcp have \[4, 1\] ranks",
+        "cp_comm_type is a2a\\+p2p and the attention core is a Identity: must be a DotProductAttention",
+        rf"cp_comm_type is a2a\+p2p, {sizes} and a rank has 1 key/value heads: must be divisible by 2",
+        r"the attention mask is \[1, 1, 32, 32\] and context_parallel_size is 4: must be causal",
+    ]
+    for messages in run_on_ranks(refusals_of_levels, 4):
+        for message, words in zip(messages, expected, strict=True):
+            assert re.match(words, message), message
 
 
 def compare_levels(levels: tuple[int, int]) -> list[list[float]]:

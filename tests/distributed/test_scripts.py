@@ -251,7 +251,8 @@ def groups_of_other_sizes(sizes: dict[str, Any], flags: str, words: str) -> None
         ({}, "--tensor-model-parallel-size 2", "tensor_model_parallel_size is 2: the script has initialized 1"),
         (
             {"context_parallel_size": 2, "hierarchical_context_parallel_sizes": [1, 2]},
-            "--context-parallel-size 2 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 1",
+            "--context-parallel-size 2 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 1 "
+            "--attention-dropout 0",
             r"hierarchical_context_parallel_sizes is \[2, 1\]: the script has initialized \[1, 2\]",
         ),
     ],
