@@ -34,13 +34,14 @@ VOCABULARY = NullTokenizer(50_000)
 MEAN_DOCUMENT = 600
 MICRO_BATCH = 4
 BATCHES = {1024: 200, 4096: 50}
-BORDERS = {"reset_attention_mask": True, "create_attention_mask": False}
+NO_MASK = {"create_attention_mask": False}
+BORDERS = {"reset_attention_mask": True, **NO_MASK}
 EVERY = {"eod_mask_loss": True, "reset_position_ids": True, **BORDERS}
 MASKS = "eod_mask_loss, reset_position_ids, masks of S x S"
 OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "eod_mask_loss": {"eod_mask_loss": True},
-    "reset_position_ids": {"reset_position_ids": True},
+    "plain": NO_MASK,
+    "eod_mask_loss": {"eod_mask_loss": True, **NO_MASK},
+    "reset_position_ids": {"reset_position_ids": True, **NO_MASK},
     "borders": BORDERS,
     "eod_mask_loss, reset_position_ids, borders": EVERY,
     MASKS: EVERY,

@@ -114,15 +114,15 @@ class ProcessGroupCollection:
         groups of optimizer instances are missing.
         """
         groups = pg_collection or EXISTING.groups or ProcessGroupCollection()
-        require_group_sizes(
-            groups,
-            {
-                "tp": ("tensor_model_parallel_size", config.tensor_model_parallel_size),
-                "cp": ("context_parallel_size", config.context_parallel_size),
-                "pp": ("pipeline_model_parallel_size", config.pipeline_model_parallel_size),
-                "ep": ("expert_model_parallel_size", config.expert_model_parallel_size),
-            },
-        )
+        sizes = {
+            "cp": ("context_parallel_size", config.context_parallel_size),
+            "pp": ("pipeline_model_parallel_size", config.pipeline_model_parallel_size),
+            "ep": ("expert_model_parallel_size", config.expert_model_parallel_size),
+        }
+        # Scripts of Megatron-LM often leave it at 1, because its layers ask their groups alone.
+        if config.tensor_model_parallel_size > 1:
+            sizes["tp"] = "tensor_model_parallel_size", config.tensor_model_parallel_size
+        require_group_sizes(groups, sizes)
         found = {name: vars(groups)[name] for name in ("dp", "dp_cp", "expt_dp", "tp", "pp", "ep")}
         found |= _instance_groups(groups, num_instances=ddp_config.num_distributed_optimizer_instances)
         return {f"{name}_group": group for name, group in found.items()}

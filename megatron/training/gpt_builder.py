@@ -23,12 +23,13 @@ def build_gpt(
     post_process: bool = True,
     vp_stage: int | None = None,
     pg_collection: ProcessGroupCollection | None = None,
+    config: TransformerConfig | None = None,
 ) -> GPTModel:
     """Builds a model, or a part of one, with initial weights, in fp32 or args.params_dtype.
 
-    args: validated, with vocabulary sizes. Other parameters: as for GPTModel.
+    args: validated, with vocabulary sizes. Other parameters: as for GPTModel. config: None means that of `args`.
     """
-    config = core_transformer_config_from_args(args)
+    config = config or core_transformer_config_from_args(args)
     with flags_named_in_errors():
         check_weights_fit(config, args.padded_vocab_size)
         # The arguments of tools may lack it.

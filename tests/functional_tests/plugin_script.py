@@ -2,7 +2,13 @@
 
 import runpy
 import sys
+from functools import partial
 
+import pretrain_gpt
+from gpt_builders import gpt_builder
+from megatron.core.enums import ModelType
+from megatron.training import inprocess_restart, pretrain
+from model_provider import model_provider
 from tests.functional_tests.launch import ROOT
 
 SCRIPT = ROOT / "examples" / "megatron_plugins" / "pretrain_plugins.py"
@@ -12,3 +18,16 @@ def main(argv: list[str]) -> None:
     """Runs the script with these words on its command line."""
     sys.argv = [str(SCRIPT), *argv]
     runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+def main_with_builder(argv: list[str]) -> None:
+    """Trains by pretrain_gpt's parts and a builder bound to the model provider, as Megatron-LM's main branch does."""
+    wrapped, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
+    wrapped(
+        pretrain_gpt.train_valid_test_datasets_provider,
+        partial(model_provider, gpt_builder),
+        ModelType.encoder_or_decoder,
+        pretrain_gpt.forward_step,
+        store=store,
+        argv=argv,
+    )

@@ -42,6 +42,12 @@ def test_plugins_train_as_pretrain_gpt_does_under_every_layout(tmp_path: Path, w
     assert_equal_steps(train(OWN, 2, tmp_path / "own", words), train(PROGRAM, 2, tmp_path / "gpt", words), rel=1e-6)
 
 
+def test_a_builder_bound_to_the_model_provider_trains_as_pretrain_gpt_does(tmp_path: Path) -> None:
+    words = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4"
+    bound = train("tests.functional_tests.plugin_script:main_with_builder", 2, tmp_path / "own", words)
+    assert_equal_steps(bound, train(PROGRAM, 2, tmp_path / "gpt", words))
+
+
 def test_all_conventions_of_a_loss_function_are_the_same_loss(tmp_path: Path) -> None:
     expected = train(PROGRAM, 1, tmp_path / "gpt", "")
     for convention in ("tokens", "pair", "mean"):

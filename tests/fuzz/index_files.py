@@ -180,6 +180,7 @@ def _config(folder: Path) -> GPTDatasetConfig:
         split="1,0,0",
         tokenizer=NullTokenizer(_VOCABULARY),
         path_to_cache=str(folder / "cache"),
+        create_attention_mask=False,
     )
 
 

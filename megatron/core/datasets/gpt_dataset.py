@@ -65,7 +65,8 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     )
     eod_mask_loss: bool | None = config_field(None, help="No loss for positions whose input is eod; None means no.")
     create_attention_mask: bool = config_field(
-        True, help="Whether reset_attention_mask returns masks or borders; plain causal attention needs neither."
+        True,
+        help="Samples contain masks, S x S; False: none, or with reset_attention_mask the borders of documents.",
     )
     drop_last_partial_validation_sequence: bool = unsupported_field(
         True, why="the tokens after the last whole sample are never read"
@@ -105,10 +106,11 @@ class GPTDataset(MegatronDataset):
     """Samples of fixed length from the documents `indexed_indices`, in an order that the seed determines.
 
     Items: tokens [S] int64, labels [S] int64 (the next tokens), loss_mask [S] float32, position_ids [S] int64, and
-    with reset_attention_mask attention_mask [1, S, S] bool (True means forbidden) or cu_seqlens [n + 1] int32. The pair
-    PREFIX_loss_mask.bin/.idx selects the tokens that are learned; without it all are. num_samples: None means one
-    epoch. len() may be slightly larger. Indices are cached on disk. Raises ValueError if the documents are too short
-    for one sample or contain tokens outside the tokenizer's vocabulary, and OSError if the cache is not writable.
+    with create_attention_mask attention_mask [1, S, S] bool (True means forbidden), else with reset_attention_mask
+    cu_seqlens [n + 1] int32. The pair PREFIX_loss_mask.bin/.idx selects the tokens that are learned; without it all
+    are. num_samples: None means one epoch. len() may be slightly larger. Indices are cached on disk. Raises ValueError
+    if the documents are too short for one sample or contain tokens outside the tokenizer's vocabulary, and OSError if
+    the cache is not writable.
     """
 
     config: GPTDatasetConfig
@@ -185,7 +187,7 @@ class GPTDataset(MegatronDataset):
             item["loss_mask"] = torch.from_numpy(learned)
         if self.config.eod_mask_loss:
             item["loss_mask"][item["tokens"] == self._eod] = 0.0
-        if self.config.reset_position_ids or self.config.reset_attention_mask:
+        if self.config.reset_position_ids or self.config.reset_attention_mask or self.config.create_attention_mask:
             item |= self._border_items(text[:-1])
         return item
 
@@ -202,12 +204,13 @@ class GPTDataset(MegatronDataset):
         items = {}
         if self.config.reset_position_ids:
             items["position_ids"] = restarted_positions(starts, num_tokens=num_tokens)
-        if self.config.reset_attention_mask:
-            borders = cumulative_lengths(starts, num_tokens=num_tokens)
-            if self.config.create_attention_mask:
-                items["attention_mask"] = document_masks(borders, seq_length=num_tokens)[0]
-            else:
-                items["cu_seqlens"] = borders
+        # Without the option a sample is one document for attention.
+        separate = starts if self.config.reset_attention_mask else starts[:1]
+        borders = cumulative_lengths(separate, num_tokens=num_tokens)
+        if self.config.create_attention_mask:
+            items["attention_mask"] = document_masks(borders, seq_length=num_tokens)[0]
+        elif self.config.reset_attention_mask:
+            items["cu_seqlens"] = borders
         return {name: torch.from_numpy(array) for name, array in items.items()}
 
     def _read(self, source: TokenSequences, idx: int, *, dtype: type[np.number]) -> np.ndarray:

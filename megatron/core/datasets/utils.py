@@ -18,6 +18,10 @@ class Split(Enum):
     test = 2
 
 
+def compile_helpers() -> None:
+    """Does nothing, because indices are computed by torch here; in Megatron Core it compiles C++ helpers."""
+
+
 def get_blend_from_list(blend: list[str] | None) -> Blend | None:
     """Parses --data-path: ["0.3", "a", "0.7", "b"] to (prefixes, weights), and ["a", "b"] to (prefixes, None).
 

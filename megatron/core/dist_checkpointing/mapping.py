@@ -6,7 +6,7 @@ Items do not depend on ranks. planner.py assigns them to ranks, and storage.py a
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -327,18 +327,26 @@ def model_sharded_tensors(model: torch.nn.Module, *, allow_cast: bool = False) -
     return tensors + buffer_sharded_tensors(model, allow_cast=allow_cast)
 
 
-def module_sharded_state(
-    module: torch.nn.Module, *, prefix: str = ""
-) -> dict[str, ShardedTensor | list[ShardedTensor]]:
+class BoxesOfTensor(list[ShardedTensor]):
+    """The boxes of one tensor, in whose place a loaded state dict has the tensor. tensor: what they are views of."""
+
+    def __init__(self, boxes: Iterable[ShardedTensor], *, tensor: torch.Tensor) -> None:
+        super().__init__(boxes)
+        self.tensor = tensor
+
+
+def module_sharded_state(module: torch.nn.Module, *, prefix: str = "") -> dict[str, ShardedTensor | BoxesOfTensor]:
     """Builds the boxes of a part of a model by name: views, any shape and dtype; a list where a parameter has several.
 
     prefix: the module's full name with a trailing dot, prepended to the names and to the keys in the checkpoint.
     """
     pieces = model_logical_pieces(module)
-    state: dict[str, ShardedTensor | list[ShardedTensor]] = {}
+    state: dict[str, ShardedTensor | BoxesOfTensor] = {}
     for name, parameter in module.named_parameters():
-        boxes = sharded_tensors(pieces[canonical_name(name)], parameter.detach(), prefix=prefix)
-        state[prefix + canonical_name(name)] = boxes[0] if len(boxes) == 1 else boxes
+        tensor = parameter.detach()
+        boxes = sharded_tensors(pieces[canonical_name(name)], tensor, prefix=prefix)
+        is_one = len(boxes) == 1 and boxes[0].local_shape == tensor.shape
+        state[prefix + canonical_name(name)] = boxes[0] if is_one else BoxesOfTensor(boxes, tensor=tensor)
     for box in buffer_sharded_tensors(module):
         state[prefix + box.key] = dataclasses.replace(box, key=prefix + box.key)
     return state

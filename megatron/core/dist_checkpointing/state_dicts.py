@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import BoxesOfTensor, ShardedObject, ShardedTensor
 from megatron.core.logical_tensors import intersection, whole
 
 Item = ShardedTensor | ShardedObject
@@ -93,6 +93,8 @@ def joined_state(state: Mapping[str, Any], plain: Mapping[str, Any], *, absent: 
 def _joined(value: Any, plain: Any, *, absent: set[str]) -> Any:
     if isinstance(value, (ShardedTensor, ShardedObject)):
         return _ABSENT if value.stored_key in absent else value.data
+    if isinstance(value, BoxesOfTensor):
+        return _ABSENT if any(box.stored_key in absent for box in value) else value.tensor
     if isinstance(value, Mapping):
         held = plain if isinstance(plain, Mapping) else {}
         parts = joined_state(value, held, absent=absent)

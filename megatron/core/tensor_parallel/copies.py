@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core.config_field import require_defaults
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, module_sharded_state
+from megatron.core.dist_checkpointing.mapping import BoxesOfTensor, ShardedTensor, module_sharded_state
 from megatron.core.tensor_parallel.param_attributes import copy_marks
 
 
@@ -37,11 +37,12 @@ class CopiedWithGroups(nn.Module):
         prefix: str = "",
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
-    ) -> dict[str, ShardedTensor | list[ShardedTensor]]:
+    ) -> dict[str, ShardedTensor | BoxesOfTensor]:
         """Returns this rank's boxes of parameters and buffers, any shape and dtype, as dist_checkpointing saves them.
 
         prefix: the module's full name with a trailing dot. A list is the boxes of a parameter that is stored as several
-        tensors. sharded_offsets: must be empty. metadata: accepted, since there is one form of checkpoints here.
+        tensors; dist_checkpointing.load returns the parameter in its place. sharded_offsets: must be empty. metadata:
+        accepted, since there is one form of checkpoints here.
         """
         why = "layers are stored under names of their own, not as rows of one tensor"
         require_defaults("sharded_state_dict", why, sharded_offsets=(tuple(sharded_offsets), ()))

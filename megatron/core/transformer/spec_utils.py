@@ -59,10 +59,8 @@ def accepted_by(function: Callable[..., Any], keywords: Mapping[str, Any]) -> di
     A class that takes any keyword (**kwargs) is expected to pass them to the constructor of its base class: the first
     base class that lists its parameters decides. All keywords are accepted where no signature lists them.
     """
-    is_class = isinstance(function, type)
-    constructors = (
-        [vars(cls)["__init__"] for cls in function.__mro__[:-1] if "__init__" in vars(cls)] if is_class else []
-    )
+    classes = inspect.getmro(function)[:-1] if isinstance(function, type) else ()
+    constructors = [vars(cls)["__init__"] for cls in classes if "__init__" in vars(cls)]
     names: set[str] = set()
     for signature in map(inspect.signature, constructors or [function]):
         parameters = signature.parameters.values()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import existing_process_groups
-from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, require_group_sizes
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size, require_group_sizes
 from megatron.core.transformer.layer_arrangement import arrange_layers
 from megatron.core.transformer.module import GraphableMegatronModule, is_expert_layer
 from megatron.core.transformer.norms import Norm
@@ -184,7 +184,12 @@ class LayerList(nn.ModuleList):
 
 
 def require_layout(config: TransformerConfig, groups: ProcessGroupCollection) -> None:
-    """Raises ValueError unless groups have the sizes of config, which was checked to fit together, and it has sizes."""
+    """Raises ValueError unless groups have the sizes of config, which was checked to fit together, and it has sizes.
+
+    Sizes of tensor parallelism that config leaves at 1 are set to those of the groups: scripts of Megatron-LM rarely
+    set them, because its layers ask their groups alone.
+    """
+    config.take_tensor_sizes(tp=group_size(groups.tp), expt_tp=group_size(groups.expt_tp))
     names = {"tp": "tensor_model_parallel_size", "cp": "context_parallel_size", "pp": "pipeline_model_parallel_size"}
     require_sizes(config, "num_layers", "hidden_size", "num_attention_heads")
     require_group_sizes(groups, {field: (name, vars(config)[name]) for field, name in names.items()})

@@ -173,6 +173,19 @@ class TransformerConfig(
         self._fill_in_init_methods()
         self._scale_scores()
 
+    def take_tensor_sizes(self, *, tp: int, expt_tp: int) -> None:
+        """Sets the sizes of tensor parallelism that are 1 to those of this rank's groups.
+
+        Raises ValueError for layers that cannot be split over them.
+        """
+        before = self.tensor_model_parallel_size, self.expert_tensor_parallel_size
+        if self.tensor_model_parallel_size == 1:
+            self.tensor_model_parallel_size = tp
+        if self.expert_tensor_parallel_size == 1:
+            self.expert_tensor_parallel_size = expt_tp
+        if before != (self.tensor_model_parallel_size, self.expert_tensor_parallel_size):
+            validate_layout_of_layers(self)
+
     def _scale_scores(self) -> None:
         # Latent attention multiplies its own scale.
         if self.multi_latent_attention or not self.kv_channels or self.score_factor(self.kv_channels) == 1:

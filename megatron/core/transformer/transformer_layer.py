@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.core.config_field import require_defaults
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import BoxesOfTensor, ShardedTensor
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, or_alone
@@ -205,7 +205,7 @@ class TransformerLayer(GraphableMegatronModule, Drawing):
         prefix: str = "",
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
-    ) -> dict[str, ShardedTensor | list[ShardedTensor]]:
+    ) -> dict[str, ShardedTensor | BoxesOfTensor]:
         """Returns the boxes of the layer, any shape and dtype, under names that the spec's keys map may replace."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         for old, new in self.keys_map.items():

@@ -345,6 +345,8 @@ def settle_meanings(args: argparse.Namespace) -> None:
         _settle_adapters,
     )
     notes = [note for settle in settled if (note := settle(args))]
+    # Causal attention needs no mask of S x S, and scripts pass the argument on to the datasets they build.
+    args.create_attention_mask_in_dataloader &= args.reset_attention_mask
     # An evaluation of random weights is meaningless.
     args.exit_on_missing_checkpoint |= args.skip_train
     if notes and is_first_rank():

@@ -38,9 +38,13 @@ def test_every_sample_is_its_piece_of_the_stream_of_its_own_documents(tmp_path: 
     assert len(train) >= 200
 
 
-def test_items_have_the_documented_types_and_no_mask(tmp_path: Path) -> None:
+def test_items_have_the_documented_types(tmp_path: Path) -> None:
     write_corpus(tmp_path / "a")
     item = build(dataset_config(tmp_path / "a"))[0][0]
+    mask = item.pop("attention_mask")
+    assert torch.equal(mask, torch.ones(1, 8, 8, dtype=torch.bool).triu(1))
+    plain = build(dataset_config(tmp_path / "a", create_attention_mask=False))[0][0]
+    assert set(item) == set(plain)
     assert {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in item.items()} == {
         "tokens": (torch.int64, (8,)),
         "labels": (torch.int64, (8,)),

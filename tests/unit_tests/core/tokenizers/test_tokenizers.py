@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer, vocab_size_with_padding
+from megatron.core.tokenizers import (
+    MegatronTokenizer,
+    Tokenizer,
+    TokenizerConfig,
+    build_tokenizer,
+    vocab_size_with_padding,
+)
 from megatron.core.tokenizers.library_tokenizers import HuggingFaceTokenizer
 from megatron.core.tokenizers.tokenizer import END_OF_TEXT, ByteLevelTokenizer
 
@@ -165,3 +171,22 @@ def test_a_model_may_know_more_ids_than_its_tokenizer_gives() -> None:
 def test_a_padded_vocabulary_is_the_next_multiple_for_every_rank(vocab_size: int, divisor: int, ranks: int) -> None:
     padded = vocab_size_with_padding(vocab_size, divisible_by=divisor, tensor_parallel_size=ranks)
     assert padded % (divisor * ranks) == 0 and 0 <= padded - vocab_size < divisor * ranks
+
+
+def test_tokenizers_are_built_from_their_metadata(tmp_path: Path) -> None:
+    build = MegatronTokenizer.from_pretrained
+    null = build(metadata_path={"library": "null-text"}, vocab_size=9)
+    assert (null.vocab_size, null.eod) == (10, 9)
+    (tmp_path / "tokenizer_metadata.json").write_text('{"library": "byte-level"}')
+    for path in (str(tmp_path), str(tmp_path / "any.json")):
+        with pytest.raises(ValueError, match="contradicts --tokenizer-type ByteLevelTokenizer"):
+            build(path)
+    assert build(metadata_path=tmp_path / "tokenizer_metadata.json").tokenize("a") == [97]
+    for metadata, message in (
+        ({"library": "other"}, "library is 'other' in the tokenizer's metadata: must be one of byte-level, "),
+        ({}, "must have a key 'library'"),
+        ({"library": "null"}, "vocab_size is None"),
+        (None, "tokenizer_path and metadata_path are None"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build(metadata_path=metadata)

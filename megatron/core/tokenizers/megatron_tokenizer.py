@@ -1,0 +1,73 @@
+"""MegatronTokenizer.from_pretrained, by which scripts written for Megatron Core build a tokenizer of ours."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from megatron.core.tokenizers.build import TokenizerConfig, build_tokenizer
+from megatron.core.tokenizers.tokenizer import BaseTokenizer, NullTokenizer
+
+# Libraries in the metadata of a tokenizer, and the kind that reads the files of each.
+_KINDS = {
+    "byte-level": "ByteLevelTokenizer",
+    "huggingface": "HuggingFaceTokenizer",
+    "megatron": "GPT2BPETokenizer",
+    "sentencepiece": "SentencePieceTokenizer",
+    "tiktoken": "TikTokenizer",
+}
+_NULL = ("null", "null-text")
+# Where Megatron Core keeps a tokenizer's metadata if nobody says.
+_METADATA = "tokenizer_metadata.json"
+
+
+class MegatronTokenizer:
+    """Builds tokenizers from a path and the metadata beside it. There are no objects of this class."""
+
+    @staticmethod
+    def from_pretrained(
+        tokenizer_path: str | None = None,
+        metadata_path: str | os.PathLike[str] | dict[str, Any] | None = None,
+        *,
+        vocab_size: int | None = None,
+        vocab_file: str | None = None,
+        merges_file: str | None = None,
+    ) -> BaseTokenizer:
+        """Returns the tokenizer of a file, folder or number of ids; see TokenizerConfig for the files of each kind.
+
+        metadata_path: a dictionary, or the JSON file of one, whose "library" is byte-level, huggingface, megatron,
+        null-text, sentencepiece or tiktoken; None reads tokenizer_metadata.json beside the tokenizer. vocab_size: of
+        null-text, the ids without the end of document, which is one more. vocab_file, merges_file: of megatron, whose
+        tokenizer is GPT-2's. Raises ValueError for another library, for files that a library does not read and for
+        those that are missing; OSError for a file that cannot be read.
+        """
+        library = _library_of(tokenizer_path, metadata_path)
+        if library in _NULL:
+            if vocab_size is None:
+                raise ValueError(f"vocab_size is None: must be the number of token ids of the library {library}")
+            return NullTokenizer(vocab_size + 1)
+        if library not in _KINDS:
+            known = ", ".join(sorted({*_KINDS, *_NULL}))
+            raise ValueError(f"library is {library!r} in the tokenizer's metadata: must be one of {known}")
+        return build_tokenizer(
+            TokenizerConfig(
+                tokenizer_type=_KINDS[library],
+                tokenizer_model=tokenizer_path,
+                vocab_size=vocab_size,
+                vocab_file=vocab_file,
+                merge_file=merges_file,
+            )
+        )
+
+
+def _library_of(tokenizer_path: str | None, metadata: str | os.PathLike[str] | dict[str, Any] | None) -> Any:
+    if not isinstance(metadata, dict):
+        if metadata is None:
+            if tokenizer_path is None:
+                raise ValueError("tokenizer_path and metadata_path are None: one of them must say which tokenizer")
+            path = Path(tokenizer_path)
+            metadata = (path if path.is_dir() else path.parent) / _METADATA
+        metadata = json.loads(Path(metadata).read_text(encoding="utf-8"))
+    if not isinstance(metadata, dict) or "library" not in metadata:
+        raise ValueError(f"the tokenizer's metadata is {metadata!r}: must have a key 'library'")
+    return metadata["library"]

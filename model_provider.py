@@ -1,0 +1,25 @@
+"""model_provider(model_builder, ...), as recent scripts of Megatron-LM import it and give it to pretrain()."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from megatron.training import get_args
+
+
+def model_provider(
+    model_builder: Callable[..., nn.Module],
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: Any = None,
+    pg_collection: Any = None,
+) -> nn.Module:
+    """Returns the part of the run's model that `model_builder` builds, such as gpt_builders.gpt_builder.
+
+    Scripts bind the builder: pretrain(datasets_provider, partial(model_provider, gpt_builder), ...).
+    """
+    return model_builder(
+        get_args(), pre_process, post_process, vp_stage=vp_stage, config=config, pg_collection=pg_collection
+    )
