@@ -6,7 +6,7 @@
         --tokenizer-type NullTokenizer --vocab-size 255
 
 It imports Megatron's names alone, as a script does that has been written for it. docs/migration.md lists the lines of
-such scripts that have to change here, and there are none in this one.
+such scripts that have to change here; this one needs none of these changes.
 """
 
 from collections.abc import Iterator
@@ -46,7 +46,6 @@ def add_plugin_args(parser):
     group = parser.add_argument_group(title="plug-ins")
     group.add_argument("--loss-convention", choices=["tokens", "pair", "mean"], default="tokens")
     group.add_argument("--reverse-documents", action="store_true", help="Train on documents from their end.")
-    group.add_argument("--probe-logits", action="store_true", help="Log the largest logit of evaluations.")
     return parser
 
 
@@ -107,14 +106,14 @@ def get_batch(data_iterator, vp_stage=None):
     return batch["tokens"], batch["labels"], batch["loss_mask"], batch["attention_mask"], batch["position_ids"]
 
 
-def loss_func(loss_mask: torch.Tensor, output_tensor: torch.Tensor, model: GPTModel | None = None, **flags: Any):
+def loss_func(loss_mask: torch.Tensor, output_tensor: torch.Tensor, **flags: Any):
     """Returns the loss in the convention of --loss-convention, or the data of an evaluation.
 
     loss_mask, output_tensor: [B, S], fp32. The loss is a tensor [], fp32, and the number of tokens one [], int32.
     """
     args = get_args()
     if flags.get("non_loss_data"):
-        return {"per-token loss": output_tensor.detach().max()}
+        return {"largest loss of a token": output_tensor.detach().max()}
     losses = output_tensor.view(-1).float()
     loss_mask = loss_mask.view(-1).float()
     loss = torch.sum(losses * loss_mask)
@@ -130,6 +129,7 @@ def loss_func(loss_mask: torch.Tensor, output_tensor: torch.Tensor, model: GPTMo
     if args.loss_convention == "mean":
         mean = loss / num_tokens
         averaged = average_losses_across_data_parallel_group([mean])
+        # With two values this rank returns its share of the mean over whole sequences.
         return mean / args.context_parallel_size, {"lm loss": averaged[0]}
     reporting = torch.cat([loss.clone().detach().view(1), num_tokens.view(1)])
     if args.loss_convention == "pair":
@@ -147,14 +147,11 @@ def forward_step(data_iterator: Iterator | None, model: GPTModel):
     timers("batch-generator").stop()
     with stimer:
         output_tensor = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
-    return output_tensor, partial(loss_func, loss_mask, model=model)
+    return output_tensor, partial(loss_func, loss_mask)
 
 
 class ReversedDocuments(GPTDataset):
     """Samples of GPTDataset with the order of their tokens reversed."""
-
-    def __init__(self, indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config):
-        super().__init__(indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config)
 
     def __getitem__(self, idx):
         sample = super().__getitem__(idx)
@@ -213,7 +210,7 @@ def train_valid_test_datasets_provider(train_val_test_num_samples, vp_stage=None
 
 def log_largest_losses(data, iteration, writer):
     """Writes the data of an evaluation's loss function to TensorBoard."""
-    largest = max(float(part["per-token loss"]) for part in data)
+    largest = max(float(part["largest loss of a token"]) for part in data)
     print(f"largest per-token loss at iteration {iteration}: {largest:.4f}", flush=True)
     if writer is not None:
         writer.add_scalar("largest per-token loss", largest, iteration)

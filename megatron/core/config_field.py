@@ -1,6 +1,6 @@
 """Fields of configuration dataclasses: help text, command-line flag and constraints in one place.
 
-Does not parse a command line: megatron/training/arguments.py generates flags, help and docs from these fields.
+Does not parse a command line: megatron/training/command_line/flags.py generates flags and help from these fields.
 """
 
 import dataclasses
@@ -25,8 +25,7 @@ class FieldSpec:
     flags: option strings; None derives `--field-name`, an empty tuple keeps the field off the command line.
     dest: attribute name in the parsed arguments where it differs from the field name (`num_experts` for
     `num_moe_experts`). parse: turns one command-line word into a value where the annotation does not say how.
-    cli_default: default of the flag where it differs from the field's, which is the one of code that builds the
-    dataclass itself. named: values by the names that the command line and `choices` have for them; the field accepts
+    cli_default: default of the flag where it differs; code that builds the dataclass itself gets the field's. named: values by the names that the command line and `choices` have for them; the field accepts
     both and holds the value.
     """
 

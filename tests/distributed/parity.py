@@ -4,7 +4,7 @@ The run of a layout and that of one process route the same token groups if their
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,9 @@ FLAGS: Flags = {
     "log-params-norm": True,
 }
 
+# (data iterator, model) -> (losses, their function), as fp64_forward_step.
+ForwardStep = Callable[[Any, Any], tuple[Tensor, Any]]
+
 
 @dataclass(frozen=True)
 class Box:
@@ -89,17 +92,26 @@ def layout(tp: int = 1, cp: int = 1, pp: int = 1, *, vpp: int = 1, ep: int = 1, 
     return {**sizes, "sequence-parallel": tp > 1, **{name.replace("_", "-"): value for name, value in more.items()}}
 
 
-def run_layout(base: str, ranks: int, flags: Flags) -> WholeRun:
-    """Trains the model of a base of bases.yaml with `flags`, which include the layout, on `ranks` processes."""
-    return run_layouts(base, ranks, [flags])[0]
+def run_layout(base: str, ranks: int, flags: Flags, *, forward_step: ForwardStep | None = None) -> WholeRun:
+    """Trains the model of a base of bases.yaml with `flags`, which include the layout, on `ranks` processes.
+
+    forward_step: in place of fp64_forward_step, a function of a module.
+    """
+    return run_layouts(base, ranks, [flags], forward_step=forward_step)[0]
 
 
 def run_layouts(
-    base: str, ranks: int, layouts: Sequence[Flags], *, dtype: torch.dtype = torch.float64
+    base: str,
+    ranks: int,
+    layouts: Sequence[Flags],
+    *,
+    dtype: torch.dtype = torch.float64,
+    forward_step: ForwardStep | None = None,
 ) -> list[WholeRun]:
     """Trains several sets of flags one after the other in the same processes, in fp64 or fp32; see run_layout."""
     argvs = [command_line({**read_bases()[base], **FLAGS, **flags}) for flags in layouts]
-    by_rank: list[list[RankRun]] = run_on_ranks(_train_all, ranks, argvs, dtype, timeout=60 + 60 * len(argvs))
+    timeout = 60 + 60 * len(argvs)
+    by_rank: list[list[RankRun]] = run_on_ranks(_train_all, ranks, argvs, dtype, forward_step, timeout=timeout)
     return [_whole(runs) for runs in zip(*by_rank)]
 
 
@@ -184,12 +196,12 @@ def put_together(boxes: Sequence[Box]) -> dict[str, Tensor]:
 # In a rank's process.
 
 
-def _train_all(argvs: Sequence[Sequence[str]], dtype: torch.dtype) -> list[RankRun]:
-    return [_train(argv, dtype) for argv in argvs]
+def _train_all(argvs: Sequence[Sequence[str]], dtype: torch.dtype, forward_step: ForwardStep | None) -> list[RankRun]:
+    return [_train(argv, dtype, forward_step) for argv in argvs]
 
 
-def _train(argv: Sequence[str], dtype: torch.dtype) -> RankRun:
-    in_fp64: dict[str, Any] = {"forward_step": fp64_forward_step, "model_provider": fp64_model}
+def _train(argv: Sequence[str], dtype: torch.dtype, forward_step: ForwardStep | None) -> RankRun:
+    in_fp64: dict[str, Any] = {"forward_step": forward_step or fp64_forward_step, "model_provider": fp64_model}
     with started_run(argv, **(in_fp64 if dtype == torch.float64 else {})) as run:
         grads: list[list[Box]] = []
         record_gradients(run, grads)
@@ -217,7 +229,7 @@ def fp64_model(pre_process: bool = True, post_process: bool = True, **options: A
     return pretrain_gpt.model_provider(pre_process, post_process, **options)
 
 
-def fp64_forward_step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple[Tensor, Any]:
+def fp64_forward_step(data_iterator: Iterator[Batch], model: Callable[..., Tensor]) -> tuple[Tensor, Any]:
     """Runs pretrain_gpt.forward_step, but keeps the loss in fp64."""
     losses, loss_func = pretrain_gpt.forward_step(data_iterator, model)
     mask = loss_func.args[0]

@@ -63,7 +63,9 @@ from megatron.core.distributed.torch_fsdp2_state import (
     reduce_unused_params,
     refresh_dtypes,
     reset_passes,
+    reshard_after_forward_over,
     shards_of,
+    split_mesh_of,
 )
 from megatron.core.logical_tensors import canonical_name
 from megatron.core.model_parallel_config import ModelParallelConfig
@@ -138,13 +140,14 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             self.pg_collection,
             settings=_settings_of_all_ranks(config, ddp_config, disable_bucketing=disable_bucketing),
             stage_group=stage_group_of(self.pg_collection),
-            check_alone=partial(_check_settings, module, self.pg_collection, deferred=deferred),
+            check_alone=partial(_check_settings, module, self.pg_collection, ddp_config=ddp_config, deferred=deferred),
         )
         layers = [] if disable_bucketing else _layers(module, sub_modules_to_wrap)
         apart = expert_ranks_differ(self.pg_collection)
         self.units = find_units(module, layers, experts_apart=apart)
         _check_classes(self.units)
         self._meshes: dict[bool, DeviceMesh] = {}
+        self._meshes_after_forward: dict[bool, DeviceMesh] = {}
         self._frozen: list[tuple[str, ParamShard]] = []
         shards = self._shard_units()
         all_shards = [shard for unit in shards.values() for _, shard in unit.shards] + [s for _, s in self._frozen]
@@ -331,17 +334,32 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
                 param.data = param.data.float()
         config, is_root = self.ddp_config, unit.module is self.module
         reduce_dtype = torch.float32 if config.grad_reduce_in_fp32 else half
+        chosen = config.reshard_after_forward
+        # An integer is a number of ranks, as torch has it: 1 keeps parameters gathered.
+        reshards = chosen if isinstance(chosen, bool) else chosen > 1
         fully_shard(
             unit.module,
             mesh=self._mesh(is_expert=unit.kind.is_expert),
             # The root's parameters are needed from the start of forward to the end of backward. None keeps them.
-            reshard_after_forward=None if is_root and config.reshard_after_forward else config.reshard_after_forward,
+            reshard_after_forward=None if is_root and reshards else reshards,
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=half, reduce_dtype=reduce_dtype if half else None, cast_forward_inputs=False
             ),
             offload_policy=self._offload_policy(),
         )
+        if not is_root:
+            self._set_ranks_after_forward(unit)
         self._set_reduction(as_fsdp(unit.module), unit.kind)
+
+    def _set_ranks_after_forward(self, unit: Unit) -> None:
+        """Shards a unit over fewer ranks from forward to backward if reshard_after_forward is their number."""
+        is_expert, num_ranks = unit.kind.is_expert, self.ddp_config.reshard_after_forward
+        group = self._group_of(is_expert=is_expert)
+        if group is None or isinstance(num_ranks, bool) or not 1 < num_ranks < group_size(group):
+            return
+        if is_expert not in self._meshes_after_forward:
+            self._meshes_after_forward[is_expert] = split_mesh_of(group, default_device(), part_size=num_ranks)
+        reshard_after_forward_over(as_fsdp(unit.module), self._meshes_after_forward[is_expert])
 
     def _set_reduction(self, module: FSDPModule, kind: UnitKind) -> None:
         group = self._group_of(is_expert=kind.is_expert)
@@ -496,7 +514,13 @@ def _layers(module: nn.Module, wanted: Iterable[type[nn.Module] | nn.Module] | N
     return [layer for layer in found if any(True for _ in layer.parameters())]
 
 
-def _check_settings(module: nn.Module, groups: ProcessGroupCollection, *, deferred: DeferredValues) -> None:
+def _check_settings(
+    module: nn.Module,
+    groups: ProcessGroupCollection,
+    *,
+    ddp_config: TorchFullyShardedDataParallelConfig,
+    deferred: DeferredValues,
+) -> None:
     """Raises ValueError if a module cannot be wrapped with these groups."""
     check_torch()
     if not dist.is_initialized():
@@ -511,16 +535,31 @@ def _check_settings(module: nn.Module, groups: ProcessGroupCollection, *, deferr
             f"pipeline_model_parallel_size is {group_size(groups.pp)} with use_torch_fsdp2: each microbatch of each "
             "stage would gather all of its parameters again; leave one of them out"
         )
+    _check_ranks_after_forward(ddp_config.reshard_after_forward, groups)
     for name, param in module.named_parameters():
-        if not param.numel():
+        if not param.numel() and param.requires_grad:
             raise ValueError(
-                f"parameter {name} has shape {tuple(param.shape)}, without elements: fully_shard cannot shard it; "
-                "remove it from the module"
+                f"parameter {name} has shape {tuple(param.shape)}, without elements: fully_shard cannot reduce its "
+                "gradient; remove it from the module, or set its requires_grad to False"
             )
         if not param.dim() or not param.is_contiguous():
             raise ValueError(
                 f"parameter {name} has shape {tuple(param.shape)} and strides {param.stride()}: fully_shard cuts rows "
                 "of contiguous parameters with at least one dimension; give it shape [1], or make it contiguous"
+            )
+
+
+def _check_ranks_after_forward(reshard_after_forward: bool | int, groups: ProcessGroupCollection) -> None:
+    """Raises ValueError for a number of ranks that does not divide a group over which parameters are sharded."""
+    sizes = {"data-parallel": group_size(groups.dp_cp)}
+    # Experts that one rank holds alone are not sharded, so any number suits them.
+    if expert_ranks_differ(groups) and group_size(groups.expt_dp) > 1:
+        sizes["expert-data-parallel"] = group_size(groups.expt_dp)
+    for name, num_ranks in sizes.items():
+        if not isinstance(reshard_after_forward, bool) and num_ranks % reshard_after_forward:
+            raise ValueError(
+                f"reshard_after_forward is {reshard_after_forward}: must be true, false, or a divisor of the "
+                f"{num_ranks} {name} ranks, over that many of which parameters stay sharded from forward to backward"
             )
 
 

@@ -26,10 +26,11 @@ class FullyShardConfig:
         choices=_STRATEGIES,
         help="State that --use-torch-fsdp2 shards: optim_grads_params, all of it; other modes have flags of their own.",
     )
-    reshard_after_forward: bool = config_field(
+    reshard_after_forward: bool | int = config_field(
         True,
         flags=("--torch-fsdp2-no-reshard-after-forward",),
         dest="torch_fsdp2_reshard_after_forward",
+        at_least=1,
         help="Keep parameters gathered from forward to backward: less communication, more memory.",
     )
     forward_prefetch: int = config_field(

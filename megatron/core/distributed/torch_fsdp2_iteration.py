@@ -213,7 +213,7 @@ class EndOfBackwardRelease:
 
     def settle(self) -> None:
         for buffer in self._buffers:
-            buffer.attach_grads()
+            buffer.collect_grads()
             if self._checks is not None:
                 self._checks.measure([(slot.name, slot.main_grad) for slot in buffer.slots])
 

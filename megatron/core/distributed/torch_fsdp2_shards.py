@@ -277,6 +277,11 @@ class ShardedFlatBuffer:
         for slot in self.slots:
             self._attach_grad(slot)
 
+    def collect_grads(self) -> None:
+        """Attaches gradients after the last backward; those that a hook has cleared (`.grad = None`) are zero."""
+        self._zero_cleared(self.slots)
+        self.attach_grads()
+
     def attach_grad_of(self, param: nn.Parameter) -> None:
         """Makes torch reduce one parameter's gradient, any shape and dtype, into grad_data."""
         self._attach_grad(self._slot_of[param])
@@ -332,6 +337,12 @@ class ShardedFlatBuffer:
     def _place_of(self, slot: ParamSlot) -> torch.Tensor:
         return slot.main_grad
 
+    def _zero_cleared(self, slots: Sequence[ParamSlot]) -> None:
+        """Sets the places of gradients to zero that are None, because a hook on the parameter has used them."""
+        for slot in slots:
+            if slot.param.grad is None:
+                self._place_of(slot).zero_()
+
     def _attach_grad(self, slot: ParamSlot) -> None:
         grad, place = slot.param.grad, self._place_of(slot)
         if isinstance(grad, DTensor):
@@ -366,7 +377,9 @@ class ReleasedShardBuffer(ShardedFlatBuffer):
     def open_grads(self, bucket: int) -> None:
         """Allocates a bucket's gradients as zeros, once in an iteration, and lets torch reduce into them."""
         assert bucket not in self._closed, f"the gradients of {self.unit_names[bucket]} were released already"
-        if bucket not in self._grads:
+        if bucket in self._grads:
+            self._zero_cleared(self._slots_of(bucket))
+        else:
             # From torch's allocator even if pinned: it reuses buffers that come and go in a step without a wait.
             numel, like = self.layout.buckets[bucket].span.numel, self.param_data
             pinned = self._pin_memory

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -36,8 +36,10 @@ __all__ = [
     "reduce_unused_params",
     "refresh_dtypes",
     "reset_passes",
+    "reshard_after_forward_over",
     "reshard_all",
     "shards_of",
+    "split_mesh_of",
     "wait_for_sums",
     "watch_passes",
 ]
@@ -64,6 +66,22 @@ def mesh_of(group: dist.ProcessGroup | None, device: torch.device) -> DeviceMesh
     kind = "cpu" if device.type == "meta" else device.type
     # Without a name, the mesh would equal that of an earlier group of these ranks, which torch's caches may still hold.
     return DeviceMesh.from_group(group, kind, mesh_dim_names=(f"shards {group.group_name}",))
+
+
+def split_mesh_of(group: dist.ProcessGroup, device: torch.device, *, part_size: int) -> DeviceMesh:
+    """Returns a mesh [parts, part_size] of a group's ranks in their order, part_size a divisor. Collective.
+
+    torch's own mesh for an integer reshard_after_forward would need all ranks of the job in one fully_shard group.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    parts = [ranks[start : start + part_size] for start in range(0, len(ranks), part_size)]
+    part, place = divmod(ranks.index(dist.get_rank()), part_size)
+    across = [one[place] for one in parts]
+    backend = dist.get_backend(group)
+    groups = [dist.new_group(one, backend=backend, use_local_synchronization=True) for one in (across, parts[part])]
+    names = (f"parts {groups[0].group_name}", f"shards {groups[1].group_name}")
+    kind = "cpu" if device.type == "meta" else device.type
+    return DeviceMesh.from_group(groups, kind, mesh=torch.tensor(parts, dtype=torch.int32), mesh_dim_names=names)
 
 
 # Shards.
@@ -108,6 +126,11 @@ class ParamShard:
     def whole(self) -> nn.Parameter | None:
         """The gathered parameter, [*parameter shape], with or without memory; None before the first gather."""
         return vars(self._state).get("_unsharded_param")
+
+    @property
+    def after_forward(self) -> nn.Parameter | None:
+        """The parameter between forward and backward, sharded over fewer ranks: a DTensor [*parameter shape]."""
+        return vars(self._state).get("_sharded_post_forward_param")
 
     @property
     def version(self) -> int:
@@ -211,6 +234,22 @@ def as_fsdp(module: nn.Module) -> FSDPModule:
 def fsdp_modules(root: nn.Module) -> Iterator[FSDPModule]:
     """Iterates over the modules in `root` that fully_shard was applied to, outermost first."""
     return (module for module in root.modules() if isinstance(module, FSDPModule))
+
+
+def reshard_after_forward_over(module: FSDPModule, mesh: DeviceMesh) -> None:
+    """Makes a module's parameters stay sharded from forward to backward, over the second axis of `mesh`.
+
+    The module was sharded with reshard_after_forward=True. Its backward then gathers only over that axis.
+    """
+    info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    for group in _groups_of(module):
+        group.post_forward_mesh_info = info
+        for state in group.fsdp_params:
+            state.post_forward_mesh_info = info
+            # Reads only the shape.
+            state._init_sharded_post_forward_param_metadata(
+                torch.empty(state._orig_size, dtype=torch.float32, device="meta")
+            )
 
 
 def refresh_dtypes(root: nn.Module) -> None:
@@ -348,7 +387,8 @@ class GatheredParams:
     """Frees gathered parameters that an update has made stale. shards: all of the module, including frozen ones.
 
     [Note: kept gathered] Between microbatches, and after a forward without backward, parameters may stay gathered. The
-    root's do, and others with reshard_after_forward False or after set_reshard_after_backward(False). If shards change
+    root's do, and others with reshard_after_forward False or after set_reshard_after_backward(False). With an integer
+    they are copies that are sharded over fewer ranks, which count as gathered here. If shards change
     meanwhile, modules would compute with old values. So before each forward of the module, or of a submodule that is
     called by itself, all gathered parameters are freed if a torch optimizer has stepped since, or if shards were
     written to (loaded weights, a custom optimizer). The wrapper also calls `drop` at its own updates, for kernels whose
@@ -423,6 +463,7 @@ class WrappedShards:
 
     def __init__(self, module: nn.Module, shards: Sequence[ParamShard]) -> None:
         self._module, self._shards = module, shards
+        self._own = {shard.param for shard in shards}
         by_place = {place: shard for shard in shards for place in shard.places}
         self._by_name = {name: by_place[place] for name, place in _places(module) if place in by_place}
         of_module: dict[nn.Module, dict[str, ParamShard]] = {}
@@ -435,9 +476,10 @@ class WrappedShards:
 
     def sharded(self, param: nn.Parameter) -> nn.Parameter:
         """Returns the shard of a gathered parameter, any shape and dtype, and any other parameter itself."""
-        if isinstance(param, DTensor):
+        if param in self._own:
             return param
-        return next((shard.param for shard in self._shards if shard.whole is param), param)
+        found = (shard.param for shard in self._shards if shard.whole is param or shard.after_forward is param)
+        return next(found, param)
 
     def find_problem(self) -> str | None:
         """Describes the first change that makes gradients or updates miss a parameter; None if there is none.
@@ -451,7 +493,7 @@ class WrappedShards:
             if shard is None:
                 if param.requires_grad:
                     return _changed(name, "added")
-            elif param is not shard.param and param is not shard.whole:
+            elif all(param is not known for known in (shard.param, shard.whole, shard.after_forward)):
                 return _changed(name, "replaced")
             elif shard.is_trained != param.requires_grad or shard.is_trained != shard.param.requires_grad:
                 return _changed(name, "frozen" if shard.is_trained else "unfrozen")

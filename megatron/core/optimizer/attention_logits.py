@@ -65,11 +65,12 @@ class AttentionLogits:
         """
         self._group, self._device, self._layers = group, device, list(layers)
         self.largest = torch.full((), -torch.inf, dtype=torch.float64, device=device)
-        self._maxima = [torch.full_like(self._of(layer), -torch.inf) for layer in self._layers]
-        self._rows: dict[nn.Parameter, Tensor] = {}
+        self._maxima = [torch.full_like(self._scores_of(layer), -torch.inf) for layer in self._layers]
         known = set(trained)
         for layer, maxima in zip(self._layers, self._maxima):
-            for param, _ in layer.row_factors(maxima) if layer.config.qk_clip else ():
+            if not layer.config.qk_clip:
+                continue
+            for param, _ in layer.row_factors(maxima):
                 if param not in known or not param.is_contiguous():
                     raise ValueError(
                         f"qk_clip is True and a projection of shape {tuple(param.shape)} is frozen, split by another "
@@ -79,32 +80,35 @@ class AttentionLogits:
     def reset(self) -> None:
         """Forgets the scores of passes since the last step."""
         for layer in self._layers:
-            self._largest_of(layer).reset()
+            _largest_logits(layer).reset()
 
     @torch.no_grad()
     def collect(self) -> None:
         """Joins the scores of all micro-batches over ranks, and resets them. Collective, if there are layers."""
         if not self._layers:
             return
-        together = torch.cat([self._of(layer) for layer in self._layers])
+        scores = torch.cat([self._scores_of(layer) for layer in self._layers])
         if group_size(self._group) > 1:
-            dist.all_reduce(together, op=dist.ReduceOp.MAX, group=self._group)
-        self.largest.copy_(together.amax())
-        for maxima, found in zip(self._maxima, together.split([len(one) for one in self._maxima])):
-            maxima.copy_(found)
+            dist.all_reduce(scores, op=dist.ReduceOp.MAX, group=self._group)
+        self.largest.copy_(scores.amax())
+        for maxima, of_layer in zip(self._maxima, scores.split([len(maxima) for maxima in self._maxima])):
+            maxima.copy_(of_layer)
         self.reset()
 
     @torch.no_grad()
     def rescale(self, runs: Iterable[FlatParamRange], *, skip: Tensor | None) -> None:
-        """Scales the projections in ranges that were stepped; call it once for each range.
+        """Scales the projections inside the given ranges, after their update.
 
-        skip: [], any dtype, above 0 if the step changes nothing; None on the host.
+        Each range must be given once a step, because a second pass scales it again. skip: [], any dtype, above 0 if the
+        step changes nothing; None if the host already knows that it changes something.
         """
         rows = self._row_factors(skip)
-        for one in runs if rows else ():
-            for member in one.params:
-                if member.param in rows:
-                    _scale(one, member, rows[member.param])
+        if not rows:
+            return
+        for run in runs:
+            for param_range in run.params:
+                if param_range.param in rows:
+                    _scale(run, param_range, rows[param_range.param])
 
     def _row_factors(self, skip: Tensor | None) -> dict[nn.Parameter, Tensor]:
         found: dict[nn.Parameter, Tensor] = {}
@@ -116,26 +120,27 @@ class AttentionLogits:
                 found.update(layer.row_factors(factors))
         return found
 
-    def _of(self, layer: ClipsLogits) -> Tensor:
-        return self._largest_of(layer).on(self._device)
-
-    @staticmethod
-    def _largest_of(layer: ClipsLogits) -> LargestLogits:
-        assert layer.largest_logits is not None, "only layers that find scores are watched"
-        return layer.largest_logits
+    def _scores_of(self, layer: ClipsLogits) -> Tensor:
+        return _largest_logits(layer).on(self._device)
 
 
-def _scale(run: FlatParamRange, member: ParamRange, rows: Tensor) -> None:
+def _largest_logits(layer: ClipsLogits) -> LargestLogits:
+    assert layer.largest_logits is not None, "only layers that find scores are watched"
+    return layer.largest_logits
+
+
+def _scale(run: FlatParamRange, param_range: ParamRange, rows: Tensor) -> None:
     """Multiplies a range's elements of one parameter; rows: [R], fp64, the factors of the parameter's rows."""
-    columns = member.param.numel() // len(rows)
+    columns = param_range.param.numel() // len(rows)
     # Some forms of storage are written in whole blocks. Padding is 0, whatever its factor.
-    end = min(member.span.padded_end, run.main.numel)
-    step = piece_elements(run.main)
-    for start in range(member.span.start, end, step):
-        values = run.main.read(start, min(start + step, end))
-        first = member.start + start - member.span.start
-        places = torch.arange(first, first + values.numel(), device=rows.device).div_(columns, rounding_mode="floor")
-        values.mul_(rows[places.clamp_(max=len(rows) - 1)].to(values))
+    end = min(param_range.span.padded_end, run.main.numel)
+    chunk = piece_elements(run.main)
+    for start in range(param_range.span.start, end, chunk):
+        values = run.main.read(start, min(start + chunk, end))
+        first = param_range.start + start - param_range.span.start
+        row = torch.arange(first, first + values.numel(), device=rows.device).div_(columns, rounding_mode="floor")
+        values.mul_(rows[row.clamp_(max=len(rows) - 1)].to(values))
         run.main.write(start, values)
         if run.is_copy and not isinstance(run.main, WithRemainder):
+            # Read again, because parameters are rounded from what the storage of masters keeps.
             run.model[start : start + values.numel()].copy_(run.main.read(start, start + values.numel()))

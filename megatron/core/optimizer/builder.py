@@ -80,7 +80,7 @@ def get_megatron_optimizer(
     chunks = [require_wrapped(chunk) for chunk in model_chunks]
     buffers: list[FlatBuffer] = [buffer for chunk in chunks for buffer in chunk.all_buffers]
     _check_settings(config, groups, buffers=buffers)
-    is_sharded = check_same_sharding(chunks, wanted=config.use_distributed_optimizer)
+    is_sharded = check_same_sharding(chunks, is_wanted=config.use_distributed_optimizer)
     _check_overlap(config, [chunk.ddp_config for chunk in chunks])
     check_sharded_gradients(chunks, optimizer=config.optimizer)
     check_in_backward(config, [(chunk.ddp_config, chunk.config) for chunk in chunks], groups=groups)

@@ -73,7 +73,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         parts: OptimizerParts | None = None,
     ) -> None:
         sharded = [chunk for chunk in model_chunks if isinstance(chunk, DistributedDataParallel)]
-        if len(sharded) < len(model_chunks) or not check_same_sharding(list(model_chunks), wanted=None):
+        if len(sharded) < len(model_chunks) or not check_same_sharding(list(model_chunks), is_wanted=False):
             raise ValueError(
                 "model_chunks are not all sharded: must be DistributedDataParallel with use_distributed_optimizer"
             )
@@ -395,17 +395,17 @@ def _check_buffers(
         )
 
 
-def check_same_sharding(chunks: list[_BaseDataParallel], *, wanted: bool | None) -> bool:
-    """Returns whether the chunks are sharded; raises ValueError if they differ, or differ from `wanted` unless None."""
+def check_same_sharding(chunks: list[_BaseDataParallel], *, is_wanted: bool) -> bool:
+    """Returns whether the chunks are sharded; raises ValueError if they differ, or are not although it is wanted."""
     sharded = [chunk.ddp_config.use_distributed_optimizer for chunk in chunks]
     if len(set(sharded)) > 1:
         raise ValueError(
             f"DistributedDataParallelConfig.use_distributed_optimizer of the chunks is {sharded}: must be the same"
         )
-    if wanted not in (None, sharded[0]):
+    if is_wanted and not sharded[0]:
         raise ValueError(
-            f"OptimizerConfig.use_distributed_optimizer is {wanted} and "
-            f"DistributedDataParallelConfig.use_distributed_optimizer is {sharded[0]}: must be the same"
+            "OptimizerConfig.use_distributed_optimizer is True and "
+            "DistributedDataParallelConfig.use_distributed_optimizer is False: set it there, too"
         )
     return sharded[0]
 

@@ -333,8 +333,8 @@ class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig, InBac
     bf16: bool = config_field(False, flags=(), help="The model's parameters are bf16: fp32 masters.")
     params_dtype: torch.dtype = config_field(torch.float32, flags=(), help="Dtype of the model's parameters.")
     deterministic_mode: bool = config_field(False, flags=(), help="Accumulate norms in fp64.")
-    use_distributed_optimizer: bool | None = config_field(
-        None, flags=(), help="Must equal DistributedDataParallelConfig.use_distributed_optimizer if set."
+    use_distributed_optimizer: bool = config_field(
+        False, flags=(), help="Needs DistributedDataParallelConfig.use_distributed_optimizer, which decides."
     )
     overlap_param_gather: bool = config_field(
         False, flags=(), help="Needs DistributedDataParallelConfig.overlap_param_gather, which decides."

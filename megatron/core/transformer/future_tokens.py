@@ -21,19 +21,21 @@ from megatron.core.transformer.context_parallel import chunks_of_rank
 class FutureToken:
     """The tokens a number of places ahead of each token. All [B, S]: tokens, positions and labels int64.
 
-    weights: fp32, of the label's loss; 0 where the label is another document's, or there is none.
+    weights: fp32, of the label's loss; 0 where the label is another document's, or there is none. padding: bool, where
+    the token itself or the one ahead is padding; None without padding.
     """
 
     tokens: Tensor
     positions: Tensor
     labels: Tensor
     weights: Tensor
+    padding: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class FutureTokens:
     """Tokens up to num_ahead places ahead of this rank's tokens of a micro-batch. All [B, S], int64, but
-    loss_mask, [B, S], float, or None for all ones.
+    loss_mask, [B, S], float, or None for all ones, and padding_mask, [B, S], bool, or None for no padding.
 
     packed_seq_params, attention_mask: borders between documents, as for GPTModel. cp_group: ranks that share sequences.
     Collective over it where it has more than one rank. Raises ValueError where these have less than num_ahead tokens.
@@ -47,12 +49,16 @@ class FutureTokens:
     packed_seq_params: PackedSeqParams | None = None
     attention_mask: Tensor | None = None
     cp_group: dist.ProcessGroup | None = None
+    padding_mask: Tensor | None = None
 
     def ahead(self, distance: int) -> FutureToken:
         """Returns the tokens `distance` places ahead, from 1 to num_ahead."""
         tokens, positions, labels, mask = (self._at(extended, distance) for extended in self._extended)
         weights = torch.where(self._is_inside(distance) & (labels >= 0), mask, 0)
-        return FutureToken(tokens, positions, labels.clamp(min=0), weights)
+        padding = self.padding_mask
+        if padding is not None:
+            padding = padding | self._at(self._with_following(padding), distance)
+        return FutureToken(tokens, positions, labels.clamp(min=0), weights, padding)
 
     @cached_property
     def _extended(self) -> tuple[Tensor, ...]:

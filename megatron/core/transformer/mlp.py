@@ -119,11 +119,14 @@ class MLP(MegatronModule):
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states: [*, H], parameter dtype; per_token_scale: [*], fp32 or parameter dtype, or None.
         Returns [*, H], same dtype, and the bias that is still to be added: [H] (scaled per token: [*, H]), or None.
-        kwargs: what callers tell feed-forward layers of any kind, such as padding_mask; must be None.
+        kwargs: what callers tell feed-forward layers of any kind. padding_mask has no effect, because padding is
+        computed like other tokens; all others must be None.
         """
         if kwargs:
             why = "a dense layer has no use for it"
-            require_defaults("MLP.forward", why, **{name: (value, None) for name, value in kwargs.items()})
+            require_defaults(
+                "MLP.forward", why, **{name: (value, None) for name, value in kwargs.items() if name != "padding_mask"}
+            )
         scale = None if per_token_scale is None else per_token_scale.unsqueeze(-1)
         intermediate, bias = self.linear_fc1(hidden_states)  # [*, F] or, gated, [*, 2F]
         output, output_bias = self.linear_fc2(self.activation(intermediate, bias=bias, scale=scale))

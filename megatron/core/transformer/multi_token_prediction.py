@@ -94,6 +94,7 @@ class MultiTokenPredictionLayer(MegatronModule):
         rotary_pos_emb: RotaryTable | None = None,
         *,
         packed_seq_params: PackedSeqParams | None = None,
+        padding_mask: Tensor | None = None,
     ) -> Tensor:
         """hidden_states: [S, B, H], parameter dtype, of the depth before; embedded: [S, B, H], config.hidden_dtype, of
         the tokens that are `layer_number` places ahead; the rest as TransformerLayer's. Returns [S, B, H], parameter
@@ -104,11 +105,13 @@ class MultiTokenPredictionLayer(MegatronModule):
         projected = gather_from_tensor_model_parallel_region(projected, self.tp_group)
         if self.config.sequence_parallel:
             projected = scatter_to_sequence_parallel_region(projected, self.tp_group)
+        padding = {} if padding_mask is None else {"padding_mask": padding_mask}
         output = self.transformer_layer(
             hidden_states=to_residual(projected, self.config),
             attention_mask=attention_mask,
             rotary_pos_emb=rotary_pos_emb,
             packed_seq_params=packed_seq_params,
+            **padding,
         )
         normed: Tensor = self.final_layernorm(output_of(output))
         return normed

@@ -12,7 +12,7 @@ from megatron.core.config_field import config_field, validate_fields
 # m is mup_width_mult, hidden_size / mup_base_hidden_size. Layers that sum over a width start with a standard deviation
 # divided by sqrt(m), and adam steps them by the learning rate / m: an update of all their elements adds up over m times
 # as many terms. Embeddings, biases and norms sum over no width, and start and learn as at the base. The output layer
-# starts and learns as an embedding does, which it may be, and the logits are divided by m instead.
+# starts and learns as an embedding does, because the two may share a weight, and the logits are divided by m instead.
 
 
 @dataclass(kw_only=True)
@@ -39,11 +39,11 @@ class MuPConfig:
     mup_base_head_dim: float | None = config_field(
         None,
         more_than=0,
-        help="Width of a head of the model that settings come from; unset: as in this one. Its scores have the usual "
-        "scale.",
+        help="Width of a head of the model that settings come from; unset: as in this one. At this width scores are "
+        "divided by its square root, as usual.",
     )
     mup_attn_scale_power: float = config_field(
-        1.0, at_least=0, help="Scores are divided by the width of a head to this power, from --mup-base-head-dim on."
+        1.0, at_least=0, help="Exponent of the width of a head that divides scores, relative to --mup-base-head-dim."
     )
 
     def __post_init__(self) -> None:
@@ -76,7 +76,9 @@ def resolve_mup(config: MuPConfig, *, hidden_size: int, has_adapters: bool) -> N
     if not config.use_mup:
         for name, default in vars(MuPConfig()).items():
             if vars(config)[name] != default:
-                raise ValueError(f"{name} is {vars(config)[name]} and use_mup is False: must be {default}, or True")
+                raise ValueError(
+                    f"{name} is {vars(config)[name]}, but use_mup is False: set use_mup, or leave {name} at {default}"
+                )
         return
     if config.mup_attn_scale_power != 1 and config.mup_base_head_dim is None:
         raise ValueError(
@@ -95,4 +97,5 @@ def resolve_mup(config: MuPConfig, *, hidden_size: int, has_adapters: bool) -> N
                 f"mup_width_mult is {config.mup_width_mult}, but hidden_size {hidden_size} / mup_base_hidden_size "
                 f"{config.mup_base_hidden_size} is {relative}: give one of the two"
             )
+        # Configurations that are not filled in yet have no width.
         config.mup_width_mult = relative or 1.0

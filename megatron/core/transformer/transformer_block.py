@@ -101,14 +101,14 @@ class TransformerBlock(GraphableMegatronModule):
         dynamic_inference_decode_only: bool | None = None,
     ) -> Tensor:
         """hidden_states: [S, B, H], config.hidden_dtype, not read without pre_process; attention_mask: bool, True where
-        attention is forbidden, or None. Returns [S, B, H], same dtype, or parameter dtype after the norm. All arguments
-        but rotary_pos_emb and packed_seq_params must be None.
+        attention is forbidden, or None; padding_mask: see TransformerLayer.forward. Returns [S, B, H], same dtype, or
+        parameter dtype after the norm. All other arguments but rotary_pos_emb and packed_seq_params must be None.
 
         Raises ValueError without hidden states, in either form.
         """
         others = context, context_mask, rotary_pos_cos, rotary_pos_sin, rotary_pos_cos_sin, attention_bias
         serving = inference_context, sequence_len_offset, inference_params, dynamic_inference_decode_only
-        unused = (*others, *serving, padding_mask)
+        unused = (*others, *serving)
         if unused.count(None) != len(unused) or extract_layer_indices:
             require_unset(
                 "TransformerBlock.forward",
@@ -120,7 +120,6 @@ class TransformerBlock(GraphableMegatronModule):
                 attention_bias=attention_bias,
                 inference_context=inference_context,
                 sequence_len_offset=sequence_len_offset,
-                padding_mask=padding_mask,
                 extract_layer_indices=extract_layer_indices,
                 inference_params=inference_params,
                 dynamic_inference_decode_only=dynamic_inference_decode_only,
@@ -130,6 +129,8 @@ class TransformerBlock(GraphableMegatronModule):
             hidden_states, self._input = self._input, None
         if hidden_states is None:
             raise ValueError("this part of the model has no embedding: call set_input_tensor before each forward")
+        # Only given where there is one, since a layer from elsewhere may not take it.
+        padding = {} if padding_mask is None else {"padding_mask": padding_mask}
         self.arrangement.begin()
         for segment in self.arrangement.segments:
             layers = partial(self._run_layers, layers=segment.layers)
@@ -139,6 +140,7 @@ class TransformerBlock(GraphableMegatronModule):
                 attention_mask=attention_mask,
                 rotary_pos_emb=rotary_pos_emb,
                 packed_seq_params=packed_seq_params,
+                **padding,
             )
         return hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
 

@@ -12,11 +12,11 @@ from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, or_alone
 from megatron.core.tensor_parallel.random import numbers_of_each_rank
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
-from megatron.core.transformer.module import GraphableMegatronModule
+from megatron.core.transformer.module import GraphableMegatronModule, is_expert_layer
 from megatron.core.transformer.pipeline_split import layer_offset, layers_per_part
 from megatron.core.transformer.recompute import Drawing
 from megatron.core.transformer.rope import RotaryTable
-from megatron.core.transformer.spec_utils import build_module, build_offering, needed_by
+from megatron.core.transformer.spec_utils import accepted_by, build_module, build_offering, needed_by
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -135,6 +135,7 @@ class TransformerLayer(GraphableMegatronModule, Drawing):
         self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **norm)
         offered = {"pg_collection": groups, "tp_group": or_alone(groups.tp), "is_mtp_layer": is_mtp_layer}
         self.mlp = build_offering(submodules.mlp, offered, config=config)
+        self.mlp_takes_padding = bool(accepted_by(type(self.mlp).forward, {"padding_mask": None}))
         self.mlp_bda = build_module(submodules.mlp_bda)
 
     @property
@@ -161,10 +162,12 @@ class TransformerLayer(GraphableMegatronModule, Drawing):
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states: [S, B, H], config.hidden_dtype; attention_mask: bool, True where attention is forbidden, or
         None. Returns [S, B, H], same dtype, and the context, which is None: there is no cross-attention. Under sequence
-        parallelism both have this rank's part of the sequence. Other arguments and kwargs must be None.
+        parallelism both have this rank's part of the sequence. padding_mask: [B, S], bool, True for tokens that losses
+        and loads of a router do not count; all tokens are computed. Other arguments and kwargs must be None.
+        Raises ValueError for padding in a layer with experts whose forward takes none.
         """
         others = context, context_mask, rotary_pos_cos, rotary_pos_sin, rotary_pos_cos_sin, attention_bias
-        unused = (*others, inference_context, sequence_len_offset, padding_mask)
+        unused = (*others, inference_context, sequence_len_offset)
         if kwargs or unused.count(None) != len(unused):
             require_unset(
                 "TransformerLayer.forward",
@@ -176,7 +179,6 @@ class TransformerLayer(GraphableMegatronModule, Drawing):
                 attention_bias=attention_bias,
                 inference_context=inference_context,
                 sequence_len_offset=sequence_len_offset,
-                padding_mask=padding_mask,
                 **kwargs,
             )
         normed, release = self.parts.attn_norm(self.input_layernorm, hidden_states)
@@ -194,11 +196,23 @@ class TransformerLayer(GraphableMegatronModule, Drawing):
             add = self.self_attn_bda(self.training, False)
             hidden_states = add(attention_output, hidden_states, self.hidden_dropout)
         normed, release = self.parts.mlp_norm(self.pre_mlp_layernorm, hidden_states)
-        mlp_output = self.parts.mlp(self.mlp, normed)
+        padding = {} if padding_mask is None else self._padding_of_mlp(padding_mask)
+        mlp_output = self.parts.mlp(self.mlp, normed, **padding)
         release(mlp_output[0])
         with self.hidden_numbers():
             output: Tensor = self.mlp_bda(self.training, False)(mlp_output, hidden_states, self.hidden_dropout)
         return output, None
+
+    def _padding_of_mlp(self, padding_mask: Tensor) -> dict[str, Tensor]:
+        """Returns the padding by name where the feed-forward part takes it; a dense one may not."""
+        if self.mlp_takes_padding:
+            return {"padding_mask": padding_mask}
+        if is_expert_layer(self.mlp):
+            raise ValueError(
+                f"padding_mask is given and the forward of {type(self.mlp).__name__} does not take it, so its router "
+                "would count padding: add the argument, or leave padding_mask out"
+            )
+        return {}
 
     def sharded_state_dict(
         self,

@@ -151,6 +151,8 @@ class GPTModel(GraphableMegatronModule):
         parallel_output says.
         decoder_input: in place of the embedded tokens, [S / ranks under sequence parallelism, B, H], parameter dtype.
         extra_block_kwargs: further arguments of the transformer block. The others must be None.
+        padding_mask: [B, S], bool, True for tokens that losses and loads of routers do not count; all tokens are
+        computed. Every part of the model needs it.
         Raises ValueError for masks and borders that do not fit input_ids.
         loss_mask: [B, S], float; masking is the loss function's work: read for the losses of tokens further ahead.
         packed_seq_params: segments that attention does not leave, instead of a mask.
@@ -159,13 +161,12 @@ class GPTModel(GraphableMegatronModule):
         predict tokens further ahead; one without the output layer returns hidden states,
         [S / ranks under sequence parallelism, B, H].
         """
-        others = inference_context, inference_params, padding_mask, output_processor, output_processor_context
+        others = inference_context, inference_params, output_processor, output_processor_context
         if others.count(None) != len(others):
             require_unset(
                 "GPTModel.forward",
                 inference_context=inference_context,
                 inference_params=inference_params,
-                padding_mask=padding_mask,
                 output_processor=output_processor,
                 output_processor_context=output_processor_context,
             )
@@ -176,11 +177,16 @@ class GPTModel(GraphableMegatronModule):
         if packed_seq_params is not None:
             packed_seq_params.require_samples(batch, own_length * self.num_parts)
         rotary = None if self.rotary_pos_emb is None else self.rotary_pos_emb(own_length)
+        padding = {}
+        if padding_mask is not None:
+            _require_padding(padding_mask, batch=batch, seq_length=own_length)
+            padding = self._padding_of_rank(padding_mask)
         hidden_states = self.decoder(
             hidden_states,
             attention_mask,
             rotary_pos_emb=rotary,
             packed_seq_params=packed_seq_params,
+            **padding,
             **(extra_block_kwargs or {}),
         )
         if not self.post_process:
@@ -197,6 +203,7 @@ class GPTModel(GraphableMegatronModule):
                 packed_seq_params=packed_seq_params,
                 attention_mask=attention_mask,
                 cp_group=self.cp_group,
+                padding_mask=padding_mask,
             )
             run = partial(self.mtp, attention_mask=attention_mask, packed_seq_params=packed_seq_params)
             hidden_states = self._with_mtp_losses(hidden_states, future, run=partial(run, rotary_pos_emb=rotary))
@@ -218,7 +225,8 @@ class GPTModel(GraphableMegatronModule):
         deeper = hidden_states
         for depth in range(1, len(self.mtp.layers) + 1):
             next_token = future.ahead(depth)
-            deeper = run(deeper, self.embedding(next_token.tokens, next_token.positions), depth=depth)
+            padding = {} if next_token.padding is None else self._padding_of_rank(next_token.padding)
+            deeper = run(deeper, self.embedding(next_token.tokens, next_token.positions), depth=depth, **padding)
             losses = self._token_losses(self._logits(deeper), next_token.labels)
             loss, count = (losses * next_token.weights).sum(), next_token.weights.sum()
             number = self.config.num_layers + depth
@@ -277,6 +285,12 @@ class GPTModel(GraphableMegatronModule):
         if given is None:
             raise ValueError("this part of the model has no embedding: call set_input_tensor before each forward")
         return given
+
+    def _padding_of_rank(self, padding_mask: Tensor) -> dict[str, Tensor]:
+        """Returns the layers' padding_mask by name: this rank's part of [B, S], bool, under sequence parallelism."""
+        if self.config.sequence_parallel:
+            padding_mask = padding_mask.chunk(group_size(self.tp_group), dim=1)[group_rank(self.tp_group)]
+        return {"padding_mask": padding_mask}
 
     @property
     def _sequence_ranks(self) -> int:
@@ -477,6 +491,14 @@ def _checked_position_embedding(kind: str, config: TransformerConfig) -> str:
     if kind not in ("rope", "yarn") and config.rope_type == "yarn":
         raise ValueError(f"rope_type is yarn and position_embedding_type is {kind}: must be rope")
     return kind
+
+
+def _require_padding(padding_mask: Tensor, *, batch: int, seq_length: int) -> None:
+    if padding_mask.shape != (batch, seq_length) or padding_mask.dtype is not torch.bool:
+        raise ValueError(
+            f"padding_mask is {list(padding_mask.shape)}, {padding_mask.dtype}: must be bool [{batch}, {seq_length}], "
+            "True for padding"
+        )
 
 
 def _require_mask(mask: Tensor, *, batch: int, seq_length: int) -> None:

@@ -196,8 +196,9 @@ class MoELayer(BaseMoELayer):
     ) -> tuple[Tensor, Tensor | None]:
         """Runs the steps; hidden_states: [S, B, H], parameter dtype.
 
-        padding_mask: [S, B], bool, or None: True for tokens that losses and loads do not count; they are routed as
+        padding_mask: [B, S], bool, or None: True for tokens that losses and loads do not count; they are routed as
         others are. intermediate_tensors: must be None. Returns [S, B, H], same dtype, and a bias to add, or None.
+        Raises ValueError for a mask of another shape.
         """
         if intermediate_tensors is not None:
             require_defaults(
@@ -205,6 +206,8 @@ class MoELayer(BaseMoELayer):
                 "a CUDA graph runs parts of the layer inside its forward, which therefore never resumes in the middle",
                 intermediate_tensors=(intermediate_tensors, None),
             )
+        if padding_mask is not None:
+            padding_mask = _by_position(padding_mask, hidden_states)
         tokens = as_rows(hidden_states)  # [T, H]
         rows, probs = self.router_and_preprocess(hidden_states, padding_mask, tokens=tokens)
         rows, probs = self.dispatch(rows, probs)
@@ -218,7 +221,7 @@ class MoELayer(BaseMoELayer):
     ) -> tuple[Tensor, Tensor]:
         """Runs `route` and `preprocess`, as one part; hidden_states: [S, B, H], parameter dtype.
 
-        padding_mask: see forward. tokens: hidden_states as [T, H], the view that the shared expert reads too. Returns
+        padding_mask: as of `route`. tokens: hidden_states as [T, H], the view that the shared expert reads too. Returns
         what `preprocess` returns.
         """
         ordered = self._route_and_order(hidden_states, padding_mask)
@@ -231,7 +234,7 @@ class MoELayer(BaseMoELayer):
         return self.token_dispatcher.order_rows(as_rows(hidden_states), routing)
 
     def route(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> Routing:
-        """Runs the router; hidden_states: [S, B, H], parameter dtype; padding_mask: see forward.
+        """Runs the router; hidden_states: [S, B, H], parameter dtype; padding_mask: [S, B], bool, see forward.
 
         Returns a Routing, which unpacks as weights [T, E], fp32 (fp64 in fp64 models), and the chosen [T, E], bool.
         """
@@ -329,6 +332,17 @@ class MoELayer(BaseMoELayer):
             "moe_preprocess": GraphedPart("moe_preprocess", self.router),
             "experts": GraphedPart("experts", self.experts, experts),
         }
+
+
+def _by_position(padding_mask: Tensor, hidden_states: Tensor) -> Tensor:
+    """Returns padding in the order of tokens; padding_mask: [B, S], bool; hidden_states: [S, B, H] -> [S, B], bool."""
+    num_positions, num_sequences = hidden_states.shape[:2]
+    if padding_mask.shape != (num_sequences, num_positions):
+        raise ValueError(
+            f"padding_mask has shape {list(padding_mask.shape)}: must have that of sequences and positions, "
+            f"[{num_sequences}, {num_positions}]"
+        )
+    return padding_mask.t()
 
 
 def require_expert_ranks(config: TransformerConfig, groups: ProcessGroupCollection) -> None:

@@ -35,6 +35,7 @@ from megatron.core.transformer.moe.aux_losses import (
     LoadBalancing,
     Routed,
     get_updated_expert_bias,
+    summed_counts,
     with_even_loads,
     z_loss_func,
 )
@@ -293,14 +294,20 @@ class TopKRouter(Router):
         if self.z_loss_coeff == 0:
             return logits
         loss = z_loss_func(logits, self.z_loss_coeff, None if valid is None else ~valid)
-        loss = loss if self.num_shares == 1 else loss / self.num_shares
+        num_valid = None
+        if valid is not None:
+            # Ranks have different numbers of tokens that count, so a rank's mean is weighted by its number.
+            num_valid = valid.sum()
+            loss = loss * num_valid / summed_counts(num_valid, self.sequence_group).clamp(min=1)
+        elif self.num_shares > 1:
+            loss = loss / self.num_shares
         return self.attach_and_log_load_balancing_loss(
             logits,
             self.z_loss_coeff,
             loss,
             Z_LOSS,
             self.sequence_group,
-            valid_token_count=None if valid is None else valid.sum(),
+            valid_token_count=num_valid,
         )
 
     def _add_balancing_losses(self, weights: Tensor, routed: Routed) -> Tensor:
@@ -333,8 +340,8 @@ class TopKRouter(Router):
 
         aux_loss_name: one of the recorder's names. reduce_group: the ranks whose shares sum to the loss; aux_loss is
         this rank's. needs_dp_avg: the log averages over ranks in any case, which changes nothing where they agree.
-        valid_token_count: the tokens of activation that count; None means all. Returns the activation, through which
-        backward also reaches the loss.
+        valid_token_count: the tokens of activation that count, a tensor [], int64, if ranks differ; None means all.
+        Returns the activation, through which backward also reaches the loss. Collective if ranks may differ.
         """
         num_shares = group_size(reduce_group)
         # The log averages over ranks, so a share is scaled to a whole loss.
@@ -343,8 +350,12 @@ class TopKRouter(Router):
         )
         if self.config.calculate_per_token_loss:
             # The main loss is then a sum over tokens, and gradients are divided by their number at the end of the step.
-            count = len(activation) if valid_token_count is None else valid_token_count
-            aux_loss = aux_loss * (count * num_shares)
+            # Their number over the ranks of the group, of which each has a share.
+            if isinstance(valid_token_count, Tensor):
+                count: Tensor | int = summed_counts(valid_token_count, reduce_group)
+            else:
+                count = (len(activation) if valid_token_count is None else valid_token_count) * num_shares
+            aux_loss = aux_loss * count
         else:
             aux_loss = _times(aux_loss, self.num_averaged)
         return self.aux_losses.attach(activation, aux_loss)

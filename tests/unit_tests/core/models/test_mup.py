@@ -181,8 +181,11 @@ def _rms(values: Tensor) -> float:
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"mup_width_mult": 2.0}, "mup_width_mult is 2.0 and use_mup is False: must be 1.0"),
-        ({"mup_base_head_dim": 4.0}, "mup_base_head_dim is 4.0 and use_mup is False: must be None"),
+        (
+            {"mup_width_mult": 2.0},
+            "mup_width_mult is 2.0, but use_mup is False: set use_mup, or leave mup_width_mult at 1.0",
+        ),
+        ({"mup_base_head_dim": 4.0}, "mup_base_head_dim is 4.0, but use_mup is False"),
         ({"use_mup": True, "mup_width_mult": 3.0, "mup_base_hidden_size": 16}, "mup_width_mult is 3.0, but .* is 2.0"),
         ({"use_mup": True, "mup_attn_scale_power": 0.5}, "mup_attn_scale_power is 0.5 and mup_base_head_dim is None"),
         ({"use_mup": True, "mup_base_head_dim": 2.0, "softmax_scale": 1.0}, "softmax_scale is 1.0 and mup_base_head"),

@@ -122,7 +122,7 @@ def test_layers_return_a_context_and_a_block_takes_layers_that_return_none() -> 
     hidden = torch.randn(4, 2, config.hidden_size)
     output, context = layer(hidden_states=hidden, attention_mask=None, context=None, inference_context=None)
     assert context is None and output.shape == hidden.shape and layer.layer_number == 2
-    for wrong in ("context", "padding_mask", "inference_params", "no_such"):
+    for wrong in ("context", "context_mask", "inference_params", "no_such"):
         with pytest.raises(ValueError, match=f"TransformerLayer.forward: {wrong} is"):
             layer(hidden, **{wrong: 1})
     for wrong in ("key_value_states", "attention_bias"):
@@ -178,7 +178,7 @@ def test_embedded_tokens_and_gathered_logits_are_given_at_the_call() -> None:
     assert torch.equal(model(None, None, None, embedded, labels, loss_mask=None), expected)
     logits = model(tokens, positions, None, runtime_gather_output=True, extra_block_kwargs={"context": None})
     assert torch.equal(logits, model(tokens, positions, None))
-    for name in ("padding_mask", "output_processor", "inference_params"):
+    for name in ("output_processor", "inference_params"):
         with pytest.raises(ValueError, match=f"GPTModel.forward: {name} is"):
             model(tokens, positions, None, **{name: 1})
     for name, value in {"logit_dtype": torch.float32, "scatter_embedding_sequence_parallel": False}.items():

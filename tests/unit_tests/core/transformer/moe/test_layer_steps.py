@@ -260,12 +260,14 @@ def test_losses_and_loads_leave_padding_out() -> None:
 
 def test_a_layer_gives_its_mask_to_the_router() -> None:
     layer = moe_layer(grouped=True, moe_aux_loss_coeff=0.1)
-    mask = torch.zeros(S, B, dtype=torch.bool)
-    mask[3:] = True
+    mask = torch.zeros(B, S, dtype=torch.bool)
+    mask[:, 3:] = True
     plain = layer(hidden_states())[0]
     layer.router.aux_losses.finalize_step(None)
     assert torch.equal(layer(hidden_states(), padding_mask=mask)[0], plain)
     assert layer.router.aux_losses.tokens_per_expert.sum() == 3 * B * layer.config.moe_router_topk
+    with pytest.raises(ValueError, match=rf"padding_mask has shape \[{S}, {B}\]: .* \[{B}, {S}\]"):
+        layer(hidden_states(), padding_mask=mask.t())
 
 
 # --- Public methods of routers ---
