@@ -21,6 +21,16 @@ from megatron.core.config_field import config_field, validate_fields
 from megatron.core.parallel_state import check_hierarchy
 from megatron.core.timers import Timers
 
+_DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+}
+_LAYOUT_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+
 # Initializes a weight of any shape and float dtype in place.
 InitMethod = Callable[[torch.Tensor], object]
 NoSync = Callable[[], AbstractContextManager[None]]
@@ -233,6 +243,7 @@ class ModelParallelConfig(
     timers: Timers = plain_field(default_factory=Timers)
 
     def __post_init__(self) -> None:
+        normalize_given_forms(self)
         validate_fields(self)
         set_timers(self)
         validate_precision(self)
@@ -253,6 +264,42 @@ def validate_parallel_layout(config: ParallelLayoutConfig) -> None:
         raise ValueError(
             f"virtual_pipeline_model_parallel_size is {virtual}: must be 1 with pipeline_model_parallel_size {stages}"
         )
+
+
+def normalize_given_forms(config: ModelParallelConfig) -> None:
+    """Replaces forms that Megatron's scripts also give: names of dtypes, and a layout as lists of names of layers.
+
+    Raises ValueError for unknown names.
+    """
+    config.params_dtype = _as_dtype("params_dtype", config.params_dtype)
+    if config.pipeline_dtype is not None:
+        config.pipeline_dtype = _as_dtype("pipeline_dtype", config.pipeline_dtype)
+    config.pipeline_model_parallel_layout = _layout_as_letters(config.pipeline_model_parallel_layout)
+
+
+def _as_dtype(name: str, value: object) -> torch.dtype:
+    if isinstance(value, torch.dtype):
+        return value
+    if not isinstance(value, str) or value not in _DTYPES:
+        raise ValueError(f"{name} is {value!r}: must be a dtype of torch, or one of {', '.join(_DTYPES)}")
+    return _DTYPES[value]
+
+
+def _layout_as_letters(layout: object) -> str | None:
+    """Returns a layout in letters; layout: letters, lists of names of layers by part, or None."""
+    if layout is None or isinstance(layout, str):
+        return layout
+    if not isinstance(layout, (list, tuple)) or not all(isinstance(part, (list, tuple)) for part in layout):
+        raise ValueError(
+            f"pipeline_model_parallel_layout is {layout!r}: must be letters such as Et*3|(tt|)*2,L, or a list for each "
+            "stage of a chunk"
+        )
+    unknown = [name for part in layout for name in part if name not in _LAYOUT_LETTERS]
+    if unknown:
+        raise ValueError(
+            f"pipeline_model_parallel_layout has {unknown[0]!r}: must be of {', '.join(_LAYOUT_LETTERS)} in lists"
+        )
+    return "|".join("".join(_LAYOUT_LETTERS[name] for name in part) for part in layout)
 
 
 def set_timers(config: ModelParallelConfig) -> None:

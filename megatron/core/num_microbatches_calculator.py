@@ -107,7 +107,8 @@ def ramp_up(rampup_batch_size: Sequence[int], global_batch_size: int) -> BatchSc
     shown = f"rampup_batch_size is {' '.join(map(str, rampup_batch_size))}"
     if len(rampup_batch_size) != 3:
         raise ValueError(f"{shown}: must be three numbers: START INCREMENT SAMPLES")
-    start, increment, samples = rampup_batch_size
+    # Command lines of Megatron-LM give words.
+    start, increment, samples = map(int, rampup_batch_size)
     if start < 1 or increment < 1 or samples < 0:
         raise ValueError(f"{shown}: START and INCREMENT must be at least 1, SAMPLES at least 0")
     if start > global_batch_size or (global_batch_size - start) % increment:

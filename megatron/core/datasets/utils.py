@@ -51,7 +51,8 @@ def _as_number(word: str) -> float | None:
 def parse_split(split: str) -> list[float]:
     """Parses --split into three shares with sum 1. Raises ValueError unless it has 1 to 3 numbers >= 0, not all 0."""
     try:
-        weights = [float(word) for word in split.split(",")]
+        # Launch scripts that keep their flags in arrays often keep the quotes too: '99,1,0'.
+        weights = [float(word) for word in split.strip("'\"").split(",")]
     except ValueError:
         weights = []
     if not 1 <= len(weights) <= len(Split) or any(not math.isfinite(w) or w < 0 for w in weights) or not sum(weights):

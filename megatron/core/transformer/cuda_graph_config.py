@@ -5,6 +5,8 @@ from typing import ClassVar
 
 from megatron.core.config_field import config_field, validate_fields
 
+# The default of Megatron-LM's field: the whole layer.
+WHOLE_LAYER = "full"
 MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "experts")
 OF_EXPERTS = {"moe", "moe_router", "moe_preprocess", "experts"}
 
@@ -38,3 +40,12 @@ class CudaGraphConfig:
         return self.cuda_graph_impl == "local" and (
             not self.cuda_graph_modules or bool({"moe", "experts"} & set(self.cuda_graph_modules))
         )
+
+
+def normalize_graph_modules(config: CudaGraphConfig) -> None:
+    """Replaces forms that Megatron's scripts also give: None, the whole layer, and a single name."""
+    modules: object = config.cuda_graph_modules
+    if modules is None or modules in (WHOLE_LAYER, [WHOLE_LAYER]):
+        config.cuda_graph_modules = []
+    elif isinstance(modules, str):
+        config.cuda_graph_modules = [modules]

@@ -16,6 +16,7 @@ from megatron.core.model_parallel_config import (
     InitMethod,
     ModelParallelConfig,
     check_multiple,
+    normalize_given_forms,
     set_timers,
     validate_layer_offload,
     validate_parallel_layout,
@@ -29,7 +30,7 @@ from megatron.core.transformer.attention_config import (
     validate_mla,
     validate_qk_clip,
 )
-from megatron.core.transformer.cuda_graph_config import CudaGraphConfig
+from megatron.core.transformer.cuda_graph_config import CudaGraphConfig, normalize_graph_modules
 from megatron.core.transformer.layer_pattern import MAX_LAYERS, parse_layer_pattern
 from megatron.core.transformer.lora_config import LoRAConfig, validate_lora, validate_lora_targets
 from megatron.core.transformer.moe_config import (
@@ -148,6 +149,8 @@ class TransformerConfig(
     )
 
     def __post_init__(self) -> None:
+        normalize_given_forms(self)
+        normalize_graph_modules(self)
         validate_fields(self)
         set_timers(self)
         resolve_yarn(self, multi_latent_attention=self.multi_latent_attention)
