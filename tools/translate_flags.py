@@ -2,8 +2,8 @@
 
 SCRIPT is a bash script that runs `torchrun ... pretrain_gpt.py ...`, or a model_config.yaml of Megatron-LM's functional
 tests. It is read, not run. The output is a shell command with one comment per change, and says in the first line what
-the command trains. The exit status is that of Effect, or 2 if the script cannot be read or our command line refuses the
-result.
+the command trains. The exit status says it too (VERDICTS), or is 2 if the script cannot be read or our command line
+refuses the result.
 """
 
 import argparse
