@@ -8,8 +8,12 @@ function, a constructor, a method, a property, a dataclass field, or a class tha
 - thin, when it exists but a call that is valid there may fail here: the table says in which parameter;
 - missing, when there is nothing under that name.
 
-megatron_api_unsupported.yaml names what we do not have (inference, FP8 ...), with the reason. Such a name is not
-counted as one whose capability is here, whether or not it exists as a name that refuses to be used.
+"Same" compares no annotations, no return values and no behaviour. A property, and a default that is computed
+(default_factory, or an expression that is not a literal), only have to exist.
+
+Names of features that we do not have (inference, FP8 ...) are left out of the percentages, even where we define them
+only to refuse them. A configuration field gives the reason itself (unsupported_field in megatron/core/config_field.py);
+megatron_api_unsupported.yaml gives it for all other names.
 """
 
 import argparse
@@ -18,11 +22,12 @@ import enum
 import importlib
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -73,12 +78,17 @@ class PublicName:
 
 @dataclass(frozen=True)
 class Comparison:
-    """why: what differs, or why it is missing; "" for the same. unsupported: why the capability is not here, or ""."""
+    """The result for a name.
+
+    why: what differs, or why it is missing; "" for the same. unsupported: why the capability is not here, or "".
+    no_effect: why a configuration field accepts every value and changes nothing, or "".
+    """
 
     name: PublicName
     verdict: Verdict
     why: str = ""
     unsupported: str = ""
+    no_effect: str = ""
 
 
 @dataclass(frozen=True)
@@ -168,9 +178,9 @@ def _value(text: str) -> object:
         tree = ast.parse(text, mode="eval").body
     except SyntaxError:
         return UNKNOWN
-    if isinstance(tree, ast.BinOp):  # 2 ** 32, 1024 * 1024
-        return _power_or_product(tree)
     try:
+        if isinstance(tree, ast.BinOp):  # 2 ** 32, 1024 * 1024
+            return _power_or_product(tree)
         return ast.literal_eval(tree)
     except ValueError:
         return UNKNOWN
@@ -178,7 +188,9 @@ def _value(text: str) -> object:
 
 def _power_or_product(tree: ast.BinOp) -> object:
     left, right = ast.literal_eval(tree.left), ast.literal_eval(tree.right)
-    return left**right if isinstance(tree.op, ast.Pow) else left * right
+    if isinstance(tree.op, ast.Pow):
+        return left**right
+    return left * right if isinstance(tree.op, ast.Mult) else UNKNOWN
 
 
 @cache
@@ -200,20 +212,39 @@ def compare_all(names: Sequence[PublicName] | None = None) -> list[Comparison]:
 
 
 def compare(name: PublicName) -> Comparison:
-    """Looks a name up in our modules and compares its parameters."""
-    unsupported = _why_unsupported(name)
-    try:
-        owner = importlib.import_module(name.module)
-        if name.owner:
-            owner = getattr(owner, name.owner)
-    except (ImportError, AttributeError):
-        return Comparison(name, Verdict.MISSING, "its module or class is not here", unsupported)
+    """Looks a name up in our modules and compares its parameters. Errors of a module of ours are raised."""
+    owner = _owner(name)
+    if owner is None:
+        return Comparison(name, Verdict.MISSING, "its module or class is not here", _why_unsupported(name))
     differences = _field_differences(name, owner) if name.kind == "field" else _member_differences(name, owner)
     if differences is None:
-        return Comparison(name, Verdict.MISSING, "not here", unsupported)
-    if differences:
-        return Comparison(name, Verdict.THIN, "; ".join(differences), unsupported)
-    return Comparison(name, Verdict.SAME, unsupported=unsupported)
+        return Comparison(name, Verdict.MISSING, "not here", _why_unsupported(name))
+    verdict, why = (Verdict.THIN, "; ".join(differences)) if differences else (Verdict.SAME, "")
+    metadata = config_metadata(name)
+    if metadata is None:
+        return Comparison(name, verdict, why, _why_unsupported(name))
+    return Comparison(name, verdict, why, metadata.get("unsupported", ""), metadata.get("no_effect", ""))
+
+
+def _owner(name: PublicName) -> object | None:
+    """Returns the module or class that has a name; None if there is none."""
+    try:
+        module = importlib.import_module(name.module)
+    except ModuleNotFoundError as error:
+        # A module of ours that imports something missing is broken, not missing.
+        if error.name is None or not f"{name.module}.".startswith(f"{error.name}."):
+            raise
+        return None
+    return getattr(module, name.owner, None) if name.owner else module
+
+
+def config_metadata(name: PublicName) -> Mapping[str, Any] | None:
+    """Returns the metadata of a configuration field of ours (config_field.py); None for any other name."""
+    owner = _owner(name) if name.kind == "field" else None
+    if not (inspect.isclass(owner) and is_dataclass(owner)):
+        return None
+    ours = next((field for field in fields(owner) if field.name == name.name), None)
+    return None if ours is None else ours.metadata or None
 
 
 def _why_unsupported(name: PublicName) -> str:
@@ -303,11 +334,13 @@ def _default_differences(their: Parameter, mine: object) -> list[str]:
 def _same_value(theirs: object, mine: object) -> bool:
     if isinstance(mine, enum.Enum):
         return theirs in (mine, mine.value, mine.name)
-    return type(theirs) is not bool and type(mine) is not bool and theirs == mine or theirs is mine
+    if isinstance(theirs, bool) or isinstance(mine, bool):
+        return theirs is mine  # 1 == True
+    return theirs == mine
 
 
 def counts(comparisons: Sequence[Comparison]) -> dict[Verdict, int]:
-    """How many of the names whose capability is here have each verdict."""
+    """Counts verdicts, without the names of features that we do not have."""
     found = Counter(comparison.verdict for comparison in comparisons if not comparison.unsupported)
     return {verdict: found[verdict] for verdict in Verdict}
 
@@ -316,7 +349,7 @@ def main() -> None:
     """Prints one line for each name that is not the same, and the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modules", nargs="*", help="such as 'megatron.core.optimizer*'; default: all")
-    parser.add_argument("--unsupported", action="store_true", help="also the names whose capability is not here")
+    parser.add_argument("--unsupported", action="store_true", help="also the names of features that we do not have")
     args = parser.parse_args()
     wanted = [
         name for name in load_names() if not args.modules or any(fnmatchcase(name.module, at) for at in args.modules)
@@ -329,7 +362,8 @@ def main() -> None:
     found = counts(comparisons)
     here = sum(found.values())
     shares = ", ".join(f"{verdict.value} {count}" for verdict, count in found.items())
-    print(f"{len(comparisons)} names, {here} of them with a capability that is here: {shares}")
+    absent = len(comparisons) - here
+    print(f"{len(comparisons)} names, {absent} of them of features that we do not have. The other {here}: {shares}")
     if here:
         print(f"same: {100 * found[Verdict.SAME] / here:.1f}%")
 

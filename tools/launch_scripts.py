@@ -4,6 +4,16 @@ Bash is parsed by tree-sitter. The part of its meaning that launch scripts use i
 expansions with defaults, arithmetic, `if`, `case`, `for`, functions, `eval` and `bash -c`. Nothing is executed, so a
 variable that the script takes from outside stays unknown unless the caller gives it, and so does the output of a
 command.
+
+[Note: words and strings] A node becomes text by _string, or the words of an argument by _words. Both are needed because
+an unquoted expansion, or an array, may give no word or several.
+
+- _words: a list. Arrays (_array, in quotes _quoted_array) give their elements; other unquoted expansions are split at
+  blanks after _string; everything else is one word.
+- _string: one text, by kind of node. Quotes and concatenations join their parts (_joined); ${...} is a variable's value
+  (_expanded_text), changed by the operator after the name (_apply_operator), whose default may hold expansions
+  (_default_text). An array becomes one text, joined by blanks.
+- A variable without a value stays ${NAME} in both; in conditions _known makes it empty.
 """
 
 import ast
@@ -14,6 +24,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Final
 
 import tree_sitter_bash
@@ -74,8 +85,8 @@ def read_script(text: str, values: Mapping[str, str], *, name: str) -> Script:
     return Script(tuple(reader.launches), tuple(dict.fromkeys(reader.notes)))
 
 
-# Keys under which Megatron-LM's functional tests keep a run's flags.
-_MODEL_KEYS = ("MODEL_ARGS",)
+# The key under which Megatron-LM's functional tests keep a run's flags.
+_MODEL_KEY = "MODEL_ARGS"
 _EXPANSION = re.compile(r"\$\{?(\w+)\}?")
 
 
@@ -86,7 +97,7 @@ def _read_model_config(text: str, values: Mapping[str, str], *, name: str) -> Sc
         raise ScriptError(f"{name}: {error}") from None
     if not isinstance(content, dict):
         raise ScriptError(f"{name}: must be a mapping with MODEL_ARGS, or of flags to values")
-    flags = next((content[key] for key in _MODEL_KEYS if key in content), None)
+    flags = content.get(_MODEL_KEY)
     if flags is None:
         flags = {key: value for key, value in content.items() if str(key).startswith("--")}
     if not isinstance(flags, dict) or not flags:
@@ -171,7 +182,7 @@ class _BashReader:
         if value is None:
             new = ""
         elif value.type == "array":
-            new = [word for child in value.named_children if child.type != "comment" for word in self._fields(child)]
+            new = [word for child in value.named_children if child.type != "comment" for word in self._words(child)]
         else:
             new = self._string(value)
         old = self.variables.get(name)
@@ -229,7 +240,7 @@ class _BashReader:
     def _for(self, node: Node) -> None:
         variable, body = node.child_by_field_name("variable"), node.child_by_field_name("body")
         assert variable is not None and body is not None
-        for word in [word for item in node.children_by_field_name("value") for word in self._fields(item)]:
+        for word in [word for item in node.children_by_field_name("value") for word in self._words(item)]:
             self.variables[_text(variable)] = word
             self.run_children(body)
 
@@ -239,14 +250,16 @@ class _BashReader:
         self.functions[_text(name)] = body
 
     def _list(self, node: Node) -> None:
-        # a && b, a || b: tests decide, everything else is taken to succeed.
+        # A test has its own result; every other command is taken to succeed.
         left, right = node.named_children[0], node.named_children[-1]
         if left.type == "test_command":
             succeeded = self._is_true(left)
         else:
             self.run(left)
             succeeded = True
-        if succeeded == any(child.type == "&&" for child in node.children):
+        is_and = any(child.type == "&&" for child in node.children)
+        runs_right = succeeded if is_and else not succeeded
+        if runs_right:
             self.run(right)
 
     def _command(self, node: Node) -> None:
@@ -255,9 +268,9 @@ class _BashReader:
             if child.type == "variable_assignment":
                 self._assign(child)
             elif child.type == "command_name":
-                words += self._fields(child.named_children[0])
+                words += self._words(child.named_children[0])
             elif not child.type.endswith("redirect"):
-                words += self._fields(child)
+                words += self._words(child)
         if not words:
             return
         if words[0] == "eval" or (os.path.basename(words[0]) in ("bash", "sh") and "-c" in words[1:2]):
@@ -267,7 +280,7 @@ class _BashReader:
         elif words[0] == "set" and "--" in words:
             self._set_positional(words[words.index("--") + 1 :])
         elif words[0] == "shift":
-            self._set_positional(self._positional()[int(words[1]) if words[1:] else 1 :])
+            self._shift(node, words[1:])
         else:
             self._look_for_launch(node, words)
 
@@ -279,21 +292,32 @@ class _BashReader:
     def _call(self, name: str, arguments: Sequence[str]) -> None:
         self.depth += 1
         if self.depth > _MOST_CALLS:
-            raise ScriptError(f"function {name} is called more than {_MOST_CALLS} times within itself")
-        outer = {key: value for key, value in self.variables.items() if key.isdigit()}
+            raise ScriptError(f"functions call each other more than {_MOST_CALLS} levels deep, the last one {name}")
+        outer = {key: self.variables[key] for key in self._positional_keys()}
         self._set_positional(arguments)
         self.run_children(self.functions[name])
-        for key in [key for key in self.variables if key.isdigit()]:
-            del self.variables[key]
-        self.variables.update(outer)
+        self._set_positional(())
+        self.variables.update(outer)  # by key, because the caller may give $2 without $1
         self.depth -= 1
 
+    def _shift(self, node: Node, words: Sequence[str]) -> None:
+        count = words[0] if words else "1"
+        if not _is_integer(count) or int(count) < 0:
+            self._note(node, f"shift {count} is left out, because {count} is not a number")
+            return
+        arguments = self._positional()
+        if int(count) <= len(arguments):  # bash shifts by all or not at all
+            self._set_positional(arguments[int(count) :])
+
+    def _positional_keys(self) -> list[str]:
+        """Names of the positional parameters in order. $0, the script's name, is none of them."""
+        return sorted((key for key in self.variables if key.isdigit() and key != "0"), key=int)
+
     def _positional(self) -> list[str]:
-        numbers = sorted((key for key in self.variables if key.isdigit() and key != "0"), key=int)
-        return [str(self.variables[key]) for key in numbers]
+        return [str(self.variables[key]) for key in self._positional_keys()]
 
     def _set_positional(self, arguments: Sequence[str]) -> None:
-        for key in [key for key in self.variables if key.isdigit()]:
+        for key in self._positional_keys():
             del self.variables[key]
         self.variables.update({str(index): word for index, word in enumerate(arguments, start=1)})
 
@@ -338,9 +362,9 @@ class _BashReader:
         "do_group": run_children,
     }
 
-    # Words
+    # Words. See [Note: words and strings].
 
-    def _fields(self, node: Node) -> list[str]:
+    def _words(self, node: Node) -> list[str]:
         """Returns the words of one argument: an unquoted expansion may give none or several."""
         if node.type == "string":
             array = self._quoted_array(node)
@@ -381,7 +405,7 @@ class _BashReader:
         if kind in ("simple_expansion", "expansion"):
             # Inside of quotes, the parser counts blanks before an expansion as part of it.
             text = _text(node)
-            return text[: len(text) - len(text.lstrip())] + self._expansion(node)
+            return text[: len(text) - len(text.lstrip())] + self._expanded_text(node)
         if kind == "raw_string":
             return _text(node)[1:-1]
         if kind == "arithmetic_expansion":
@@ -409,7 +433,7 @@ class _BashReader:
             position = child.end_byte
         return text + _unescaped(source[position - node.start_byte : end - node.start_byte], quoted=quoted)
 
-    def _expansion(self, node: Node) -> str:
+    def _expanded_text(self, node: Node) -> str:
         text = _text(node).lstrip()
         array = self._array(node)
         if array is not None:
@@ -424,19 +448,19 @@ class _BashReader:
         if isinstance(value, list):
             place = int(index or 0)
             value = value[place] if place < len(value) else None
-        return self._changed(name, value, change, node)
+        return self._apply_operator(name, value, change, node)
 
-    def _changed(self, name: str, value: str | None, change: str, node: Node) -> str:
+    def _apply_operator(self, name: str, value: str | None, change: str, node: Node) -> str:
         """Applies what follows a name within ${...}: a default, or a prefix or suffix that is cut off."""
         for mark, empty_counts in ((":-", True), (":=", True), ("-", False), ("=", False)):
             if change.startswith(mark):
                 if value is None or (empty_counts and not value):
-                    value = self._default(node, change[len(mark) :])
+                    value = self._default_text(node, change[len(mark) :])
                     if mark.endswith("="):
                         self.variables[name] = value
                 return value
         if change.startswith((":+", "+")):
-            return self._default(node, change.lstrip(":").removeprefix("+")) if value else ""
+            return self._default_text(node, change.lstrip(":").removeprefix("+")) if value else ""
         if value is None:
             return f"${{{name}}}"
         for mark, cut in _CUTS.items():
@@ -446,7 +470,7 @@ class _BashReader:
             self._note(node, f"{_text(node)} is taken as ${{{name}}}")
         return value
 
-    def _default(self, node: Node, text: str) -> str:
+    def _default_text(self, node: Node, text: str) -> str:
         parts = [child for child in node.named_children[1:] if child.type != "variable_name"]
         return "".join(self._string(part) for part in parts) if parts else text
 
@@ -539,31 +563,22 @@ def _unescaped(source: bytes, *, quoted: bool) -> str:
     return re.sub(r'\\([$`"\\])', r"\1", text) if quoted else re.sub(r"\\(.)", r"\1", text)
 
 
-def _cut_prefix(value: str, pattern: str) -> str:
+def _cut_prefix(value: str, pattern: str, *, choose: Callable[[list[int]], int]) -> str:
     ends = [end for end in range(len(value) + 1) if fnmatchcase(value[:end], pattern)]
-    return value[ends[0] :] if ends else value
+    return value[choose(ends) :] if ends else value
 
 
-def _cut_longest_prefix(value: str, pattern: str) -> str:
-    ends = [end for end in range(len(value) + 1) if fnmatchcase(value[:end], pattern)]
-    return value[ends[-1] :] if ends else value
-
-
-def _cut_suffix(value: str, pattern: str) -> str:
+def _cut_suffix(value: str, pattern: str, *, choose: Callable[[list[int]], int]) -> str:
     starts = [start for start in range(len(value) + 1) if fnmatchcase(value[start:], pattern)]
-    return value[: starts[-1]] if starts else value
+    return value[: choose(starts)] if starts else value
 
 
-def _cut_longest_suffix(value: str, pattern: str) -> str:
-    starts = [start for start in range(len(value) + 1) if fnmatchcase(value[start:], pattern)]
-    return value[: starts[0]] if starts else value
-
-
+# A doubled mark cuts the longest match: the prefix that ends last, the suffix that starts first.
 _CUTS: Final[dict[str, Callable[[str, str], str]]] = {
-    "##": _cut_longest_prefix,
-    "#": _cut_prefix,
-    "%%": _cut_longest_suffix,
-    "%": _cut_suffix,
+    "##": partial(_cut_prefix, choose=max),
+    "#": partial(_cut_prefix, choose=min),
+    "%%": partial(_cut_suffix, choose=min),
+    "%": partial(_cut_suffix, choose=max),
 }
 _COMPARISONS: Final[dict[str, Callable[[int, int], bool]]] = {
     "-eq": operator.eq,

@@ -2,15 +2,12 @@
 
 SCRIPT is a bash script that runs `torchrun ... pretrain_gpt.py ...`, or a model_config.yaml of Megatron-LM's functional
 tests. It is read, not run. The output is a shell command with one comment per change, and says in the first line what
-the command trains. Exit status:
-
-    0   the same run: model, data, optimizer and schedule agree, and losses do up to rounding
-    10  the same run, but slower or faster, or with other memory
-    20  another run: something that changes losses does not exist here
-    2   the script cannot be read, or our command line refuses the result
+the command trains. The exit status says it too (VERDICTS), or is 2 if the script cannot be read or our command line
+refuses the result.
 """
 
 import argparse
+import math
 import os
 import re
 import shlex
@@ -41,8 +38,6 @@ OUR_PROGRAM = "pretrain_gpt.py"
 _OTHER_PROGRAMS = re.compile(r"(pretrain_(?!gpt\b)\w+|train_(rl|dpo|sft)\w*|finetune_\w+)\.py$")
 # Options of torchrun that give the number of ranks.
 _NODES, _PER_NODE = ("--nnodes",), ("--nproc-per-node", "--nproc_per_node")
-# Flags that are accepted without an effect because of these reasons change how fast a run is.
-_SPEED_REASONS = ("chooses a kernel", "chooses an overlap", "trades time for memory")
 
 
 class Effect(IntEnum):
@@ -50,13 +45,14 @@ class Effect(IntEnum):
 
     SAME = 0
     SPEED = 10
-    ANOTHER = 20
+    DIFFERENT = 20
 
 
+# docs/migration.md has the same texts.
 VERDICTS = {
-    Effect.SAME: "the same run",
-    Effect.SPEED: "the same run, slower or faster or with other memory",
-    Effect.ANOTHER: "another run",
+    Effect.SAME: "trains the same: model, data, optimizer and schedule agree, and losses do up to rounding",
+    Effect.SPEED: "trains the same, but slower or faster, or with other memory",
+    Effect.DIFFERENT: "trains differently: a setting that changes losses is not available",
 }
 
 
@@ -171,7 +167,7 @@ def translate(launch: Launch) -> Translation:
 
 
 def group_words(words: Sequence[str]) -> list[Setting]:
-    """Splits a command line into flags with their words. Words before the first flag are dropped with an error."""
+    """Splits a command line into flags with their words. Raises ScriptError for words before the first flag."""
     settings: list[Setting] = []
     for word in words:
         if word.startswith("--"):
@@ -196,8 +192,8 @@ def _with_implied(settings: list[Setting]) -> list[Setting]:
 def change_of(setting: Setting, command: Mapping[str, Setting], *, own_script: bool) -> Change | None:
     """Returns the change of a setting of a command; None if it stays as it is."""
     flag = _flags_by_word().get(setting.flag)
-    first = replace(setting, flag=flag.flags[0]) if flag is not None else setting
-    rule = next((rule for rule in load_rules() if rule.matches(first, command)), None)
+    canonical = replace(setting, flag=flag.flags[0]) if flag is not None else setting
+    rule = next((rule for rule in load_rules() if rule.matches(canonical, command)), None)
     if rule is not None:
         becomes = rule.result(setting)
         unchanged = becomes == (setting.flag, *setting.words)
@@ -206,22 +202,21 @@ def change_of(setting: Setting, command: Mapping[str, Setting], *, own_script: b
         if own_script:
             return None
         why = "it is no flag of Megatron-LM's that is known here; add it to your script by extra_args_provider"
-        return Change(setting, (), Effect.ANOTHER, why)
+        return Change(setting, (), Effect.DIFFERENT, why)
     return _change_by_state(setting, flag)
 
 
 def _change_by_state(setting: Setting, flag: Flag) -> Change | None:
     if flag.state is FlagState.NO_EFFECT:
-        reason = HARMLESS[flag.flags[0]]
-        speed = reason.startswith(_SPEED_REASONS)
-        return Change(setting, (), Effect.SPEED if speed else Effect.SAME, f"it {reason}")
+        harmless = HARMLESS[flag.flags[0]]
+        return Change(setting, (), Effect.SPEED if harmless.changes_speed else Effect.SAME, f"it {harmless.reason}")
     if flag.state is FlagState.WORKS:
         return _refused_value(setting, flag)
     if _has_default(setting, flag):
         if flag.state is FlagState.DEFAULT_ONLY:
             return None
         return Change(setting, (), Effect.SAME, "it has its default")
-    return Change(setting, (), Effect.ANOTHER, refusal(flag).removeprefix("not supported; "))
+    return Change(setting, (), Effect.DIFFERENT, refusal(flag))
 
 
 def _refused_value(setting: Setting, flag: Flag) -> Change | None:
@@ -231,7 +226,7 @@ def _refused_value(setting: Setting, flag: Flag) -> Change | None:
             try:
                 value_of_word(flag, word)
             except ValueError as error:
-                return Change(setting, (), Effect.ANOTHER, str(error))
+                return Change(setting, (), Effect.DIFFERENT, str(error))
     return None
 
 
@@ -251,9 +246,16 @@ def _flags_by_word() -> Mapping[str, Flag]:
 
 
 def _unrepeated(words: Sequence[str]) -> list[str]:
-    """Leaves out repetitions of a flag without words, such as the --bf16 that an 8-bit format becomes."""
+    """Leaves out earlier repetitions of a setting, such as the --bf16 that an 8-bit format becomes.
+
+    The last occurrence stays, because it decides. Flags of a user's own script may add up, so all of them stay.
+    """
     settings = group_words(words)
-    kept = dict.fromkeys(settings)
+    kept = [
+        setting
+        for index, setting in enumerate(settings)
+        if setting.flag not in _flags_by_word() or setting not in settings[index + 1 :]
+    ]
     return [word for setting in kept for word in (setting.flag, *setting.words)]
 
 
@@ -300,10 +302,7 @@ def smallest_world(args: argparse.Namespace) -> int:
     dense = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     expert_tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     experts = args.pipeline_model_parallel_size * args.expert_model_parallel_size * expert_tensor
-    size = dense
-    while size % experts and size < dense * experts:
-        size += dense
-    return size
+    return math.lcm(dense, experts)
 
 
 def print_translation(translation: Translation) -> None:
@@ -370,7 +369,12 @@ def with_launcher(translation: Translation) -> Translation:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the translation and returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    statuses = "\n".join(f"  {effect.value:<4}{verdict}" for effect, verdict in VERDICTS.items())
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=f"exit status:\n{statuses}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("script", type=Path, help="bash script or model_config.yaml")
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a variable from outside; repeatable"

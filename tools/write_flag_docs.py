@@ -98,7 +98,7 @@ def _configurations_section(table: FlagTable) -> list[str]:
         shown = ", ".join(
             f"`{flag.flags[0]}`" + ("\\*" if flag.state is FlagState.DEFAULT_ONLY else "") for flag in flags
         )
-        found = dict.fromkeys(refusal(flag).removeprefix("not supported; ") for flag in flags)
+        found = dict.fromkeys(refusal(flag) for flag in flags)
         reasons = [one for one in found if not any(one != other and other.startswith(one) for other in found)]
         lines.append(f"| {title} | {shown} | {'; '.join(reasons)} |")
     return [*lines, ""]
@@ -109,7 +109,7 @@ def _no_effect_section(table: FlagTable) -> list[str]:
     lines += ["No number of any run can change by them. One notice names those that were given. Each", ""]
     by_reason: dict[str, list[Flag]] = defaultdict(list)
     for flag in table.in_state(FlagState.NO_EFFECT):
-        by_reason[HARMLESS[flag.flags[0]]].append(flag)
+        by_reason[HARMLESS[flag.flags[0]].reason].append(flag)
     lines += [f"- {reason}: {_names(flags)}" for reason, flags in by_reason.items()]
     return [*lines, ""]
 

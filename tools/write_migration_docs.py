@@ -25,9 +25,9 @@ def _summary(comparisons: Sequence[Comparison]) -> list[str]:
     found = counts(comparisons)
     here = sum(found.values())
     return [
-        f"Of {len(comparisons):,} names, {here:,} are of something that exists here. Of these, {found[Verdict.SAME]:,} "
-        f"({100 * found[Verdict.SAME] / here:.1f}%) are the same, {found[Verdict.THIN]} are thin and "
-        f"{found[Verdict.MISSING]} are missing.",
+        f"Of {len(comparisons):,} names, {len(comparisons) - here:,} belong to features we do not have. Of the other "
+        f"{here:,}, {found[Verdict.SAME]:,} ({100 * found[Verdict.SAME] / here:.1f}%) are the same, "
+        f"{found[Verdict.THIN]} are thin and {found[Verdict.MISSING]} are missing.",
         "",
     ]
 
@@ -52,7 +52,7 @@ def _rows_of(owner: str, members: Sequence[Comparison]) -> Iterable[str]:
     # Names with one verdict for one reason share a row, in the order of their first.
     groups: dict[tuple[str, str], list[str]] = {}
     for row in members:
-        groups.setdefault((row.verdict.value, _why(row)), []).append(_shown(row))
+        groups.setdefault((row.verdict.value, shown_reason(row)), []).append(_shown(row))
     prefix = f"`{owner}`: " if owner else ""
     for (verdict, why), names in groups.items():
         yield f"| {prefix}{', '.join(f'`{name}`' for name in names)} | {verdict} | {why} |"
@@ -62,10 +62,16 @@ def _shown(row: Comparison) -> str:
     return "the class" if row.name.kind == "class" else row.name.name
 
 
-def _why(row: Comparison) -> str:
-    if row.verdict is Verdict.SAME:
-        return row.unsupported and f"only with its default: {row.unsupported}"
-    return (row.unsupported or row.why).replace("|", "\\|")
+def shown_reason(row: Comparison) -> str:
+    """Returns the text of the last column: what differs, and what the name does not do here."""
+    notes = [row.why]
+    if row.unsupported:
+        # A field that exists accepts its default. Other names of features we do not have say why they are absent.
+        is_field = row.name.kind == "field" and row.verdict is not Verdict.MISSING
+        notes = [row.why, f"only with its default: {row.unsupported}"] if is_field else [row.unsupported]
+    if row.no_effect:
+        notes.append(f"accepted, without effect: {row.no_effect}")
+    return "; ".join(note for note in notes if note).replace("|", "\\|")
 
 
 def main() -> None:

@@ -3,6 +3,9 @@
 Code written for Megatron passes them. Readers of our configurations need not know them: each class below is a theme,
 and the configurations inherit them. An unsupported_field accepts its default alone, and other values are refused by
 name. A no_effect_field accepts every value, because the results are the same; the command line accepts its flag too.
+
+When a capability arrives, edit this file (configuration fields), megatron/training/command_line/refusals.py (flags),
+tools/translations.yaml (flags in launch scripts) and tools/megatron_api_unsupported.yaml (all other names).
 """
 
 from dataclasses import dataclass

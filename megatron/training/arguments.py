@@ -115,7 +115,7 @@ def _check_values(args: argparse.Namespace, flags: list[Flag], *, problems: list
             without_effect.append(flag)
         else:
             given = "" if flag.constant is not None else f" is {text_of_value(value)}"
-            problems.append(f"{flag.flags[0]}{given}: {refusal(flag)}")
+            problems.append(f"{flag.flags[0]}{given}: not supported; {refusal(flag)}")
     if problems:
         raise CommandLineError("\n".join(problems))
     if without_effect and is_first_rank():

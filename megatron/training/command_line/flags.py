@@ -417,11 +417,11 @@ def flag_table() -> FlagTable:
 
 
 def refusal(flag: Flag) -> str:
-    """Returns why a flag is refused and what to use instead, as the end of a message that starts with the flag."""
+    """Returns why a flag is refused and what to use instead, without "not supported"."""
     for pattern, sentence in MISSING if flag.state is FlagState.DEFAULT_ONLY else REFUSALS:
         if re.match(pattern, flag.flags[0]):
-            return f"not supported; {sentence}"
-    return f"not supported; {GROUP_REFUSALS[flag.group]}"
+            return sentence
+    return GROUP_REFUSALS[flag.group]
 
 
 def no_effect_notice(flags: list[Flag]) -> str:

@@ -86,7 +86,7 @@ class _Refuse(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         given = f" is {' '.join(values)}" if values else ""
-        vars(namespace).setdefault(REFUSED, []).append(f"{option_string}{given}: {refusal(self.flag)}")
+        vars(namespace).setdefault(REFUSED, []).append(f"{option_string}{given}: not supported; {refusal(self.flag)}")
 
 
 class _StoreUnwrapped(argparse.Action):

@@ -1,8 +1,13 @@
-"""Advice for each flag that is refused, and the reason for each flag that is accepted without an effect. Text only.
+"""Advice for each flag that is refused, and the reason for each flag that is accepted without an effect.
 
 Patterns are tried in order against the flag's first option string; the first match counts. A flag that is in neither a
 configuration nor HARMLESS is refused, unless its value is the default.
+
+When a capability arrives, edit megatron/core/absent_config.py (configuration fields), this file (flags),
+tools/translations.yaml (flags in launch scripts) and tools/megatron_api_unsupported.yaml (all other names).
 """
+
+from dataclasses import dataclass
 
 _INFERENCE = (
     "serving is outside this framework: train here, export the checkpoint and serve it with an inference engine"
@@ -211,14 +216,27 @@ NO_EFFECT_HINTS = {
 }
 
 
-_KERNELS = "chooses a kernel: kernels are chosen by the device here"
-_SCHEDULE = "chooses an overlap, for which there are other flags here; results are the same"
-_MEMORY = "trades time for memory, with the same results"
-_LOG = "only adds to the log, which has --tensorboard-dir and the --log flags here"
-_SAVING = "tunes how checkpoints are written, not what is in them"
-_ALWAYS = "requests what is always done here"
-_WITH_MEGATRON_FSDP = "is read only with --use-megatron-fsdp, which is refused"
-_RERUN = "chooses how suspect results are examined: steps with NaN or Inf stop the run here"
+@dataclass(frozen=True)
+class Harmless:
+    """Why a flag is accepted without an effect: the end of a sentence that starts with the flag.
+
+    changes_speed: the flag makes a run of Megatron-LM's faster or slower, or changes its memory, and none of ours.
+    """
+
+    reason: str
+    changes_speed: bool = False
+
+
+_KERNELS = Harmless("chooses a kernel: kernels are chosen by the device here", changes_speed=True)
+_SCHEDULE = Harmless(
+    "chooses an overlap, for which there are other flags here; results are the same", changes_speed=True
+)
+_MEMORY = Harmless("trades time for memory, with the same results", changes_speed=True)
+_LOG = Harmless("only adds to the log, which has --tensorboard-dir and the --log flags here")
+_SAVING = Harmless("tunes how checkpoints are written, not what is in them")
+_ALWAYS = Harmless("requests what is always done here")
+_WITH_MEGATRON_FSDP = Harmless("is read only with --use-megatron-fsdp, which is refused")
+_RERUN = Harmless("chooses how suspect results are examined: steps with NaN or Inf stop the run here")
 
 _FLAGS_BY_REASON = {
     _KERNELS: (
@@ -273,9 +291,9 @@ _FLAGS_BY_REASON = {
         "--te-rng-tracker",
         "--verify-integrity",
     ),
-    "tunes how the index of a corpus is built, not what is in it": ("--num-dataset-builder-threads",),
-    "allows what needs no permission here": ("--enable-experimental",),
-    "is read only by --optimizer lion, which is refused": ("--lion-beta1", "--lion-beta2"),
+    Harmless("tunes how the index of a corpus is built, not what is in it"): ("--num-dataset-builder-threads",),
+    Harmless("allows what needs no permission here"): ("--enable-experimental",),
+    Harmless("is read only by --optimizer lion, which is refused"): ("--lion-beta1", "--lion-beta2"),
     _WITH_MEGATRON_FSDP: (
         "--megatron-fsdp-grad-comm-dtype",
         "--megatron-fsdp-main-grads-dtype",

@@ -214,7 +214,7 @@ def _flag_of_key(name: str, table: FlagTable, *, aliases: dict[str, Flag], path:
         usable = [key for key, known in aliases.items() if known.state is not FlagState.REFUSED]
         raise CommandLineError(f"{path}: unknown key {name}{did_you_mean(name, usable)}")
     if flag.state is FlagState.REFUSED:
-        raise CommandLineError(f"{path}: {name}: {refusal(flag)}")
+        raise CommandLineError(f"{path}: {name}: not supported; {refusal(flag)}")
     return flag
 
 

@@ -3,13 +3,25 @@
 import sys
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from tools.compare_api import Comparison, Verdict, compare, compare_all, counts, load_unsupported, read_names
-from tools.write_migration_docs import MARK, PAGE, with_table
+from tools.compare_api import (
+    UNKNOWN,
+    Comparison,
+    Verdict,
+    compare,
+    compare_all,
+    config_metadata,
+    counts,
+    load_names,
+    load_unsupported,
+    read_names,
+)
+from tools.write_migration_docs import MARK, PAGE, shown_reason, with_table
 
 LIST = """
 # A comment
@@ -124,18 +136,57 @@ def test_names_of_what_we_lack_do_not_count() -> None:
     assert sum(counts([row]).values()) == 0
 
 
-def test_every_pattern_of_what_we_lack_matches_a_name() -> None:
+def test_every_pattern_of_what_we_lack_matches_a_name_that_is_no_configuration_field() -> None:
     unmatched = {pattern for entry in load_unsupported() for pattern in entry.names}
-    for row in compare_all():
-        unmatched = {pattern for pattern in unmatched if not fnmatchcase(row.name.path, pattern)}
+    for name in load_names():
+        if config_metadata(name) is None:
+            unmatched = {pattern for pattern in unmatched if not fnmatchcase(name.path, pattern)}
     assert unmatched == set()
+
+
+def test_the_page_says_of_a_field_what_its_declaration_says() -> None:
+    kinds = set()
+    for row in compare_all():
+        metadata = config_metadata(row.name)
+        if metadata is None:
+            continue
+        phrase = shown_reason(row)
+        assert ("only with its default" in phrase) == ("unsupported" in metadata), row.name.path
+        assert ("accepted, without effect" in phrase) == ("no_effect" in metadata), row.name.path
+        reason = metadata.get("unsupported") or metadata.get("no_effect") or ""
+        assert reason.replace("|", "\\|") in phrase, row.name.path
+        kinds |= set(metadata)
+    assert kinds == {"unsupported", "no_effect", "spec"}
+
+
+def test_a_broken_module_of_ours_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "broken_here.py").write_text("import not_installed_anywhere\n", encoding="utf-8")
+    (tmp_path / "wrong_here.py").write_text("from os import no_such_name\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    for module, message in (("broken_here", "not_installed_anywhere"), ("wrong_here", "no_such_name")):
+        with pytest.raises(ImportError, match=message):
+            compare_all(read_names(f"## {module}.py\nthing()\n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "default"),
+    [("2 ** 4", 16), ("4 * 8", 32), ("1 + 2", UNKNOWN), ("1 / 3", UNKNOWN), ("2 * N", UNKNOWN), ("-1", -1)],
+)
+def test_defaults_are_values_or_unknown(text: str, default: object) -> None:
+    (name,) = read_names(f"## there/calls.py\nf(by={text})\n")
+    assert name.parameters[0].default == default
 
 
 def test_names_with_one_verdict_for_one_reason_share_a_row() -> None:
     names = read_names("## a/b.py\nclass C()\n    one()\n    two()\n    three()\n")
-    rows = [Comparison(name, Verdict.THIN if name.name == "two" else Verdict.SAME, "no x|y") for name in names]
+    rows = [
+        Comparison(name, Verdict.THIN, "no x|y") if name.name == "two" else Comparison(name, Verdict.SAME)
+        for name in names
+    ]
     table = with_table(f"By hand.\n{MARK}old", rows)
-    assert table.startswith(f"By hand.\n{MARK}\nOf 4 names, 4 are of something that exists here.")
+    assert table.startswith(
+        f"By hand.\n{MARK}\nOf 4 names, 0 belong to features we do not have. Of the other 4, 3 (75.0%)"
+    )
     assert "| `C`: `the class`, `one`, `three` | same |  |\n| `C`: `two` | thin | no x\\|y |\n" in table
 
 

@@ -138,6 +138,25 @@ def test_functions_and_loops_are_those_of_bash() -> None:
     assert _by_reader(FUNCTIONS, {}) == _by_bash(FUNCTIONS, {})
 
 
+@pytest.mark.parametrize("count", ["", "2", "9"], ids=["one", "two", "more than there are"])
+def test_shifted_arguments_are_those_of_bash(count: str) -> None:
+    script = f'set -- a b c\nshift {count}\ntorchrun pretrain_gpt.py --rest "$@"\n'
+    assert _by_reader(script, {}) == _by_bash(script, {})
+
+
+@pytest.mark.parametrize(("count", "shown"), [("$N", "${N}"), ("x", "x"), ("-1", "-1")])
+def test_a_shift_by_no_number_is_noted(count: str, shown: str) -> None:
+    script = read_script(f'set -- a b\nshift {count}\ntorchrun pretrain_gpt.py --rest "$@"\n', {}, name="run.sh")
+    assert script.notes == (f"line 2: shift {shown} is left out, because {shown} is not a number",)
+    assert script.launches[0].words == ("--rest", "a", "b")
+
+
+def test_the_name_of_the_script_survives_new_arguments() -> None:
+    script = 'f() { torchrun pretrain_gpt.py --tag "$0" --rest "$@"; }\nset -- a b\nf c\n'
+    (launch,) = read_script(script, {"0": "run.sh", "1": "x"}, name="run.sh").launches
+    assert launch.words == ("--tag", "run.sh", "--rest", "c")
+
+
 def test_a_command_for_a_scheduler_is_found_in_its_string() -> None:
     script = 'run="python -u /opt/m/pretrain_gpt.py --num-layers 2 --lr ${LR}"\nsrun -l --output=x sh -c "${run}"\n'
     (launch,) = read_script(script, {"LR": "0.1"}, name="run.sub").launches

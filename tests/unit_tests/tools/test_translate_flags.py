@@ -10,6 +10,7 @@ from megatron.training.command_line.flags import FlagState, flag_table, load_kno
 from tests.functional_tests.launch import run_program
 from tools.launch_scripts import Launch, ScriptError
 from tools.translate_flags import (
+    VERDICTS,
     Effect,
     Setting,
     change_of,
@@ -66,26 +67,49 @@ def test_a_command_that_works_as_it_is_stays_as_it_is() -> None:
          "--moe-token-dispatcher-type alltoall", Effect.SPEED),
         ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4",
          "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4", Effect.SAME),
-        ("--fp8-format hybrid --bf16", "--bf16", Effect.ANOTHER),
-        ("--fp8-format hybrid", "--bf16", Effect.ANOTHER),
+        ("--fp8-format hybrid --bf16", "--bf16", Effect.DIFFERENT),
+        ("--fp8-format hybrid", "--bf16", Effect.DIFFERENT),
         ("--optimizer dist_muon --muon-coefficient-type simple",
          "--optimizer muon --use-distributed-optimizer --muon-coefficient-type simple", Effect.SAME),
-        ("--optimizer muon", "--optimizer muon", Effect.ANOTHER),
+        ("--optimizer muon", "--optimizer muon", Effect.DIFFERENT),
         ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", "--use-torch-fsdp2", Effect.SPEED),
         ("--ckpt-format torch --lr=0.1", "--ckpt-format torch_dist --lr 0.1", Effect.SAME),
         ("--load x --ckpt-format torch", "--load x --ckpt-format torch_dist", Effect.SAME),
-        ("--load x --ckpt-format zarr", "--load x --ckpt-format torch_dist", Effect.ANOTHER),
+        ("--load x --ckpt-format zarr", "--load x --ckpt-format torch_dist", Effect.DIFFERENT),
         ("--one-logger-project x --enable-ft-package", "", Effect.SAME),
-        ("--is-hybrid-model --lr 1", "--lr 1", Effect.ANOTHER),
-        ("--perform-rl-step", "", Effect.ANOTHER),
-        ("--dsa-indexer-topk 4", "", Effect.ANOTHER),
-        ("--no-such-flag 3", "", Effect.ANOTHER),
-        ("--position-embedding-type mrope", "", Effect.ANOTHER),
+        ("--is-hybrid-model --lr 1", "--lr 1", Effect.DIFFERENT),
+        ("--perform-rl-step", "", Effect.DIFFERENT),
+        ("--dsa-indexer-topk 4", "", Effect.DIFFERENT),
+        ("--no-such-flag 3", "", Effect.DIFFERENT),
+        ("--position-embedding-type mrope", "", Effect.DIFFERENT),
         ("--mamba-state-dim 128", "", Effect.SAME),  # its default, in a script that names everything
     ],
 )  # fmt: skip
 def test_flags_become_ours(given: str, result: str, effect: Effect) -> None:
     assert _translate(*given.split()) == (result.split(), effect)
+
+
+@pytest.mark.parametrize(
+    ("given", "result"),
+    [
+        ("--lr 1 --lr 2 --lr 1", "--lr 2 --lr 1"),
+        ("--bf16 --lr 1 --bf16", "--lr 1 --bf16"),
+        ("--untie-embeddings-and-output-weights --lr 1 --lr 1", "--untie-embeddings-and-output-weights --lr 1"),
+    ],
+)
+def test_the_last_occurrence_of_a_flag_decides(given: str, result: str) -> None:
+    assert _translate(*given.split())[0] == result.split()
+
+
+def test_repeated_flags_of_a_script_of_the_users_own_stay() -> None:
+    words = ("--tag", "a", "--tag", "b", "--tag", "a")
+    assert translate(Launch((), "my/train.py", words)).launch.words == words
+
+
+def test_the_page_has_the_verdicts_of_the_code() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "migration.md").read_text(encoding="utf-8")
+    for effect, verdict in VERDICTS.items():
+        assert f"| {effect.value} | {verdict} |" in page
 
 
 def test_every_change_has_a_reason_of_one_line() -> None:
@@ -128,7 +152,7 @@ def test_a_kept_flag_is_never_one_that_our_command_line_refuses() -> None:
         ([*MODEL, *RUN, *DATA, "--tensor-model-parallel-size", "3"], 2),
         ([*MODEL, *RUN, *DATA, "--hidden-size", "${WIDTH}"], 2),
     ],
-    ids=["same", "speed", "another", "refused", "unknown value"],
+    ids=["same", "speed", "different", "refused", "unknown value"],
 )
 def test_the_exit_status_says_which_run_it_is(
     words: list[str], status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -198,7 +222,7 @@ def test_a_model_config_gets_the_fewest_ranks(tmp_path: Path, capsys: pytest.Cap
 def test_the_paged_stash_recipe_translates_to_a_line_that_trains(tmp_path: Path) -> None:
     words = [*MODEL, *RUN, *DATA, *EXPERTS, *STASH]
     translation = translate(Launch(("torchrun", "--nproc-per-node", "2"), "pretrain_gpt.py", tuple(words)))
-    assert translation.effect is Effect.ANOTHER and problems_of(translation) == []
+    assert translation.effect is Effect.DIFFERENT and problems_of(translation) == []
     run = run_program(translation.launch.words, 2, folder=tmp_path)
     assert run.exit_codes == [0, 0], run.written()
     assert sorted(run.steps) == [1, 2]
