@@ -83,12 +83,17 @@ class CoreTarget:
     fused: bool = True
     padded_vocab_size: int | None = None
 
+    @property
+    def chains_optimizers(self) -> bool:
+        """Whether its optimizer is a chain of two: dense parameters, then those of experts."""
+        return self.expert > 1
+
 
 def to_megatron_core(load: Path, save: Path, *, target: CoreTarget, step: int | None = None) -> Path:
     """Writes weights and Adam's state as a checkpoint of Megatron-Core's; returns its folder.
 
-    Raises ValueError for a checkpoint of another optimizer, and if the folder is there already; OSError if it cannot be
-    written. Leaves nothing after an error.
+    Raises ValueError for a checkpoint of another optimizer, for expert-parallel ranks of a model without experts, and
+    if the folder is there already; OSError if it cannot be written. Leaves nothing after an error.
     """
     found = checkpoint_of_load(load, step)
     if found.format is not CheckpointFormat.OURS:
@@ -101,6 +106,8 @@ def to_megatron_core(load: Path, save: Path, *, target: CoreTarget, step: int | 
     has_state = values["contents"]["optimizer"]
     if has_state and stored.get("optimizer") not in ("adam", "distributed_fused_adam"):
         raise ValueError(f"optimizer is {stored.get('optimizer')!r}: must be adam, whose state both sides have")
+    if target.chains_optimizers and not stored.get("num_experts"):
+        raise ValueError(f"--target-expert-parallel-size is {target.expert}: must be 1 for a model without experts")
     args = model_args(stored)
     args.unpadded_vocab_size = stored["unpadded_vocab_size"]
     args.padded_vocab_size = _padded_vocab_size(args, target)
@@ -203,7 +210,7 @@ class _Boxes:
         key = place.key
         if theirs:
             chain = ""
-            if self._target.expert > 1:
+            if self._target.chains_optimizers:
                 chain = "chained_1." if _EXPERT in name else "chained_0."
             key = f"{chain}optimizer.state.{theirs}.{place.key}"
         return ShardedTensor.at(key, values.view(*lead, *shape), place.shape(shape), offset)
@@ -262,19 +269,13 @@ def _common(values: Mapping[str, Any], args: argparse.Namespace, target: CoreTar
 
 
 def _optimizer(values: Mapping[str, Any], target: CoreTarget) -> dict[Any, Any]:
-    if target.expert > 1 and values["args"].get("num_experts"):
-        return {0: _one_optimizer(values, target, (False,)), 1: _one_optimizer(values, target, (True,))}
-    kinds = (False, True) if target.expert > 1 else (False,)
-    return _one_optimizer(values, target, kinds)
+    dense = _one_optimizer(values, target, expert=False)
+    return {0: dense, 1: _one_optimizer(values, target, expert=True)} if target.chains_optimizers else dense
 
 
-def _one_optimizer(values: Mapping[str, Any], target: CoreTarget, of_experts: Sequence[bool]) -> dict[str, Any]:
+def _one_optimizer(values: Mapping[str, Any], target: CoreTarget, *, expert: bool) -> dict[str, Any]:
     step, args = float(values["optimizer"]["step"]), values["args"]
-    groups = [
-        _group(args, decayed=decayed, expert=expert)
-        for expert in of_experts
-        for decayed in ((True,) if expert else (True, False))
-    ]
+    groups = [_group(args, decayed=decayed, expert=expert) for decayed in ((True,) if expert else (True, False))]
     scaler = values["optimizer"].get("grad_scaler")
     common: dict[str, Any] = {} if scaler is None else {"grad_scaler": _scaler(scaler)}
     if target.distributed:

@@ -289,6 +289,18 @@ def test_damaged_files_and_other_formats_are_named(
     assert "is there already, and is not overwritten; give a new folder" in capsys.readouterr().err
 
 
+def test_expert_parallel_ranks_of_a_dense_model_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its optimizer is no chain, so that keys of tensors in a chain would belong to nothing in common.pt."""
+    args = FACTS[GATED]["args"]
+    write_megatron_core(tmp_path / "came", stored_tensors(model_of(GATED), GATED), args=args, iteration=ITERATION)
+    convert(tmp_path / "came", tmp_path / "ours")
+    words = ["convert", "--from", "torch_dist", "--to", "torch_dist_mcore", "--load", str(tmp_path / "ours")]
+    with pytest.raises(SystemExit):
+        main([*words, "--save", str(tmp_path / "went"), "--target-expert-parallel-size", "2"])
+    assert "--target-expert-parallel-size is 2: must be 1 for a model without experts" in capsys.readouterr().err
+    assert not (tmp_path / "went").exists()
+
+
 def write_common(path: Path, args: dict[str, Any] | None) -> None:
     content = {"iteration": ITERATION}
     torch.save(content if args is None else {**content, "args": argparse.Namespace(**args)}, path)
