@@ -22,7 +22,7 @@ from megatron.training.checkpointing.folder import (
 from megatron.training.checkpointing.megatron_core import (
     EMBEDDING,
     as_checkpoint,
-    megatron_core_values,
+    values_of_files,
     vocabulary_rows,
 )
 from megatron.training.checkpointing.megatron_core_files import COMMON_FILE, MegatronCoreFiles
@@ -55,12 +55,12 @@ def from_megatron_core(
     folder = save / RELEASE if files.iteration is None else iteration_folder(save, files.iteration)
     if folder.exists():
         raise ValueError(f"--save is {save}: {folder} is there already, and is not overwritten; give a new folder")
-    values = megatron_core_values(files.folder)
+    values = values_of_files(files)
     args = _args_of_files(files, vocab_size=vocab_size, settings=settings)
     has_masters = bool(values["args"].get("bf16") or values["args"].get("fp16"))
     model = whole_gpt(args, padded_vocab_size=args.padded_vocab_size)
     has_state = values["contents"]["optimizer"]
-    checkpoint = as_checkpoint(files, model, with_masters=has_masters, with_state=has_state)
+    checkpoint = as_checkpoint(files, model, values=values, with_masters=has_masters, with_state=has_state)
     save_stream(all_tensors(checkpoint), folder, common=_common(args, files, values))
     if files.iteration is None:
         write_release_tracker(str(save))
@@ -112,7 +112,7 @@ def _args_of_files(files: MegatronCoreFiles, *, vocab_size: int | None, settings
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     args = model_args(stored)
-    if EMBEDDING not in files.shapes:
+    if EMBEDDING not in files.weights:
         raise ValueError(f"{files.folder} has no {EMBEDDING}")
     tokens = vocab_size or stored.get("vocab_size")
     if tokens is None:

@@ -41,20 +41,24 @@ _KINDS = {EXP_AVG: EXP_AVG, EXP_AVG_SQ: EXP_AVG_SQ, "fp32_param": MASTERS, "para
 
 
 def megatron_core_values(folder: Path) -> dict[str, Any]:
-    """Reads what the common file of one of our checkpoints would hold; raises as MegatronCoreFiles.open does.
+    """Reads the values of `values_of_files` from a folder; also raises as MegatronCoreFiles.open does."""
+    return values_of_files(MegatronCoreFiles.open(folder))
 
-    Also raises ValueError naming the value for a model that does not exist here.
+
+def values_of_files(files: MegatronCoreFiles) -> dict[str, Any]:
+    """Returns what the common file of one of our checkpoints would hold.
+
+    Raises ValueError naming file and value for a model that does not exist here, or an optimizer of uneven steps.
     """
-    files = MegatronCoreFiles.open(folder)
     try:
-        return _values(files, iteration=files.iteration or 0)
+        return _values(files)
     except ValueError as error:
-        raise ValueError(f"{folder / COMMON_FILE}: {error}") from error
+        raise ValueError(f"{files.folder / COMMON_FILE}: {error}") from error
 
 
-def _values(files: MegatronCoreFiles, *, iteration: int) -> dict[str, Any]:
+def _values(files: MegatronCoreFiles) -> dict[str, Any]:
     step = _step_of(files.common.get("optimizer"))
-    values = values_without_state(files.args or {}, iteration=iteration)
+    values = values_without_state(files.args or {}, iteration=files.iteration or 0)
     values["contents"]["optimizer"] = step is not None and EXP_AVG in files.states
     return {
         **values,
@@ -111,16 +115,17 @@ def as_checkpoint(
     files: MegatronCoreFiles,
     model: nn.Module,
     *,
+    values: dict[str, Any],
     with_masters: bool,
     with_state: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> VerifiedCheckpoint:
     """Reads all files once, shared among the ranks, and returns their tensors under our keys. Collective.
 
-    model: the whole model as one process has it, on the meta device, with experts of their own and as many rows of the
-    vocabulary as the files. with_masters: whether 16-bit parameters have fp32 masters; an fp32 run has none, and its
-    copies in the files are left out. with_state: whether to give optimizer state at all. Raises ValueError naming the
-    tensor if a weight is missing, has another shape, or belongs to no parameter.
+    model: the unsharded model on the meta device, with ungrouped experts and the stored vocabulary size. values: those
+    of `values_of_files`, which become the result's `common`. with_masters: whether 16-bit parameters have fp32 masters;
+    an fp32 run has none, and its copies in the files are left out. with_state: whether to give optimizer state at all.
+    Raises ValueError naming the tensor if a weight is missing, has another shape, or belongs to no parameter.
     """
     places = places_of_model(files, model)
     checked = files.checked(process_group)
@@ -133,21 +138,24 @@ def as_checkpoint(
             ours = _KINDS.get(kind)
             if ours is not None and (with_masters or ours != MASTERS) and all(p.key in keys for p in places[name]):
                 view.add(parts, places[name], tensor, prefix=state_prefix(ours), keys=keys)
-    return _TheirCheckpoint(files.folder, {}, Metadata(view.entries), view.pieces)
+    return _TheirCheckpoint(files.folder, {}, Metadata(view.entries), view.pieces, values)
 
 
+@dataclass(frozen=True)
 class _TheirCheckpoint(VerifiedCheckpoint):
-    """A checkpoint under our keys, whose files have none of ours."""
+    """Megatron-Core's files, read as one of our checkpoints. values: of `values_of_files`."""
+
+    values: dict[str, Any]
 
     @property
     def common(self) -> dict[str, Any]:
-        """The values of `megatron_core_values`."""
-        return megatron_core_values(self.folder)
+        """The values that it was opened with."""
+        return self.values
 
 
 def vocabulary_rows(files: MegatronCoreFiles, *, num_tokens: int) -> int:
     """Returns the rows of the stored embedding. Raises ValueError if they are fewer than the tokenizer's tokens."""
-    rows = files.shapes.get(EMBEDDING, (0,))[0]
+    rows = files.shape(EMBEDDING)[0] if EMBEDDING in files.weights else 0
     if not 0 < num_tokens <= rows:
         raise ValueError(
             f"the vocabulary has {num_tokens} tokens: must be 1 to the {rows} rows of {EMBEDDING} in {files.folder}"
@@ -295,12 +303,11 @@ def places_of_model(files: MegatronCoreFiles, model: nn.Module) -> dict[str, lis
     num_layers = len({found[1] for name, _ in model.named_parameters() if (found := _LAYER.fullmatch(name))})
     num_experts = len({found[2] for name, _ in model.named_parameters() if (found := _EXPERT.fullmatch(name))})
     places = {}
-    shapes = files.shapes
     for name, tensor in tensors_of(model).items():
-        places[name] = _places(name, files, shapes, num_layers=num_layers, num_experts=num_experts)
+        places[name] = _places(name, files, num_layers=num_layers, num_experts=num_experts)
         for place in places[name]:
             require_shape(files, place.key, place.shape(tuple(tensor.shape)))
-    unknown = sorted(shapes.keys() - {place.key for found in places.values() for place in found})
+    unknown = sorted(files.weights - {place.key for found in places.values() for place in found})
     if unknown:
         more = f", and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise ValueError(f"{files.folder} has {unknown[0]}{more}, which the model of its arguments has not")
@@ -314,13 +321,11 @@ def require_shape(files: MegatronCoreFiles, key: str, wanted: tuple[int, ...]) -
         raise ValueError(f"{files.folder} has {key} with shape {list(found)}: must be {list(wanted)} by its arguments")
 
 
-def _places(
-    name: str, files: MegatronCoreFiles, shapes: Mapping[str, Any], *, num_layers: int, num_experts: int
-) -> list[Place]:
+def _places(name: str, files: MegatronCoreFiles, *, num_layers: int, num_experts: int) -> list[Place]:
     """Returns the first way to store a parameter whose keys exist."""
     ways = list(ways_to_store(name, num_layers=num_layers, num_experts=num_experts))
     for places in ways:
-        if all(place.key in shapes for place in places):
+        if all(place.key in files.weights for place in places):
             return places
     raise ValueError(f"{files.folder} has no {ways[0][0].key}, which is {name} of the model of its arguments")
 
