@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing import folder as folders
 from megatron.core.dist_checkpointing.storage import METADATA_FILE, read_metadata
-from megatron.core.logical_tensors import identity_piece
+from megatron.core.logical_tensors import pieces_of_tensor
 from megatron.core.optimizer.adam import EXP_AVG, EXP_AVG_SQ
 from megatron.core.optimizer.state_dict import MASTERS, state_prefix
 from megatron.core.tokenizers import vocab_size_with_padding
@@ -115,6 +115,7 @@ def to_megatron_core(load: Path, save: Path, *, target: CoreTarget, step: int | 
     boxes = _Boxes(model, checkpoint, target, args)
     save.mkdir(parents=True, exist_ok=True)
     with folders.atomic_folder(folder) as temporary:
+        # save_stream writes our format into a new folder. Only its data files and index belong to theirs.
         save_stream(boxes.all(with_state=has_state), temporary / "tensors", common={}, with_zip_checksums=True)
         for path in (temporary / "tensors").iterdir():
             if path.name == METADATA_FILE or path.suffix == ".distcp":
@@ -171,14 +172,14 @@ class _Boxes:
                     (state_prefix(MASTERS) if has_masters else "", "param" if self._target.distributed else MASTERS)
                 )
         for name, tensor in self._tensors.items():
-            pieces = self._pieces.get(name) or [identity_piece(name, tuple(tensor.shape))]
+            pieces = pieces_of_tensor(name, tensor, self._pieces)
             for ours, theirs in kinds:
                 if theirs and name not in self._pieces:
                     continue  # a buffer has no state
                 yield self._box(name, tuple(tensor.shape), pieces, ours=ours, theirs=theirs)
 
     def extra_states(self) -> list[str]:
-        """Returns the keys of the empty states of modules that its layers ask for beside weights."""
+        """Returns keys of the (empty) `_extra_state` entries that Megatron's layers require on load."""
         keys = []
         for name in self._tensors:
             module, _, leaf = name.rpartition(".")

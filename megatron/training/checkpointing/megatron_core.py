@@ -3,8 +3,6 @@
 A run loads the result like its own checkpoint, in any layout, with optimizer state. Nothing is copied: each part of a
 stored tensor becomes a piece of a logical tensor, with its place in the same file. megatron_core_files.py reads and
 checks the files, and tools/convert_megatron_core.py writes the result to disk.
-
-Shape letters are those of megatron/core/README.md; L is the number of layers, E of experts.
 """
 
 import itertools
@@ -23,7 +21,14 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, Te
 from megatron.core.dist_checkpointing import VerifiedCheckpoint
 from megatron.core.dist_checkpointing.manifest import Piece
 from megatron.core.dist_checkpointing.storage import StoredPieces
-from megatron.core.logical_tensors import Box, LogicalPiece, boxes_of_range, identity_piece, model_logical_pieces
+from megatron.core.logical_tensors import (
+    Box,
+    LogicalPiece,
+    boxes_of_range,
+    identity_piece,
+    model_logical_pieces,
+    pieces_of_tensor,
+)
 from megatron.core.optimizer.adam import EXP_AVG, EXP_AVG_SQ
 from megatron.core.optimizer.state_dict import MASTERS, state_prefix
 from megatron.training.checkpointing.megatron_core_files import COMMON_FILE, MegatronCoreFiles
@@ -81,7 +86,7 @@ def _optimizers(state: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _step_of(state: Any) -> int | None:
-    """Returns the updates that the optimizer has made: a count of all parameters, or one of each group."""
+    """Returns the number of updates, which is stored once for all parameters or for each group."""
     counts = []
     for part in _optimizers(state):
         inner = part["optimizer"]
@@ -132,12 +137,12 @@ def as_checkpoint(
     logical = model_logical_pieces(model)
     view = _View(files, checked, {}, {})
     for name, tensor in tensors_of(model).items():
-        parts = logical.get(name) or [identity_piece(name, tuple(tensor.shape))]
-        view.add(parts, places[name], tensor, prefix="", keys=None)
+        parts, shape = pieces_of_tensor(name, tensor, logical), tuple(tensor.shape)
+        view.add(parts, places[name], shape, prefix="", keys=None)
         for kind, keys in files.states.items() if with_state else ():
             ours = _KINDS.get(kind)
             if ours is not None and (with_masters or ours != MASTERS) and all(p.key in keys for p in places[name]):
-                view.add(parts, places[name], tensor, prefix=state_prefix(ours), keys=keys)
+                view.add(parts, places[name], shape, prefix=state_prefix(ours), keys=keys)
     return _TheirCheckpoint(files.folder, {}, Metadata(view.entries), view.pieces, values)
 
 
@@ -176,28 +181,28 @@ class _View:
         self,
         parts: list[LogicalPiece],
         places: list["Place"],
-        parameter: Tensor,
+        parameter: tuple[int, ...],
         *,
         prefix: str,
         keys: Mapping[str, str] | None,
     ) -> None:
-        """Adds the logical tensors of a parameter of any shape and dtype, or of a state of it.
+        """Adds the logical tensors of a parameter, or of a state of it.
 
-        keys: the stored keys of the state by those of weights; None for the weights themselves.
+        parameter: its shape, which `places_of_model` has compared with the stored weights. keys: the stored keys of the
+        state by those of weights; None for the weights themselves.
         """
         for place in places:
-            key = place.key if keys is None else keys[place.key]
-            shape = tuple(parameter.shape)
-            require_shape(self.files, key, place.shape(shape))
+            key = place.key
+            if keys is not None:
+                key = keys[key]
+                require_shape(self.files, key, place.shape(parameter))
             properties = TensorProperties(dtype=self.files.dtype(key))
             for part in parts:
                 self.entries[prefix + part.key] = TensorStorageMetadata(
                     properties, torch.Size(part.global_shape), chunks=[]
                 )
             for name, piece in self.checked[key]:
-                for found in pieces_here(
-                    piece, place, parts, tuple(parameter.shape), itemsize=properties.dtype.itemsize
-                ):
+                for found in pieces_here(piece, place, parts, parameter, itemsize=properties.dtype.itemsize):
                     renamed = replace(found, key=prefix + found.key)
                     self.pieces.setdefault(renamed.key, []).append((name, renamed))
 
