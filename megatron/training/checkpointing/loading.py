@@ -36,6 +36,7 @@ from megatron.training.checkpointing.folder import (
 )
 from megatron.training.checkpointing.legacy_files import LegacyFiles
 from megatron.training.checkpointing.megatron_core_files import MegatronCoreFiles
+from megatron.training.checkpointing.megatron_objects import MEGATRON
 from megatron.training.checkpointing.partial_load import (
     EMBEDDING,
     OUTPUT,
@@ -268,7 +269,8 @@ def _load_scope(
     with_optimizer = has_optimizer and not config.no_load_optim
     scope = _Scope(position=True, optimizer=with_optimizer, rng=has_optimizer and not config.no_load_rng)
     for name, wanted, flag in (("optimizer", scope.optimizer, "optim"), ("rng", scope.rng, "rng")):
-        if wanted and not common["contents"][name]:
+        gets_fresh_seeds = name == "rng" and common.get("origin") == MEGATRON
+        if wanted and not common["contents"][name] and not gets_fresh_seeds:
             why = f"the checkpoint holds no {name} state"
             if found.format is CheckpointFormat.LEGACY:
                 why = f"{found.path} is in {found.format.value}, whose {name} state is not read"

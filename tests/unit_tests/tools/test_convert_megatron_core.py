@@ -250,7 +250,7 @@ def test_damaged_files_and_other_formats_are_named(
     assert "no file has this range" in refused_with(data, None)
     config, common, account = (folder / name for name in ("metadata.json", "common.pt", ".metadata"))
     assert "sharded_backend is 'zarr': must be 'torch_dist'" in refused_with(config, b'{"sharded_backend": "zarr"}')
-    assert "has neither metadata.json nor a latest_checkpointed_iteration.txt" in refused_with(config, None)
+    assert f"--load is {folder}: there is no checkpoint in it" in refused_with(config, None)
     assert f"{config} is corrupt" in refused_with(config, b"{")
     assert "has no common.pt" in refused_with(common, None)
     assert "has no .metadata" in refused_with(account, None)
@@ -282,7 +282,7 @@ def test_damaged_files_and_other_formats_are_named(
     assert megatron_core_values(common.parent)["args"]["layernorm_zero_centered_gamma"] is True
     with pytest.raises(SystemExit):
         convert(folder, tmp_path / "ours", "--ckpt-step", "9")
-    assert "iter_0000009 has no metadata.json" in capsys.readouterr().err
+    assert "iter_0000009 does not exist" in capsys.readouterr().err
     convert(folder, tmp_path / "ours")
     with pytest.raises(SystemExit):
         convert(folder, tmp_path / "ours")
