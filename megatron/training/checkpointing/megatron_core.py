@@ -329,13 +329,27 @@ def require_shape(files: MegatronCoreFiles, key: str, wanted: tuple[int, ...]) -
 def _places(name: str, files: MegatronCoreFiles, *, num_layers: int, num_experts: int) -> list[Place]:
     """Returns the first way to store a parameter whose keys exist."""
     ways = list(ways_to_store(name, num_layers=num_layers, num_experts=num_experts))
-    for places in ways:
-        if all(place.key in files.weights for place in places):
-            return places
-    raise ValueError(f"{files.folder} has no {ways[0][0].key}, which is {name} of the model of its arguments")
+    for way in ways:
+        if all(place.key in files.weights for place in way.places):
+            return way.places
+    raise ValueError(f"{files.folder} has no {ways[0].places[0].key}, which is {name} of the model of its arguments")
 
 
-def ways_to_store(name: str, *, num_layers: int, num_experts: int) -> Iterator[list[Place]]:
+@dataclass(frozen=True)
+class Way:
+    """A way to store a parameter. places: one, or one for the gate and one for the up projection.
+
+    layers_stacked, experts_stacked: whether the tensor has a dimension of layers, or of experts. norm_is_fused: whether
+    it is a norm inside the linear layer that follows it.
+    """
+
+    places: list[Place]
+    layers_stacked: bool
+    experts_stacked: bool
+    norm_is_fused: bool
+
+
+def ways_to_store(name: str, *, num_layers: int, num_experts: int) -> Iterator[Way]:
     """Yields all ways to store a parameter: layers stacked or not, both names of a norm, and the same for experts, gate
     and up.
     """
@@ -344,10 +358,11 @@ def ways_to_store(name: str, *, num_layers: int, num_experts: int) -> Iterator[l
             layer = _LAYER.fullmatch(norm_key)
             stacked = [(f"decoder.layers.{layer[2]}", ((int(layer[1]), num_layers),))] if layer else []
             for key, rows in (*stacked, (norm_key, ())):
-                yield [Place(key, (*rows, *expert_rows))]
+                facts = (bool(rows), bool(expert_rows), norm_key != expert_key)
+                yield Way([Place(key, (*rows, *expert_rows))], *facts)
                 if _GATED.fullmatch(key):
                     halves = enumerate((f"{key}_w", f"{key}_v"))
-                    yield [Place(half_key, (*rows, *expert_rows), half) for half, half_key in halves]
+                    yield Way([Place(half_key, (*rows, *expert_rows), half) for half, half_key in halves], *facts)
 
 
 def _expert_keys(name: str, *, num_experts: int) -> Iterator[tuple[str, tuple[tuple[int, int], ...]]]:
