@@ -230,37 +230,68 @@ def pieces_here(
     """Yields the parts of a stored piece that belong to a parameter, as pieces of its logical tensors.
 
     parts: the parameter's logical pieces. parameter: its shape. The elements stay where they are in the file: each
-    result is contiguous there, so that a piece of several layers, or of query, key and value, gives several.
+    result is contiguous there, so that a piece of several layers, or of query, key and value, gives several. See
+    [Note: from a stored box to file bytes].
+    """
+    found = _slice_of_place(piece, place, parameter, itemsize=itemsize)
+    if found is None:
+        return
+    box, byte_start = found
+    for key, logical_box, first_element in _split(box, parts, parameter):
+        yield replace(piece, key=key, box=logical_box, data_start=byte_start + first_element * itemsize)
+
+
+# [Note: from a stored box to file bytes]
+# A stored piece holds the qkv weights [4, H] of layers 0 and 1, stacked: a box of shape [2, 4, H]. Row by row, each
+# weight has two queries, a key and a value. For the parameter of layer 1:
+# 1. _slice_of_place selects the layer. Box: rows 0 to 4 of the parameter. byte_start: that of the piece, plus the bytes
+#    of layer 0, which are 4 * H * itemsize.
+# 2. _runs cuts the box into contiguous runs. Here it is one, of 4 * H elements.
+# 3. _split intersects runs with logical tensors: query is 2 * H elements from first_element 0, key is H from 2 * H, and
+#    value is H from 3 * H. Each begins at byte_start + first_element * itemsize in the file.
+
+
+def _slice_of_place(piece: Piece, place: Place, parameter: tuple[int, ...], *, itemsize: int) -> tuple[Box, int] | None:
+    """Returns the box of the parameter that a stored piece holds, and the byte in the file where it begins.
+
+    None if the piece is of other layers or experts.
     """
     assert piece.box is not None and piece.data_start is not None, "a checked piece of a tensor"
     lead = len(place.rows)
     index = tuple(row for row, _ in place.rows)
     in_piece = tuple(row - start for row, start in zip(index, piece.box.offset[:lead], strict=True))
     if not all(0 <= at < size for at, size in zip(in_piece, piece.box.shape[:lead], strict=True)):
-        return  # of other layers or experts
-    inner = Box(piece.box.offset[lead:], piece.box.shape[lead:])
-    position = 0
+        return None
+    box = Box(piece.box.offset[lead:], piece.box.shape[lead:])
+    num_boxes_before = 0
     for at, size in zip(in_piece, piece.box.shape[:lead], strict=True):
-        position = position * size + at
-    start = piece.data_start + position * inner.volume * itemsize
+        num_boxes_before = num_boxes_before * size + at
+    byte_start = piece.data_start + num_boxes_before * box.volume * itemsize
     if place.half is not None:
         # The half begins in the middle of the parameter's rows.
-        inner = Box((inner.offset[0] + place.half * (parameter[0] // 2), *inner.offset[1:]), inner.shape)
+        box = Box((box.offset[0] + place.half * (parameter[0] // 2), *box.offset[1:]), box.shape)
+    return box, byte_start
+
+
+def _split(box: Box, parts: list[LogicalPiece], parameter: tuple[int, ...]) -> Iterator[tuple[str, Box, int]]:
+    """Splits a box of the parameter among its logical tensors.
+
+    Yields key and box of each, and its first element, counted in the elements of `box`.
+    """
     if len(parts) == 1 and _is_plain(parts[0], parameter):
         # Stored as it is, possibly as one of several experts: any box stays one box.
         before = len(parts[0].shape) - len(parameter)
-        offset = parts[0].global_offset[:before] + inner.offset
-        yield replace(piece, key=parts[0].key, box=Box(offset, (1,) * before + inner.shape), data_start=start)
+        yield parts[0].key, Box(parts[0].global_offset[:before] + box.offset, (1,) * before + box.shape), 0
         return
-    for first, run in _runs(inner, parameter):
-        begin = sum(o * math.prod(parameter[dim + 1 :]) for dim, o in enumerate(first))
+    for run in _runs(box, parameter):
+        # Of the parameter, row-major.
+        run_element = sum(o * math.prod(parameter[dim + 1 :]) for dim, o in enumerate(run.index))
         for part in parts:
-            held = boxes_of_range(part, start=begin, end=begin + run.length)
-            for box in (box for one in held for box in _contiguous_boxes(one, part.stride)):
-                memory = part.storage_offset + sum(o * s for o, s in zip(box.offset, part.stride, strict=True))
-                where = start + (run.start + memory - begin) * itemsize
-                offset = tuple(g + o for g, o in zip(part.global_offset, box.offset, strict=True))
-                yield replace(piece, key=part.key, box=Box(offset, box.shape), data_start=where)
+            held = boxes_of_range(part, start=run_element, end=run_element + run.length)
+            for one in (one for window in held for one in _contiguous_boxes(window, part.stride)):
+                element = part.storage_offset + sum(o * s for o, s in zip(one.offset, part.stride, strict=True))
+                offset = tuple(g + o for g, o in zip(part.global_offset, one.offset, strict=True))
+                yield part.key, Box(offset, one.shape), run.start + element - run_element
 
 
 def _is_plain(part: LogicalPiece, parameter: tuple[int, ...]) -> bool:
@@ -272,14 +303,18 @@ def _is_plain(part: LogicalPiece, parameter: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True)
 class _Run:
-    """Elements that are contiguous both in a piece and in the parameter. start: in the piece."""
+    """Elements that are contiguous both in a box and in the parameter.
 
+    index: of the first element in the parameter. start: its position among the elements of the box.
+    """
+
+    index: tuple[int, ...]
     start: int
     length: int
 
 
-def _runs(box: Box, parameter: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], _Run]]:
-    """Yields the contiguous runs of a box of a parameter, with the index of the first element of each."""
+def _runs(box: Box, parameter: tuple[int, ...]) -> Iterator[_Run]:
+    """Yields the contiguous runs of a box of a parameter."""
     # Dimensions from `dim` on are whole, so that they and one range of the dimension before them are contiguous.
     dim = len(parameter)
     while dim > 0 and box.shape[dim - 1] == parameter[dim - 1]:
@@ -288,7 +323,7 @@ def _runs(box: Box, parameter: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...
     length = math.prod(box.shape[outer:])
     for number, index in enumerate(itertools.product(*(range(size) for size in box.shape[:outer]))):
         first = (*(o + i for o, i in zip(box.offset, index)), *box.offset[outer:])
-        yield first, _Run(number * length, length)
+        yield _Run(first, number * length, length)
 
 
 def _contiguous_boxes(box: Box, stride: tuple[int, ...]) -> Iterator[Box]:
