@@ -17,7 +17,8 @@ from megatron.core.absent_config import (
     AbsentParallelFields,
     AbsentTransformerEngineOverlapFields,
 )
-from megatron.core.config_field import config_field, unsupported_field, validate_fields
+from megatron.core.config_field import config_field, validate_fields
+from megatron.core.parallel_state import check_hierarchy
 from megatron.core.timers import Timers
 
 # Initializes a weight of any shape and float dtype in place.
@@ -82,8 +83,11 @@ class ParallelLayoutConfig:
     )
     virtual_pipeline_model_parallel_size: int | None = None
     context_parallel_size: int = config_field(1, help="Ranks that share each sequence.", at_least=1)
-    hierarchical_context_parallel_sizes: list[int] | None = unsupported_field(
-        None, why="keys and values pass over all ranks that share a sequence in one exchange; use cp_comm_type alone"
+    hierarchical_context_parallel_sizes: list[int] | None = config_field(
+        None,
+        help="Levels A P into which --context-parallel-size (A x P) is divided for --cp-comm-type a2a+p2p: A "
+        "neighbouring ranks exchange heads, P such groups pass keys and values.",
+        at_least=1,
     )
     expert_model_parallel_size: int = config_field(
         1,
@@ -242,7 +246,8 @@ class ModelParallelConfig(
 
 
 def validate_parallel_layout(config: ParallelLayoutConfig) -> None:
-    """Raises ValueError for virtual stages without pipeline stages."""
+    """Raises ValueError for virtual stages without pipeline stages, and for levels whose product is not cp's size."""
+    check_hierarchy(config.hierarchical_context_parallel_sizes, config.context_parallel_size)
     virtual, stages = config.virtual_pipeline_model_parallel_size, config.pipeline_model_parallel_size
     if virtual is not None and (virtual < 1 or virtual > 1 and stages == 1):
         raise ValueError(

@@ -233,6 +233,20 @@ def require_group_sizes(groups: ProcessGroupCollection, sizes: Mapping[str, tupl
             )
 
 
+def levels_of_context(groups: ProcessGroupCollection, sizes: Sequence[int] | None) -> Sequence[ProcessGroup]:
+    """Returns the groups of the levels of context parallelism, from the innermost.
+
+    sizes: hierarchical_context_parallel_sizes. Raises ValueError unless hcp has groups of these sizes.
+    """
+    found = [group_size(group) for group in groups.hcp]
+    if sizes is None or found != list(sizes):
+        raise ValueError(
+            f"hierarchical_context_parallel_sizes is {sizes}, but the groups of pg_collection.hcp have {found} ranks: "
+            "pass the groups of initialize_model_parallel with these sizes, or set the sizes in the configuration"
+        )
+    return groups.hcp
+
+
 def group_size(group: ProcessGroup | None) -> int:
     """Returns the number of ranks in `group`: 1 for None and ALONE."""
     return 1 if group is None else group.size()

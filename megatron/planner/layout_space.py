@@ -272,6 +272,11 @@ def read_request(words: Sequence[str], *, world_size: int, devices_per_node: int
     """Parses a pretrain_gpt.py command line without a layout. Raises CommandLineError for invalid words."""
     given = _given(words)
     parsed = parse_args(argv=list(words))
+    if parsed.hierarchical_context_parallel_sizes is not None:
+        raise CommandLineError(
+            f"--hierarchical-context-parallel-sizes is {parsed.hierarchical_context_parallel_sizes}: layouts are "
+            "compared with one group of context-parallel ranks; drop it, or use --dry-run"
+        )
     assumed = _assumed(parsed, given=given, world_size=world_size)
     every = [*words, *assumed]
     args = _on_one_rank_per_stage(parse_args(argv=every))

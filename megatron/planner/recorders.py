@@ -95,8 +95,8 @@ _WHOLE = {
 # Of these, the names that begin a new collective.
 _BEGINNINGS = {"gather_shards_", "_OrderedReduceScatter"}
 # Several groups may have the same ranks. The first match names a message: in passes a group of model parallelism,
-# otherwise one of data parallelism.
-_OF_MODEL = "tp cp pp ep expt_tp tp_cp tp_ep embd dp dp_cp expt_dp tp_dp tp_dp_cp mp tp_ep_pp".split()
+# otherwise one of data parallelism. hcp_0 and hcp_1 are the levels of hierarchical context parallelism.
+_OF_MODEL = "tp hcp_0 hcp_1 cp pp ep expt_tp tp_cp tp_ep embd dp dp_cp expt_dp tp_dp tp_dp_cp mp tp_ep_pp".split()
 _OF_DATA = (
     "dp dp_cp expt_dp intra_dp_cp intra_expt_dp inter_dist_opt intra_dist_opt tp cp pp embd tp_cp tp_dp_cp mp "
     "tp_ep_pp tp_dp ep expt_tp tp_ep"
@@ -350,8 +350,9 @@ def ranks_by_name(groups: ProcessGroupCollection, links: Iterable[Traffic]) -> d
 
 
 def _ranks_of_kinds(groups: ProcessGroupCollection) -> dict[str, tuple[int, ...]]:
-    """Returns the ranks of each group of this rank, without the levels of hierarchical context parallelism."""
-    return {name: _ranks_of(group) for name, group in vars(groups).items() if isinstance(group, dist.ProcessGroup)}
+    """Returns the ranks of each group of this rank. The levels of hierarchical context parallelism are hcp_0, hcp_1."""
+    named = {**vars(groups), **{f"hcp_{level}": group for level, group in enumerate(groups.hcp)}}
+    return {name: _ranks_of(group) for name, group in named.items() if isinstance(group, dist.ProcessGroup)}
 
 
 def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:

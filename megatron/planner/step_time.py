@@ -159,6 +159,9 @@ def overlap_of(args: argparse.Namespace) -> Overlap:
     if args.cp_comm_type in ("p2p", ["p2p"]):
         # Ring attention computes on one block while the next one is sent.
         overlapped_by["cp"] = ("attention",)
+    elif args.cp_comm_type in ("a2a+p2p", ["a2a+p2p"]):
+        # Only the ring overlaps; heads are exchanged before and after attention.
+        overlapped_by["hcp_1"] = ("attention",)
     in_every_pass: frozenset[str] = frozenset()
     if args.use_torch_fsdp2:
         # FSDP2 gathers units ahead of their layer, in both passes of each microbatch.

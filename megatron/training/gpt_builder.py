@@ -73,6 +73,7 @@ _ONE_RANK = {
     "pipeline_model_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
     "context_parallel_size": 1,
+    "hierarchical_context_parallel_sizes": None,
     "expert_model_parallel_size": 1,
     "expert_tensor_parallel_size": 1,
     "sequence_parallel": False,

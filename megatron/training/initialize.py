@@ -222,6 +222,7 @@ def build_groups(args: argparse.Namespace) -> ProcessGroupCollection:
         args.pipeline_model_parallel_size,
         args.virtual_pipeline_model_parallel_size,
         context_parallel_size=args.context_parallel_size,
+        hierarchical_context_parallel_sizes=args.hierarchical_context_parallel_sizes,
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
         num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
@@ -243,6 +244,7 @@ def groups_of_script(args: argparse.Namespace) -> ProcessGroupCollection:
         "tensor_model_parallel_size": group_size(groups.tp),
         "pipeline_model_parallel_size": group_size(groups.pp),
         "context_parallel_size": group_size(groups.cp),
+        "hierarchical_context_parallel_sizes": [group_size(group) for group in groups.hcp] or None,
         "expert_model_parallel_size": group_size(groups.ep),
     }
     wrong = {name: size for name, size in sizes.items() if vars(args)[name] != size}

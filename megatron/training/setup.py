@@ -5,7 +5,6 @@ training.py has the loop that uses them.
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -342,7 +341,7 @@ def setup_data(run: TrainingRun, datasets_provider: Callable[[list[Any]], Sequen
 
 
 def position_data(run: TrainingRun) -> None:
-    """Rebuilds the data iterators of `run`, which start after its consumed samples. Collective for external data."""
+    """Rebuilds the data iterators of `run`, which start after its consumed samples. Collective."""
     state, args = run.state, run.args
     plan = BatchPlan(
         micro_batch_size=run.training.micro_batch_size or 1,
@@ -371,7 +370,7 @@ def position_data(run: TrainingRun) -> None:
         for one, iterator, name in zip(sets, valid_iterators, names)
     ]
     run.test_set = None if test_iterator is None else EvaluationSet(iterator=test_iterator, num_microbatches=plain)
-    if args.dataloader_type == "external":
+    if dist.get_world_size() > 1:
         _agree_on_sets(run, plain)
 
 
@@ -410,16 +409,18 @@ def _names_of_sets(sets: Sequence[Any], args: argparse.Namespace) -> Sequence[st
 def _agree_on_sets(run: TrainingRun, num_microbatches: Sequence[int]) -> None:
     """Adds evaluation sets that other ranks have, because every rank takes part in an evaluation. Collective.
 
-    A script may give external iterators only to ranks that read batches.
+    A script may give datasets or iterators only to ranks that read batches.
     """
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, ([one.name for one in run.valid_sets], run.test_set is not None))
-    names = max((names for names, _ in found), key=len)
-    own = {one.name: one for one in run.valid_sets}
-    absent = EvaluationSet(iterator=None, num_microbatches=num_microbatches)
-    run.valid_sets = [own.get(name, replace(absent, name=name)) for name in names]
-    if any(has_test for _, has_test in found):
-        run.test_set = run.test_set or absent
+    own = [(one.name, list(one.num_microbatches)) for one in run.valid_sets]
+    dist.all_gather_object(found, (own, run.test_set is not None))
+    most = max((sets for sets, _ in found), key=len)
+    if len(own) < len(most):
+        held = {one.name: one for one in run.valid_sets}
+        absent = [EvaluationSet(iterator=None, num_microbatches=count, name=name) for name, count in most]
+        run.valid_sets = [held.get(one.name, one) for one in absent]
+    if run.test_set is None and any(has_test for _, has_test in found):
+        run.test_set = EvaluationSet(iterator=None, num_microbatches=num_microbatches)
 
 
 def split_sizes(training: TrainingConfig, batches: BatchSchedule, *, full_validation: bool = False) -> list[int | None]:

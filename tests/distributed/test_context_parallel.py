@@ -1,5 +1,7 @@
 """Attention over ranks that hold parts of the sequences, against the core that sees them whole."""
 
+import re
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -9,18 +11,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel_state import create_hierarchical_groups
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import over_ranks
 from megatron.core.transformer.context_parallel import split_sequence
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend
-from tests.counts import soak_only
+from tests.counts import slow, soak_only
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.models.small_models import small_config
 
 HEADS, GROUPS, WIDTH, BATCH = 8, 4, 8, 2
 # Exchange, window, and whether samples are packed.
 Case = tuple[str, tuple[int, int] | None, bool]
-KINDS, FEATURES = ("p2p", "all_gather", "a2a"), list(product((None, (5, 0)), (False, True)))
+FEATURES = list(product((None, (5, 0)), (False, True)))
+KINDS = ("p2p", "all_gather", "a2a", "a2a+p2p")
+# Levels of a2a+p2p by number of ranks: heads are exchanged between two ranks, and rings have the other size.
+LEVELS = {2: (2, 1), 4: (2, 2)}
 CASES: list[Case] = [(kind, *feature) for kind in KINDS for feature in FEATURES]
 VARIANTS: dict[str, dict[str, Any]] = {
     "auto": {"attention_backend": AttnBackend.auto},
@@ -38,17 +45,29 @@ PAIRS = [
     for row, variant in enumerate(VARIANTS)
     for column, kind in enumerate(KINDS)
 ]
+LEVEL_PAIRS = [pair for pair in PAIRS if pair[0][0] == "a2a+p2p" and pair[1] != "auto"]
 
 
 def compare(
-    kind: str, window: tuple[int, int] | None, packed: bool, *, value_width: int = WIDTH, **fields: Any
+    kind: str,
+    window: tuple[int, int] | None,
+    packed: bool,
+    *,
+    value_width: int = WIDTH,
+    levels: tuple[int, int] | None = None,
+    **fields: Any,
 ) -> list[float]:
     """Largest differences of output and gradients of query, key and value from the core's, relative to its largest."""
-    group, size = dist.group.WORLD, dist.get_world_size()
+    size = dist.get_world_size()
     # On four ranks a chunk is shorter than the window.
     seq, dtype = 8 * size if size == 2 else 4 * size, fields.get("params_dtype", torch.float64)
     shape = {"num_attention_heads": HEADS, "num_query_groups": GROUPS, "kv_channels": WIDTH, "window_size": window}
     shape |= {"context_parallel_size": size, "cp_comm_type": [kind]}
+    groups = ProcessGroupCollection(cp=dist.group.WORLD)
+    if kind == "a2a+p2p":
+        levels = levels or LEVELS[size]
+        shape["hierarchical_context_parallel_sizes"] = list(levels)
+        groups.hcp = level_groups(levels)
     config = small_config(**{"params_dtype": dtype, **shape, **fields})
     core = DotProductAttention(config, 1)
     generator = torch.Generator().manual_seed(3)
@@ -61,7 +80,7 @@ def compare(
     borders = torch.tensor([0, 3, 4, seq - 1, seq, seq + 9, 2 * seq], dtype=torch.int32)
     segments = PackedSeqParams(cu_seqlens_q=borders) if packed else None
     parts = [own_part(t).requires_grad_() for t in whole]
-    around_core = over_ranks(core, config, kind=config.cp_comm_type_of_layer(1), cp_group=group)
+    around_core = over_ranks(core, config, kind=config.cp_comm_type_of_layer(1), groups=groups)
     output = around_core(core, *parts, packed_seq_params=segments)
     output.backward(own_part(grad))
     # Ranks have shares of a parameter's gradient.
@@ -78,6 +97,11 @@ def compare(
     return differences + [difference(f, p.grad) for f, p in zip(of_sinks, sinks) if p.grad is not None]
 
 
+@cache
+def level_groups(levels: tuple[int, ...]) -> list[dist.ProcessGroup]:
+    return create_hierarchical_groups(dist.get_rank(), range(dist.get_world_size()), levels)[0]
+
+
 def own_part(whole: Tensor) -> Tensor:
     return split_sequence(whole.detach(), 0, size=dist.get_world_size(), rank=dist.get_rank())
 
@@ -90,13 +114,66 @@ def compare_all(chosen: list[tuple[Case, str]]) -> list[tuple[Case, str, list[fl
     return [(case, variant, compare(*case, **VARIANTS[variant])) for case, variant in chosen]
 
 
-# "2 ranks" has each pair of an exchange, a window, packing and a variant, "4 ranks" each case; the others repeat these.
+# "2 ranks" has each pair of an exchange, a window, packing and a variant, "4 ranks" each case and each variant of two
+# levels; the others repeat these.
 @pytest.mark.parametrize(
     ("ranks", "chosen"),
-    [(2, PAIRS), (4, [(case, "auto") for case in CASES]), soak_only(2, EVERY), soak_only(4, EVERY)],
+    [(2, PAIRS), (4, [(case, "auto") for case in CASES] + LEVEL_PAIRS), soak_only(2, EVERY), soak_only(4, EVERY)],
     ids=["2 ranks", "4 ranks", "2 ranks, all", "4 ranks, all"],
 )
 def test_every_exchange_gives_what_one_rank_with_all_tokens_gets(ranks: int, chosen: list[tuple[Case, str]]) -> None:
     for outcomes in run_on_ranks(compare_all, ranks, chosen):
         for case, variant, differences in outcomes:
             assert max(differences) <= (2e-2 if variant == "bf16" else 1e-13), (case, variant, differences)
+
+
+def refusals_of_levels() -> list[str]:
+    shape = {"num_attention_heads": HEADS, "num_query_groups": 2, "context_parallel_size": 4}
+    fields = {**shape, "cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 2]}
+    config = small_config(**fields)
+    core, other = DotProductAttention(config, 1), torch.nn.Identity()
+    cp, levels = dist.group.WORLD, level_groups((2, 2))
+    hcp, swapped = ProcessGroupCollection(cp=cp, hcp=levels), ProcessGroupCollection(cp=cp, hcp=level_groups((4, 1)))
+    query, key = torch.zeros(8, 1, HEADS, WIDTH), torch.zeros(8, 1, 1, WIDTH)
+    mask = torch.zeros(1, 1, 32, 32, dtype=torch.bool)
+    attend = over_ranks(core, config, kind="a2a+p2p", groups=hcp)
+    calls: list[Any] = [
+        lambda: over_ranks(core, config, kind="a2a+p2p", groups=ProcessGroupCollection(cp=cp)),
+        lambda: over_ranks(core, config, kind="a2a+p2p", groups=swapped),
+        lambda: over_ranks(other, config, kind="a2a+p2p", groups=hcp),
+        lambda: attend(core, query, key, key),
+        lambda: attend(core, query, query, query, mask),
+    ]
+    found = []
+    for call in calls:
+        with pytest.raises(ValueError) as error:
+            call()
+        found.append(str(error.value))
+    return found
+
+
+def test_what_two_levels_do_not_have_is_refused_by_name() -> None:
+    sizes = r"hierarchical_context_parallel_sizes is \[2, 2\]"
+    expected = [
+        rf"{sizes}, but the groups of pg_collection.hcp have \[\] ranks",
+        rf"{sizes}, but the groups of pg_collection.hcp have \[4, 1\] ranks",
+        "cp_comm_type is a2a\\+p2p and the attention core is a Identity: must be a DotProductAttention",
+        rf"cp_comm_type is a2a\+p2p, {sizes} and a rank has 1 key/value heads: must be divisible by 2",
+        r"the attention mask is \[1, 1, 32, 32\] and context_parallel_size is 4: must be causal",
+    ]
+    for messages in run_on_ranks(refusals_of_levels, 4):
+        for message, words in zip(messages, expected, strict=True):
+            assert re.match(words, message), message
+
+
+def compare_levels(levels: tuple[int, int]) -> list[list[float]]:
+    return [compare("a2a+p2p", *feature, levels=levels, softmax_type="learnable") for feature in FEATURES]
+
+
+# Levels of unequal sizes would not agree if a rank's places on the two levels were exchanged.
+@pytest.mark.parametrize(
+    ("ranks", "levels"), [(4, (1, 4)), (4, (4, 1)), slow(8, (2, 4)), slow(8, (4, 2))], ids=lambda value: str(value)
+)
+def test_levels_of_any_sizes_give_what_one_rank_with_all_tokens_gets(ranks: int, levels: tuple[int, int]) -> None:
+    for differences in run_on_ranks(compare_levels, ranks, levels):
+        assert max(map(max, differences)) <= 1e-13, differences

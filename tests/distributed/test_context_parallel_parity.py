@@ -23,6 +23,7 @@ MODELS: dict[str, Flags] = {
     "packed": {"num-query-groups": 4, **BORDERS},
 }
 RECOMPUTE: Flags = {"recompute-granularity": "selective", "recompute-modules": ["core_attn"]}
+LEVELS: Flags = {"hierarchical-context-parallel-sizes": [2, 2]}
 OFFLOAD: Flags = {
     "fine-grained-activation-offloading": True,
     "min-offloaded-tensor-size": 1,
@@ -39,11 +40,16 @@ OFFLOAD: Flags = {
         slow("packed", 4, 4, "p2p", RECOMPUTE),
         slow("llama", 2, 2, ["a2a", "p2p"], {}),
         slow("llama", 4, 2, "a2a", {}),
+        slow("llama", 4, 4, "a2a+p2p", LEVELS),
+        slow("packed", 4, 4, ["p2p", "a2a+p2p"], {**LEVELS, **RECOMPUTE}),
         # The cases above hold each exchange; combinations with other kinds of parallelism are in
         # test_parity_matrix.py::test_b18_b21_eight_ranks_train_as_one.
         soak_only("dense", 2, 2, "all_gather", RECOMPUTE),
         soak_only("llama", 4, 2, "p2p", {}),
         soak_only("llama", 4, 4, "a2a", {}),
+        soak_only("dense", 4, 4, "a2a+p2p", {**LEVELS, **OFFLOAD}),
+        soak_only("llama", 8, 4, "a2a+p2p", {**LEVELS, "tensor-model-parallel-size": 2, "sequence-parallel": True}),
+        soak_only("packed", 8, 4, "a2a+p2p", {**LEVELS, "pipeline-model-parallel-size": 2}),
         soak_only("llama", 4, 2, "p2p", {"pipeline-model-parallel-size": 2}),
         soak_only("packed", 4, 2, "a2a", {"tensor-model-parallel-size": 2, "sequence-parallel": True}),
     ],

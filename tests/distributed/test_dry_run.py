@@ -139,6 +139,16 @@ if long_count(0, soak=1):
             {**OVERLAPPED_SMALL_BUCKETS, "num-distributed-optimizer-instances": 2, "global-batch-size": 16},
         ),
         "rings": ("llama", {"context-parallel-size": 2, **TENSORS, **OVERLAPPED_SMALL_BUCKETS}),
+        "two levels of sequences": (
+            "llama",
+            {
+                "context-parallel-size": 4,
+                "num-query-groups": 4,
+                "cp-comm-type": "a2a+p2p",
+                "hierarchical-context-parallel-sizes": [2, 2],
+                **OVERLAPPED_SMALL_BUCKETS,
+            },
+        ),
         "dynamic experts of stages": ("moe", {"expert-model-parallel-size": 2, "pipeline-model-parallel-size": 2}),
     }
     # "rings" and "sequences" have its properties.

@@ -33,7 +33,11 @@ MODELS: dict[str, tuple[str, Flags]] = {
 UP_AGAIN: Flags = {"recompute-granularity": "selective", "recompute-modules": ["mla_up_proj", "layernorm"]}
 # Each kind of parallelism on two ranks, and two kinds at once on four.
 LAYOUTS: dict[str, list[tuple[int, Flags]]] = {
-    "dense": [(2, layout(2, sequence_parallel=False)), (4, layout(2, cp=2, **UP_AGAIN))],
+    "dense": [
+        (2, layout(2, sequence_parallel=False)),
+        (4, layout(2, cp=2, **UP_AGAIN)),
+        (4, layout(cp=4, cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=[2, 2])),
+    ],
     "no query rank, no norms, window": [(2, layout(2, **UP_AGAIN)), (2, layout(cp=2, cp_comm_type="all_gather"))],
     "moe": [(4, layout(2, cp=2, ep=2, etp=2, cp_comm_type="a2a")), (2, layout(pp=2, vpp=2))],
 }

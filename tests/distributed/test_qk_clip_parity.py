@@ -30,11 +30,20 @@ LAYOUTS: list[Flags] = [
 ]
 
 
+# The largest scores of a head are found by the ranks of its ring.
+LEVELS: list[Flags] = [layout(cp=4, cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=[2, 2])]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_ranks_clip_as_one(model: str) -> None:
     base, flags = MODELS[model]
     assert_layouts_agree(base, flags, 2, LAYOUTS, reference=_reference(model))
+
+
+@pytest.mark.slow
+def test_two_levels_of_ranks_clip_as_one() -> None:
+    assert_layouts_agree(*MODELS["grouped"], 4, LEVELS, reference=_reference("grouped"))
 
 
 _reference = references(MODELS)

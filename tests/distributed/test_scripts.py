@@ -237,18 +237,28 @@ def test_both_forms_of_pretrain_train_the_same_model() -> None:
     assert len(mine) == 4 and mine == released
 
 
-def groups_of_other_sizes() -> None:
+def groups_of_other_sizes(sizes: dict[str, Any], flags: str, words: str) -> None:
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel()
-    with pytest.raises(ValueError, match="tensor_model_parallel_size is 2: the script has initialized 1"):
-        initialize_megatron(
-            argv=[*FLAGS.split(), *"--tensor-model-parallel-size 2".split()], skip_model_parallel_init=True
-        )
+    parallel_state.initialize_model_parallel(**sizes)
+    with pytest.raises(ValueError, match=words):
+        initialize_megatron(argv=[*FLAGS.split(), *flags.split()], skip_model_parallel_init=True)
     leave_process_group()
 
 
-def test_groups_of_the_script_must_be_those_of_the_flags() -> None:
-    run_on_ranks(groups_of_other_sizes, 2, backend=None)
+@pytest.mark.parametrize(
+    ("sizes", "flags", "words"),
+    [
+        ({}, "--tensor-model-parallel-size 2", "tensor_model_parallel_size is 2: the script has initialized 1"),
+        (
+            {"context_parallel_size": 2, "hierarchical_context_parallel_sizes": [1, 2]},
+            "--context-parallel-size 2 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 1 "
+            "--attention-dropout 0",
+            r"hierarchical_context_parallel_sizes is \[2, 1\]: the script has initialized \[1, 2\]",
+        ),
+    ],
+)
+def test_groups_of_the_script_must_be_those_of_the_flags(sizes: dict[str, Any], flags: str, words: str) -> None:
+    run_on_ranks(groups_of_other_sizes, 2, sizes, flags, words, backend=None)
 
 
 def provide_data(sizes: list[int]) -> list[Any]:

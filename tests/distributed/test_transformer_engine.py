@@ -101,6 +101,25 @@ def test_runs_are_those_of_local_layers_and_go_on_from_each_others_checkpoints(
         assert local[1] != after_local[1], "went on, and did not begin anew"
 
 
+LEVELS: Flags = {
+    "context-parallel-size": 4,
+    "cp-comm-type": ["a2a+p2p", "p2p"],
+    "hierarchical-context-parallel-sizes": [2, 2],
+}
+
+
+def _of_both(flags: Flags) -> list[Any]:
+    argv = command_line({**read_bases()["llama"], "attention-backend": "unfused", **flags})
+    return [_run(argv, by_engine=kind, saves=False) for kind in (False, True)]
+
+
+@pytest.mark.slow
+def test_two_levels_of_context_parallelism_are_given_as_two_groups() -> None:
+    for local, engine in run_on_ranks(_of_both, 4, LEVELS, timeout=120):
+        for step, reference in zip(engine[1], local[1], strict=True):
+            assert step == pytest.approx(reference, rel=2e-5)
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [

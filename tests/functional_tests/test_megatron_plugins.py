@@ -79,3 +79,19 @@ def test_data_of_evaluations_reaches_the_script_on_the_last_rank(tmp_path: Path)
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert [point.step for point in events.Scalars("largest per-token loss")][:1] == [2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "words"), [(2, "--tensor-model-parallel-size 2"), (3, "--pipeline-model-parallel-size 3 --num-layers 3")]
+)
+def test_ranks_for_which_the_script_builds_no_datasets_take_part_in_evaluations(
+    tmp_path: Path, ranks: int, words: str
+) -> None:
+    evaluated = f"{words} --eval-interval 2 --eval-iters 1"
+    own = train(OWN, ranks, tmp_path / "own", evaluated)
+    expected = train(PROGRAM, ranks, tmp_path / "gpt", evaluated)
+    assert_equal_steps(own, expected, rel=1e-6)
+    # The script reads one batch more in the first evaluation, for what it logs, so that later ones have other batches.
+    assert own.validation_losses.keys() == {2, 3}
+    assert own.validation_losses[2] == pytest.approx(expected.validation_losses[2], rel=1e-6)

@@ -31,7 +31,7 @@ LAYERS = (
         1,
         "base",
         r"megatron\.core\.(activations|config_field|dense_memory|device(\..+)?|files|graphs(\..+)?"
-        r"|logical_tensors|num_microbatches_calculator|packed_seq_params|rerun_state_machine|timers)",
+        r"|jit|logical_tensors|num_microbatches_calculator|packed_seq_params|rerun_state_machine|timers)",
     ),
     Layer(1, "base", r"megatron\.core\.datasets\.utils"),  # values of --split and --data-path
     Layer(1, "base", r"megatron\.core\.transformer\.layer_pattern"),  # and those of --moe-layer-freq

@@ -106,6 +106,7 @@ SP = f"{TP} --sequence-parallel"
 PP = f"{FOUR_LAYERS} --pipeline-model-parallel-size 2 --global-batch-size 8"
 VPP = f"{PP} --num-layers-per-virtual-pipeline-stage 1"
 CP = "--context-parallel-size 2"
+CP_LEVELS = "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
 
 SECOND_LAYERS = "--moe-layer-freq 2 --deterministic-mode --global-batch-size 12"
 EACH_LAYER = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -143,6 +144,7 @@ LAYOUTS = (
     Case("layout: pp uneven, bf16", f"{DENSE} --bf16 {PP} --decoder-first-pipeline-num-layers 1", ranks=2),
     Case("layout: cp a2a, dropout", f"{LLAMA} {DROPOUT} {CP} --cp-comm-type a2a", ranks=2),
     Case("layout: cp p2p, documents", f"{LLAMA} {CP} {PACKED}", ranks=2, resume_at=2),
+    Case("layout: cp two levels, documents", f"{LLAMA} {CP_LEVELS} {PACKED} {EXACT}", ranks=4),
     Case("layout: ep allgather", f"{EXPERTS} {EP}", ranks=2),
     Case("layout: ep alltoall", f"{EXPERTS} {EP} {ALLTOALL} --bf16", ranks=2, resume_at=2),
     Case("layout: tp sp etp", f"{EXPERTS} {SP} {ALLTOALL} --expert-tensor-parallel-size 2", ranks=2),

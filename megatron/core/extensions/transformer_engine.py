@@ -20,7 +20,7 @@ from megatron.core.device import default_device
 from megatron.core.model_parallel_config import ConstantInit, InitMethod, init_of_matrix
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import existing_process_groups, group_or_existing
-from megatron.core.process_groups_config import ProcessGroupCollection, group_size, or_alone
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size, levels_of_context, or_alone
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     LayerConfig,
@@ -273,7 +273,7 @@ def _attention(engine: Any) -> type:
                     config.num_attention_heads if config.multi_latent_attention else config.num_query_groups
                 ),
                 attention_type=attention_type,
-                **_exchange(groups.cp, cp_comm_type or config.cp_comm_type_of_layer(layer_number)),
+                **_exchange(groups, config, cp_comm_type or config.cp_comm_type_of_layer(layer_number)),
                 attention_dropout=config.attention_dropout if attention_dropout is None else attention_dropout,
                 qkv_format="sbhd",
                 attn_mask_type=attn_mask_type.name,
@@ -334,12 +334,19 @@ def _attention(engine: Any) -> type:
     return TEDotProductAttention
 
 
-def _exchange(group: dist.ProcessGroup | None, kind: str) -> dict[str, Any]:
-    """Returns the arguments by which Transformer Engine's attention exchanges parts of sequences; none for one rank."""
-    if group_size(group) == 1:
+def _exchange(groups: ProcessGroupCollection, config: TransformerConfig, kind: str) -> dict[str, Any]:
+    """Returns the arguments by which Transformer Engine's attention exchanges parts of sequences; none for one rank.
+
+    For a2a+p2p it is given two groups, in which heads are exchanged and keys and values pass around a ring. The ranks
+    are those of both levels in any case.
+    """
+    if group_size(groups.cp) == 1:
         return {}
-    assert group is not None
-    ranks = dist.get_process_group_ranks(group)
+    assert groups.cp is not None
+    ranks = dist.get_process_group_ranks(groups.cp)
+    group: Any = groups.cp
+    if kind == "a2a+p2p":
+        group = [*levels_of_context(groups, config.hierarchical_context_parallel_sizes)]
     return {"cp_group": group, "cp_global_ranks": ranks, "cp_stream": _exchange_stream(), "cp_comm_type": kind}
 
 

@@ -77,7 +77,7 @@ class Attention(MegatronModule):
                 )
             self.largest_logits = self.core_attention.largest_logits
         self.attn_mask_type = attn_mask_type
-        self.around_core = over_ranks(self.core_attention, config, kind=kind, cp_group=self.groups.cp)
+        self.around_core = over_ranks(self.core_attention, config, kind=kind, groups=self.groups)
         # Ranks have different heads, so their dropout must draw different numbers.
         self.core_numbers = numbers_of_each_rank(self.tp_group, dropout=config.attention_dropout)
 

@@ -1,5 +1,6 @@
 """Settings of self-attention and of multi-latent attention. The model has the type of positions."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -91,8 +92,9 @@ class AttentionConfig:
         None,
         cli_default="p2p",
         help="How ranks that share sequences attend to each other's tokens, for all layers or one word each: keys and "
-        "values pass from rank to rank (p2p) or are gathered (all_gather), or heads change places (a2a).",
-        choices=("p2p", "all_gather", "a2a"),
+        "values pass from rank to rank (p2p) or are gathered (all_gather), heads change places (a2a), or the last "
+        "between neighbours and the first between groups of them (a2a+p2p).",
+        choices=("p2p", "all_gather", "a2a", "a2a+p2p"),
     )
 
     def __post_init__(self) -> None:
@@ -193,11 +195,14 @@ def validate_qk_clip(config: AttentionConfig, *, multi_latent_attention: bool) -
         )
 
 
-def validate_context_parallel(config: AttentionConfig, *, num_layers: int, context_parallel_size: int) -> set[str]:
-    """Returns the values of cp_comm_type that layers use.
+def validate_context_parallel(
+    config: AttentionConfig, *, num_layers: int, context_parallel_size: int, levels: Sequence[int] | None
+) -> set[str]:
+    """Returns the values of cp_comm_type that layers use. levels: hierarchical_context_parallel_sizes.
 
     Raises ValueError unless there is one value, or one per layer. Raises it also for dropout with values that do not
-    support dropout over several ranks.
+    support dropout over several ranks, for a2a+p2p over several ranks without two levels, and for levels without
+    a2a+p2p.
     """
     if isinstance(config.cp_comm_type, list) and len(config.cp_comm_type) not in (1, num_layers):
         raise ValueError(
@@ -210,6 +215,17 @@ def validate_context_parallel(config: AttentionConfig, *, num_layers: int, conte
             f"attention_dropout is {config.attention_dropout}, context_parallel_size is {context_parallel_size} and "
             f"cp_comm_type is {min(without_dropout)}, which has no dropout: set attention_dropout to 0, or "
             "cp_comm_type to a2a if the ranks divide the number of heads"
+        )
+    if "a2a+p2p" not in used and levels is not None:
+        raise ValueError(
+            f"hierarchical_context_parallel_sizes is {list(levels)} and cp_comm_type is {', '.join(sorted(used))}: "
+            "only a2a+p2p has levels, set cp_comm_type to it or leave the sizes unset"
+        )
+    if "a2a+p2p" in used and (levels is not None or context_parallel_size > 1) and len(levels or ()) != 2:
+        raise ValueError(
+            f"cp_comm_type is a2a+p2p, context_parallel_size is {context_parallel_size} and "
+            f"hierarchical_context_parallel_sizes is {levels}: must be two sizes whose product is "
+            "context_parallel_size, the ranks that exchange heads and the ranks of a ring"
         )
     return used
 

@@ -1,7 +1,15 @@
 """Attention over sequences that are split over context-parallel ranks, built around a core for whole sequences.
 
 Either keys and values are exchanged, around a ring or in one gather, and tiled_attention.py computes attention of each
-block. Or an all-to-all gives each rank whole sequences of a part of the heads, which the core itself processes.
+block (ring attention, Liu et al. 2023). Or an all-to-all gives each rank whole sequences of a part of the heads, which
+the core itself processes (DeepSpeed-Ulysses, Jacobs et al. 2023). Two levels of ranks do both.
+
+[Note: two levels] With a2a+p2p (USP, Fang and Zhao 2024) a group of A x P ranks is divided into P groups of A
+neighbours, which exchange heads, and A groups of P ranks, which form rings: rank o * A + i is the i-th of the o-th
+group of neighbours. A sequence has 2 A P chunks. The neighbours of group o hold chunks o * A to o * A + A - 1 from the
+front, and as many from the back. join_sequence puts them in the order of the sequence. They then are the o-th and the
+o-th last of 2 P chunks with A times the width, which is the part that chunks_of_rank gives rank o of a ring of P. So
+the ring needs no other positions, segments or masks than with p2p over P ranks.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +23,13 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.group_collectives import all_gather_rows, arriving
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size, require_group_sizes
+from megatron.core.process_groups_config import (
+    ProcessGroupCollection,
+    group_rank,
+    group_size,
+    levels_of_context,
+    require_group_sizes,
+)
 from megatron.core.transformer.attention_tiles import Stretch, segments_of_samples, stretches, tile_kernel
 from megatron.core.transformer.context_parallel import chunks_of_rank, join_sequence, split_sequence
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -36,29 +50,34 @@ _BLOCK_TAG, _GRADIENT_TAG = 0, 1
 AroundCore = Callable[..., Tensor]
 
 
-def over_ranks(
-    core: nn.Module, config: TransformerConfig, *, kind: str, cp_group: dist.ProcessGroup | None
-) -> AroundCore:
-    """Returns a function that runs `core` over sequences split over cp_group. For one rank it calls the core directly.
+def over_ranks(core: nn.Module, config: TransformerConfig, *, kind: str, groups: ProcessGroupCollection) -> AroundCore:
+    """Returns a function that runs `core` over sequences split over groups.cp. For one rank it calls the core directly.
 
-    kind: a cp_comm_type. A core that is an ExchangesSequences is called directly in any case. The function is not a
-    module, so that the core's parameters have the same names in every layout. Raises ValueError if the group's size
-    differs from the config's context_parallel_size, by which the config was validated, and for a core whose softmax
-    cannot be merged from blocks.
+    kind: a cp_comm_type; a2a+p2p uses groups.hcp. A core that is an ExchangesSequences is called directly in any case.
+    The function is not a module, so that the core's parameters have the same names in every layout. Raises ValueError
+    if the groups' sizes differ from those of the config, by which the config was validated, and for a core whose
+    softmax cannot be merged from blocks.
     """
-    size = ("context_parallel_size", config.context_parallel_size)
-    require_group_sizes(ProcessGroupCollection(cp=cp_group), {"cp": size})
-    if group_size(cp_group) == 1 or isinstance(core, ExchangesSequences):
-        return _run_core if isinstance(core, DotProductAttention) else _run_other_core
-    assert cp_group is not None
+    require_group_sizes(groups, {"cp": ("context_parallel_size", config.context_parallel_size)})
+    direct: AroundCore = _run_core if isinstance(core, DotProductAttention) else _run_other_core
+    if group_size(groups.cp) == 1 or isinstance(core, ExchangesSequences):
+        return direct
+    assert groups.cp is not None
     if kind == "a2a":
-        return HeadExchangeAttention(cp_group)
+        sizes = f"context_parallel_size is {config.context_parallel_size}"
+        return HeadExchangeAttention(groups.cp, attend=direct, setting=f"cp_comm_type is a2a, {sizes}")
     if not isinstance(core, DotProductAttention):
         raise ValueError(
             f"cp_comm_type is {kind} and the attention core is a {type(core).__name__}: must be a DotProductAttention, "
             "or cp_comm_type a2a"
         )
-    return ContextParallelAttention(config, exchange=_EXCHANGES[kind], group=cp_group)
+    if kind != "a2a+p2p":
+        return ContextParallelAttention(config, exchange=_EXCHANGES[kind], group=groups.cp)
+    # See [Note: two levels].
+    sizes = f"hierarchical_context_parallel_sizes is {config.hierarchical_context_parallel_sizes}"
+    neighbours, ring = levels_of_context(groups, config.hierarchical_context_parallel_sizes)
+    inner = direct if group_size(ring) == 1 else ContextParallelAttention(config, exchange=Ring, group=ring)
+    return HeadExchangeAttention(neighbours, attend=inner, setting=f"cp_comm_type is a2a+p2p, {sizes}")
 
 
 @runtime_checkable
@@ -115,6 +134,7 @@ class ContextParallelAttention:
         self, config: TransformerConfig, *, exchange: type[KeyValueExchange], group: dist.ProcessGroup
     ) -> None:
         self.exchange, self.group = exchange, group
+        self.context_parallel_size = config.context_parallel_size
         self.plain = config.attention_backend in (AttnBackend.unfused, AttnBackend.local)
 
     def __call__(
@@ -127,18 +147,20 @@ class ContextParallelAttention:
         attn_mask_type: AttnMaskType | None = None,
         *,
         packed_seq_params: PackedSeqParams | None = None,
+        first_head: int = 0,
     ) -> Tensor:
         """Computes attention with the core's settings. Collective.
 
         query: [S / size, B, N, D]; key: [S / size, B, G, D]; value: [S / size, B, G, E], any float dtype, G divides N.
-        packed_seq_params: segments of the whole sequences that restrict attention. Returns [S / size, B, N * E], the
-        query's dtype. Raises ValueError for an explicit mask and for mask types other than causal.
+        packed_seq_params: segments of the whole sequences that restrict attention. first_head: index of the first query
+        head among the core's. Returns [S / size, B, N * E], the query's dtype. Raises ValueError for an explicit mask
+        and for mask types other than causal.
         """
         mask_type = attn_mask_type or core.attn_mask_type
         if attention_mask is not None or mask_type is not AttnMaskType.causal:
             given = f"of type {mask_type.name}" if attention_mask is None else f"{list(attention_mask.shape)}"
             raise ValueError(
-                f"the attention mask is {given} and context_parallel_size is {group_size(self.group)}: "
+                f"the attention mask is {given} and context_parallel_size is {self.context_parallel_size}: "
                 "must be causal, with document boundaries in packed_seq_params, or cp_comm_type must be a2a"
             )
         seq_length = query.shape[0] * group_size(self.group)
@@ -150,8 +172,10 @@ class ContextParallelAttention:
             segments=segments_of_samples(packed_seq_params, batch=query.shape[1], seq_length=seq_length),
             window=None if core.window is None else core.window[0],
             largest=core.largest_logits if core.training else None,
+            first_head=first_head,
         )
-        return attend_in_tiles(query, key=key, value=value, plan=plan, sink=core.sink(query)).flatten(2)
+        sink = core.sink(query, first_head=first_head)
+        return attend_in_tiles(query, key=key, value=value, plan=plan, sink=sink).flatten(2)
 
 
 class ExchangeOfChunks(KeyValueExchange):
@@ -310,35 +334,38 @@ def _inside(message: Tensor, *, like: KeysAndValues) -> KeysAndValues:
 
 
 class HeadExchangeAttention:
-    """Runs the core over whole sequences with 1 / size of the heads, between two all-to-alls.
+    """Attends with 1 / size of the heads to the tokens of all ranks of the group, between two all-to-alls.
 
-    Supports everything that the core does, including masks over whole sequences and dropout.
+    attend: runs the core on them. If the group holds whole sequences this is the core itself, and everything that it
+    does is supported, including masks over whole sequences and dropout. With a2a+p2p it is a ring around the core.
+    setting: the fields of the configuration that chose it and their values, for errors.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, *, attend: AroundCore, setting: str) -> None:
+        self.group, self.attend, self.setting = group, attend, setting
 
     def __call__(
         self, core: nn.Module, query: Tensor, key: Tensor, value: Tensor, *masks: Any, **options: Any
     ) -> Tensor:
         """Computes attention with `core`. Collective.
 
-        query: [S / size, B, N, D]; key: [S / size, B, G, D]; value: [S / size, B, G, E], any float dtype; masks,
-        options: further arguments of the core. Returns [S / size, B, N * E], the query's dtype. Raises ValueError
-        unless N and G are divisible by the number of ranks.
+        S is the number of tokens that the group holds of each sequence. query: [S / size, B, N, D]; key:
+        [S / size, B, G, D]; value: [S / size, B, G, E], any float dtype; masks, options: further arguments of `attend`.
+        Returns [S / size, B, N * E], the query's dtype. Raises ValueError unless N and G are divisible by the number of
+        ranks.
         """
+        size = group_size(self.group)
         for name, heads in (("attention heads", query.shape[2]), ("key/value heads", key.shape[2])):
-            if heads % group_size(self.group):
+            if heads % size:
                 raise ValueError(
-                    f"cp_comm_type is a2a, context_parallel_size is {group_size(self.group)} and a rank has {heads} "
-                    f"{name}: must be divisible by it, or use p2p or all_gather"
+                    f"{self.setting} and a rank has {heads} {name}: must be divisible by {size}, the number of ranks "
+                    "that exchange heads, or use p2p or all_gather"
                 )
         whole: list[Tensor] = [_SequenceToHeads.apply(t, self.group) for t in (query, key, value)]
         if isinstance(core, DotProductAttention):
             # Cores of other classes do not distinguish heads.
             options["first_head"] = whole[0].shape[2] * group_rank(self.group)
-        run = _run_core if isinstance(core, DotProductAttention) else _run_other_core
-        context = run(core, *whole, *masks, **options)
+        context = self.attend(core, *whole, *masks, **options)
         own: Tensor = _HeadsToSequence.apply(context.unflatten(2, (-1, value.shape[3])), self.group)
         return own.flatten(2)
 

@@ -127,7 +127,8 @@ class TilePlan:
     """Arguments of one call other than tensors.
 
     segments: from attention_tiles.segments_of_samples; window: visible tokens before each token, or None. largest:
-    receives the largest scores of each head; None if nothing asks for them.
+    receives the largest scores of each head; None if nothing asks for them. first_head: index of the first query head
+    in `largest`.
     """
 
     exchange: KeyValueExchange
@@ -135,6 +136,7 @@ class TilePlan:
     segments: list[list[slice]]
     window: int | None
     largest: LargestLogits | None = None
+    first_head: int = 0
 
     def tiles(self, block: Block) -> list[Tile]:
         """Returns the tiles of this rank's queries and a block of keys."""
@@ -174,7 +176,7 @@ class _AttentionInTiles(torch.autograd.Function):
                 inputs = _inputs_of(tile, queries=queries, pair=block.pair)
                 if plan.largest is not None:
                     scores = largest_scores(inputs.query, key=inputs.key, tile=tile)
-                    plan.largest.note(scores, scale=plan.kernel.scale)
+                    plan.largest.note(scores, scale=plan.kernel.scale, first_head=plan.first_head)
                 merged.add(plan.kernel.forward(inputs, tile), tile)
         result = merged.result()
         ctx.save_for_backward(query, key, value, sink, result.output, result.log_sum)

@@ -419,11 +419,18 @@ def validate_layout_of_stages(config: TransformerConfig) -> None:
 
 def validate_layout_of_contexts(config: TransformerConfig) -> None:
     """Raises ValueError where attention cannot be exchanged between context-parallel ranks as asked for."""
-    size = config.context_parallel_size
-    exchanges = validate_context_parallel(config, num_layers=config.num_layers, context_parallel_size=size)
-    for name in ("num_attention_heads", "num_query_groups") if "a2a" in exchanges else ():
-        sizes = "tensor_model_parallel_size x context_parallel_size, for cp_comm_type a2a"
-        check_multiple(name, vars(config)[name], of=sizes, size=config.tensor_model_parallel_size * size)
+    size, levels = config.context_parallel_size, config.hierarchical_context_parallel_sizes
+    exchanges = validate_context_parallel(
+        config, num_layers=config.num_layers, context_parallel_size=size, levels=levels
+    )
+    # Ranks between which heads are exchanged, by cp_comm_type.
+    ranks = {"a2a": ("context_parallel_size", size)}
+    if levels is not None:
+        ranks["a2a+p2p"] = ("the first of hierarchical_context_parallel_sizes", levels[0])
+    for kind in sorted(exchanges & ranks.keys()):
+        of = f"tensor_model_parallel_size x {ranks[kind][0]}, for cp_comm_type {kind}"
+        for name in ("num_attention_heads", "num_query_groups"):
+            check_multiple(name, vars(config)[name], of=of, size=config.tensor_model_parallel_size * ranks[kind][1])
 
 
 def validate_offload_in_stages(config: TransformerConfig) -> None:

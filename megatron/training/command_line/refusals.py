@@ -187,7 +187,6 @@ MISSING: tuple[tuple[str, str], ...] = (
     ),
     (r"--apply-query-key-layer-scaling$", "scores are not scaled by the layer's number: use --bf16, or remove it"),
     (r"--fp16-lm-cross-entropy$", "the loss is computed in fp32: remove it"),
-    (r"--hierarchical-context-parallel-sizes$", "use --context-parallel-size with one --cp-comm-type"),
     (r"--data-parallel-random-init$", "all replicas start from the values of --seed: remove it"),
     (r"--fim-", _FIM_TOKENS),
     (r"--vocab-extra-ids$", "give the size with extra tokens by --vocab-size, or a --tokenizer-model that has them"),

@@ -11,6 +11,7 @@ from megatron.planner.layout_space import Experts, Request, Sharding, layer_flop
 from megatron.planner.plan import plan_run
 from megatron.planner.step_time import run_time
 from megatron.training.arguments import parse_args, validate_args
+from megatron.training.command_line.errors import CommandLineError
 from megatron.training.compute.devices import Device, known_devices
 from megatron.training.compute.flops import num_floating_point_operations
 from megatron.training.setup import setup_tokenizer
@@ -88,6 +89,12 @@ def test_a_zero_2_layout_is_estimated_as_it_is_measured() -> None:
     about, planned = costs.cost(layout, limit=1 << 40), costs.advice(layout)
     assert about is not None and planned is not None
     assert about.seconds == pytest.approx(planned.time.seconds, rel=0.1)
+
+
+def test_levels_of_context_parallelism_are_refused_by_name() -> None:
+    words = "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
+    with pytest.raises(CommandLineError, match=r"--hierarchical-context-parallel-sizes is \[2, 2\]: .* use --dry-run"):
+        read_request(["--model", *DENSE, *FLAGS.split(), *words.split()], world_size=RANKS, devices_per_node=8)
 
 
 @pytest.mark.parametrize("model", ["llama3-8b", "mixtral-8x7b", "deepseek-v3", "gpt-oss-20b"])

@@ -69,6 +69,32 @@ def test_messages_of_passes_scale_with_microbatches_and_others_do_not() -> None:
 
 
 @pytest.mark.slow
+def test_messages_of_two_levels_of_context_parallelism_are_on_the_groups_of_the_levels() -> None:
+    flags: Flags = {"context-parallel-size": 4, "num-query-groups": 4, "global-batch-size": 8}
+    levels: Flags = {"cp-comm-type": "a2a+p2p", "hierarchical-context-parallel-sizes": [2, 2]}
+    sent, stages = [], []
+    for more in (levels, {"cp-comm-type": "a2a"}, {"cp-comm-type": "p2p"}):
+        plan, _ = planned("llama", {**flags, **more}, ranks=4)
+        stages.append(plan.stages[0])
+        sent.append(
+            {
+                (one.group, one.operation): one
+                for one in plan.stages[0].links
+                if one.phase == "forward" and one.operation in ("all-to-all", "send")
+            }
+        )
+    both, heads, ring = sent
+    assert both.keys() == {("hcp_0", "all-to-all"), ("hcp_1", "send")}
+    assert stages[0].groups["hcp_0"] == (0, 1) and stages[0].groups["hcp_1"] == (0, 2)
+    # The same tensors are exchanged. A block of the ring has twice the tokens and half the heads, and takes one step
+    # instead of three.
+    exchanged, passed = both["hcp_0", "all-to-all"], both["hcp_1", "send"]
+    assert (exchanged.group_size, exchanged.num_bytes) == (2, heads["cp", "all-to-all"].num_bytes)
+    assert (passed.group_size, 3 * passed.num_bytes) == (2, ring["cp", "send"].num_bytes)
+    assert 3 * passed.count == ring["cp", "send"].count
+
+
+@pytest.mark.slow
 def test_lines_of_a_plan_name_messages_buckets_and_padding() -> None:
     flags: Flags = {"expert-model-parallel-size": 2, "use-distributed-optimizer": True, "global-batch-size": 8}
     plan, lines = planned("moe", flags, ranks=4)

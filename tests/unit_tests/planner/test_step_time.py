@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.core.pipeline_parallel.schedule import Pipeline, no_pipelining_schedule, stage_orders
-from megatron.planner.step_time import Overlap, StageLoad, StepTime, estimate_step
+from megatron.planner.step_time import Overlap, StageLoad, StepTime, estimate_step, overlap_of
 from megatron.planner.work import (
     GRADS,
     PARAMS,
@@ -18,6 +18,7 @@ from megatron.planner.work import (
     message_seconds,
     ranks_in_node,
 )
+from megatron.training.arguments import parse_args
 from megatron.training.compute.devices import Device
 
 # Rates per second: 10^12 FLOPs, 10^9 bytes of memory, 10^9 bytes inside a node and half of that between nodes.
@@ -143,6 +144,12 @@ def test_messages_of_passes_are_exposed_unless_modules_overlap_them() -> None:
     assert (overlapped.stages[0].exposed["forward"], overlapped.stages[0].exposed["backward"]) == (4.0, 0.5)
     assert overlapped.stages[0].hidden == 2.0 and overlapped.seconds == step.seconds - 2.0
     assert _adds_up(step) and _adds_up(overlapped)
+
+
+def test_a_ring_of_two_levels_overlaps_attention_and_exchanges_of_heads_do_not() -> None:
+    words = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+    args = parse_args(argv=[*words.split(), *"--cp-comm-type a2a+p2p".split()])
+    assert overlap_of(args).overlapped_by == {"hcp_1": ("attention",)}
 
 
 def test_reductions_overlap_only_with_the_rest_of_backward() -> None:

@@ -64,6 +64,8 @@ def test_a_command_that_works_as_it_is_stays_as_it_is() -> None:
          "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep", Effect.SAME),
         ("--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep",
          "--moe-token-dispatcher-type alltoall", Effect.SPEED),
+        ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4",
+         "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4", Effect.SAME),
         ("--fp8-format hybrid --bf16", "--bf16", Effect.ANOTHER),
         ("--fp8-format hybrid", "--bf16", Effect.ANOTHER),
         ("--optimizer dist_muon --muon-coefficient-type simple",

@@ -372,6 +372,18 @@ def test_a2a_is_not_chosen_where_query_groups_of_a_tensor_rank_do_not_divide(mon
         ),
         ("--context-parallel-size 3", ["--seq-length is 32", "2 x --context-parallel-size (6)"]),
         (
+            "--context-parallel-size 4 --attention-dropout 0 --hierarchical-context-parallel-sizes 2 3",
+            ["--hierarchical-context-parallel-sizes is [2, 3]", "whose product is --context-parallel-size (4)"],
+        ),
+        (
+            "--context-parallel-size 4 --attention-dropout 0 --cp-comm-type a2a+p2p",
+            ["--cp-comm-type is a2a+p2p", "--hierarchical-context-parallel-sizes is None", "must be two sizes"],
+        ),
+        (
+            "--context-parallel-size 4 --attention-dropout 0 --hierarchical-context-parallel-sizes 2 2",
+            ["--hierarchical-context-parallel-sizes is [2, 2]", "--cp-comm-type is p2p: only a2a+p2p has levels"],
+        ),
+        (
             "--tensor-model-parallel-size 3 --context-parallel-size 4 --sequence-parallel",
             ["--seq-length is 32", "--context-parallel-size x --tensor-model-parallel-size (12)"],
         ),

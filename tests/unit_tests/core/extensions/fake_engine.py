@@ -4,6 +4,7 @@ A call with a keyword that the published classes do not have fails here, too; se
 """
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -106,8 +107,8 @@ class RMSNorm(_Norm):
 class DotProductAttention(_Engine):
     """Attends with [S, B, N, D] queries, causal or with a mask that is True where attention is forbidden.
 
-    As there: packed, [T, N, D]; over context-parallel ranks by two chunks of each sequence a rank; keys and values may
-    have two widths.
+    As there: packed, [T, N, D]; over context-parallel ranks by two chunks of each sequence a rank, of one group or of
+    two levels; keys and values may have two widths.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -119,8 +120,12 @@ class DotProductAttention(_Engine):
         self.scale = given["softmax_scale"] or self.widths[0] ** -0.5
         self.cp_group = given.get("cp_group")
         if self.cp_group is not None:
-            assert given["cp_global_ranks"] == dist.get_process_group_ranks(self.cp_group)
-            assert given["cp_comm_type"] in ("p2p", "all_gather", "a2a") and "cp_stream" in given
+            # From the innermost: first the group that exchanges heads, then that of the ring.
+            self.levels = self.cp_group if isinstance(self.cp_group, list) else [self.cp_group]
+            size = math.prod(group.size() for group in self.levels)
+            assert len(given["cp_global_ranks"]) == size and dist.get_rank() in given["cp_global_ranks"]
+            kinds = ("p2p", "all_gather", "a2a") if len(self.levels) == 1 else ("a2a+p2p",)
+            assert given["cp_comm_type"] in kinds and "cp_stream" in given
         self.heads = given["num_attention_heads"] // given["tp_size"], given["num_gqa_groups"] // given["tp_size"]
         self.window, self.dropout = given["window_size"], given["attention_dropout"]
 
@@ -146,17 +151,15 @@ class DotProductAttention(_Engine):
         return torch.cat(results).squeeze(1)
 
     def _exchanged(self, given: dict[str, Any]) -> Tensor:
-        whole = {
-            name: join_sequence(
-                list(
-                    gather_from_sequence_parallel_region(given[name], group=self.cp_group).chunk(self.cp_group.size())
-                ),
-                0,
-            )
-            for name in ("query_layer", "key_layer", "value_layer")
-        }
+        whole = {name: given[name] for name in ("query_layer", "key_layer", "value_layer")}
+        for group in self.levels:
+            for name, part in whole.items():
+                parts = gather_from_sequence_parallel_region(part, group=group).chunk(group.size())
+                whole[name] = join_sequence(list(parts), 0)
         context = self._attend({**given, **whole})
-        return split_sequence(context, 0, size=self.cp_group.size(), rank=self.cp_group.rank())
+        for group in reversed(self.levels):
+            context = split_sequence(context, 0, size=group.size(), rank=group.rank())
+        return context
 
     def _attend(self, given: dict[str, Any]) -> Tensor:
         assert (given["key_layer"].shape[-1], given["value_layer"].shape[-1]) == self.widths

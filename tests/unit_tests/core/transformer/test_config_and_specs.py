@@ -18,6 +18,8 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from megatron.core.transformer.transformer_config import MLATransformerConfig, NormalInit, TransformerConfig
 from tests.unit_tests.core.models.small_models import LLAMA_LIKE, small_config
 
+LEVELS = {"context_parallel_size": 4, "cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 2]}
+
 
 def test_unset_fields_follow_from_others() -> None:
     config = TransformerConfig(num_layers=8, hidden_size=64, num_attention_heads=4, num_moe_experts=2)
@@ -110,6 +112,39 @@ def test_unset_fields_follow_from_others() -> None:
         (
             {"context_parallel_size": 4, "cp_comm_type": "a2a", "num_query_groups": 2},
             r"num_query_groups is 2: must be a multiple of .* cp_comm_type a2a \(4\)",
+        ),
+        (
+            {"context_parallel_size": 4, "cp_comm_type": ["p2p", "a2a+p2p"]},
+            r"cp_comm_type is a2a\+p2p, context_parallel_size is 4 and hierarchical_context_parallel_sizes is None",
+        ),
+        (
+            {**LEVELS, "hierarchical_context_parallel_sizes": [2, 2, 1]},
+            r"cp_comm_type is a2a\+p2p, .* hierarchical_context_parallel_sizes is \[2, 2, 1\]: must be two sizes",
+        ),
+        (
+            {**LEVELS, "hierarchical_context_parallel_sizes": [2, 4]},
+            r"hierarchical_context_parallel_sizes is \[2, 4\]: .* context_parallel_size \(4\)",
+        ),
+        (
+            {**LEVELS, "hierarchical_context_parallel_sizes": [-2, -2]},
+            "hierarchical_context_parallel_sizes is -2: must be at least 1",
+        ),
+        (
+            {**LEVELS, "cp_comm_type": ["p2p", "a2a"]},
+            r"hierarchical_context_parallel_sizes is \[2, 2\] and cp_comm_type is a2a, p2p: only a2a\+p2p has levels",
+        ),
+        (
+            {**LEVELS, "num_query_groups": 1},
+            "num_query_groups is 1: must be a multiple of tensor_model_parallel_size x the first of "
+            r"hierarchical_context_parallel_sizes, for cp_comm_type a2a\+p2p \(2\)",
+        ),
+        (
+            {**LEVELS, "tensor_model_parallel_size": 4},
+            r"num_attention_heads is 4: must be a multiple of .*, for cp_comm_type a2a\+p2p \(8\)",
+        ),
+        (
+            {**LEVELS, "attention_dropout": 0.1},
+            r"attention_dropout is 0.1, context_parallel_size is 4 and cp_comm_type is a2a\+p2p, which has no dropout",
         ),
         ({"expert_model_parallel_size": 2}, "expert_model_parallel_size is 2 but num_moe_experts is not set"),
         (

@@ -1,0 +1,1 @@
+"""build_tokenizer(args) under the path of Megatron Core."""

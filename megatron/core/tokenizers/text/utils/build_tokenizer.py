@@ -1,0 +1,18 @@
+"""build_tokenizer(args), by which recent scripts of Megatron-LM build the tokenizer of the command line."""
+
+import argparse
+import dataclasses
+
+from megatron.core.tokenizers import build
+from megatron.core.tokenizers.tokenizer import BaseTokenizer
+
+
+def build_tokenizer(args: argparse.Namespace) -> BaseTokenizer:
+    """Returns the tokenizer that the parsed arguments select; see TokenizerConfig. get_tokenizer() returns the run's.
+
+    Raises ValueError or OSError for a wrong type, file or vocab_size.
+    """
+    names = {field.name for field in dataclasses.fields(build.TokenizerConfig)}
+    return build.build_tokenizer(
+        build.TokenizerConfig(**{name: value for name, value in vars(args).items() if name in names})
+    )
