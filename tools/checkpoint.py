@@ -367,17 +367,20 @@ def _convert_core(options: argparse.Namespace) -> None:
     if options.target != _CANONICAL:
         raise ValueError(f"--from {_CORE}: must be --to {_CANONICAL}, which is {options.target}")
     result = from_megatron_core(
-        options.load, options.save, step=options.ckpt_step, vocab_size=options.vocab_size, settings=options.model_config
+        options.load,
+        options.save,
+        step=options.ckpt_step,
+        vocab_size=options.vocab_size,
+        model_config=options.model_config,
     )
     print(f"wrote {result.folder}")
     if result.has_state:
         print(
             f"not converted: {result.num_left} entries that are neither weights nor optimizer state, such as generators"
         )
-        print("continue with --no-load-rng")
     else:
         print(f"not converted: {result.num_left} entries that are no weights, such as optimizer and generator states")
-        print("continue with --no-load-optim --no-load-rng, or with --finetune")
+        print("continue with --no-load-optim, or with --finetune")
 
 
 def _write_core(options: argparse.Namespace) -> None:
@@ -419,7 +422,8 @@ def _convert_files(options: argparse.Namespace) -> None:
         folder = from_canonical(options.load, options.save, layout=layout, step=options.ckpt_step)
     print(f"wrote {folder}")
     if options.target != _SAFETENSORS:
-        print("optimizer states are not converted: continue with --no-load-optim --no-load-rng, or with --finetune")
+        flags = "--no-load-optim" if options.target == _CANONICAL else "--no-load-optim --no-load-rng"
+        print(f"optimizer states are not converted: continue with {flags}, or with --finetune")
 
 
 def _export_safetensors(options: argparse.Namespace) -> Path:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import folder as folders
 from megatron.core.dist_checkpointing import save_stream, sharded_tensors
-from megatron.core.logical_tensors import identity_piece, model_logical_pieces
+from megatron.core.logical_tensors import model_logical_pieces, pieces_of_tensor
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers import vocab_size_with_padding
 from megatron.training.arguments import parse_args
@@ -130,7 +130,7 @@ def common_of_weights(args: argparse.Namespace, found: Mapping[str, Any], *, ite
     """Returns the common part of a checkpoint with weights only. found: arguments of the program that trained them."""
     values, stored = values_without_state(found, iteration=iteration), args_to_json(args)
     stored |= {name: value for name, value in values["args"].items() if name in stored and name not in _OWN}
-    return {**values, "args": stored, "contents": {"optimizer": False, "rng": False}}
+    return {**values, "args": stored}
 
 
 def _parts_of_rank(args: argparse.Namespace, rank: LegacyRank) -> list[GPTModel]:
@@ -147,7 +147,7 @@ def _filled(part: nn.Module, source: Path, args: argparse.Namespace, *, layout: 
     wanted = [
         box
         for name, tensor in state.items()
-        for box in sharded_tensors(logical.get(name) or [identity_piece(name, tuple(tensor.shape))], tensor)
+        for box in sharded_tensors(pieces_of_tensor(name, tensor, logical), tensor)
     ]
     dist_checkpointing.load_items(wanted, source)
     facts = facts_of(part, num_experts=(args.num_experts or 0) // layout.expert, hidden_size=args.hidden_size)

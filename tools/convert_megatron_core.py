@@ -13,16 +13,15 @@ from megatron.training.arguments import parse_args
 from megatron.training.checkpointing.folder import (
     MEGATRON_CORE_FILE,
     RELEASE,
-    TRACKER_FILE,
+    CheckpointFormat,
     iteration_folder,
-    iteration_of_text,
     write_release_tracker,
     write_tracker,
 )
 from megatron.training.checkpointing.megatron_core import (
     EMBEDDING,
     as_checkpoint,
-    megatron_core_values,
+    values_of_files,
     vocabulary_rows,
 )
 from megatron.training.checkpointing.megatron_core_files import COMMON_FILE, MegatronCoreFiles
@@ -30,7 +29,7 @@ from megatron.training.checkpointing.megatron_objects import json_values
 from megatron.training.checkpointing.run_values import check_arguments
 from megatron.training.gpt_builder import whole_gpt
 from tools.convert_legacy import common_of_weights, model_args
-from tools.stored_checkpoints import all_tensors
+from tools.stored_checkpoints import all_tensors, checkpoint_of_load
 
 
 @dataclass(frozen=True)
@@ -43,24 +42,24 @@ class Converted:
 
 
 def from_megatron_core(
-    load: Path, save: Path, *, step: int | None = None, vocab_size: int | None = None, settings: Path | None = None
+    load: Path, save: Path, *, step: int | None = None, vocab_size: int | None = None, model_config: Path | None = None
 ) -> Converted:
     """Writes weights, and optimizer state if there is a step count for it, as a canonical checkpoint.
 
-    vocab_size: number of tokens of the tokenizer, if the arguments lack it. settings: a YAML file with the model's
-    flags, if common.pt has no arguments. Raises ValueError naming a file, tensor or argument that is missing or does
-    not fit.
+    vocab_size: number of tokens of the tokenizer, if the arguments lack it. model_config: a YAML file with the
+    model's flags, if common.pt has no arguments. Raises ValueError naming a file, tensor or argument that is missing or
+    does not fit.
     """
     files = MegatronCoreFiles.open(find_megatron_core(load, step=step))
     folder = save / RELEASE if files.iteration is None else iteration_folder(save, files.iteration)
     if folder.exists():
         raise ValueError(f"--save is {save}: {folder} is there already, and is not overwritten; give a new folder")
-    values = megatron_core_values(files.folder)
-    args = _args_of_files(files, vocab_size=vocab_size, settings=settings)
+    values = values_of_files(files)
+    args = _args_of_files(files, vocab_size=vocab_size, model_config=model_config)
     has_masters = bool(values["args"].get("bf16") or values["args"].get("fp16"))
     model = whole_gpt(args, padded_vocab_size=args.padded_vocab_size)
     has_state = values["contents"]["optimizer"]
-    checkpoint = as_checkpoint(files, model, with_masters=has_masters, with_state=has_state)
+    checkpoint = as_checkpoint(files, model, values=values, with_masters=has_masters, with_state=has_state)
     save_stream(all_tensors(checkpoint), folder, common=_common(args, files, values))
     if files.iteration is None:
         write_release_tracker(str(save))
@@ -73,35 +72,25 @@ def _common(args: argparse.Namespace, files: MegatronCoreFiles, values: dict[str
     common = common_of_weights(args, files.args or {}, iteration=files.iteration or 0)
     if not values["contents"]["optimizer"]:
         return common
-    state = {name: values[name] for name in ("optimizer", "scheduler")}
-    return {**common, **state, "contents": {"optimizer": True, "rng": False}}
+    return {**common, **{name: values[name] for name in ("optimizer", "scheduler", "contents")}}
 
 
 def find_megatron_core(folder: Path, *, step: int | None) -> Path:
     """Returns `folder` if it is a checkpoint, else that of an iteration in it; None means the tracker's."""
     if step is None and (folder / MEGATRON_CORE_FILE).is_file():
         return folder
-    if step is not None:
-        found = folder / f"iter_{step:07d}"
-    else:
-        tracker = folder / TRACKER_FILE
-        text = tracker.read_text(encoding="utf-8", errors="replace").strip() if tracker.is_file() else ""
-        iteration = iteration_of_text(text)
-        if text != RELEASE and iteration is None:
-            raise ValueError(
-                f"--load is {folder}: it has neither {MEGATRON_CORE_FILE} nor a {TRACKER_FILE} with an iteration; give "
-                "one checkpoint, or the folder above iter_... and --ckpt-step"
-            )
-        found = folder / (RELEASE if text == RELEASE else f"iter_{iteration:07d}")
-    if not (found / MEGATRON_CORE_FILE).is_file():
-        raise ValueError(f"{found} has no {MEGATRON_CORE_FILE}: it is no distributed checkpoint of Megatron-Core")
-    return found
+    found = checkpoint_of_load(folder, step)
+    if found.format is not CheckpointFormat.MEGATRON_CORE:
+        raise ValueError(f"{found.path} has no {MEGATRON_CORE_FILE}: it is no distributed checkpoint of Megatron-Core")
+    return found.path
 
 
-def _args_of_files(files: MegatronCoreFiles, *, vocab_size: int | None, settings: Path | None) -> argparse.Namespace:
+def _args_of_files(
+    files: MegatronCoreFiles, *, vocab_size: int | None, model_config: Path | None
+) -> argparse.Namespace:
     where = files.folder / COMMON_FILE
-    if settings is not None:
-        where, found = settings, vars(parse_args(argv=["--config", str(settings)]))
+    if model_config is not None:
+        where, found = model_config, vars(parse_args(argv=["--config", str(model_config)]))
     elif files.args is not None:
         found = files.args
     else:
@@ -112,7 +101,7 @@ def _args_of_files(files: MegatronCoreFiles, *, vocab_size: int | None, settings
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     args = model_args(stored)
-    if EMBEDDING not in files.shapes:
+    if EMBEDDING not in files.weights:
         raise ValueError(f"{files.folder} has no {EMBEDDING}")
     tokens = vocab_size or stored.get("vocab_size")
     if tokens is None:

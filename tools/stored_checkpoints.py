@@ -118,7 +118,7 @@ def all_tensors(checkpoint: VerifiedCheckpoint) -> Iterator[ShardedTensor]:
         tensor = ShardedTensor.whole(key, torch.empty(shape, dtype=dtype))
         reader.fill([tensor])
         yield tensor
-        del tensor
+        del tensor  # else it lives until the next torch.empty has returned
 
 
 @dataclass(frozen=True)

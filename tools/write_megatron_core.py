@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing import folder as folders
 from megatron.core.dist_checkpointing.storage import METADATA_FILE, read_metadata
-from megatron.core.logical_tensors import identity_piece
+from megatron.core.logical_tensors import pieces_of_tensor
 from megatron.core.optimizer.adam import EXP_AVG, EXP_AVG_SQ
 from megatron.core.optimizer.state_dict import MASTERS, state_prefix
 from megatron.core.tokenizers import vocab_size_with_padding
@@ -83,12 +83,17 @@ class CoreTarget:
     fused: bool = True
     padded_vocab_size: int | None = None
 
+    @property
+    def chains_optimizers(self) -> bool:
+        """Whether its optimizer is a chain of two: dense parameters, then those of experts."""
+        return self.expert > 1
+
 
 def to_megatron_core(load: Path, save: Path, *, target: CoreTarget, step: int | None = None) -> Path:
     """Writes weights and Adam's state as a checkpoint of Megatron-Core's; returns its folder.
 
-    Raises ValueError for a checkpoint of another optimizer, and if the folder is there already; OSError if it cannot be
-    written. Leaves nothing after an error.
+    Raises ValueError for a checkpoint of another optimizer, for expert-parallel ranks of a model without experts, and
+    if the folder is there already; OSError if it cannot be written. Leaves nothing after an error.
     """
     found = checkpoint_of_load(load, step)
     if found.format is not CheckpointFormat.OURS:
@@ -101,6 +106,8 @@ def to_megatron_core(load: Path, save: Path, *, target: CoreTarget, step: int | 
     has_state = values["contents"]["optimizer"]
     if has_state and stored.get("optimizer") not in ("adam", "distributed_fused_adam"):
         raise ValueError(f"optimizer is {stored.get('optimizer')!r}: must be adam, whose state both sides have")
+    if target.chains_optimizers and not stored.get("num_experts"):
+        raise ValueError(f"--target-expert-parallel-size is {target.expert}: must be 1 for a model without experts")
     args = model_args(stored)
     args.unpadded_vocab_size = stored["unpadded_vocab_size"]
     args.padded_vocab_size = _padded_vocab_size(args, target)
@@ -108,7 +115,8 @@ def to_megatron_core(load: Path, save: Path, *, target: CoreTarget, step: int | 
     boxes = _Boxes(model, checkpoint, target, args)
     save.mkdir(parents=True, exist_ok=True)
     with folders.atomic_folder(folder) as temporary:
-        save_stream(boxes.all(with_state=has_state), temporary / "tensors", common={}, with_zip_checksums=True)
+        # save_stream writes our format into a new folder. Only its data files and index belong to theirs.
+        save_stream(boxes.tensors(with_state=has_state), temporary / "tensors", common={}, with_zip_checksums=True)
         for path in (temporary / "tensors").iterdir():
             if path.name == METADATA_FILE or path.suffix == ".distcp":
                 path.rename(temporary / path.name)
@@ -134,6 +142,18 @@ def _padded_vocab_size(args: argparse.Namespace, target: CoreTarget) -> int:
     return target.padded_vocab_size
 
 
+@dataclass(frozen=True)
+class _Source:
+    """Our tensors that become one kind of theirs. prefix: of our keys, empty for weights.
+
+    their_kind: kind of optimizer state; None for weights. dtype: of the written tensors; None means the stored one.
+    """
+
+    prefix: str
+    their_kind: str | None
+    dtype: torch.dtype | None = None
+
+
 class _Boxes:
     """The tensors of a checkpoint as boxes of Megatron-Core's."""
 
@@ -152,26 +172,26 @@ class _Boxes:
         ]
         self._stacked = all(count == args.num_layers for count in counts)
 
-    def all(self, *, with_state: bool) -> Iterator[ShardedTensor]:
+    def tensors(self, *, with_state: bool) -> Iterator[ShardedTensor]:
         """Yields weights, and the state of each; any shape, in the stored dtype."""
-        kinds: list[tuple[str, str]] = [("", "")]
+        sources = [_Source(prefix="", their_kind=None)]
         if with_state:
-            has_masters = any(key.startswith(state_prefix(MASTERS)) for key in self._checkpoint.tensors)
-            kinds += [(state_prefix(kind), kind) for kind in (EXP_AVG, EXP_AVG_SQ)]
-            if has_masters or self._target.distributed:
+            sources += [_Source(state_prefix(kind), kind) for kind in (EXP_AVG, EXP_AVG_SQ)]
+            their_masters = "param" if self._target.distributed else MASTERS
+            if any(key.startswith(state_prefix(MASTERS)) for key in self._checkpoint.tensors):
+                sources.append(_Source(state_prefix(MASTERS), their_masters))
+            elif self._target.distributed:
                 # The distributed optimizer always has a copy of the weights in fp32.
-                kinds.append(
-                    (state_prefix(MASTERS) if has_masters else "", "param" if self._target.distributed else MASTERS)
-                )
+                sources.append(_Source("", their_masters, dtype=torch.float32))
         for name, tensor in self._tensors.items():
-            pieces = self._pieces.get(name) or [identity_piece(name, tuple(tensor.shape))]
-            for ours, theirs in kinds:
-                if theirs and name not in self._pieces:
+            pieces = pieces_of_tensor(name, tensor, self._pieces)
+            for source in sources:
+                if source.their_kind is not None and name not in self._pieces:
                     continue  # a buffer has no state
-                yield self._box(name, tuple(tensor.shape), pieces, ours=ours, theirs=theirs)
+                yield self._box(name, tuple(tensor.shape), pieces, source)
 
     def extra_states(self) -> list[str]:
-        """Returns the keys of the empty states of modules that its layers ask for beside weights."""
+        """Returns keys of the (empty) `_extra_state` entries that Megatron's layers require on load."""
         keys = []
         for name in self._tensors:
             module, _, leaf = name.rpartition(".")
@@ -189,42 +209,38 @@ class _Boxes:
                 keys.append(f"{core}._extra_state/shard_{index}_{sizes}")
         return keys
 
-    def _box(
-        self, name: str, shape: tuple[int, ...], pieces: Sequence[LogicalPiece], *, ours: str, theirs: str
-    ) -> ShardedTensor:
-        dtype = self._checkpoint.tensors[ours + pieces[0].key][1]
-        if theirs and not ours:
-            dtype = torch.float32
+    def _box(self, name: str, shape: tuple[int, ...], pieces: Sequence[LogicalPiece], source: _Source) -> ShardedTensor:
+        dtype = source.dtype or self._checkpoint.tensors[source.prefix + pieces[0].key][1]
         values = torch.zeros(shape, dtype=dtype)  # padding rows stay zero
-        self._reader.fill(sharded_tensors(list(pieces), values, prefix=ours, allow_cast=True))
+        self._reader.fill(sharded_tensors(list(pieces), values, prefix=source.prefix, allow_cast=True))
         place = self._place(name)
         lead = tuple(1 for _ in place.rows)
         offset = (*(row for row, _ in place.rows), *(0 for _ in shape))
         key = place.key
-        if theirs:
+        if source.their_kind is not None:
             chain = ""
-            if self._target.expert > 1:
+            if self._target.chains_optimizers:
                 chain = "chained_1." if _EXPERT in name else "chained_0."
-            key = f"{chain}optimizer.state.{theirs}.{place.key}"
+            key = f"{chain}optimizer.state.{source.their_kind}.{place.key}"
         return ShardedTensor.at(key, values.view(*lead, *shape), place.shape(shape), offset)
 
     def _place(self, name: str) -> Place:
-        ways = [
-            places[0]
-            for places in ways_to_store(name, num_layers=self._num_layers, num_experts=self._num_experts)
-            if len(places) == 1
-        ]
-        experts = [way for way in ways if _EXPERT not in name or f"{_EXPERT}experts.linear" in way.key]
-        layers = [way for way in experts if ("decoder.layers." not in name) or self._is_stacked(way) == self._stacked]
-        # Ways with the norm inside of the next linear layer come first.
+        """Returns the place of a parameter, with gate and up in one tensor and experts stacked."""
         is_router_norm = name.endswith(("pre_mlp_layernorm.weight", "pre_mlp_layernorm.bias"))
-        if self._target.fused and is_router_norm and f"{name.rsplit('.', 2)[0]}.mlp.router.weight" in self._tensors:
-            return layers[-1]
-        return layers[0]
-
-    @staticmethod
-    def _is_stacked(way: Place) -> bool:
-        return not way.key.removeprefix("decoder.layers.").split(".")[0].isdigit()
+        # Transformer Engine has no layer that fuses a norm with a router.
+        is_separate = (
+            self._target.fused and is_router_norm and f"{name.rsplit('.', 2)[0]}.mlp.router.weight" in self._tensors
+        )
+        [place] = next(
+            way.places
+            for way in ways_to_store(name, num_layers=self._num_layers, num_experts=self._num_experts)
+            if len(way.places) == 1
+            and way.experts_stacked == (_EXPERT in name)
+            and way.layers_stacked == (self._stacked and name.startswith("decoder.layers."))
+            # A norm that may be fused is: its fused way comes first.
+            and not (is_separate and way.norm_is_fused)
+        )
+        return place
 
 
 def _add_extra_states(folder: Path, keys: Sequence[str]) -> None:
@@ -262,19 +278,13 @@ def _common(values: Mapping[str, Any], args: argparse.Namespace, target: CoreTar
 
 
 def _optimizer(values: Mapping[str, Any], target: CoreTarget) -> dict[Any, Any]:
-    if target.expert > 1 and values["args"].get("num_experts"):
-        return {0: _one_optimizer(values, target, (False,)), 1: _one_optimizer(values, target, (True,))}
-    kinds = (False, True) if target.expert > 1 else (False,)
-    return _one_optimizer(values, target, kinds)
+    dense = _one_optimizer(values, target, expert=False)
+    return {0: dense, 1: _one_optimizer(values, target, expert=True)} if target.chains_optimizers else dense
 
 
-def _one_optimizer(values: Mapping[str, Any], target: CoreTarget, of_experts: Sequence[bool]) -> dict[str, Any]:
+def _one_optimizer(values: Mapping[str, Any], target: CoreTarget, *, expert: bool) -> dict[str, Any]:
     step, args = float(values["optimizer"]["step"]), values["args"]
-    groups = [
-        _group(args, decayed=decayed, expert=expert)
-        for expert in of_experts
-        for decayed in ((True,) if expert else (True, False))
-    ]
+    groups = [_group(args, decayed=decayed, expert=expert) for decayed in ((True,) if expert else (True, False))]
     scaler = values["optimizer"].get("grad_scaler")
     common: dict[str, Any] = {} if scaler is None else {"grad_scaler": _scaler(scaler)}
     if target.distributed:

@@ -8,7 +8,7 @@ handled elsewhere.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -250,6 +250,14 @@ def model_logical_pieces(model: torch.nn.Module) -> dict[str, list[LogicalPiece]
     if unknown:
         raise ValueError(f"logical_pieces names parameters that the model does not have: {', '.join(unknown)}")
     return pieces
+
+
+def pieces_of_tensor(name: str, tensor: torch.Tensor, logical: Mapping[str, list[LogicalPiece]]) -> list[LogicalPiece]:
+    """Returns the pieces of a parameter, or of a buffer without any, which is stored whole under its name.
+
+    tensor: any shape and dtype, on any device. logical: of `model_logical_pieces`.
+    """
+    return logical.get(name) or [identity_piece(name, tuple(tensor.shape))]
 
 
 def _described_pieces(model: torch.nn.Module) -> dict[str, list[LogicalPiece]]:

@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.storage import read_metadata
 from megatron.training.checkpointing.megatron_core import megatron_core_values
 from megatron.training.checkpointing.megatron_core_files import STAND_INS, MegatronCoreFiles
+from megatron.training.checkpointing.run_values import load_run_values
 from tests.functional_tests.launch import Run, run_program
 from tests.megatron_core.settings import FLAGS, STEPS, STEPS_IN_ALL, case_flags
 from tools.checkpoint import main as convert
@@ -62,8 +63,13 @@ def test_further_steps_have_the_losses_of_the_run_that_went_on_there(
 def test_a_converted_checkpoint_goes_on_like_the_one_that_was_loaded(tmp_path: Path) -> None:
     save = tmp_path / "ours"
     _convert("dense", save)
-    converted = _losses(_run("dense", tmp_path / "converted", "--no-load-rng", load=save))
-    assert converted == _losses(_run("dense", tmp_path / "loaded"))
+    runs = [_run("dense", tmp_path / "converted", load=save), _run("dense", tmp_path / "loaded")]
+    converted, loaded = map(_losses, runs)
+    assert converted == loaded
+    # Neither has generators, and neither load asks for --no-load-rng.
+    stored = [load_run_values(root / f"iter_{STEPS:07d}")["contents"] for root in (save, FIXTURES / "dense")]
+    assert stored == [{"optimizer": True, "rng": False}] * 2
+    assert all("dropout continues with fresh seeds" in run.written() for run in runs)
     assert converted == pytest.approx(_expected("dense"), abs=1e-5)
 
 

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.errors import every_rank
 from megatron.core.dist_checkpointing.manifest import Piece
 from megatron.core.dist_checkpointing.storage import ReadsPieces, StoredPieces
 from megatron.core.group_collectives import all_ranks_agree, gather_objects
-from megatron.core.logical_tensors import Box, LogicalPiece, disjoint_parts, identity_piece, model_logical_pieces
+from megatron.core.logical_tensors import Box, LogicalPiece, disjoint_parts, model_logical_pieces, pieces_of_tensor
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.training.checkpointing.folder import LEGACY_FILE
 from megatron.training.checkpointing.legacy_files import (
@@ -131,7 +131,7 @@ def _stored_parts(
         wanted, logical = tensors_of(chunk), model_logical_pieces(chunk)
         _check_names_and_shapes(wanted, state, path=path)
         for name, tensor in wanted.items():
-            for piece in logical.get(name) or [identity_piece(name, tuple(tensor.shape))]:
+            for piece in pieces_of_tensor(name, tensor, logical):
                 yield _StoredPart(f"{path.parent.name}/{LEGACY_FILE}", number, facts, name, piece, state[name].dtype)
 
 

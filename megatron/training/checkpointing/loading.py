@@ -5,7 +5,7 @@ run_values.py checks the arguments, and partial_load.py handles models that diff
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from megatron.training.checkpointing.folder import (
 )
 from megatron.training.checkpointing.legacy_files import LegacyFiles
 from megatron.training.checkpointing.megatron_core_files import MegatronCoreFiles
+from megatron.training.checkpointing.megatron_objects import MEGATRON
 from megatron.training.checkpointing.partial_load import (
     EMBEDDING,
     OUTPUT,
@@ -54,7 +55,12 @@ from megatron.training.checkpointing.run_state import (
     RunState,
     is_rank_0,
 )
-from megatron.training.checkpointing.run_values import check_same_optimizer, load_run_values, model_arguments
+from megatron.training.checkpointing.run_values import (
+    check_same_optimizer,
+    checked_run_values,
+    load_run_values,
+    model_arguments,
+)
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.config import CheckpointConfig
 
@@ -87,7 +93,7 @@ def load_run(
         return 0
     # Checks arguments before tensors, because "--hidden-size is 128 here" is clearer than a mismatch of shapes.
     with all_ranks_agree():
-        common = load_run_values(found.path)
+        common = checked_run_values(found.path, verified.common)
         plan = PartialLoadPlan.of(args, common["args"], may_upcycle=config.moe_use_upcycling)
         scope = _load_scope(
             found, common, config=config, has_optimizer=optimizer is not None, weights_alone=plan.experts
@@ -149,29 +155,44 @@ def _open(
             raise ValueError(
                 f"{found.path} is in {found.format.value}: pretrain() loads it; else convert it (docs/checkpoints.md)"
             )
-        stored = load_run_values(found.path)["args"]
-        PartialLoadPlan.of(args, stored, may_upcycle=config.moe_use_upcycling)
-        # The checkpoint may lack experts or adapters on purpose, or tie its embeddings.
-        theirs = argparse.Namespace(**{**vars(args), **model_arguments(stored, here={})})
+    args_of_model = partial(_args_of_model, args, may_upcycle=config.moe_use_upcycling)
     if found.format is CheckpointFormat.LEGACY:
-        return _open_legacy(found.path, theirs, build_parts)
-    return _open_megatron_core(found.path, theirs, build_parts)
+        return _open_legacy(found.path, args_of_model, build_parts)
+    return _open_megatron_core(found.path, args_of_model, build_parts)
 
 
-def _open_legacy(folder: Path, args: argparse.Namespace, build_parts: legacy.BuildParts) -> VerifiedCheckpoint:
-    """Opens a checkpoint with one file for each rank. args: of its model. Collective."""
+def _args_of_model(args: argparse.Namespace, values: Mapping[str, Any], *, may_upcycle: bool) -> argparse.Namespace:
+    """Returns the run's arguments with those of the model in a checkpoint with these values."""
+    PartialLoadPlan.of(args, values["args"], may_upcycle=may_upcycle)
+    # The checkpoint may lack experts or adapters on purpose, or tie its embeddings.
+    return argparse.Namespace(**{**vars(args), **model_arguments(values["args"], here={})})
+
+
+def _open_legacy(
+    folder: Path,
+    args_of_model: Callable[[Mapping[str, Any]], argparse.Namespace],
+    build_parts: legacy.BuildParts,
+) -> VerifiedCheckpoint:
+    """Opens a checkpoint with one file for each rank. args_of_model: by the checkpoint's values. Collective."""
     with all_ranks_agree():
+        args = args_of_model(load_run_values(folder))
         files = LegacyFiles.open(folder)
     return legacy.as_checkpoint(files, args, build_parts)
 
 
-def _open_megatron_core(folder: Path, args: argparse.Namespace, build_parts: legacy.BuildParts) -> VerifiedCheckpoint:
-    """Opens a checkpoint that Megatron-Core wrote. args: of its model. Collective."""
+def _open_megatron_core(
+    folder: Path,
+    args_of_model: Callable[[Mapping[str, Any]], argparse.Namespace],
+    build_parts: legacy.BuildParts,
+) -> VerifiedCheckpoint:
+    """Opens a checkpoint that Megatron-Core wrote. args_of_model: by the checkpoint's values. Collective."""
     with all_ranks_agree():
         files = MegatronCoreFiles.open(folder)
+        values = checked_run_values(folder, megatron_core.values_of_files(files))
+        args = args_of_model(values)
         rows = megatron_core.vocabulary_rows(files, num_tokens=args.unpadded_vocab_size)
         [model] = build_parts(args, padded_vocab_size=rows)
-    return megatron_core.as_checkpoint(files, model, with_masters=args.bf16 or args.fp16)
+    return megatron_core.as_checkpoint(files, model, values=values, with_masters=args.bf16 or args.fp16)
 
 
 def _find(
@@ -248,7 +269,8 @@ def _load_scope(
     with_optimizer = has_optimizer and not config.no_load_optim
     scope = _Scope(position=True, optimizer=with_optimizer, rng=has_optimizer and not config.no_load_rng)
     for name, wanted, flag in (("optimizer", scope.optimizer, "optim"), ("rng", scope.rng, "rng")):
-        if wanted and not common["contents"][name]:
+        gets_fresh_seeds = name == "rng" and common.get("origin") == MEGATRON
+        if wanted and not common["contents"][name] and not gets_fresh_seeds:
             why = f"the checkpoint holds no {name} state"
             if found.format is CheckpointFormat.LEGACY:
                 why = f"{found.path} is in {found.format.value}, whose {name} state is not read"

@@ -3,8 +3,6 @@
 A run loads the result like its own checkpoint, in any layout, with optimizer state. Nothing is copied: each part of a
 stored tensor becomes a piece of a logical tensor, with its place in the same file. megatron_core_files.py reads and
 checks the files, and tools/convert_megatron_core.py writes the result to disk.
-
-Shape letters are those of megatron/core/README.md; L is the number of layers, E of experts.
 """
 
 import itertools
@@ -23,7 +21,14 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, Te
 from megatron.core.dist_checkpointing import VerifiedCheckpoint
 from megatron.core.dist_checkpointing.manifest import Piece
 from megatron.core.dist_checkpointing.storage import StoredPieces
-from megatron.core.logical_tensors import Box, LogicalPiece, boxes_of_range, identity_piece, model_logical_pieces
+from megatron.core.logical_tensors import (
+    Box,
+    LogicalPiece,
+    boxes_of_range,
+    identity_piece,
+    model_logical_pieces,
+    pieces_of_tensor,
+)
 from megatron.core.optimizer.adam import EXP_AVG, EXP_AVG_SQ
 from megatron.core.optimizer.state_dict import MASTERS, state_prefix
 from megatron.training.checkpointing.megatron_core_files import COMMON_FILE, MegatronCoreFiles
@@ -41,20 +46,24 @@ _KINDS = {EXP_AVG: EXP_AVG, EXP_AVG_SQ: EXP_AVG_SQ, "fp32_param": MASTERS, "para
 
 
 def megatron_core_values(folder: Path) -> dict[str, Any]:
-    """Reads what the common file of one of our checkpoints would hold; raises as MegatronCoreFiles.open does.
+    """Reads the values of `values_of_files` from a folder; also raises as MegatronCoreFiles.open does."""
+    return values_of_files(MegatronCoreFiles.open(folder))
 
-    Also raises ValueError naming the value for a model that does not exist here.
+
+def values_of_files(files: MegatronCoreFiles) -> dict[str, Any]:
+    """Returns what the common file of one of our checkpoints would hold.
+
+    Raises ValueError naming file and value for a model that does not exist here, or an optimizer of uneven steps.
     """
-    files = MegatronCoreFiles.open(folder)
     try:
-        return _values(files, iteration=files.iteration or 0)
+        return _values(files)
     except ValueError as error:
-        raise ValueError(f"{folder / COMMON_FILE}: {error}") from error
+        raise ValueError(f"{files.folder / COMMON_FILE}: {error}") from error
 
 
-def _values(files: MegatronCoreFiles, *, iteration: int) -> dict[str, Any]:
+def _values(files: MegatronCoreFiles) -> dict[str, Any]:
     step = _step_of(files.common.get("optimizer"))
-    values = values_without_state(files.args or {}, iteration=iteration)
+    values = values_without_state(files.args or {}, iteration=files.iteration or 0)
     values["contents"]["optimizer"] = step is not None and EXP_AVG in files.states
     return {
         **values,
@@ -77,7 +86,7 @@ def _optimizers(state: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _step_of(state: Any) -> int | None:
-    """Returns the updates that the optimizer has made: a count of all parameters, or one of each group."""
+    """Returns the number of updates, which is stored once for all parameters or for each group."""
     counts = []
     for part in _optimizers(state):
         inner = part["optimizer"]
@@ -111,43 +120,47 @@ def as_checkpoint(
     files: MegatronCoreFiles,
     model: nn.Module,
     *,
+    values: dict[str, Any],
     with_masters: bool,
     with_state: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> VerifiedCheckpoint:
     """Reads all files once, shared among the ranks, and returns their tensors under our keys. Collective.
 
-    model: the whole model as one process has it, on the meta device, with experts of their own and as many rows of the
-    vocabulary as the files. with_masters: whether 16-bit parameters have fp32 masters; an fp32 run has none, and its
-    copies in the files are left out. with_state: whether to give optimizer state at all. Raises ValueError naming the
-    tensor if a weight is missing, has another shape, or belongs to no parameter.
+    model: the unsharded model on the meta device, with ungrouped experts and the stored vocabulary size. values: those
+    of `values_of_files`, which become the result's `common`. with_masters: whether 16-bit parameters have fp32 masters;
+    an fp32 run has none, and its copies in the files are left out. with_state: whether to give optimizer state at all.
+    Raises ValueError naming the tensor if a weight is missing, has another shape, or belongs to no parameter.
     """
     places = places_of_model(files, model)
     checked = files.checked(process_group)
     logical = model_logical_pieces(model)
     view = _View(files, checked, {}, {})
     for name, tensor in tensors_of(model).items():
-        parts = logical.get(name) or [identity_piece(name, tuple(tensor.shape))]
-        view.add(parts, places[name], tensor, prefix="", keys=None)
+        parts, shape = pieces_of_tensor(name, tensor, logical), tuple(tensor.shape)
+        view.add(parts, places[name], shape, prefix="", keys=None)
         for kind, keys in files.states.items() if with_state else ():
             ours = _KINDS.get(kind)
             if ours is not None and (with_masters or ours != MASTERS) and all(p.key in keys for p in places[name]):
-                view.add(parts, places[name], tensor, prefix=state_prefix(ours), keys=keys)
-    return _TheirCheckpoint(files.folder, {}, Metadata(view.entries), view.pieces)
+                view.add(parts, places[name], shape, prefix=state_prefix(ours), keys=keys)
+    return _TheirCheckpoint(files.folder, {}, Metadata(view.entries), view.pieces, values)
 
 
+@dataclass(frozen=True)
 class _TheirCheckpoint(VerifiedCheckpoint):
-    """A checkpoint under our keys, whose files have none of ours."""
+    """Megatron-Core's files, read as one of our checkpoints. values: of `values_of_files`."""
+
+    values: dict[str, Any]
 
     @property
     def common(self) -> dict[str, Any]:
-        """The values of `megatron_core_values`."""
-        return megatron_core_values(self.folder)
+        """The values that it was opened with."""
+        return self.values
 
 
 def vocabulary_rows(files: MegatronCoreFiles, *, num_tokens: int) -> int:
     """Returns the rows of the stored embedding. Raises ValueError if they are fewer than the tokenizer's tokens."""
-    rows = files.shapes.get(EMBEDDING, (0,))[0]
+    rows = files.shape(EMBEDDING)[0] if EMBEDDING in files.weights else 0
     if not 0 < num_tokens <= rows:
         raise ValueError(
             f"the vocabulary has {num_tokens} tokens: must be 1 to the {rows} rows of {EMBEDDING} in {files.folder}"
@@ -168,28 +181,28 @@ class _View:
         self,
         parts: list[LogicalPiece],
         places: list["Place"],
-        parameter: Tensor,
+        parameter: tuple[int, ...],
         *,
         prefix: str,
         keys: Mapping[str, str] | None,
     ) -> None:
-        """Adds the logical tensors of a parameter of any shape and dtype, or of a state of it.
+        """Adds the logical tensors of a parameter, or of a state of it.
 
-        keys: the stored keys of the state by those of weights; None for the weights themselves.
+        parameter: its shape, which `places_of_model` has compared with the stored weights. keys: the stored keys of the
+        state by those of weights; None for the weights themselves.
         """
         for place in places:
-            key = place.key if keys is None else keys[place.key]
-            shape = tuple(parameter.shape)
-            require_shape(self.files, key, place.shape(shape))
+            key = place.key
+            if keys is not None:
+                key = keys[key]
+                require_shape(self.files, key, place.shape(parameter))
             properties = TensorProperties(dtype=self.files.dtype(key))
             for part in parts:
                 self.entries[prefix + part.key] = TensorStorageMetadata(
                     properties, torch.Size(part.global_shape), chunks=[]
                 )
             for name, piece in self.checked[key]:
-                for found in pieces_here(
-                    piece, place, parts, tuple(parameter.shape), itemsize=properties.dtype.itemsize
-                ):
+                for found in pieces_here(piece, place, parts, parameter, itemsize=properties.dtype.itemsize):
                     renamed = replace(found, key=prefix + found.key)
                     self.pieces.setdefault(renamed.key, []).append((name, renamed))
 
@@ -217,37 +230,68 @@ def pieces_here(
     """Yields the parts of a stored piece that belong to a parameter, as pieces of its logical tensors.
 
     parts: the parameter's logical pieces. parameter: its shape. The elements stay where they are in the file: each
-    result is contiguous there, so that a piece of several layers, or of query, key and value, gives several.
+    result is contiguous there, so that a piece of several layers, or of query, key and value, gives several. See
+    [Note: from a stored box to file bytes].
+    """
+    found = _slice_of_place(piece, place, parameter, itemsize=itemsize)
+    if found is None:
+        return
+    box, byte_start = found
+    for key, logical_box, first_element in _split(box, parts, parameter):
+        yield replace(piece, key=key, box=logical_box, data_start=byte_start + first_element * itemsize)
+
+
+# [Note: from a stored box to file bytes]
+# A stored piece holds the qkv weights [4, H] of layers 0 and 1, stacked: a box of shape [2, 4, H]. Row by row, each
+# weight has two queries, a key and a value. For the parameter of layer 1:
+# 1. _slice_of_place selects the layer. Box: rows 0 to 4 of the parameter. byte_start: that of the piece, plus the bytes
+#    of layer 0, which are 4 * H * itemsize.
+# 2. _runs cuts the box into contiguous runs. Here it is one, of 4 * H elements.
+# 3. _split intersects runs with logical tensors: query is 2 * H elements from first_element 0, key is H from 2 * H, and
+#    value is H from 3 * H. Each begins at byte_start + first_element * itemsize in the file.
+
+
+def _slice_of_place(piece: Piece, place: Place, parameter: tuple[int, ...], *, itemsize: int) -> tuple[Box, int] | None:
+    """Returns the box of the parameter that a stored piece holds, and the byte in the file where it begins.
+
+    None if the piece is of other layers or experts.
     """
     assert piece.box is not None and piece.data_start is not None, "a checked piece of a tensor"
     lead = len(place.rows)
     index = tuple(row for row, _ in place.rows)
     in_piece = tuple(row - start for row, start in zip(index, piece.box.offset[:lead], strict=True))
     if not all(0 <= at < size for at, size in zip(in_piece, piece.box.shape[:lead], strict=True)):
-        return  # of other layers or experts
-    inner = Box(piece.box.offset[lead:], piece.box.shape[lead:])
-    position = 0
+        return None
+    box = Box(piece.box.offset[lead:], piece.box.shape[lead:])
+    num_boxes_before = 0
     for at, size in zip(in_piece, piece.box.shape[:lead], strict=True):
-        position = position * size + at
-    start = piece.data_start + position * inner.volume * itemsize
+        num_boxes_before = num_boxes_before * size + at
+    byte_start = piece.data_start + num_boxes_before * box.volume * itemsize
     if place.half is not None:
         # The half begins in the middle of the parameter's rows.
-        inner = Box((inner.offset[0] + place.half * (parameter[0] // 2), *inner.offset[1:]), inner.shape)
+        box = Box((box.offset[0] + place.half * (parameter[0] // 2), *box.offset[1:]), box.shape)
+    return box, byte_start
+
+
+def _split(box: Box, parts: list[LogicalPiece], parameter: tuple[int, ...]) -> Iterator[tuple[str, Box, int]]:
+    """Splits a box of the parameter among its logical tensors.
+
+    Yields key and box of each, and its first element, counted in the elements of `box`.
+    """
     if len(parts) == 1 and _is_plain(parts[0], parameter):
         # Stored as it is, possibly as one of several experts: any box stays one box.
         before = len(parts[0].shape) - len(parameter)
-        offset = parts[0].global_offset[:before] + inner.offset
-        yield replace(piece, key=parts[0].key, box=Box(offset, (1,) * before + inner.shape), data_start=start)
+        yield parts[0].key, Box(parts[0].global_offset[:before] + box.offset, (1,) * before + box.shape), 0
         return
-    for first, run in _runs(inner, parameter):
-        begin = sum(o * math.prod(parameter[dim + 1 :]) for dim, o in enumerate(first))
+    for run in _runs(box, parameter):
+        # Of the parameter, row-major.
+        run_element = sum(o * math.prod(parameter[dim + 1 :]) for dim, o in enumerate(run.index))
         for part in parts:
-            held = boxes_of_range(part, start=begin, end=begin + run.length)
-            for box in (box for one in held for box in _contiguous_boxes(one, part.stride)):
-                memory = part.storage_offset + sum(o * s for o, s in zip(box.offset, part.stride, strict=True))
-                where = start + (run.start + memory - begin) * itemsize
-                offset = tuple(g + o for g, o in zip(part.global_offset, box.offset, strict=True))
-                yield replace(piece, key=part.key, box=Box(offset, box.shape), data_start=where)
+            held = boxes_of_range(part, start=run_element, end=run_element + run.length)
+            for one in (one for window in held for one in _contiguous_boxes(window, part.stride)):
+                element = part.storage_offset + sum(o * s for o, s in zip(one.offset, part.stride, strict=True))
+                offset = tuple(g + o for g, o in zip(part.global_offset, one.offset, strict=True))
+                yield part.key, Box(offset, one.shape), run.start + element - run_element
 
 
 def _is_plain(part: LogicalPiece, parameter: tuple[int, ...]) -> bool:
@@ -259,14 +303,18 @@ def _is_plain(part: LogicalPiece, parameter: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True)
 class _Run:
-    """Elements that are contiguous both in a piece and in the parameter. start: in the piece."""
+    """Elements that are contiguous both in a box and in the parameter.
 
+    index: of the first element in the parameter. start: its position among the elements of the box.
+    """
+
+    index: tuple[int, ...]
     start: int
     length: int
 
 
-def _runs(box: Box, parameter: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], _Run]]:
-    """Yields the contiguous runs of a box of a parameter, with the index of the first element of each."""
+def _runs(box: Box, parameter: tuple[int, ...]) -> Iterator[_Run]:
+    """Yields the contiguous runs of a box of a parameter."""
     # Dimensions from `dim` on are whole, so that they and one range of the dimension before them are contiguous.
     dim = len(parameter)
     while dim > 0 and box.shape[dim - 1] == parameter[dim - 1]:
@@ -275,7 +323,7 @@ def _runs(box: Box, parameter: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...
     length = math.prod(box.shape[outer:])
     for number, index in enumerate(itertools.product(*(range(size) for size in box.shape[:outer]))):
         first = (*(o + i for o, i in zip(box.offset, index)), *box.offset[outer:])
-        yield first, _Run(number * length, length)
+        yield _Run(first, number * length, length)
 
 
 def _contiguous_boxes(box: Box, stride: tuple[int, ...]) -> Iterator[Box]:
@@ -295,12 +343,11 @@ def places_of_model(files: MegatronCoreFiles, model: nn.Module) -> dict[str, lis
     num_layers = len({found[1] for name, _ in model.named_parameters() if (found := _LAYER.fullmatch(name))})
     num_experts = len({found[2] for name, _ in model.named_parameters() if (found := _EXPERT.fullmatch(name))})
     places = {}
-    shapes = files.shapes
     for name, tensor in tensors_of(model).items():
-        places[name] = _places(name, files, shapes, num_layers=num_layers, num_experts=num_experts)
+        places[name] = _places(name, files, num_layers=num_layers, num_experts=num_experts)
         for place in places[name]:
             require_shape(files, place.key, place.shape(tuple(tensor.shape)))
-    unknown = sorted(shapes.keys() - {place.key for found in places.values() for place in found})
+    unknown = sorted(files.weights - {place.key for found in places.values() for place in found})
     if unknown:
         more = f", and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise ValueError(f"{files.folder} has {unknown[0]}{more}, which the model of its arguments has not")
@@ -314,18 +361,30 @@ def require_shape(files: MegatronCoreFiles, key: str, wanted: tuple[int, ...]) -
         raise ValueError(f"{files.folder} has {key} with shape {list(found)}: must be {list(wanted)} by its arguments")
 
 
-def _places(
-    name: str, files: MegatronCoreFiles, shapes: Mapping[str, Any], *, num_layers: int, num_experts: int
-) -> list[Place]:
+def _places(name: str, files: MegatronCoreFiles, *, num_layers: int, num_experts: int) -> list[Place]:
     """Returns the first way to store a parameter whose keys exist."""
     ways = list(ways_to_store(name, num_layers=num_layers, num_experts=num_experts))
-    for places in ways:
-        if all(place.key in shapes for place in places):
-            return places
-    raise ValueError(f"{files.folder} has no {ways[0][0].key}, which is {name} of the model of its arguments")
+    for way in ways:
+        if all(place.key in files.weights for place in way.places):
+            return way.places
+    raise ValueError(f"{files.folder} has no {ways[0].places[0].key}, which is {name} of the model of its arguments")
 
 
-def ways_to_store(name: str, *, num_layers: int, num_experts: int) -> Iterator[list[Place]]:
+@dataclass(frozen=True)
+class Way:
+    """A way to store a parameter. places: one, or one for the gate and one for the up projection.
+
+    layers_stacked, experts_stacked: whether the tensor has a dimension of layers, or of experts. norm_is_fused: whether
+    it is a norm inside the linear layer that follows it.
+    """
+
+    places: list[Place]
+    layers_stacked: bool
+    experts_stacked: bool
+    norm_is_fused: bool
+
+
+def ways_to_store(name: str, *, num_layers: int, num_experts: int) -> Iterator[Way]:
     """Yields all ways to store a parameter: layers stacked or not, both names of a norm, and the same for experts, gate
     and up.
     """
@@ -334,10 +393,11 @@ def ways_to_store(name: str, *, num_layers: int, num_experts: int) -> Iterator[l
             layer = _LAYER.fullmatch(norm_key)
             stacked = [(f"decoder.layers.{layer[2]}", ((int(layer[1]), num_layers),))] if layer else []
             for key, rows in (*stacked, (norm_key, ())):
-                yield [Place(key, (*rows, *expert_rows))]
+                facts = (bool(rows), bool(expert_rows), norm_key != expert_key)
+                yield Way([Place(key, (*rows, *expert_rows))], *facts)
                 if _GATED.fullmatch(key):
                     halves = enumerate((f"{key}_w", f"{key}_v"))
-                    yield [Place(half_key, (*rows, *expert_rows), half) for half, half_key in halves]
+                    yield Way([Place(half_key, (*rows, *expert_rows), half) for half, half_key in halves], *facts)
 
 
 def _expert_keys(name: str, *, num_experts: int) -> Iterator[tuple[str, tuple[tuple[int, int], ...]]]:

@@ -65,7 +65,8 @@ class MegatronCoreFiles:
     """A checkpoint whose index has been read.
 
     common: content of common.pt. metadata, pieces: of weights and optimizer state, by key without wrappers' prefixes;
-    the pieces have not been compared with their checksums. num_left: number of entries that are neither.
+    the pieces have not been compared with their checksums. num_left: number of entries that are neither. weights: keys
+    of all weights. states: by kind of optimizer state, such as exp_avg, its keys by the weights' keys.
     """
 
     folder: Path
@@ -73,6 +74,8 @@ class MegatronCoreFiles:
     metadata: Metadata
     pieces: StoredPieces
     num_left: int
+    weights: frozenset[str]
+    states: dict[str, dict[str, str]]
 
     @classmethod
     def open(cls, folder: Path) -> "MegatronCoreFiles":
@@ -94,7 +97,9 @@ class MegatronCoreFiles:
             pieces = stored_pieces(files, kept)
         except ValueError as error:
             raise ValueError(f"{folder} is corrupt: {error}") from error
-        return cls(folder, common, kept, pieces, num_entries - len(kept.state_dict_metadata))
+        num_left = num_entries - len(kept.state_dict_metadata)
+        weights, states = _weights_and_states(kept)
+        return cls(folder, common, kept, pieces, num_left, weights, states)
 
     @property
     def iteration(self) -> int | None:
@@ -107,21 +112,6 @@ class MegatronCoreFiles:
         """The arguments of the run; None if the program that saved has none."""
         args = self.common.get("args")
         return None if args is None else dict(vars(args))
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all weights, by key."""
-        entries = self.metadata.state_dict_metadata.items()
-        return {key: tuple(_tensor(entry).size) for key, entry in entries if not STATE_KEY.fullmatch(key)}
-
-    @property
-    def states(self) -> dict[str, dict[str, str]]:
-        """By kind of optimizer state, such as exp_avg: its keys by the weights' keys."""
-        found: dict[str, dict[str, str]] = {}
-        for key in self.metadata.state_dict_metadata:
-            if state := STATE_KEY.fullmatch(key):
-                found.setdefault(state[1], {})[canonical_name(state[2])] = key
-        return found
 
     @property
     def num_states(self) -> int:
@@ -160,6 +150,18 @@ class MegatronCoreFiles:
 def _tensor(entry: Any) -> TensorStorageMetadata:
     assert isinstance(entry, TensorStorageMetadata), "objects are left out"
     return entry
+
+
+def _weights_and_states(metadata: Metadata) -> tuple[frozenset[str], dict[str, dict[str, str]]]:
+    """Returns MegatronCoreFiles.weights and .states."""
+    weights: set[str] = set()
+    states: dict[str, dict[str, str]] = {}
+    for key in metadata.state_dict_metadata:
+        if state := STATE_KEY.fullmatch(key):
+            states.setdefault(state[1], {})[canonical_name(state[2])] = key
+        else:
+            weights.add(key)
+    return frozenset(weights), states
 
 
 def _common_values(path: Path) -> dict[str, Any]:

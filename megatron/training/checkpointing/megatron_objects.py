@@ -60,6 +60,9 @@ ALLOWED: list[Any] = [
 ]
 
 
+# The `origin` of values that Megatron wrote, in its files or converted ones. Its generators cannot be continued, so a
+# load seeds them from scratch and does not ask for --no-load-rng. Checkpoints of our runs have no origin.
+MEGATRON = "megatron"
 # Arguments in a checkpoint that count samples.
 SAMPLE_COUNTS = ("consumed_train_samples", "consumed_valid_samples")
 # With these flags the same weights are a model that does not exist here.
@@ -100,7 +103,7 @@ def values_without_state(args: Mapping[str, Any], *, iteration: int) -> dict[str
         "iteration": iteration,
         "train_state": state.state_dict(),
         "args": json_values(args),
-        # A load replaces generators of another program by fresh seeds.
-        "contents": {"optimizer": False, "rng": True},
+        "contents": {"optimizer": False, "rng": False},
+        "origin": MEGATRON,
         "frozen": [],
     }

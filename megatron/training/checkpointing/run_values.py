@@ -80,7 +80,11 @@ def load_run_values(folder: Path) -> dict[str, Any]:
 
     Those of Megatron's own formats have the same values under other names.
     """
-    values = _READERS[format_of(folder)](folder)
+    return checked_run_values(folder, _READERS[format_of(folder)](folder))
+
+
+def checked_run_values(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the JSON part of the checkpoint in a folder; raises ValueError if no training run wrote it."""
     if not values.keys() >= _KINDS.keys():
         raise ValueError(f"{folder} is a checkpoint, but not one of a training run")
     try:

@@ -250,7 +250,7 @@ def test_damaged_files_and_other_formats_are_named(
     assert "no file has this range" in refused_with(data, None)
     config, common, account = (folder / name for name in ("metadata.json", "common.pt", ".metadata"))
     assert "sharded_backend is 'zarr': must be 'torch_dist'" in refused_with(config, b'{"sharded_backend": "zarr"}')
-    assert "has neither metadata.json nor a latest_checkpointed_iteration.txt" in refused_with(config, None)
+    assert f"--load is {folder}: there is no checkpoint in it" in refused_with(config, None)
     assert f"{config} is corrupt" in refused_with(config, b"{")
     assert "has no common.pt" in refused_with(common, None)
     assert "has no .metadata" in refused_with(account, None)
@@ -282,11 +282,23 @@ def test_damaged_files_and_other_formats_are_named(
     assert megatron_core_values(common.parent)["args"]["layernorm_zero_centered_gamma"] is True
     with pytest.raises(SystemExit):
         convert(folder, tmp_path / "ours", "--ckpt-step", "9")
-    assert "iter_0000009 has no metadata.json" in capsys.readouterr().err
+    assert "iter_0000009 does not exist" in capsys.readouterr().err
     convert(folder, tmp_path / "ours")
     with pytest.raises(SystemExit):
         convert(folder, tmp_path / "ours")
     assert "is there already, and is not overwritten; give a new folder" in capsys.readouterr().err
+
+
+def test_expert_parallel_ranks_of_a_dense_model_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its optimizer is no chain, so that keys of tensors in a chain would belong to nothing in common.pt."""
+    args = FACTS[GATED]["args"]
+    write_megatron_core(tmp_path / "came", stored_tensors(model_of(GATED), GATED), args=args, iteration=ITERATION)
+    convert(tmp_path / "came", tmp_path / "ours")
+    words = ["convert", "--from", "torch_dist", "--to", "torch_dist_mcore", "--load", str(tmp_path / "ours")]
+    with pytest.raises(SystemExit):
+        main([*words, "--save", str(tmp_path / "went"), "--target-expert-parallel-size", "2"])
+    assert "--target-expert-parallel-size is 2: must be 1 for a model without experts" in capsys.readouterr().err
+    assert not (tmp_path / "went").exists()
 
 
 def write_common(path: Path, args: dict[str, Any] | None) -> None:
