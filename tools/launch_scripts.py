@@ -48,7 +48,8 @@ class Launch:
 
     launcher: words before the program, such as torchrun's. program: the script that is trained with; "" where a file
     gives flags alone. words: the program's flags. environment: variables that the script exports. unknown: names of
-    variables without a value that are part of the command, which appear in words as ${NAME}. line: from 1.
+    variables without a value that are part of the command, which appear in words as ${NAME}. line: from 1. doubts: what
+    could not be followed before the command and may have changed it, each with its line.
     """
 
     launcher: tuple[str, ...]
@@ -57,6 +58,7 @@ class Launch:
     environment: Mapping[str, str] = field(default_factory=dict)
     unknown: tuple[str, ...] = ()
     line: int = 1
+    doubts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,11 @@ def read_script(text: str, values: Mapping[str, str], *, name: str) -> Script:
     if name.endswith((".yaml", ".yml")):
         return _read_model_config(text, values, name=name)
     reader = _BashReader(values)
-    reader.run_text(text)
+    try:
+        reader.run_text(text)
+    except _ScriptEnds as end:
+        if not reader.launches:
+            raise ScriptError(f"{name}: {end}, before any training command; is a --set NAME=VALUE missing?") from None
     if not reader.launches:
         raise ScriptError(
             f"{name}: no command runs a Python program with flags (torchrun ... pretrain_gpt.py --num-layers ...); "
@@ -130,6 +136,26 @@ def _words_of_setting(flag: str, value: Any) -> list[str]:
     return [flag, *shlex.split(text)] if isinstance(value, str) and not text.startswith("(") else [flag, text]
 
 
+# How a note about a condition that nothing here can test ends.
+_GUESS = "is taken as false"
+
+
+class _ScriptEnds(Exception):
+    """The script, or the subshell, calls exit."""
+
+
+class _FunctionEnds(Exception):
+    """A function calls return."""
+
+
+class _LoopEnds(Exception):
+    """A loop's body calls break, or continue. goes_on: whether the loop has its next turn."""
+
+    def __init__(self, *, goes_on: bool) -> None:
+        super().__init__()
+        self.goes_on = goes_on
+
+
 class _BashReader:
     """Follows a script's commands and collects those that train."""
 
@@ -140,6 +166,7 @@ class _BashReader:
         self.functions: dict[str, Node] = {}
         self.launches: list[Launch] = []
         self.notes: list[str] = []
+        self.doubts: list[str] = []
         self.commands = 0
         self.depth = 0
         self.first_line = 1
@@ -160,9 +187,9 @@ class _BashReader:
         if runner is not None:
             runner(self, node)
         elif node.type in ("while_statement", "c_style_for_statement"):
-            self._note(node, "loops with a condition are not followed")
+            self._doubt(node, "loops with a condition are not followed")
         elif node.type == "ERROR":
-            self._note(node, f"this is not understood: {_text(node)[:60]!r}")
+            self._doubt(node, f"this is not understood: {_text(node)[:60]!r}")
 
     def _line(self, node: Node) -> int:
         return node.start_point[0] + self.first_line
@@ -170,11 +197,19 @@ class _BashReader:
     def _note(self, node: Node, text: str) -> None:
         self.notes.append(f"line {self._line(node)}: {text}")
 
+    def _doubt(self, node: Node, text: str) -> None:
+        """Notes something that may change a command that follows."""
+        self._note(node, text)
+        self.doubts.append(self.notes[-1])
+
     # Statements
 
     def _assign(self, node: Node) -> None:
         target, value = node.child_by_field_name("name"), node.child_by_field_name("value")
         assert target is not None
+        if target.type == "subscript":
+            self._assign_element(node, target, value)
+            return
         name = _text(target)
         if name in self.given:
             return
@@ -193,6 +228,16 @@ class _BashReader:
                 new = old + (new if isinstance(new, str) else " ".join(new))
         self.variables[name] = new
 
+    def _assign_element(self, node: Node, target: Node, value: Node | None) -> None:
+        array, index = target.child_by_field_name("name"), target.child_by_field_name("index")
+        assert array is not None and index is not None
+        held, place = self.variables.get(_text(array), []), _known(self._string(index))
+        if not isinstance(held, list) or not place.isdigit() or int(place) > len(held) or "+=" in _text(node):
+            self._doubt(node, f"{_text(node)[:60]} is not followed")
+            return
+        new = "" if value is None else self._string(value)
+        self.variables[_text(array)] = [*held[: int(place)], new, *held[int(place) + 1 :]]
+
     def _declare(self, node: Node) -> None:
         exported = node.children[0].type == "export"
         for child in node.named_children:
@@ -207,6 +252,12 @@ class _BashReader:
                 self.environment[_text(child)] = str(self.variables[_text(child)])
 
     def _if(self, node: Node) -> None:
+        notes = len(self.notes)
+        self._follow_if(node)
+        if len(self.notes) > notes and _changes_commands(node):
+            self.doubts += [note for note in self.notes[notes:] if _GUESS in note and note not in self.doubts]
+
+    def _follow_if(self, node: Node) -> None:
         condition, body = _parts_of_if(node)
         if self._holds(condition):
             for statement in body:
@@ -242,7 +293,11 @@ class _BashReader:
         assert variable is not None and body is not None
         for word in [word for item in node.children_by_field_name("value") for word in self._words(item)]:
             self.variables[_text(variable)] = word
-            self.run_children(body)
+            try:
+                self.run_children(body)
+            except _LoopEnds as end:
+                if not end.goes_on:
+                    return
 
     def _define(self, node: Node) -> None:
         name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
@@ -253,7 +308,10 @@ class _BashReader:
         # A test has its own result; every other command is taken to succeed.
         left, right = node.named_children[0], node.named_children[-1]
         if left.type == "test_command":
+            notes = len(self.notes)
             succeeded = self._is_true(left)
+            if _changes_commands(right):
+                self.doubts += self.notes[notes:]
         else:
             self.run(left)
             succeeded = True
@@ -281,6 +339,14 @@ class _BashReader:
             self._set_positional(words[words.index("--") + 1 :])
         elif words[0] == "shift":
             self._shift(node, words[1:])
+        elif words[0] == "exit":
+            raise _ScriptEnds(f"line {self._line(node)}: the script ends with exit")
+        elif words[0] == "return":
+            raise _FunctionEnds
+        elif words[0] in ("break", "continue"):
+            raise _LoopEnds(goes_on=words[0] == "continue")
+        elif words[0] in ("let", "read", "readarray", "mapfile", "getopts", "source", "."):
+            self._doubt(node, f"{words[0]} is not followed")
         else:
             self._look_for_launch(node, words)
 
@@ -295,7 +361,10 @@ class _BashReader:
             raise ScriptError(f"functions call each other more than {_MOST_CALLS} levels deep, the last one {name}")
         outer = {key: self.variables[key] for key in self._positional_keys()}
         self._set_positional(arguments)
-        self.run_children(self.functions[name])
+        try:
+            self.run_children(self.functions[name])
+        except _FunctionEnds:
+            pass
         self._set_positional(())
         self.variables.update(outer)  # by key, because the caller may give $2 without $1
         self.depth -= 1
@@ -303,7 +372,7 @@ class _BashReader:
     def _shift(self, node: Node, words: Sequence[str]) -> None:
         count = words[0] if words else "1"
         if not _is_integer(count) or int(count) < 0:
-            self._note(node, f"shift {count} is left out, because {count} is not a number")
+            self._doubt(node, f"shift {count} is left out, because {count} is not a number")
             return
         arguments = self._positional()
         if int(count) <= len(arguments):  # bash shifts by all or not at all
@@ -339,11 +408,30 @@ class _BashReader:
             dict(self.environment),
             unknown,
             self._line(node),
+            tuple(dict.fromkeys(self.doubts)),
         )
         self.launches.append(launch)
 
     def _run_first_part(self, node: Node) -> None:
         self.run(node.named_children[0])
+
+    def _run_subshell(self, node: Node) -> None:
+        outer = dict(self.variables), dict(self.environment), dict(self.functions)
+        try:
+            self.run_children(node)
+        except _ScriptEnds:
+            pass
+        self.variables, self.environment, self.functions = outer
+
+    def _unset(self, node: Node) -> None:
+        for child in node.named_children:
+            self.variables.pop(_text(child), None)
+
+    def _run_compound(self, node: Node) -> None:
+        if _text(node).startswith("(("):
+            self._doubt(node, f"{_text(node)[:60]} is not followed")
+        else:
+            self.run_children(node)
 
     _RUNNERS: Final[dict[str, Callable[["_BashReader", Node], None]]] = {
         "variable_assignment": _assign,
@@ -357,8 +445,9 @@ class _BashReader:
         "command": _command,
         "redirected_statement": _run_first_part,
         "pipeline": _run_first_part,
-        "subshell": run_children,
-        "compound_statement": run_children,
+        "subshell": _run_subshell,
+        "unset_command": _unset,
+        "compound_statement": _run_compound,
         "do_group": run_children,
     }
 
@@ -466,8 +555,12 @@ class _BashReader:
         for mark, cut in _CUTS.items():
             if change.startswith(mark):
                 return cut(value, change[len(mark) :])
+        if change.startswith("/"):
+            old, separator, new = change[1:].removeprefix("/").partition("/")
+            if not set(old) & set("*?[#%$\\") and "$" not in new and "/" not in new and (separator or not new) and old:
+                return value.replace(old, new, -1 if change.startswith("//") else 1)
         if change and not change.startswith((":?", "?")):
-            self._note(node, f"{_text(node)} is taken as ${{{name}}}")
+            self._doubt(node, f"{_text(node)} is taken as ${{{name}}}")
         return value
 
     def _default_text(self, node: Node, text: str) -> str:
@@ -504,7 +597,7 @@ class _BashReader:
                 return self._is_true(left) and self._is_true(right)
             return self._is_true(left) or self._is_true(right)
         if kind == "command":
-            self._note(node, f"the condition {_text(node)!r} is taken as false")
+            self._note(node, f"the condition {_text(node)!r} {_GUESS}")
             return False
         return bool(_known(self._string(node)))
 
@@ -518,7 +611,7 @@ class _BashReader:
             return bool(value) == (sign == "-n")
         if sign == "-v":
             return _text(operand) in self.variables
-        self._note(node, f"the condition {_text(node)!r} is taken as false")
+        self._note(node, f"the condition {_text(node)!r} {_GUESS}")
         return False
 
     def _binary(self, node: Node) -> bool:
@@ -537,13 +630,22 @@ class _BashReader:
             return re.search(other, one) is not None
         compare = _COMPARISONS.get(sign)
         if compare is None or not (_is_integer(one) and _is_integer(other)):
-            self._note(node, f"the condition {_text(node)!r} is taken as false")
+            self._note(node, f"the condition {_text(node)!r} {_GUESS}")
             return False
         return compare(int(one), int(other))
 
 
 def _text(node: Node) -> str:
     return (node.text or b"").decode()
+
+
+def _changes_commands(node: Node) -> bool:
+    """Whether a statement assigns a variable, ends the script, or runs or defines something that may."""
+    if node.type in ("variable_assignment", "function_definition", "declaration_command"):
+        return True
+    if node.type == "command_name" and _text(node) not in _HARMLESS_COMMANDS:
+        return True
+    return any(_changes_commands(child) for child in node.named_children)
 
 
 def _parts_of_if(node: Node) -> tuple[list[Node], list[Node]]:
@@ -580,6 +682,10 @@ _CUTS: Final[dict[str, Callable[[str, str], str]]] = {
     "%%": partial(_cut_suffix, choose=min),
     "%": partial(_cut_suffix, choose=max),
 }
+# Commands within a condition's branch that change no later command.
+_HARMLESS_COMMANDS = frozenset(
+    ("mkdir", "echo", "printf", "rm", "cp", "ln", "touch", "chmod", "wget", "curl", "cat", "ls", "test", "[")
+)
 _COMPARISONS: Final[dict[str, Callable[[int, int], bool]]] = {
     "-eq": operator.eq,
     "-ne": operator.ne,

@@ -95,12 +95,15 @@ class Rule:
     why: str
     values: str | None = None
     given: Mapping[str, str] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
 
     def matches(self, setting: Setting, command: Mapping[str, Setting]) -> bool:
         """command: the settings of the whole command by flag."""
         if not any(fnmatchcase(setting.flag, pattern) for pattern in self.flags):
             return False
         if self.values is not None and re.fullmatch(self.values, setting.text) is None:
+            return False
+        if not command.keys().isdisjoint(self.without):
             return False
         others = ((command.get(flag), pattern) for flag, pattern in self.given.items())
         return all(other is not None and re.fullmatch(pattern, other.text) for other, pattern in others)
@@ -124,7 +127,10 @@ class Translation:
 
     @property
     def effect(self) -> Effect:
-        return max((change.effect for change in self.changes), default=Effect.SAME)
+        effects = [change.effect for change in self.changes]
+        # Nobody knows which run the script trains.
+        effects += [Effect.DIFFERENT] if self.launch.doubts else []
+        return max(effects, default=Effect.SAME)
 
 
 @cache
@@ -139,6 +145,7 @@ def load_rules() -> tuple[Rule, ...]:
             row["why"],
             row.get("values"),
             row.get("given", {}),
+            tuple(row.get("without", ())),
         )
         for row in rows
     )
@@ -309,8 +316,13 @@ def print_translation(translation: Translation) -> None:
     """Prints the command with its comments."""
     launch = translation.launch
     reasons = [change for change in translation.changes if change.effect is translation.effect]
-    because = "" if translation.effect is Effect.SAME else f", because of {', '.join(c.setting.flag for c in reasons)}"
-    print(f"# [{translation.effect.name.lower()}] {VERDICTS[translation.effect]}{because}")
+    flags = ", ".join(change.setting.flag for change in reasons)
+    because = "" if translation.effect is Effect.SAME or not flags else f", because of {flags}"
+    if launch.doubts:
+        doubts = "; ".join(launch.doubts)
+        print(f"# [different] the script was not followed exactly, so compare its values with these: {doubts}")
+    if flags or not launch.doubts:
+        print(f"# [{translation.effect.name.lower()}] {VERDICTS[translation.effect]}{because}")
     for line in (*translation.notes, *map(str, translation.changes)):
         print(f"# {line}")
     for name, value in launch.environment.items():
@@ -389,6 +401,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"translate_flags: {error}", file=sys.stderr)
         return 2
     unknown = translation.launch.unknown
+    printed = " ".join((*translation.launch.launcher, translation.launch.program, *translation.launch.words))
+    if lost := [one for one in unknown if f"${{{one}}}" not in printed]:
+        print(
+            f"translate_flags: {', '.join(lost)} has no value and may hold flags, behind a flag that is left out: give "
+            f"--set {lost[0]}= if it is empty, or its value",
+            file=sys.stderr,
+        )
+        return 2
     notes = list(script.notes)
     if unknown:
         notes.append(f"not known, so left as they are: {', '.join(unknown)}; give them with --set NAME=VALUE")

@@ -188,8 +188,22 @@ def test_a_run_saves_in_our_format_and_resumes_from_it(tmp_path: Path) -> None:
         (["--vocab-size", "65"], "the vocabulary has 65 tokens: must be 1 to the 64 rows"),
         (["--optimizer", "sgd"], "checkpoint of another optimizer: --optimizer is sgd here, adam in the checkpoint"),
         (["--lr", "0.5"], "lr"),
+        # The same weights, and nothing in the fixture's arguments about the flag.
+        (["--apply-layernorm-1p"], "--apply-layernorm-1p is on here, off in the checkpoint"),
+        (["--rotary-interleaved"], "--rotary-interleaved is on here, off in the checkpoint"),
+        (["--softmax-type", "off-by-one"], "--softmax-type is off-by-one here, vanilla in the checkpoint"),
+        (["--use-mup", "--mup-base-hidden-size", "8"], "--use-mup is on here, off in the checkpoint"),
     ],
-    ids=["another model", "more tokens", "another optimizer", "another schedule"],
+    ids=[
+        "another model",
+        "more tokens",
+        "another optimizer",
+        "another schedule",
+        "norms around zero",
+        "interleaved",
+        "softmax",
+        "width",
+    ],
 )
 def test_what_does_not_fit_is_refused_on_every_rank(flags: list[str], message: str, tmp_path: Path) -> None:
     run = _run("dense", tmp_path, *flags, "--pipeline-model-parallel-size", "2", ranks=2)

@@ -67,12 +67,26 @@ MEGATRON = "megatron"
 SAMPLE_COUNTS = ("consumed_train_samples", "consumed_valid_samples")
 # With these flags the same weights are a model that does not exist here.
 _OTHER_MODELS = (
-    # The old name of layernorm_zero_centered_gamma, under which a load would not miss the flag.
-    "apply_layernorm_1p",
     "qk_l2_norm",
     "apply_residual_connection_post_layernorm",
     "no_rope_freq",
 )
+
+
+# Arguments that give equal weights another meaning, and their values where a checkpoint lacks them. Programs of users
+# often store few arguments, and a model with one of these would otherwise load such weights without a word.
+_SILENT_ARGUMENTS = {
+    "layernorm_zero_centered_gamma": False,
+    "use_mup": False,
+    "rotary_interleaved": False,
+    "softmax_type": "vanilla",
+}
+
+
+def _with_silent_arguments(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Adds the arguments that no weight shows. apply_layernorm_1p is an old name of layernorm_zero_centered_gamma."""
+    renamed = {"layernorm_zero_centered_gamma": args["apply_layernorm_1p"]} if "apply_layernorm_1p" in args else {}
+    return {**_SILENT_ARGUMENTS, **renamed, **args}
 
 
 def json_values(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,6 +111,7 @@ def values_without_state(args: Mapping[str, Any], *, iteration: int) -> dict[str
     for name in _OTHER_MODELS:
         if args.get(name):
             raise ValueError(f"{name} is {args[name]!r:.60}: such models are not known here, must be unset")
+    args = _with_silent_arguments(args)
     state = TrainState(iteration=iteration)
     state.load_state_dict({name: args.get(name) or 0 for name in SAMPLE_COUNTS})
     return {

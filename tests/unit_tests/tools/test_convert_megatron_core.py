@@ -269,7 +269,6 @@ def test_damaged_files_and_other_formats_are_named(
     # Arguments.
     for changes, message in (
         ({"qk_l2_norm": True}, "qk_l2_norm is True: such models are not known"),
-        ({"apply_layernorm_1p": True}, "apply_layernorm_1p is True: such models are not known"),
         ({"hidden_size": "64"}, "args.hidden_size is '64'"),
         ({"hidden_size": 64}, "must be [128, 64] by its arguments"),
         ({"vocab_size": None}, "does not say how many tokens the tokenizer has: give --vocab-size"),
@@ -278,8 +277,9 @@ def test_damaged_files_and_other_formats_are_named(
     ):
         write_common(common, None if changes is None else {**args, **changes})
         assert message in refused_with(common, common.read_bytes())
-    write_common(common, {**args, "layernorm_zero_centered_gamma": True})
-    assert megatron_core_values(common.parent)["args"]["layernorm_zero_centered_gamma"] is True
+    for name in ("layernorm_zero_centered_gamma", "apply_layernorm_1p"):
+        write_common(common, {**args, name: True})
+        assert megatron_core_values(common.parent)["args"]["layernorm_zero_centered_gamma"] is True
     with pytest.raises(SystemExit):
         convert(folder, tmp_path / "ours", "--ckpt-step", "9")
     assert "iter_0000009 does not exist" in capsys.readouterr().err

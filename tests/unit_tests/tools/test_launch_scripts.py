@@ -213,3 +213,55 @@ def test_flags_of_a_model_config() -> None:
 def test_other_yaml_is_refused(text: str) -> None:
     with pytest.raises(ScriptError, match=r"model\.yaml"):
         read_script(text, {}, name="model.yaml")
+
+
+LAUNCH = "torchrun pretrain_gpt.py --num-layers $N --lr ${LR:-1} ${A[@]}\n"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "N=2; LR=1e-4; LR=${LR/1e-4/5e-4}",
+        "N=2; LR=a.a.a; LR=${LR//a/b}; LR=${LR/.}",
+        "N=2; A=(--x 2 --y 3); A[1]=8; A[3]=9",
+        "N=2; ( N=7; A=(--lost) )",
+        "for m in 4 6 8; do if [ $m -eq 6 ]; then break; fi; N=$m; done",
+        "for m in 4 6 8; do if [ $m -eq 8 ]; then continue; fi; N=$m; done",
+        "f() { N=3; return; N=4; }; f",
+        "N=2; LR=5; unset LR",
+        "N=2; [ $N -eq 2 ] && N=3",
+    ],
+)
+def test_values_are_those_of_bash(lines: str) -> None:
+    script = f"{lines}\n{LAUNCH}"
+    assert _by_reader(script, {}) == _by_bash(script, {})
+    assert read_script(script, {}, name="run.sh").launches[0].doubts == ()
+
+
+@pytest.mark.parametrize(
+    ("lines", "construct"),
+    [
+        ("N=2; while read -r a; do A+=($a); done < list", "loops with a condition"),
+        ("N=2; (( N += 1 ))", "(( N += 1 )) is not followed"),
+        ("N=2; let N=N+1", "let is not followed"),
+        ("N=2; source env.sh", "source is not followed"),
+        ("N=2; LR=abc; LR=${LR^^}", "is taken as"),
+        ("N=2; if [ -f list ]; then N=3; fi", "is taken as false"),
+        ("N=2; [ -d list ] && N=3", "is taken as false"),
+    ],
+)
+def test_what_may_have_changed_a_command_is_a_doubt(lines: str, construct: str) -> None:
+    (launch,) = read_script(f"{lines}\n{LAUNCH}", {}, name="run.sh").launches
+    assert len(launch.doubts) == 1 and construct in launch.doubts[0] and launch.doubts[0].startswith("line 1: ")
+
+
+def test_folders_that_are_made_and_what_follows_a_command_are_no_doubts() -> None:
+    script = f"N=2\nif [ ! -d out ]; then mkdir out; fi\n{LAUNCH}let N=3\n"
+    assert read_script(script, {}, name="run.sh").launches[0].doubts == ()
+
+
+def test_a_script_that_exits_before_a_command_is_refused() -> None:
+    script = 'if [ "$1" = moe ]; then N=2; else echo usage; exit 1; fi\n' + LAUNCH
+    with pytest.raises(ScriptError, match="line 1: the script ends with exit, before any training command"):
+        read_script(script, {}, name="run.sh")
+    assert read_script(script, {"1": "moe"}, name="run.sh").launches[0].words[:2] == ("--num-layers", "2")

@@ -61,8 +61,10 @@ def test_a_command_that_works_as_it_is_stays_as_it_is() -> None:
         ("--transformer-impl transformer_engine", "", Effect.SPEED),
         ("--cuda-graph-impl local --cuda-graph-scope full_iteration", "--cuda-graph-impl full_iteration", Effect.SAME),
         ("--enable-cuda-graph --cuda-graph-scope mlp", "--cuda-graph-impl local --cuda-graph-modules mlp", Effect.SAME),
-        ("--moe-token-dispatcher-type flex --moe-enable-deepep",
-         "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep", Effect.SAME),
+        ("--moe-token-dispatcher-type flex --moe-enable-deepep", "--moe-token-dispatcher-type alltoall", Effect.SPEED),
+        ("--moe-token-dispatcher-type flex --moe-enable-deepep --moe-expert-rank-capacity-factor 2",
+         "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep --moe-expert-rank-capacity-factor 2",
+         Effect.SAME),
         ("--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep",
          "--moe-token-dispatcher-type alltoall", Effect.SPEED),
         ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4",
@@ -229,3 +231,22 @@ def test_the_paged_stash_recipe_translates_to_a_line_that_trains(tmp_path: Path)
     # The stash is logged with the last step.
     stash = next(line["stash"] for line in run.log if line.get("stash"))
     assert stash["pool"]["device_high_water"] > 0 and stash["capacity_factor"] == 1.5
+
+
+def test_an_unknown_word_behind_a_flag_that_is_left_out_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"torchrun pretrain_gpt.py {' '.join([*MODEL, *RUN, *DATA])} --auto-detect-ckpt-format $EXTRA\n")
+    assert main([str(script)]) == 2
+    assert "EXTRA has no value and may hold flags" in capsys.readouterr().err
+    assert main([str(script), "--set", "EXTRA="]) == 0
+
+
+def test_a_script_that_is_not_followed_exactly_has_the_status_of_another_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"N=1\nlet N=N+1\ntorchrun pretrain_gpt.py {' '.join([*MODEL, *RUN, *DATA])} --seed $N\n")
+    assert main([str(script)]) == 20
+    assert "not followed exactly, so compare its values with these: line 2: let is not" in capsys.readouterr().out
