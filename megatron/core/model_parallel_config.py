@@ -240,7 +240,7 @@ class ModelParallelConfig(
     grad_sync_func: SyncOfChunk | Sequence[SyncOfChunk] | None = None
     param_sync_func: SyncOfChunk | Sequence[SyncOfChunk] | None = None
     finalize_model_grads_func: Callable[..., None] | None = None
-    timers: Timers = plain_field(default_factory=Timers)
+    timers: Timers = plain_field(default_factory=Timers, compare=False)  # equal settings have timers of their own
 
     def __post_init__(self) -> None:
         normalize_given_forms(self)

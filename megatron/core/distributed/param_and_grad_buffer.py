@@ -179,6 +179,8 @@ class _ParamAndGradBuffer:
         self.param_index_map = {
             param: place for bucket in self.buckets for param, place in bucket.param_index_map.items()
         }
+        self.param_to_bucket = {slot.param: bucket for bucket in self.buckets for slot in bucket.slots}
+        self.bucket_indices = [(bucket.layout.span.start, bucket.layout.span.end) for bucket in self.buckets]
         self.param_dtype, self.grad_dtype, self.gradient_scaling_factor = (
             kind.param_dtype,
             kind.grad_dtype,

@@ -346,7 +346,7 @@ class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig, InBac
     optimizer_cuda_graph: bool = config_field(
         False, help="Include the step in the graph of --cuda-graph-impl full_iteration."
     )
-    timers: Timers = field(default_factory=Timers)
+    timers: Timers = field(default_factory=Timers, compare=False)  # equal settings have timers of their own
 
     def __post_init__(self) -> None:
         validate_fields(self)

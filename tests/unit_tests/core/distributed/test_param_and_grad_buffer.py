@@ -74,6 +74,9 @@ def test_buffers_and_buckets_have_what_megatrons_users_read():
             start, end, bucket_id = buffer.param_index_map[param]
             assert bucket.param_index_map[param] == (start, end, bucket_id) and bucket_id == number
             assert torch.equal(buffer.param_data[start:end], param.flatten())
+            assert buffer.param_to_bucket[param] is bucket
+        start, end = buffer.bucket_indices[number]
+        assert (start, end - start) == (bucket.offset, bucket.param_data.numel())
     assert first.params_with_extra_main_grads == [params["1.bias"]] and second.params_with_extra_main_grads == []
     assert buffer.param_to_name == {param: name for name, param in params.items()}
     group = _ParamAndGradBucketGroup([first], name="first")

@@ -1,10 +1,12 @@
 """Forms of values that scripts of Megatron-LM give to configurations."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -42,3 +44,9 @@ def test_forms_that_scripts_of_megatron_give_mean_ours(given: dict[str, Any], he
 def test_unknown_names_in_such_forms_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4, **given)
+
+
+def test_copies_of_a_configuration_are_equal() -> None:
+    config = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4)
+    assert copy.deepcopy(config) == config
+    assert copy.deepcopy(OptimizerConfig(lr=0.1)) == OptimizerConfig(lr=0.1)
