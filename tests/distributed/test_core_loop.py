@@ -121,6 +121,7 @@ def _uneven() -> None:
     parallel_state.initialize_model_parallel(dist.get_world_size())
     with pytest.raises(ValueError, match="num_attention_heads is 4: must be a multiple of tensor_model_parallel_size"):
         _model(63)
+    dist.barrier()  # nobody leaves while another rank still connects to it
 
 
 def test_layers_that_the_groups_cannot_split_are_refused() -> None:

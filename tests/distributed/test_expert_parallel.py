@@ -114,7 +114,9 @@ def agrees_with_one_process(per_rank: list[Any], routing: str, fields: dict[str,
 
 def _own_experts() -> list[int]:
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2, expert_tensor_parallel_size=2)
-    return build_layer(parallel_state.get_process_groups(), **KINDS["grouped"]).local_expert_indices
+    indices = build_layer(parallel_state.get_process_groups(), **KINDS["grouped"]).local_expert_indices
+    dist.barrier()  # nobody leaves while another rank still connects to it
+    return indices
 
 
 def test_ranks_that_split_experts_among_them_have_the_same_experts() -> None:
