@@ -341,7 +341,8 @@ def get_paged_stash_context(
 
     max_num_tokens: rows of the group's tensors. num_tokens_tensor: how many of them are live, [1] or scalar, int64 or
     int32, on the device, or an int. avg_num_tokens: live rows that a pool is made for; None means all. name: the same
-    in each step. Raises ValueError if max_num_tokens or num_tokens_tensor is missing.
+    in each step. Restored rows beyond the live ones hold any bytes, so backward must not read them. Raises ValueError
+    if max_num_tokens or num_tokens_tensor is missing.
     """
     return PagedStashContext(
         _manager_or_default(manager),
