@@ -357,12 +357,9 @@ def stash_footprint(config: StashSettings, needs: StepNeeds, *, layout: PoolLayo
 
 def gain_line(own: Footprint, layout: PoolLayout) -> str:
     """Returns a log line with the memory that a stage's stash saves or costs."""
-    with_stash = own.arena_bytes + own.working_set_bytes
-    where = f"{layout.device_pages} pages on the device"
+    tiers = [f"{layout.device_pages} pages"] * bool(layout.device_pages)
     if layout.host_pages:
-        where += f", {layout.host_pages} on the host ({_mib(layout.host_pages * layout.page_bytes)})"
-    if not layout.device_pages:
-        where = f"{layout.host_pages} pages ({_mib(layout.host_pages * layout.page_bytes)}), all on the host"
+        tiers.append(f"{layout.host_pages} pages on the host, {_mib(layout.host_pages * layout.page_bytes)}")
     outcome = f"saves {own.saving:.0%}"
     if own.saving < 0:
         outcome = (
@@ -371,8 +368,8 @@ def gain_line(own: Footprint, layout: PoolLayout) -> str:
             "smaller moe_paged_stash_buffer_size_factor_cuda"
         )
     return (
-        f"paged stash: {where}; {_mib(own.arena_bytes)} of pages + {_mib(own.working_set_bytes)} of buffers "
-        f"= {_mib(with_stash)} instead of {_mib(own.static_bytes)} of full buffers on the device: {outcome}"
+        f"paged stash: {_mib(own.arena_bytes)} of pages + {_mib(own.working_set_bytes)} of buffers instead of "
+        f"{_mib(own.static_bytes)} on the device ({', '.join(tiers)}): {outcome}"
     )
 
 
