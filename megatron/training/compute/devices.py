@@ -205,10 +205,10 @@ def cpu_figures(rounds: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     try:
         peaks = {f"{name}_tflops": _product_tflops(dtype, rounds) for name, dtype in _DTYPES.items()}
-        large = torch.ones(_LARGE_ELEMENTS)
+        large = torch.ones(_LARGE_ELEMENTS, dtype=torch.float32)
         result = torch.empty_like(large)
         copy = _median_seconds(lambda: torch.add(large, 1.0, out=result), rounds)
-        few = torch.ones(8)
+        few = torch.ones(8, dtype=torch.float32)
         launches = _median_seconds(lambda: [few + 1.0 for _ in range(1000)], rounds)
         attention = _attention_tflops(rounds)
     finally:
@@ -240,7 +240,7 @@ def _product_tflops(dtype: torch.dtype, rounds: int) -> float:
 
 def _attention_tflops(rounds: int) -> float:
     batch, heads, tokens, size = 4, 4, 256, 64
-    query = torch.ones(batch, heads, tokens, size)
+    query = torch.ones(batch, heads, tokens, size, dtype=torch.float32)
     seconds = _median_seconds(lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True), rounds)
     # Two products of 2 operations each; the causal mask halves them.
     return 2 * batch * heads * tokens**2 * size / seconds / 1e12
