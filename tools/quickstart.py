@@ -43,11 +43,14 @@ MODEL = f"""
 --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0
 --seq-length 256 --max-position-embeddings 256
 """
-SCHEDULE = """
---micro-batch-size 8 --global-batch-size 16 --train-iters 2000
---lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters 30 --weight-decay 0.1 --adam-beta2 0.95
---eval-interval 100 --eval-iters 10 --num-workers 0
---log-format compact --log-interval 20 --save-interval 100 --exit-signal-handler --exit-signal SIGINT
+# Part of the training time that the planned steps fill; evaluations, saves and what the plan leaves out have the rest.
+PLANNED_SHARE = 0.7
+MIN_STEPS, LOG_INTERVAL, NUM_EVALUATIONS = 40, 20, 4
+SCHEDULE = f"""
+--micro-batch-size 8 --global-batch-size 16
+--lr 4e-3 --min-lr 2e-4 --lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95
+--eval-iters 5 --num-workers 0 --override-opt-param-scheduler
+--log-format compact --log-interval {LOG_INTERVAL} --exit-signal-handler --exit-signal SIGINT
 """
 
 
@@ -168,28 +171,46 @@ def num_documents(workspace: Workspace) -> int:
 
 
 def train(workspace: Workspace, *, split: str, minutes: int, processes: int) -> None:
-    """Trains for `minutes`, from the latest checkpoint if there is one."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes)
-    is_resumed = (workspace.checkpoints / "latest_checkpointed_iteration.txt").exists()
+    """Trains for `minutes` or less, from the latest checkpoint if there is one."""
     flags = (
         *shlex.split(MODEL + SCHEDULE),
         *("--expert-model-parallel-size", gcd(processes, NUM_EXPERTS)),
         *tokenizer_flags(workspace),
-        *("--data-path", workspace.tokens, "--tensorboard-dir", workspace.checkpoints),
-        *("--save", workspace.checkpoints, *(("--load", workspace.checkpoints) if is_resumed else ())),
-        *("--exit-duration-in-mins", minutes, "--split", split),
+        *("--data-path", workspace.tokens, "--split", split),
+        *("--save", workspace.checkpoints, "--tensorboard-dir", workspace.checkpoints),
     )
-    output_of("pretrain_gpt.py", *flags, "--dry-run", "--world-size", processes, MEGATRON_PLAN_DEVICE="here")
+    trained = steps_trained(workspace)
+    # The number of steps does not change a plan; it is chosen by the plan's time of a step.
+    dry_run = ("--dry-run", "--world-size", processes, "--train-iters", MIN_STEPS)
+    output_of("pretrain_gpt.py", *flags, *dry_run, MEGATRON_PLAN_DEVICE="here")
     plan = json.loads((workspace.checkpoints / "plan.json").read_text())
     page = next(file for file in ("plan.html", "plan.json") if (workspace.checkpoints / file).exists())
     stage("plan", f"{plan_words(plan)}: {shown(workspace.checkpoints / page)}")
+    steps = planned_steps(plan, minutes=minutes)
     sizes = plan["parameters"]
     stage(
         "training",
         f"{NUM_EXPERTS} experts, {sizes['all'] / 1e6:.1f}M parameters ({sizes['of_a_token'] / 1e6:.1f}M active), "
         f"{processes} processes, {minutes} min (Ctrl-C saves and stops)",
     )
-    run(*torchrun, "pretrain_gpt.py", *flags)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes)
+    interval = steps // NUM_EVALUATIONS
+    length = ("--train-iters", trained + steps, "--lr-warmup-iters", steps // 20, "--exit-duration-in-mins", minutes)
+    intervals = ("--eval-interval", interval, "--save-interval", interval)
+    load = ("--load", workspace.checkpoints) if trained else ()
+    run(*torchrun, "pretrain_gpt.py", *flags, *length, *intervals, *load)
+
+
+def steps_trained(workspace: Workspace) -> int:
+    """Returns the step of the latest checkpoint; 0 without one."""
+    latest = workspace.checkpoints / "latest_checkpointed_iteration.txt"
+    return int(latest.read_text()) if latest.exists() else 0
+
+
+def planned_steps(plan: dict[str, Any], *, minutes: int) -> int:
+    """Returns the number of steps that fit into `minutes` by the plan, so that the learning rate reaches its end."""
+    steps = int(60 * minutes * PLANNED_SHARE / plan["step"]["seconds"])
+    return max(MIN_STEPS, steps // LOG_INTERVAL * LOG_INTERVAL)
 
 
 def plan_words(plan: dict[str, Any]) -> str:
