@@ -13,12 +13,13 @@ from importlib.util import find_spec
 from math import gcd
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # a clone works without installation
+if not __package__:  # run by its path, as in a clone without installation
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.datasets.indexed_dataset import IndexedDataset  # noqa: E402
+import megatron
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+IMPORTED_FROM = Path(str(megatron.__file__)).resolve().parents[1]  # a clone, or site-packages
 MIN_DOCUMENTS = 3  # one each for training, validation and test
 VOCAB_SIZE = 2048
 INTERRUPTED = 130  # exit code by shell convention
@@ -73,10 +74,10 @@ def main() -> None:
     prepare(workspace)
     train(workspace, minutes=options.minutes, processes=options.processes)
     print(f"\nA continuation of {PROMPT!r} by the trained model:\n", flush=True)
-    run("tools/generate.py", "--load", workspace.checkpoints, "--prompt", PROMPT, "--max-new-tokens", 120)
+    run("megatron.tools.generate", "--load", workspace.checkpoints, "--prompt", PROMPT, "--max-new-tokens", 120)
     print(flush=True)
     if find_spec("plotly") and find_spec("jinja2"):
-        run("tools/report.py", workspace.checkpoints)
+        run("megatron.tools.report", workspace.checkpoints)
     print(f"Checkpoints and log: {workspace.checkpoints}\nRun the same command again to train on from here.")
 
 
@@ -94,13 +95,13 @@ def parse_options() -> argparse.Namespace:
 
 
 def make_workspace(data: Path | None) -> Workspace:
-    """Returns the workspace of this corpus: runs/<name of the corpus>."""
+    """Returns the workspace of this corpus: runs/<name of the corpus> in the current folder."""
     if data is None:
-        folder = ROOT / "runs" / "python"
+        folder = Path.cwd() / "runs" / "python"
         return Workspace(folder, folder / "text.jsonl")
     if not data.is_file():
         raise SystemExit(f"error: DATA is {data}: there is no such file; give a .txt or .jsonl file")
-    return Workspace(ROOT / "runs" / data.stem, data.resolve())
+    return Workspace(Path.cwd() / "runs" / data.stem, data.resolve())
 
 
 def prepare(workspace: Workspace) -> None:
@@ -109,17 +110,17 @@ def prepare(workspace: Workspace) -> None:
     check_source(workspace)
     if not workspace.text.exists():
         step("Writing the documentation and source that Python ships as text")
-        run("tools/python_corpus.py", "--output", workspace.text)
+        run("megatron.tools.python_corpus", "--output", workspace.text)
     if not workspace.tokenizer.exists():
         step(f"Training a tokenizer of up to {VOCAB_SIZE} tokens")
         run(
-            *("tools/train_tokenizer.py", "--vocab-size", VOCAB_SIZE),
+            *("megatron.tools.train_tokenizer", "--vocab-size", VOCAB_SIZE),
             *("--input", workspace.text, "--output", workspace.tokenizer),
         )
     if not workspace.tokens.with_suffix(".idx").exists():
         step("Turning the text into tokens")
         run(
-            *("tools/preprocess_data.py", "--input", workspace.text, "--append-eod"),
+            *("megatron.tools.preprocess_data", "--input", workspace.text, "--append-eod"),
             *("--output-prefix", workspace.folder / "tokens", "--workers", os.cpu_count() or 1),
             *tokenizer_flags(workspace),
         )
@@ -162,7 +163,7 @@ def train(workspace: Workspace, *, minutes: int, processes: int) -> None:
     """Trains for `minutes`, from the latest checkpoint if there is one."""
     split = split_of(len(IndexedDataset(str(workspace.tokens)).document_indices) - 1)
     step(f"Training a mixture-of-experts GPT on {processes} processes for {minutes} minutes (Ctrl-C: stop)")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes)
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", processes, "-m")
     folders = ("--save", workspace.checkpoints, "--load", workspace.checkpoints)
     flags = (
         *shlex.split(MODEL + SCHEDULE),
@@ -171,8 +172,8 @@ def train(workspace: Workspace, *, minutes: int, processes: int) -> None:
         *("--data-path", workspace.tokens, *folders, "--tensorboard-dir", workspace.checkpoints),
         *("--exit-duration-in-mins", minutes, "--split", split),
     )
-    run("pretrain_gpt.py", *flags, "--dry-run", "--world-size", processes)
-    run(*torchrun, "pretrain_gpt.py", *flags)
+    run("pretrain_gpt", *flags, "--dry-run", "--world-size", processes)
+    run(*torchrun, "pretrain_gpt", *flags)
 
 
 def tokenizer_flags(workspace: Workspace) -> list[object]:
@@ -186,9 +187,11 @@ def step(title: str) -> None:
 
 
 def run(*command: object) -> None:
-    """Runs a Python program of this repository. If it fails, exits with the same code."""
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    process = subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT, env=environment)
+    """Runs a Python module with its arguments. If it fails, exits with the same code."""
+    path = os.pathsep.join(filter(None, (str(IMPORTED_FROM), os.environ.get("PYTHONPATH"))))
+    # Safe path: the current folder may have modules of the same names, for example a clone of Megatron-LM.
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    process = subprocess.Popen([sys.executable, "-m", *map(str, command)], env=environment)
     try:
         status = process.wait()
     except KeyboardInterrupt:

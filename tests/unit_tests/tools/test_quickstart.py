@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.datasets.utils import split_documents
-from tools.quickstart import Workspace, check_source, split_of
+from megatron.tools.quickstart import Workspace, check_source, split_of
 
 
 @pytest.mark.parametrize("num_documents", [3, 5, 30, 1172, 100_000])
