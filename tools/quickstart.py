@@ -16,14 +16,15 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # a clone works without installation
+if not __package__:  # run by its path, as in a clone without installation
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.datasets.indexed_dataset import IndexedDataset  # noqa: E402
-from megatron.core.datasets.utils import split_documents  # noqa: E402
-from megatron.core.tokenizers import TokenizerConfig, build_tokenizer  # noqa: E402
+import megatron
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.utils import split_documents
+from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
 
+IMPORTED_FROM = Path(str(megatron.__file__)).resolve().parents[1]  # a clone, or site-packages
 MIN_DOCUMENTS = 3  # one each for training, validation and test
 VOCAB_SIZE = 2048
 INTERRUPTED = 130  # exit code by shell convention
@@ -86,10 +87,18 @@ def main() -> None:
     train(workspace, split=split, minutes=options.minutes, processes=options.processes)
     prompt = held_out_beginning(workspace, split=split)
     stage("sample", "a test document, its beginning and how the trained model continues it:")
-    sample = ("tools/generate.py", "--load", workspace.checkpoints, "--max-new-tokens", NEW_TOKENS, "--top-p", 0.9)
+    sample = (
+        "megatron.tools.generate",
+        "--load",
+        workspace.checkpoints,
+        "--max-new-tokens",
+        NEW_TOKENS,
+        "--top-p",
+        0.9,
+    )
     print(indented(output_of(*sample, "--prompt", prompt), prompt=prompt), flush=True)
     if find_spec("plotly") and find_spec("jinja2"):
-        output_of("tools/report.py", workspace.checkpoints)
+        output_of("megatron.tools.report", workspace.checkpoints)
         stage("report", shown(workspace.checkpoints / "report.html"))
     stage("run", f"{shown(workspace.checkpoints)}; the same command trains on from here")
 
@@ -108,13 +117,13 @@ def parse_options() -> argparse.Namespace:
 
 
 def make_workspace(data: Path | None) -> Workspace:
-    """Returns the workspace of this corpus: runs/<name of the corpus>."""
+    """Returns the workspace of this corpus: runs/<name of the corpus> in the current folder."""
     if data is None:
-        folder = ROOT / "runs" / "python"
+        folder = Path.cwd() / "runs" / "python"
         return Workspace(folder, folder / "text.jsonl")
     if not data.is_file():
         raise SystemExit(f"error: DATA is {data}: there is no such file; give a .txt or .jsonl file")
-    return Workspace(ROOT / "runs" / data.stem, data.resolve())
+    return Workspace(Path.cwd() / "runs" / data.stem, data.resolve())
 
 
 def prepare(workspace: Workspace) -> None:
@@ -122,14 +131,14 @@ def prepare(workspace: Workspace) -> None:
     workspace.folder.mkdir(parents=True, exist_ok=True)
     check_source(workspace)
     if not workspace.text.exists():
-        stage("text", last_line("tools/python_corpus.py", "--output", workspace.text))
+        stage("text", last_line("megatron.tools.python_corpus", "--output", workspace.text))
     if not workspace.tokenizer.exists():
         sizes = ("--vocab-size", VOCAB_SIZE, "--input", workspace.text, "--output", workspace.tokenizer)
-        stage("tokenizer", last_line("tools/train_tokenizer.py", *sizes))
+        stage("tokenizer", last_line("megatron.tools.train_tokenizer", *sizes))
     if not workspace.tokens.with_suffix(".idx").exists():
         files = ("--input", workspace.text, "--output-prefix", workspace.folder / "tokens")
         flags = ("--append-eod", "--workers", os.cpu_count() or 1, *tokenizer_flags(workspace))
-        stage("tokens", last_line("tools/preprocess_data.py", *files, *flags))
+        stage("tokens", last_line("megatron.tools.preprocess_data", *files, *flags))
 
 
 def check_source(workspace: Workspace) -> None:
@@ -182,7 +191,7 @@ def train(workspace: Workspace, *, split: str, minutes: int, processes: int) -> 
     trained = steps_trained(workspace)
     # The number of steps does not change a plan; it is chosen by the plan's time of a step.
     dry_run = ("--dry-run", "--world-size", processes, "--train-iters", MIN_STEPS)
-    output_of("pretrain_gpt.py", *flags, *dry_run, MEGATRON_PLAN_DEVICE="here")
+    output_of("pretrain_gpt", *flags, *dry_run, MEGATRON_PLAN_DEVICE="here")
     plan = json.loads((workspace.checkpoints / "plan.json").read_text())
     page = next(file for file in ("plan.html", "plan.json") if (workspace.checkpoints / file).exists())
     stage("plan", f"{plan_words(plan)}: {shown(workspace.checkpoints / page)}")
@@ -193,12 +202,12 @@ def train(workspace: Workspace, *, split: str, minutes: int, processes: int) -> 
         f"{NUM_EXPERTS} experts, {sizes['all'] / 1e6:.1f}M parameters ({sizes['of_a_token'] / 1e6:.1f}M active), "
         f"{processes} processes, {minutes} min (Ctrl-C saves and stops)",
     )
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes)
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", processes, "-m")
     interval = steps // NUM_EVALUATIONS
     length = ("--train-iters", trained + steps, "--lr-warmup-iters", steps // 20, "--exit-duration-in-mins", minutes)
     intervals = ("--eval-interval", interval, "--save-interval", interval)
     load = ("--load", workspace.checkpoints) if trained else ()
-    run(*torchrun, "pretrain_gpt.py", *flags, *length, *intervals, *load)
+    run(*torchrun, "pretrain_gpt", *flags, *length, *intervals, *load)
 
 
 def steps_trained(workspace: Workspace) -> int:
@@ -260,15 +269,16 @@ def shown(path: Path) -> Path:
 
 
 def run(*command: object, capture: bool = False, **variables: str) -> str:
-    """Runs a Python program of this repository. If it fails, exits with the same code.
+    """Runs a Python module with its arguments. If it fails, exits with the same code.
 
     capture: returns its standard output instead of showing it. variables: of its environment.
     """
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, **variables}
+    path = os.pathsep.join(filter(None, (str(IMPORTED_FROM), os.environ.get("PYTHONPATH"))))
+    # Safe path: the current folder may have modules of the same names, for example a clone of Megatron-LM.
+    ours = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
     process = subprocess.Popen(
-        [sys.executable, *map(str, command)],
-        cwd=ROOT,
-        env=environment,
+        [sys.executable, "-m", *map(str, command)],
+        env={**ours, **variables},
         stdout=subprocess.PIPE if capture else None,
         text=True,
     )

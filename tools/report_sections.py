@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from megatron.core.transformer.moe.paged_stash.sizing import factor_at, rounded_up
-from tools.report_figures import layer_table_figure, run_names
-from tools.run_log import LEVEL_COUNTERS, RunLog
+from megatron.tools.report_figures import layer_table_figure, run_names
+from megatron.tools.run_log import LEVEL_COUNTERS, RunLog
 
 PLAN_NAME = "plan.json"
 KINDS = {

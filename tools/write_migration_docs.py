@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from tools.compare_api import Comparison, Verdict, compare_all, counts
+from megatron.tools.compare_api import Comparison, Verdict, compare_all, counts
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "migration.md"
 MARK = "<!-- Below this line: python -m tools.write_migration_docs. Do not edit. -->\n"

@@ -19,7 +19,7 @@ from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.parser import did_you_mean
 from megatron.training.command_line.yaml_config import plain_values
 
-DEVICES_FILE = Path(__file__).resolve().parents[3] / "configs" / "devices.yaml"
+DEVICES_FILE = Path(__file__).resolve().parents[2] / "configs" / "devices.yaml"
 # Environment variables: a file whose entries override those of DEVICES_FILE, and the device that plans are for.
 FILE_VARIABLE, NAME_VARIABLE = "MEGATRON_DEVICES", "MEGATRON_PLAN_DEVICE"
 DEFAULT_NAME, CPU_NAME = "H100", "cpu"

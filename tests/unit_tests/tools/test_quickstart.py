@@ -6,8 +6,16 @@ from pathlib import Path
 import pytest
 
 from megatron.core.datasets.utils import split_documents
-from tools import preprocess_data, train_tokenizer
-from tools.quickstart import PROMPT_TOKENS, Workspace, check_source, held_out_beginning, indented, plan_words, split_of
+from megatron.tools import preprocess_data, train_tokenizer
+from megatron.tools.quickstart import (
+    PROMPT_TOKENS,
+    Workspace,
+    check_source,
+    held_out_beginning,
+    indented,
+    plan_words,
+    split_of,
+)
 
 
 @pytest.mark.parametrize("num_documents", [3, 5, 30, 1172, 100_000])

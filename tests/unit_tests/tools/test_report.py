@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from megatron.pages import page
+from megatron.tools import report
+from megatron.tools.report_figures import DASHES, MAX_POINTS, make_figures, smoothed, thinned
+from megatron.tools.report_sections import memory_section, stash_section
+from megatron.tools.run_log import MAX_BINS, LayerTable, Series, read_run
 from tests.browser import needs_browser, opened_browser
 from tests.counts import slow, soak_only
 from tests.unit_tests.tools.report_logs import PAGE_FACTS, POOL, RECORD, STASH, write_log
-from tools import report
-from tools.report_figures import DASHES, MAX_POINTS, make_figures, smoothed, thinned
-from tools.report_sections import memory_section, stash_section
-from tools.run_log import MAX_BINS, LayerTable, Series, read_run
 
 EVERY_FIGURE = """loss perplexity learning-rate grad-norm loss-scale batch-size throughput step-time
 tflops mfu timers hidden-share exposed timeline memory memory-stages stash-device stash-host capacity-factor pool-factor
