@@ -50,8 +50,8 @@ def drawing(lines: Sequence[Line], *, layout: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} 360" font-family="sans-serif" font-size="12">',
         f"<title>Bytes held for backward over the capacity factor</title><style>{_STYLE}</style>",
         f'<rect class="bg" width="{width}" height="360"/>',
-        '<text class="ink" x="12" y="22" font-weight="bold">MiB of expert activations kept for backward, at the peak of a '
-        f"step, on the fullest rank ({layout})</text>",
+        '<text class="ink" x="12" y="22" font-weight="bold">MiB of expert activations kept for backward, at the '
+        f"peak of a step, on the fullest rank ({layout})</text>",
         *_legend(),
     ]
     for number, skew in enumerate(skews):

@@ -16,10 +16,10 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 
+from megatron.tools.docs_site import anchor, with_repository_links
 from megatron.training.command_line.flags import flag_table
 from tests.structure.compared import anchors
 from tests.structure.measure import ROOT
-from tools.docs_site import anchor, with_repository_links
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
@@ -137,7 +137,7 @@ def test_the_reading_order_names_files() -> None:
 
 
 class _Parts(HTMLParser):
-    """Counts the lists, tables, code blocks and headings of a page's article. loaded: what it asks other servers for."""
+    """Counts the lists, tables, code blocks and headings of a page's article. loaded: files of other servers."""
 
     COUNTED = ("h1", "h2", "h3", "h4", "ul", "ol", "li", "table", "tr", "td", "th", "pre", "img", "blockquote")
 
