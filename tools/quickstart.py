@@ -99,7 +99,7 @@ def main() -> None:
     print(indented(output_of(*sample, "--prompt", prompt), prompt=prompt), flush=True)
     if find_spec("plotly") and find_spec("jinja2"):
         output_of("megatron.tools.report", workspace.checkpoints)
-        stage("report", shown(workspace.checkpoints / "report.html"))
+        stage("report", f"{shown(workspace.checkpoints / 'report.html')}")
     stage("run", f"{shown(workspace.checkpoints)}; the same command trains on from here")
 
 

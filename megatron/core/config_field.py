@@ -93,7 +93,8 @@ def validate_fields(config: Any) -> None:
     problems = field_problems(type(config), vars(config))
     if problems:
         raise ValueError("\n".join(problems.values()))
-    hints = type_hints(type(config))
+    own_class: type[object] = type(config)
+    hints = type_hints(own_class)
     for field in dataclasses.fields(config):
         if not field.init:
             continue  # derived from the others afterwards
