@@ -93,7 +93,7 @@ def validate_fields(config: Any) -> None:
     problems = field_problems(type(config), vars(config))
     if problems:
         raise ValueError("\n".join(problems.values()))
-    own_class: type[object] = type(config)
+    own_class: Any = type(config)
     hints = type_hints(own_class)
     for field in dataclasses.fields(config):
         if not field.init:
