@@ -10,9 +10,10 @@ from megatron.training.command_line.flags import flag_table
 from tests.structure.compared import anchors
 from tests.structure.measure import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [*sorted(ROOT.glob("*.md")), *DOCS]
 WRITTEN = [page for page in PAGES if page.name != "flags.md"]  # that one comes from the flag table itself
-FOLDERS = "megatron|tests|tools|docs|examples|benchmarks|requirements|.ci"
+FOLDERS = "megatron|tests|tools|configs|docs|docker|examples|benchmarks|requirements|.ci"
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
 NAMED_PATH = re.compile(rf"`((?:{FOLDERS.replace('.', re.escape('.'))})/[\w./-]+)`")
@@ -21,6 +22,8 @@ NAMED_FILE = re.compile(r"`([\w-]+\.(?:py|sh|md|toml))`")
 FOREIGN_FLAGS = {"--nproc-per-node", "--standalone", "--nnodes", "--node-rank", "--master-addr", "--master-port"}
 FOREIGN_FLAGS |= {"--durations", "--replay", "--max-restarts", "--shutdown-timeout", "--dist"}
 FOREIGN_FLAGS |= {"--signal", "--requeue", "--open-mode", "--kill-on-bad-exit", "--wait"}  # of sbatch and srun
+FOREIGN_FLAGS |= {"--file", "--tag", "--rm", "--user", "--volume", "--gpus", "--ipc", "--entrypoint"}  # of docker
+FOREIGN_FLAGS |= {"--force-reinstall", "--no-deps"}  # of pip
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -49,7 +52,7 @@ def test_every_page_and_example_is_in_the_index() -> None:
     index = ROOT / "docs" / "README.md"
     linked = {(index.parent / target).resolve() for target in LINK.findall(index.read_text(encoding="utf-8"))}
     examples = [path for path in (ROOT / "examples").iterdir() if path.is_file()]
-    assert [path.name for path in {*PAGES[1:], *examples} - linked - {index}] == []
+    assert [path.name for path in {*DOCS, *examples} - linked - {index}] == []
 
 
 def test_the_reading_order_names_files() -> None:
