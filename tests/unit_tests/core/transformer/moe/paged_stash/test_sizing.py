@@ -173,7 +173,7 @@ def test_a_stash_that_never_keeps_anything_is_refused_in_the_whole_model_alone()
     for stages in (events_of(1, 2, 1), events_of(2, 2, 2), [[], *events_of(1, 2, 1)]):
         check_effect(stages)
     for stages in (events_of(1, 1, 8), events_of(2, 2, 1)[1:], [[], []], []):
-        with pytest.raises(ValueError, match="moe_paged_stash is True but can have no effect"):
+        with pytest.raises(ValueError, match="moe_paged_stash is True but has no effect"):
             check_effect(stages)
 
 
