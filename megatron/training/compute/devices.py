@@ -1,6 +1,6 @@
-"""Table of devices: peak operations, memory and links, from configs/devices.yaml and the file of MEGATRON_DEVICES.
+"""Loads the table of devices: peak operations, memory and links, from configs/devices.yaml and MEGATRON_DEVICES.
 
-benchmarks/device_figures.py measures the machine it runs on, and writes its entry.
+benchmarks/device_figures.py measures the local machine and writes its entry.
 """
 
 import os
@@ -14,16 +14,16 @@ from megatron.training.command_line.parser import did_you_mean
 from megatron.training.command_line.yaml_config import plain_values
 
 DEVICES_FILE = Path(__file__).resolve().parents[3] / "configs" / "devices.yaml"
-# Environment variables: a file whose entries override those of DEVICES_FILE, and the device that plans are for.
+# Environment variables: a file whose entries override those of DEVICES_FILE, and the device that plans assume.
 FILE_VARIABLE, NAME_VARIABLE = "MEGATRON_DEVICES", "MEGATRON_PLAN_DEVICE"
 DEFAULT_NAME, CPU_NAME = "H100", "cpu"
 _MAY_BE_NONE = ("bf16_tflops", "fp8_tflops")
 _SHARES = "attainable_"
-# Units by suffix of a field's name. A value above _MOST must be in another unit.
+# Units by suffix of a field's name. A value above _MOST must have been given in another unit.
 _UNITS = {
-    "_tflops": "10^12 operations a second",
+    "_tflops": "10^12 operations per second",
     "_gib": "GiB",
-    "_gb_s": "10^9 bytes a second",
+    "_gb_s": "10^9 bytes per second",
     "_us": "microseconds",
 }
 _MOST = 1_000_000
@@ -53,30 +53,29 @@ class Device:
 
     @property
     def memory_bytes(self) -> int:
-        """All memory of the device."""
+        """Total memory of the device."""
         return int(self.memory_gib * 2**30)
 
     @property
     def host_bytes_s(self) -> float:
-        """Attainable bytes per second of a copy between device and host, in one direction."""
+        """Attainable bytes per second of a copy between device and host in one direction."""
         return self.host_gb_s * 1e9 * self.attainable_link
 
     def tflops(self, dtype: str) -> float:
-        """Peak 10^12 operations per second of dense bf16, fp16, fp8 or fp32 products. Raises ValueError without one."""
+        """Peak 10^12 operations per second of dense bf16, fp16, fp8 or fp32 products. Raises ValueError if unknown."""
         value = {"bf16": self.bf16_tflops, "fp16": self.bf16_tflops, "fp8": self.fp8_tflops, "fp32": self.fp32_tflops}
         if dtype not in value:
             raise ValueError(f"dtype is {dtype}: must be one of {', '.join(value)}")
         peak = value[dtype]
         if peak is None:
-            raise ValueError(f"{self.name} has no peak of {dtype} products: must be a device that computes in {dtype}")
+            raise ValueError(f"{self.name} has no peak of {dtype} products: choose a device that computes in {dtype}")
         return peak
 
 
 def known_devices(environment: Mapping[str, str] | None = None) -> list[Device]:
     """Returns the devices of the file that MEGATRON_DEVICES names, then the others of configs/devices.yaml, in order.
 
-    environment: the process's own by default. Raises CommandLineError that names file, entry, field and value of a
-    mistake.
+    environment: the process's own by default. Raises CommandLineError naming file, entry, field and value of a mistake.
     """
     path = (os.environ if environment is None else environment).get(FILE_VARIABLE)
     own = devices_of_file(Path(path)) if path else []
@@ -91,16 +90,21 @@ def planned_device(environment: Mapping[str, str] | None = None) -> Device:
 
 
 def device_of_name(name: str, *, source: str, environment: Mapping[str, str] | None = None) -> Device:
-    """Returns the device of a name. Raises CommandLineError for unknown names; source: flag or variable to blame."""
+    """Looks up a device by name.
+
+    Raises CommandLineError for unknown names. source: the flag or variable that named it.
+    """
     devices = {device.name: device for device in known_devices(environment)}
     if name not in devices:
         names = list(devices)
-        raise CommandLineError(f"{source} is {name}: not known{did_you_mean(name, names)}; known: {', '.join(names)}")
+        raise CommandLineError(
+            f"{source} is {name}: unknown device{did_you_mean(name, names)}; known: {', '.join(names)}"
+        )
     return devices[name]
 
 
 def peak_bf16_tflops(product: str) -> float | None:
-    """Returns the peak 10^12 dense bf16 operations per second of a GPU product; None if the table lacks it.
+    """Returns the peak 10^12 dense bf16 operations per second of a GPU, or None if the table lacks it.
 
     Raises CommandLineError for a mistake in the file of MEGATRON_DEVICES.
     """
@@ -109,15 +113,18 @@ def peak_bf16_tflops(product: str) -> float | None:
 
 
 def devices_of_file(path: Path) -> list[Device]:
-    """Reads the entries of a file, in order. Raises CommandLineError that names file, entry, field and value."""
+    """Reads the entries of a file in order.
+
+    Raises CommandLineError naming file, entry, field and value of a mistake.
+    """
     try:
         entries = plain_values(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CommandLineError(f"{path}: {error.strerror}: must be a file with devices, as {DEVICES_FILE}") from None
+        raise CommandLineError(f"{path}: {error.strerror}: must be a file of devices like {DEVICES_FILE}") from None
     except ValueError as error:
         raise CommandLineError(f"{path}: {error}") from None
     if not isinstance(entries, dict) or not entries:
-        raise CommandLineError(f"{path} has no devices: must have names with figures, as {DEVICES_FILE}")
+        raise CommandLineError(f"{path} has no devices: must have names with figures like {DEVICES_FILE}")
     return [_device(str(name), figures, path=path) for name, figures in entries.items()]
 
 
@@ -127,7 +134,7 @@ def _device(name: str, figures: Any, *, path: Path) -> Device:
         raise CommandLineError(f"{path}: {name} is {figures!r}: must have {', '.join(names)}")
     for wrong in figures:
         if wrong not in names:
-            raise CommandLineError(f"{path}: {name}.{wrong} is not known{did_you_mean(str(wrong), names)}")
+            raise CommandLineError(f"{path}: {name}.{wrong} is unknown{did_you_mean(str(wrong), names)}")
     for missing in names:
         if missing not in figures:
             raise CommandLineError(f"{path}: {name}.{missing} is missing: {_right(missing)}")
