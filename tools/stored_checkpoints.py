@@ -277,7 +277,7 @@ def removable(root: Path, *, keep_latest: int, keep_interval: int | None) -> tup
     Raises ValueError if something would be deleted while the newest is damaged, or if there is none.
     """
     if (root / MANIFEST_FILE).is_file():
-        raise ValueError(f"{root} is one checkpoint: give the folder that holds it")
+        raise ValueError(f"{root} is a single checkpoint: give its parent folder")
     iterations = complete_iterations(root)
     if not iterations:
         raise ValueError(f"{root} holds no complete checkpoint")

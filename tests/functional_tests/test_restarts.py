@@ -82,7 +82,7 @@ def test_killed_and_hanging_ranks_change_no_loss(seed: int, tmp_path: Path, undi
         assert ("ended inside a save" in run.written()) == (kind == "SIGKILL in a save"), run.written()
     last = _attempt({**flags, "save": saved}, len(faults), tmp_path, faults=faults)
     assert last.exit_codes == [0] * RANKS, last.written()
-    assert f"restart {len(faults)}: going on from --save {saved}" in last.written()
+    assert f"restart {len(faults)}: continuing from --save {saved}" in last.written()
     assert_same_steps(last, undisturbed(flags))
 
 

@@ -34,7 +34,7 @@ class LogLines(Protocol):
 
 
 class ConsoleLog(Callback):
-    """Prints one line every `log_interval` iterations: means over the interval, counts since the last line."""
+    """Prints one line every `log_interval` iterations, with means over the interval and counts since the last line."""
 
     def __init__(self, log_interval: int, *, write: Callable[[str], None], lines: LogLines | None = None) -> None:
         """lines: format of the lines; None means Megatron-LM's."""
@@ -50,7 +50,7 @@ class ConsoleLog(Callback):
         self._reports.clear()
 
     def on_step_end(self, report: StepReport) -> None:
-        """Collects the step; prints at the end of an interval."""
+        """Records the step, and prints a line at the end of an interval."""
         self._reports.append(report)
         if report.iteration % self.log_interval == 0:
             self._flush()
@@ -172,7 +172,7 @@ def _joined(fields: Sequence[str], *, width: int) -> str:
 
 
 def format_training_line(reports: Sequence[StepReport], train_iters: int) -> str:
-    """Formats the log line of consecutive steps. Names and order of its fields are Megatron-LM's."""
+    """Formats the log line of consecutive steps. Names and order of its fields follow Megatron-LM."""
     last = reports[-1]
     seconds = sum(report.seconds for report in reports)
     fields = [
@@ -222,7 +222,7 @@ def _pool_fields(pool: PoolReport) -> list[str]:
 
 
 def shortage_words(pool: PoolReport) -> str:
-    """Describes spilled and recomputed tensors since the last log line, and the reason; empty if there were none."""
+    """Describes the spilled and recomputed tensors since the last log line, with the cause; empty if none."""
     spilled = "1 page" if pool.spilled_pages == 1 else f"{pool.spilled_pages} pages"
     found = [f"{spilled} spilled to the host"] if pool.spilled_pages else []
     found += [
@@ -248,7 +248,7 @@ def shortage_words(pool: PoolReport) -> str:
 
 
 def _throughput_fields(reports: Sequence[StepReport], seconds: float) -> list[str]:
-    """Formats mean operations per second over the interval, if the steps report them."""
+    """Formats the mean throughput over the interval, if the steps report it."""
     fields = []
     means = {
         name: sum((vars(report)[name] or 0.0) * report.seconds for report in reports) / seconds
@@ -265,7 +265,7 @@ def _throughput_fields(reports: Sequence[StepReport], seconds: float) -> list[st
 
 
 def mean_losses(reports: Sequence[StepReport]) -> dict[str, float]:
-    """Returns the mean of each loss over the steps that report it, without skipped steps."""
+    """Returns the mean of each loss over the steps that report it, excluding skipped steps."""
     values: dict[str, list[float]] = {}
     for report in reports:
         for name, value in ({} if report.skipped else report.losses).items():
@@ -288,7 +288,7 @@ def format_evaluation_line(report: EvaluationReport) -> str:
 
 
 def is_loss(name: str) -> bool:
-    """Whether a value is a loss, which has a perplexity: its name ends in "loss"."""
+    """Tells whether a value is a loss, and therefore has a perplexity: its name ends in "loss"."""
     return name.endswith("loss")
 
 
@@ -309,20 +309,20 @@ class ProgressBar(Callback):
         self._validation = ""
 
     def on_train_start(self, start: RunStart) -> None:
-        """Draws the bar at the first iteration of the run."""
+        """Draws the bar before the first step."""
         self._progress.start()
         self._task = self._progress.add_task(
             "training", total=start.train_iters, completed=start.iteration, figures="waiting for the first step"
         )
 
     def on_step_end(self, report: StepReport) -> None:
-        """Moves the bar."""
+        """Advances the bar."""
         loss = report.losses.get("lm loss", float("nan"))
         self._figures = f"loss {loss:.3f}  {report.tokens / report.seconds:,.0f} tokens/s"
         self._draw("training", completed=report.iteration)
 
     def on_evaluation_start(self, iteration: int) -> None:
-        """Shows that an evaluation runs."""
+        """Shows that an evaluation is running."""
         self._draw("evaluating", completed=iteration)
 
     def on_evaluation_end(self, report: EvaluationReport) -> None:

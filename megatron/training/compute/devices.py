@@ -1,4 +1,4 @@
-"""Table of devices: peak operations, memory and links, from configs/devices.yaml and the file of MEGATRON_DEVICES.
+"""Loads the table of devices: peak operations, memory and links, from configs/devices.yaml and MEGATRON_DEVICES.
 
 The device "here" is this machine: its GPU's entry, or the CPU, which is measured in about a second.
 benchmarks/device_figures.py also measures messages between processes, and writes an entry for the file.
@@ -27,11 +27,11 @@ DEFAULT_NAME, CPU_NAME = "H100", "cpu"
 HERE = "here"
 _MAY_BE_NONE = ("bf16_tflops", "fp8_tflops")
 _SHARES = "attainable_"
-# Units by suffix of a field's name. A value above _MOST must be in another unit.
+# Units by suffix of a field's name. A value above _MOST must have been given in another unit.
 _UNITS = {
-    "_tflops": "10^12 operations a second",
+    "_tflops": "10^12 operations per second",
     "_gib": "GiB",
-    "_gb_s": "10^9 bytes a second",
+    "_gb_s": "10^9 bytes per second",
     "_us": "microseconds",
 }
 _MOST = 1_000_000
@@ -61,30 +61,29 @@ class Device:
 
     @property
     def memory_bytes(self) -> int:
-        """All memory of the device."""
+        """Total memory of the device."""
         return int(self.memory_gib * 2**30)
 
     @property
     def host_bytes_s(self) -> float:
-        """Attainable bytes per second of a copy between device and host, in one direction."""
+        """Attainable bytes per second of a copy between device and host in one direction."""
         return self.host_gb_s * 1e9 * self.attainable_link
 
     def tflops(self, dtype: str) -> float:
-        """Peak 10^12 operations per second of dense bf16, fp16, fp8 or fp32 products. Raises ValueError without one."""
+        """Peak 10^12 operations per second of dense bf16, fp16, fp8 or fp32 products. Raises ValueError if unknown."""
         value = {"bf16": self.bf16_tflops, "fp16": self.bf16_tflops, "fp8": self.fp8_tflops, "fp32": self.fp32_tflops}
         if dtype not in value:
             raise ValueError(f"dtype is {dtype}: must be one of {', '.join(value)}")
         peak = value[dtype]
         if peak is None:
-            raise ValueError(f"{self.name} has no peak of {dtype} products: must be a device that computes in {dtype}")
+            raise ValueError(f"{self.name} has no peak of {dtype} products: choose a device that computes in {dtype}")
         return peak
 
 
 def known_devices(environment: Mapping[str, str] | None = None) -> list[Device]:
     """Returns the devices of the file that MEGATRON_DEVICES names, then the others of configs/devices.yaml, in order.
 
-    environment: the process's own by default. Raises CommandLineError that names file, entry, field and value of a
-    mistake.
+    environment: the process's own by default. Raises CommandLineError naming file, entry, field and value of a mistake.
     """
     path = (os.environ if environment is None else environment).get(FILE_VARIABLE)
     own = devices_of_file(Path(path)) if path else []
@@ -112,14 +111,14 @@ def device_of_name(name: str, *, source: str, environment: Mapping[str, str] | N
     if name not in devices:
         names = list(devices)
         raise CommandLineError(
-            f"{source} is {name}: not known{did_you_mean(name, names)}; known: {', '.join(names)}, and {HERE} for this "
+            f"{source} is {name}: unknown device{did_you_mean(name, names)}; known: {', '.join(names)}, and {HERE} for this "
             "machine"
         )
     return devices[name]
 
 
 def peak_bf16_tflops(product: str) -> float | None:
-    """Returns the peak 10^12 dense bf16 operations per second of a GPU product; None if the table lacks it.
+    """Returns the peak 10^12 dense bf16 operations per second of a GPU, or None if the table lacks it.
 
     Raises CommandLineError for a mistake in the file of MEGATRON_DEVICES.
     """
@@ -128,15 +127,18 @@ def peak_bf16_tflops(product: str) -> float | None:
 
 
 def devices_of_file(path: Path) -> list[Device]:
-    """Reads the entries of a file, in order. Raises CommandLineError that names file, entry, field and value."""
+    """Reads the entries of a file in order.
+
+    Raises CommandLineError naming file, entry, field and value of a mistake.
+    """
     try:
         entries = plain_values(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CommandLineError(f"{path}: {error.strerror}: must be a file with devices, as {DEVICES_FILE}") from None
+        raise CommandLineError(f"{path}: {error.strerror}: must be a file of devices like {DEVICES_FILE}") from None
     except ValueError as error:
         raise CommandLineError(f"{path}: {error}") from None
     if not isinstance(entries, dict) or not entries:
-        raise CommandLineError(f"{path} has no devices: must have names with figures, as {DEVICES_FILE}")
+        raise CommandLineError(f"{path} has no devices: must have names with figures like {DEVICES_FILE}")
     return [_device(str(name), figures, path=path) for name, figures in entries.items()]
 
 
@@ -146,7 +148,7 @@ def _device(name: str, figures: Any, *, path: Path) -> Device:
         raise CommandLineError(f"{path}: {name} is {figures!r}: must have {', '.join(names)}")
     for wrong in figures:
         if wrong not in names:
-            raise CommandLineError(f"{path}: {name}.{wrong} is not known{did_you_mean(str(wrong), names)}")
+            raise CommandLineError(f"{path}: {name}.{wrong} is unknown{did_you_mean(str(wrong), names)}")
     for missing in names:
         if missing not in figures:
             raise CommandLineError(f"{path}: {name}.{missing} is missing: {_right(missing)}")

@@ -144,7 +144,7 @@ def test_prune_of_one_checkpoint_asks_for_the_folder_that_holds_it(
     folder = write(tmp_path, 3)
     with pytest.raises(SystemExit):
         main(["prune", str(folder), "--keep-latest", "1"])
-    assert f"{folder} is one checkpoint: give the folder that holds it" in capsys.readouterr().err
+    assert f"{folder} is a single checkpoint: give its parent folder" in capsys.readouterr().err
 
 
 def test_prune_deletes_nothing_while_the_newest_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

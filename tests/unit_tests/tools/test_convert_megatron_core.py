@@ -204,8 +204,8 @@ def in_eight_bits(tensors: Tensors) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without, f"has no {NORM}, which is {NORM} of the model"),
-        (with_more, "has decoder.other.weight, which the model of its arguments has not"),
+        (without, f"has no {NORM}, which stores {NORM} of the model"),
+        (with_more, "has decoder.other.weight, which does not belong to the model of its arguments"),
         (narrower, f"has {NORM} with shape [31]: must be [32] by its arguments"),
         (in_eight_bits, f"holds {OUTPUT} as torch.float8_e4m3fn: must be fp64, fp32, bf16 or fp16"),
     ],
@@ -261,14 +261,14 @@ def test_damaged_files_and_other_formats_are_named(
     assert not (tmp_path / "harm").exists()
     # What is in common.pt.
     for content, message in (
-        ({"iteration": -1}, "holds -1 as iteration: must be a whole number from 0"),
+        ({"iteration": -1}, "holds -1 as iteration: must be a non-negative integer"),
         ({"iteration": ITERATION, "args": 3}, "holds 3 as args: must be the Namespace"),
     ):
         torch.save(content, common)
         assert message in refused_with(common, common.read_bytes())
     # Arguments.
     for changes, message in (
-        ({"qk_l2_norm": True}, "qk_l2_norm is True: such models are not known"),
+        ({"qk_l2_norm": True}, "qk_l2_norm is True: must be unset"),
         ({"hidden_size": "64"}, "args.hidden_size is '64'"),
         ({"hidden_size": 64}, "must be [128, 64] by its arguments"),
         ({"vocab_size": None}, "does not say how many tokens the tokenizer has: give --vocab-size"),

@@ -79,7 +79,7 @@ def test_words_become_values(words: str, dest: str, value: object) -> None:
         ("--num-layers", ["--num-layers", "expected one argument"]),
         ("--num-layers two", ["--num-layers: 'two' is not an integer"]),
         ("--lr fast", ["--lr: 'fast' is not a number"]),
-        ("--bf16=1", ["--bf16: takes no value"]),
+        ("--bf16=1", ["--bf16: does not take a value"]),
         ("--exit-signal SIGNOT", ["--exit-signal", "SIGTERM"]),
         ("--moe-layer-freq [0", ["--moe-layer-freq: '[0'"]),
         ("--normalization GroupNorm", ["'GroupNorm' is not one of LayerNorm, RMSNorm"]),
@@ -87,7 +87,7 @@ def test_words_become_values(words: str, dest: str, value: object) -> None:
         ("--optimizer lion", ["'lion' is not available here", "adam, sgd"]),
         (
             "--optimizer dist_muon",
-            ["'dist_muon' is not available here; give muon, with --use-distributed-optimizer to shard it"],
+            ["'dist_muon' is not available here; give muon, and --use-distributed-optimizer to shard its state"],
         ),
         ("--rl-profile", ["--rl-profile: not supported", "RL trainer"]),
         ("--batch-size 4", ["--micro-batch-size"]),
