@@ -111,8 +111,8 @@ def device_of_name(name: str, *, source: str, environment: Mapping[str, str] | N
     if name not in devices:
         names = list(devices)
         raise CommandLineError(
-            f"{source} is {name}: unknown device{did_you_mean(name, names)}; known: {', '.join(names)}, and {HERE} for this "
-            "machine"
+            f"{source} is {name}: unknown device{did_you_mean(name, names)}; known: {', '.join(names)}, and {HERE} for "
+            "this machine"
         )
     return devices[name]
 
