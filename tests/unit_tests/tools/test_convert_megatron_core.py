@@ -250,7 +250,7 @@ def test_damaged_files_and_other_formats_are_named(
     assert "no file has this range" in refused_with(data, None)
     config, common, account = (folder / name for name in ("metadata.json", "common.pt", ".metadata"))
     assert "sharded_backend is 'zarr': must be 'torch_dist'" in refused_with(config, b'{"sharded_backend": "zarr"}')
-    assert f"--load is {folder}: there is no checkpoint in it" in refused_with(config, None)
+    assert f"--load is {folder}: no checkpoint found" in refused_with(config, None)
     assert f"{config} is corrupt" in refused_with(config, b"{")
     assert "has no common.pt" in refused_with(common, None)
     assert "has no .metadata" in refused_with(account, None)
@@ -271,7 +271,7 @@ def test_damaged_files_and_other_formats_are_named(
         ({"qk_l2_norm": True}, "qk_l2_norm is True: must be unset"),
         ({"hidden_size": "64"}, "args.hidden_size is '64'"),
         ({"hidden_size": 64}, "must be [128, 64] by its arguments"),
-        ({"vocab_size": None}, "does not say how many tokens the tokenizer has: give --vocab-size"),
+        ({"vocab_size": None}, "does not contain the number of tokens of the tokenizer: give --vocab-size"),
         ({"vocab_size": 129}, "the vocabulary has 129 tokens: must be 1 to the 128 rows"),
         (None, "has no arguments: give --model-config"),
     ):
@@ -286,7 +286,7 @@ def test_damaged_files_and_other_formats_are_named(
     convert(folder, tmp_path / "ours")
     with pytest.raises(SystemExit):
         convert(folder, tmp_path / "ours")
-    assert "is there already, and is not overwritten; give a new folder" in capsys.readouterr().err
+    assert "already exists and is not overwritten; give a new folder" in capsys.readouterr().err
 
 
 def test_expert_parallel_ranks_of_a_dense_model_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -168,7 +168,7 @@ def test_text_and_json_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixtur
     words = ["--skew", "zipf:0.8", "--plan-steps", "20", "--json", str(path), "--plan-factors", "0.5", "1.5"]
     assert main([*argv(*words), "--plan-page-sizes", "2", "--plan-host-factors", "0", "0.5"]) == 0
     text, plan = capsys.readouterr().out, json.loads(path.read_text())
-    assert text.startswith("plan of the paged stash: 2 stages, 4 layers with experts, 2 ranks share 4 experts; 4 micro")
+    assert text.startswith("plan of the paged stash: 2 stages, 4 MoE layers, 2 ranks share 4 experts; 4 micro")
     assert len(plan["table"]) == 4 and len(plan["given"]["rungs"]) == plan["steps"] == 20
     for row in plan["table"]:
         assert sum(row["shares"].values()) == pytest.approx(1)
@@ -270,7 +270,7 @@ def test_bad_input_is_one_line_that_names_flags_or_the_place_in_the_file(
     (tmp_path / "text.gz").write_text("words\n")
     for words, flags, message in (
         ([], {}, "no routing: give --trace FILE"),
-        (["--trace", trace, "--skew", "zipf:1"], {}, "--trace is {trace} and --skew is zipf:1: give one of them"),
+        (["--trace", trace, "--skew", "zipf:1"], {}, "--trace is {trace} and --skew is zipf:1: give only one of them"),
         (
             ["--trace", str(tmp_path / "none")],
             {},
@@ -301,8 +301,8 @@ def test_bad_input_is_one_line_that_names_flags_or_the_place_in_the_file(
         (["--skew", "zipf:1", "--plan-steps", "0"], {}, "--plan-steps has 0: must be above 0"),
         (["--skew", "zipf:1", "--plan-factors", "1", "-2"], {}, "--plan-factors has -2: must be at least 0"),
         (["--skew", "zipf:1", "--plan-page-sizes", "48"], {}, "--plan-page-sizes has 48: must be powers of two"),
-        (["--skew", "zipf:1", "--plan-page-sizes", "1024"], {}, "has 1024: must be at most 128, as buffers have "),
-        (["--skew", "zipf:1", "--plan-factors", "0"], {}, "--plan-factors and --plan-host-factors have 0 alone"),
+        (["--skew", "zipf:1", "--plan-page-sizes", "1024"], {}, "has 1024: must be at most 128, because buffers have "),
+        (["--skew", "zipf:1", "--plan-factors", "0"], {}, "--plan-factors and --plan-host-factors have only 0"),
         (["--skew", "zipf:1", "--plan-groups", "2"], {}, "--plan-groups is 2: must be at most 1"),
         (["--skew", "zipf:1"], {"moe-paged-stash-page-size": 3}, "--moe-paged-stash-page-size is 3: must be a power"),
         (["--skew", "zipf:1"], {"moe-grouped-gemm": False}, "--moe-grouped-gemm"),
