@@ -34,7 +34,7 @@ class Piece:
 def cut(files: Sequence[Path], count: int) -> list[list[Piece]]:
     """Returns `count` partitions of about the same size in bytes, in the order of the files. Some may be empty.
 
-    Files that cannot be split, which are compressed, .txt and .arrow files, belong to the partition in which they start.
+    Compressed, .txt and .arrow files cannot be split. They belong to the partition in which they start.
     """
     sizes = [path.stat().st_size for path in files]
     total = max(1, sum(sizes))
