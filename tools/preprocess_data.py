@@ -23,25 +23,24 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # a clone works without installation
+if not __package__:  # run by its path, as in a clone without installation
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config_field import field_spec  # noqa: E402
-from megatron.core.datasets.indexed_dataset import (  # noqa: E402
+from megatron.core.config_field import field_spec
+from megatron.core.datasets.indexed_dataset import (
     IndexedDataset,
     IndexedDatasetBuilder,
     get_bin_path,
     get_idx_path,
     loss_mask_prefix,
 )
-from megatron.core.datasets.text_files import INPUT_HELP, check_tables, find_text_files, has_keys  # noqa: E402
-from megatron.core.files import file_crc32  # noqa: E402
-from megatron.core.tokenizers import TokenizerConfig  # noqa: E402
-from megatron.core.tokenizers.chat_template import read_template  # noqa: E402
-from megatron.core.tokenizers.library_tokenizers import HuggingFaceTokenizer  # noqa: E402
-from tools.partitions import Piece, Workspace, cut, documents, publish  # noqa: E402
-from tools.token_chunks import (  # noqa: E402
+from megatron.core.datasets.text_files import INPUT_HELP, check_tables, find_text_files, has_keys
+from megatron.core.files import file_crc32
+from megatron.core.tokenizers import TokenizerConfig
+from megatron.core.tokenizers.chat_template import read_template
+from megatron.core.tokenizers.library_tokenizers import HuggingFaceTokenizer
+from megatron.tools.partitions import Piece, Workspace, cut, documents, publish
+from megatron.tools.token_chunks import (
     EncodedChunk,
     EncodeSettings,
     chunks,

@@ -11,12 +11,11 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # a clone works without installation
+if not __package__:  # run by its path, as in a clone without installation
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.datasets.table_files import Columns  # noqa: E402
-from megatron.core.datasets.text_files import (  # noqa: E402
+from megatron.core.datasets.table_files import Columns
+from megatron.core.datasets.text_files import (
     INPUT_HELP,
     BadLine,
     check_tables,
@@ -24,7 +23,7 @@ from megatron.core.datasets.text_files import (  # noqa: E402
     find_text_files,
     read_raw_documents,
 )
-from megatron.core.files import replaced_file  # noqa: E402
+from megatron.core.files import replaced_file
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCAB = len(pre_tokenizers.ByteLevel.alphabet()) + 1

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from tools import preprocess_data, train_tokenizer
+from megatron.tools import preprocess_data, train_tokenizer
 
 TEXTS = [
     {"text": f"document {number}: " + "gr\u00fc\u00dfe \U0001f600\n " * (number % 37), "meta": f"m{number % 9}"}

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDataset, loss_mask_prefix
 from megatron.core.datasets.table_files import Columns
 from megatron.core.datasets.text_files import BadLine
+from megatron.tools import preprocess_data
+from megatron.tools.partitions import cut, documents
 from tests.counts import long_count
-from tools import preprocess_data
-from tools.partitions import cut, documents
 
 TEXT = Columns(("text",))
 TEMPLATE = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"

@@ -15,7 +15,7 @@ import zstandard
 
 from megatron.core.datasets.table_files import BATCH_BYTES, Columns
 from megatron.core.datasets.text_files import check_tables, decode_document, find_text_files, read_raw_documents
-from tools.partitions import cut, documents
+from megatron.tools.partitions import cut, documents
 
 TEXT = Columns(("text",))
 CHATS = Columns(("messages",), hold_chats=True, flag="--chat-key")
