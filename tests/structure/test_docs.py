@@ -168,7 +168,10 @@ def _site_config() -> dict[str, Any]:
     class Loader(yaml.SafeLoader):
         pass
 
-    Loader.add_constructor("!ENV", lambda loader, node: loader.construct_sequence(node)[-1])
+    def last_of(loader: yaml.SafeLoader, node: Any) -> Any:
+        return loader.construct_sequence(node)[-1]
+
+    Loader.add_constructor("!ENV", last_of)
     return dict(yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader))
 
 
