@@ -3,7 +3,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(
 	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))) python3)
 VENV := .venv
 IN_VENV := $(VENV)/bin/python
-SOURCES := $(wildcard megatron tools benchmarks pretrain_gpt.py model_provider.py gpt_builders.py)
+SOURCES := $(wildcard megatron benchmarks pretrain_gpt.py model_provider.py gpt_builders.py)
 DATA ?=
 MINUTES ?=
 BASE ?=

@@ -1,4 +1,4 @@
-"""Wraps a run's model chunks for data parallelism, and sets the callables by which the schedule launches collectives.
+"""Wraps a run's model chunks for data parallelism, and sets the callables with which the schedule launches collectives.
 
 megatron.core.distributed reduces gradients. megatron.core.pipeline_parallel calls the callables.
 """
@@ -40,7 +40,8 @@ def wrap_chunks(parts: Sequence[nn.Module], args: argparse.Namespace) -> list[nn
             ddp_config,
             part,
             # Collectives of later chunks already overlap with the computation of other chunks. Buckets then help only
-            # if gradients have bucket lifetime, because they free memory earlier.
+            # if
+            # gradients have bucket lifetime, because they free memory earlier.
             disable_bucketing=chunk > 0 and not ddp_config.has_bucket_lifetime_grads,
             pg_collection=get_process_groups(),
             launch_order=order,
@@ -64,7 +65,7 @@ def _with_gradient_flags(config: _ConfigT, args: argparse.Namespace) -> _ConfigT
 
 
 def join_schedule(model: Sequence[nn.Module], args: argparse.Namespace) -> None:
-    """Sets the callables by which the schedule defers and starts the chunks' collectives."""
+    """Sets the callables with which the schedule defers and starts the chunks' collectives."""
     for chunk in model:
         if isinstance(chunk, TorchFullyShardedDataParallel):
             # Every backward pass reduces gradients, but torch needs to know which one is the last.
@@ -77,7 +78,7 @@ def join_schedule(model: Sequence[nn.Module], args: argparse.Namespace) -> None:
         # With shard_gradients every backward pass reduces its own gradients.
         elif overlap.overlap_grad_reduce and not overlap.shard_gradients:
             config.no_sync_func = [each.no_sync for each in chunks]
-            # With one chunk per stage, starting reductions within its last backward pass overlaps more.
+            # With one chunk per stage, starting reductions within its last backward pass overlaps more communication.
             if args.align_grad_reduce and len(chunks) > 1:
                 config.grad_sync_func = [each.start_grad_sync for each in chunks]
         if overlap.overlap_param_gather and overlap.align_param_gather:

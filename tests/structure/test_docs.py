@@ -15,13 +15,14 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 
+from megatron.tools.docs_site import anchor, nav_titles, with_repository_links, with_titles
 from megatron.training.command_line.flags import flag_table
 from tests.structure.compared import anchors
 from tests.structure.measure import ROOT
-from tools.docs_site import anchor, nav_titles, with_repository_links, with_titles
 
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+SITE_PAGES = sorted(DOCS.glob("*.md"))
+PAGES = [*sorted(ROOT.glob("*.md")), *SITE_PAGES]
 # Every Markdown file of the repository, except in folders that hold no source: environments, runs, build output.
 MARKDOWN = sorted(
     path
@@ -29,7 +30,7 @@ MARKDOWN = sorted(
     if not {".venv", ".git", "runs", "data", "build", "dist", "site"} & {*path.relative_to(ROOT).parts[:-1]}
 )
 WRITTEN = [page for page in PAGES if page.name != "flags.md"]  # that one comes from the flag table itself
-FOLDERS = "megatron|tests|tools|docs|examples|benchmarks|requirements|.ci"
+FOLDERS = "megatron|tests|tools|configs|docs|docker|examples|benchmarks|requirements|.ci"
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
 NAMED_PATH = re.compile(rf"`((?:{FOLDERS.replace('.', re.escape('.'))})/[\w./-]+)`")
@@ -38,6 +39,8 @@ NAMED_FILE = re.compile(r"`([\w-]+\.(?:py|sh|md|toml))`")
 FOREIGN_FLAGS = {"--nproc-per-node", "--standalone", "--nnodes", "--node-rank", "--master-addr", "--master-port"}
 FOREIGN_FLAGS |= {"--durations", "--replay", "--max-restarts", "--shutdown-timeout", "--dist"}
 FOREIGN_FLAGS |= {"--signal", "--requeue", "--open-mode", "--kill-on-bad-exit", "--wait"}  # of sbatch and srun
+FOREIGN_FLAGS |= {"--file", "--tag", "--rm", "--user", "--volume", "--gpus", "--ipc", "--entrypoint"}  # of docker
+FOREIGN_FLAGS |= {"--force-reinstall", "--no-deps"}  # of pip
 
 
 @pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: str(page.relative_to(ROOT)))
@@ -83,7 +86,7 @@ def test_every_page_is_once_in_the_navigation_and_in_the_order_of_the_index() ->
     nav = [name for name, _ in nav_titles(_site_config()["nav"]) if name != "README.md"]
     index = [link for link in _links(DOCS / "README.md") if "#" not in link]
     assert nav == index
-    assert sorted(nav) == sorted(page.name for page in PAGES[1:] if page.name != "README.md")
+    assert sorted(nav) == sorted(page.name for page in SITE_PAGES if page.name != "README.md")
 
 
 def test_every_example_is_listed() -> None:
@@ -99,7 +102,7 @@ def test_the_site_builds_and_shows_what_github_shows(tmp_path: Path) -> None:
     done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "search" / "search_index.json").exists()
-    for page in PAGES[1:]:
+    for page in SITE_PAGES:
         built = tmp_path / ("" if page.name == "README.md" else page.stem) / "index.html"
         shown = _Parts()
         shown.feed(built.read_text(encoding="utf-8"))
@@ -168,10 +171,10 @@ def _site_config() -> dict[str, Any]:
     class Loader(yaml.SafeLoader):
         pass
 
-    def last_of(loader: yaml.SafeLoader, node: Any) -> Any:
+    def default(loader: yaml.SafeLoader, node: yaml.SequenceNode) -> Any:
         return loader.construct_sequence(node)[-1]
 
-    Loader.add_constructor("!ENV", last_of)
+    Loader.add_constructor("!ENV", default)
     return dict(yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader))
 
 
