@@ -60,11 +60,10 @@ class Facts:
     """Resources and instructions of one compiled kernel.
 
     registers: registers per thread. stack: bytes per thread, including spills. spills: number of STL and LDL
-    instructions.
-    shared: dynamic shared memory of a program in bytes. tensor_columns: columns of tensor memory. loads, stores: widest
-    access to global memory, in bits. asynchronous: instructions that copy global to shared memory. tensor: tensor-core
-    instructions by name. programs: number that an SM runs at once. All of these are read from the machine code (SASS).
-    ptx_loads, ptx_stores, ptx_tensor: the same for PTX, the input of ptxas.
+    instructions. shared: dynamic shared memory of a program in bytes. tensor_columns: columns of tensor memory. loads,
+    stores: widest access to global memory, in bits. asynchronous: instructions that copy global to shared memory.
+    tensor: tensor-core instructions by name. programs: number that an SM runs at once. All of these are read from the
+    machine code (SASS). ptx_loads, ptx_stores, ptx_tensor: the same for PTX, the input of ptxas.
     """
 
     warps: int

@@ -2,8 +2,7 @@
 
 Measures matrix products, copies too large for any cache, and the minimum time of a torch operation with one thread, and
 all-reduces over gloo, large and small, with two processes. Figures are medians over rounds. Peaks are the measured
-rates
-of products, so that the shares of products and memory are 1. Plan with it by setting MEGATRON_DEVICES=mine.yaml
+rates of products, so that the shares of products and memory are 1. Plan with it by setting MEGATRON_DEVICES=mine.yaml
 MEGATRON_PLAN_DEVICE=cpu.
 """
 

@@ -84,8 +84,7 @@ def main() -> None:
         record[f"{ranks} ranks"] = {"figures": figures, "live_bytes_a_parameter": live, "rounds": rounds}
         targets += [Target(f"{kind}, {ranks} ranks", figures[OURS][kind], limit) for kind, limit in LIMITS.items()]
         # Parameters, and two moments and a gradient over the ranks, because fp32 parameters are updated in place. The
-        # memory of
-        # three buckets is kept for reuse.
+        # memory of three buckets is kept for reuse.
         law = 4 + 12 / ranks + 3 * BUCKET_BYTES / NUM_PARAMS
         targets.append(Target(f"live bytes between steps over the formula's, {ranks} ranks", live[OURS][0] / law, 1.02))
     print()

@@ -57,11 +57,9 @@ class Peaks:
     """Peaks over the steps inside an ExpertBytes.
 
     held: when activations were largest, between forwards of expert layers, so that only tensors saved for backward
-    count.
-    wire: peak of that kind, including forwards. working_set: the largest group's whole buffers whose rows went into
-    pages. excess_pages: maximum of pages in use minus the pages that live bytes fill, minus one for each tensor (at
-    most 0
-    by the memory law). page_bytes, high_water: those of the pool; 0 without one.
+    count. wire: peak of that kind, including forwards. working_set: the largest group's whole buffers whose rows went
+    into pages. excess_pages: maximum of pages in use minus the pages that live bytes fill, minus one for each tensor
+    (at most 0 by the memory law). page_bytes, high_water: those of the pool; 0 without one.
     """
 
     held: HeldBytes = HeldBytes()

@@ -3,8 +3,7 @@ shapes.
 
 Launchers run on CPU tensors whose memory is never touched, with a recorder instead of each kernel. Triton's own binder
 then determines the signature, the constants and the divisibilities of the launch, so that a case is exactly the one
-that
-a GPU would compile. Neither compiles nor measures; compiled_kernels.py does.
+that a GPU would compile. Neither compiles nor measures; compiled_kernels.py does.
 
 Shapes: C rows of the buffers, e experts, H hidden, F ffn, T tokens, K choices, W elements in a row.
 """

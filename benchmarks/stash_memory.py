@@ -12,15 +12,13 @@ number of rows, which is also the smallest sufficient c (*needs*). The line is t
   rungs     static, and half of the pages of that peak: tensors without pages are recomputed
 
 *held*, MiB: x, routing weights, gate_up and act of all passes whose backward is still to come, at the moment between
-two
-forwards of expert layers when they are largest: buffers, allocated pages, and buffers of restored rows. Additional
+two forwards of expert layers when they are largest: buffers, allocated pages, and buffers of restored rows. Additional
 memory of a forward in progress is not counted, nor are gradients. *live*: rows in the pages. *arena*: the pool's pages.
-*sets*: buffers outside of pages, in units of the largest group's; the law allows 1 + prefetch.
-Reported separately: *index*, integers that the dispatch keeps at that moment; *wire*, the maximum of its buffers in any
-forward; *dropped*, recomputed tensors; *rss*, the growth of a process's resident memory in the steps, at its peak,
-which differs between the lines of a layout only by the experts' part. glibc keeps freed memory in all of them,
-including
-holes, as configured by pretrain_gpt.py.
+*sets*: buffers outside of pages, in units of the largest group's; the law allows 1 + prefetch. Reported separately:
+*index*, integers that the dispatch keeps at that moment; *wire*, the maximum of its buffers in any forward; *dropped*,
+recomputed tensors; *rss*, the growth of a process's resident memory in the steps, at its peak, which differs between
+the lines of a layout only by the experts' part. glibc keeps freed memory in all of them, including holes, as configured
+by pretrain_gpt.py.
 
 Asserted for every rank of every run: pages in use <= live bytes / page + 1 for each tensor, at all times; buffers
 outside of pages <= 1 + prefetch working sets at the peak.

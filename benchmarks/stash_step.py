@@ -13,8 +13,7 @@ The experts of a layer get T x K rows on average. The numbers are skewed, and as
   60% host   the same, and host pages for the rest
   host       static, and a stash with host pages only
 In a round all ways run one after the other on the same rows. Gradients of all except `dynamic` have to be bitwise
-equal.
-Prints the bytes saved for backward (allocated in forward and still held after it; pages at their high water),
+equal. Prints the bytes saved for backward (allocated in forward and still held after it; pages at their high water),
 and the time of a step as a ratio, the median over rounds: CPU seconds of the process, on other devices wall time.
 """
 

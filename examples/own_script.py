@@ -61,8 +61,7 @@ def model_provider(pre_process: bool = True, post_process: bool = True, *, vp_st
     """Builds a GPT whose feed-forward layers use the squared ReLU and are not preceded by a norm.
 
     The arguments determine which part of it belongs to this rank. Raises ValueError for experts, which its layers do
-    not
-    support.
+    not support.
     """
     args = get_args()
     if args.num_experts is not None:

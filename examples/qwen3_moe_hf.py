@@ -56,8 +56,7 @@ class Trainer:
     """The parts of a model and its optimizer that a step needs.
 
     forward: the module or its wrapper. adds_up: context around all micro-batches but the last. step: clips and updates,
-    and
-    returns the global gradient norm. gather: makes every weight current.
+    and returns the global gradient norm. gather: makes every weight current.
     """
 
     model: Qwen3MoeForCausalLM

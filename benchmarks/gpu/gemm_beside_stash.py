@@ -48,8 +48,7 @@ WARM_TURNS = 2
 @dataclass(frozen=True)
 class Sizes:
     """gemm: the three sizes of a product. products: products in a row. width: bytes of a row of x. group_bytes: bytes
-    of
-    the stash.
+    of the stash.
     """
 
     gemm: int = 8192

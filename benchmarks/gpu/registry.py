@@ -33,10 +33,9 @@ class Check:
 
     call: 1 to NUM_CALLS, or None if it runs only when named. part: heading of the page. claim: the property that a pass
     proves. words: its command, where `python` is this interpreter and {out} the folder of results. small: the arguments
-    of
-    a dry run, which may run on a CPU; None if there is nothing to test without a GPU. kernels: the Triton kernels that
-    it
-    launches. known: evidence without a GPU. is_elastic: may use, beyond its limit, the unused time of earlier checks.
+    of a dry run, which may run on a CPU; None if there is nothing to test without a GPU. kernels: the Triton kernels
+    that it launches. known: evidence without a GPU. is_elastic: may use, beyond its limit, the unused time of earlier
+    checks.
     """
 
     name: str

@@ -77,8 +77,7 @@ def as_checkpoint(
 
     args: arguments of the model, with unpadded_vocab_size. process_group: None means all ranks, or this process alone.
     Raises ValueError on every rank, naming the file, if it is missing or damaged, or if a weight of the model is
-    missing,
-    has another shape, or belongs to no parameter.
+    missing, has another shape, or belongs to no parameter.
     """
     group = every_rank(process_group)
     with all_ranks_agree(group):

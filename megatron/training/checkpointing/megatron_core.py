@@ -193,8 +193,7 @@ class _View:
         """Adds the logical tensors of a parameter, or of one kind of its optimizer state.
 
         parameter: its shape, which `places_of_model` has compared with the stored weights. keys: maps the stored keys
-        of
-        weights to those of the state; None for the weights themselves.
+        of weights to those of the state; None for the weights themselves.
         """
         for place in places:
             key = place.key
