@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
-from tools import preprocess_data, python_corpus, train_tokenizer  # noqa: E402
+from megatron.tools import preprocess_data, python_corpus, train_tokenizer  # noqa: E402
 
 TARGET = 0.9  # share of the tokenizer's own documents per second
 

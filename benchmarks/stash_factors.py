@@ -43,10 +43,10 @@ from megatron.planner.stash.outlook import needs_of_steps  # noqa: E402
 from megatron.planner.stash.routing import RoutingSpan, traced_spans  # noqa: E402
 from megatron.planner.stash.stages import PlannedRun, planned_run  # noqa: E402
 from megatron.planner.stash.walk import Walk, walk  # noqa: E402
+from megatron.tools.quickstart import Workspace, prepare, tokenizer_flags  # noqa: E402
+from megatron.tools.run_log import Series, read_run  # noqa: E402
 from megatron.training.arguments import parse_args, validate_args  # noqa: E402
 from megatron.training.callbacks.routing_trace import read_routing  # noqa: E402
-from tools.quickstart import Workspace, prepare, tokenizer_flags  # noqa: E402
-from tools.run_log import Series, read_run  # noqa: E402
 
 RANKS = 2
 MORE_RANKS = 8

@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.graphs.tape import Tape, TapeGraphs
 from megatron.core.group_collectives import gather_objects
+from megatron.tools.asked_graphs import WARMUP_STEPS, asked_of, failures_of, leave_files_alone, send_as_a_gpu_does
 from megatron.training.callbacks import StepReport
 from megatron.training.error_broadcast import ErrorBroadcast
 from megatron.training.errors import message_for_other_ranks
@@ -31,7 +32,6 @@ from megatron.training.initialize import leave_process_group, start_processes
 from megatron.training.run import TrainingRun
 from megatron.training.setup import setup_data, setup_run
 from megatron.training.training import run_step
-from tools.asked_graphs import WARMUP_STEPS, asked_of, failures_of, leave_files_alone, send_as_a_gpu_does
 
 # Fields in which two equal runs may differ.
 _OF_THE_MACHINE = frozenset({"seconds", "memory", "held", "notes", "stash"})

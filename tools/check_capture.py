@@ -21,36 +21,22 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # a clone works without installation
+if not __package__:  # run by its path, as in a clone without installation
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import pretrain_gpt  # noqa: E402
-from megatron.core.datasets.data_iterators import BatchPlan, build_data_iterators  # noqa: E402
-from megatron.core.device import default_device  # noqa: E402
-from megatron.core.graphs.safety import Region, collect_refusals  # noqa: E402
-from megatron.core.group_collectives import gather_objects  # noqa: E402
-from megatron.core.num_microbatches_calculator import get_num_microbatches  # noqa: E402
-from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
-from megatron.core.parallel_state import get_process_groups  # noqa: E402
-from megatron.core.process_groups_config import group_rank, group_size  # noqa: E402
-from megatron.core.tensor_parallel import get_cuda_rng_tracker  # noqa: E402
-from megatron.core.timers import Timers  # noqa: E402
-from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes  # noqa: E402
-from megatron.training.checkpointing.rng_state import seed_ranks  # noqa: E402
-from megatron.training.command_line.published import publish_timers, publish_tokenizer  # noqa: E402
-from megatron.training.error_broadcast import ErrorBroadcast  # noqa: E402
-from megatron.training.errors import exit_on_user_error, message_for_other_ranks  # noqa: E402
-from megatron.training.initialize import leave_process_group, start_processes  # noqa: E402
-from megatron.training.setup import (  # noqa: E402
-    build_model_and_optimizer,
-    setup_batches,
-    setup_steps,
-    setup_tokenizer,
-)
-from megatron.training.step.expert_memory import build_expert_memory  # noqa: E402
-from megatron.training.step.step_runner import StepRunner  # noqa: E402
-from tools.asked_graphs import (  # noqa: E402
+import pretrain_gpt
+from megatron.core.datasets.data_iterators import BatchPlan, build_data_iterators
+from megatron.core.device import default_device
+from megatron.core.graphs.safety import Region, collect_refusals
+from megatron.core.group_collectives import gather_objects
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.parallel_state import get_process_groups
+from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.timers import Timers
+from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes
+from megatron.tools.asked_graphs import (
     WARMUP_STEPS,
     asked_of,
     failures_of,
@@ -58,7 +44,20 @@ from tools.asked_graphs import (  # noqa: E402
     refusals_of_flags,
     send_as_a_gpu_does,
 )
-from tools.capture_replay import differences_of_replay  # noqa: E402
+from megatron.tools.capture_replay import differences_of_replay
+from megatron.training.checkpointing.rng_state import seed_ranks
+from megatron.training.command_line.published import publish_timers, publish_tokenizer
+from megatron.training.error_broadcast import ErrorBroadcast
+from megatron.training.errors import exit_on_user_error, message_for_other_ranks
+from megatron.training.initialize import leave_process_group, start_processes
+from megatron.training.setup import (
+    build_model_and_optimizer,
+    setup_batches,
+    setup_steps,
+    setup_tokenizer,
+)
+from megatron.training.step.expert_memory import build_expert_memory
+from megatron.training.step.step_runner import StepRunner
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -15,21 +15,18 @@ import torch
 from rich.console import Console
 from rich.table import Column, Table
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # a clone works without installation
+if not __package__:  # run by its path, as in a clone without installation
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.dist_checkpointing import ShardedTensor, StreamReader, VerifiedCheckpoint, verify  # noqa: E402
-from megatron.core.dist_checkpointing import folder as folders  # noqa: E402
-from megatron.training.checkpointing.folder import iteration_folder  # noqa: E402
-from megatron.training.errors import exit_on_user_error  # noqa: E402
-from tools.convert_legacy import TargetLayout, from_canonical, to_canonical  # noqa: E402
-from tools.convert_megatron_core import from_megatron_core  # noqa: E402
-from tools.hugging_face.convert import DTYPES, from_hub, to_hub  # noqa: E402
-from tools.hugging_face.verify import compare_logits  # noqa: E402
-from tools.merge_adapters import merge_adapters  # noqa: E402
-from tools.safetensors_files import TensorKind, new_folder, write_tensor_files  # noqa: E402
-from tools.stored_checkpoints import (  # noqa: E402
+from megatron.core.dist_checkpointing import ShardedTensor, StreamReader, VerifiedCheckpoint, verify
+from megatron.core.dist_checkpointing import folder as folders
+from megatron.tools.convert_legacy import TargetLayout, from_canonical, to_canonical
+from megatron.tools.convert_megatron_core import from_megatron_core
+from megatron.tools.hugging_face.convert import DTYPES, from_hub, to_hub
+from megatron.tools.hugging_face.verify import compare_logits
+from megatron.tools.merge_adapters import merge_adapters
+from megatron.tools.safetensors_files import TensorKind, new_folder, write_tensor_files
+from megatron.tools.stored_checkpoints import (
     NOT_WEIGHTS,
     StoredTensor,
     TensorDifference,
@@ -43,7 +40,9 @@ from tools.stored_checkpoints import (  # noqa: E402
     stored_tensors,
     values_named,
 )
-from tools.write_megatron_core import CoreTarget, to_megatron_core  # noqa: E402
+from megatron.tools.write_megatron_core import CoreTarget, to_megatron_core
+from megatron.training.checkpointing.folder import iteration_folder
+from megatron.training.errors import exit_on_user_error
 
 # Formats, with their --ckpt-format names if any: one file per rank; the canonical format, with two names; weights in
 # safetensors files; models of transformers; and Megatron-Core's own torch_dist.

@@ -15,11 +15,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # a clone works without installation
+if not __package__:  # run by its path, as in a clone without installation
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.run_log import TIMINGS, RunLog, Series, read_run  # noqa: E402
+from megatron.tools.run_log import TIMINGS, RunLog, Series, read_run
 
 # In the order in which a step computes them, because a difference in one field explains those in later ones.
 CAUSES = ("consumed_samples", "global_batch_size", "learning_rate", "weight_decay", "loss_scale", "lm_loss")

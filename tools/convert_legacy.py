@@ -19,6 +19,8 @@ from megatron.core.dist_checkpointing import save_stream, sharded_tensors
 from megatron.core.logical_tensors import model_logical_pieces, pieces_of_tensor
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers import vocab_size_with_padding
+from megatron.tools.legacy_checkpoint import to_legacy_names, write_legacy
+from megatron.tools.stored_checkpoints import all_tensors, checkpoint_of_load
 from megatron.training.arguments import parse_args
 from megatron.training.checkpointing.folder import (
     LEGACY_FILE,
@@ -35,8 +37,6 @@ from megatron.training.checkpointing.megatron_core import tensors_of
 from megatron.training.checkpointing.megatron_objects import SAMPLE_COUNTS, json_values, values_without_state
 from megatron.training.checkpointing.run_values import args_to_json, check_arguments, load_run_values, model_arguments
 from megatron.training.gpt_builder import parts_of_gpt
-from tools.legacy_checkpoint import to_legacy_names, write_legacy
-from tools.stored_checkpoints import all_tensors, checkpoint_of_load
 
 # Arguments of a layout that determine others in LAYOUT.
 _SOURCES_OF_LAYOUT = (

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing import save_stream
+from megatron.tools.convert_legacy import common_of_weights, model_args
+from megatron.tools.stored_checkpoints import all_tensors, checkpoint_of_load
 from megatron.training.arguments import parse_args
 from megatron.training.checkpointing.folder import (
     MEGATRON_CORE_FILE,
@@ -29,8 +31,6 @@ from megatron.training.checkpointing.megatron_core_files import COMMON_FILE, Meg
 from megatron.training.checkpointing.megatron_objects import json_values
 from megatron.training.checkpointing.run_values import check_arguments
 from megatron.training.gpt_builder import whole_gpt
-from tools.convert_legacy import common_of_weights, model_args
-from tools.stored_checkpoints import all_tensors, checkpoint_of_load
 
 
 @dataclass(frozen=True)

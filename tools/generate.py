@@ -10,22 +10,21 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # a clone works without installation
+if not __package__:  # run by its path, as in a clone without installation
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.device import default_device  # noqa: E402
-from megatron.core.dist_checkpointing import load_items, model_sharded_tensors  # noqa: E402
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.tokenizers import TokenizerConfig, build_tokenizer  # noqa: E402
-from megatron.core.tokenizers.tokenizer import Tokenizer  # noqa: E402
-from megatron.training.arguments import parse_args  # noqa: E402
-from megatron.training.checkpointing.run_values import load_run_values, model_arguments  # noqa: E402
-from megatron.training.command_line.config_builder import config_from_args  # noqa: E402
-from megatron.training.command_line.flags import flags_of_class  # noqa: E402
-from megatron.training.errors import exit_on_user_error  # noqa: E402
-from megatron.training.gpt_builder import build_gpt  # noqa: E402
-from tools.stored_checkpoints import checkpoint_of_load  # noqa: E402
+from megatron.core.device import default_device
+from megatron.core.dist_checkpointing import load_items, model_sharded_tensors
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
+from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.tools.stored_checkpoints import checkpoint_of_load
+from megatron.training.arguments import parse_args
+from megatron.training.checkpointing.run_values import load_run_values, model_arguments
+from megatron.training.command_line.config_builder import config_from_args
+from megatron.training.command_line.flags import flags_of_class
+from megatron.training.errors import exit_on_user_error
+from megatron.training.gpt_builder import build_gpt
 
 TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 TOKENIZER_DESTS = tuple(flag.dest for flag in flags_of_class(TokenizerConfig, {}))

@@ -13,9 +13,9 @@ from torch import Tensor
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor, StreamReader, VerifiedCheckpoint, save_stream
 from megatron.core.transformer.lora import is_adapter
+from megatron.tools.stored_checkpoints import NOT_WEIGHTS, checkpoint_of_load
 from megatron.training.checkpointing.folder import RELEASE, carry_companions, complete_iterations, write_release_tracker
 from megatron.training.checkpointing.run_values import load_run_values
-from tools.stored_checkpoints import NOT_WEIGHTS, checkpoint_of_load
 
 # Weights of a linear layer: whole, split into gate and up, or into queries, keys and values.
 _WEIGHT = re.compile(r"(.+\.)weight(?:\.(gate|up|q|k|v))?")

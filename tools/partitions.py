@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path, get_idx_path
+from megatron.core.datasets.table_files import Columns
 from megatron.core.datasets.text_files import RawDocument, can_be_cut, read_raw_documents
 from megatron.core.files import replaced_file
 
@@ -33,7 +34,7 @@ class Piece:
 def cut(files: Sequence[Path], count: int) -> list[list[Piece]]:
     """Returns `count` partitions of about the same size in bytes, in the order of the files. Some may be empty.
 
-    Files that cannot be split, which are compressed ones and .txt, belong to the partition in which they start.
+    Compressed, .txt and .arrow files cannot be split. They belong to the partition in which they start.
     """
     sizes = [path.stat().st_size for path in files]
     total = max(1, sum(sizes))
@@ -51,10 +52,10 @@ def cut(files: Sequence[Path], count: int) -> list[list[Piece]]:
     return partitions
 
 
-def documents(pieces: Sequence[Piece]) -> Iterator[RawDocument]:
+def documents(pieces: Sequence[Piece], columns: Columns) -> Iterator[RawDocument]:
     """Yields the documents of a partition, in order."""
     for piece in pieces:
-        yield from read_raw_documents(piece.path, begin=piece.begin, end=piece.end)
+        yield from read_raw_documents(piece.path, columns, begin=piece.begin, end=piece.end)
 
 
 class Workspace:

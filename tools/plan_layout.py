@@ -14,21 +14,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # a clone works without installation
+if not __package__:  # run by its path, as in a clone without installation
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import pretrain_gpt  # noqa: E402
-from megatron.core.transformer.paged_stash_config import parse_bytes  # noqa: E402
-from megatron.planner.layout_search import Advice, Found, LayoutCosts, search  # noqa: E402
-from megatron.planner.layout_space import Request, read_request  # noqa: E402
-from megatron.planner.plan import plan_run  # noqa: E402
-from megatron.planner.report import WIDTH, bytes_in_words, flag_lines, found_as_json, table_lines  # noqa: E402
-from megatron.training.arguments import parse_args, validate_args  # noqa: E402
-from megatron.training.command_line.errors import CommandLineError  # noqa: E402
-from megatron.training.command_line.parser import FlagParser  # noqa: E402
-from megatron.training.compute.devices import Device, device_of_name, planned_device  # noqa: E402
-from megatron.training.errors import exit_on_user_error  # noqa: E402
+import pretrain_gpt
+from megatron.core.transformer.paged_stash_config import parse_bytes
+from megatron.planner.layout_search import Advice, Found, LayoutCosts, search
+from megatron.planner.layout_space import Request, read_request
+from megatron.planner.plan import plan_run
+from megatron.planner.report import WIDTH, bytes_in_words, flag_lines, found_as_json, table_lines
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.command_line.errors import CommandLineError
+from megatron.training.command_line.parser import FlagParser
+from megatron.training.compute.devices import Device, device_of_name, planned_device
+from megatron.training.errors import exit_on_user_error
 
 _FRONT_SIZE = 12
 _SECONDS_BETWEEN_LINES = 10

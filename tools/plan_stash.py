@@ -15,27 +15,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # a clone works without installation
+if not __package__:  # run by its path, as in a clone without installation
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import pretrain_gpt  # noqa: E402
-from megatron.pages.page import MissingPackageError  # noqa: E402
-from megatron.planner.stash.costs import Machine, stage_costs, verdict  # noqa: E402
-from megatron.planner.stash.outlook import (  # noqa: E402
+import pretrain_gpt
+from megatron.pages.page import MissingPackageError
+from megatron.planner.stash.costs import Machine, stage_costs, verdict
+from megatron.planner.stash.outlook import (
     Outlook,
     enough_capacity,
     needs_of_steps,
     outlook,
     recommended,
 )
-from megatron.planner.stash.routing import RoutingSpan, parse_skew, synthetic_spans, traced_spans  # noqa: E402
-from megatron.planner.stash.stages import PlannedRun, StashFlags, planned_run  # noqa: E402
-from megatron.planner.stash.walk import StepLevel, walk  # noqa: E402
-from megatron.training.arguments import parse_args, validate_args  # noqa: E402
-from megatron.training.callbacks.routing_trace import read_routing  # noqa: E402
-from megatron.training.compute.devices import planned_device  # noqa: E402
-from tools.stash_report import StashPlan, as_json, as_page, as_text  # noqa: E402
+from megatron.planner.stash.routing import RoutingSpan, parse_skew, synthetic_spans, traced_spans
+from megatron.planner.stash.stages import PlannedRun, StashFlags, planned_run
+from megatron.planner.stash.walk import StepLevel, walk
+from megatron.tools.stash_report import StashPlan, as_json, as_page, as_text
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.callbacks.routing_trace import read_routing
+from megatron.training.compute.devices import planned_device
 
 FACTORS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5)
 # Number of expert ranks for which routing is generated, unless --plan-groups is given.

@@ -15,17 +15,16 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # a clone works without installation
+if not __package__:  # run by its path, as in a clone without installation
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.pages.page import FOLDER, MissingPackageError, plotly_script, render, require_packages  # noqa: E402
-from megatron.training.command_line.flags import flag_table  # noqa: E402
-from megatron.training.command_line.values import yaml_of_value  # noqa: E402
-from tools.report_figures import expert_loads, make_figures, run_names  # noqa: E402
-from tools.report_sections import memory_section, rows_figures, stash_section, timeline  # noqa: E402
-from tools.report_server import Asset, LiveReport, ReportServer, serve_until_signal  # noqa: E402
-from tools.run_log import RunLog, read_run  # noqa: E402
+from megatron.pages.page import FOLDER, MissingPackageError, plotly_script, render, require_packages
+from megatron.tools.report_figures import expert_loads, make_figures, run_names
+from megatron.tools.report_sections import memory_section, rows_figures, stash_section, timeline
+from megatron.tools.report_server import Asset, LiveReport, ReportServer, serve_until_signal
+from megatron.tools.run_log import RunLog, read_run
+from megatron.training.command_line.flags import flag_table
+from megatron.training.command_line.values import yaml_of_value
 
 TEMPLATE = Path(__file__).with_name("report_page.html.jinja")
 # In the order of execution.

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.run_log import LOG_NAME, LayerTable, RunLog, Series
+from megatron.tools.run_log import LOG_NAME, LayerTable, RunLog, Series
 
 MAX_POINTS = 1200  # points of a line, more than its width in pixels
 MEDIAN_POINTS = 300

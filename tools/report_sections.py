@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from megatron.core.transformer.moe.paged_stash.sizing import factor_at, rounded_up
-from tools.report_figures import layer_table_figure, run_names
-from tools.run_log import LEVEL_COUNTERS, RunLog
+from megatron.tools.report_figures import layer_table_figure, run_names
+from megatron.tools.run_log import LEVEL_COUNTERS, RunLog
 
 PLAN_NAME = "plan.json"
 KINDS = {
@@ -225,14 +225,13 @@ def _time_rows(run: RunLog, planned: tuple[float, str] | None) -> list[dict[str,
     seconds, device = planned
     # The median, because the first steps and steps during a save take longer.
     measured = float(np.nanmedian(values))
-    texts = {"predicted": f"{seconds:.4g} s", "measured": f"{measured:.4g} s", "first": ""}
     found = str((run.record.get("environment") or {}).get("device", ""))
+    row = {"name": "step time, median", "predicted": "", "measured": f"{measured:.4g} s", "difference": "", "first": ""}
     if device.lower() not in found.lower():
-        # Times on different devices are not compared.
-        name = f"step time, median (predicted for {device}, measured on {found or 'an unnamed device'})"
-        return [{"name": name, "difference": "", **texts}]
+        # An estimate for another device says nothing about this run.
+        return [row]
     difference = f"{(measured - seconds) / seconds:+.0%}" if seconds else ""
-    return [{"name": f"step time, median (on {device})", "difference": difference, **texts}]
+    return [{**row, "name": f"{row['name']} (on {device})", "predicted": f"{seconds:.4g} s", "difference": difference}]
 
 
 def bytes_text(size: int | None) -> str:

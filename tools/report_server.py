@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from tools.run_log import RunFollower, RunLog
+from megatron.tools.run_log import RunFollower, RunLog
 
 MAX_VERSIONS = 4  # a page that missed more gets the whole content
 MIN_SECONDS = 1.0  # between two reads of the logs, for any number of pages

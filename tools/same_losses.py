@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # a clone works without installation
+if not __package__:  # run by its path, as in a clone without installation
+    sys.path.insert(0, str(ROOT))
 
-from tools.gate.cases import RESULT, Case, cases_named  # noqa: E402
-from tools.gate.jobs import (  # noqa: E402
+from megatron.tools.gate.cases import RESULT, Case, cases_named  # noqa: E402
+from megatron.tools.gate.jobs import (  # noqa: E402
     Tree,
     ends_on_signals,
     export,
@@ -32,7 +32,7 @@ from tools.gate.jobs import (  # noqa: E402
     run_trees,
     write_corpora,
 )
-from tools.gate.verdict import Verdict, judge, judge_new  # noqa: E402
+from megatron.tools.gate.verdict import Verdict, judge, judge_new  # noqa: E402
 
 BASE, HEAD = "base", "head"
 

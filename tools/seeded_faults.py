@@ -18,14 +18,14 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # a clone works without installation
+if not __package__:  # run by its path, as in a clone without installation
+    sys.path.insert(0, str(ROOT))
 
-from tools.gate.cases import CASES, Case  # noqa: E402
-from tools.gate.fault import Fault  # noqa: E402
-from tools.gate.jobs import Tree, ends_on_signals, export, main_folder, run_trees, write_corpora  # noqa: E402
-from tools.gate.verdict import Verdict, failure_of  # noqa: E402
-from tools.same_losses import verdict_on  # noqa: E402
+from megatron.tools.gate.cases import CASES, Case  # noqa: E402
+from megatron.tools.gate.fault import Fault  # noqa: E402
+from megatron.tools.gate.jobs import Tree, ends_on_signals, export, main_folder, run_trees, write_corpora  # noqa: E402
+from megatron.tools.gate.verdict import Verdict, failure_of  # noqa: E402
+from megatron.tools.same_losses import verdict_on  # noqa: E402
 
 FAULTS = ROOT / "tools" / "gate" / "faults.yaml"
 SOUND = "sound"

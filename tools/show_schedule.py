@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run by its path, as in a clone without installation
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pipeline, forward_only, stage_orders
 from megatron.core.pipeline_parallel.timeline import Span, bubble_share, timeline

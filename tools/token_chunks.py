@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from megatron.core.datasets.indexed_dataset import DType, loss_mask_prefix
+from megatron.core.datasets.table_files import Columns
 from megatron.core.datasets.text_files import BadLine, RawDocument, decode_record, decode_texts
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
 from megatron.core.tokenizers.chat_template import ChatTemplate
@@ -43,6 +44,12 @@ class EncodeSettings:
         """Names of the outputs, as endings of the prefix: tokens of each key, or tokens and loss masks of chats."""
         documents = tuple(f"{key}_document" for key in self.json_keys)
         return documents if self.chat_template is None else (*documents, loss_mask_prefix(documents[0]))
+
+    @property
+    def columns(self) -> Columns:
+        """Columns of tables to read."""
+        is_chat = self.chat_template is not None
+        return Columns(self.json_keys, hold_chats=is_chat, flag="--chat-key" if is_chat else "--json-keys")
 
     @property
     def dtypes(self) -> tuple[type[np.number], ...]:

@@ -21,15 +21,14 @@ from pathlib import Path
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
-# When run as a script, Python looks for modules next to it.
-sys.path.insert(0, str(ROOT))
+if not __package__:  # run by its path, as in a clone without installation
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.training.arguments import parse_args, validate_args  # noqa: E402
-from megatron.training.command_line.flags import Flag, FlagState, flag_table, refusal  # noqa: E402
-from megatron.training.command_line.refusals import HARMLESS  # noqa: E402
-from megatron.training.command_line.values import value_of_word  # noqa: E402
-from tools.launch_scripts import Launch, Script, ScriptError, read_script  # noqa: E402
+from megatron.tools.launch_scripts import Launch, Script, ScriptError, read_script
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.command_line.flags import Flag, FlagState, flag_table, refusal
+from megatron.training.command_line.refusals import HARMLESS
+from megatron.training.command_line.values import value_of_word
 
 RULES_FILE = Path(__file__).with_name("translations.yaml")
 OUR_PROGRAM = "pretrain_gpt.py"

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import multiprocessing
 
+from megatron.tools.asked_graphs import asked_of, refusals_of_flags
+from megatron.tools.capture_configurations import CONFIGURATIONS, Configuration, Flags, words_of
+from megatron.tools.check_capture import breaks_of
+from megatron.tools.ports import free_port
 from megatron.training.arguments import parse_args
-from tools.asked_graphs import asked_of, refusals_of_flags
-from tools.capture_configurations import CONFIGURATIONS, Configuration, Flags, words_of
-from tools.check_capture import breaks_of
-from tools.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "cuda_graphs.md"

@@ -35,6 +35,8 @@ from megatron.core.logical_tensors import pieces_of_tensor
 from megatron.core.optimizer.adam import EXP_AVG, EXP_AVG_SQ
 from megatron.core.optimizer.state_dict import MASTERS, state_prefix
 from megatron.core.tokenizers import vocab_size_with_padding
+from megatron.tools.convert_legacy import model_args
+from megatron.tools.stored_checkpoints import checkpoint_of_load
 from megatron.training.checkpointing.folder import (
     MEGATRON_CORE_FILE,
     CheckpointFormat,
@@ -45,8 +47,6 @@ from megatron.training.checkpointing.megatron_core import Place, tensors_of, way
 from megatron.training.checkpointing.megatron_core_files import COMMON_FILE
 from megatron.training.checkpointing.run_values import load_run_values
 from megatron.training.gpt_builder import whole_gpt
-from tools.convert_legacy import model_args
-from tools.stored_checkpoints import checkpoint_of_load
 
 _FORMAT = {
     "sharded_backend": "torch_dist",

@@ -1,4 +1,4 @@
-"""Writes the table of public names in docs/migration.md: `python -m tools.write_migration_docs`.
+"""Writes the table of public names in docs/python_names.md: `python -m tools.write_migration_docs`.
 
 The text above the table is written by hand and stays unchanged.
 """
@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from tools.compare_api import Comparison, Verdict, compare_all, counts
+from megatron.tools.compare_api import Comparison, Verdict, compare_all, counts
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "migration.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "python_names.md"
 MARK = "<!-- Below this line: python -m tools.write_migration_docs. Do not edit. -->\n"
 
 
@@ -17,7 +17,7 @@ def with_table(page: str, comparisons: Sequence[Comparison]) -> str:
     """Returns the page with the table of these comparisons. Raises ValueError for a page without MARK."""
     head, mark, _ = page.partition(MARK)
     if not mark:
-        raise ValueError(f"docs/migration.md has no line {MARK.strip()!r}")
+        raise ValueError(f"docs/python_names.md has no line {MARK.strip()!r}")
     return head + mark + "\n".join(["", *_summary(comparisons), *_modules(comparisons)])
 
 

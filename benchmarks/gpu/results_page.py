@@ -31,28 +31,29 @@ Written by `benchmarks/gpu/results_page.py` from the output of `benchmarks/gpu/r
     python3 benchmarks/gpu/run_all.py --only graph_step --out FOLDER       # checks by name
     python3 benchmarks/gpu/run_all.py --dry-run --out FOLDER               # small, also on a CPU
 
-It needs one GPU, Python 3.11 or 3.12, torch 2.11 to 2.13, Triton, NumPy, pytest, hypothesis and PyYAML, but no network
-and no installation; targets are for an H200. If the files are not in a repository, set the variable COMMIT.
+The checks need one GPU, Python 3.11 or 3.12, torch 2.11 to 2.13, Triton, NumPy, pytest, hypothesis and PyYAML. They
+need no network and no installation. Targets are for an H200. Outside a git clone, set the variable COMMIT.
 
-Each check runs in a process with its own limit. Five seconds before the limit it prints its stacks and receives SIGINT;
-at the limit it and its descendants are killed. When a check ends, one line is appended to `checks.jsonl`: verdict,
-numbers, last lines of output, date, device, torch version and commit. `output.log` has all output. If the runner is
-killed, the lines so far are complete. `--resume` skips checks that have a verdict for the same files and runs the
-others, those of earlier calls first. If each call starts on an empty disk, copy `checks.jsonl` there first. In a dry
-run a tape replaces a CUDA graph, gloo replaces NCCL, and Triton's interpreter replaces compiled kernels; tests that are
-meaningless on a CPU end with "needs a GPU".
+Each check runs in its own process, with a time limit. Five seconds before the limit it prints its stacks and receives
+SIGINT. At the limit it is killed with all its descendants. When a check ends, one line is appended to `checks.jsonl`:
+verdict, numbers, last lines of output, date, device, version of torch and commit. `output.log` has the whole output. If
+the runner is killed, earlier lines stay complete. `--resume` skips checks that have a verdict for the same files and
+runs the others, those of earlier calls first. If each call starts on an empty disk, copy `checks.jsonl` there first. In
+a dry run, a tape replaces the CUDA graph, gloo replaces NCCL, and Triton's interpreter replaces compiled kernels. Tests
+that show nothing on a CPU end with "needs a GPU".
 """
 NOT_YET = """
 **Not yet run on a GPU.** A dry run executes the programs on a CPU, where tests/gpu and `ddp` are skipped. All times and
 rates below are targets, not measurements.
 """
 STATES = """
-The column *state* describes the evidence:
-- **passed**, **failed**, **timed out**: measured on a GPU, with date and device;
-- **modelled on a CPU**: no GPU yet, but the same code has this property on a CPU, where a model of streams, graphs and
-  memory, Triton's interpreter or plain operators replace the device;
-- **compiled only**: the kernels compile for sm_80, sm_90 and sm_100, and nothing on a CPU replaces the rest;
-- **not yet**: nothing is known, because the claim is about times, tools or the machine.
+The column *state* has one of these values:
+
+- **passed**, **failed**, **timed out**: measured on a GPU, with date and device.
+- **modelled on a CPU**: not run on a GPU yet. The same code has this property on a CPU, where a model of streams,
+  graphs and memory, Triton's interpreter or plain operators replace the device.
+- **compiled only**: the kernels compile for sm_80, sm_90 and sm_100. Nothing on a CPU replaces the rest.
+- **not yet**: unknown, because the claim concerns times, tools or the machine.
 """
 SIDES = ("ms", "time_x", "peak_mib", "reserved_mib", "memory_x", "most_memory_x", "again", "on_host", "voids")
 

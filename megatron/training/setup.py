@@ -95,7 +95,8 @@ def setup_run(
     batches = setup_batches(args)
     model = build_model(model_provider, args)
     fit = persistent_fit(model, args)
-    print_rank_0(f"  {fit}")
+    if not (fit.fits and logging.is_compact):
+        print_rank_0(f"  {fit.line}")
     optimizer = scheduler = None
     if not training.skip_train:
         optimizer, scheduler = setup_optimizer(model, args, config_overrides=config_overrides)

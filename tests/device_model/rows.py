@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from megatron.tools.capture_configurations import CONFIGURATIONS
+from megatron.tools.gate.cases import CASES, PRETRAIN, RUN, TAPES, Case
 from tests.device_model.host import on_modelled_gpus
-from tools.capture_configurations import CONFIGURATIONS
-from tools.gate.cases import CASES, PRETRAIN, RUN, TAPES, Case
 
 if TYPE_CHECKING:
     from tests.device_model.device import Device

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.core.transformer.mlp import MLP
+from megatron.tools.capture_configurations import CONFIGURATIONS, DENSE, words_of
+from megatron.tools.capture_replay import state_of
+from megatron.tools.check_capture import main
 from tests.distributed.tiny_runs import started_run, train_steps
 from tests.functional_tests.case import command_line, read_bases
 from tests.harness import launch_on_ranks, run_on_ranks
-from tools.capture_configurations import CONFIGURATIONS, DENSE, words_of
-from tools.capture_replay import state_of
-from tools.check_capture import main
 
 
 def _own_lines(stdout: str) -> list[str]:

@@ -10,13 +10,13 @@ import pytest
 import yaml
 
 from examples import attempt
+from megatron.tools.ports import free_port
 from tests.counts import soak_only
 from tests.functional_tests import cluster, doomed_program, stub_launcher, stub_rank
 from tests.functional_tests.cluster import Job, Pod, Receivers, container_variables
 from tests.functional_tests.doomed_program import attempt_name
 from tests.functional_tests.expectations import assert_same_checkpoint, assert_same_steps
 from tests.functional_tests.launch import ROOT, Run, left_of, read_log, run_program
-from tools.ports import free_port
 
 LAST, STOPPED_AT = 9, 5
 SCRIPTS = ["examples/slurm.sh", "examples/models/slurm.sh"]

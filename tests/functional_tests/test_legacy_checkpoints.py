@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.tools.checkpoint import main as convert
 from tests.functional_tests.launch import Run, run_program
 from tests.megatron_core.settings import FLAGS, STEPS, case_flags
-from tools.checkpoint import main as convert
 
 ITERATION = f"iter_{STEPS:07d}"
 

@@ -13,12 +13,12 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from megatron.core.dist_checkpointing import StreamReader, VerifiedCheckpoint, verify
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.storage import read_metadata
+from megatron.tools.checkpoint import main as convert
 from megatron.training.checkpointing.megatron_core import megatron_core_values
 from megatron.training.checkpointing.megatron_core_files import STAND_INS, MegatronCoreFiles
 from megatron.training.checkpointing.run_values import load_run_values
 from tests.functional_tests.launch import Run, run_program
 from tests.megatron_core.settings import FLAGS, STEPS, STEPS_IN_ALL, case_flags
-from tools.checkpoint import main as convert
 
 FIXTURES = Path(__file__).parents[1] / "megatron_core" / "fixtures"
 FURTHER = ["--train-iters", str(STEPS_IN_ALL), "--eval-iters", "0"]

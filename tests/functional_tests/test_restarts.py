@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from megatron.tools.ports import free_port
 from tests.counts import long_count
 from tests.functional_tests import doomed_program
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.functional_tests.doomed_program import IN_A_SAVE, attempt_name
 from tests.functional_tests.expectations import assert_same_steps
 from tests.functional_tests.launch import ROOT, Run, read_log, run_program
-from tools.ports import free_port
 
 STEPS, RANKS = 12, 2
 FLAGS: Flags = {

@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from tools.gate.cases import CHECKPOINTS, PRETRAIN, RESULT, Case
-from tools.ports import free_port
+from megatron.tools.gate.cases import CHECKPOINTS, PRETRAIN, RESULT, Case
+from megatron.tools.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 GATE = Path(__file__).resolve().parent

@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from tools.gate.cases import CHECKPOINTS, RESULT
+from megatron.tools.gate.cases import CHECKPOINTS, RESULT
 
 LOG = "steps.jsonl"
 Renames = tuple[tuple[str, str], ...]

@@ -8,8 +8,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from megatron.tools.hugging_face.config_kinds import require_known_kinds
 from megatron.training.checkpointing.folder import COMPANION_FOLDER
-from tools.hugging_face.config_kinds import require_known_kinds
 
 CONFIG_FILE = "config.json"
 # Weights in any format, and their indices.

@@ -22,18 +22,18 @@ from megatron.core.dist_checkpointing import (
     sharded_tensors,
 )
 from megatron.core.tokenizers import vocab_size_with_padding
+from megatron.tools.hugging_face.companions import CONFIG_FILE, carry, companions_of, read_config, write_config
+from megatron.tools.hugging_face.families import Family
+from megatron.tools.hugging_face.names import HubTensor, hub_tensors, is_mtp_tensor
+from megatron.tools.hugging_face.quantized import PlainFiles
+from megatron.tools.hugging_face.settings import config_of_settings, family_of_config, settings_of_config, with_defaults
+from megatron.tools.merge_adapters import merge_adapters
+from megatron.tools.safetensors_files import TensorFiles, TensorKind, new_folder, write_tensor_files
+from megatron.tools.stored_checkpoints import NOT_WEIGHTS, checkpoint_of_load
 from megatron.training.arguments import parse_args
 from megatron.training.checkpointing.folder import COMPANION_FOLDER, RELEASE, complete_iterations, write_release_tracker
 from megatron.training.checkpointing.run_values import args_to_json, load_run_values
 from megatron.training.checkpointing.train_state import TrainState
-from tools.hugging_face.companions import CONFIG_FILE, carry, companions_of, read_config, write_config
-from tools.hugging_face.families import Family
-from tools.hugging_face.names import HubTensor, hub_tensors, is_mtp_tensor
-from tools.hugging_face.quantized import PlainFiles
-from tools.hugging_face.settings import config_of_settings, family_of_config, settings_of_config, with_defaults
-from tools.merge_adapters import merge_adapters
-from tools.safetensors_files import TensorFiles, TensorKind, new_folder, write_tensor_files
-from tools.stored_checkpoints import NOT_WEIGHTS, checkpoint_of_load
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Stays in fp32, because its steps of 1e-3 would be lost in half precision.

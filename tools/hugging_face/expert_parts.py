@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.transformer.moe_config import layers_with_experts
-from tools.hugging_face.config_parts import Values
+from megatron.tools.hugging_face.config_parts import Values
 
 
 class SparseLayers:

@@ -5,7 +5,7 @@ settings.py finds the architecture of settings and updates config.json.
 
 from dataclasses import dataclass, field
 
-from tools.hugging_face.config_parts import (
+from megatron.tools.hugging_face.config_parts import (
     Fixed,
     Heads,
     LatentHeads,
@@ -17,7 +17,7 @@ from tools.hugging_face.config_parts import (
     WindowRule,
     Windows,
 )
-from tools.hugging_face.expert_parts import (
+from megatron.tools.hugging_face.expert_parts import (
     ExpertGroups,
     ExpertWidth,
     GroupLimitedGreedy,

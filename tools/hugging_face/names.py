@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.dist_checkpointing import LogicalPiece
-from tools.hugging_face.expert_parts import expert_layers
-from tools.hugging_face.families import Family, FeedForwardNames
+from megatron.tools.hugging_face.expert_parts import expert_layers
+from megatron.tools.hugging_face.families import Family, FeedForwardNames
 
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tools.safetensors_files import TensorFiles, TensorKind
+from megatron.tools.safetensors_files import TensorFiles, TensorKind
 
 QUANTIZATION = "quantization_config"
 _FACTORS = "_scale_inv"

@@ -7,12 +7,12 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron.tools.hugging_face.config_kinds import without_unset_counts
+from megatron.tools.hugging_face.config_parts import Values, window_pattern
+from megatron.tools.hugging_face.expert_parts import expert_layers
+from megatron.tools.hugging_face.families import FAMILIES, Family
+from megatron.tools.hugging_face.quantized import QUANTIZATION, require_known_quantization
 from megatron.training.command_line.flags import MODEL_SHAPE_DESTS, flag_table
-from tools.hugging_face.config_kinds import without_unset_counts
-from tools.hugging_face.config_parts import Values, window_pattern
-from tools.hugging_face.expert_parts import expert_layers
-from tools.hugging_face.families import FAMILIES, Family
-from tools.hugging_face.quantized import QUANTIZATION, require_known_quantization
 
 # Settings of a model that config.json cannot express, or that concern its training.
 _NOT_COMPARED = ("seq_length", "make_vocab_size_divisible_by", "padded_vocab_size")

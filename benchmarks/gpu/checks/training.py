@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from megatron.core.transformer.moe.paged_stash import Counter
+from megatron.tools.ports import free_port
 from megatron.training.callbacks import Callback, StepReport
 from megatron.training.run import TrainingRun
 from tests.distributed.graph_runs import Trained
-from tools.ports import free_port
 
 
 def become_a_rank() -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from megatron.core.device import default_device
 from megatron.training.callbacks import Callback, CallbackList
-from megatron.training.callbacks.console import ConsoleLog, ProgressBar
+from megatron.training.callbacks.console import CompactLines, ConsoleLog, ProgressBar
 from megatron.training.callbacks.lines import print_rank_0
 from megatron.training.callbacks.process import CpuMemoryHistory, CudaMemoryHistory, ManualGC, NsysProfile, TorchProfile
 from megatron.training.callbacks.routing_trace import RoutingHeader, RoutingLog
@@ -90,7 +90,8 @@ def _first_rank_callbacks(args: argparse.Namespace, size: tuple[int, int]) -> li
         callbacks.append(ProgressBar(console))
         # Writes through the bar's console, so that lines scroll above the bar.
         write = functools.partial(console.print, markup=False)
-    callbacks.append(ConsoleLog(logging.log_interval, write=write))
+    lines = CompactLines(minutes=args.exit_duration_in_mins or None) if logging.is_compact else None
+    callbacks.append(ConsoleLog(logging.log_interval, write=write, lines=lines))
     folder = logging.tensorboard_dir or args.save
     if folder is not None:
         callbacks += [RunFile(Path(folder), record=describe_run(args, size)), JsonlLog(Path(folder))]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config_field import FieldSpec, field_spec
+from megatron.core.config_field import FieldSpec, field_spec, type_hints
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.torch_fsdp2_config import FullyShardConfig
@@ -184,7 +184,7 @@ def _opposite(flag: Flag, row: KnownFlag) -> Flag:
 
 def flags_of_class(config_class: type, known_by_word: dict[str, KnownFlag]) -> list[Flag]:
     """Returns the flags of a configuration class: its own fields first, then inherited ones."""
-    hints = typing.get_type_hints(config_class)
+    hints = type_hints(config_class)
     flags: list[tuple[int, Flag]] = []
     for field in dataclasses.fields(config_class):
         spec = field_spec(field)

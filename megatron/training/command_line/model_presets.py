@@ -14,7 +14,7 @@ from megatron.core.transformer.moe_config import layers_with_experts
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.parser import did_you_mean
 
-PRESETS = Path(__file__).resolve().parents[3] / "configs"
+PRESETS = Path(__file__).resolve().parents[2] / "configs"
 INDEX_FILE = "index.yaml"
 
 # Sizes of a tiny model: wide enough for every kernel, and with at least two layers of each kind.

@@ -54,8 +54,19 @@ class RunArguments(argparse.Namespace):
         """Returns the default of a rejected flag. Called for absent attributes only."""
         defaults = _refused_defaults()
         if name not in defaults:
-            raise AttributeError(f"there is no argument {name}{did_you_mean(name, vars(self))}")
+            raise _AbsentArgument(name, tuple(vars(self)))
         return defaults[name]
+
+
+class _AbsentArgument(AttributeError):
+    """Error about an absent argument. The nearest name is searched only when the message is read.
+
+    argparse calls hasattr for every flag, and each search takes milliseconds.
+    """
+
+    def __str__(self) -> str:
+        name, present = self.args
+        return f"there is no argument {name}{did_you_mean(name, present)}"
 
 
 @functools.cache

@@ -1,22 +1,30 @@
 """Loads the table of devices: peak operations, memory and links, from configs/devices.yaml and MEGATRON_DEVICES.
 
-benchmarks/device_figures.py measures the local machine and writes its entry.
+The device "here" is this machine: its GPU's entry, or the CPU, which is measured in about a second.
+benchmarks/device_figures.py also measures messages between processes, and writes an entry for the file.
 """
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.nn.functional as F
 
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.parser import did_you_mean
 from megatron.training.command_line.yaml_config import plain_values
 
-DEVICES_FILE = Path(__file__).resolve().parents[3] / "configs" / "devices.yaml"
-# Environment variables: a file whose entries override those of DEVICES_FILE, and the device that plans assume.
+DEVICES_FILE = Path(__file__).resolve().parents[2] / "configs" / "devices.yaml"
+# Environment variables: a file whose entries override those of DEVICES_FILE, and the device that plans are for.
 FILE_VARIABLE, NAME_VARIABLE = "MEGATRON_DEVICES", "MEGATRON_PLAN_DEVICE"
 DEFAULT_NAME, CPU_NAME = "H100", "cpu"
+# The name that stands for the machine of this process.
+HERE = "here"
 _MAY_BE_NONE = ("bf16_tflops", "fp8_tflops")
 _SHARES = "attainable_"
 # Units by suffix of a field's name. A value above _MOST must have been given in another unit.
@@ -83,22 +91,28 @@ def known_devices(environment: Mapping[str, str] | None = None) -> list[Device]:
 
 
 def planned_device(environment: Mapping[str, str] | None = None) -> Device:
-    """Returns the device of MEGATRON_PLAN_DEVICE, H100 by default. Raises CommandLineError for unknown names."""
+    """Returns the device of MEGATRON_PLAN_DEVICE, H100 by default; "here" means this machine.
+
+    Raises CommandLineError for unknown names.
+    """
     environment = os.environ if environment is None else environment
     name = environment.get(NAME_VARIABLE) or DEFAULT_NAME
     return device_of_name(name, source=NAME_VARIABLE, environment=environment)
 
 
 def device_of_name(name: str, *, source: str, environment: Mapping[str, str] | None = None) -> Device:
-    """Looks up a device by name.
+    """Returns the device of a name, which may be "here".
 
-    Raises CommandLineError for unknown names. source: the flag or variable that named it.
+    Raises CommandLineError for unknown names; source: flag or variable to blame.
     """
     devices = {device.name: device for device in known_devices(environment)}
+    if name == HERE:
+        return _device_here(devices, source=source)
     if name not in devices:
         names = list(devices)
         raise CommandLineError(
-            f"{source} is {name}: unknown device{did_you_mean(name, names)}; known: {', '.join(names)}"
+            f"{source} is {name}: unknown device{did_you_mean(name, names)}; known: {', '.join(names)}, and {HERE} for "
+            "this machine"
         )
     return devices[name]
 
@@ -165,3 +179,80 @@ def _right(field: str) -> str:
     least = "of at least 0" if field.endswith("_us") else "above 0"
     none = ", or null for none" if field in _MAY_BE_NONE else ""
     return f"must be a number {least} and up to {_MOST}, in {unit}{none}"
+
+
+# --- This machine ---
+
+
+def _device_here(devices: Mapping[str, Device], *, source: str) -> Device:
+    if not torch.cuda.is_available():
+        # The entry of the table has the links, which one process cannot measure.
+        return replace(devices[CPU_NAME], **cpu_figures(rounds=3))
+    product = torch.cuda.get_device_name()
+    found = next((one for name, one in devices.items() if name != CPU_NAME and name in product), None)
+    if found is None:
+        raise CommandLineError(
+            f"{source} is {HERE}: this machine's {product} is not known; known: {', '.join(devices)}; add an entry in "
+            f"the file of {FILE_VARIABLE}"
+        )
+    return found
+
+
+def cpu_figures(rounds: int) -> dict[str, Any]:
+    """Measures one thread of this machine's CPU: fields of a Device, without those of links between processes.
+
+    rounds: runs of each measurement, of which the median counts. Peaks are those that products and copies reach.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        peaks = {f"{name}_tflops": _product_tflops(dtype, rounds) for name, dtype in _DTYPES.items()}
+        large = torch.ones(_LARGE_ELEMENTS, dtype=torch.float32)
+        result = torch.empty_like(large)
+        copy = _median_seconds(lambda: torch.add(large, 1.0, out=result), rounds)
+        few = torch.ones(8, dtype=torch.float32)
+        launches = _median_seconds(lambda: [few + 1.0 for _ in range(1000)], rounds)
+        attention = _attention_tflops(rounds)
+    finally:
+        torch.set_num_threads(threads)
+    return {
+        **peaks,
+        "fp8_tflops": None,
+        "attainable_matmul": 1.0,
+        "attainable_attention": min(1.0, attention / peaks["fp32_tflops"]),
+        "attainable_memory": 1.0,
+        "memory_gib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30,
+        "memory_gb_s": 2 * large.nbytes / copy / 1e9,
+        "host_gb_s": large.nbytes / copy / 1e9,
+        "devices_per_node": os.cpu_count() or 1,
+        "kernel_us": launches * 1e3,
+    }
+
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# Larger than any cache.
+_LARGE_ELEMENTS = 1 << 24
+_MATRIX_SIZE = 512
+
+
+def _product_tflops(dtype: torch.dtype, rounds: int) -> float:
+    left = right = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE, dtype=dtype)
+    return 2 * _MATRIX_SIZE**3 / _median_seconds(lambda: left @ right, rounds) / 1e12
+
+
+def _attention_tflops(rounds: int) -> float:
+    batch, heads, tokens, size = 4, 4, 256, 64
+    query = torch.ones(batch, heads, tokens, size, dtype=torch.float32)
+    seconds = _median_seconds(lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True), rounds)
+    # Two products of 2 operations each; the causal mask halves them.
+    return 2 * batch * heads * tokens**2 * size / seconds / 1e12
+
+
+def _median_seconds(run: Callable[[], object], rounds: int) -> float:
+    run()
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)

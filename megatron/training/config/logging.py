@@ -13,6 +13,12 @@ class LoggingConfig:
     cli_group: ClassVar[str] = "logging"
 
     log_interval: int = config_field(100, help="Steps between log lines.", at_least=1)
+    log_format: str = config_field(
+        "megatron",
+        help="megatron: log lines with all fields of Megatron-LM, for parsers; compact: step, loss, tokens/s, gradient "
+        "norm and remaining time in at most 110 columns. Both write the same steps.jsonl.",
+        choices=("megatron", "compact"),
+    )
     log_throughput: bool = config_field(
         False, help="Log TFLOP/s per device, and the share of the bf16 peak of a known GPU."
     )
@@ -67,6 +73,11 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         validate_fields(self)
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether the console shows short lines, without notes that every run has."""
+        return self.log_format == "compact"
 
 
 @dataclass(kw_only=True)

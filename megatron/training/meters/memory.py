@@ -6,7 +6,7 @@ planner/plan.py predicts the same kinds of memory before a run starts.
 import argparse
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -71,8 +71,16 @@ def held_bytes(
     }
 
 
-def persistent_fit(model: Sequence[nn.Module], args: argparse.Namespace) -> str:
-    """Formats a line that states whether weights, gradients and optimizer states fit the device. Collective.
+@dataclass(frozen=True)
+class PersistentFit:
+    """Whether weights, gradients and optimizer states fit the device, and a line that states it."""
+
+    fits: bool
+    line: str
+
+
+def persistent_fit(model: Sequence[nn.Module], args: argparse.Namespace) -> PersistentFit:
+    """Compares weights, gradients and optimizer states with the memory of the device. Collective.
 
     Called before the optimizer is built, because its allocation may fail; its states are estimated. Compares the rank
     that holds the most with this rank's device. Ranks on CPUs share the memory of their machine.
@@ -92,9 +100,10 @@ def persistent_fit(model: Sequence[nn.Module], args: argparse.Namespace) -> str:
     name = device_name(device) if device.type == "cuda" else "this machine"
     what = "weights" if args.skip_train else "weights, gradients and optimizer states"
     more = f"--dry-run --world-size {args.world_size}"
+    found = f"{fit_in_words(name, needed, memory)} for {what}"
     if needed > memory:
-        return f"{fit_in_words(name, needed, memory)} for {what}; run with {more} to find flags that fit"
-    return f"{fit_in_words(name, needed, memory)} for {what}, without activations; see {more}"
+        return PersistentFit(False, f"{found}; run with {more} to find flags that fit")
+    return PersistentFit(True, f"{found}, without activations; see {more}")
 
 
 class HeldMemoryMeter:
@@ -168,14 +177,17 @@ _MEMORY_WORDS = {
 class MemoryMeter:
     """Measures bytes by kind on this rank at each log line, and adds notes below the first one.
 
-    state: planned bytes of weights, gradients and optimizer states; None for a run that only evaluates.
+    state: planned bytes of weights, gradients and optimizer states; None for a run that only evaluates. has_notes:
+    whether the notes are added.
     """
 
-    def __init__(self, device: torch.device, interval: int, *, state: StateBytes | None = None) -> None:
+    def __init__(
+        self, device: torch.device, interval: int, *, state: StateBytes | None = None, has_notes: bool = True
+    ) -> None:
         self._device = device
         self._interval = interval
         self._state = state
-        self._has_noted = False
+        self._has_noted = not has_notes
 
     def measure(self, report: StepReport) -> StepReport:
         """Sets memory."""

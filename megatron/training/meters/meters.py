@@ -69,7 +69,7 @@ def build_meters(
     """
     chunks = [chunk for chunk in model if isinstance(chunk, _BaseDataParallel)]
     state = None if optimizer is None else state_bytes_of(chunks, optimizer.config)
-    meters: list[Meter] = [MemoryMeter(device, logging.log_interval, state=state)]
+    meters: list[Meter] = [MemoryMeter(device, logging.log_interval, state=state, has_notes=not logging.is_compact)]
     groups = get_process_groups()
     if optimizer is not None:
         meters.append(

@@ -7,8 +7,8 @@ import torch
 
 from megatron.core.dist_checkpointing import ShardedTensor, save_items
 from megatron.core.dist_checkpointing.manifest import read_manifest
+from megatron.tools.checkpoint import main
 from megatron.training.checkpointing.folder import complete_iterations, iteration_folder, write_tracker
-from tools.checkpoint import main
 
 LAYER = "decoder.layers.0.mlp.linear_fc2.weight"
 TENSORS = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tools.compare_api import (
+from megatron.tools.compare_api import (
     UNKNOWN,
     Comparison,
     Verdict,
@@ -21,7 +21,7 @@ from tools.compare_api import (
     load_unsupported,
     read_names,
 )
-from tools.write_migration_docs import MARK, PAGE, shown_reason, with_table
+from megatron.tools.write_migration_docs import MARK, PAGE, shown_reason, with_table
 
 LIST = """
 # A comment

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tools import compare_runs
-from tools.report_figures import run_names
-from tools.run_log import read_run
+from megatron.tools import compare_runs
+from megatron.tools.report_figures import run_names
+from megatron.tools.run_log import read_run
 
 
 def write_run(folder: Path, steps: range, *, flags: dict | None = None, **changed: dict[int, object]) -> Path:

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import model_sharded_tensors
+from megatron.tools import convert_legacy
+from megatron.tools.checkpoint import main
+from megatron.tools.legacy_checkpoint import write_legacy
 from megatron.training.checkpointing.legacy_files import read_legacy
 from tests.unit_tests.tools.harmful import Harmful
 from tests.unit_tests.tools.rank_files import ITERATION, SHAPE, files_of, whole_model, write_files
-from tools import convert_legacy
-from tools.checkpoint import main
-from tools.legacy_checkpoint import write_legacy
 
 LATENT: dict[str, Any] = {
     **SHAPE,

@@ -19,12 +19,12 @@ from torch import Tensor
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import model_sharded_tensors
 from megatron.core.models.gpt import GPTModel
+from megatron.tools.checkpoint import main
+from megatron.tools.convert_legacy import model_args
 from megatron.training.checkpointing.megatron_core import megatron_core_values
 from megatron.training.gpt_builder import build_gpt
 from tests.unit_tests.tools.harmful import Harmful
 from tests.unit_tests.tools.megatron_core_writer import Boxes, write_megatron_core
-from tools.checkpoint import main
-from tools.convert_legacy import model_args
 
 FACTS: dict[str, Any] = json.loads((Path(__file__).parent / "megatron_core_facts.json").read_text())["cases"]
 SINGLE = "experts, each piece by itself"

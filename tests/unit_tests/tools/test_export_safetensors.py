@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
-from tools.checkpoint import main
-from tools.safetensors_files import INDEX_FILE
+from megatron.tools.checkpoint import main
+from megatron.tools.safetensors_files import INDEX_FILE
 
 
 def test_weights_are_exported_in_shards(tmp_path: Path) -> None:

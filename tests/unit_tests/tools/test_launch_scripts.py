@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.launch_scripts import ScriptError, read_script
+from megatron.tools.launch_scripts import ScriptError, read_script
 
 # A script of Megatron users' kind; each part of the language that the reader follows is in one of these.
 ARRAYS = """

@@ -9,10 +9,10 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import model_sharded_tensors
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.tools import checkpoint
+from megatron.tools.merge_adapters import merge_adapters
 from megatron.training.checkpointing.train_state import TrainState
 from tests.unit_tests.core.models.small_models import LATENT, LLAMA_LIKE, loss_of, small_config, small_model
-from tools import checkpoint
-from tools.merge_adapters import merge_adapters
 
 RANK, ALPHA = 4, 8.0
 LATENT_KEYS = ["linear_kv_down_proj", "linear_kv_up_proj", "linear_proj"]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import pretrain_gpt
+from megatron.tools import plan_layout
 from tests.harness import ROOT
-from tools import plan_layout
 
 TINY = "--model-scale tiny --seq-length 64 --global-batch-size 32".split()
 

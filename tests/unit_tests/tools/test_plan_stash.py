@@ -16,6 +16,8 @@ from megatron.planner.stash.outlook import outlook
 from megatron.planner.stash.routing import traced_spans
 from megatron.planner.stash.stages import planned_run
 from megatron.planner.stash.walk import StepLevel, walk
+from megatron.tools.plan_stash import main, read_flags, stash_plan
+from megatron.tools.stash_report import NAMES, as_page, paste
 from megatron.training.callbacks.routing_trace import RoutingHeader, RoutingStep, read_routing
 from tests.browser import (
     FIGURE_PROBLEMS,
@@ -26,8 +28,6 @@ from tests.browser import (
 )
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.routing_traces import write_trace
-from tools.plan_stash import main, read_flags, stash_plan
-from tools.stash_report import NAMES, as_page, paste
 
 FLAGS: Flags = {
     "num-layers": 4,

@@ -15,7 +15,7 @@ import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.tokenizers.tokenizer import ByteLevelTokenizer
-from tools import preprocess_data, token_chunks
+from megatron.tools import preprocess_data, token_chunks
 
 TEXTS = [f"document {number}: " + "gr\u00fc\u00dfe \U0001f600 " * (number % 97) for number in range(4000)]
 BYTE_LEVEL = ("--tokenizer-type", "ByteLevelTokenizer", "--append-eod")

@@ -16,12 +16,12 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
+from megatron.tools import report
+from megatron.tools.report_server import MAX_VERSIONS, LiveReport, ReportServer, changes
+from megatron.tools.run_log import LogReader, RunFollower, read_run
 from tests.browser import Page, needs_browser, opened_browser
 from tests.harness import launch_on_ranks
 from tests.unit_tests.tools.report_logs import HELD, PAGE_FACTS, RECORD, write_log
-from tools import report
-from tools.report_server import MAX_VERSIONS, LiveReport, ReportServer, changes
-from tools.run_log import LogReader, RunFollower, read_run
 
 LINE = '{{"iteration": {step}, "lm_loss": {loss}, "consumed_samples": {step}, "stray_{step}": 1}}\n'
 

@@ -9,7 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tools.safetensors_files import INDEX_FILE, ONE_FILE, TensorFiles, TensorKind, new_folder, write_tensor_files
+from megatron.tools.safetensors_files import (
+    INDEX_FILE,
+    ONE_FILE,
+    TensorFiles,
+    TensorKind,
+    new_folder,
+    write_tensor_files,
+)
 
 TENSORS = {
     "b": torch.randn(3, 5).bfloat16(),

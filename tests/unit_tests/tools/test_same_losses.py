@@ -13,12 +13,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from tools import same_losses
-from tools.gate import cases as gate_cases
-from tools.gate import jobs, worker
-from tools.gate import verdict as judging
-from tools.gate.cases import CASES, Case, cases_named
-from tools.gate.verdict import Left, Verdict, compare, digests_of, judge, judge_new, read_log
+from megatron.tools import same_losses
+from megatron.tools.gate import cases as gate_cases
+from megatron.tools.gate import jobs, worker
+from megatron.tools.gate import verdict as judging
+from megatron.tools.gate.cases import CASES, Case, cases_named
+from megatron.tools.gate.verdict import Left, Verdict, compare, digests_of, judge, judge_new, read_log
 
 Change = Callable[[list[dict[str, Any]]], None]
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.gate import cases as gate_cases
-from tools.seeded_faults import ROOT, GateFault, read_faults
+from megatron.tools.gate import cases as gate_cases
+from megatron.tools.seeded_faults import ROOT, GateFault, read_faults
 
 
 def test_every_fault_has_its_place_in_these_files_and_cases_to_notice_it() -> None:

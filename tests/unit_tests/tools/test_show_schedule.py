@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.show_schedule import main
+from megatron.tools.show_schedule import main
 
 
 def test_a_schedule_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

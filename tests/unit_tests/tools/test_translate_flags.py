@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.command_line.flags import FlagState, flag_table, load_known_flags
-from tests.functional_tests.launch import run_program
-from tools.launch_scripts import Launch, ScriptError
-from tools.translate_flags import (
+from megatron.tools.launch_scripts import Launch, ScriptError
+from megatron.tools.translate_flags import (
     VERDICTS,
     Effect,
     Setting,
@@ -20,6 +18,8 @@ from tools.translate_flags import (
     problems_of,
     translate,
 )
+from megatron.training.command_line.flags import FlagState, flag_table, load_known_flags
+from tests.functional_tests.launch import run_program
 
 MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16".split()
 RUN = "--micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 0.001".split()

@@ -1,6 +1,7 @@
 """Tests of flag parsing: names, values, refusals. Configuration files are in test_arguments_files.py."""
 
 import argparse
+import difflib
 import re
 from pathlib import Path
 
@@ -201,6 +202,17 @@ def test_scripts_add_flags_and_reuse_names_that_do_nothing_here() -> None:
 def test_unknown_flags_pass_where_the_script_asks_for_it() -> None:
     args = parse_args(None, True, argv=["--mine", "3", "--num-layers", "2"])
     assert args.num_layers == 2
+
+
+def test_nearest_names_are_searched_only_for_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[str] = []
+    monkeypatch.setattr(difflib, "get_close_matches", lambda name, *_, **__: searched.append(name) or [])
+    args = parse_args(argv=MINIMAL.split())
+    assert not hasattr(args, "num_layer")
+    assert searched == []
+    with pytest.raises(AttributeError, match="there is no argument num_layer$"):
+        _ = args.num_layer
+    assert set(searched) == {"num_layer"}
 
 
 def test_every_configuration_can_be_built_from_arguments() -> None:

@@ -192,7 +192,7 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
         (
             "--optimizer-cuda-graph --cuda-graph-impl full_iteration --optimizer muon",
             "",
-            ["--optimizer is muon, which needs a decision of the host"],
+            ["--optimizer is muon, which requires a host decision"],
         ),
         ("--cuda-graph-modules mlp", "", ["--cuda-graph-modules is mlp and --cuda-graph-impl is none"]),
         (
@@ -286,7 +286,7 @@ def test_all_contradictions_are_told_at_once() -> None:
         "--moe-token-dispatcher-type is flex but --moe-expert-rank-capacity-factor is not set",
         "world size is 1: must be a multiple of --tensor-model-parallel-size",
         "--num-attention-heads is 4: must be a multiple of --tensor-model-parallel-size (3)",
-        "--overlap-param-gather is set: needs --use-distributed-optimizer",
+        "--overlap-param-gather is set: requires --use-distributed-optimizer",
         "--profile-ranks has 9: must be below the 1 processes",
         "--optimizer-cuda-graph is given and --cuda-graph-impl is none",
         "--non-finite-policy is rewind: needs --save and --save-interval",

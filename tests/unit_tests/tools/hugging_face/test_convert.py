@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.core.dist_checkpointing import list_tensors, load_common, verify
+from megatron.tools.checkpoint import main
+from megatron.tools.safetensors_files import INDEX_FILE, TensorFiles
 from megatron.training.checkpointing.folder import find_checkpoint
 from megatron.training.checkpointing.run_values import load_run_values
 from tests.unit_tests.tools.hugging_face.conversions import contents, convert, told
 from tests.unit_tests.tools.hugging_face.small_hub import LAYERS, SMALL, saved, small_model
-from tools.checkpoint import main
-from tools.safetensors_files import INDEX_FILE, TensorFiles
 
 # One with experts, one tied: what does not depend on the family is shown with them.
 SPARSE, TIED = "qwen3-30b-a3b", "llama3.2-1b"
@@ -46,7 +46,7 @@ def test_logits_are_compared(tmp_path: Path, name: str, capsys: pytest.CaptureFi
     convert(run, tmp_path / "back", "--verify", back=True)
     assert capsys.readouterr().out.count("random tokens agree") == 2
     # A model of other weights is found out.
-    with patch("tools.checkpoint.from_hub", lambda *_, **__: run):
+    with patch("megatron.tools.checkpoint.from_hub", lambda *_, **__: run):
         other = small_model(name)
         other.model.norm.weight.data.mul_(1.01)
         saved(other, tmp_path / "other")
@@ -301,7 +301,7 @@ def test_norms_stored_minus_one_get_their_one_back(tmp_path: Path, name: str) ->
         values = load_run_values(path)
         return {**values, "args": {**values["args"], "layernorm_zero_centered_gamma": True}}
 
-    with patch("tools.hugging_face.convert.load_run_values", as_stored_minus_one):
+    with patch("megatron.tools.hugging_face.convert.load_run_values", as_stored_minus_one):
         moved = load_one(convert(run, tmp_path / "moved", back=True))
     for key, tensor in plain.items():
         if "norm" in key:
@@ -322,7 +322,7 @@ def test_factors_of_the_width_are_named(tmp_path: Path, capsys: pytest.CaptureFi
         values = load_run_values(path)
         return {**values, "args": {**values["args"], "use_mup": True, "mup_width_mult": 2.0}}
 
-    with patch("tools.hugging_face.convert.load_run_values", as_wide):
+    with patch("megatron.tools.hugging_face.convert.load_run_values", as_wide):
         assert "--use-mup (False, True here), --mup-width-mult (1.0, 2.0 here)" in told(
             capsys, run, tmp_path / "back", back=True
         )

@@ -7,18 +7,18 @@ import torch
 from transformers import AutoConfig
 
 from megatron.core.dist_checkpointing import model_sharded_tensors
-from megatron.training.arguments import parse_args
-from megatron.training.command_line.model_presets import known_models
-from megatron.training.gpt_builder import build_gpt
-from tests.unit_tests.tools.hugging_face.known_configs import KNOWN_CONFIGS
-from tests.unit_tests.tools.hugging_face.small_hub import LAYERS, SMALL, model_on, small_settings
-from tools.hugging_face.names import hub_tensors
-from tools.hugging_face.settings import (
+from megatron.tools.hugging_face.names import hub_tensors
+from megatron.tools.hugging_face.settings import (
     comparable_settings,
     config_of_settings,
     family_of_config,
     settings_of_config,
 )
+from megatron.training.arguments import parse_args
+from megatron.training.command_line.model_presets import known_models
+from megatron.training.gpt_builder import build_gpt
+from tests.unit_tests.tools.hugging_face.known_configs import KNOWN_CONFIGS
+from tests.unit_tests.tools.hugging_face.small_hub import LAYERS, SMALL, model_on, small_settings
 
 
 @pytest.mark.parametrize("name", KNOWN_CONFIGS)

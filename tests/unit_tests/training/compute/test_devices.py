@@ -1,8 +1,10 @@
 """Tests of the device table: the shipped file, users' files, and errors about invalid ones."""
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from megatron.training.compute.devices import (
@@ -55,6 +57,19 @@ def test_plans_are_for_an_h100_unless_another_is_named() -> None:
         planned_device({"MEGATRON_PLAN_DEVICE": "H10O"})
     with pytest.raises(ValueError, match="A100 has no peak of fp8 products: choose a device that computes in fp8"):
         planned_device({"MEGATRON_PLAN_DEVICE": "A100"}).tflops("fp8")
+
+
+def test_here_is_this_machine() -> None:
+    device = planned_device({"MEGATRON_PLAN_DEVICE": "here"})
+    if torch.cuda.is_available():
+        assert device.name in torch.cuda.get_device_name()
+        return
+    table = planned_device({"MEGATRON_PLAN_DEVICE": "cpu"})
+    assert device.name == "cpu" and device.devices_per_node == os.cpu_count()
+    assert device.memory_bytes == pytest.approx(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    # Links are those of the table, products and copies are measured.
+    assert device.node_gb_s == table.node_gb_s and device.fp32_tflops != table.fp32_tflops
+    assert 1e-4 < device.fp32_tflops < 100 and 0 < device.attainable_attention <= 1 and device.kernel_us > 0
 
 
 def test_figures_of_ones_own_go_before_those_that_come_along(tmp_path: Path) -> None:
