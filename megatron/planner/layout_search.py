@@ -1,4 +1,4 @@
-"""Searches the layouts of a model that fit for the Pareto front in memory and time.
+"""Finds the Pareto front, in memory and step time, of the layouts in which a model fits.
 
 layout_space.py lists candidates. Each is estimated from the costs of a layout of the same kind, and the best are
 measured on a model built for them.

@@ -1,4 +1,4 @@
-"""Runs the training runs of checks in this process, as the only rank. Checks nothing itself.
+"""Executes the training runs of checks in this process, as the only rank. Checks nothing itself.
 
 Runs and their comparison are those of tests/gpu. A check prints more of them, and runs the rank in its own process, so
 that a hang shows its stacks.
