@@ -34,7 +34,7 @@ PROMPT_TOKENS, NEW_TOKENS = 64, 120
 NAME_WIDTH = 10
 
 NUM_EXPERTS = 8
-# Chosen by the loss after equal CPU time, among AdamW and Muon, 2 to 4 layers, hidden sizes 96 and 128, 8 and 16 experts.
+# Chosen by the loss after equal CPU time: AdamW and Muon, 2 to 4 layers, hidden sizes 96 and 128, 8 and 16 experts.
 # More steps of a small model gain more than a larger model. With 4096 tokens most words are whole.
 MODEL = f"""
 --num-layers 4 --hidden-size 128 --num-attention-heads 4 --group-query-attention --num-query-groups 2
