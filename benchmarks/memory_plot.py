@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# One line of the table, as stash_memory.py writes it.
+# One line of the table, in the format of stash_memory.py.
 Line = Mapping[str, Any]
-# Kinds in the legend's order, with what they are called there.
+# Kinds in the legend's order, with their labels.
 KINDS = {
     "static": "static buffers",
     "stash": "static buffers + paged stash",

@@ -164,8 +164,7 @@ class PartCost:
     """Memory of one part of a model chunk on a rank, and its work for one micro-batch.
 
     params: trained parameters, in order. other_bytes: bytes of frozen parameters and of module buffers. saved: bytes
-    that
-    a micro-batch saves for backward, by kind of module.
+    that a micro-batch saves for backward, by kind of module.
     """
 
     params: tuple[ParamSize, ...] = ()
@@ -488,8 +487,7 @@ def measure_work(
 
     of_each_kind: number of layers of each kind to run, of which the last one counts. The last backward kernels of the
     first one may be attributed to the part before it; one layer is faster. has_all_replicas: whether the short run has
-    as
-    many data-parallel ranks as the run. Raises ValueError as the run would for a layer that cannot be built.
+    as many data-parallel ranks as the run. Raises ValueError as the run would for a layer that cannot be built.
     """
     kinds = distinct_kinds(args)
     pattern = [kind for kind in kinds for _ in range(of_each_kind)]

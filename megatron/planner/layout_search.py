@@ -1,4 +1,4 @@
-"""Searches the layouts of a model that fit for the Pareto front in memory and time.
+"""Finds the Pareto front, in memory and step time, of the layouts in which a model fits.
 
 layout_space.py lists candidates. Each is estimated from the costs of a layout of the same kind, and the best are
 measured on a model built for them.
@@ -150,8 +150,7 @@ def search(space: Space, costs: "LayoutCosts", *, limit: int, most: int, progres
     if not front:
         if known and not fitting:
             # costs.cost skips layouts whose parameters exceed twice the limit. With the smallest known layout as the
-            # limit, it
-            # skips none that needs less.
+            # limit, it skips none that needs less.
             _, known = _costs(space, costs, limit=min(cost.num_bytes for cost, _ in known), progress=progress)
         nearest = _nearest(sorted(known, key=lambda one: one[0].num_bytes), costs)
         if nearest is None:

@@ -340,8 +340,7 @@ def rank_range(ranks: Sequence[int]) -> str:
     """Formats one or more ranks, in rising order, as start:stop:step of Python's range.
 
     0:8:1 is 0 to 7. A sum has one element of each term: 2:4:1 + 0:17:16 is 2, 3, 18, 19. Ranks that do not form such a
-    sum
-    are several terms separated by commas.
+    sum are several terms separated by commas.
     """
     terms: list[range] = []
     rest = list(ranks)

@@ -251,8 +251,7 @@ class _Pass:
     """Seconds of one pass of a chunk.
 
     compute: all kernels. recompute: kernels of repeated forwards, part of compute. exposed: messages that the pass
-    waits
-    for. hidden: messages that it overlaps.
+    waits for. hidden: messages that it overlaps.
     """
 
     compute: float

@@ -144,8 +144,7 @@ def trace_step(
     """Records a rank's step of num_microbatches, in a run of equal steps.
 
     model: the rank's wrapped chunks, without memory. batch: one micro-batch in the format of forward_step, tensors [B,
-    S],
-    int64 or fp32, without memory.
+    S], int64 or fp32, without memory.
     """
     recorder = MessageRecorder(groups)
     work = WorkRecorder(model, live_rows=live_rows(args))

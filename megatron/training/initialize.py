@@ -113,9 +113,8 @@ def start_processes(
     """Parses and checks the arguments, joins the process group and seeds every generator.
 
     Works under torchrun and in a plain process, which becomes a group of one. broadcast: is connected, so that ranks
-    send
-    each other their errors. Other parameters: as for initialize_megatron. Raises ValueError for bad arguments, and for
-    arguments that differ between ranks.
+    send each other their errors. Other parameters: as for initialize_megatron. Raises ValueError for bad arguments, and
+    for arguments that differ between ranks.
     """
     notices: list[str] = []
     args = read_arguments(
@@ -160,8 +159,7 @@ def read_arguments(
     """Parses and validates the arguments on this rank, after applying those of the checkpoint if flags request it.
 
     parsed_args: the result of parse_args, used instead of `argv` or the process's own arguments. notices: collects
-    lines
-    for the first rank to print. Raises ValueError for bad arguments.
+    lines for the first rank to print. Raises ValueError for bad arguments.
     """
     args = parsed_args or parse_args(
         extra_args_provider, ignore_unknown_args, argv=None if argv is None else list(argv)

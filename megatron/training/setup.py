@@ -82,8 +82,7 @@ def setup_run(
 
     graphs: replaces this process's GPU as the device that captures CUDA graphs, if the flags request them. exits: exit
     conditions that already listen for the signal; None builds them. non_loss_data: the script's functions for data
-    other
-    than losses.
+    other than losses.
     """
     training, checkpoint = config_from_args(TrainingConfig, args), config_from_args(CheckpointConfig, args)
     logging, faults = config_from_args(LoggingConfig, args), config_from_args(FaultConfig, args)

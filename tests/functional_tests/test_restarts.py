@@ -201,7 +201,7 @@ def test_the_supervisor_survives_its_launcher_and_ends_what_that_left(tmp_path: 
     written = finished.stdout + finished.stderr
     assert finished.returncode == 0, written
     assert re.search(r"ended with -9; failures since the last new checkpoint: 1\n", written), written
-    assert re.search(r"ending processes that an earlier start left: \d+", written), written
+    assert re.search(r"ending processes of an earlier start: \d+", written), written
     assert len(re.findall(r"\] start \d:", written)) == 2, written
     assert_same_steps(Run([], read_log(tmp_path)), undisturbed(FLAGS, ranks=1))
     # Nothing is left that a later supervisor would take for its own.

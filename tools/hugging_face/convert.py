@@ -115,8 +115,7 @@ def to_hub(
     """Writes the weights of a checkpoint as a model that transformers loads, into the new folder `save`; returns it.
 
     Merges low-rank adapters into the weights, through a temporary checkpoint. dtype: dtype of its tensors; None keeps
-    the
-    stored ones. reference: a hub folder whose config.json and tokenizer are copied; None means those next to the
+    the stored ones. reference: a hub folder whose config.json and tokenizer are copied; None means those next to the
     checkpoint, or a new config.json. Raises ValueError if there is no checkpoint, or no architecture for its settings.
     """
     found = checkpoint_of_load(load, step)
@@ -291,4 +290,6 @@ def _model_settings(stored: Mapping[str, Any]) -> dict[str, Any]:
     settings = with_defaults({**stored, "vocab_size": stored["unpadded_vocab_size"]})
     if not settings.get("group_query_attention"):
         settings["num_query_groups"] = settings["num_attention_heads"]
+    if settings["kv_channels"] is None:  # as in checkpoints converted from Megatron-Core
+        settings["kv_channels"] = settings["hidden_size"] // settings["num_attention_heads"]
     return settings

@@ -34,8 +34,7 @@ class RoutingSpan:
     """Consecutive steps with the same number of micro-batches.
 
     rows: maps a layer to the live rows of each forward, [M, S, N], int32. most_of_pair: most rows that one rank sends
-    to
-    another in a forward, [S], int64; 0 if they are not limited.
+    to another in a forward, [S], int64; 0 if they are not limited.
     """
 
     num_microbatches: int

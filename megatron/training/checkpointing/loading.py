@@ -79,8 +79,7 @@ def load_run(
     """Restores a run from config.load: fills all objects in place and returns the iteration.
 
     Collective over all ranks; call it after the optimizer is built. If the folder has no checkpoints, loads the weights
-    of
-    config.pretrained_checkpoint. Without these, prints one line on rank 0, changes nothing and returns 0, or raises
+    of config.pretrained_checkpoint. Without these, prints one line on rank 0, changes nothing and returns 0, or raises
     ValueError under --exit-on-missing-checkpoint. Raises on every rank, with no tensor changed, if the checkpoint is
     damaged, belongs to another model, or lacks requested state. build_parts: builds the model parts of any rank in any
     layout without allocating memory; required for checkpoints in Megatron's formats.

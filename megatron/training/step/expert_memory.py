@@ -78,14 +78,12 @@ class StepFigures:
     rows: live rows of each expert forward, in order. passes: layer numbers of these forwards, from 1. balanced_rows:
     live rows of a forward if all experts were chosen equally often. capacity_factor: factor of this step's buffers.
     factor_needed: the smallest factor that would have sufficed. buffer_rows: C; 0 on a stage without experts.
-    num_discards: how often the step was discarded and retried.
-    With a stash: layout: sizes of the pool. counters: values at the end of the step. tail_bytes: unused bytes of the
-    pages that the step allocated. pages_wanted: peak number of pages in use if every tensor had got pages.
-    balanced_pages: that peak for the longest step planned so far, if every forward had balanced_rows. events: passes of
-    expert groups, in order. specs: tensors that a group stashes. reserve: pages that each forward leaves free; () for
-    none.
-    prefetch_groups: number of groups that release their pages ahead of their backward. Without a stash, layout is None
-    and the others are empty or 0.
+    num_discards: how often the step was discarded and retried. With a stash: layout: sizes of the pool. counters:
+    values at the end of the step. tail_bytes: unused bytes of the pages that the step allocated. pages_wanted: peak
+    number of pages in use if every tensor had got pages. balanced_pages: that peak for the longest step planned so far,
+    if every forward had balanced_rows. events: passes of expert groups, in order. specs: tensors that a group stashes.
+    reserve: pages that each forward leaves free; () for none. prefetch_groups: number of groups that release their
+    pages ahead of their backward. Without a stash, layout is None and the others are empty or 0.
     """
 
     layout: PoolLayout | None
@@ -230,8 +228,7 @@ class ExpertMemory:
         self._balanced_rows = tokens_per_rank * config.moe_router_topk * (config.expert_tensor_parallel_size or 1)
         self._learned = LearnedSizes(expert_ranks=expert_ranks)
         # Largest number of rows of a forward, relative to balanced routing: in each recent step, in the discarded
-        # attempts
-        # at the current step, and in the steps before the loaded checkpoint.
+        # attempts at the current step, and in the steps before the loaded checkpoint.
         self._recent_shares: deque[float] = deque(maxlen=RESERVE_STEPS)
         self._attempted_share = self._share_before = 0.0
         self._capacity_factor = config.moe_expert_rank_capacity_factor
@@ -559,8 +556,7 @@ def open_pool(device: torch.device, layout: PoolLayout | None, *, config: PagedS
     """Allocates this rank's pool; returns None for a stage without a layout, which stashes nothing. Collective.
 
     Raises on every rank if one has too little memory: on that rank a ValueError naming the flag to change, on the
-    others a
-    RemoteRankError.
+    others a RemoteRankError.
     """
     pool = None
     with all_ranks_agree(), flags_named_in_errors():

@@ -204,9 +204,9 @@ def in_eight_bits(tensors: Tensors) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without, f"has no {NORM}, which stores {NORM} of the model"),
-        (with_more, "has decoder.other.weight, which does not belong to the model of its arguments"),
-        (narrower, f"has {NORM} with shape [31]: must be [32] by its arguments"),
+        (without, f"has no {NORM}: parameter {NORM} of its model is missing"),
+        (with_more, "has decoder.other.weight, which does not belong to the model that its arguments describe"),
+        (narrower, f"has {NORM} with shape [31]: must be [32] according to its arguments"),
         (in_eight_bits, f"holds {OUTPUT} as torch.float8_e4m3fn: must be fp64, fp32, bf16 or fp16"),
     ],
 )
@@ -270,7 +270,7 @@ def test_damaged_files_and_other_formats_are_named(
     for changes, message in (
         ({"qk_l2_norm": True}, "qk_l2_norm is True: must be unset"),
         ({"hidden_size": "64"}, "args.hidden_size is '64'"),
-        ({"hidden_size": 64}, "must be [128, 64] by its arguments"),
+        ({"hidden_size": 64}, "must be [128, 64] according to its arguments"),
         ({"vocab_size": None}, "does not contain the number of tokens of the tokenizer: give --vocab-size"),
         ({"vocab_size": 129}, "the vocabulary has 129 tokens: must be 1 to the 128 rows"),
         (None, "has no arguments: give --model-config"),

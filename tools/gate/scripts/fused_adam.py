@@ -28,9 +28,8 @@ class Settings:
     """Settings of a case.
 
     adam: arguments of the optimizer's constructor. scale: initial loss scale; step 3 overflows. unscaled_by: what
-    divides
-    gradients by the scale before clipping; None clips scaled gradients, which torch requires for fp16 parameters. grid:
-    sizes of the group that shares each state, and of the group that holds copies of it.
+    divides gradients by the scale before clipping; None clips scaled gradients, which torch requires for fp16
+    parameters. grid: sizes of the group that shares each state, and of the group that holds copies of it.
     """
 
     adam: dict[str, Any] = field(default_factory=dict)
