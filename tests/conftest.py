@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+from collections.abc import Generator
 from typing import Any
 
 import numpy
@@ -35,6 +36,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--order-seed", type=int, metavar="SEED", help="run files, and the tests of a file, in random order"
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collects tests without garbage collections: what is imported stays, and each collection walks all of it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

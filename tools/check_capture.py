@@ -1,13 +1,13 @@
 """Checks without a GPU whether one CUDA graph can hold a training step: `python tools/check_capture.py` with the flags
 of pretrain_gpt.py. With --optimizer-cuda-graph it includes the optimizer step, and with --cuda-graph-impl local it
-checks the parts of layers that --cuda-graph-modules names. Exit status: 0 if capture works, 1 if not; all reasons are
-printed. With --replay N it also trains N more steps with tapes, which behave like graphs, and compares
+checks the parts of layers named by --cuda-graph-modules. Exit status: 0 if capture works, 1 if not; all reasons are
+printed. With --replay N it also trains N more steps with tapes, which behave like graphs, and compares the results
 (capture_replay.py).
 
-Trains two steps on mock tokens and examines the third as if it was captured. Loads and writes no files. Start it with
+Trains two steps on mock tokens and examines the third as if it were captured. Loads and writes no files. Start it with
 torchrun if the layout needs several processes. Sizes do not matter for capture: if the model is too large for this
 machine, append smaller sizes, because the last occurrence of a flag counts. Everything runs on the CPU. Where code
-chooses by device, it examines the CPU's choice, except for the transfer of expert rows.
+chooses by device, the CPU's choice is examined, except for the transfer of expert rows.
 """
 
 import argparse
@@ -70,8 +70,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         _say(f"{'NOT ' * bool(found)}CAPTURABLE: {asked_of(argv)[0]}", found)
         if own.replay and not found:
             found = differences_of_replay(argv, own.replay)
-            same = f"REPLAYED: {own.replay} steps on a tape have the bits of the eager ones"
-            _say("NOT THE SAME when replayed on a tape" if found else same, found)
+            same = f"REPLAYED: {own.replay} steps on a tape are bitwise equal to the eager ones"
+            _say("DIFFERENT when replayed on a tape" if found else same, found)
     raise SystemExit(int(bool(found)))
 
 
@@ -82,7 +82,7 @@ def _say(verdict: str, found: Sequence[str]) -> None:
 
 
 def breaks_of(argv: Sequence[str]) -> list[str]:
-    """Returns what prevents the requested graphs on any rank: flags, and operations with their lines. Collective."""
+    """Returns the flags and operations, with their lines, that prevent the requested graphs on any rank. Collective."""
     asked, rest = asked_of(argv)
     with ErrorBroadcast(describe=message_for_other_ranks, leave=leave_process_group) as broadcast:
         args = start_processes(argv=rest, broadcast=broadcast)
@@ -116,7 +116,7 @@ class LintedGraphs:
         yield
 
     def new_pool(self) -> None:
-        """Returns None: passes use ordinary memory."""
+        """Returns None, because passes use ordinary memory."""
 
     @contextmanager
     def capturing(self, pool: None = None) -> Iterator["LintedGraphs"]:
@@ -137,11 +137,11 @@ class LintedGraphs:
             self._may_be_together = self._are_together = False
 
     def replay(self) -> None:
-        """Does nothing: the passes already ran instead of being captured."""
+        """Does nothing, because the passes already ran instead of being captured."""
 
     def breaks(self, steps: StepRunner) -> list[str]:
         """Returns the findings. Must be called after the results have been used."""
-        assert steps.graph is not None and self.regions, "no step was looked at"
+        assert steps.graph is not None and self.regions, "no step was examined"
         failures = failures_of(steps.graph)
         steps.graph.drop_graphs()
         for region in self.regions:
@@ -175,7 +175,7 @@ def _setup(args: argparse.Namespace) -> tuple[StepRunner, MegatronOptimizer, Lin
 
 
 def _made_up_batches(args: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
-    """Returns this rank's microbatches of one step as data iterators."""
+    """Returns this rank's micro-batches of one step as data iterators."""
     leave_files_alone(args)
     groups, count = get_process_groups(), get_num_microbatches()
     plan = BatchPlan(

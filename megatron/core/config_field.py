@@ -5,6 +5,7 @@ Does not parse a command line: megatron/training/command_line/flags.py generates
 
 import dataclasses
 import enum
+import functools
 import math
 import types
 import typing
@@ -92,7 +93,8 @@ def validate_fields(config: Any) -> None:
     problems = field_problems(type(config), vars(config))
     if problems:
         raise ValueError("\n".join(problems.values()))
-    hints = typing.get_type_hints(type(config))
+    own_class: Any = type(config)
+    hints = type_hints(own_class)
     for field in dataclasses.fields(config):
         if not field.init:
             continue  # derived from the others afterwards
@@ -108,9 +110,15 @@ def _as_annotated(value: list[Any] | tuple[Any, ...], hint: Any) -> Any:
     return value if type(value) in kinds or len(kinds) != 1 else kinds.pop()(value)
 
 
+@functools.cache
+def type_hints(config_class: Any) -> Mapping[str, Any]:
+    """Returns the annotations of a dataclass and its bases, by field name, as types. Cached, for evaluation is slow."""
+    return types.MappingProxyType(typing.get_type_hints(config_class))
+
+
 def field_problems(config_class: Any, values: Mapping[str, Any]) -> dict[str, str]:
     """Returns, by field name, an error message for each of `values` that its FieldSpec or annotation forbids."""
-    hints = typing.get_type_hints(config_class)
+    hints = type_hints(config_class)
     problems = {}
     for field in dataclasses.fields(config_class):
         spec = field_spec(field)

@@ -139,7 +139,7 @@ def model_of_flags(provider: Callable[..., Any] | None) -> list[str]:
         kinds = [type(wrapped[0]).__name__, type(plain[0]).__name__]
         with pytest.raises(ValueError, match="model_type is"):
             get_model(pretrain_gpt.model_provider, ModelType.encoder_and_decoder)
-        with pytest.raises(ValueError, match="config is not the model's"):
+        with pytest.raises(ValueError, match="config does not belong to the model"):
             train_step(pretrain_gpt.forward_step, None, wrapped, None, None, object(), None)
         # A model of the flags, without a provider, in the order of the main branch.
         _, optimizer, _ = setup_model_and_optimizer(KIND)

@@ -108,7 +108,7 @@ def test_from_a_damaged_checkpoint_a_run_goes_back_to_the_one_before_and_says_so
     argv = command_line({**DENSE, "load": folder, "save": folder})
     run = run_program(argv, 2, folder=tmp_path / "run")
     assert run.exit_codes == [0, 0], run.written()
-    notice = rf"{message}.*: taking iteration 3, the newest complete checkpoint"
+    notice = rf"{message}.*: loading iteration 3 instead, the newest complete checkpoint"
     assert len(re.findall(notice, run.written())) == 1, run.written()
     assert sorted(run.steps) == [4, 5, 6]
     # The damaged one has made way.

@@ -82,7 +82,7 @@ def test_killed_and_hanging_ranks_change_no_loss(seed: int, tmp_path: Path, undi
         assert ("ended inside a save" in run.written()) == (kind == "SIGKILL in a save"), run.written()
     last = _attempt({**flags, "save": saved}, len(faults), tmp_path, faults=faults)
     assert last.exit_codes == [0] * RANKS, last.written()
-    assert f"restart {len(faults)}: going on from --save {saved}" in last.written()
+    assert f"restart {len(faults)}: continuing from --save {saved}" in last.written()
     assert_same_steps(last, undisturbed(flags))
 
 
@@ -201,7 +201,7 @@ def test_the_supervisor_survives_its_launcher_and_ends_what_that_left(tmp_path: 
     written = finished.stdout + finished.stderr
     assert finished.returncode == 0, written
     assert re.search(r"ended with -9; failures since the last new checkpoint: 1\n", written), written
-    assert re.search(r"ending processes that an earlier start left: \d+", written), written
+    assert re.search(r"ending processes of an earlier start: \d+", written), written
     assert len(re.findall(r"\] start \d:", written)) == 2, written
     assert_same_steps(Run([], read_log(tmp_path)), undisturbed(FLAGS, ranks=1))
     # Nothing is left that a later supervisor would take for its own.

@@ -31,7 +31,7 @@ def write_run(folder: Path, steps: range, *, flags: dict | None = None, **change
 @pytest.mark.parametrize(
     "changed, rtol, status, expected",
     [
-        ({}, 0, 0, ["All 20 common steps are equal, bit for bit"]),
+        ({}, 0, 0, ["All 20 common steps are bitwise equal"]),
         (
             {"lm_loss": {7: 5.2, 9: 5.5}, "grad_norm": {7: 1.0}, "seconds": {1: 99.0}},
             0,
@@ -67,7 +67,7 @@ def test_common_steps_count_and_the_others_are_named(tmp_path: Path, capsys) -> 
     assert "All 8 common steps" in printed and "Only in A: 2 steps (1 to 2) Only in B: 20 steps (11 to 30)" in printed
     assert "flags lr 0.1 0.2" in printed and "flags new not set None" in printed and "torch" not in printed
     assert compare_runs.main([str(a), str(write_run(tmp_path / "c", range(40, 45)))]) == 1
-    assert "No step is in both logs" in capsys.readouterr().out
+    assert "The logs have no step in common" in capsys.readouterr().out
     assert compare_runs.main([str(a), str(tmp_path)]) == 2
     assert "holds 3 runs: give one of" in capsys.readouterr().err
 

@@ -147,9 +147,9 @@ def test_what_is_no_such_checkpoint_is_named(
     for changes, message in (
         ({"args": 3}, "holds 3 as args"),
         ({"iteration": "x"}, "'x' as iteration"),
-        ({"checkpoint_version": torch.ones(2)}, "is of checkpoint_version tensor"),
-        ({"model": 3}, "has no parameters by name"),
-        ({"model": {3: torch.ones(1)}}, "has no parameters by name"),
+        ({"checkpoint_version": torch.ones(2)}, "has checkpoint_version tensor"),
+        ({"model": 3}, "holds a model without named parameters"),
+        ({"model": {3: torch.ones(1)}}, "holds a model without named parameters"),
         ({"model": {key: torch.ones(16, 8).to_sparse()}}, f"torch.sparse_coo tensor on cpu as {key}"),
         ({"model": {key: torch.ones(16, 8).int()}}, f"int32 torch.strided tensor on cpu as {key}"),
     ):

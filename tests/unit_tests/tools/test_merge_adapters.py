@@ -59,11 +59,11 @@ def test_a_merged_model_computes_what_the_adapted_one_does(fields: dict[str, Any
 
 
 def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there is no checkpoint in it"):
+    with pytest.raises(ValueError, match="no checkpoint found"):
         merge_adapters(tmp_path / "none", tmp_path / "merged")
     save_run(build(rank=None), tmp_path / "run", rank=None)
     with pytest.raises(ValueError, match="its checkpoint has no adapters to merge"):
         merge_adapters(tmp_path / "run", tmp_path / "merged")
     save_run(build(rank=RANK), tmp_path / "adapted", rank=RANK)
-    with pytest.raises(ValueError, match="there are checkpoints in it already"):
+    with pytest.raises(ValueError, match="it already holds checkpoints"):
         merge_adapters(tmp_path / "adapted", tmp_path / "run")

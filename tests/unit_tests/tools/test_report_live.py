@@ -296,8 +296,8 @@ def test_it_serves_a_folder_without_a_log_and_ends_cleanly_on_signals(tmp_path: 
     numbers = [signal.SIGINT, signal.SIGTERM]
     for outcome in launch_on_ranks(_serve_and_end, 2, tmp_path, numbers, backend=None, timeout=60):
         assert (outcome.error, outcome.value) == (None, 0)
-        assert outcome.stdout.startswith("Report: http://") and outcome.stdout.endswith("\nReport: ended\n")
-        assert outcome.stderr.startswith("WARNING: --host is 0.0.0.0: whoever reaches")
+        assert outcome.stdout.startswith("Report: http://") and outcome.stdout.endswith("\nReport: stopped\n")
+        assert outcome.stderr.startswith("WARNING: --host is 0.0.0.0: anyone who can reach")
         assert len(outcome.stderr.splitlines()) == 1
 
 

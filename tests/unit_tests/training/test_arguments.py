@@ -1,6 +1,7 @@
 """Tests of flag parsing: names, values, refusals. Configuration files are in test_arguments_files.py."""
 
 import argparse
+import difflib
 import re
 from pathlib import Path
 
@@ -78,7 +79,7 @@ def test_words_become_values(words: str, dest: str, value: object) -> None:
         ("--num-layers", ["--num-layers", "expected one argument"]),
         ("--num-layers two", ["--num-layers: 'two' is not an integer"]),
         ("--lr fast", ["--lr: 'fast' is not a number"]),
-        ("--bf16=1", ["--bf16: takes no value"]),
+        ("--bf16=1", ["--bf16: does not take a value"]),
         ("--exit-signal SIGNOT", ["--exit-signal", "SIGTERM"]),
         ("--moe-layer-freq [0", ["--moe-layer-freq: '[0'"]),
         ("--normalization GroupNorm", ["'GroupNorm' is not one of LayerNorm, RMSNorm"]),
@@ -86,7 +87,7 @@ def test_words_become_values(words: str, dest: str, value: object) -> None:
         ("--optimizer lion", ["'lion' is not available here", "adam, sgd"]),
         (
             "--optimizer dist_muon",
-            ["'dist_muon' is not available here; give muon, with --use-distributed-optimizer to shard it"],
+            ["'dist_muon' is not available here; give muon, and --use-distributed-optimizer to shard its state"],
         ),
         ("--rl-profile", ["--rl-profile: not supported", "RL trainer"]),
         ("--batch-size 4", ["--micro-batch-size"]),
@@ -201,6 +202,17 @@ def test_scripts_add_flags_and_reuse_names_that_do_nothing_here() -> None:
 def test_unknown_flags_pass_where_the_script_asks_for_it() -> None:
     args = parse_args(None, True, argv=["--mine", "3", "--num-layers", "2"])
     assert args.num_layers == 2
+
+
+def test_nearest_names_are_searched_only_for_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[str] = []
+    monkeypatch.setattr(difflib, "get_close_matches", lambda name, *_, **__: searched.append(name) or [])
+    args = parse_args(argv=MINIMAL.split())
+    assert not hasattr(args, "num_layer")
+    assert searched == []
+    with pytest.raises(AttributeError, match="there is no argument num_layer$"):
+        _ = args.num_layer
+    assert set(searched) == {"num_layer"}
 
 
 def test_every_configuration_can_be_built_from_arguments() -> None:

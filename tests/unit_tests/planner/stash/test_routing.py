@@ -94,7 +94,7 @@ def test_rows_grow_with_skew_and_depend_on_the_seed() -> None:
             "drift:1",
             "must be drift:SPREAD:STEPS with SPREAD from 0.001 to 100 and STEPS from 0.001 to",
         ),
-        ("balanced:1", "must be balanced, which has no numbers"),
+        ("balanced:1", "must be balanced, which has no parameters"),
     ],
 )
 def test_invalid_skews_are_refused(text: str, words: str) -> None:

@@ -270,7 +270,7 @@ def test_integrity_names_what_broke(broken: Callable, message: str) -> None:
         (lambda pool, group, memory: pool.restore(group, [memory.to("meta")]), r"targets\[0\] is on meta"),
         (lambda pool, group, memory: pool.restore(group, [memory.int()]), r"\(\[256\], torch.int32\)"),
         (lambda pool, group, memory: pool.restore(group, [memory[::2]]), "without gaps"),
-        (lambda pool, group, memory: pool.open_group([]), "a tensor at least"),
+        (lambda pool, group, memory: pool.open_group([]), "at least one tensor"),
     ],
 )
 def test_what_does_not_fit_is_refused(call: Callable, message: str) -> None:

@@ -173,12 +173,12 @@ def test_a_stash_that_never_keeps_anything_is_refused_in_the_whole_model_alone()
     for stages in (events_of(1, 2, 1), events_of(2, 2, 2), [[], *events_of(1, 2, 1)]):
         check_effect(stages)
     for stages in (events_of(1, 1, 8), events_of(2, 2, 1)[1:], [[], []], []):
-        with pytest.raises(ValueError, match="moe_paged_stash is True but can have no effect"):
+        with pytest.raises(ValueError, match="moe_paged_stash is True but has no effect"):
             check_effect(stages)
 
 
 def test_the_line_for_the_log_says_gains_and_costs() -> None:
-    for layers, factor, word in ((12, 1.0, "saves 18%"), (2, 1.0, "COSTS"), (12, 0.0, "all on the host")):
+    for layers, factor, word in ((12, 1.0, "saves 18%"), (2, 1.0, "COSTS"), (12, 0.0, "pages on the host, ")):
         (events,) = events_of(1, layers, 1)
         config = settings(cuda=factor, cpu=float(factor == 0))
         needs = needs_of(config, events)
