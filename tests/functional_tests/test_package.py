@@ -21,7 +21,7 @@ from megatron.__main__ import COMMANDS
 from tests.harness import ROOT
 
 # As many ids as the tokenizer of bytes has.
-TINY = "--model qwen3-30b-a3b --model-scale tiny --vocab-size 257 --seq-length 32 --micro-batch-size 2 --lr 1e-3 --lr-decay-iters 4"
+TINY = "--model qwen3-30b-a3b --model-scale tiny --vocab-size 257 --seq-length 32 --micro-batch-size 2 --lr 1e-3"
 # A wheel of NVIDIA's megatron-core, as far as imports see it: no megatron/__init__.py, and files of the same paths.
 THEIRS = "megatron_core-0.99.0"
 
@@ -127,7 +127,8 @@ def test_installed_programs_work_in_any_folder(installed: Environment, tmp_path:
 
     tokenizer = "--tokenizer-type ByteLevelTokenizer"
     run(f"megatron-preprocess --input text.txt --output-prefix tokens --append-eod {tokenizer}")
-    flags = f"{TINY} {tokenizer} --data-path tokens_text_document --split 9,1,0 --save run --load run"
+    data = f"{tokenizer} --data-path tokens_text_document --split 9,1,0"
+    flags = f"{TINY} {data} --lr-decay-iters 4 --save run --load run"
     torchrun = "python -m torch.distributed.run --standalone --nproc-per-node 1 -m megatron train"
     run(f"{torchrun} {flags} --train-iters 1")
     assert "iteration        2/" in run(f"megatron-train {flags} --train-iters 2 --tensorboard-dir run")
