@@ -106,15 +106,17 @@ def build_sample_index(
 ) -> np.ndarray:
     """Returns (place, offset) of stream positions 0, S, 2S ...: [num_samples + 1, 2]. lengths: of all documents."""
     ends = np.cumsum(lengths[document_index], dtype=np.int64)
-    positions = np.arange(num_samples + 1, dtype=np.int64) * seq_length
-    # side="right" finds the first document that ends after the position, so empty documents are skipped.
-    places = np.searchsorted(ends, positions, side="right")
+    small = max(len(document_index), int(lengths.max(initial=0))) < np.iinfo(np.int32).max
+    index = np.empty((num_samples + 1, 2), dtype=np.int32 if small else np.int64)
+    # Positions before the end of each document. An empty one has the count of the document before it, and is skipped.
+    counts = np.minimum(-(-ends // seq_length), num_samples + 1)
+    places = np.repeat(np.arange(len(ends)), np.diff(counts, prepend=0))
     # Megatron's first entry is the first document even if it is empty, which gives the same tokens.
     places[0] = 0
-    starts = ends[places] - lengths[document_index[places]]
-    offsets = positions - starts
-    small = max(len(document_index), int(lengths.max(initial=0))) < np.iinfo(np.int32).max
-    return np.stack([places, offsets], axis=1).astype(np.int32 if small else np.int64)
+    index[:, 0] = places
+    starts = ends - lengths[document_index]
+    index[:, 1] = np.arange(num_samples + 1, dtype=np.int64) * seq_length - starts[places]
+    return index
 
 
 def build_shuffle_index(plan: EpochPlan, *, rng: np.random.RandomState) -> np.ndarray:
