@@ -1,8 +1,8 @@
 """Reads raw documents of .txt and .jsonl files, one at a time, and reports bad lines. Does not tokenize.
 
-A line of a .jsonl or .json file is an object with a document under one of its keys. A .txt file is split at blank lines
-into documents of at least 4 KiB. Text without blank lines is split after the line that reaches 64 KiB. The concatenated
-documents of a .txt file equal the file. All files may be compressed: .gz.
+Each line of a .jsonl or .json file is an object with a document under one of its keys. A .txt file is split at blank
+lines into documents of at least 4 KiB. Text without blank lines is split after the line that reaches 64 KiB. The
+concatenated documents of a .txt file equal the file. All files may be gzip-compressed (.gz).
 """
 
 import glob
@@ -63,12 +63,14 @@ def find_text_files(inputs: Iterable[str]) -> list[Path]:
 
 
 def is_json(path: Path) -> bool:
-    """Whether a file has one document per line; otherwise it is one text."""
+    """Returns whether a file has one document per line; otherwise it is one text."""
     return _kind(path) in JSON_SUFFIXES
 
 
 def can_be_cut(path: Path) -> bool:
-    """Whether parts of a file can be read separately, which needs visible document borders and no compression."""
+    """Returns whether parts of a file can be read separately, which requires visible document borders and no
+    compression.
+    """
     return path.suffix in JSON_SUFFIXES
 
 
@@ -81,7 +83,7 @@ def read_raw_documents(path: Path, *, begin: int = 0, end: int | None = None) ->
     try:
         yield from _read_raw_documents(path, begin=begin, end=end)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path} is cut short or no gzip file: {error}") from error
+        raise ValueError(f"{path} is truncated or not a gzip file: {error}") from error
 
 
 def _read_raw_documents(path: Path, *, begin: int, end: int | None) -> Iterator[RawDocument]:
@@ -112,7 +114,7 @@ def decode_document(raw: RawDocument, *, json_key: str) -> tuple[str, list[BadLi
 
 
 def decode_texts(raw: RawDocument, keys: Sequence[str]) -> tuple[list[str], list[BadLine]]:
-    """Decodes several keys of a line as decode_document does. A text file has no keys, so `keys` must have length 1."""
+    """Decodes several keys of a line like decode_document. A text file has no keys, so `keys` must have length 1."""
     if not is_json(raw.path):
         text, bad_lines = _decode_text(raw)
         return [text], bad_lines
@@ -146,12 +148,12 @@ def _files_of(path: Path) -> list[Path]:
     if path.is_dir():
         inside = sorted(file for file in path.rglob("*") if _kind(file) in kinds)
         if not inside:
-            raise ValueError(f"{path} has no file that ends in {', '.join(kinds)}")
+            raise ValueError(f"{path} contains no file that ends in {', '.join(kinds)}")
         return inside
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
     if _kind(path) not in kinds:
-        raise ValueError(f"{path} must end in {', '.join(kinds)}, or that and {COMPRESSED}")
+        raise ValueError(f"{path} must end in {', '.join(kinds)}, optionally followed by {COMPRESSED}")
     return [path]
 
 
@@ -197,7 +199,7 @@ def _decode_text(raw: RawDocument) -> tuple[str, list[BadLine]]:
     try:
         return raw.data.decode(), []
     except UnicodeDecodeError:
-        pass  # decodes line by line, so that only the lines with wrong bytes are lost
+        pass  # Decodes line by line, so that only the lines with invalid bytes are lost.
     good, bad = [], []
     for line, data in enumerate(io.BytesIO(raw.data), raw.line):
         try:

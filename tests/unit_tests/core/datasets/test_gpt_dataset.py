@@ -70,7 +70,7 @@ def test_data_of_another_tokenizer_is_found_at_start_up(tmp_path: Path, token: i
     raw = np.concatenate(documents).astype(np.uint16)
     raw[sum(map(len, documents[:sequence]))] = token
     (tmp_path / "a.bin").write_bytes(raw.tobytes())
-    with pytest.raises(ValueError, match=rf"holds token {token}: NullTokenizer of 1000 ids has ids 0 to 999"):
+    with pytest.raises(ValueError, match=rf"contains token {token}: NullTokenizer of 1000 ids has ids 0 to 999"):
         build(dataset_config(tmp_path / "a"), sizes=(10, 10, 10))
 
 
@@ -80,7 +80,7 @@ def test_a_wrong_token_that_start_up_missed_is_found_when_read(tmp_path: Path) -
     raw = np.full(sum(map(len, documents)), 5000, dtype=np.uint16)
     with open(tmp_path / "a.bin", "r+b") as file:
         file.write(raw.tobytes())
-    with pytest.raises(ValueError, match=r"a \(train\) holds token 5000"):
+    with pytest.raises(ValueError, match=r"a \(train\) contains token 5000"):
         dataset[0]
 
 

@@ -138,7 +138,7 @@ def test_every_truncation_is_noticed_when_the_pair_is_opened(tmp_path: Path) -> 
         (34, struct.pack("<i", -1), "sequence 0 is -1 elements"),
         (42, struct.pack("<q", 1 << 62), "at byte 4611686018427387904"),
         (42, struct.pack("<q", -2), "at byte -2"),
-        (74, struct.pack("<q", 5), "borders must rise from 0 to 2"),
+        (74, struct.pack("<q", 5), "borders must increase from 0 to 2"),
     ],
 )
 def test_a_damaged_index_says_what_is_wrong(tmp_path: Path, offset: int, value: bytes, message: str) -> None:

@@ -65,7 +65,7 @@ def test_unset_fields_follow_from_others() -> None:
                 "moe_router_load_balancing_type": ["sinkhorn", "aux_loss"],
                 "moe_aux_loss_coeff": [0.0, 0.0],
             },
-            "sinkhorn must stand alone",
+            "sinkhorn cannot be combined",
         ),
         (
             {
@@ -175,7 +175,7 @@ def test_unset_fields_follow_from_others() -> None:
         ),
         (
             {"tensor_model_parallel_size": 2, "num_moe_experts": 2},
-            "tensor_model_parallel_size is 2 and num_moe_experts is 2: experts need --sequence-parallel",
+            "tensor_model_parallel_size is 2 and num_moe_experts is 2: experts also require --sequence-parallel",
         ),
         ({"bf16": True, "fp16": True}, "choose one precision"),
     ],
