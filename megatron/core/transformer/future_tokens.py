@@ -35,11 +35,12 @@ class FutureToken:
 
 @dataclass(frozen=True)
 class FutureTokens:
-    """Tokens up to num_ahead places ahead of this rank's tokens of a micro-batch. All [B, S], int64, but
-    loss_mask, [B, S], float, or None for all ones, and padding_mask, [B, S], bool, or None for no padding.
+    """Tokens up to num_ahead positions ahead of this rank's tokens of a micro-batch.
 
-    packed_seq_params, attention_mask: borders between documents, as for GPTModel. cp_group: ranks that share sequences.
-    Collective over it where it has more than one rank. Raises ValueError where these have less than num_ahead tokens.
+    All tensors are [B, S], int64, except loss_mask, [B, S], float, or None for all ones, and padding_mask, [B, S],
+    bool, or None for no padding. packed_seq_params, attention_mask: document borders, as for GPTModel. cp_group: ranks
+    that share sequences. Collective over it if it has more than one rank. Raises ValueError if ranks have fewer than
+    num_ahead tokens.
     """
 
     input_ids: Tensor

@@ -50,7 +50,7 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
         ("--micro-batch-size 0", "", ["--micro-batch-size is 0: must be at least 1"]),
         ("--hidden-size=-32", "", ["--hidden-size is -32: must be at least 1"]),
         ("--num-layers 2147483648", "", ["--num-layers is 2147483648: must be at most 100000"]),
-        ("--vocab-size 99999999999999999999", "", ["--vocab-size is 99999999999999999999: must fit into 64 bits"]),
+        ("--vocab-size 99999999999999999999", "", ["--vocab-size is 99999999999999999999: must fit in 64 bits"]),
         (
             "--distributed-timeout-minutes 9223372036854775807",
             "",

@@ -204,7 +204,7 @@ def test_made_up_data_is_the_same_everywhere_and_follows_from_two_tokens(vocab_s
 def test_tokens_of_every_integer_type_are_read_and_no_others(tmp_path: Path, dtype: str) -> None:
     write_corpora(tmp_path, {"a": {"dtype": dtype}, "b": {}})
     if dtype.startswith("float"):
-        with pytest.raises(DataError, match=f"elements are {dtype}: tokens must be integers"):
+        with pytest.raises(DataError, match=f"declares elements of type {dtype}: tokens must be integers"):
             build(dataset_config(tmp_path / "a"))
         return
     found, expected = (build(dataset_config(tmp_path / name))[0] for name in "ab")
@@ -227,7 +227,7 @@ def test_tokens_of_every_integer_type_are_read_and_no_others(tmp_path: Path, dty
     ],
 )
 def test_fields_of_what_is_not_here_are_refused_by_name(field: dict) -> None:
-    with pytest.raises(ValueError, match=f"GPTDatasetConfig.{next(iter(field))} is .*; leave it at"):
+    with pytest.raises(ValueError, match=f"GPTDatasetConfig.{next(iter(field))} is .*; keep the default"):
         GPTDatasetConfig(random_seed=1, sequence_length=8, **field)
 
 

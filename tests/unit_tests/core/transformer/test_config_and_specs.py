@@ -263,7 +263,7 @@ def test_fields_of_what_does_not_exist_here_are_accepted_at_their_defaults_alone
     sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
     TransformerConfig(**sizes, fp8=None, fp8_recipe="delayed", mamba_state_dim=128, bias_dropout_fusion=True)
     with pytest.raises(
-        ValueError, match=r"TransformerConfig\.fp8 is 'hybrid': 8- and 4-bit training .*; leave it at None"
+        ValueError, match=r"TransformerConfig\.fp8 is 'hybrid': 8- and 4-bit training .*; keep the default None"
     ):
         TransformerConfig(**sizes, fp8="hybrid")
     with pytest.raises(ValueError, match="cpu_offloading is True and cpu_offloading_num_layers is 0"):

@@ -62,7 +62,7 @@ def test_layers_are_spread_as_the_settings_say(
         (2, {"pipeline_model_parallel_layout": "Et*8L"}, "with 1 stages: must have .* x virtual stages \\(2\\)"),
         (2, {"pipeline_model_parallel_layout": "Et*3|ttL"}, r"with 5 layers \(t\): must be num_layers \(8\)"),
         (2, {"pipeline_model_parallel_layout": "Et*4m|t*4L"}, r"multi-token prediction \(m\) in the same"),
-        (2, {"pipeline_model_parallel_layout": "Et|xL"}, "'x' means nothing"),
+        (2, {"pipeline_model_parallel_layout": "Et|xL"}, "'x' is not allowed"),
         (2, {"pipeline_model_parallel_layout": "t*4E|t*4L"}, "must begin with the embedding"),
         (2, {"pipeline_model_parallel_layout": "Ett|(tt|L"}, "unbalanced parentheses"),
         (2, {"pipeline_model_parallel_layout": "[['embedding', 'decoder'], ['loss']]"}, "lists are not taken"),
