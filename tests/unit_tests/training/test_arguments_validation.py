@@ -50,7 +50,7 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
         ("--micro-batch-size 0", "", ["--micro-batch-size is 0: must be at least 1"]),
         ("--hidden-size=-32", "", ["--hidden-size is -32: must be at least 1"]),
         ("--num-layers 2147483648", "", ["--num-layers is 2147483648: must be at most 100000"]),
-        ("--vocab-size 99999999999999999999", "", ["--vocab-size is 99999999999999999999: must fit into 64 bits"]),
+        ("--vocab-size 99999999999999999999", "", ["--vocab-size is 99999999999999999999: must fit in 64 bits"]),
         (
             "--distributed-timeout-minutes 9223372036854775807",
             "",
@@ -109,7 +109,7 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
             ["--yarn-beta-fast is 1.0: must be more than --yarn-beta-slow (1.0)"],
         ),
         ("--apply-wd-to-qk-layernorm", "", ["--apply-wd-to-qk-layernorm needs --qk-layernorm"]),
-        ("--q-lora-rank 8", "", ["--q-lora-rank is 8: needs --multi-latent-attention"]),
+        ("--q-lora-rank 8", "", ["--q-lora-rank is 8: requires --multi-latent-attention"]),
         (
             "--multi-latent-attention --position-embedding-type none",
             "",
