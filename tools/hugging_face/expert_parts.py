@@ -89,7 +89,7 @@ class ExpertGroups:
 
 
 class GroupLimitedGreedy:
-    """DeepSeek-V2's groups, scored by their best expert, which topk_method enables."""
+    """DeepSeek-V2's expert groups, which are scored by their best expert. topk_method enables them."""
 
     def read(self, config: Mapping[str, Any]) -> Values:
         method = config.get("topk_method") or "greedy"
