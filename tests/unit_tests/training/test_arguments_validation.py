@@ -176,7 +176,7 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
             ["becomes 3: must be a multiple of --micro-batch-size"],
         ),
         ("--step-batch-size-schedule 5:2", "", ["--step-batch-size-schedule is '5:2'", "must start at 0"]),
-        ("--decoupled-min-lr 0.1", "", ["--decoupled-min-lr is 0.1: needs --decoupled-lr"]),
+        ("--decoupled-min-lr 0.1", "", ["--decoupled-min-lr is 0.1: requires --decoupled-lr"]),
         ("--decoupled-lr 0.1 --decoupled-min-lr 1", "", ["--decoupled-lr is 0.1: must be at least its minimum, 1.0"]),
         (
             "--optimizer-cuda-graph",
@@ -287,7 +287,7 @@ def test_all_contradictions_are_told_at_once() -> None:
         "world size is 1: must be a multiple of --tensor-model-parallel-size",
         "--num-attention-heads is 4: must be a multiple of --tensor-model-parallel-size (3)",
         "--overlap-param-gather is set: requires --use-distributed-optimizer",
-        "--profile-ranks has 9: must be below the 1 processes",
+        "--profile-ranks has 9: must be below the number of processes (1)",
         "--optimizer-cuda-graph is given and --cuda-graph-impl is none",
         "--non-finite-policy is rewind: needs --save and --save-interval",
         "--log-progress needs --save",
