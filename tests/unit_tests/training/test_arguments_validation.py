@@ -235,7 +235,7 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
         ("--finetune", "", ["--finetune needs --load"]),
         ("--skip-train", "", ["--skip-train evaluates the checkpoint of --load"]),
         ("--ckpt-step 0", "", ["--ckpt-step needs --load"]),
-        ("--ckpt-format torch --save x", "", ["--ckpt-format is torch with --save x", "give torch_dist"]),
+        ("--ckpt-format torch --save x", "", ["--ckpt-format is torch with --save x", "use torch_dist"]),
         ("--use-checkpoint-args", "--num-layers", ["--use-checkpoint-args needs --load"]),
         ("--save-interval 5", "", ["--save-interval needs --save"]),
         ("--tokenizer-type NullTokenizer", "", ["--vocab-size"]),
