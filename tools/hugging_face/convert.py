@@ -290,4 +290,6 @@ def _model_settings(stored: Mapping[str, Any]) -> dict[str, Any]:
     settings = with_defaults({**stored, "vocab_size": stored["unpadded_vocab_size"]})
     if not settings.get("group_query_attention"):
         settings["num_query_groups"] = settings["num_attention_heads"]
+    if settings["kv_channels"] is None:  # as in checkpoints converted from Megatron-Core
+        settings["kv_channels"] = settings["hidden_size"] // settings["num_attention_heads"]
     return settings
