@@ -50,8 +50,7 @@ class Sizes:
     """Sizes of a measurement.
 
     gemm: the three sizes of a product. products: products in a row. width: bytes of a row of x. group_bytes: bytes of
-    the
-    stash.
+    the stash.
     """
 
     gemm: int = 8192

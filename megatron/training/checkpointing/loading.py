@@ -384,7 +384,7 @@ def _load_with_optimizer(
 
 
 def _reseed(groups: ProcessGroupCollection, *, seed: int, iteration: int) -> None:
-    """Seeds the generators from the iteration when the saved states belong to another layout of ranks."""
+    """Seeds the generators from the iteration, because the saved states belong to another layout of ranks."""
     print_rank_0(
         "The checkpoint holds the random-number state of another layout of ranks or of other devices: dropout "
         "continues with fresh seeds."
