@@ -58,7 +58,7 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
         ),
         ("--num-layers-per-virtual-pipeline-stage 0", "", ["--num-layers-per-virtual-pipeline-stage is 0: must be at"]),
         ("--global-batch-size=--", "", ["--global-batch-size: '--' is not a value"]),
-        ("--num-experts 4 --moe-layer-freq " + "(" * 500, "", ["more than 50 parentheses inside each other"]),
+        ("--num-experts 4 --moe-layer-freq " + "(" * 500, "", ["more than 50 nested parentheses"]),
         ("--train-iters 0", "", ["--train-iters is 0: must be at least 1", "--skip-train"]),
         ("--ffn-hidden-size 0", "", ["--ffn-hidden-size is 0: must be at least 1"]),
         ("--lr inf", "", ["--lr is inf: must be finite"]),
