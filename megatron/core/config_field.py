@@ -93,7 +93,7 @@ def validate_fields(config: Any) -> None:
     problems = field_problems(type(config), vars(config))
     if problems:
         raise ValueError("\n".join(problems.values()))
-    hints = type_hints(type(config))
+    hints = type_hints(config.__class__)
     for field in dataclasses.fields(config):
         if not field.init:
             continue  # derived from the others afterwards
