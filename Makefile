@@ -3,7 +3,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(
 	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))) python3)
 VENV := .venv
 IN_VENV := $(VENV)/bin/python
-SOURCES := $(wildcard megatron tools benchmarks pretrain_gpt.py model_provider.py gpt_builders.py)
+SOURCES := $(wildcard megatron benchmarks pretrain_gpt.py model_provider.py gpt_builders.py)
 DATA ?=
 MINUTES ?=
 BASE ?=
@@ -17,7 +17,7 @@ TEST_OPTIONS ?=
 PYTEST = $(IN_VENV) -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder $(if $(ORDER),--order-seed=$(ORDER)) $(TEST_OPTIONS)
 
 .DEFAULT_GOAL := help
-.PHONY: help env lock train test test-fast check check-types check-structure structure soak same-losses same-losses-faults mutants gpu clean
+.PHONY: help env lock train test test-fast check check-types check-structure structure soak same-losses same-losses-faults mutants gpu docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -79,6 +79,10 @@ mutants: env  ## put faults into copies of the committed HEAD; tests must notice
 gpu:  ## on a machine with a GPU: all checks, three calls of 9 minutes (CALL=1: the first; OUT=folder: results go there)
 	$(or $(wildcard $(IN_VENV)),$(PYTHON)) benchmarks/gpu/run_all.py --resume $(if $(CALL),--call $(CALL)) $(if $(OUT),--out "$(OUT)")
 
+docs: env  ## build the documentation as a site into site/
+	@NO_MKDOCS_2_WARNING=1 $(IN_VENV) -m mkdocs build --strict --quiet
+	@echo 'To read it: $(IN_VENV) -m http.server --directory site, then http://localhost:8000'
+
 clean:  ## remove the environment, caches and build output; keeps runs/ and data/
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# One line of the table, as stash_memory.py writes it.
+# One line of the table, in the format of stash_memory.py.
 Line = Mapping[str, Any]
-# Kinds in the legend's order, with what they are called there.
+# Kinds in the legend's order, with their labels.
 KINDS = {
     "static": "static buffers",
-    "stash": "static buffers and stash",
-    "rungs": "the same with half of the pages",
-    "dropless": "dropless",
+    "stash": "static buffers + paged stash",
+    "rungs": "+ recompute (half of the pages)",
+    "dropless": "eager (the host waits)",
 }
 _STYLE = """.bg{fill:#fff}.ink{fill:#1b1f24}.dim{fill:#57606a}.grid{stroke:#d0d7de}
 .needs{stroke:#57606a;stroke-dasharray:2 3}
@@ -23,7 +23,7 @@ _PANEL, _LEFT, _TOP, _HIGH, _GAP = 230, 52, 86, 220, 34
 
 @dataclass(frozen=True)
 class _Scale:
-    """Where numbers of a panel lie: factors up to most_factor, MiB up to most_mib; left: its edge in the drawing."""
+    """Coordinates in a panel: factors up to most_factor, MiB up to most_mib. left: its edge in the drawing."""
 
     left: float
     most_factor: float
@@ -37,7 +37,7 @@ class _Scale:
 
 
 def drawing(lines: Sequence[Line], *, layout: str) -> str:
-    """SVG of one layout's lines. Raises ValueError for a layout without any."""
+    """Returns the SVG of one layout's lines. Raises ValueError for a layout without lines."""
     own = [line for line in lines if line["layout"] == layout]
     if not own:
         raise ValueError(f"layout is {layout!r}: must be one of {sorted({line['layout'] for line in lines})}")
@@ -50,8 +50,8 @@ def drawing(lines: Sequence[Line], *, layout: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} 360" font-family="sans-serif" font-size="12">',
         f"<title>Bytes held for backward over the capacity factor</title><style>{_STYLE}</style>",
         f'<rect class="bg" width="{width}" height="360"/>',
-        f'<text class="ink" x="12" y="22" font-weight="bold">MiB that the fullest rank holds of its experts\' '
-        f"activations at the peak of a step ({layout})</text>",
+        '<text class="ink" x="12" y="22" font-weight="bold">MiB of expert activations kept for backward, at the '
+        f"peak of a step, on the fullest rank ({layout})</text>",
         *_legend(),
     ]
     for number, skew in enumerate(skews):
@@ -65,13 +65,13 @@ def _legend() -> list[str]:
     for kind, label in KINDS.items():
         parts.append(f'<path class="line {kind}" d="M{x:g} 42h24"/>')
         parts.append(f'<text class="ink" x="{x + 30:g}" y="46">{label}</text>')
-        x += 52 + 6.6 * len(label)
+        x += 52 + 6 * len(label)
     return parts
 
 
 def _panel(lines: Sequence[Line], scale: _Scale, *, step: float) -> list[str]:
     needs = lines[0]["needs"]
-    title = f"{lines[0]['skew']}: fullest rank {needs:.2g} x balanced"
+    title = f"{lines[0]['skew']}: the fullest rank gets {needs:.2g} x its share" if needs > 1 else "balanced routing"
     bottom, right = scale.y(0), scale.left + _PANEL
     parts = [f'<text class="ink" x="{scale.left:g}" y="{_TOP - 12}" font-size="11">{title}</text>']
     for index in range(int(scale.most_mib / step) + 1):
@@ -86,11 +86,11 @@ def _panel(lines: Sequence[Line], scale: _Scale, *, step: float) -> list[str]:
         )
     parts.append(
         f'<text class="dim" x="{scale.left + _PANEL / 2:g}" y="{bottom + 33:g}" text-anchor="middle">'
-        "capacity factor c</text>"
+        "capacity factor of the buffers</text>"
     )
     if needs > 1:
         parts.append(f'<path class="needs" d="M{scale.x(needs):g} {_TOP}V{bottom:g}"/>')
-        parts.append(f'<text class="dim" x="{scale.x(needs) - 4:g}" y="{_TOP + 10}" text-anchor="end">rows lost</text>')
+        parts.append(f'<text class="dim" x="{scale.x(needs) - 4:g}" y="{_TOP + 10}" text-anchor="end">overflow</text>')
     for kind in KINDS:
         parts += _curve([line for line in lines if line["kind"] == kind], kind, scale=scale)
     return parts
@@ -108,12 +108,12 @@ def _curve(lines: Sequence[Line], kind: str, *, scale: _Scale) -> list[str]:
 
 
 def _mib(line: Line) -> float:
-    """Pages count as the pool has them, whether a step fills them or not."""
+    """Returns the MiB of a line. Pages count with the pool's size, whether a step fills them or not."""
     held: int = line["held_bytes"] - line["at_peak_pages"] + max(line["arena_bytes"], line["at_peak_pages"])
     return held / 2**20
 
 
 def _step(most: float) -> float:
-    """Between lines of the grid: a round number that makes at most six."""
+    """Returns the distance of grid lines: a round number that results in at most six lines."""
     steps = (digit * 10.0**power for power in range(-2, 9) for digit in (1, 2, 5))
     return next(step for step in steps if most <= 6 * step)

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.group_collectives import RemoteRankError
-from tools.ports import free_port
+from megatron.tools.ports import free_port
 
 SEED = 1234
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,4 +1,4 @@
-"""CUDA graphs requested by a command line, for tools that examine it without a GPU."""
+"""Reads the CUDA graphs requested by a command line, for tools that examine it without a GPU."""
 
 import argparse
 import atexit
@@ -24,8 +24,9 @@ _WRITTEN = ("save", "load", "tensorboard_dir", "record_routing")
 
 @dataclass(frozen=True)
 class Asked:
-    """CUDA graph flags of a command line. modules: parts of a layer captured by --cuda-graph-impl local; None means its
-    default.
+    """CUDA graph flags of a command line.
+
+    modules: parts of a layer captured by --cuda-graph-impl local; None means its default.
     """
 
     impl: str = "full_iteration"
@@ -37,20 +38,21 @@ class Asked:
         return f"--cuda-graph-impl {self.impl}{modules}" + " --optimizer-cuda-graph" * self.with_optimizer
 
     def give_to(self, args: argparse.Namespace) -> None:
-        """Writes the flags into parsed arguments."""
+        """Writes the flags to parsed arguments."""
         args.cuda_graph_impl, args.cuda_graph_warmup_steps = self.impl, WARMUP_STEPS
         args.cuda_graph_modules, args.optimizer_cuda_graph = list(self.modules), self.with_optimizer
 
 
 def asked_of(argv: Sequence[str]) -> tuple[Asked, list[str]]:
-    """Returns the requested graphs, and the other settings as a file. Flags of graphs are refused on a machine without
-    a GPU.
+    """Returns the requested graphs, and the other settings as a file.
+
+    The graph flags are split off, because a machine without a GPU rejects them.
     """
     args, table = parse_args(argv=argv), flag_table()
     impl = "local" if args.cuda_graph_impl == "local" else Asked.impl
     asked = Asked(impl, tuple(args.cuda_graph_modules), args.optimizer_cuda_graph)
     args.cuda_graph_impl, args.cuda_graph_modules, args.optimizer_cuda_graph = "none", [], False
-    # Parsing reads the world size of the launcher. As a setting it would be the planner's.
+    # Parsing reads the launcher's world size. As a setting it would apply to the planner.
     args.world_size = table.by_dest["world_size"].default
     with NamedTemporaryFile("w", suffix=".yaml", delete=False, encoding="utf-8") as file:
         file.write(config_text(args, table=table, script_dests=frozenset()))
@@ -59,7 +61,7 @@ def asked_of(argv: Sequence[str]) -> tuple[Asked, list[str]]:
 
 
 def refusals_of_flags(args: argparse.Namespace, asked: Asked) -> list[str]:
-    """Returns why the flags rule out the requested graphs. Afterwards `args` requests them."""
+    """Returns the reasons why the flags rule out the requested graphs. Afterwards `args` requests them."""
     asked.give_to(args)
     return [*check_graphs(args)]
 

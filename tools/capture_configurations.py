@@ -1,4 +1,4 @@
-"""The configurations of the table in docs/cuda_graphs.md, as small as possible, with the expected result of each.
+"""Lists the configurations of the table in docs/cuda_graphs.md, as small as possible, with their expected results.
 
 Used by write_capture_table.py and by the test that examines each of them. graph_safety decides what a graph can hold.
 """
@@ -85,7 +85,7 @@ ROUTER: Flags = {
     "moe-router-enable-expert-bias": True,
 }
 JITTER: Flags = {"moe-input-jitter-eps": 0.1}
-# The features of these models together, some layers with window attention or without experts.
+# The features of these models combined, with window attention or no experts in some layers.
 GPT_OSS: Flags = {
     "disable-bias-linear": None,
     "swiglu": None,
@@ -120,8 +120,9 @@ FLEX: Flags = STATIC | EP | {"moe-token-dispatcher-type": "flex", "bf16": True}
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
     """One row of the table. flags: added to those of `base`. is_whole: whether one graph can hold the whole iteration.
-    modules: parts of a layer that --cuda-graph-impl local can capture. needs_gpu: it does not run on the CPU, so that
-    only its flags are examined and modules are unknown.
+
+    modules: parts of a layer that --cuda-graph-impl local can capture. needs_gpu: it does not run on the CPU, so only
+    its flags are examined, and its modules are unknown.
     """
 
     base: Flags

@@ -1,5 +1,5 @@
-"""Trains the first steps of a command line twice on the CPU, eagerly and with tapes in place of CUDA graphs, and
-compares the results bit for bit. Used by `check_capture.py --replay`; core/graphs/ defines tapes.
+"""Trains the first steps of a command line twice on the CPU, eagerly and with tapes instead of CUDA graphs, and
+compares the results bit for bit. Used by `check_capture.py --replay`. core/graphs/ defines tapes.
 
 Finds host values that change between steps, which the examination of a single step cannot find: a graph would keep
 using the captured number, list or flag. Both runs use --deterministic-mode.
@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.graphs.tape import Tape, TapeGraphs
 from megatron.core.group_collectives import gather_objects
+from megatron.tools.asked_graphs import WARMUP_STEPS, asked_of, failures_of, leave_files_alone, send_as_a_gpu_does
 from megatron.training.callbacks import StepReport
 from megatron.training.error_broadcast import ErrorBroadcast
 from megatron.training.errors import message_for_other_ranks
@@ -31,7 +32,6 @@ from megatron.training.initialize import leave_process_group, start_processes
 from megatron.training.run import TrainingRun
 from megatron.training.setup import setup_data, setup_run
 from megatron.training.training import run_step
-from tools.asked_graphs import WARMUP_STEPS, asked_of, failures_of, leave_files_alone, send_as_a_gpu_does
 
 # Fields in which two equal runs may differ.
 _OF_THE_MACHINE = frozenset({"seconds", "memory", "held", "notes", "stash"})
@@ -39,8 +39,10 @@ _OF_THE_MACHINE = frozenset({"seconds", "memory", "held", "notes", "stash"})
 
 @dataclass(frozen=True)
 class _Trained:
-    """One rank's results of a run. steps: reports as text, in which NaN equals NaN. state: digests of parameters,
-    buffers and optimizer tensors, and the optimizer's numbers, by name. failures: why there are no graphs.
+    """One rank's results of a run.
+
+    steps: reports as text, in which NaN equals NaN. state: digests of parameters, buffers and optimizer tensors, and
+    the optimizer's numbers, by name. failures: reasons why there are no graphs.
     """
 
     steps: list[dict[str, str]]
@@ -79,9 +81,9 @@ def _first_difference(own: _Trained, expected: _Trained) -> list[str]:
     for number, (step, eager) in enumerate(zip(own.steps, expected.steps, strict=True), 1):
         for name, value in step.items():
             if value != eager[name]:
-                return [f"step {number}: {name} is {value} from graphs, and {eager[name]} without"]
+                return [f"step {number}: {name} is {value} with graphs, but {eager[name]} without"]
     names = [name for name, digest in own.state.items() if digest != expected.state.get(name)]
-    return [f"after step {len(own.steps)}: {name} is another one from graphs than without" for name in names[:1]]
+    return [f"after step {len(own.steps)}: {name} differs with and without graphs" for name in names[:1]]
 
 
 def _train(argv: Sequence[str], num_steps: int, *, tapes: _CountedTapes | None) -> list[_Trained]:

@@ -1,13 +1,13 @@
 """Checks without a GPU whether one CUDA graph can hold a training step: `python tools/check_capture.py` with the flags
 of pretrain_gpt.py. With --optimizer-cuda-graph it includes the optimizer step, and with --cuda-graph-impl local it
-checks the parts of layers that --cuda-graph-modules names. Exit status: 0 if capture works, 1 if not; all reasons are
-printed. With --replay N it also trains N more steps with tapes, which behave like graphs, and compares
+checks the parts of layers named by --cuda-graph-modules. Exit status: 0 if capture works, 1 if not; all reasons are
+printed. With --replay N it also trains N more steps with tapes, which behave like graphs, and compares the results
 (capture_replay.py).
 
-Trains two steps on mock tokens and examines the third as if it was captured. Loads and writes no files. Start it with
+Trains two steps on mock tokens and examines the third as if it were captured. Loads and writes no files. Start it with
 torchrun if the layout needs several processes. Sizes do not matter for capture: if the model is too large for this
 machine, append smaller sizes, because the last occurrence of a flag counts. Everything runs on the CPU. Where code
-chooses by device, it examines the CPU's choice, except for the transfer of expert rows.
+chooses by device, the CPU's choice is examined, except for the transfer of expert rows.
 """
 
 import argparse
@@ -21,36 +21,22 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # a clone works without installation
+if not __package__:  # run by its path, as in a clone without installation
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import pretrain_gpt  # noqa: E402
-from megatron.core.datasets.data_iterators import BatchPlan, build_data_iterators  # noqa: E402
-from megatron.core.device import default_device  # noqa: E402
-from megatron.core.graphs.safety import Region, collect_refusals  # noqa: E402
-from megatron.core.group_collectives import gather_objects  # noqa: E402
-from megatron.core.num_microbatches_calculator import get_num_microbatches  # noqa: E402
-from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
-from megatron.core.parallel_state import get_process_groups  # noqa: E402
-from megatron.core.process_groups_config import group_rank, group_size  # noqa: E402
-from megatron.core.tensor_parallel import get_cuda_rng_tracker  # noqa: E402
-from megatron.core.timers import Timers  # noqa: E402
-from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes  # noqa: E402
-from megatron.training.checkpointing.rng_state import seed_ranks  # noqa: E402
-from megatron.training.command_line.published import publish_timers, publish_tokenizer  # noqa: E402
-from megatron.training.error_broadcast import ErrorBroadcast  # noqa: E402
-from megatron.training.errors import exit_on_user_error, message_for_other_ranks  # noqa: E402
-from megatron.training.initialize import leave_process_group, start_processes  # noqa: E402
-from megatron.training.setup import (  # noqa: E402
-    build_model_and_optimizer,
-    setup_batches,
-    setup_steps,
-    setup_tokenizer,
-)
-from megatron.training.step.expert_memory import build_expert_memory  # noqa: E402
-from megatron.training.step.step_runner import StepRunner  # noqa: E402
-from tools.asked_graphs import (  # noqa: E402
+import pretrain_gpt
+from megatron.core.datasets.data_iterators import BatchPlan, build_data_iterators
+from megatron.core.device import default_device
+from megatron.core.graphs.safety import Region, collect_refusals
+from megatron.core.group_collectives import gather_objects
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.parallel_state import get_process_groups
+from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.timers import Timers
+from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes
+from megatron.tools.asked_graphs import (
     WARMUP_STEPS,
     asked_of,
     failures_of,
@@ -58,7 +44,20 @@ from tools.asked_graphs import (  # noqa: E402
     refusals_of_flags,
     send_as_a_gpu_does,
 )
-from tools.capture_replay import differences_of_replay  # noqa: E402
+from megatron.tools.capture_replay import differences_of_replay
+from megatron.training.checkpointing.rng_state import seed_ranks
+from megatron.training.command_line.published import publish_timers, publish_tokenizer
+from megatron.training.error_broadcast import ErrorBroadcast
+from megatron.training.errors import exit_on_user_error, message_for_other_ranks
+from megatron.training.initialize import leave_process_group, start_processes
+from megatron.training.setup import (
+    build_model_and_optimizer,
+    setup_batches,
+    setup_steps,
+    setup_tokenizer,
+)
+from megatron.training.step.expert_memory import build_expert_memory
+from megatron.training.step.step_runner import StepRunner
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -71,8 +70,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         _say(f"{'NOT ' * bool(found)}CAPTURABLE: {asked_of(argv)[0]}", found)
         if own.replay and not found:
             found = differences_of_replay(argv, own.replay)
-            same = f"REPLAYED: {own.replay} steps on a tape have the bits of the eager ones"
-            _say("NOT THE SAME when replayed on a tape" if found else same, found)
+            same = f"REPLAYED: {own.replay} steps on a tape are bitwise equal to the eager ones"
+            _say("DIFFERENT when replayed on a tape" if found else same, found)
     raise SystemExit(int(bool(found)))
 
 
@@ -83,7 +82,7 @@ def _say(verdict: str, found: Sequence[str]) -> None:
 
 
 def breaks_of(argv: Sequence[str]) -> list[str]:
-    """Returns what prevents the requested graphs on any rank: flags, and operations with their lines. Collective."""
+    """Returns the flags and operations, with their lines, that prevent the requested graphs on any rank. Collective."""
     asked, rest = asked_of(argv)
     with ErrorBroadcast(describe=message_for_other_ranks, leave=leave_process_group) as broadcast:
         args = start_processes(argv=rest, broadcast=broadcast)
@@ -117,7 +116,7 @@ class LintedGraphs:
         yield
 
     def new_pool(self) -> None:
-        """Returns None: passes use ordinary memory."""
+        """Returns None, because passes use ordinary memory."""
 
     @contextmanager
     def capturing(self, pool: None = None) -> Iterator["LintedGraphs"]:
@@ -138,11 +137,11 @@ class LintedGraphs:
             self._may_be_together = self._are_together = False
 
     def replay(self) -> None:
-        """Does nothing: the passes already ran instead of being captured."""
+        """Does nothing, because the passes already ran instead of being captured."""
 
     def breaks(self, steps: StepRunner) -> list[str]:
         """Returns the findings. Must be called after the results have been used."""
-        assert steps.graph is not None and self.regions, "no step was looked at"
+        assert steps.graph is not None and self.regions, "no step was examined"
         failures = failures_of(steps.graph)
         steps.graph.drop_graphs()
         for region in self.regions:

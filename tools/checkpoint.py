@@ -1,8 +1,8 @@
 """Inspects and converts checkpoints: `tools/checkpoint.py inspect | verify | diff | prune | convert | merge`, each with
 --help.
 
-Exit status of verify: 1 if anything is damaged. Of diff: 1 if a tensor differs, 2 if one cannot be read. Has the
-command line and its output; each format has its own module.
+Exit status of verify: 1 if anything is damaged. Exit status of diff: 1 if a tensor differs, 2 if one cannot be read.
+This file has the command line and its output. Each format has its own module.
 """
 
 import argparse
@@ -15,21 +15,18 @@ import torch
 from rich.console import Console
 from rich.table import Column, Table
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # a clone works without installation
+if not __package__:  # run by its path, as in a clone without installation
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.dist_checkpointing import ShardedTensor, StreamReader, VerifiedCheckpoint, verify  # noqa: E402
-from megatron.core.dist_checkpointing import folder as folders  # noqa: E402
-from megatron.training.checkpointing.folder import iteration_folder  # noqa: E402
-from megatron.training.errors import exit_on_user_error  # noqa: E402
-from tools.convert_legacy import TargetLayout, from_canonical, to_canonical  # noqa: E402
-from tools.convert_megatron_core import from_megatron_core  # noqa: E402
-from tools.hugging_face.convert import DTYPES, from_hub, to_hub  # noqa: E402
-from tools.hugging_face.verify import compare_logits  # noqa: E402
-from tools.merge_adapters import merge_adapters  # noqa: E402
-from tools.safetensors_files import TensorKind, new_folder, write_tensor_files  # noqa: E402
-from tools.stored_checkpoints import (  # noqa: E402
+from megatron.core.dist_checkpointing import ShardedTensor, StreamReader, VerifiedCheckpoint, verify
+from megatron.core.dist_checkpointing import folder as folders
+from megatron.tools.convert_legacy import TargetLayout, from_canonical, to_canonical
+from megatron.tools.convert_megatron_core import from_megatron_core
+from megatron.tools.hugging_face.convert import DTYPES, from_hub, to_hub
+from megatron.tools.hugging_face.verify import compare_logits
+from megatron.tools.merge_adapters import merge_adapters
+from megatron.tools.safetensors_files import TensorKind, new_folder, write_tensor_files
+from megatron.tools.stored_checkpoints import (
     NOT_WEIGHTS,
     StoredTensor,
     TensorDifference,
@@ -43,10 +40,12 @@ from tools.stored_checkpoints import (  # noqa: E402
     stored_tensors,
     values_named,
 )
-from tools.write_megatron_core import CoreTarget, to_megatron_core  # noqa: E402
+from megatron.tools.write_megatron_core import CoreTarget, to_megatron_core
+from megatron.training.checkpointing.folder import iteration_folder
+from megatron.training.errors import exit_on_user_error
 
-# Formats, with the names of --ckpt-format where it has them: one file per rank; the canonical format, with two
-# names; weights in safetensors files; models of transformers; and Megatron-Core's own torch_dist.
+# Formats, with their --ckpt-format names if any: one file per rank; the canonical format, with two names; weights in
+# safetensors files; models of transformers; and Megatron-Core's own torch_dist.
 _CORE = "torch_dist_mcore"
 _LEGACY, _CANONICAL, _SAFETENSORS, _MEGATRON, _HUB = "torch", "torch_dist", "safetensors", "megatron", "hf"
 _AXES = ("tensor", "pipeline", "expert")  # sharded axes of older files
@@ -66,7 +65,7 @@ _OF_TARGET = {
     "--target-optimizer": (_CORE,),
     "--target-padded-vocab-size": (_CORE,),
 }
-# Arguments in a checkpoint that say how it was trained.
+# Arguments in a checkpoint that describe how it was trained.
 _LAYOUT = (
     "world_size",
     "tensor_model_parallel_size",
@@ -85,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         with exit_on_user_error():
             return int(options.run(options) or 0)
     except SystemExit as error:
-        # Lets scripts tell unreadable checkpoints from different ones.
+        # Lets scripts distinguish unreadable checkpoints from different ones.
         if options.run is _diff and error.code == 1:
             raise SystemExit(2) from error
         raise
@@ -95,11 +94,13 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     """Parses the command line of this tool."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_inspect(commands.add_parser("inspect", help="what is in a checkpoint", allow_abbrev=False))
-    _add_verify(commands.add_parser("verify", help="compare every byte with its checksum", allow_abbrev=False))
-    _add_diff(commands.add_parser("diff", help="which tensors of two checkpoints differ", allow_abbrev=False))
+    _add_inspect(commands.add_parser("inspect", help="show the content of a checkpoint", allow_abbrev=False))
+    _add_verify(commands.add_parser("verify", help="compare all data with its checksums", allow_abbrev=False))
+    _add_diff(
+        commands.add_parser("diff", help="show the tensors that differ between two checkpoints", allow_abbrev=False)
+    )
     _add_prune(commands.add_parser("prune", help="delete old checkpoints", allow_abbrev=False))
-    _add_convert(commands.add_parser("convert", help="weights from one format to another", allow_abbrev=False))
+    _add_convert(commands.add_parser("convert", help="convert weights from one format to another", allow_abbrev=False))
     _add_merge(commands.add_parser("merge", help="merge low-rank adapters into the weights", allow_abbrev=False))
     return parser.parse_args(argv)
 
@@ -108,7 +109,7 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_inspect)
     parser.add_argument("path", type=Path, help="a checkpoint, or the folder of --save")
     parser.add_argument("--ckpt-step", type=int, help="iteration; default: the latest")
-    parser.add_argument("--tensors", action="store_true", help="a line for each tensor")
+    parser.add_argument("--tensors", action="store_true", help="print a line for each tensor")
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
@@ -119,19 +120,21 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 def _add_diff(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_diff)
-    parser.add_argument("a", type=Path, metavar="A", help="a checkpoint, or the folder of --save: then the latest")
-    parser.add_argument("b", type=Path, metavar="B", help="the other one")
     parser.add_argument(
-        "--ignore", action="append", default=[], metavar="PATTERN", help="keys to leave out, as 'optimizer.*'"
+        "a", type=Path, metavar="A", help="a checkpoint, or the folder of --save, which selects the latest"
+    )
+    parser.add_argument("b", type=Path, metavar="B", help="the other checkpoint")
+    parser.add_argument(
+        "--ignore", action="append", default=[], metavar="PATTERN", help="keys to leave out, for example 'optimizer.*'"
     )
 
 
 def _add_prune(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_prune)
     parser.add_argument("path", type=Path, help="the folder of --save")
-    parser.add_argument("--keep-latest", type=int, required=True, metavar="N", help="the latest N stay")
-    parser.add_argument("--keep-interval", type=int, metavar="N", help="so do iterations that divide by N")
-    parser.add_argument("--dry-run", action="store_true", help="say what would go, and delete nothing")
+    parser.add_argument("--keep-latest", type=int, required=True, metavar="N", help="keep the latest N")
+    parser.add_argument("--keep-interval", type=int, metavar="N", help="also keep iterations that are multiples of N")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be deleted, and delete nothing")
 
 
 def _add_merge(parser: argparse.ArgumentParser) -> None:
@@ -203,7 +206,7 @@ def _diff(options: argparse.Namespace) -> int:
     found = list(differences(a, b, ignored=options.ignore))
     _print_values(console, a, other=b)
     if not found:
-        console.print("All tensors are the same, bit for bit.")
+        console.print("All tensors are bitwise equal.")
         return 0
     table = Table("tensor", "different elements", _right("largest difference"), _right("relative"))
     for one in found:
@@ -216,10 +219,11 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _summary_of(found: Sequence[TensorDifference]) -> str:
-    # Tensors of one side, or of different shapes, have no numeric difference. 0 would mean equal values.
+    # Tensors that exist on one side only, or have different shapes, have no numeric difference. 0 would mean equal
+    # values.
     by_value, words = [one for one in found if not one.what], f"{len(found)} tensors differ"
     if not by_value:
-        return f"{words}, none in its values alone"
+        return f"{words}, none of them only in its values"
     worst = max(by_value, key=lambda one: one.largest)
     return f"{words}; the largest difference is {worst.largest:.3e}, in {worst.key}"
 
@@ -250,7 +254,7 @@ def _require_positive(counts: dict[str, int | None]) -> None:
     """Raises ValueError for a number that is not positive. counts: by flag, None if absent."""
     for flag, value in counts.items():
         if value is not None and value < 1:
-            raise ValueError(f"{flag} is {value}: must be 1 or more")
+            raise ValueError(f"{flag} is {value}: must be at least 1")
 
 
 def _console() -> Console:
@@ -273,24 +277,27 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load", type=Path, required=True, help="folder of checkpoints, or of a model of transformers")
     parser.add_argument("--save", type=Path, required=True, help="folder for the converted checkpoint")
     parser.add_argument("--ckpt-step", type=int, help="iteration to convert; default: the latest")
-    parser.add_argument("--vocab-size", type=int, help="tokens of the tokenizer, where the files do not say")
+    parser.add_argument("--vocab-size", type=int, help="number of tokens of the tokenizer, if the files lack it")
     parser.add_argument(
         "--model-config", type=Path, help=f"YAML file with the model's flags, for --from {_CORE} without arguments"
     )
     parser.add_argument(
-        "--max-shard-size", type=float, default=5.0, help=f"GB of a file of --to {_SAFETENSORS} or {_HUB} (default: 5)"
+        "--max-shard-size",
+        type=float,
+        default=5.0,
+        help=f"maximum size of a file of --to {_SAFETENSORS} or {_HUB} in GB (default: 5)",
     )
     of_hub = parser.add_argument_group(f"--from {_HUB} and --to {_HUB}")
-    of_hub.add_argument("--dtype", choices=tuple(DTYPES), help="type of the converted weights; default: as they are")
+    of_hub.add_argument("--dtype", choices=tuple(DTYPES), help="dtype of the converted weights; default: unchanged")
     of_hub.add_argument(
-        "--hf-reference", type=Path, help="folder whose config.json and tokenizer go with the model; default: its own"
+        "--hf-reference", type=Path, help="folder whose config.json and tokenizer accompany the model; default: its own"
     )
     of_hub.add_argument(
         "--verify",
         action="store_true",
         help="compare logits of both models in fp32 on random tokens; needs transformers",
     )
-    of_target = parser.add_argument_group(f"the run for which --to {_LEGACY} and --to {_CORE} write")
+    of_target = parser.add_argument_group(f"layout and format of --to {_LEGACY} and --to {_CORE}")
     of_target.add_argument("--target-tensor-parallel-size", type=int, default=1, help="default: 1")
     of_target.add_argument("--target-pipeline-parallel-size", type=int, default=1, help="default: 1")
     of_target.add_argument("--target-expert-parallel-size", type=int, default=1, help="default: 1")
@@ -300,13 +307,13 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
         default="transformer_engine",
         help="implementation whose parameter names are used (default: transformer_engine)",
     )
-    text = f"rows of the vocabulary of --to {_CORE}; default: as Megatron-LM pads it"
+    text = f"vocabulary rows of --to {_CORE}; default: padded as by Megatron-LM"
     of_target.add_argument("--target-padded-vocab-size", type=int, help=text)
     of_target.add_argument(
         "--target-optimizer",
         choices=("distributed", "plain"),
         default="distributed",
-        help=f"optimizer that will load --to {_CORE}, as by --use-distributed-optimizer (default: distributed)",
+        help=f"optimizer that will load --to {_CORE}, matching --use-distributed-optimizer (default: distributed)",
     )
 
 
@@ -335,16 +342,16 @@ def _require_taken(parser: argparse.ArgumentParser, options: argparse.Namespace)
             name = flag[2:].replace("-", "_")
             value = vars(options)[name]
             if found not in formats and value != parser.get_default(name):
-                raise ValueError(f"{flag} is {value}: belongs to {side} {' or '.join(formats)}, which is {found} here")
+                raise ValueError(f"{flag} is {value}: needs {side} {' or '.join(formats)}, but {side} is {found}")
     for flag, value in (("--dtype", options.dtype), ("--verify", options.verify)):
         if value and _HUB not in (options.source, options.target):
-            raise ValueError(f"{flag} is {value}: belongs to --from {_HUB} or --to {_HUB} alone")
+            raise ValueError(f"{flag} is {value}: needs --from {_HUB} or --to {_HUB}")
 
 
 def _convert_hub(options: argparse.Namespace) -> int:
     if {options.source, options.target} != {_HUB, _CANONICAL}:
         raise ValueError(
-            f"--from {options.source} --to {options.target}: {_HUB} is converted to and from {_MEGATRON} alone"
+            f"--from {options.source} --to {options.target}: {_HUB} can only be converted to and from {_MEGATRON}"
         )
     dtype = DTYPES.get(options.dtype)
     if options.source == _HUB:
@@ -365,7 +372,7 @@ def _convert_hub(options: argparse.Namespace) -> int:
 
 def _convert_core(options: argparse.Namespace) -> None:
     if options.target != _CANONICAL:
-        raise ValueError(f"--from {_CORE}: must be --to {_CANONICAL}, which is {options.target}")
+        raise ValueError(f"--from {_CORE} needs --to {_CANONICAL}, but --to is {options.target}")
     result = from_megatron_core(
         options.load,
         options.save,
@@ -379,13 +386,13 @@ def _convert_core(options: argparse.Namespace) -> None:
             f"not converted: {result.num_left} entries that are neither weights nor optimizer state, such as generators"
         )
     else:
-        print(f"not converted: {result.num_left} entries that are no weights, such as optimizer and generator states")
+        print(f"not converted: {result.num_left} entries that are not weights, such as optimizer and generator states")
         print("continue with --no-load-optim, or with --finetune")
 
 
 def _write_core(options: argparse.Namespace) -> None:
     if options.source != _CANONICAL:
-        raise ValueError(f"--to {_CORE}: must be --from {_CANONICAL}, which is {options.source}")
+        raise ValueError(f"--to {_CORE} needs --from {_CANONICAL}, but --from is {options.source}")
     target = CoreTarget(
         tensor=options.target_tensor_parallel_size,
         expert=options.target_expert_parallel_size,
@@ -394,13 +401,13 @@ def _write_core(options: argparse.Namespace) -> None:
         padded_vocab_size=options.target_padded_vocab_size,
     )
     print(f"wrote {to_megatron_core(options.load, options.save, target=target, step=options.ckpt_step)}")
-    print("not converted: generators; continue there with --no-load-rng")
+    print("random-number generators are not converted: continue with --no-load-rng")
 
 
 def _convert_files(options: argparse.Namespace) -> None:
     if options.source == options.target:
         raise ValueError(
-            f"--from and --to are both {options.source}: must differ; {_CANONICAL} loads in any layout as it is"
+            f"--from and --to are both {options.source}: must differ; {_CANONICAL} already loads in any layout"
         )
     if options.source == _CORE:
         return _convert_core(options)
@@ -408,7 +415,7 @@ def _convert_files(options: argparse.Namespace) -> None:
         return _write_core(options)
     if options.target == _SAFETENSORS:
         if options.source != _CANONICAL:
-            raise ValueError(f"--to {_SAFETENSORS}: must be --from {_CANONICAL}, which is {options.source}")
+            raise ValueError(f"--to {_SAFETENSORS} needs --from {_CANONICAL}, but --from is {options.source}")
         folder = _export_safetensors(options)
     elif options.target == _CANONICAL:
         folder = to_canonical(options.load, options.save, step=options.ckpt_step, vocab_size=options.vocab_size)
@@ -427,7 +434,7 @@ def _convert_files(options: argparse.Namespace) -> None:
 
 
 def _export_safetensors(options: argparse.Namespace) -> Path:
-    """Writes the weights of a checkpoint under their names in it, without layout and padding; returns the folder.
+    """Writes the weights of a checkpoint under their stored names, without layout and padding; returns the folder.
 
     Files are named as on the Hugging Face hub. One tensor is in memory at a time.
     """

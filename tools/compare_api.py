@@ -1,18 +1,18 @@
-"""Compares our public calls with Megatron-LM's, name by name: `python -m tools.compare_api [MODULE ...]`.
+"""Compares this project's public API with Megatron-LM's, name by name: `python -m tools.compare_api [MODULE ...]`.
 
-megatron_api.txt holds the names of the other side with their parameters and defaults. Each of its lines is one name: a
-function, a constructor, a method, a property, a dataclass field, or a class that only has a name. A name is
+megatron_api.txt holds Megatron-LM's names with their parameters and defaults. Each of its lines is one name: a
+function, a constructor, a method, a property, a dataclass field, or a class without a signature. A name is
 
-- the same, when ours takes its parameters in the same order, by the same keywords and with the same defaults. Ours may
-  have parameters of its own after them, if they have defaults;
-- thin, when it exists but a call that is valid there may fail here: the table says in which parameter;
-- missing, when there is nothing under that name.
+- the same, if ours takes its parameters in the same order, with the same keywords and the same defaults. Ours may
+  have additional parameters after them, if they have defaults;
+- thin, if it exists but a call that is valid in Megatron-LM may fail here: the table names the parameter;
+- missing, if there is nothing under that name.
 
 "Same" compares no annotations, no return values and no behaviour. A property, and a default that is computed
 (default_factory, or an expression that is not a literal), only have to exist.
 
-Names of features that we do not have (inference, FP8 ...) are left out of the percentages, even where we define them
-only to refuse them. A configuration field gives the reason itself (unsupported_field in megatron/core/config_field.py);
+Names of unsupported features (inference, FP8 ...) are left out of the percentages, even if they are defined here
+only to reject them. A configuration field gives the reason itself (unsupported_field in megatron/core/config_field.py);
 megatron_api_unsupported.yaml gives it for all other names.
 """
 
@@ -37,11 +37,11 @@ NAMES_FILE = HERE / "megatron_api.txt"
 UNSUPPORTED_FILE = HERE / "megatron_api_unsupported.yaml"
 
 NO_DEFAULT = object()
-UNKNOWN = object()  # a default that is not a literal in megatron_api.txt: any default of ours is as good
+UNKNOWN = object()  # a default that is not a literal in megatron_api.txt matches any default
 
 
 class Verdict(enum.Enum):
-    """How a public name of the other side stands here."""
+    """Whether a public name of Megatron-LM has the same, a thinner or no counterpart here."""
 
     SAME = "same"
     THIN = "thin"
@@ -50,7 +50,10 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True)
 class Parameter:
-    """name: with leading stars if it is variadic. default: NO_DEFAULT, a value, or UNKNOWN."""
+    """A parameter of a public name.
+
+    name: with leading stars if it is variadic. default: NO_DEFAULT, a value, or UNKNOWN.
+    """
 
     name: str
     default: object = NO_DEFAULT
@@ -72,7 +75,7 @@ class PublicName:
 
     @property
     def path(self) -> str:
-        """The text that patterns of an Unsupported are compared with: module.owner.name."""
+        """The text that patterns of an Unsupported are matched against: module.owner.name."""
         return ".".join(part for part in (self.module, self.owner, self.name) if part)
 
 
@@ -80,8 +83,8 @@ class PublicName:
 class Comparison:
     """The result for a name.
 
-    why: what differs, or why it is missing; "" for the same. unsupported: why the capability is not here, or "".
-    no_effect: why a configuration field accepts every value and changes nothing, or "".
+    why: the difference, or the reason why it is missing; "" for the same. unsupported: the reason why the feature is
+    unsupported, or "". no_effect: the reason why a configuration field accepts every value without an effect, or "".
     """
 
     name: PublicName
@@ -93,14 +96,14 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Unsupported:
-    """A capability that is not here, and the patterns of the names that only exist for it."""
+    """An unsupported feature, and the patterns of the names that only exist for it."""
 
     why: str
     names: tuple[str, ...]
 
 
 def read_names(text: str) -> list[PublicName]:
-    """Returns the names of a file in the form of megatron_api.txt."""
+    """Reads the names of a file in the format of megatron_api.txt."""
     names: list[PublicName] = []
     module = owner = ""
     for line in text.splitlines():
@@ -195,13 +198,13 @@ def _power_or_product(tree: ast.BinOp) -> object:
 
 @cache
 def load_names() -> tuple[PublicName, ...]:
-    """Reads megatron_api.txt, once per process."""
+    """Reads megatron_api.txt once per process."""
     return tuple(read_names(NAMES_FILE.read_text(encoding="utf-8")))
 
 
 @cache
 def load_unsupported() -> tuple[Unsupported, ...]:
-    """Reads megatron_api_unsupported.yaml, once per process."""
+    """Reads megatron_api_unsupported.yaml once per process."""
     rows = yaml.safe_load(UNSUPPORTED_FILE.read_text(encoding="utf-8"))
     return tuple(Unsupported(row["why"], tuple(row["names"])) for row in rows)
 
@@ -212,13 +215,13 @@ def compare_all(names: Sequence[PublicName] | None = None) -> list[Comparison]:
 
 
 def compare(name: PublicName) -> Comparison:
-    """Looks a name up in our modules and compares its parameters. Errors of a module of ours are raised."""
+    """Looks a name up in this project and compares its parameters. Import errors of existing modules are raised."""
     owner = _owner(name)
     if owner is None:
-        return Comparison(name, Verdict.MISSING, "its module or class is not here", _why_unsupported(name))
+        return Comparison(name, Verdict.MISSING, "its module or class does not exist here", _why_unsupported(name))
     differences = _field_differences(name, owner) if name.kind == "field" else _member_differences(name, owner)
     if differences is None:
-        return Comparison(name, Verdict.MISSING, "not here", _why_unsupported(name))
+        return Comparison(name, Verdict.MISSING, "does not exist here", _why_unsupported(name))
     verdict, why = (Verdict.THIN, "; ".join(differences)) if differences else (Verdict.SAME, "")
     metadata = config_metadata(name)
     if metadata is None:
@@ -227,11 +230,11 @@ def compare(name: PublicName) -> Comparison:
 
 
 def _owner(name: PublicName) -> object | None:
-    """Returns the module or class that has a name; None if there is none."""
+    """Returns the module or class that defines a name, or None if there is none."""
     try:
         module = importlib.import_module(name.module)
     except ModuleNotFoundError as error:
-        # A module of ours that imports something missing is broken, not missing.
+        # An existing module that imports something missing is broken, not missing.
         if error.name is None or not f"{name.module}.".startswith(f"{error.name}."):
             raise
         return None
@@ -239,7 +242,7 @@ def _owner(name: PublicName) -> object | None:
 
 
 def config_metadata(name: PublicName) -> Mapping[str, Any] | None:
-    """Returns the metadata of a configuration field of ours (config_field.py); None for any other name."""
+    """Returns the metadata of a configuration field of this project (config_field.py), or None for any other name."""
     owner = _owner(name) if name.kind == "field" else None
     if not (inspect.isclass(owner) and is_dataclass(owner)):
         return None
@@ -283,7 +286,7 @@ def _our_parameters(value: object, has_self: bool) -> list[inspect.Parameter]:
     found = list(inspect.signature(value).parameters.values())  # type: ignore[arg-type]
     if has_self:
         found = found[1:]
-    # megatron_api.txt leaves out every first parameter named cls, also where it is an argument of the call.
+    # megatron_api.txt leaves out every first parameter named cls, even if it is an argument of the call.
     return found[1:] if found and found[0].name == "cls" else found
 
 
@@ -309,7 +312,7 @@ def _parameter_differences(theirs: Sequence[Parameter], ours: Sequence[inspect.P
         else:
             differences += _default_differences(their, mine.default)
     known = {their.name for their in theirs}
-    differences += [f"{name} is needed" for name in _needed(ours) if name not in known]
+    differences += [f"{name} is required" for name in _needed(ours) if name not in known]
     return differences
 
 
@@ -323,7 +326,7 @@ def _needed(ours: Sequence[inspect.Parameter]) -> Iterator[str]:
 def _default_differences(their: Parameter, mine: object) -> list[str]:
     has_none = mine is MISSING or mine is inspect.Parameter.empty
     if their.default is NO_DEFAULT:
-        return []  # a default of ours where the other side has none is no obstacle
+        return []  # a default here where Megatron-LM has none is no obstacle
     if has_none:
         return [f"{their.name} has no default"]
     if their.default is UNKNOWN or mine is UNKNOWN or _same_value(their.default, mine):
@@ -340,7 +343,7 @@ def _same_value(theirs: object, mine: object) -> bool:
 
 
 def counts(comparisons: Sequence[Comparison]) -> dict[Verdict, int]:
-    """Counts verdicts, without the names of features that we do not have."""
+    """Counts the results, without the names of unsupported features."""
     found = Counter(comparison.verdict for comparison in comparisons if not comparison.unsupported)
     return {verdict: found[verdict] for verdict in Verdict}
 
@@ -348,8 +351,8 @@ def counts(comparisons: Sequence[Comparison]) -> dict[Verdict, int]:
 def main() -> None:
     """Prints one line for each name that is not the same, and the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("modules", nargs="*", help="such as 'megatron.core.optimizer*'; default: all")
-    parser.add_argument("--unsupported", action="store_true", help="also the names of features that we do not have")
+    parser.add_argument("modules", nargs="*", help="for example 'megatron.core.optimizer*'; default: all")
+    parser.add_argument("--unsupported", action="store_true", help="include the names of unsupported features")
     args = parser.parse_args()
     wanted = [
         name for name in load_names() if not args.modules or any(fnmatchcase(name.module, at) for at in args.modules)
@@ -363,7 +366,7 @@ def main() -> None:
     here = sum(found.values())
     shares = ", ".join(f"{verdict.value} {count}" for verdict, count in found.items())
     absent = len(comparisons) - here
-    print(f"{len(comparisons)} names, {absent} of them of features that we do not have. The other {here}: {shares}")
+    print(f"{len(comparisons)} names, {absent} of them of unsupported features. The other {here}: {shares}")
     if here:
         print(f"same: {100 * found[Verdict.SAME] / here:.1f}%")
 

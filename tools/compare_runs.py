@@ -1,4 +1,4 @@
-"""Finds the step where the losses of two runs diverge: `python tools/compare_runs.py A B`, each a folder with
+"""Finds the step at which the losses of two runs diverge: `python tools/compare_runs.py A B`, each a folder with
 steps.jsonl.
 
 Exit status: 0 if no common step differs by more than --rtol (0: bitwise), 1 if one does or there is no common step, 2
@@ -15,13 +15,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # a clone works without installation
+if not __package__:  # run by its path, as in a clone without installation
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.run_log import TIMINGS, RunLog, Series, read_run  # noqa: E402
+from megatron.tools.run_log import TIMINGS, RunLog, Series, read_run
 
-# In the order in which a step computes them: a field that differs explains those after it.
+# In the order in which a step computes them, because a difference in one field explains those in later ones.
 CAUSES = ("consumed_samples", "global_batch_size", "learning_rate", "weight_decay", "loss_scale", "lm_loss")
 LAST = ("grad_norm", "num_zeros", "params_norm", "skipped", "validation_loss", "test_loss")
 NUM_INTERVALS = 8
@@ -55,7 +54,7 @@ class Difference:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Runs the command line and returns the exit status."""
     options = parse_options(argv)
     try:
         a, b = read_run(options.a), read_run(options.b)
@@ -115,17 +114,20 @@ def _difference(name: str, one: Series, *, other: Series) -> Difference:
 
 
 def headline(a: RunLog, b: RunLog, *, differences: list[Difference]) -> str:
-    """Returns where the runs diverge: one sentence, and a line for each field that differs there."""
+    """Describes where the runs diverge: one sentence, and a line for each field that differs there."""
     common = np.intersect1d(a.steps, b.steps)
     if not common.size:
-        return "No step is in both logs."
+        return "The logs have no step in common."
     parted = [(first, one) for one in differences if (first := one.first) is not None]
     if not parted:
-        return f"All {len(common):,} common steps are equal, bit for bit."
+        return f"All {len(common):,} common steps are bitwise equal."
     step = min(first for first, _ in parted)
     there = [one for first, one in parted if first == step]
     before = int((common < step).sum())
-    lines = [f"The runs part at iteration {step}, first in {there[0].name}; {before:,} common steps before are equal."]
+    lines = [
+        f"The runs diverge at iteration {step}, first in {there[0].name}; the {before:,} common steps before "
+        "it are equal."
+    ]
     for one in there:
         at = int(one.parted.argmax())
         lines.append(f"  {one.name}: {one.a[at]!s} | {one.b[at]!s} (relative {one.relative[at]:.1e})")
@@ -133,7 +135,7 @@ def headline(a: RunLog, b: RunLog, *, differences: list[Difference]) -> str:
 
 
 def print_sizes(console: Console, differences: list[Difference]) -> None:
-    """Prints the largest relative difference of each field, then how that of the loss grows over the run."""
+    """Prints the largest relative difference of each field, then how the difference of the loss grows over the run."""
     parted = [one for one in differences if one.parted.any()]
     if not parted:
         return

@@ -1,7 +1,7 @@
 """Converts weights between Megatron's older checkpoints, with one file per rank, and canonical checkpoints.
 
-megatron.training.checkpointing.legacy shows their tensors under our keys, which --load uses directly, too. Writes each
-rank's file through the part of the model that this rank would build, which knows its shards.
+megatron.training.checkpointing.legacy presents their tensors under native keys, and --load also uses it directly.
+Writes each rank's file through the part of the model that this rank would build, which knows its shards.
 """
 
 import argparse
@@ -19,6 +19,8 @@ from megatron.core.dist_checkpointing import save_stream, sharded_tensors
 from megatron.core.logical_tensors import model_logical_pieces, pieces_of_tensor
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers import vocab_size_with_padding
+from megatron.tools.legacy_checkpoint import to_legacy_names, write_legacy
+from megatron.tools.stored_checkpoints import all_tensors, checkpoint_of_load
 from megatron.training.arguments import parse_args
 from megatron.training.checkpointing.folder import (
     LEGACY_FILE,
@@ -35,22 +37,20 @@ from megatron.training.checkpointing.megatron_core import tensors_of
 from megatron.training.checkpointing.megatron_objects import SAMPLE_COUNTS, json_values, values_without_state
 from megatron.training.checkpointing.run_values import args_to_json, check_arguments, load_run_values, model_arguments
 from megatron.training.gpt_builder import parts_of_gpt
-from tools.legacy_checkpoint import to_legacy_names, write_legacy
-from tools.stored_checkpoints import all_tensors, checkpoint_of_load
 
-# Arguments of a layout of which others in LAYOUT follow.
+# Arguments of a layout that determine others in LAYOUT.
 _SOURCES_OF_LAYOUT = (
     "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank",
     "expert_tensor_parallel_size",
 )
-# Arguments in a file that are not copied: they belong to the conversion, or to the other program.
+# Arguments in a file that are not copied, because they belong to the conversion or to the other program.
 _OWN = ("load", "save", "rank", "world_size", "local_rank", "ckpt_format", "params_dtype", "moe_grouped_gemm")
 
 
 @dataclass(frozen=True)
 class TargetLayout:
-    """Parallel sizes of the written files. fused: parameter names of Transformer Engine's layers."""
+    """Parallel sizes of the written files. fused: whether to use the parameter names of Transformer Engine's layers."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -69,8 +69,8 @@ def to_canonical(load: Path, save: Path, *, step: int | None = None, vocab_size:
     first = files.first
     folder = iteration_folder(save, first.iteration)
     if folder.exists():
-        # The folder may be of a run, with optimizer states, which older files lack.
-        raise ValueError(f"--save is {save}: {folder} is there already, and is not overwritten; give a new folder")
+        # The folder may belong to a run with optimizer states, which older files lack.
+        raise ValueError(f"--save is {save}: {folder} already exists and is not overwritten; give a new folder")
     args = _args_of_files(files, vocab_size)
     checkpoint = as_checkpoint(files, args, parts_of_gpt)
     save_stream(all_tensors(checkpoint), folder, common=common_of_weights(args, first.args, iteration=first.iteration))
@@ -79,14 +79,14 @@ def to_canonical(load: Path, save: Path, *, step: int | None = None, vocab_size:
 
 
 def find_legacy(folder: Path, *, step: int | None) -> Path:
-    """Returns the folder of an iteration; None means the tracker's. Raises ValueError if the tracker has none."""
+    """Returns the folder of an iteration; None means the tracker's. Raises ValueError if the tracker names none."""
     if step is not None:
         found = iteration_folder(folder, step)
     else:
         text = read_tracker(folder)
         if text is None:
             raise ValueError(
-                f"--load is {folder}: it has no {TRACKER_FILE}; give the folder above iter_..., or --ckpt-step"
+                f"--load is {folder}: it has no {TRACKER_FILE}; give the parent folder of iter_..., or --ckpt-step"
             )
         iteration = iteration_of_text(text)
         if text == RELEASE:
@@ -110,7 +110,7 @@ def from_canonical(load: Path, save: Path, *, layout: TargetLayout, step: int | 
     args = _args_for_layout(stored, layout)
     target = iteration_folder(save, found.iteration)
     if target.exists():
-        raise ValueError(f"--save is {save}: {target} is there already, and is not overwritten; give a new folder")
+        raise ValueError(f"--save is {save}: {target} already exists and is not overwritten; give a new folder")
     save.mkdir(parents=True, exist_ok=True)
     values = {
         **stored,
@@ -134,7 +134,7 @@ def common_of_weights(args: argparse.Namespace, found: Mapping[str, Any], *, ite
 
 
 def _parts_of_rank(args: argparse.Namespace, rank: LegacyRank) -> list[GPTModel]:
-    """Builds the part of the model that a rank's file has, without memory."""
+    """Builds the part of the model that a rank's file contains, without allocating memory."""
     place = {"tensor": rank.tensor, "pipeline": rank.pipeline, "expert": rank.expert}
     layout = {name: vars(args)[name] for name in LAYOUT}
     return parts_of_gpt(args, padded_vocab_size=args.padded_vocab_size, layout=layout, **place)
@@ -164,7 +164,7 @@ def _args_of_files(files: LegacyFiles, vocab_size: int | None) -> argparse.Names
     args = model_args(stored)
     args.unpadded_vocab_size = vocab_size or stored.get("vocab_size")
     if args.unpadded_vocab_size is None:
-        raise ValueError(f"{file.path} does not say how many tokens the tokenizer has: give --vocab-size")
+        raise ValueError(f"{file.path} does not contain the number of tokens of the tokenizer: give --vocab-size")
     args.padded_vocab_size = files.vocabulary_rows(num_tokens=args.unpadded_vocab_size)
     return args
 
@@ -184,7 +184,7 @@ def _args_for_layout(stored: Mapping[str, Any], layout: TargetLayout) -> argpars
 
 
 def model_args(stored: Mapping[str, Any]) -> argparse.Namespace:
-    """Returns arguments of the model for one process, with sequential experts, because every format has their names."""
+    """Returns model arguments for one process with sequential experts, because every format has names for them."""
     args = parse_args(argv=[])
     vars(args).update(model_arguments(stored, here=vars(args)))
     args.params_dtype, args.moe_grouped_gemm = torch.float32, False

@@ -1,6 +1,7 @@
 """Converts Megatron-Core's own distributed checkpoints to canonical checkpoints, one tensor at a time.
 
-megatron.training.checkpointing.megatron_core shows their tensors under our keys, which --load uses directly, too.
+megatron.training.checkpointing.megatron_core presents their tensors under native keys, and --load also uses it
+directly.
 """
 
 import argparse
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing import save_stream
+from megatron.tools.convert_legacy import common_of_weights, model_args
+from megatron.tools.stored_checkpoints import all_tensors, checkpoint_of_load
 from megatron.training.arguments import parse_args
 from megatron.training.checkpointing.folder import (
     MEGATRON_CORE_FILE,
@@ -28,13 +31,13 @@ from megatron.training.checkpointing.megatron_core_files import COMMON_FILE, Meg
 from megatron.training.checkpointing.megatron_objects import json_values
 from megatron.training.checkpointing.run_values import check_arguments
 from megatron.training.gpt_builder import whole_gpt
-from tools.convert_legacy import common_of_weights, model_args
-from tools.stored_checkpoints import all_tensors, checkpoint_of_load
 
 
 @dataclass(frozen=True)
 class Converted:
-    """A written checkpoint. num_left: stored entries that it lacks. has_state: whether it has optimizer state."""
+    """A written checkpoint. num_left: number of stored entries that it lacks. has_state: whether it has optimizer
+    state.
+    """
 
     folder: Path
     num_left: int
@@ -44,7 +47,7 @@ class Converted:
 def from_megatron_core(
     load: Path, save: Path, *, step: int | None = None, vocab_size: int | None = None, model_config: Path | None = None
 ) -> Converted:
-    """Writes weights, and optimizer state if there is a step count for it, as a canonical checkpoint.
+    """Writes weights, and optimizer state if its step count is stored, as a canonical checkpoint.
 
     vocab_size: number of tokens of the tokenizer, if the arguments lack it. model_config: a YAML file with the
     model's flags, if common.pt has no arguments. Raises ValueError naming a file, tensor or argument that is missing or
@@ -53,7 +56,7 @@ def from_megatron_core(
     files = MegatronCoreFiles.open(find_megatron_core(load, step=step))
     folder = save / RELEASE if files.iteration is None else iteration_folder(save, files.iteration)
     if folder.exists():
-        raise ValueError(f"--save is {save}: {folder} is there already, and is not overwritten; give a new folder")
+        raise ValueError(f"--save is {save}: {folder} already exists and is not overwritten; give a new folder")
     values = values_of_files(files)
     args = _args_of_files(files, vocab_size=vocab_size, model_config=model_config)
     has_masters = bool(values["args"].get("bf16") or values["args"].get("fp16"))
@@ -81,7 +84,9 @@ def find_megatron_core(folder: Path, *, step: int | None) -> Path:
         return folder
     found = checkpoint_of_load(folder, step)
     if found.format is not CheckpointFormat.MEGATRON_CORE:
-        raise ValueError(f"{found.path} has no {MEGATRON_CORE_FILE}: it is no distributed checkpoint of Megatron-Core")
+        raise ValueError(
+            f"{found.path} has no {MEGATRON_CORE_FILE}: it is not a distributed checkpoint of Megatron-Core"
+        )
     return found.path
 
 
@@ -105,7 +110,7 @@ def _args_of_files(
         raise ValueError(f"{files.folder} has no {EMBEDDING}")
     tokens = vocab_size or stored.get("vocab_size")
     if tokens is None:
-        raise ValueError(f"{where} does not say how many tokens the tokenizer has: give --vocab-size")
+        raise ValueError(f"{where} does not contain the number of tokens of the tokenizer: give --vocab-size")
     rows = vocabulary_rows(files, num_tokens=tokens)
     args.padded_vocab_size, args.unpadded_vocab_size = rows, tokens
     return args

@@ -10,22 +10,21 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # a clone works without installation
+if not __package__:  # run by its path, as in a clone without installation
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.device import default_device  # noqa: E402
-from megatron.core.dist_checkpointing import load_items, model_sharded_tensors  # noqa: E402
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.tokenizers import TokenizerConfig, build_tokenizer  # noqa: E402
-from megatron.core.tokenizers.tokenizer import Tokenizer  # noqa: E402
-from megatron.training.arguments import parse_args  # noqa: E402
-from megatron.training.checkpointing.run_values import load_run_values, model_arguments  # noqa: E402
-from megatron.training.command_line.config_builder import config_from_args  # noqa: E402
-from megatron.training.command_line.flags import flags_of_class  # noqa: E402
-from megatron.training.errors import exit_on_user_error  # noqa: E402
-from megatron.training.gpt_builder import build_gpt  # noqa: E402
-from tools.stored_checkpoints import checkpoint_of_load  # noqa: E402
+from megatron.core.device import default_device
+from megatron.core.dist_checkpointing import load_items, model_sharded_tensors
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
+from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.tools.stored_checkpoints import checkpoint_of_load
+from megatron.training.arguments import parse_args
+from megatron.training.checkpointing.run_values import load_run_values, model_arguments
+from megatron.training.command_line.config_builder import config_from_args
+from megatron.training.command_line.flags import flags_of_class
+from megatron.training.errors import exit_on_user_error
+from megatron.training.gpt_builder import build_gpt
 
 TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 TOKENIZER_DESTS = tuple(flag.dest for flag in flags_of_class(TokenizerConfig, {}))
@@ -52,14 +51,23 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--load", required=True, help="folder of checkpoints, as given to --save")
     parser.add_argument("--ckpt-step", type=int, help="iteration to load; default: the latest")
     parser.add_argument("--prompt", default="", help="text to continue; empty: start a new document")
-    parser.add_argument("--max-new-tokens", type=int, default=100, help="most tokens to add (default: 100)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")
-    parser.add_argument("--top-k", type=int, help="choose among the k likeliest tokens only")
-    parser.add_argument("--top-p", type=float, help="choose among the likeliest tokens with this total probability")
-    parser.add_argument("--seed", type=int, default=1234, help="same seed, same text (default: 1234)")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=100, help="maximum number of tokens to add (default: 100)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="sampling temperature; 0 always selects the most likely token (default: 0.8)",
+    )
+    parser.add_argument("--top-k", type=int, help="sample only from the k most likely tokens")
+    parser.add_argument(
+        "--top-p", type=float, help="sample only from the most likely tokens with this total probability"
+    )
+    parser.add_argument("--seed", type=int, default=1234, help="random seed of the text (default: 1234)")
     for name in TOKENIZER_FILES:
         flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, help="where this file of the tokenizer is now, if it has moved since training")
+        parser.add_argument(flag, help="new path of this tokenizer file, if it has moved since training")
     return parser.parse_args(argv)
 
 
@@ -69,7 +77,7 @@ def check_options(options: argparse.Namespace) -> None:
         raise ValueError(f"--max-new-tokens is {options.max_new_tokens}: must be at least 1")
     if not 0 <= options.seed < 2**63:
         raise ValueError(f"--seed is {options.seed}: must be 0 to {2**63 - 1}")
-    # Bytes that are no UTF-8 on the command line become lone surrogates.
+    # Bytes on the command line that are not UTF-8 become lone surrogates.
     if any("\ud800" <= character <= "\udfff" for character in options.prompt):
         raise ValueError("--prompt is not UTF-8 text")
     if not 0 <= options.temperature < float("inf"):
@@ -81,10 +89,10 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def load_model(folder: str, *, step: int | None, moved: dict[str, str | None]) -> tuple[GPTModel, Tokenizer]:
-    """Returns the checkpoint's model in fp32 and evaluation mode, and its tokenizer. Raises ValueError without a
-    checkpoint.
+    """Returns the checkpoint's model in fp32 and evaluation mode, and its tokenizer.
 
-    moved: new paths of the tokenizer's files, by flag; None if they did not move.
+    moved: new paths of the tokenizer's files, by flag; None if they did not move. Raises ValueError without a
+    checkpoint.
     """
     found = checkpoint_of_load(Path(folder), step)
     stored = load_run_values(found.path)["args"]
@@ -101,8 +109,8 @@ def load_model(folder: str, *, step: int | None, moved: dict[str, str | None]) -
     # build_tokenizer has checked --vocab-size, which may be larger than the tokenizer's vocabulary.
     if args.vocab_size is None and tokenizer.vocab_size != args.unpadded_vocab_size:
         raise ValueError(
-            f"{tokenizer.name} has {tokenizer.vocab_size} tokens, the checkpoint's model {args.unpadded_vocab_size}: "
-            "give the tokenizer of the training run with --tokenizer-model"
+            f"{tokenizer.name} has {tokenizer.vocab_size} tokens, but the checkpoint's model has "
+            f"{args.unpadded_vocab_size}: give the tokenizer of the training run with --tokenizer-model"
         )
     model = build_gpt(args)
     load_items(model_sharded_tensors(model, allow_cast=True), found.path)

@@ -1,19 +1,18 @@
 """Reads the command that a launch script runs, without running the script: bash, or a model_config.yaml.
 
-Bash is parsed by tree-sitter. The part of its meaning that launch scripts use is followed here: variables, arrays,
-expansions with defaults, arithmetic, `if`, `case`, `for`, functions, `eval` and `bash -c`. Nothing is executed, so a
-variable that the script takes from outside stays unknown unless the caller gives it, and so does the output of a
-command.
+Bash is parsed by tree-sitter. This module evaluates the subset that launch scripts use: variables, arrays, expansions
+with defaults, arithmetic, `if`, `case`, `for`, functions, `eval` and `bash -c`. Nothing is executed. A variable from
+outside of the script therefore stays unknown unless the caller gives its value, and so does the output of a command.
 
-[Note: words and strings] A node becomes text by _string, or the words of an argument by _words. Both are needed because
-an unquoted expansion, or an array, may give no word or several.
+[Note: words and strings] A node is converted to a text by _string, or to the words of an argument by _words. Both are
+needed because an unquoted expansion, or an array, may yield no word or several.
 
-- _words: a list. Arrays (_array, in quotes _quoted_array) give their elements; other unquoted expansions are split at
+- _words: a list. Arrays (_array, in quotes _quoted_array) yield their elements; other unquoted expansions are split at
   blanks after _string; everything else is one word.
-- _string: one text, by kind of node. Quotes and concatenations join their parts (_joined); ${...} is a variable's value
-  (_expanded_text), changed by the operator after the name (_apply_operator), whose default may hold expansions
+- _string: one text, by kind of node. Quotes and concatenations join their parts (_joined). ${...} is a variable's value
+  (_expanded_text), changed by the operator after the name (_apply_operator), whose default may contain expansions
   (_default_text). An array becomes one text, joined by blanks.
-- A variable without a value stays ${NAME} in both; in conditions _known makes it empty.
+- A variable without a value stays ${NAME} in both. In conditions, _known makes it empty.
 """
 
 import ast
@@ -33,23 +32,23 @@ from tree_sitter import Language, Node, Parser
 
 BASH: Final = Language(tree_sitter_bash.language())
 
-# A function that calls itself, or a loop over a long list, must not keep the reader busy for ever.
+# A recursive function, or a loop over a long list, must not keep the reader busy forever.
 _MOST_COMMANDS = 10_000
 _MOST_CALLS = 50
 
 
 class ScriptError(ValueError):
-    """A script that cannot be read, or has no training command."""
+    """Raised for a script that cannot be read, or that has no training command."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A training command as a script gives it.
+    """A training command of a script.
 
-    launcher: words before the program, such as torchrun's. program: the script that is trained with; "" where a file
-    gives flags alone. words: the program's flags. environment: variables that the script exports. unknown: names of
-    variables without a value that are part of the command, which appear in words as ${NAME}. line: from 1. doubts: what
-    could not be followed before the command and may have changed it, each with its line.
+    launcher: words before the program, such as torchrun's. program: the training script; "" if a file gives only flags.
+    words: the program's flags. environment: variables that the script exports. unknown: names of variables without a
+    value that are part of the command, which appear in words as ${NAME}. line: from 1. doubts: constructs before the
+    command that could not be followed and may have changed it, each with its line.
     """
 
     launcher: tuple[str, ...]
@@ -63,7 +62,10 @@ class Launch:
 
 @dataclass(frozen=True)
 class Script:
-    """launches: training commands in the order in which they run. notes: what could not be followed, with its line."""
+    """The content of a launch script.
+
+    launches: training commands in order of execution. notes: constructs that could not be followed, with their lines.
+    """
 
     launches: tuple[Launch, ...]
     notes: tuple[str, ...]
@@ -73,7 +75,7 @@ def read_script(text: str, values: Mapping[str, str], *, name: str) -> Script:
     """Reads a bash script or, if `name` ends in .yaml or .yml, a model_config.yaml.
 
     values: variables from outside; positional parameters are named 1, 2 ... Raises ScriptError for text that is
-    neither, and where no training command is found.
+    neither, and if no training command is found.
     """
     if name.endswith((".yaml", ".yml")):
         return _read_model_config(text, values, name=name)
@@ -91,7 +93,7 @@ def read_script(text: str, values: Mapping[str, str], *, name: str) -> Script:
     return Script(tuple(reader.launches), tuple(dict.fromkeys(reader.notes)))
 
 
-# The key under which Megatron-LM's functional tests keep a run's flags.
+# The key under which Megatron-LM's functional tests store a run's flags.
 _MODEL_KEY = "MODEL_ARGS"
 _EXPANSION = re.compile(r"\$\{?(\w+)\}?")
 
@@ -107,7 +109,7 @@ def _read_model_config(text: str, values: Mapping[str, str], *, name: str) -> Sc
     if flags is None:
         flags = {key: value for key, value in content.items() if str(key).startswith("--")}
     if not isinstance(flags, dict) or not flags:
-        raise ScriptError(f"{name}: MODEL_ARGS must be a mapping of flags (--num-layers: 12), and has none")
+        raise ScriptError(f"{name}: MODEL_ARGS must be a mapping of flags (--num-layers: 12), but has none")
     environment = {key: str(value) for key, value in (content.get("ENV_VARS") or {}).items()}
     known = {**environment, **values}
     unknown: dict[str, None] = {}
@@ -132,24 +134,24 @@ def _words_of_setting(flag: str, value: Any) -> list[str]:
     if isinstance(value, list):
         return [flag, *map(str, value)]
     text = str(value)
-    # Several values of a list stand in one string. Patterns such as ([0]*1+[1]*15) have no spaces.
+    # Several values of a list are stored in one string. Patterns such as ([0]*1+[1]*15) have no spaces.
     return [flag, *shlex.split(text)] if isinstance(value, str) and not text.startswith("(") else [flag, text]
 
 
-# How a note about a condition that nothing here can test ends.
-_GUESS = "is taken as false"
+# End of a note about a condition that cannot be evaluated here.
+_GUESS = "is assumed to be false"
 
 
 class _ScriptEnds(Exception):
-    """The script, or the subshell, calls exit."""
+    """Raised when the script or the subshell calls exit."""
 
 
 class _FunctionEnds(Exception):
-    """A function calls return."""
+    """Raised when a function calls return."""
 
 
 class _LoopEnds(Exception):
-    """A loop's body calls break, or continue. goes_on: whether the loop has its next turn."""
+    """Raised when a loop's body calls break or continue. goes_on: whether the next iteration follows."""
 
     def __init__(self, *, goes_on: bool) -> None:
         super().__init__()
@@ -157,11 +159,11 @@ class _LoopEnds(Exception):
 
 
 class _BashReader:
-    """Follows a script's commands and collects those that train."""
+    """Follows a script's commands and collects the training commands."""
 
     def __init__(self, values: Mapping[str, str]) -> None:
         self.variables: dict[str, str | list[str]] = dict(values)
-        self.given = dict(values)  # what the caller gives wins over the script's own assignments
+        self.given = dict(values)  # the caller's values take precedence over the script's own assignments
         self.environment: dict[str, str] = {}
         self.functions: dict[str, Node] = {}
         self.launches: list[Launch] = []
@@ -189,7 +191,7 @@ class _BashReader:
         elif node.type in ("while_statement", "c_style_for_statement"):
             self._doubt(node, "loops with a condition are not followed")
         elif node.type == "ERROR":
-            self._doubt(node, f"this is not understood: {_text(node)[:60]!r}")
+            self._doubt(node, f"cannot interpret {_text(node)[:60]!r}")
 
     def _line(self, node: Node) -> int:
         return node.start_point[0] + self.first_line
@@ -198,11 +200,11 @@ class _BashReader:
         self.notes.append(f"line {self._line(node)}: {text}")
 
     def _doubt(self, node: Node, text: str) -> None:
-        """Notes something that may change a command that follows."""
+        """Records a construct that may change a later command."""
         self._note(node, text)
         self.doubts.append(self.notes[-1])
 
-    # Statements
+    # Section: statements.
 
     def _assign(self, node: Node) -> None:
         target, value = node.child_by_field_name("name"), node.child_by_field_name("value")
@@ -275,7 +277,7 @@ class _BashReader:
                     return
 
     def _holds(self, condition: Sequence[Node]) -> bool:
-        # Of several commands the last decides.
+        # Of several commands the last determines the result.
         return bool(condition) and self._is_true(condition[-1])
 
     def _case(self, node: Node) -> None:
@@ -305,7 +307,7 @@ class _BashReader:
         self.functions[_text(name)] = body
 
     def _list(self, node: Node) -> None:
-        # A test has its own result; every other command is taken to succeed.
+        # A test has its own result. Every other command is assumed to succeed.
         left, right = node.named_children[0], node.named_children[-1]
         if left.type == "test_command":
             notes = len(self.notes)
@@ -358,7 +360,7 @@ class _BashReader:
     def _call(self, name: str, arguments: Sequence[str]) -> None:
         self.depth += 1
         if self.depth > _MOST_CALLS:
-            raise ScriptError(f"functions call each other more than {_MOST_CALLS} levels deep, the last one {name}")
+            raise ScriptError(f"functions are nested more than {_MOST_CALLS} levels deep, the last one is {name}")
         outer = {key: self.variables[key] for key in self._positional_keys()}
         self._set_positional(arguments)
         try:
@@ -372,14 +374,14 @@ class _BashReader:
     def _shift(self, node: Node, words: Sequence[str]) -> None:
         count = words[0] if words else "1"
         if not _is_integer(count) or int(count) < 0:
-            self._doubt(node, f"shift {count} is left out, because {count} is not a number")
+            self._doubt(node, f"shift {count} is ignored, because {count} is not a number")
             return
         arguments = self._positional()
-        if int(count) <= len(arguments):  # bash shifts by all or not at all
+        if int(count) <= len(arguments):  # bash shifts all or none
             self._set_positional(arguments[int(count) :])
 
     def _positional_keys(self) -> list[str]:
-        """Names of the positional parameters in order. $0, the script's name, is none of them."""
+        """Returns the names of the positional parameters in order, without $0, the script's name."""
         return sorted((key for key in self.variables if key.isdigit() and key != "0"), key=int)
 
     def _positional(self) -> list[str]:
@@ -391,7 +393,7 @@ class _BashReader:
         self.variables.update({str(index): word for index, word in enumerate(arguments, start=1)})
 
     def _look_for_launch(self, node: Node, words: Sequence[str]) -> None:
-        # A scheduler gets the whole command as one word: srun ... "python pretrain_gpt.py --num-layers 12".
+        # A scheduler receives the whole command as one word: srun ... "python pretrain_gpt.py --num-layers 12".
         for word in words[1:]:
             if ".py " in word and " --" in word:
                 self._run_string(node, word)
@@ -451,10 +453,10 @@ class _BashReader:
         "do_group": run_children,
     }
 
-    # Words. See [Note: words and strings].
+    # Section: words. See [Note: words and strings].
 
     def _words(self, node: Node) -> list[str]:
-        """Returns the words of one argument: an unquoted expansion may give none or several."""
+        """Returns the words of one argument. An unquoted expansion may yield none or several."""
         if node.type == "string":
             array = self._quoted_array(node)
             return [self._string(node)] if array is None else array
@@ -463,7 +465,7 @@ class _BashReader:
             if value is not None:
                 return [part for word in value for part in word.split()]
             text = self._string(node)
-            return [text] if "$(" in text else text.split()  # the output of a command is not known: one word
+            return [text] if "$(" in text else text.split()  # the output of a command is unknown: one word
         if node.type == "concatenation":
             text = self._string(node)
             splits = "$(" not in text and any(
@@ -479,7 +481,7 @@ class _BashReader:
         return self._array(parts[0])
 
     def _array(self, node: Node) -> list[str] | None:
-        """Returns the elements that `${NAME[@]}`, `$@` or `$*` stands for; None for other expansions."""
+        """Returns the elements of `${NAME[@]}`, `$@` or `$*`, or None for other expansions."""
         text = _text(node).lstrip()
         if text in ("$@", "$*", "${@}", "${*}"):
             return self._positional()
@@ -492,7 +494,7 @@ class _BashReader:
     def _string(self, node: Node) -> str:
         kind = node.type
         if kind in ("simple_expansion", "expansion"):
-            # Inside of quotes, the parser counts blanks before an expansion as part of it.
+            # Inside quotes, the parser counts blanks before an expansion as part of it.
             text = _text(node)
             return text[: len(text) - len(text.lstrip())] + self._expanded_text(node)
         if kind == "raw_string":
@@ -504,7 +506,7 @@ class _BashReader:
         if kind in ("string", "concatenation", "translated_string"):
             return self._joined(node)
         text = _text(node)
-        # Outside of quotes a backslash keeps the character after it, and one before a line break joins lines.
+        # Outside quotes, a backslash keeps the next character, and one before a line break joins lines.
         return re.sub(r"\\(.)", r"\1", text.replace("\\\n", ""), flags=re.DOTALL)
 
     def _joined(self, node: Node) -> str:
@@ -540,7 +542,7 @@ class _BashReader:
         return self._apply_operator(name, value, change, node)
 
     def _apply_operator(self, name: str, value: str | None, change: str, node: Node) -> str:
-        """Applies what follows a name within ${...}: a default, or a prefix or suffix that is cut off."""
+        """Applies the operator after a name in ${...}: a default, or a prefix or suffix to remove."""
         for mark, empty_counts in ((":-", True), (":=", True), ("-", False), ("=", False)):
             if change.startswith(mark):
                 if value is None or (empty_counts and not value):
@@ -560,7 +562,7 @@ class _BashReader:
             if not set(old) & set("*?[#%$\\") and "$" not in new and "/" not in new and (separator or not new) and old:
                 return value.replace(old, new, -1 if change.startswith("//") else 1)
         if change and not change.startswith((":?", "?")):
-            self._doubt(node, f"{_text(node)} is taken as ${{{name}}}")
+            self._doubt(node, f"{_text(node)} is assumed to be ${{{name}}}")
         return value
 
     def _default_text(self, node: Node, text: str) -> str:
@@ -579,7 +581,7 @@ class _BashReader:
         except (SyntaxError, ValueError, ZeroDivisionError):
             return _text(node)
 
-    # Tests
+    # Section: tests.
 
     def _is_true(self, node: Node) -> bool:
         kind = node.type
@@ -640,7 +642,7 @@ def _text(node: Node) -> str:
 
 
 def _changes_commands(node: Node) -> bool:
-    """Whether a statement assigns a variable, ends the script, or runs or defines something that may."""
+    """Tells whether a statement assigns a variable, ends the script, or runs or defines something that may do so."""
     if node.type in ("variable_assignment", "function_definition", "declaration_command"):
         return True
     if node.type == "command_name" and _text(node) not in _HARMLESS_COMMANDS:
@@ -656,7 +658,7 @@ def _parts_of_if(node: Node) -> tuple[list[Node], list[Node]]:
 
 
 def _known(text: str) -> str:
-    """In a condition, a variable without a value is empty, as in bash."""
+    """Replaces variables without a value by empty text in a condition, as bash does."""
     return re.sub(r"\$\{\w+\}", "", text)
 
 
@@ -675,7 +677,7 @@ def _cut_suffix(value: str, pattern: str, *, choose: Callable[[list[int]], int])
     return value[: choose(starts)] if starts else value
 
 
-# A doubled mark cuts the longest match: the prefix that ends last, the suffix that starts first.
+# A doubled operator removes the longest match: the prefix that ends last, the suffix that starts first.
 _CUTS: Final[dict[str, Callable[[str, str], str]]] = {
     "##": partial(_cut_prefix, choose=max),
     "#": partial(_cut_prefix, choose=min),

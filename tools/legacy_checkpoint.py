@@ -22,8 +22,9 @@ _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_(fc1|fc2)\.(we
 def write_legacy(
     path: Path, args: Mapping[str, Any], *, iteration: int, chunks: Sequence[Mapping[str, Tensor]]
 ) -> None:
-    """Writes one rank's file. chunks: as in LegacyFile, any shape and dtype. args: arguments that Megatron reads from
-    it.
+    """Writes one rank's file.
+
+    chunks: as in LegacyFile, any shape and dtype. args: arguments that Megatron reads from it.
     """
     models = (
         {"model": dict(chunks[0])} if len(chunks) == 1 else {f"model{i}": dict(one) for i, one in enumerate(chunks)}
@@ -39,7 +40,7 @@ def write_legacy(
 
 
 def to_legacy_names(chunk: Mapping[str, Tensor], facts: ChunkFacts, *, fused: bool) -> dict[str, Tensor]:
-    """Returns tensors of any shape and dtype by Megatron's names, as the inverse of legacy_files.to_names_here.
+    """Returns tensors of any shape and dtype by Megatron's names. Inverse of legacy_files.to_names_here.
 
     fused: names of Transformer Engine's layers, with norms inside the next linear layer and experts numbered in one
     module.

@@ -13,9 +13,9 @@ from torch import Tensor
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor, StreamReader, VerifiedCheckpoint, save_stream
 from megatron.core.transformer.lora import is_adapter
+from megatron.tools.stored_checkpoints import NOT_WEIGHTS, checkpoint_of_load
 from megatron.training.checkpointing.folder import RELEASE, carry_companions, complete_iterations, write_release_tracker
 from megatron.training.checkpointing.run_values import load_run_values
-from tools.stored_checkpoints import NOT_WEIGHTS, checkpoint_of_load
 
 # Weights of a linear layer: whole, split into gate and up, or into queries, keys and values.
 _WEIGHT = re.compile(r"(.+\.)weight(?:\.(gate|up|q|k|v))?")
@@ -24,7 +24,7 @@ _WEIGHT = re.compile(r"(.+\.)weight(?:\.(gate|up|q|k|v))?")
 def merge_adapters(load: Path, save: Path, *, step: int | None = None) -> Path:
     """Writes a checkpoint to start from, with adapters merged into the weights; returns its folder.
 
-    Raises ValueError if there is no checkpoint, it has no adapters, or `save` holds checkpoints already.
+    Raises ValueError if there is no checkpoint, it has no adapters, or `save` already holds checkpoints.
     """
     found = checkpoint_of_load(load, step)
     common = load_run_values(found.path)
@@ -32,7 +32,7 @@ def merge_adapters(load: Path, save: Path, *, step: int | None = None) -> Path:
     if arguments.get("lora_rank") is None:
         raise ValueError(f"--load is {load}: its checkpoint has no adapters to merge")
     if complete_iterations(save) or (save / RELEASE).exists():
-        raise ValueError(f"--save is {save}: there are checkpoints in it already; give a new folder")
+        raise ValueError(f"--save is {save}: it already holds checkpoints; give a new folder")
     merged = _Merged(dist_checkpointing.verify(found.path), arguments["lora_alpha"] / arguments["lora_rank"])
     contents = {"optimizer": False, "rng": False}
     # Other LoRA settings have no meaning without adapters.
@@ -70,8 +70,9 @@ class _Merged:
         return (weight.float() + self._scale * added).to(weight.dtype)
 
     def _of_heads(self, rows: Tensor, part: str, *, prefix: str) -> Tensor:
-        """Splits rows [(q + 2) G D, r] by group into queries, key and value: returns [G, q, D, r], or [G, D, r] for k
-        and v.
+        """Splits rows [(q + 2) G D, r] by group into queries, key and value.
+
+        Returns [G, q, D, r], and [G, D, r] for key and value.
         """
         groups, queries, width = self._kinds[f"{prefix}weight.q"][0][:3]
         by_group = rows.view(groups, queries + 2, width, -1)

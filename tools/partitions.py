@@ -1,5 +1,5 @@
-"""Partitions of the input that are encoded one after the other, and the folder that keeps finished ones for the next
-run.
+"""Splits the input into partitions that are encoded one after the other, and keeps finished ones in a folder for the
+next run.
 
 Does not encode them.
 """
@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path, get_idx_path
+from megatron.core.datasets.table_files import Columns
 from megatron.core.datasets.text_files import RawDocument, can_be_cut, read_raw_documents
 from megatron.core.files import replaced_file
 
@@ -31,9 +32,9 @@ class Piece:
 
 
 def cut(files: Sequence[Path], count: int) -> list[list[Piece]]:
-    """Returns `count` partitions of about equally many bytes, in the order of the files. Some may be empty.
+    """Returns `count` partitions of about the same size in bytes, in the order of the files. Some may be empty.
 
-    Files that cannot be cut, compressed ones and .txt, belong to the partition in which they start.
+    Compressed, .txt and .arrow files cannot be split. They belong to the partition in which they start.
     """
     sizes = [path.stat().st_size for path in files]
     total = max(1, sum(sizes))
@@ -51,14 +52,15 @@ def cut(files: Sequence[Path], count: int) -> list[list[Piece]]:
     return partitions
 
 
-def documents(pieces: Sequence[Piece]) -> Iterator[RawDocument]:
+def documents(pieces: Sequence[Piece], columns: Columns) -> Iterator[RawDocument]:
     """Yields the documents of a partition, in order."""
     for piece in pieces:
-        yield from read_raw_documents(piece.path, begin=piece.begin, end=piece.end)
+        yield from read_raw_documents(piece.path, columns, begin=piece.begin, end=piece.end)
 
 
 class Workspace:
-    """A folder of finished partitions, each with a .bin/.idx pair for every name. One process at a time may use it.
+    """A folder of finished partitions, each with a .bin/.idx pair for every name. Only one process may use it at a
+    time.
 
     Opening it removes partitions that were made with another `plan` (any JSON value).
     """
@@ -74,11 +76,11 @@ class Workspace:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = open(self.folder / LOCK, "w", encoding="utf-8")
         try:
-            # flock would be inherited by workers, which briefly outlive a killed parent.
+            # Workers would inherit flock, and may briefly outlive a killed parent.
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._lock.close()
-            raise ValueError(f"{self.folder} is in use: another run writes the same --output-prefix") from error
+            raise ValueError(f"{self.folder} is in use by another run with the same --output-prefix") from error
         if self._stored(PLAN) != self._plan:
             for path in self.folder.iterdir():
                 if path.name != LOCK:
@@ -104,7 +106,7 @@ class Workspace:
         self._store(f"{number}.json", facts)
 
     def finished(self) -> dict[int, dict[str, Any]]:
-        """Returns the facts of each finished partition in order, unless its files have been published since."""
+        """Returns the facts of each finished partition in order, unless its files have already been published."""
         numbers = sorted(int(path.stem) for path in self.folder.glob("[0-9]*.json"))
         return {number: self._stored(f"{number}.json") for number in numbers if self._is_whole(str(number))}
 
@@ -121,11 +123,11 @@ class Workspace:
 
 
 def publish(pairs: Sequence[tuple[str, str]], *, stale: Sequence[str] = ()) -> None:
-    """Moves .bin/.idx pairs, given as (from, to) prefixes, to their names. The last pair becomes readable last, and no
-    pair before its .bin exists.
+    """Moves .bin/.idx pairs, given as (from, to) prefixes, to their names.
 
-    Between the first and the last move no pair under these names is readable, so that old and new never mix. stale:
-    prefixes of pairs to delete, because they do not fit the new ones.
+    The last pair becomes readable last, and no pair before its .bin exists. Between the first and the last move no pair
+    under these names is readable, so that old and new files never mix. stale: prefixes of pairs to delete, because they
+    do not fit the new ones.
     """
     # The pair that becomes readable last becomes unreadable first.
     for prefix in (*(target for _, target in reversed(pairs)), *stale):

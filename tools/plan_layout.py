@@ -1,7 +1,7 @@
 """Finds parallel layouts for a model: python tools/plan_layout.py --model deepseek-v3 --gpus 2048 --memory 80GB
 
 Compares the possible layouts on a number of GPUs by memory and estimated step time without building the whole model,
-then plans the best like --dry-run. Further flags are those of pretrain_gpt.py; sizes among them are fixed. See
+then plans the best ones like --dry-run. Further flags are those of pretrain_gpt.py; sizes among them are fixed. See
 docs/planning.md.
 """
 
@@ -14,21 +14,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # a clone works without installation
+if not __package__:  # run by its path, as in a clone without installation
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import pretrain_gpt  # noqa: E402
-from megatron.core.transformer.paged_stash_config import parse_bytes  # noqa: E402
-from megatron.planner.layout_search import Advice, Found, LayoutCosts, search  # noqa: E402
-from megatron.planner.layout_space import Request, read_request  # noqa: E402
-from megatron.planner.plan import plan_run  # noqa: E402
-from megatron.planner.report import WIDTH, bytes_in_words, flag_lines, found_as_json, table_lines  # noqa: E402
-from megatron.training.arguments import parse_args, validate_args  # noqa: E402
-from megatron.training.command_line.errors import CommandLineError  # noqa: E402
-from megatron.training.command_line.parser import FlagParser  # noqa: E402
-from megatron.training.compute.devices import Device, device_of_name, planned_device  # noqa: E402
-from megatron.training.errors import exit_on_user_error  # noqa: E402
+import pretrain_gpt
+from megatron.core.transformer.paged_stash_config import parse_bytes
+from megatron.planner.layout_search import Advice, Found, LayoutCosts, search
+from megatron.planner.layout_space import Request, read_request
+from megatron.planner.plan import plan_run
+from megatron.planner.report import WIDTH, bytes_in_words, flag_lines, found_as_json, table_lines
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.command_line.errors import CommandLineError
+from megatron.training.command_line.parser import FlagParser
+from megatron.training.compute.devices import Device, device_of_name, planned_device
+from megatron.training.errors import exit_on_user_error
 
 _FRONT_SIZE = 12
 _SECONDS_BETWEEN_LINES = 10
@@ -43,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         own, words = _parser().parse_known_args(argv)
         device = planned_device() if own.device is None else device_of_name(own.device, source="--device")
         if own.gpus is None:
-            raise CommandLineError("missing --gpus: give the number of ranks of the run, as --gpus 64")
+            raise CommandLineError("missing --gpus: give the number of ranks of the run, for example --gpus 64")
         if own.gpus < 1:
             raise CommandLineError(f"--gpus is {own.gpus}: must be at least 1")
         if own.top < 1:
@@ -73,33 +72,39 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _check_others(own: argparse.Namespace, words: Sequence[str]) -> None:
-    """Raises CommandLineError early for a file that cannot be written and for flags of other plans."""
+    """Raises CommandLineError early for an unwritable file and for flags of other plans."""
     for flag in ("--world-size", "--dry-run"):
         if any(word.partition("=")[0] == flag for word in words):
             raise CommandLineError(
-                f"{flag} belongs to pretrain_gpt.py's plan of one layout: must be omitted here; --gpus sets the ranks"
+                f"{flag} belongs to pretrain_gpt.py's plan of a single layout: leave it out, because --gpus sets "
+                "the ranks"
             )
     folder = Path(own.json or "").parent
     if not folder.is_dir():
-        raise CommandLineError(f"--json is {own.json}: its folder {folder} does not exist; must be in an existing one")
+        raise CommandLineError(
+            f"--json is {own.json}: its folder {folder} does not exist; give a file in an existing folder"
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = FlagParser(
         description=__doc__.splitlines()[0] if __doc__ else None,
-        epilog="Flags of pretrain_gpt.py may follow: the model (--model NAME, or its sizes), settings of all layouts.",
+        epilog="Flags of pretrain_gpt.py may follow: the model (--model NAME, or its sizes), and settings of all "
+        "layouts.",
         allow_abbrev=False,
     )
-    parser.add_argument("--gpus", type=int, metavar="N", help="Ranks of the run; needed.")
+    parser.add_argument("--gpus", type=int, metavar="N", help="Number of ranks of the run; required.")
     parser.add_argument("--memory", metavar="SIZE", help="Memory of a GPU, such as 80GB; unset: that of the device.")
     parser.add_argument(
-        "--keep-free", metavar="SIZE", help="Memory to reserve for what is not counted; unset: a tenth."
+        "--keep-free", metavar="SIZE", help="Memory to reserve for uncounted allocations; unset: a tenth."
     )
     parser.add_argument(
         "--device", metavar="NAME", help="A device of configs/devices.yaml; unset: MEGATRON_PLAN_DEVICE, or H100."
     )
-    parser.add_argument("--top", type=int, default=3, metavar="N", help="Layouts whose flags are printed (default: 3).")
-    parser.add_argument("--json", metavar="FILE", help="File for all results.")
+    parser.add_argument(
+        "--top", type=int, default=3, metavar="N", help="Number of layouts whose flags are printed (default: 3)."
+    )
+    parser.add_argument("--json", metavar="FILE", help="JSON file for all results.")
     return parser
 
 
@@ -110,7 +115,7 @@ def _bytes(text: str, flag: str) -> int:
         raise CommandLineError(str(error)) from None
     if flag == "--memory" and text.strip().isdigit() and num_bytes < _LEAST_BYTES:
         raise CommandLineError(
-            f"{flag} is {text}, a number of bytes without a unit: must have one, such as {text.strip()}GB"
+            f"{flag} is {text}, a number of bytes without a unit: add the unit, for example {text.strip()}GB"
         )
     return num_bytes
 
@@ -119,7 +124,7 @@ def _print_head(found: Found, request: Request, *, device: Device, memory: int, 
     args, space = request.args, request.space
     _print_wrapped(
         f"{found.compared} layouts of {space.world_size} x {device.name} compared, {found.fitting} fit into "
-        f"{bytes_in_words(memory - kept)} a rank; {bytes_in_words(kept)} are kept free for {_NOT_COUNTED}"
+        f"{bytes_in_words(memory - kept)} per rank; {bytes_in_words(kept)} are kept free for {_NOT_COUNTED}"
     )
     print(f"a step: {args.global_batch_size} x {args.seq_length} tokens")
     if request.assumed:
@@ -150,10 +155,10 @@ def _print_found(
 ) -> list[dict[str, Any]]:
     """Prints the table, and the flags of the first layouts that also fit according to a plan of whole stages."""
     if not found.front:
-        assert found.nearest is not None, "the search raises where there is none"
+        assert found.nearest is not None, "the search raises an error if there is none"
         over = found.nearest.num_bytes - (memory - kept)
         print(
-            f"nothing fits: the layout that needs least needs {bytes_in_words(over)} more on a rank of stage "
+            f"no layout fits: the smallest one needs {bytes_in_words(over)} more on a rank of stage "
             f"{found.nearest.fullest}"
         )
         print("\n".join(table_lines([found.nearest])))

@@ -3,7 +3,7 @@ FILE`, or `--skew dirichlet:0.3` without a recorded trace.
 
 FLAGS are those of the run, including presets and --config; --moe-paged-stash and its factors may be omitted. FILE is a
 trace that --record-routing wrote in a run of the same model, in any layout. Reports how often pages would run out for
-various factors and page sizes, sufficient flags, the cost of spilling and recomputation, and whether stashing pays.
+various factors and page sizes, sufficient flags, the cost of spilling and recomputation, and whether stashing pays off.
 """
 
 import argparse
@@ -15,37 +15,36 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # a clone works without installation
+if not __package__:  # run by its path, as in a clone without installation
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import pretrain_gpt  # noqa: E402
-from megatron.pages.page import MissingPackageError  # noqa: E402
-from megatron.planner.stash.costs import Machine, stage_costs, verdict  # noqa: E402
-from megatron.planner.stash.outlook import (  # noqa: E402
+import pretrain_gpt
+from megatron.pages.page import MissingPackageError
+from megatron.planner.stash.costs import Machine, stage_costs, verdict
+from megatron.planner.stash.outlook import (
     Outlook,
     enough_capacity,
     needs_of_steps,
     outlook,
     recommended,
 )
-from megatron.planner.stash.routing import RoutingSpan, parse_skew, synthetic_spans, traced_spans  # noqa: E402
-from megatron.planner.stash.stages import PlannedRun, StashFlags, planned_run  # noqa: E402
-from megatron.planner.stash.walk import StepLevel, walk  # noqa: E402
-from megatron.training.arguments import parse_args, validate_args  # noqa: E402
-from megatron.training.callbacks.routing_trace import read_routing  # noqa: E402
-from megatron.training.compute.devices import planned_device  # noqa: E402
-from tools.stash_report import StashPlan, as_json, as_page, as_text  # noqa: E402
+from megatron.planner.stash.routing import RoutingSpan, parse_skew, synthetic_spans, traced_spans
+from megatron.planner.stash.stages import PlannedRun, StashFlags, planned_run
+from megatron.planner.stash.walk import StepLevel, walk
+from megatron.tools.stash_report import StashPlan, as_json, as_page, as_text
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.callbacks.routing_trace import read_routing
+from megatron.training.compute.devices import planned_device
 
 FACTORS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5)
-# Number of expert ranks with generated routing, unless --plan-groups is given.
+# Number of expert ranks for which routing is generated, unless --plan-groups is given.
 _SIMULATED_RANKS = 64
 _EXIT_USAGE = 2
 
 
 @dataclass(frozen=True)
 class Routing:
-    """The steps to plan for. source: their origin; guesses: sentences about assumptions."""
+    """The routing of the steps to plan. source: its origin. guesses: sentences about assumptions."""
 
     spans: list[RoutingSpan]
     source: str
@@ -76,8 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_flags(words: Sequence[str]) -> argparse.Namespace:
-    """Returns the validated arguments of the run and of the plan. Raises ValueError for a run that cannot be
-    planned.
+    """Returns the validated arguments of the run and of the plan.
+
+    Raises ValueError for a run that cannot be planned.
     """
     args = parse_args(_add_flags, argv=[*words, "--dry-run"])
     if args.num_experts is None:
@@ -94,7 +94,7 @@ def _check_plan_flags(args: argparse.Namespace) -> None:
     if args.trace is None and args.skew is None:
         raise ValueError("no routing: give --trace FILE that --record-routing wrote, or --skew such as dirichlet:0.3")
     if args.trace is not None and args.skew is not None:
-        raise ValueError(f"--trace is {args.trace} and --skew is {args.skew}: give one of them")
+        raise ValueError(f"--trace is {args.trace} and --skew is {args.skew}: give only one of them")
     if not 0 < args.wanted_probability <= 1:
         raise ValueError(f"--wanted-probability is {args.wanted_probability:g}: must be above 0 and at most 1")
     for name, what, is_right in (
@@ -194,7 +194,7 @@ def _table(args: argparse.Namespace, run: PlannedRun, *, spans: Sequence[Routing
     for size in args.plan_page_sizes or []:
         if size > largest:
             raise ValueError(
-                f"--plan-page-sizes has {size}: must be at most {largest}, as buffers have {rows} rows (tokens)"
+                f"--plan-page-sizes has {size}: must be at most {largest}, because buffers have {rows} rows (tokens)"
             )
     sizes = args.plan_page_sizes or sorted({max(1, given // 4), given, max(given, min(given * 4, largest))})
     hosts = args.plan_host_factors or [max(0.0, flags.moe_paged_stash_buffer_size_factor_cpu)]
@@ -212,29 +212,31 @@ def _table(args: argparse.Namespace, run: PlannedRun, *, spans: Sequence[Routing
         if factor or host
     ]
     if not tried:
-        raise ValueError("--plan-factors and --plan-host-factors have 0 alone: one of them must have a factor above 0")
+        raise ValueError("--plan-factors and --plan-host-factors have only 0: one of them must have a factor above 0")
     return [outlook(run, one, spans=spans) for one in tried]
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group = parser.add_argument_group("plan of the paged stash")
-    group.add_argument("--trace", metavar="FILE", help="Routing that --record-routing wrote for this model.")
+    group.add_argument("--trace", metavar="FILE", help="Routing trace that --record-routing wrote for this model.")
     group.add_argument(
         "--skew",
         metavar="MODEL",
-        help="Synthetic routing: balanced; dirichlet:CONCENTRATION, popularities drawn in each step; zipf:EXPONENT; "
-        "drift:SPREAD:STEPS, popularities that wander.",
+        help="Synthetic routing: balanced; dirichlet:CONCENTRATION, popularities drawn in each step; "
+        "zipf:EXPONENT; drift:SPREAD:STEPS, popularities that drift.",
     )
     group.add_argument(
         "--wanted-probability",
         type=float,
         default=0.999,
         metavar="P",
-        help="Share of the steps that must reach a level.",
+        help="Share of the steps that must stay at or below a level.",
     )
-    group.add_argument("--plan-steps", type=int, default=1000, metavar="N", help="Steps to generate with --skew.")
     group.add_argument(
-        "--plan-groups", type=int, metavar="N", help="Groups that share experts to simulate in each stage."
+        "--plan-steps", type=int, default=1000, metavar="N", help="Number of steps to generate with --skew."
+    )
+    group.add_argument(
+        "--plan-groups", type=int, metavar="N", help="Number of groups that share experts to simulate in each stage."
     )
     group.add_argument("--plan-factors", type=float, nargs="+", metavar="F", help="Factors of device pages to try.")
     group.add_argument("--plan-host-factors", type=float, nargs="+", metavar="F", help="Factors of host pages to try.")
@@ -243,11 +245,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--host-gb-s",
         type=float,
         metavar="X",
-        help="Rate of copies between device and host in one direction, in 10^9 bytes a second; unset: that of the "
-        "planned device in configs/devices.yaml.",
+        help="Rate of copies between device and host in one direction, in 10^9 bytes per second; unset: that of "
+        "the planned device in configs/devices.yaml.",
     )
-    group.add_argument("--json", metavar="FILE", help="Also write the plan here.")
-    group.add_argument("--page", metavar="FILE", help="Also write an HTML page with figures here.")
+    group.add_argument("--json", metavar="FILE", help="Also write the plan to this JSON file.")
+    group.add_argument("--page", metavar="FILE", help="Also write an HTML page with figures to this file.")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""TCP ports for runs on this machine, where ranks meet."""
+"""Selects TCP ports for the rendezvous of runs on this machine."""
 
 import secrets
 import socket
@@ -13,8 +13,8 @@ _USUAL_LOWEST_EPHEMERAL = 32768
 def free_port() -> int:
     """Returns a free port that the system will not assign before a server listens on it.
 
-    A port that the system chose, as for port 0, is free again after it was read. Until the ranks have started, it could
-    become the port of another run's connection, and ranks of both runs would talk to each other.
+    A port assigned by the system for port 0 is free again after it was read. Until the ranks have started, it could
+    become the port of another run's connection, and ranks of both runs would connect to each other.
     """
     span = _lowest_ephemeral() - _LOWEST
     # Concurrent processes start at different ports. Not `random`, which tests may have seeded.

@@ -23,25 +23,24 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # a clone works without installation
+if not __package__:  # run by its path, as in a clone without installation
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config_field import field_spec  # noqa: E402
-from megatron.core.datasets.indexed_dataset import (  # noqa: E402
+from megatron.core.config_field import field_spec
+from megatron.core.datasets.indexed_dataset import (
     IndexedDataset,
     IndexedDatasetBuilder,
     get_bin_path,
     get_idx_path,
     loss_mask_prefix,
 )
-from megatron.core.datasets.text_files import find_text_files, is_json  # noqa: E402
-from megatron.core.files import file_crc32  # noqa: E402
-from megatron.core.tokenizers import TokenizerConfig  # noqa: E402
-from megatron.core.tokenizers.chat_template import read_template  # noqa: E402
-from megatron.core.tokenizers.library_tokenizers import HuggingFaceTokenizer  # noqa: E402
-from tools.partitions import Piece, Workspace, cut, documents, publish  # noqa: E402
-from tools.token_chunks import (  # noqa: E402
+from megatron.core.datasets.text_files import INPUT_HELP, check_tables, find_text_files, has_keys
+from megatron.core.files import file_crc32
+from megatron.core.tokenizers import TokenizerConfig
+from megatron.core.tokenizers.chat_template import read_template
+from megatron.core.tokenizers.library_tokenizers import HuggingFaceTokenizer
+from megatron.tools.partitions import Piece, Workspace, cut, documents, publish
+from megatron.tools.token_chunks import (
     EncodedChunk,
     EncodeSettings,
     chunks,
@@ -125,9 +124,9 @@ def main(argv: list[str] | None = None) -> int:
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="PATH", help=".jsonl or .txt files, also .gz, folders or patterns")
-    add("--json-keys", nargs="+", metavar="KEY", help="keys of the texts in JSON lines, a pair of files each (text)")
-    add("--chat-key", metavar="KEY", help="key of chats in JSON lines: writes tokens and loss masks")
+    add("--input", nargs="+", required=True, metavar="PATH", help=INPUT_HELP)
+    add("--json-keys", nargs="+", metavar="KEY", help="keys of the texts in lines or rows, a pair of files each (text)")
+    add("--chat-key", metavar="KEY", help="key of chats in lines or rows: writes tokens and loss masks")
     add("--chat-template", metavar="FILE", help="Jinja template of chats (default: that of the tokenizer)")
     add("--pack-length", type=int, metavar="TOKENS", help="pack whole chats into documents of this length")
     for name, spec in TOKENIZER_FIELDS.items():
@@ -210,9 +209,10 @@ def preprocess(options: argparse.Namespace, settings: EncodeSettings) -> Summary
     # Built before workers are forked, which inherit it.
     tokenizer_for(settings.tokenizer)
     files = find_text_files(options.input)
-    text_file = next((path for path in files if not is_json(path)), None)
+    text_file = next((path for path in files if not has_keys(path)), None)
     if text_file is not None and len(settings.names) > 1:
-        raise ValueError(f"{text_file} has no keys: --chat-key and several --json-keys need .jsonl files")
+        raise ValueError(f"{text_file} has no keys: --chat-key and several --json-keys need .jsonl files or tables")
+    check_tables(files, settings.columns)
     plan = plan_of(options, settings, files=files)
     with Workspace(workspace_folder(options), plan, names=settings.names) as space, progress_bar(files) as advance:
         summary = encode_partitions(
@@ -297,7 +297,7 @@ def encode_pieces(
             stack.enter_context(IndexedDatasetBuilder(get_bin_path(prefix), dtype=dtype))
             for prefix, dtype in zip(prefixes, settings.dtypes)
         ]
-        for chunk in map_in_order(encode, chunks(documents(pieces)), workers=workers):
+        for chunk in map_in_order(encode, chunks(documents(pieces, settings.columns)), workers=workers):
             for builder, tokens, lengths in zip(builders, chunk.arrays, chunk.lengths):
                 builder.add_concatenated(tokens, lengths)
             summary.add_chunk(chunk)

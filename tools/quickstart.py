@@ -1,9 +1,11 @@
 """`make train`: prepares text and a tokenizer, trains a mixture-of-experts GPT on two processes, and generates text.
 
-Runs commands that a user could type, in order, and skips those with existing results.
+Runs commands that a user could type, in order, and skips those with existing results. Prints a line for each stage,
+and lines of training steps. --dry-run of the training shows what its page of the plan holds.
 """
 
 import argparse
+import json
 import os
 import shlex
 import subprocess
@@ -12,22 +14,31 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from math import gcd
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # a clone works without installation
+if not __package__:  # run by its path, as in a clone without installation
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.datasets.indexed_dataset import IndexedDataset  # noqa: E402
+import megatron
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.utils import split_documents
+from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
 
+IMPORTED_FROM = Path(str(megatron.__file__)).resolve().parents[1]  # a clone, or site-packages
 MIN_DOCUMENTS = 3  # one each for training, validation and test
-VOCAB_SIZE = 2048
+VOCAB_SIZE = 4096
 INTERRUPTED = 130  # exit code by shell convention
-PROMPT = "def read_lines(path):\n"
+# Tokens of a test document that the trained model continues, and that it adds.
+PROMPT_TOKENS, NEW_TOKENS = 64, 120
+# Columns of a stage's name.
+NAME_WIDTH = 10
 
 NUM_EXPERTS = 8
+# Chosen by the loss after equal CPU time: AdamW and Muon, 2 to 4 layers, hidden sizes 96 and 128, 8 and 16 experts.
+# More steps of a small model gain more than a larger model. With 4096 tokens most words are whole.
 MODEL = f"""
 --num-layers 4 --hidden-size 128 --num-attention-heads 4 --group-query-attention --num-query-groups 2
---num-experts {NUM_EXPERTS} --moe-router-topk 2 --moe-ffn-hidden-size 256 --moe-grouped-gemm
+--num-experts {NUM_EXPERTS} --moe-router-topk 2 --moe-ffn-hidden-size 128 --moe-grouped-gemm
 --moe-token-dispatcher-type alltoall --moe-expert-rank-capacity-factor 2
 --moe-paged-stash --moe-paged-stash-prefetch-layers 0 --moe-paged-stash-buffer-size-factor-cuda 1.15
 --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3
@@ -35,11 +46,14 @@ MODEL = f"""
 --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0
 --seq-length 256 --max-position-embeddings 256
 """
-SCHEDULE = """
---micro-batch-size 8 --global-batch-size 16 --train-iters 2000
---lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters 30 --weight-decay 0.1 --adam-beta2 0.95
---eval-interval 100 --eval-iters 10 --num-workers 0
---log-interval 20 --save-interval 100 --exit-signal-handler --exit-signal SIGINT
+# Part of the training time that the planned steps fill; evaluations, saves and what the plan leaves out have the rest.
+PLANNED_SHARE = 0.7
+MIN_STEPS, LOG_INTERVAL, NUM_EVALUATIONS = 100, 50, 4
+SCHEDULE = f"""
+--micro-batch-size 4 --global-batch-size 8
+--lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95
+--eval-iters 5 --num-workers 0 --override-opt-param-scheduler
+--log-format compact --log-interval {LOG_INTERVAL} --exit-signal-handler --exit-signal SIGINT
 """
 
 
@@ -71,13 +85,24 @@ def main() -> None:
     options = parse_options()
     workspace = make_workspace(options.data)
     prepare(workspace)
-    train(workspace, minutes=options.minutes, processes=options.processes)
-    print(f"\nA continuation of {PROMPT!r} by the trained model:\n", flush=True)
-    run("tools/generate.py", "--load", workspace.checkpoints, "--prompt", PROMPT, "--max-new-tokens", 120)
-    print(flush=True)
+    split = split_of(num_documents(workspace))
+    train(workspace, split=split, minutes=options.minutes, processes=options.processes)
+    prompt = held_out_passage(workspace, split=split)
+    stage("sample", "a passage of a test document, and the continuation by the trained model (|):")
+    sample = (
+        "megatron.tools.generate",
+        "--load",
+        workspace.checkpoints,
+        "--max-new-tokens",
+        NEW_TOKENS,
+        "--top-p",
+        0.9,
+    )
+    print(indented(output_of(*sample, "--prompt", prompt), prompt=prompt), flush=True)
     if find_spec("plotly") and find_spec("jinja2"):
-        run("tools/report.py", workspace.checkpoints)
-    print(f"Checkpoints and log: {workspace.checkpoints}\nRun the same command again to train on from here.")
+        output_of("megatron.tools.report", workspace.checkpoints)
+        stage("report", f"{shown(workspace.checkpoints / 'report.html')}")
+    stage("run", f"{shown(workspace.checkpoints)}; the same command trains on from here")
 
 
 def parse_options() -> argparse.Namespace:
@@ -94,13 +119,13 @@ def parse_options() -> argparse.Namespace:
 
 
 def make_workspace(data: Path | None) -> Workspace:
-    """Returns the workspace of this corpus: runs/<name of the corpus>."""
+    """Returns the workspace of this corpus: runs/<name of the corpus> in the current folder."""
     if data is None:
-        folder = ROOT / "runs" / "python"
+        folder = Path.cwd() / "runs" / "python"
         return Workspace(folder, folder / "text.jsonl")
     if not data.is_file():
         raise SystemExit(f"error: DATA is {data}: there is no such file; give a .txt or .jsonl file")
-    return Workspace(ROOT / "runs" / data.stem, data.resolve())
+    return Workspace(Path.cwd() / "runs" / data.stem, data.resolve())
 
 
 def prepare(workspace: Workspace) -> None:
@@ -108,21 +133,14 @@ def prepare(workspace: Workspace) -> None:
     workspace.folder.mkdir(parents=True, exist_ok=True)
     check_source(workspace)
     if not workspace.text.exists():
-        step("Writing the documentation and source that Python ships as text")
-        run("tools/python_corpus.py", "--output", workspace.text)
+        stage("text", last_line("megatron.tools.python_corpus", "--output", workspace.text))
     if not workspace.tokenizer.exists():
-        step(f"Training a tokenizer of up to {VOCAB_SIZE} tokens")
-        run(
-            *("tools/train_tokenizer.py", "--vocab-size", VOCAB_SIZE),
-            *("--input", workspace.text, "--output", workspace.tokenizer),
-        )
+        sizes = ("--vocab-size", VOCAB_SIZE, "--input", workspace.text, "--output", workspace.tokenizer)
+        stage("tokenizer", last_line("megatron.tools.train_tokenizer", *sizes))
     if not workspace.tokens.with_suffix(".idx").exists():
-        step("Turning the text into tokens")
-        run(
-            *("tools/preprocess_data.py", "--input", workspace.text, "--append-eod"),
-            *("--output-prefix", workspace.folder / "tokens", "--workers", os.cpu_count() or 1),
-            *tokenizer_flags(workspace),
-        )
+        files = ("--input", workspace.text, "--output-prefix", workspace.folder / "tokens")
+        flags = ("--append-eod", "--workers", os.cpu_count() or 1, *tokenizer_flags(workspace))
+        stage("tokens", last_line("megatron.tools.preprocess_data", *files, *flags))
 
 
 def check_source(workspace: Workspace) -> None:
@@ -158,21 +176,85 @@ def split_of(num_documents: int) -> str:
     return f"{num_documents - valid - test},{valid},{test}"
 
 
-def train(workspace: Workspace, *, minutes: int, processes: int) -> None:
-    """Trains for `minutes`, from the latest checkpoint if there is one."""
-    split = split_of(len(IndexedDataset(str(workspace.tokens)).document_indices) - 1)
-    step(f"Training a mixture-of-experts GPT on {processes} processes for {minutes} minutes (Ctrl-C: stop)")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes)
-    folders = ("--save", workspace.checkpoints, "--load", workspace.checkpoints)
+def num_documents(workspace: Workspace) -> int:
+    """Returns the number of tokenized documents."""
+    return len(IndexedDataset(str(workspace.tokens)).document_indices) - 1
+
+
+def train(workspace: Workspace, *, split: str, minutes: int, processes: int) -> None:
+    """Trains for `minutes` or less, from the latest checkpoint if there is one."""
     flags = (
         *shlex.split(MODEL + SCHEDULE),
         *("--expert-model-parallel-size", gcd(processes, NUM_EXPERTS)),
         *tokenizer_flags(workspace),
-        *("--data-path", workspace.tokens, *folders, "--tensorboard-dir", workspace.checkpoints),
-        *("--exit-duration-in-mins", minutes, "--split", split),
+        *("--data-path", workspace.tokens, "--split", split),
+        *("--save", workspace.checkpoints, "--tensorboard-dir", workspace.checkpoints),
     )
-    run("pretrain_gpt.py", *flags, "--dry-run", "--world-size", processes)
-    run(*torchrun, "pretrain_gpt.py", *flags)
+    trained = steps_trained(workspace)
+    # The number of steps does not change a plan; it is chosen by the plan's time of a step.
+    dry_run = ("--dry-run", "--world-size", processes, "--train-iters", MIN_STEPS)
+    output_of("pretrain_gpt", *flags, *dry_run, MEGATRON_PLAN_DEVICE="here")
+    plan = json.loads((workspace.checkpoints / "plan.json").read_text())
+    page = next(file for file in ("plan.html", "plan.json") if (workspace.checkpoints / file).exists())
+    stage("plan", f"{plan_words(plan)}: {shown(workspace.checkpoints / page)}")
+    steps = planned_steps(plan, minutes=minutes)
+    sizes = plan["parameters"]
+    stage(
+        "training",
+        f"{NUM_EXPERTS} experts, {sizes['all'] / 1e6:.1f}M parameters ({sizes['of_a_token'] / 1e6:.1f}M active), "
+        f"{processes} processes, {minutes} min (Ctrl-C saves and stops)",
+    )
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", processes, "-m")
+    interval = steps // NUM_EVALUATIONS
+    length = ("--train-iters", trained + steps, "--lr-warmup-iters", steps // 20, "--exit-duration-in-mins", minutes)
+    intervals = ("--eval-interval", interval, "--save-interval", interval)
+    load = ("--load", workspace.checkpoints) if trained else ()
+    run(*torchrun, "pretrain_gpt", *flags, *length, *intervals, *load)
+
+
+def steps_trained(workspace: Workspace) -> int:
+    """Returns the step of the latest checkpoint; 0 without one."""
+    latest = workspace.checkpoints / "latest_checkpointed_iteration.txt"
+    return int(latest.read_text()) if latest.exists() else 0
+
+
+def planned_steps(plan: dict[str, Any], *, minutes: int) -> int:
+    """Returns the number of steps that fit into `minutes` by the plan, so that the learning rate reaches its end."""
+    steps = int(60 * minutes * PLANNED_SHARE / plan["step"]["seconds"])
+    return max(MIN_STEPS, steps // LOG_INTERVAL * LOG_INTERVAL)
+
+
+def plan_words(plan: dict[str, Any]) -> str:
+    """Describes memory and step time of a plan for this machine. Processes on a CPU share its memory."""
+    device, world = plan["device"], plan["world_size"]
+    needed = max(stage["peak"] for stage in plan["stages"])
+    is_shared = device["name"] == "cpu"
+    have = f"{device['memory_gib']:.1f} GiB of {'this machine' if is_shared else device['name']}"
+    total = f"{world} x " if is_shared else ""
+    return f"{total}{needed / 2**30:.2f} of the {have}, about {plan['step']['seconds']:.2g} s a step"
+
+
+def held_out_passage(workspace: Workspace, *, split: str) -> str:
+    """Returns whole lines, if there are several, from a third of the way into the first test document."""
+    tokens = IndexedDataset(str(workspace.tokens))
+    _, _, documents = split_documents(split, num_documents(workspace))
+    assert documents is not None, "split_of gives each split a document"
+    first = int(tokens.document_indices[documents[0]])
+    start = int(tokens.sequence_lengths[first]) // 3
+    length = min(PROMPT_TOKENS, max(1, start))
+    tokenizer = build_tokenizer(
+        TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(workspace.tokenizer))
+    )
+    text = tokenizer.detokenize(tokens.get(first, offset=start, length=length).tolist())
+    _, _, later_lines = text.partition("\n")
+    return later_lines.lstrip("\n") or text
+
+
+def indented(text: str, *, prompt: str) -> str:
+    """Indents a generated text, with a bar at the lines that the prompt does not reach."""
+    num_given = len(prompt.splitlines())
+    lines = text.rstrip().splitlines()
+    return "\n".join(f"  {' ' if number < num_given else '|'} {line}" for number, line in enumerate(lines))
 
 
 def tokenizer_flags(workspace: Workspace) -> list[object]:
@@ -180,23 +262,53 @@ def tokenizer_flags(workspace: Workspace) -> list[object]:
     return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", workspace.tokenizer]
 
 
-def step(title: str) -> None:
-    """Prints the next step."""
-    print(f"\n== {title}", flush=True)
+def stage(name: str, result: str) -> None:
+    """Prints the line of a stage."""
+    print(f"{name:<{NAME_WIDTH}} {result}", flush=True)
 
 
-def run(*command: object) -> None:
-    """Runs a Python program of this repository. If it fails, exits with the same code."""
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    process = subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT, env=environment)
+def shown(path: Path) -> Path:
+    """Returns a path relative to the working directory if it is below."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def run(*command: object, capture: bool = False, **variables: str) -> str:
+    """Runs a Python module with its arguments. If it fails, exits with the same code.
+
+    capture: returns its standard output instead of showing it. variables: of its environment.
+    """
+    path = os.pathsep.join(filter(None, (str(IMPORTED_FROM), os.environ.get("PYTHONPATH"))))
+    # Safe path: the current folder may have modules of the same names, for example a clone of Megatron-LM.
+    ours = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", *map(str, command)],
+        env={**ours, **variables},
+        stdout=subprocess.PIPE if capture else None,
+        text=True,
+    )
     try:
-        status = process.wait()
+        output, _ = process.communicate()
     except KeyboardInterrupt:
         # The program received the signal too. It cleans up, and training saves.
         process.wait()
         raise SystemExit(INTERRUPTED) from None
-    if status:
-        raise SystemExit(status)
+    if process.returncode:
+        if output:
+            print(output, end="")
+        raise SystemExit(process.returncode)
+    return output or ""
+
+
+def output_of(*command: object, **variables: str) -> str:
+    """Runs a program as `run` does, and returns its standard output."""
+    return run(*command, capture=True, **variables)
+
+
+def last_line(*command: object) -> str:
+    """Runs a program and returns the last line that it prints, with paths below the working directory shortened."""
+    line = output_of(*command).rstrip().rpartition("\n")[2]
+    return line.replace(f"{Path.cwd()}/", "")
 
 
 if __name__ == "__main__":

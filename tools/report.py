@@ -1,9 +1,9 @@
-"""Writes an HTML page about a run, which opens without a network: `python tools/report.py RUN_DIR [RUN_DIR ...]`.
+"""Writes an HTML page about a run that opens without a network: `python tools/report.py RUN_DIR [RUN_DIR ...]`.
 With --serve it serves a page that follows the run instead.
 
 RUN_DIR is the folder that the run had as --tensorboard-dir or --save. Several runs are drawn into the same figures. The
-run may still be going. report_figures.py and report_sections.py choose the figures and tables, report_page.html.jinja
-and report_page.js draw them.
+run may still be in progress. report_figures.py and report_sections.py choose the figures and tables, and
+report_page.html.jinja and report_page.js draw them.
 """
 
 import argparse
@@ -15,17 +15,16 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # a clone works without installation
+if not __package__:  # run by its path, as in a clone without installation
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.pages.page import FOLDER, MissingPackageError, plotly_script, render, require_packages  # noqa: E402
-from megatron.training.command_line.flags import flag_table  # noqa: E402
-from megatron.training.command_line.values import yaml_of_value  # noqa: E402
-from tools.report_figures import expert_loads, make_figures, run_names  # noqa: E402
-from tools.report_sections import memory_section, rows_figures, stash_section, timeline  # noqa: E402
-from tools.report_server import Asset, LiveReport, ReportServer, serve_until_signal  # noqa: E402
-from tools.run_log import RunLog, read_run  # noqa: E402
+from megatron.pages.page import FOLDER, MissingPackageError, plotly_script, render, require_packages
+from megatron.tools.report_figures import expert_loads, make_figures, run_names
+from megatron.tools.report_sections import memory_section, rows_figures, stash_section, timeline
+from megatron.tools.report_server import Asset, LiveReport, ReportServer, serve_until_signal
+from megatron.tools.run_log import RunLog, read_run
+from megatron.training.command_line.flags import flag_table
+from megatron.training.command_line.values import yaml_of_value
 
 TEMPLATE = Path(__file__).with_name("report_page.html.jinja")
 # In the order of execution.
@@ -72,7 +71,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     if not options.serve and (options.port is not None or options.host is not None):
         parser.error("--port and --host need --serve")
     if options.serve and options.output is not None:
-        parser.error("--serve writes no file: give --output without it")
+        parser.error("--serve writes no file: --output can only be given without it")
     options.port = DEFAULT_PORT if options.port is None else options.port
     if not 0 <= options.port < 2**16:
         parser.error(f"--port is {options.port}: must be from 0 to 65535")
@@ -89,17 +88,18 @@ def serve(places: Sequence[Path], *, host: str, port: int) -> None:
     with ReportServer((host, port), live, assets=live_assets()) as server:
         if not server.is_loopback:
             print(
-                f"WARNING: --host is {host}: whoever reaches this machine on port {server.server_address[1]} can read "
-                "the run's settings, paths and numbers, without a password; ssh -L from the reader's machine is safer",
+                f"WARNING: --host is {host}: anyone who can reach this machine on port {server.server_address[1]} "
+                "can read the run's settings, paths and numbers without a password; ssh -L from the reader's "
+                "machine is safer",
                 file=sys.stderr,
             )
         serve_until_signal(server)
 
 
 def live_assets() -> dict[str, Asset]:
-    """Returns the fixed parts of a live page by path; only its content changes."""
+    """Returns the fixed parts of a live page by path. Only its content changes."""
     library = plotly_script().encode()
-    # Named by its version, so that a browser may cache it.
+    # Named by its version, so that browsers may cache it.
     plotly = f"/plotly-{hashlib.sha256(library).hexdigest()[:12]}.js"
     scripts = "".join(path.read_text(encoding="utf-8") for path in LIVE_SCRIPTS)
     frame = render(TEMPLATE, title="Run report", script_paths=[plotly, "/page.js"])
@@ -116,7 +116,7 @@ def page(runs: Sequence[RunLog]) -> str:
 
 
 def page_content(runs: Sequence[RunLog]) -> dict[str, Any]:
-    """Returns everything that the page shows, as JSON values."""
+    """Returns the complete content of the page as JSON values."""
     names = run_names(runs)
     return {
         "title": " and ".join(names),

@@ -1,6 +1,6 @@
-"""Figures of the report as plain values: the table of figures, and lines and heat maps of logged fields.
+"""Builds the report's figures as plain values: the table of figures, and lines and heat maps of logged fields.
 
-report_page.js draws them with plotly; run_log.py reads the log.
+report_page.js draws them with plotly, and run_log.py reads the log.
 """
 
 import base64
@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from tools.run_log import LOG_NAME, LayerTable, RunLog, Series
+from megatron.tools.run_log import LOG_NAME, LayerTable, RunLog, Series
 
-MAX_POINTS = 1200  # of a line, more than its width in pixels
+MAX_POINTS = 1200  # points of a line, more than its width in pixels
 MEDIAN_POINTS = 300
-SMOOTHED_FROM = 60  # fewest steps of a noisy line with a running median
-MAX_LINES_OF_LAYERS = 8  # more layers become a heat map
+SMOOTHED_FROM = 60  # minimum number of steps of a noisy line with a running median
+MAX_LINES_OF_LAYERS = 8  # more layers are drawn as a heat map
 PERPLEXITY_LIMIT = 20.0  # as in the log: exp of at most this
 DASHES = ("solid", "dash", "dot", "dashdot")
 MAX_DASHED_FIELDS = 3
@@ -25,11 +25,11 @@ GIB = 1 / 2**30
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure. fields: (name in the log, label); a name with a slash at its end means all names with this prefix.
+    """One figure. fields: (name in the log, label); a name that ends with a slash means all names with this prefix.
 
     axis: title and unit. scale: multiplier of logged values. noisy: drawn pale, below its running median. mean: the
-    running mean replaces the median, which says little about counts that are mostly 0. from_zero: the axis starts at 0.
-    steps: drawn as a step function. occurring: fields that are always 0 have no line.
+    running mean replaces the median, which is uninformative for counts that are mostly 0. from_zero: the axis starts at
+    0. steps: drawn as a step function. occurring: fields that are always 0 have no line.
     """
 
     id: str
@@ -126,13 +126,13 @@ FIGURES = (
     Figure(
         *("timers", "Speed", "Parts of a step", "milliseconds per step"),
         (("timers/", ""),),
-        "Of the slowest rank, by timer. Nested timers count in both.",
+        "On the slowest rank, by timer. Nested timers count in both.",
         from_zero=True,
     ),
     Figure(
         *("rank-times", "Speed", "Fastest and slowest rank", "milliseconds per step"),
         (("rank_times/max_ms", "slowest"), ("rank_times/min_ms", "fastest")),
-        "Time of work, without waiting for gradients.",
+        "Working time, excluding waits for gradients.",
     ),
     Figure(
         *("hidden-share", "Communication", "Communication hidden under backward", "% of what fits"),
@@ -194,8 +194,8 @@ FIGURES = (
             ("stash/rungs/dropped_gate_up", "gate_up recomputed"),
             ("stash/rungs/void_steps", "steps discarded and retried"),
         ),
-        "Pages, tensors and retries of each step, summed over ranks. Long runs: mean, and pale the extremes. Counts "
-        "that are always 0 have no line.",
+        "Pages, tensors and retries of each step, summed over ranks. Long runs show the mean, with extremes in a "
+        "pale color. Counts that are always 0 have no line.",
         from_zero=True,
         noisy=True,
         mean=True,
@@ -210,7 +210,7 @@ FIGURES = (
         from_zero=True,
     ),
 )
-# Fields that figures show in another way, or that are no quantities.
+# Fields that figures show in another way, or that are not quantities.
 SHOWN = ("iteration", "skipped", "consumed_samples", "rank_times/", "overlap/", "stash/")
 
 
@@ -289,7 +289,7 @@ def _frame(figure: Figure) -> dict[str, Any]:
 
 
 def run_names(runs: Sequence[RunLog]) -> list[str]:
-    """Returns a name for each run: the shortest suffixes of their folders that differ."""
+    """Returns a name for each run: the shortest distinct suffix of its folder."""
     # A folder has one steps.jsonl, but may have several console logs.
     paths = [run.path.absolute() for run in runs]
     parts = [(path.parent if path.name == LOG_NAME else path).parts for path in paths]
@@ -320,7 +320,7 @@ def _values(figure: Figure, series: Series) -> Series:
 
 
 def _lines(series: Series, *, style: dict[str, Any], figure: Figure) -> list[dict[str, Any]]:
-    """Returns a line. A noisy one of many steps is pale, below its running median or mean in the legend."""
+    """Returns a line. A noisy line of many steps is pale and has its running median or mean in the legend."""
     thin = thinned(series)
     mode = "lines+markers" if len(thin.steps) <= 40 else "lines"
     if not figure.noisy or len(series.steps) < SMOOTHED_FROM:
@@ -347,7 +347,8 @@ def _skipped(figure: Figure, run: RunLog, *, style: dict[str, Any]) -> list[dict
 
 
 def thinned(series: Series) -> Series:
-    """Returns at most MAX_POINTS points: the smallest and largest value of each interval of steps, so that spikes stay.
+    """Returns at most MAX_POINTS points: the minimum and maximum of each interval of steps, so that spikes stay
+    visible.
 
     Interval lengths are powers of 2. New steps change only the last interval, until the length doubles.
     """
@@ -398,7 +399,7 @@ def _short(value: float) -> float | None:
 
 
 def _layer_figures(runs: Sequence[RunLog]) -> list[dict[str, Any]]:
-    """Returns the router's losses by layer, a figure for each run."""
+    """Returns the router's losses by layer, with one figure per run."""
     figures = []
     for index, run in enumerate(runs):
         of_run = f" ({run_names(runs)[index]})" if len(runs) > 1 else ""
@@ -411,7 +412,7 @@ def _layer_figures(runs: Sequence[RunLog]) -> list[dict[str, Any]]:
 
 
 def layer_table_figure(table: LayerTable, frame: dict[str, Any], *, bound: Series | None = None) -> dict[str, Any]:
-    """Returns few layers as lines, with a dotted one for `bound`, many as a heat map. frame: fields of all figures."""
+    """Returns few layers as lines, with a dotted one for `bound`, or many as a heat map. frame: common fields."""
     means, steps = table.means(), _centres(table)
     if len(table.layers) > MAX_LINES_OF_LAYERS:
         rows = [[_short(value) for value in row] for row in means.T.tolist()]
@@ -432,7 +433,7 @@ def _centres(table: LayerTable) -> np.ndarray:
 
 
 def expert_loads(run: RunLog) -> dict[str, Any] | None:
-    """Returns the load of each expert relative to an even share, for the heat maps; None without experts in the log.
+    """Returns the load of each expert relative to an even share for the heat maps, or None without experts in the log.
 
     shares: [layers, experts] of each bin as 16-bit integers in base64. units: value of the integer 1 in each bin.
     """

@@ -1,4 +1,4 @@
-"""Sections of the report with tables and figures of their own: communication, memory, and expert memory.
+"""Builds report sections with their own tables and figures: communication, memory, and expert memory.
 
 The plan is the plan.json that --dry-run writes to --tensorboard-dir.
 """
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from megatron.core.transformer.moe.paged_stash.sizing import factor_at, rounded_up
-from tools.report_figures import layer_table_figure, run_names
-from tools.run_log import LEVEL_COUNTERS, RunLog
+from megatron.tools.report_figures import layer_table_figure, run_names
+from megatron.tools.run_log import LEVEL_COUNTERS, RunLog
 
 PLAN_NAME = "plan.json"
 KINDS = {
@@ -25,7 +25,7 @@ KINDS = {
     "host_pages": "stash pages, host memory",
     "host_states": "masters and moments, host memory",
 }
-# Not on the device. Older plans have no host_states.
+# Categories that are not on the device. Older plans have no host_states.
 HOST = ("host_pages", "host_states")
 ACTIVATIONS, REST = "activations", "rest"
 LABELS = {**KINDS, ACTIVATIONS: "activations at their peak", REST: "other, up to the peak"}
@@ -41,11 +41,11 @@ FACTORS = (
 )
 
 
-# Communication.
+# Section: communication.
 
 
 def timeline(run: RunLog) -> dict[str, Any] | None:
-    """Returns the transfers of the last logged step, in milliseconds; None without readable ones."""
+    """Returns the transfers of the last logged step in milliseconds, or None without readable ones."""
     try:
         rows = [
             {
@@ -63,15 +63,15 @@ def timeline(run: RunLog) -> dict[str, Any] | None:
         return None
 
 
-# Memory by category.
+# Section: memory by category.
 
 
 class ForeignPlanError(ValueError):
-    """A plan.json that is unreadable or of another run."""
+    """Raised for a plan.json that is unreadable or belongs to another run."""
 
 
 def memory_section(run: RunLog) -> dict[str, Any] | None:
-    """Returns rows of a table and bytes by category for each stage; None if neither the log nor a plan has any."""
+    """Returns rows of a table and bytes by category for each stage, or None if neither the log nor a plan has any."""
     notes, plan = [], None
     path = run.path.with_name(PLAN_NAME)
     measured = _measured(run)
@@ -79,8 +79,8 @@ def memory_section(run: RunLog) -> dict[str, Any] | None:
         plan = read_plan(path, run)
     except FileNotFoundError:
         notes.append(
-            f"There is no {PLAN_NAME} next to the log, so there is no prediction: --dry-run --world-size N with the "
-            "flags of the run writes one to --tensorboard-dir."
+            f"There is no {PLAN_NAME} next to the log, so there is no prediction: --dry-run --world-size N with "
+            "the flags of the run writes one to --tensorboard-dir."
         )
     except ForeignPlanError as error:
         notes.append(f"{path} is ignored: {error}.")
@@ -107,11 +107,11 @@ def memory_section(run: RunLog) -> dict[str, Any] | None:
 
 
 def read_plan(path: Path, run: RunLog) -> dict[str, Any]:
-    """Returns the plan of this run. Raises FileNotFoundError, and ForeignPlanError if it is no plan of this run."""
+    """Returns the plan of this run. Raises FileNotFoundError, and ForeignPlanError if it is not a plan of this run."""
     try:
         plan = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ForeignPlanError(f"it is no JSON ({error})") from error
+        raise ForeignPlanError(f"it is not JSON ({error})") from error
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -121,7 +121,7 @@ def read_plan(path: Path, run: RunLog) -> dict[str, Any]:
         _planned_time(plan)
         int(plan["world_size"]), int(plan["parameters"]["all"])
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise ForeignPlanError(f"it is no plan of --dry-run ({type(error).__name__}: {error})") from error
+        raise ForeignPlanError(f"it is not a plan of --dry-run ({type(error).__name__}: {error})") from error
     environment, model = run.record.get("environment") or {}, run.record.get("model") or {}
     # Values of the plan, and of the run if known.
     sizes = {
@@ -131,7 +131,7 @@ def read_plan(path: Path, run: RunLog) -> dict[str, Any]:
     }
     for name, (planned, found) in sizes.items():
         if found is not None and planned != found:
-            raise ForeignPlanError(f"it is of another run: {planned} {name}, this run has {found}")
+            raise ForeignPlanError(f"it is from another run: {planned} {name}, but this run has {found}")
     return dict(plan)
 
 
@@ -148,13 +148,13 @@ def _planned_stages(plan: dict[str, Any]) -> dict[int, Bytes]:
 
 
 def _planned_time(plan: dict[str, Any]) -> tuple[float, str] | None:
-    """Returns the estimated seconds of a step and the device; None for a plan of a run that does not train."""
+    """Returns the estimated seconds of a step and the device, or None for a plan of a run that does not train."""
     step = plan["step"]
     return None if step is None else (float(step["seconds"]), str(step["device"]))
 
 
 def _measured(run: RunLog) -> dict[int, Bytes]:
-    """Returns the maximum over each stage's ranks, by stage number; empty without readable ones in the log."""
+    """Returns the maximum over each stage's ranks by stage number; empty without readable values in the log."""
     try:
         return {int(stage): _sizes(sizes) for stage, sizes in run.held.get("stages", {}).items()}
     except (TypeError, ValueError, AttributeError, OverflowError):
@@ -193,7 +193,7 @@ def _rows(run: RunLog, predicted: dict[int, Bytes], *, measured: dict[int, Bytes
     for name, label in PEAKS.items():
         held = max((sizes[name] for sizes in measured.values() if name in sizes), default=None)
         if held is not None:
-            # The resident memory includes Python and libraries, which no plan predicts: it gets no difference.
+            # The resident memory includes Python and libraries, which no plan predicts, so it gets no difference.
             all_kinds = max(map(_on_device, predicted.values()), default=None) if name == "peak_allocated" else None
             rows.append(_row(label, planned=all_kinds, held=held, first=first.get(name)))
     return rows
@@ -225,14 +225,13 @@ def _time_rows(run: RunLog, planned: tuple[float, str] | None) -> list[dict[str,
     seconds, device = planned
     # The median, because the first steps and steps during a save take longer.
     measured = float(np.nanmedian(values))
-    texts = {"predicted": f"{seconds:.4g} s", "measured": f"{measured:.4g} s", "first": ""}
     found = str((run.record.get("environment") or {}).get("device", ""))
+    row = {"name": "step time, median", "predicted": "", "measured": f"{measured:.4g} s", "difference": "", "first": ""}
     if device.lower() not in found.lower():
-        # Times on different devices are not compared.
-        name = f"step time, median (predicted for {device}, measured on {found or 'a device without a name'})"
-        return [{"name": name, "difference": "", **texts}]
+        # An estimate for another device says nothing about this run.
+        return [row]
     difference = f"{(measured - seconds) / seconds:+.0%}" if seconds else ""
-    return [{"name": f"step time, median (on {device})", "difference": difference, **texts}]
+    return [{**row, "name": f"{row['name']} (on {device})", "predicted": f"{seconds:.4g} s", "difference": difference}]
 
 
 def bytes_text(size: int | None) -> str:
@@ -243,11 +242,11 @@ def bytes_text(size: int | None) -> str:
     return f"{size / divisor:.4g} {unit}"
 
 
-# Expert buffers and the paged stash.
+# Section: expert buffers and the paged stash.
 
 
 def stash_section(run: RunLog) -> dict[str, Any] | None:
-    """Returns lines of text and the page occupancy of the last logged step; None if the run has no expert buffers."""
+    """Returns lines of text and the page occupancy of the last logged step; None without expert buffers."""
     lines = [
         line
         for flag, given, needed in FACTORS
@@ -259,7 +258,7 @@ def stash_section(run: RunLog) -> dict[str, Any] | None:
 
 
 def _levels_line(run: RunLog) -> str | None:
-    """Returns how often steps reached each recompute level; None if the log has no counts."""
+    """Returns how often steps reached each recompute level, or None if the log has no counts."""
     words = {
         "spilled_pages": "pages spilled to the host",
         "dropped_act": "act recomputed",
@@ -294,13 +293,13 @@ def _factor_line(run: RunLog, flag: str, *, given: str, needed: str) -> str | No
     you_gave = f"buffers have {in_use:.4g}" if value is None else f"you gave {value:g}"
     if value is not None and in_use != 0 and not math.isclose(value, in_use, rel_tol=5e-3):
         you_gave += f", which came to {in_use:.4g}"
-    few = "" if len(peaks) * (1 - QUANTILE) >= 1 - 1e-6 else "; of so few steps it is the largest"
+    few = "" if len(peaks) * (1 - QUANTILE) >= 1 - 1e-6 else "; the maximum of these few steps"
     name = flag.replace("_", "-")
     return f"--{name}: factor needed at p99.9: {factor:.2f} (of {len(peaks):,} steps; {you_gave}{few})"
 
 
 def _occupancy(run: RunLog) -> dict[str, Any] | None:
-    """Returns the pages held along the schedule and the pool sizes; None without a readable logged step."""
+    """Returns the pages in use along the schedule and the pool sizes, or None without a readable logged step."""
     try:
         pool = run.stash.pool
         timeline = pool["timeline"]
@@ -316,7 +315,7 @@ def _occupancy(run: RunLog) -> dict[str, Any] | None:
 
 
 def rows_figures(runs: Sequence[RunLog]) -> list[dict[str, Any]]:
-    """Returns a figure for each run: rows of each layer's fullest pass relative to the balanced case."""
+    """Returns a figure for each run: rows of each layer's fullest forward relative to the balanced case."""
     figures = []
     for index, run in enumerate(runs):
         if not run.stash.rows.sums:
@@ -327,8 +326,8 @@ def rows_figures(runs: Sequence[RunLog]) -> list[dict[str, Any]]:
             "section": STASH_SECTION,
             "title": f"Live rows by layer{of_run}",
             "axis": "rows / balanced rows",
-            "note": "For the fullest pass of each layer on any rank since the previous log line. Buffers hold as many "
-            "rows as the capacity factor allows.",
+            "note": "For the fullest forward of each layer on any rank since the previous log line. The capacity "
+            "of the buffers is the capacity factor.",
         }
         figures.append(layer_table_figure(run.stash.rows, frame, bound=run.series.get("stash/capacity_factor")))
     return figures

@@ -1,6 +1,6 @@
-"""Serves the live page of a running run with Python's standard library: a few fixed paths, and no file of the disk.
+"""Serves the live page of a running run with Python's standard library: a few fixed paths, and no files from disk.
 
-report.py computes the content of the page; this file sends it, and then the changes since the version a page has.
+report.py computes the content of the page. This module sends it, and then the changes since the version of a page.
 """
 
 import errno
@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from tools.run_log import RunFollower, RunLog
+from megatron.tools.run_log import RunFollower, RunLog
 
 MAX_VERSIONS = 4  # a page that missed more gets the whole content
 MIN_SECONDS = 1.0  # between two reads of the logs, for any number of pages
-SHARE_OF_TIME = 0.2  # largest share of the server's time for reading and computing
+SHARE_OF_TIME = 0.2  # maximum share of the server's time for reading and computing
 IDLE_SECONDS = 30.0  # connections without a request are closed after this time
 HEADERS = {
     # The page loads only from this server; plotly needs inline styles.
@@ -53,14 +53,16 @@ class LiveReport:
         self._followers = [RunFollower(place) for place in places]
         self._content_of, self._clock = content_of, clock
         self._lock = threading.Lock()
-        # Tells versions of this server from those of an earlier one on the same port.
+        # Distinguishes versions of this server from those of an earlier one on the same port.
         self._name, self._number = secrets.token_hex(4), 0
         self._contents: dict[str, dict[str, Any]] = {}  # by version, the latest last
         self._changes: dict[str, Any] = {}  # by version: changes to the latest, shared by all pages
         self._next_update_at = 0.0
 
     def answer(self, since: str | None) -> dict[str, Any]:
-        """Returns {"version", "content"} if `since` is not kept, else {"version", "changes"}; changes: None if none."""
+        """Returns {"version", "content"} if version `since` is unknown, else {"version", "changes"}; changes: None if
+        none.
+        """
         with self._lock:
             self._update()
             version = next(reversed(self._contents))
@@ -101,7 +103,7 @@ class LiveReport:
 
 @dataclass(frozen=True)
 class Asset:
-    """The answer of a path. is_fixed: never changes under this path, and may be cached."""
+    """The response for a path. is_fixed: never changes under this path, and may be cached."""
 
     body: bytes
     kind: str
@@ -114,7 +116,7 @@ class ReportServer(ThreadingHTTPServer):
     daemon_threads = True  # a slow reader does not delay the shutdown
 
     def __init__(self, address: tuple[str, int], live: LiveReport, *, assets: Mapping[str, Asset]) -> None:
-        """Raises ValueError naming --port or --host if the server cannot listen there."""
+        """Starts listening. Raises ValueError naming --port or --host if the server cannot listen there."""
         host, port = address
         self.live, self.assets = live, assets
         try:
@@ -126,9 +128,9 @@ class ReportServer(ThreadingHTTPServer):
             raise ValueError(f"--host is {host}: {error.strerror}; give a name or address of this machine") from error
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                words = f"--port is {port}: another program listens there; give another port, or 0 for any that is free"
+                words = f"--port is {port}: another program listens on it; give another port, or 0 for any free port"
             elif error.errno == errno.EACCES:
-                words = f"--port is {port}: not allowed ({error.strerror}); give 0 or one from 1024 on"
+                words = f"--port is {port}: not allowed ({error.strerror}); give 0 or a port from 1024 on"
             else:
                 words = f"--host is {host}: {error.strerror}; give a name or address of this machine"
             raise ValueError(words) from error
@@ -144,15 +146,15 @@ class ReportServer(ThreadingHTTPServer):
         return f"http://{name}:{self.server_address[1]}/"
 
     def server_bind(self) -> None:
-        """Binds without looking up this machine's name, which HTTPServer does and which may take long."""
+        """Binds without looking up this machine's name, which HTTPServer does and which may be slow."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def is_own_name(self, host: str) -> bool:
-        """Whether the Host header of a request names this machine.
+        """Tells whether the Host header of a request names this machine.
 
-        A foreign page could read answers through a domain of its own that resolves to this address (DNS rebinding). IP
-        addresses are safe. The port may be any, because ssh -L changes it.
+        A foreign page could read responses through a domain that resolves to this address (DNS rebinding). IP addresses
+        are safe. Any port is accepted, because ssh -L changes it.
         """
         try:
             name = urlsplit(f"//{host}").hostname
@@ -167,7 +169,7 @@ class ReportServer(ThreadingHTTPServer):
         return address.is_loopback or not self.is_loopback
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Ignores viewers that disconnect in the middle of an answer."""
+        """Ignores viewers that disconnect in the middle of a response."""
         if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
@@ -183,7 +185,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         hosts = self.headers.get_all("Host") or []
         if len(hosts) != 1 or not self.server.is_own_name(hosts[0]):
-            self._refuse(HTTPStatus.FORBIDDEN, "this server does not go by that name")
+            self._refuse(HTTPStatus.FORBIDDEN, "this server does not have that name")
             return
         target = urlsplit(self.path)
         if target.path == "/content.json":
@@ -196,7 +198,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.NOT_FOUND, "there is no such page")
 
     def _other_method(self) -> None:
-        self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "only GET is answered")
+        self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "only GET is supported")
 
     do_HEAD = do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = _other_method
 
@@ -210,7 +212,7 @@ class _Handler(BaseHTTPRequestHandler):
         if status is HTTPStatus.METHOD_NOT_ALLOWED:
             self.send_header("Allow", "GET")
         if status is not HTTPStatus.OK:
-            # The rest of a refused request must not be parsed as the next one.
+            # The rest of a rejected request must not be parsed as the next one.
             self.send_header("Connection", "close")
         self.end_headers()
         if self.command != "HEAD":
@@ -230,13 +232,13 @@ def serve_until_signal(server: ReportServer) -> None:
         signal.signal(number, lambda *_: stopped.set())
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
     thread.start()
-    print(f"Report: {server.url} (Ctrl-C ends it)", flush=True)
+    print(f"Report: {server.url} (stop with Ctrl-C)", flush=True)
     stopped.wait()
     server.shutdown()
     thread.join()
     server.server_close()
     server.live.close()
-    print("Report: ended", flush=True)
+    print("Report: stopped", flush=True)
 
 
 def changes(old: Any, new: Any) -> list[Any] | None:

@@ -1,5 +1,7 @@
 """Reads and follows the log of a run, complete or truncated: steps.jsonl and run.json, or a console log in Megatron's
-format. Draws nothing.
+format.
+
+Draws nothing.
 """
 
 import json
@@ -16,7 +18,8 @@ import numpy as np
 
 LOG_NAME = "steps.jsonl"
 RECORD_NAME = "run.json"
-# Fields that depend on the machine and the time, which no two runs share. A name with a slash at its end is a group.
+# Fields that depend on the machine and the time, which differ between any two runs. A name that ends with a slash is a
+# group.
 TIMINGS = (
     "seconds",
     "tokens_per_second",
@@ -54,7 +57,7 @@ class Series:
 
 @dataclass
 class LayerTable:
-    """Values by layer, averaged over bins of equally many steps, so that a long run stays small.
+    """Values by layer, averaged over bins of the same number of steps, so that a long run stays small.
 
     sums: one array per bin, [layers] or [layers, experts], float64. counts: number of steps in each bin. first_steps,
     last_steps: ends of each bin.
@@ -95,7 +98,7 @@ class LayerTable:
         return np.stack([total / count for total, count in zip(self.sums, self.counts)])
 
     def _halve(self) -> None:
-        """Merges pairs of bins; a last bin without a partner keeps growing."""
+        """Merges pairs of bins. A last bin without a partner keeps growing."""
         starts = range(0, len(self.sums), 2)
         self.sums = [np.sum(self.sums[start : start + 2], axis=0) for start in starts]
         self.counts = [sum(self.counts[start : start + 2]) for start in starts]
@@ -106,8 +109,9 @@ class LayerTable:
 
 @dataclass
 class StashLog:
-    """Expert buffers and pages: rows relative to the balanced case by layer; the last pool with a timeline, and its
-    iteration.
+    """Logged usage of expert buffers and pages.
+
+    Contains the rows relative to the balanced case by layer, and the last pool with a timeline, with its iteration.
     """
 
     rows: LayerTable = field(default_factory=LayerTable)
@@ -122,9 +126,9 @@ class RunLog:
     series: by field; a field of a nested object has a name such as "memory/allocated".
     overlap: communication of the last logged step, with its iteration.
     held: the last logged bytes by category that ranks hold (training/meters/memory.py).
-    stash: fields of the stash that are no series of numbers.
+    stash: fields of the stash that are not series of numbers.
     per_layer: by loss. expert_load: tokens per expert.
-    record: run.json, empty if there is none. num_unreadable: lines that are no JSON objects with an iteration.
+    record: run.json, empty if there is none. num_unreadable: lines that are not JSON objects with an iteration.
     """
 
     path: Path
@@ -150,7 +154,7 @@ class RunLog:
 
 
 def read_run(place: Path) -> RunLog:
-    """Returns the run of a folder, of the folder around it, or of a log file. Raises ValueError if there is none."""
+    """Returns the run of a folder, of its parent folder, or of a log file. Raises ValueError if there is none."""
     path = find_log(place)
     reader = LogReader()
     with path.open("rb") as file:
@@ -160,7 +164,7 @@ def read_run(place: Path) -> RunLog:
 
 
 def find_log(place: Path) -> Path:
-    """Returns the log of a run, given the log itself, --tensorboard-dir, --save, or the folder around one of these.
+    """Returns the log of a run, given the log itself, --tensorboard-dir, --save, or the parent folder of one of these.
 
     Raises ValueError if there is none, or more than one.
     """
@@ -211,7 +215,7 @@ class LogReader:
     def run(self, path: Path) -> RunLog:
         """Returns the run of the lines read so far, with its run.json. Raises ValueError if there were none.
 
-        path: of the log.
+        path: path of the log.
         """
         series = {name: _rising(steps, values) for name, (steps, values) in self.columns.items()}
         if not series:
@@ -229,7 +233,7 @@ class LogReader:
         )
 
     def read_line(self, line: bytes) -> None:
-        """Reads a line of steps.jsonl, with its line end if it has one."""
+        """Reads a line of steps.jsonl, including its line end if it has one."""
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
@@ -264,7 +268,7 @@ class LogReader:
                     self.overlap = {"iteration": step, **value}
 
     def _add_stash(self, record: dict[str, Any], *, step: int) -> None:
-        """Adds the stash's fields. They hold the factors that each step since the previous line needed."""
+        """Adds the stash's fields, which hold the factors that each step since the previous line needed."""
         pool = record["pool"] or {}
         by_step = {"capacity_factor_needed": record["factors_needed"], "pool_factor_needed": pool.get("factors_needed")}
         by_step |= self._level_counts(record)
@@ -293,7 +297,7 @@ class LogReader:
         return {f"rungs/{name}": counts.get(name) or [0] * record["steps"] for name in LEVEL_COUNTERS}
 
     def read_console_line(self, line: bytes) -> None:
-        """Reads the line of a step or an evaluation; ignores all other lines."""
+        """Reads the line of a step or an evaluation, and ignores all other lines."""
         text = line.decode("utf-8", errors="replace")
         if step := STEP_LINE.search(text):
             for field_text in step[2].split("|"):
@@ -325,8 +329,8 @@ class RunFollower:
 
     Lines count once they are complete. A run that is resumed or rewound replaces its log by one without the later
     lines. Then the file has another inode, is shorter, or has other bytes before the read position, and is read from
-    its start.
-    problem: why there is nothing to show, or "". num_starts: number of times that a log was read from its start.
+    its start. problem: the reason why there is nothing to show, or "". num_starts: number of times that a log was read
+    from its start.
     """
 
     def __init__(self, place: Path) -> None:
@@ -367,7 +371,7 @@ class RunFollower:
         if self._file is not None and path == self._path and self._is_same(self._file):
             return False
         self.close()
-        # The inode of an open file is not reused: a new file of this name has another one.
+        # The inode of an open file is not reused, so a new file of this name has another one.
         self._file, self._path = path.open("rb"), path
         self._reader, self._offset, self._tail = LogReader(), 0, b""
         self.num_starts += 1
@@ -397,7 +401,7 @@ class RunFollower:
 
 
 def _number(value: Any) -> float | None:
-    """Returns a number, also from "NaN", "Infinity" and "-Infinity" as text; None if it is not a number."""
+    """Returns a number, also from "NaN", "Infinity" and "-Infinity" as text, or None if it is not a number."""
     try:
         return float(value)
     except ValueError:
@@ -405,7 +409,7 @@ def _number(value: Any) -> float | None:
 
 
 def _rising(steps: "array[int]", values: "array[float]") -> Series:
-    """Returns the series in increasing order; of two lines of one step the later one counts."""
+    """Returns the series in increasing order. Of two lines of the same step the later one counts."""
     all_steps, all_values = np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64)
     if np.all(np.diff(all_steps) > 0):
         return Series(all_steps, all_values)

@@ -1,6 +1,6 @@
 """Reads and writes the safetensors files of a folder, one tensor at a time: one file, or shards and their index.
 
-Reading needs the package safetensors. Does not know what the tensors mean.
+Reading needs the package safetensors. Does not interpret the tensors.
 """
 
 import json
@@ -54,8 +54,9 @@ class TensorFiles:
     """The tensors of a folder's safetensors files: `kinds` by name, and their values one at a time."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads headers only. Raises ValueError naming a file that is missing or damaged, and one with other tensors
-        than its index says.
+        """Reads the headers only.
+
+        Raises ValueError naming a missing or damaged file, or a file whose tensors differ from the index.
         """
         self.folder = folder
         self.kinds: dict[str, TensorKind] = {}
@@ -72,10 +73,10 @@ class TensorFiles:
                     self.kinds[name], self._paths[name] = TensorKind(shape, _DTYPES[code]), path
         for name, file in index.items():
             if name not in self._paths:
-                raise ValueError(f"{folder / file} has no {name}, which {INDEX_FILE} says is in it")
+                raise ValueError(f"{folder / file} has no {name}, which {INDEX_FILE} lists for this file")
 
     def read(self, name: str) -> torch.Tensor:
-        """Returns a tensor on the host, of any shape and dtype, as `kinds` says.
+        """Returns a tensor on the host, of any shape and dtype, as described by `kinds`.
 
         Its memory is a private mapping of the file: pages are read on first use, and writes do not reach the file.
         """
@@ -83,7 +84,7 @@ class TensorFiles:
             return cast(torch.Tensor, tensors.get_tensor(name))
 
     def have_same(self, name: str, other: str) -> bool:
-        """Whether two tensors have the same shape, dtype and bytes."""
+        """Tells whether two tensors have the same shape, dtype and bytes."""
         if self.kinds[name] != self.kinds[other]:
             return False
         one, two = (self.read(key).reshape(-1).view(torch.uint8) for key in (name, other))
@@ -105,9 +106,9 @@ def write_tensor_files(
 ) -> None:
     """Writes the tensors of `kinds` to an existing folder, as one file or as shards of at most max_shard_bytes.
 
-    read: returns a tensor of any shape and dtype, as in `kinds`. It is called just before the tensor is written: one
-    tensor is in memory at a time. metadata: additional entries of the index. always_index: write an index for a single
-    file too.
+    read: returns a tensor of any shape and dtype, as described by `kinds`. It is called just before the tensor is
+    written, so that one tensor is in memory at a time. metadata: additional entries of the index. always_index: write
+    an index for a single file too.
     """
     shards = _shards(kinds, max_shard_bytes)
     numbered = always_index or len(shards) > 1
@@ -132,7 +133,7 @@ def new_folder(save: Path) -> Iterator[Path]:
     Raises ValueError if `save` exists.
     """
     if save.exists():
-        raise ValueError(f"--save is {save}: it is there already, and is not overwritten; give a new folder")
+        raise ValueError(f"--save is {save}: it already exists and is not overwritten; give a new folder")
     save.parent.mkdir(parents=True, exist_ok=True)
     with folders.atomic_folder(save) as temporary:
         yield temporary
@@ -149,12 +150,12 @@ def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
-        raise ValueError(f"{path} is no safetensors file, or is truncated or corrupt: {error}") from error
+        raise ValueError(f"{path} is not a safetensors file, or is truncated or corrupt: {error}") from error
 
 
 def _file_names(folder: Path, index: Mapping[str, str]) -> list[str]:
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder: give the one that holds config.json and *.safetensors")
+        raise ValueError(f"{folder} is not a folder: give the folder of config.json and *.safetensors")
     names = sorted(set(index.values())) or [ONE_FILE]
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
@@ -170,7 +171,7 @@ def _index(folder: Path) -> dict[str, str]:
     try:
         files = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is no index of safetensors files: {error}") from error
+        raise ValueError(f"{path} is not an index of safetensors files: {error}") from error
     for name, file in files.items():
         if not isinstance(file, str) or file != Path(file).name:
             raise ValueError(f"{path}: {name} is in {file!r}: must be the name of a file in the same folder")
@@ -178,7 +179,7 @@ def _index(folder: Path) -> dict[str, str]:
 
 
 def _shards(kinds: Mapping[str, TensorKind], max_bytes: int) -> list[list[str]]:
-    """Returns the names of each shard, in order. A shard has at most max_bytes, or one tensor."""
+    """Returns the names of each shard, in order. A shard has at most max_bytes, or a single tensor."""
     shards: list[list[str]] = []
     room = 0
     for name, kind in kinds.items():
@@ -193,8 +194,8 @@ def _shards(kinds: Mapping[str, TensorKind], max_bytes: int) -> list[list[str]]:
 def _write_file(path: Path, kinds: Mapping[str, TensorKind], *, read: Callable[[str], torch.Tensor]) -> None:
     """Writes one file: the length of the header, the header in JSON, and the tensors without gaps.
 
-    The library needs all tensors of a file in memory: 2050 MiB for a file of 2 GiB with tensors of 32 MiB, where this
-    function needs 35 MiB. A shard has 5 GB by default.
+    The library needs all tensors of a file in memory: 2050 MiB for a file of 2 GiB with tensors of 32 MiB, for which
+    this function needs 35 MiB. A shard has 5 GB by default.
     """
     # Wide elements first, so that each tensor is aligned for readers that map the file.
     order = sorted(kinds, key=lambda name: -kinds[name].dtype.itemsize)

@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # a clone works without installation
+if not __package__:  # run by its path, as in a clone without installation
+    sys.path.insert(0, str(ROOT))
 
-from tools.gate.cases import RESULT, Case, cases_named  # noqa: E402
-from tools.gate.jobs import (  # noqa: E402
+from megatron.tools.gate.cases import RESULT, Case, cases_named  # noqa: E402
+from megatron.tools.gate.jobs import (  # noqa: E402
     Tree,
     ends_on_signals,
     export,
@@ -32,7 +32,7 @@ from tools.gate.jobs import (  # noqa: E402
     run_trees,
     write_corpora,
 )
-from tools.gate.verdict import Verdict, judge, judge_new  # noqa: E402
+from megatron.tools.gate.verdict import Verdict, judge, judge_new  # noqa: E402
 
 BASE, HEAD = "base", "head"
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_table(cases, verdicts, seconds=seconds)
     num_same = sum(verdict.is_same for verdict in verdicts)
     minutes = (time.monotonic() - started_at) / 60
-    print(f"{num_same} of {len(cases)} cases are the same as in {options.base} ({minutes:.1f} minutes)")
+    print(f"{num_same} of {len(cases)} cases equal those in {options.base} ({minutes:.1f} minutes)")
     return int(num_same < len(cases))
 
 
@@ -75,9 +75,9 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
         "--only",
         action="append",
         metavar="TEXT",
-        help="only the case with this name, or all whose names contain it; repeatable",
+        help="only the case with this name, or all cases whose names contain it; repeatable",
     )
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="new folder to run in, which is kept")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="new folder for the runs, which is kept")
     options = parser.parse_args(argv)
     for text in options.only or ():
         if not any(cases_named(text)):
@@ -85,7 +85,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     if options.keep is not None:
         options.keep = options.keep.resolve()
         if options.keep.exists():
-            parser.error(f"--keep is {options.keep}: it exists already")
+            parser.error(f"--keep is {options.keep}: the folder already exists")
     return options
 
 
@@ -103,7 +103,7 @@ def verdict_on(case: Case, folder: Path, *, base: str, head: str) -> Verdict:
 
 
 def seconds_of(place: Path) -> float:
-    """Returns the seconds that the run in a folder took; 0 if there was none."""
+    """Returns the seconds that the run in a folder took, or 0 if there was none."""
     result = place / RESULT
     content: Mapping[str, float] = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
     return content.get("seconds", 0.0)
@@ -115,7 +115,7 @@ def print_table(cases: Sequence[Case], verdicts: Sequence[Verdict], *, seconds: 
     for title in ("case", "ranks", "seconds", "result"):
         table.add_column(title, overflow="fold")
     for case, verdict, time_taken in zip(cases, verdicts, seconds, strict=True):
-        text = verdict.text if verdict.is_same else f"NOT THE SAME: {verdict.text}"
+        text = verdict.text if verdict.is_same else f"DIFFERENT: {verdict.text}"
         table.add_row(case.name, str(case.ranks), f"{time_taken:.1f}", text)
     Console(width=None if sys.stdout.isatty() else 240, highlight=False, markup=False).print(table)
 

@@ -18,14 +18,14 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # a clone works without installation
+if not __package__:  # run by its path, as in a clone without installation
+    sys.path.insert(0, str(ROOT))
 
-from tools.gate.cases import CASES, Case  # noqa: E402
-from tools.gate.fault import Fault  # noqa: E402
-from tools.gate.jobs import Tree, ends_on_signals, export, main_folder, run_trees, write_corpora  # noqa: E402
-from tools.gate.verdict import Verdict, failure_of  # noqa: E402
-from tools.same_losses import verdict_on  # noqa: E402
+from megatron.tools.gate.cases import CASES, Case  # noqa: E402
+from megatron.tools.gate.fault import Fault  # noqa: E402
+from megatron.tools.gate.jobs import Tree, ends_on_signals, export, main_folder, run_trees, write_corpora  # noqa: E402
+from megatron.tools.gate.verdict import Verdict, failure_of  # noqa: E402
+from megatron.tools.same_losses import verdict_on  # noqa: E402
 
 FAULTS = ROOT / "tools" / "gate" / "faults.yaml"
 SOUND = "sound"
@@ -38,7 +38,10 @@ class GateFault(Fault):
     cases: tuple[str, ...]
 
     def chosen_cases(self) -> list[Case]:
-        """Returns the named cases; raises ValueError for one that does not exist or is new, so is not compared."""
+        """Returns the named cases.
+
+        Raises ValueError for one that does not exist or is new and therefore not compared.
+        """
         by_name = {case.name: case for case in CASES}
         unknown = [name for name in self.cases if name not in by_name]
         if unknown:
@@ -90,7 +93,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--head", default="HEAD", metavar="COMMIT", help="version that faults are put into")
+    parser.add_argument("--head", default="HEAD", metavar="COMMIT", help="version into which faults are inserted")
     parser.add_argument(
         "--only", action="append", metavar="TEXT", help="only faults with this in name, kind or file; repeatable"
     )
@@ -102,7 +105,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def faulty_tree(fault: GateFault, sound: Path, *, name: str) -> Tree:
-    """Copies the sound tree to its sibling folder `name` and adds the fault; raises ValueError if it does not fit."""
+    """Copies the sound tree to its sibling folder `name` and adds the fault. Raises ValueError if it does not fit."""
     folder = sound.with_name(name)
     shutil.copytree(sound, folder, ignore=shutil.ignore_patterns("tests", "docs", "benchmarks", "__pycache__"))
     fault.put_into(folder)
@@ -110,14 +113,14 @@ def faulty_tree(fault: GateFault, sound: Path, *, name: str) -> Tree:
 
 
 def noticed(tree: Tree, folder: Path) -> tuple[str, Verdict]:
-    """Returns the first case that differs from the sound tree, with its verdict; if none does, all their names."""
+    """Returns the first case that differs from the sound tree, with its verdict, or all their names if none does."""
     verdicts = [(case.name, verdict_on(case, folder, base=SOUND, head=tree.name)) for case in tree.cases]
     different = [(name, verdict) for name, verdict in verdicts if is_difference(verdict)]
     return different[0] if different else (", ".join(name for name, _ in verdicts), verdicts[0][1])
 
 
 def is_difference(verdict: Verdict) -> bool:
-    """Whether both runs succeeded and differ. A run that fails would be noticed without the gate."""
+    """Tells whether both runs succeeded and differ. A run that fails would be noticed without the gate."""
     return not verdict.is_same and not verdict.is_failure
 
 

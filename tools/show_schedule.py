@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run by its path, as in a clone without installation
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pipeline, forward_only, stage_orders
 from megatron.core.pipeline_parallel.timeline import Span, bubble_share, timeline
@@ -17,14 +18,14 @@ from megatron.core.pipeline_parallel.validation import validate_programs
 
 Spans = list[dict[Action, Span]]
 
-# Forward and backward by chunk, from light to dark.
+# Colors of forward and backward by chunk, from light to dark.
 _FORWARD = ("#cfe3f7", "#93c1ea", "#5a9bd8", "#2f6fb0")
 _BACKWARD = ("#d7edd2", "#a3d59a", "#6cb863", "#3f8f3b")
 _UNIT, _ROW, _LEFT, _TOP = 22, 30, 74, 44
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Checks and shows the schedule of the command line. Exits with one line for an impossible one."""
+    """Checks and shows the schedule of the command line. Exits with a one-line error for an impossible one."""
     options = _parser().parse_args(argv)
     try:
         check_options(options)
@@ -68,13 +69,14 @@ def caption(spans: Spans, num_microbatches: int) -> str:
     length = max(span.end for stage in spans for span in stage.values())
     return (
         f"{len(spans)} stages, {num_microbatches} micro-batches: {length:g} forwards long, "
-        f"{100 * bubble_share(spans):.1f}% of it idle"
+        f"{100 * bubble_share(spans):.1f}% idle"
     )
 
 
 def as_text(spans: Spans) -> str:
-    """Returns one line per stage with one column per unit of time: F or B, the chunk if there are several, the
-    micro-batch.
+    """Formats one line per stage with one column per unit of time.
+
+    A column shows F or B, the chunk if there are several, and the microbatch.
     """
     labels = {action: _label(action, spans) for stage in spans for action in stage}
     width = max(len(label) for label in labels.values()) + 1
@@ -88,8 +90,9 @@ def as_text(spans: Spans) -> str:
 
 
 def as_svg(spans: Spans, pipeline: Pipeline, *, title: str) -> str:
-    """Returns an SVG with one row per stage: forwards blue, backwards green, darker for later chunks, lines for
-    transfers.
+    """Returns an SVG with one row per stage.
+
+    Forwards are blue, backwards green, later chunks darker, and lines show transfers.
     """
     length = max(span.end for stage in spans for span in stage.values())
     width, height = _LEFT + length * _UNIT + 16, _TOP + len(spans) * _ROW + 72
@@ -121,7 +124,7 @@ def _box(stage: int, *, action: Action, span: Span) -> str:
 
 
 def _line(spans: Spans, pipeline: Pipeline, *, stage: int, action: Action) -> str:
-    """Returns a line from the end of a pass to the start of the one on the next row that needs its output."""
+    """Returns a line from the end of a pass to the start of the pass on the next row that needs its output."""
     target = pipeline.target(stage, action)
     # Omits lines from the last stage back to the first, which would cross all rows.
     if target is None or abs(target.stage - stage) != 1:
@@ -174,13 +177,17 @@ def _label(action: Action, spans: Spans) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--stages", type=int, default=4, help="pipeline stages")
-    parser.add_argument("--chunks", type=int, default=1, help="virtual stages of each")
-    parser.add_argument("--microbatches", type=int, default=8, help="micro-batches of a step")
-    parser.add_argument("--group-size", type=int, help="micro-batches of a chunk in a row; default: the stages")
-    parser.add_argument("--forward-only", action="store_true", help="an evaluation")
-    parser.add_argument("--no-overlap", action="store_true", help="post receives when they are needed (with --steps)")
-    parser.add_argument("--steps", type=int, metavar="STAGE", help="print the list that this stage executes")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw into this file")
+    parser.add_argument("--chunks", type=int, default=1, help="virtual stages per pipeline stage")
+    parser.add_argument("--microbatches", type=int, default=8, help="micro-batches per step")
+    parser.add_argument(
+        "--group-size", type=int, help="consecutive micro-batches of a chunk; default: the number of stages"
+    )
+    parser.add_argument("--forward-only", action="store_true", help="show an evaluation")
+    parser.add_argument(
+        "--no-overlap", action="store_true", help="post receives only when they are needed (with --steps)"
+    )
+    parser.add_argument("--steps", type=int, metavar="STAGE", help="print the list of actions that this stage executes")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw an SVG into this file")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Reports a plan of the paged stash as text, as JSON and as an HTML page. tools/plan_stash.py makes the plan."""
+"""Reports a plan of the paged stash as text, as JSON and as an HTML page. tools/plan_stash.py creates the plan."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ GOALS = {
     StepLevel.ACT: "at most act recomputed",
     StepLevel.GATE_UP: "at most gate_up recomputed, none discarded",
 }
-# From green to red. Light and dark alternate, so that color-blind readers tell stacked parts apart.
+# From green to red. Light and dark alternate, so that color-blind readers can distinguish stacked parts.
 _LEVEL_COLORS = {
     StepLevel.DEVICE: "#2a9d62",
     StepLevel.HOST: "#9ccbe8",
@@ -62,8 +62,10 @@ _TIMES = {
 
 @dataclass(frozen=True)
 class StashPlan:
-    """A plan. given: the run with its own flags, which grows; table: the outlook with other factors; recommended: the
-    sufficient flags by recompute level; costs: of the recommended flags, by stage.
+    """A plan of the paged stash.
+
+    given: the run with its own flags, which grows. table: the outlook with other factors. recommended: the sufficient
+    flags by recompute level. costs: costs of the recommended flags, by stage.
     """
 
     run: PlannedRun
@@ -85,9 +87,9 @@ def as_text(plan: StashPlan) -> str:
     """Returns the plan as text for a terminal."""
     run, steps = plan.run, len(plan.needs.rows)
     head = [
-        f"plan of the paged stash: {len(run.stages)} stages, {len(run.layers)} layers with experts, "
-        f"{run.ranks.num_sharing} ranks share {run.ranks.num_experts} experts; {run.num_microbatches} micro-batches of "
-        f"{run.ranks.tokens:,} tokens a rank in a step",
+        f"plan of the paged stash: {len(run.stages)} stages, {len(run.layers)} MoE layers, {run.ranks.num_sharing} "
+        f"ranks share {run.ranks.num_experts} experts; {run.num_microbatches} micro-batches of "
+        f"{run.ranks.tokens:,} tokens per rank in a step",
         f"routing: {plan.source}, {steps:,} steps",
         *(f"  note: {guess}" for guess in plan.guesses),
     ]
@@ -136,7 +138,7 @@ def as_page(plan: StashPlan) -> str:
         verdict=verdict,
         reasons=reasons,
         facts=[
-            ["Pipeline stages", f"{len(run.stages)}; layers with experts: {len(run.layers)}"],
+            ["Pipeline stages", f"{len(run.stages)}; MoE layers: {len(run.layers)}"],
             ["Experts", f"{run.ranks.num_experts}, shared by {run.ranks.num_sharing} ranks"],
             ["Step", f"micro-batches: {run.num_microbatches}, of {run.ranks.tokens:,} tokens per rank"],
             ["Routing", f"{plan.source}, {steps:,} steps"],
@@ -191,7 +193,9 @@ def _needs_rows(plan: StashPlan, shares: Sequence[float]) -> list[list[str]]:
 
 def _given_lines(plan: StashPlan) -> list[str]:
     walk = plan.given
-    cells = [["stage", "pages", "most held", "pages on the host", "most held", "gate_up recomputed", "act recomputed"]]
+    cells = [
+        ["stage", "pages", "peak in use", "pages on the host", "peak in use", "gate_up recomputed", "act recomputed"]
+    ]
     for number, stage in enumerate(walk.stages):
         if stage.layouts and stage.layouts[-1]:
             cells.append([str(number), *map(str, _stage_numbers(stage))])
@@ -244,7 +248,7 @@ def _table_lines(table: Sequence[Outlook]) -> list[str]:
 
 
 def _recommended_lines(plan: StashPlan) -> list[str]:
-    lines = [f"enough for {plan.wanted:.4%} of the steps, by simulation:"]
+    lines = [f"sufficient for {plan.wanted:.4%} of the steps, by simulation:"]
     steps = len(plan.needs.rows)
     for level, one in plan.recommended.items():
         reached = round(one.share_up_to(level) * steps)
@@ -253,17 +257,25 @@ def _recommended_lines(plan: StashPlan) -> list[str]:
         )
         lines.append(f"  {paste(one.flags)}")
     if not plan.recommended:
-        lines.append("none: no factor reaches it")
+        lines.append("none: no factor achieves it")
     return lines
 
 
 def _cost_lines(plan: StashPlan) -> list[str]:
     lines = [
-        f"costs of a step on the rank and stage with the highest, ms ({plan.device} of configs/devices.yaml, "
+        f"costs per step on the rank and stage with the highest, ms ({plan.device} of configs/devices.yaml, "
         f"{plan.host_gb_s:g} GB/s to the host; estimates):"
     ]
     cells = [
-        ["enough for", "experts forward", "backward", "stash", "spill each way", "act recomputed", "gate_up recomputed"]
+        [
+            "sufficient for",
+            "experts forward",
+            "backward",
+            "stash",
+            "spill each way",
+            "act recomputed",
+            "gate_up recomputed",
+        ]
     ]
     for level, of_stages in plan.costs.items():
         times = [(one.forward, one.backward, one.stash, one.spill, one.act, one.gate_up) for one in of_stages]
@@ -285,7 +297,7 @@ def _cost_lines(plan: StashPlan) -> list[str]:
 
 
 def _stage_numbers(stage: StageSteps) -> list[int]:
-    """Returns the pages and the most pages held on each tier, and the numbers of recomputed tensors."""
+    """Returns the pages and the peak of pages in use on each tier, and the numbers of recomputed tensors."""
     layouts = [layout for of_step in stage.layouts for layout in of_step]
     return [
         max(layout.device_pages for layout in layouts),
@@ -389,7 +401,7 @@ def _largest_times(stages: Sequence[StageCosts]) -> dict[str, float]:
 
 
 def _spills(plan: StashPlan) -> Figure | None:
-    """Returns the time of each configuration's spills one way. The limit is the shorter of the experts' passes."""
+    """Returns the time of each configuration's one-way spills. The limit is the shorter of the experts' passes."""
     spilling = [one for one in [*plan.table, *plan.recommended.values()] if one.spilled_bytes]
     stages = next(iter(plan.costs.values()), [])
     if not spilling or not stages:

@@ -1,4 +1,4 @@
-"""Finds, verifies and compares checkpoints on disk, and selects those to delete.
+"""Finds, verifies and compares checkpoints on disk, and selects checkpoints to delete.
 
 Needs no process group and no model. tools/checkpoint.py is the command line.
 """
@@ -31,7 +31,7 @@ from megatron.training.checkpointing.folder import (
     read_tracker,
 )
 
-# Prefixes of the entries of a checkpoint that are no weights of the model.
+# Prefixes of checkpoint entries that are not weights of the model.
 NOT_WEIGHTS = ("optimizer.", "rng.")
 # Bytes of each of two tensors that are compared at a time.
 _WINDOW_BYTES = 64 << 20
@@ -50,12 +50,13 @@ def named_checkpoint(path: Path, step: int | None) -> Path:
 
 
 def checkpoint_of_load(load: Path, step: int | None) -> FoundCheckpoint:
-    """Returns the checkpoint of --ckpt-step in the folder of --load, or the latest. Raises ValueError if there is
-    none.
+    """Returns the checkpoint of --ckpt-step in the folder of --load, or the latest.
+
+    Raises ValueError if there is none.
     """
     found = find_checkpoint(str(load), step=step)
     if found is None:
-        raise ValueError(f"--load is {load}: there is no checkpoint in it; give a folder that --save wrote")
+        raise ValueError(f"--load is {load}: no checkpoint found; give a folder that --save wrote")
     return found
 
 
@@ -78,11 +79,11 @@ def tracked_iteration(root: Path) -> int | None:
     return iteration_of_text(read_tracker(root) or "")
 
 
-# Damage.
+# Section: damage.
 
 
 def damages(folder: Path) -> Iterator[str]:
-    """Yields everything that is damaged or missing in a checkpoint, by file and tensor. Reads all of it."""
+    """Yields everything that is damaged or missing in a checkpoint, by file and tensor. Reads all data."""
     try:
         folder = folders.find_checkpoint(folder)
         files = read_manifest(folder)
@@ -108,17 +109,17 @@ def _damages_of_file(folder: Path, name: str, *, entry: FileEntry) -> Iterator[s
             yield str(error)
 
 
-# Contents.
+# Section: contents.
 
 
 def all_tensors(checkpoint: VerifiedCheckpoint) -> Iterator[ShardedTensor]:
-    """Yields the tensors, of any shape and in the stored dtype, with one in memory at a time."""
+    """Yields the tensors, of any shape and in the stored dtype, one in memory at a time."""
     reader = StreamReader(checkpoint)
     for key, (shape, dtype) in checkpoint.tensors.items():
         tensor = ShardedTensor.whole(key, torch.empty(shape, dtype=dtype))
         reader.fill([tensor])
         yield tensor
-        del tensor  # else it lives until the next torch.empty has returned
+        del tensor  # otherwise it would live until the next torch.empty has returned
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def stored_tensors(checkpoint: VerifiedCheckpoint) -> list[StoredTensor]:
 
 
 def opened(folder: Path) -> VerifiedCheckpoint:
-    """Returns a checkpoint whose files exist with their sizes. Checks the checksums of small files only."""
+    """Returns a checkpoint whose files exist with their sizes. Verifies the checksums of small files only."""
     folder = folders.find_checkpoint(folder)
     files = read_manifest(folder)
     for name, entry in files.items():
@@ -167,12 +168,12 @@ def opened(folder: Path) -> VerifiedCheckpoint:
 
 
 def values_named(name: str, common: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values below a name in the JSON part; empty if there is something else."""
+    """Returns the values below a name in the JSON part; empty if the entry has another type."""
     found = common.get(name)
     return found if isinstance(found, dict) else {}
 
 
-# Differences.
+# Section: differences.
 
 
 @dataclass(frozen=True)
@@ -232,12 +233,12 @@ def _difference(key: str, a: VerifiedCheckpoint, *, other: VerifiedCheckpoint) -
 
 
 def _to_host_sync(value: torch.Tensor) -> Any:
-    """value: [], any dtype."""
+    """Reads a value, [], any dtype, on the host."""
     return value.item()
 
 
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns tensor, of any shape and dtype, or [*shape, 2] for a complex one."""
+    """Views a complex tensor as real, [*shape, 2]. Returns any other tensor unchanged, of any shape and dtype."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
@@ -268,7 +269,7 @@ def _read(
     return target
 
 
-# Retention.
+# Section: retention.
 
 
 def removable(root: Path, *, keep_latest: int, keep_interval: int | None) -> tuple[list[int], list[int]]:
@@ -277,7 +278,7 @@ def removable(root: Path, *, keep_latest: int, keep_interval: int | None) -> tup
     Raises ValueError if something would be deleted while the newest is damaged, or if there is none.
     """
     if (root / MANIFEST_FILE).is_file():
-        raise ValueError(f"{root} is one checkpoint: give the folder that holds it")
+        raise ValueError(f"{root} is a single checkpoint: give its parent folder")
     iterations = complete_iterations(root)
     if not iterations:
         raise ValueError(f"{root} holds no complete checkpoint")

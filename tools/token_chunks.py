@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 
 from megatron.core.datasets.indexed_dataset import DType, loss_mask_prefix
+from megatron.core.datasets.table_files import Columns
 from megatron.core.datasets.text_files import BadLine, RawDocument, decode_record, decode_texts
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
 from megatron.core.tokenizers.chat_template import ChatTemplate
 from megatron.core.tokenizers.library_tokenizers import LibraryTokenizer
 from megatron.core.tokenizers.tokenizer import BaseTokenizer
 
-CHUNK_BYTES = 256 << 10  # of text, for one worker at a time
+CHUNK_BYTES = 256 << 10  # bytes of text, for one worker at a time
 CHUNKS_IN_FLIGHT = 4  # per worker: bounds memory, and keeps workers busy during a slow chunk
 # Alternative names of the parts of a message in data sets.
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
@@ -36,13 +37,19 @@ class EncodeSettings:
     tokenizer: tuple[tuple[str, Any], ...]  # fields of the tokenizer's TokenizerConfig
     append_eod: bool
     json_keys: tuple[str, ...]
-    chat_template: str | None = None  # the one key then holds chats
+    chat_template: str | None = None  # the only key then holds chats
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the outputs, as endings of the prefix: tokens of each key, or tokens and loss masks of chats."""
         documents = tuple(f"{key}_document" for key in self.json_keys)
         return documents if self.chat_template is None else (*documents, loss_mask_prefix(documents[0]))
+
+    @property
+    def columns(self) -> Columns:
+        """Columns of tables to read."""
+        is_chat = self.chat_template is not None
+        return Columns(self.json_keys, hold_chats=is_chat, flag="--chat-key" if is_chat else "--json-keys")
 
     @property
     def dtypes(self) -> tuple[type[np.number], ...]:
@@ -112,7 +119,7 @@ def end_with_parent() -> None:
 
 
 def encode_chunk(settings: EncodeSettings, documents: list[RawDocument]) -> EncodedChunk:
-    """Returns the encoded documents, without those that have nothing to write. Runs in a worker."""
+    """Returns the encoded documents, without those that yield no tokens. Runs in a worker."""
     chunk = EncodedChunk(num_bytes=sum(len(raw.data) for raw in documents))
     encode = encode_texts if settings.chat_template is None else encode_chats
     for column, dtype in zip(encode(settings, documents, chunk=chunk), settings.dtypes):
@@ -131,7 +138,7 @@ def encode_texts(
     for raw in documents:
         texts, bad_lines = decode_texts(raw, settings.json_keys)
         chunk.bad_lines += bad_lines
-        # A document that lacks one text is omitted for all keys, so that their documents i are of the same line.
+        # A document that lacks one text is omitted for all keys, so that document i of every key is from the same line.
         if all(text.strip() for text in texts):
             rows.append(texts)
             sources.append(raw)
@@ -173,7 +180,7 @@ def encode_chats(
         try:
             record = decode_record(raw, settings.json_keys)
             chat = template.render(messages_of(record, settings.json_keys[0]), tools=record.get("tools"))
-            chat.text.encode()  # JSON may contain lone surrogates, which are no text
+            chat.text.encode()  # JSON may contain lone surrogates, which are not valid text
         except (ValueError, TypeError) as error:
             chunk.bad_lines.append(BadLine(raw.path, raw.line, str(error), raw.begin))
             continue
@@ -185,7 +192,7 @@ def encode_chats(
             chunk.counts["without an answer"] += 1
             continue
         if settings.append_eod and ids[-1] != tokenizer.eod:
-            # If the answer does not end with a token of its own, this one ends it.
+            # If the answer does not end with its own end token, this one ends it.
             ids, marks = [*ids, tokenizer.eod], [*marks, marks[-1]]
         chunk.counts["eod inside"] += tokenizer.eod in ids[:-1]
         tokens.append(np.asarray(ids))
@@ -194,7 +201,7 @@ def encode_chats(
 
 
 def messages_of(record: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    """Returns the messages of a line, each with a role. Raises ValueError if it holds something else."""
+    """Returns the messages of a line, each with a role. Raises ValueError for other content."""
     messages = record[key]
     if messages == []:
         raise ValueError(f"key {key!r} is empty: must be a list of messages, at least one")

@@ -11,17 +11,19 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # a clone works without installation
+if not __package__:  # run by its path, as in a clone without installation
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.datasets.text_files import (  # noqa: E402
+from megatron.core.datasets.table_files import Columns
+from megatron.core.datasets.text_files import (
+    INPUT_HELP,
     BadLine,
+    check_tables,
     decode_document,
     find_text_files,
     read_raw_documents,
 )
-from megatron.core.files import replaced_file  # noqa: E402
+from megatron.core.files import replaced_file
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCAB = len(pre_tokenizers.ByteLevel.alphabet()) + 1
@@ -33,7 +35,10 @@ def main(argv: list[str] | None = None) -> int:
     options = parse_options(argv)
     try:
         bad_lines: list[BadLine] = []
-        texts = read_texts(find_text_files(options.input), json_key=options.json_key, bad_lines=bad_lines)
+        files = find_text_files(options.input)
+        columns = Columns((options.json_key,), flag="--json-key")
+        check_tables(files, columns)
+        texts = read_texts(files, columns, bad_lines=bad_lines)
         tokenizer = train(texts, vocab_size=options.vocab_size)
         write(tokenizer, output_file(options.output))
     except (ValueError, OSError) as error:
@@ -49,8 +54,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
-    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help=".jsonl or .txt files, or folders")
-    parser.add_argument("--json-key", default="text", help="key of the text in JSON lines (default: text)")
+    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help=INPUT_HELP)
+    parser.add_argument("--json-key", default="text", help="key of the text in lines or rows (default: text)")
     parser.add_argument("--vocab-size", type=int, default=8192, help="ids, the end of text included (default: 8192)")
     parser.add_argument("--output", required=True, metavar="PATH", help="a .json file, or a folder for tokenizer.json")
     options = parser.parse_args(argv)
@@ -61,11 +66,11 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def read_texts(files: Iterable[Path], *, json_key: str, bad_lines: list[BadLine]) -> Iterator[str]:
+def read_texts(files: Iterable[Path], columns: Columns, *, bad_lines: list[BadLine]) -> Iterator[str]:
     """Yields the texts of all files in order, and appends to `bad_lines`. Raises ValueError if there are none."""
     found = False
-    for raw in itertools.chain.from_iterable(map(read_raw_documents, files)):
-        text, bad = decode_document(raw, json_key=json_key)
+    for raw in itertools.chain.from_iterable(read_raw_documents(path, columns) for path in files):
+        text, bad = decode_document(raw, json_key=columns.keys[0])
         bad_lines += bad
         if text:
             found = True

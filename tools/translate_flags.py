@@ -1,9 +1,9 @@
-"""Translates a Megatron-LM launch script into our command: `python tools/translate_flags.py SCRIPT [--set NAME=VALUE]`.
+"""Translates a Megatron-LM launch script into this project's command: `python tools/translate_flags.py SCRIPT`.
 
 SCRIPT is a bash script that runs `torchrun ... pretrain_gpt.py ...`, or a model_config.yaml of Megatron-LM's functional
-tests. It is read, not run. The output is a shell command with one comment per change, and says in the first line what
-the command trains. The exit status says it too (VERDICTS), or is 2 if the script cannot be read or our command line
-refuses the result.
+tests. It is read, not run; --set NAME=VALUE defines its variables. The output is a shell command with one comment per
+change. Its first line describes what the command trains, and so does the exit status (VERDICTS). The exit status is 2
+if the script cannot be read or the command line rejects the result.
 """
 
 import argparse
@@ -21,22 +21,21 @@ from pathlib import Path
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
-# Run as a script, Python looks for modules beside it.
-sys.path.insert(0, str(ROOT))
+if not __package__:  # run by its path, as in a clone without installation
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.training.arguments import parse_args, validate_args  # noqa: E402
-from megatron.training.command_line.flags import Flag, FlagState, flag_table, refusal  # noqa: E402
-from megatron.training.command_line.refusals import HARMLESS  # noqa: E402
-from megatron.training.command_line.values import value_of_word  # noqa: E402
-from tools.launch_scripts import Launch, Script, ScriptError, read_script  # noqa: E402
+from megatron.tools.launch_scripts import Launch, Script, ScriptError, read_script
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.command_line.flags import Flag, FlagState, flag_table, refusal
+from megatron.training.command_line.refusals import HARMLESS
+from megatron.training.command_line.values import value_of_word
 
 RULES_FILE = Path(__file__).with_name("translations.yaml")
 OUR_PROGRAM = "pretrain_gpt.py"
 
-# Programs of Megatron-LM that train what does not exist here.
+# Programs of Megatron-LM that train unsupported models.
 _OTHER_PROGRAMS = re.compile(r"(pretrain_(?!gpt\b)\w+|train_(rl|dpo|sft)\w*|finetune_\w+)\.py$")
-# Options of torchrun that give the number of ranks.
+# Options of torchrun that determine the number of ranks.
 _NODES, _PER_NODE = ("--nnodes",), ("--nproc-per-node", "--nproc_per_node")
 
 
@@ -58,7 +57,7 @@ VERDICTS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """A flag with its words, as a script gives it."""
+    """A flag with its words, as given in a script."""
 
     flag: str
     words: tuple[str, ...]
@@ -73,7 +72,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that does not stay as it is. becomes: our words for it; empty if it is left out."""
+    """A setting that changes. becomes: the words that replace it; empty if it is left out."""
 
     setting: Setting
     becomes: tuple[str, ...]
@@ -98,7 +97,7 @@ class Rule:
     without: tuple[str, ...] = ()
 
     def matches(self, setting: Setting, command: Mapping[str, Setting]) -> bool:
-        """command: the settings of the whole command by flag."""
+        """Tells whether the rule applies to a setting. command: the settings of the whole command by flag."""
         if not any(fnmatchcase(setting.flag, pattern) for pattern in self.flags):
             return False
         if self.values is not None and re.fullmatch(self.values, setting.text) is None:
@@ -109,7 +108,7 @@ class Rule:
         return all(other is not None and re.fullmatch(pattern, other.text) for other, pattern in others)
 
     def result(self, setting: Setting) -> tuple[str, ...]:
-        """Our words for a setting."""
+        """Returns the words that replace a setting."""
         words: list[str] = []
         for word in self.becomes:
             words += setting.words if word == "{value}" else [word]
@@ -118,7 +117,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Translation:
-    """launch: our command. world_size: the ranks that its launcher starts, or None. notes: further lines to print."""
+    """The translated command. world_size: ranks that its launcher starts, or None. notes: further lines to print."""
 
     launch: Launch
     changes: tuple[Change, ...]
@@ -128,14 +127,14 @@ class Translation:
     @property
     def effect(self) -> Effect:
         effects = [change.effect for change in self.changes]
-        # Nobody knows which run the script trains.
+        # Then it is unknown which run the script trains.
         effects += [Effect.DIFFERENT] if self.launch.doubts else []
         return max(effects, default=Effect.SAME)
 
 
 @cache
 def load_rules() -> tuple[Rule, ...]:
-    """Reads translations.yaml, once per process."""
+    """Reads translations.yaml once per process."""
     rows = yaml.safe_load(RULES_FILE.read_text(encoding="utf-8"))
     return tuple(
         Rule(
@@ -152,11 +151,13 @@ def load_rules() -> tuple[Rule, ...]:
 
 
 def translate(launch: Launch) -> Translation:
-    """Translates a command. Raises ScriptError for a program that trains what does not exist here."""
+    """Translates a command. Raises ScriptError for a program that trains an unsupported model."""
     program = launch.program.rpartition("/")[2] or OUR_PROGRAM
     if _OTHER_PROGRAMS.search(program):
-        raise ScriptError(f"{program} trains what does not exist here: only {OUR_PROGRAM} and scripts of that kind do")
-    # A script of the user's own may have flags of its own.
+        raise ScriptError(
+            f"{program} trains an unsupported model: only {OUR_PROGRAM} and similar scripts are supported"
+        )
+    # A user's own script may have its own flags.
     own_script = program != OUR_PROGRAM
     words: list[str] = []
     changes: list[Change] = []
@@ -181,14 +182,14 @@ def group_words(words: Sequence[str]) -> list[Setting]:
             flag, equals, value = word.partition("=")
             settings.append(Setting(flag, (value,) if equals else ()))
         elif not settings:
-            raise ScriptError(f"{word!r} stands before the first flag of the program")
+            raise ScriptError(f"{word!r} precedes the first flag of the program")
         else:
             settings[-1] = Setting(settings[-1].flag, (*settings[-1].words, word))
     return settings
 
 
 def _with_implied(settings: list[Setting]) -> list[Setting]:
-    """Adds defaults of Megatron-LM that differ from ours, where they matter to the run."""
+    """Adds defaults of Megatron-LM that differ from this project's, if they matter to the run."""
     given = {setting.flag: setting for setting in settings}
     optimizer = given.get("--optimizer")
     if optimizer is not None and "muon" in " ".join(optimizer.words) and "--muon-coefficient-type" not in given:
@@ -197,7 +198,7 @@ def _with_implied(settings: list[Setting]) -> list[Setting]:
 
 
 def change_of(setting: Setting, command: Mapping[str, Setting], *, own_script: bool) -> Change | None:
-    """Returns the change of a setting of a command; None if it stays as it is."""
+    """Returns the change of a setting of a command, or None if it stays the same."""
     flag = _flags_by_word().get(setting.flag)
     canonical = replace(setting, flag=flag.flags[0]) if flag is not None else setting
     rule = next((rule for rule in load_rules() if rule.matches(canonical, command)), None)
@@ -208,7 +209,7 @@ def change_of(setting: Setting, command: Mapping[str, Setting], *, own_script: b
     if flag is None:
         if own_script:
             return None
-        why = "it is no flag of Megatron-LM's that is known here; add it to your script by extra_args_provider"
+        why = "it is not a known flag of Megatron-LM; add it to your script with extra_args_provider"
         return Change(setting, (), Effect.DIFFERENT, why)
     return _change_by_state(setting, flag)
 
@@ -228,7 +229,7 @@ def _change_by_state(setting: Setting, flag: Flag) -> Change | None:
 
 def _refused_value(setting: Setting, flag: Flag) -> Change | None:
     for word in setting.words:
-        # The value of a variable that nobody gave is not known.
+        # The value of a variable that was not given is unknown.
         if flag.constant is None and not word.startswith("${"):
             try:
                 value_of_word(flag, word)
@@ -284,14 +285,15 @@ def _option(words: Sequence[str], names: Iterable[str], default: str | None) -> 
 
 
 def problems_of(translation: Translation) -> list[str]:
-    """Returns the objections of our command line to the translated command, one line each; empty if it accepts it."""
+    """Returns the errors of the command line for the translated command, one line each; empty if it accepts it."""
     if any(_flags_by_word().get(word) is None for word in translation.launch.words if word.startswith("--")):
         return []  # flags that the user's own script defines cannot be checked without it
     environment = dict(os.environ)
     try:
         os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(translation.world_size or 1)})
         args = parse_args(argv=translation.launch.words)
-        # A plan is checked like a run, but for what this machine lacks, and the script may be for another.
+        # A plan is checked like a run, except for resources that this machine lacks, because the script may target
+        # another.
         args.dry_run = True
         if translation.world_size is None:
             args.world_size = smallest_world(args)
@@ -305,7 +307,7 @@ def problems_of(translation: Translation) -> list[str]:
 
 
 def smallest_world(args: argparse.Namespace) -> int:
-    """The fewest ranks that can hold one copy of the model."""
+    """Returns the smallest number of ranks that can hold one model replica."""
     dense = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     expert_tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     experts = args.pipeline_model_parallel_size * args.expert_model_parallel_size * expert_tensor
@@ -333,7 +335,7 @@ def print_translation(translation: Translation) -> None:
 
 
 def quoted(word: str) -> str:
-    """Quotes a word for the shell, in which ${NAME} and $(command) stay expansions."""
+    """Quotes a word for the shell, so that ${NAME} and $(command) remain expansions."""
     if "$(" in word:
         return f'"{word}"'
     if re.search(r"\$\{\w+\}", word):
@@ -350,12 +352,12 @@ def choose_launch(script: Script, number: int | None, *, name: str) -> Launch:
         return launches[number - 1]
     if len(launches) > 1:
         lines = ", ".join(f"{index}: line {launch.line}" for index, launch in enumerate(launches, start=1))
-        raise ScriptError(f"{name} has {len(launches)} training commands: choose one by --launch N ({lines})")
+        raise ScriptError(f"{name} has {len(launches)} training commands: choose one with --launch N ({lines})")
     return launches[0]
 
 
 def read_values(settings: Sequence[str]) -> dict[str, str]:
-    """Reads NAME=VALUE. Raises ScriptError for other text."""
+    """Parses NAME=VALUE. Raises ScriptError for other text."""
     values = {}
     for text in settings:
         name, equals, value = text.partition("=")
@@ -366,15 +368,15 @@ def read_values(settings: Sequence[str]) -> dict[str, str]:
 
 
 def with_launcher(translation: Translation) -> Translation:
-    """Gives a command without a launcher, such as that of a model_config.yaml, torchrun's smallest layout."""
+    """Adds torchrun with the smallest layout to a command without a launcher, such as that of a model_config.yaml."""
     if translation.launch.launcher or translation.world_size is not None:
         return translation
     try:
         ranks = smallest_world(parse_args(argv=translation.launch.words))
     except ValueError:
-        return translation  # problems_of says why
+        return translation  # problems_of reports the reason
     launcher = ("torchrun", "--nproc-per-node", str(ranks))
-    note = f"{ranks} ranks are the fewest that hold the model; with more the batch is split further"
+    note = f"{ranks} ranks are the minimum that holds the model; with more ranks the batch is split further"
     launch = replace(translation.launch, launcher=launcher)
     return replace(translation, launch=launch, world_size=ranks, notes=(*translation.notes, note))
 
@@ -389,9 +391,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("script", type=Path, help="bash script or model_config.yaml")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="a variable from outside; repeatable"
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="value of a variable from outside the script; repeatable",
     )
-    parser.add_argument("--launch", type=int, metavar="N", help="which training command, if the script has several")
+    parser.add_argument(
+        "--launch", type=int, metavar="N", help="number of the training command, if the script has several"
+    )
     args = parser.parse_args(argv)
     name = args.script.name
     try:
@@ -404,19 +412,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     printed = " ".join((*translation.launch.launcher, translation.launch.program, *translation.launch.words))
     if lost := [one for one in unknown if f"${{{one}}}" not in printed]:
         print(
-            f"translate_flags: {', '.join(lost)} has no value and may hold flags, behind a flag that is left out: give "
-            f"--set {lost[0]}= if it is empty, or its value",
+            f"translate_flags: {', '.join(lost)} has no value and may hold flags, but follows a flag that is left "
+            f"out: give --set {lost[0]}= if it is empty, or its value",
             file=sys.stderr,
         )
         return 2
     notes = list(script.notes)
     if unknown:
-        notes.append(f"not known, so left as they are: {', '.join(unknown)}; give them with --set NAME=VALUE")
+        notes.append(f"unknown variables were left unchanged: {', '.join(unknown)}; set them with --set NAME=VALUE")
     translation = with_launcher(replace(translation, notes=tuple(notes)))
     print_translation(translation)
     problems = problems_of(translation)
     for problem in problems:
-        print(f"translate_flags: our command line refuses it: {problem}", file=sys.stderr)
+        print(f"translate_flags: the command line rejects the result: {problem}", file=sys.stderr)
     return 2 if problems else int(translation.effect)
 
 

@@ -1,5 +1,6 @@
-"""Writes the table of docs/cuda_graphs.md of configurations that CUDA graphs can capture, from the results of the
-linter: `python -m tools.write_capture_table`. Starts the processes that the configurations need; takes about a minute.
+"""Writes the table of docs/cuda_graphs.md with the configurations that CUDA graphs can capture, from the results of
+the linter: `python -m tools.write_capture_table`. Starts the processes that the configurations need, and takes about a
+minute.
 
 capture_configurations.py has the configurations, and check_capture.py examines a command line.
 """
@@ -16,11 +17,11 @@ from typing import Any
 import torch
 from torch import multiprocessing
 
+from megatron.tools.asked_graphs import asked_of, refusals_of_flags
+from megatron.tools.capture_configurations import CONFIGURATIONS, Configuration, Flags, words_of
+from megatron.tools.check_capture import breaks_of
+from megatron.tools.ports import free_port
 from megatron.training.arguments import parse_args
-from tools.asked_graphs import asked_of, refusals_of_flags
-from tools.capture_configurations import CONFIGURATIONS, Configuration, Flags, words_of
-from tools.check_capture import breaks_of
-from tools.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "cuda_graphs.md"
@@ -29,7 +30,7 @@ _HEAD = """\
 | configuration | flags | `full_iteration` | `local` | why not, and what instead |
 |---|---|---|---|---|
 """
-# After attention, larger parts first: if one can be captured, the smaller ones are skipped.
+# After attention, larger parts first, because if one can be captured, the smaller ones are skipped.
 _FEED_FORWARD = {False: (("mlp",),), True: (("moe",), ("moe_router", "moe_preprocess"), ("moe_router",))}
 _OF_FLAGS = re.compile(r"--[\w-]+ is .* and --cuda-graph-impl is \w+: (.*)")
 _OF_LINE = re.compile(r"(.+?) at \S*?(\w+\.py):\d+ \(.*\)(?: in [\w ]+)?: (.*)")
@@ -37,7 +38,7 @@ _OF_LINE = re.compile(r"(.+?) at \S*?(\w+\.py):\d+ \(.*\)(?: in [\w ]+)?: (.*)")
 
 @dataclass(frozen=True)
 class Verdict:
-    """Results of the linter and of the flags for one configuration.
+    """Results of the linter and of the flag checks for one configuration.
 
     whole: reasons against a graph of the whole iteration. modules: parts of a layer that local can capture. parts:
     reasons against the other parts.
@@ -54,7 +55,7 @@ def measure(names: Collection[str]) -> dict[str, Verdict]:
 
 
 def names_of(ranks: int) -> list[str]:
-    """Returns the configurations with this number of ranks."""
+    """Returns the names of the configurations with this number of ranks."""
     return [name for name, one in CONFIGURATIONS.items() if one.ranks == ranks]
 
 
@@ -104,7 +105,7 @@ def table(verdicts: dict[str, Verdict]) -> str:
 
 
 def _shown(flag: str, value: Any) -> str:
-    """Formats a flag of a configuration; None removes a flag of its base."""
+    """Formats a flag of a configuration. None removes a flag of its base."""
     return f"without `--{flag}`" if value is None else f"`{' '.join(words_of({flag: value}))}`"
 
 
@@ -126,9 +127,7 @@ def _reasons(verdict: Verdict) -> str:
 
 
 def _shortened(found: Sequence[str]) -> str:
-    """Shortens the flags' refusal: with the first operation that the linter found, or with the refused one and its
-    reason.
-    """
+    """Shortens the rejection of the flags to the first operation found by the linter, or to the flag and its reason."""
     if not found:
         return ""
     lines = [match for match in map(_OF_LINE.fullmatch, found) if match is not None]

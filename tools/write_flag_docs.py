@@ -21,9 +21,9 @@ INTRODUCTION = """\
 Written by `python -m tools.write_flag_docs`; do not edit.
 
 Every flag may be given on the command line (`--flag value` or `--flag=value`, never abbreviated) or in the YAML file of
-`--config`, under its *name in files*. The command line wins over the file, the file over defaults. `--print-config`
-prints the result as such a file. Of {total} known flags, {works} work, {no_effect} are accepted and change
-nothing, {default_only} are refused unless they are given their defaults, and {refused} are refused.
+`--config`, under its *name in files*. The command line takes precedence over the file, and the file over defaults.
+`--print-config` prints the result as such a file. Of {total} known flags, {works} work, {no_effect} are accepted and
+change nothing, {default_only} are rejected unless they are given their defaults, and {refused} are rejected.
 """
 
 # Kinds of Megatron-LM's training configurations that cannot be trained here, with the flags that identify them.
@@ -34,8 +34,8 @@ CONFIGURATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("FP8 and FP4", ("--fp8-format", "--fp4-format")),
     ("experts in a latent space", ("--moe-latent-size",)),
     ("hyper-connections", ("--enable-mhc-connections",)),
-    ("layers of several shapes", ("--heterogeneous-layers-config-path",)),
-    ("weights from another kind of checkpoint", ("--ckpt-convert-format",)),
+    ("layers of different shapes", ("--heterogeneous-layers-config-path",)),
+    ("weights from another checkpoint format", ("--ckpt-convert-format",)),
     ("Megatron-FSDP", ("--use-megatron-fsdp",)),
     ("reinforcement learning", ("--perform-rl-step",)),
     ("inference", ("--inference-dynamic-batching",)),
@@ -45,20 +45,22 @@ CONFIGURATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
 def flags_page(table: FlagTable) -> str:
     """Returns the text of docs/flags.md."""
     counts = {state.name.lower(): len(table.in_state(state)) for state in FlagState}
-    lines = [INTRODUCTION.format(total=len(table.flags), **counts), "## Flags that work", ""]
+    lines = [INTRODUCTION.format(total=len(table.flags), **counts), "## Working flags", ""]
     for title, flags in table.working_groups().items():
         lines += [f"### {title}", "", "| flag | name in files | value | default | meaning |", "|---|---|---|---|---|"]
         lines += [_working_row(flag) for flag in flags]
         lines.append("")
     lines += _configurations_section(table)
     lines += _no_effect_section(table)
-    lines += _refused_section(table, FlagState.DEFAULT_ONLY, title="Flags that are refused unless given their defaults")
-    lines += _refused_section(table, FlagState.REFUSED, title="Flags that are refused")
+    lines += _refused_section(
+        table, FlagState.DEFAULT_ONLY, title="Flags that are rejected unless given their defaults"
+    )
+    lines += _refused_section(table, FlagState.REFUSED, title="Rejected flags")
     return "\n".join(lines)
 
 
 def surface(table: FlagTable) -> str:
-    """Returns one line per flag, sorted: name, type, default, tier and state. Guards against accidental changes."""
+    """Returns one sorted line per flag: name, type, default, tier and state. Guards against accidental changes."""
     return "".join(sorted(_surface_line(flag) for flag in table.flags))
 
 
@@ -105,8 +107,8 @@ def _configurations_section(table: FlagTable) -> list[str]:
 
 
 def _no_effect_section(table: FlagTable) -> list[str]:
-    lines = ["## Flags that are accepted and have no effect", ""]
-    lines += ["No number of any run can change by them. One notice names those that were given. Each", ""]
+    lines = ["## Flags that are accepted without an effect", ""]
+    lines += ["They cannot change any number of a run. One notice names those that were given. Each", ""]
     by_reason: dict[str, list[Flag]] = defaultdict(list)
     for flag in table.in_state(FlagState.NO_EFFECT):
         by_reason[HARMLESS[flag.flags[0]].reason].append(flag)

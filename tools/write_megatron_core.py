@@ -1,4 +1,4 @@
-"""Writes our checkpoints in the form of Megatron-Core's own distributed ones, so that a run can go back to it.
+"""Writes native checkpoints in the format of Megatron-Core's distributed ones, so that Megatron-Core can continue them.
 
 Inverse of megatron/training/checkpointing/megatron_core.py, which describes the names. One parameter is in memory at a
 time, with or without its optimizer state.
@@ -35,6 +35,8 @@ from megatron.core.logical_tensors import pieces_of_tensor
 from megatron.core.optimizer.adam import EXP_AVG, EXP_AVG_SQ
 from megatron.core.optimizer.state_dict import MASTERS, state_prefix
 from megatron.core.tokenizers import vocab_size_with_padding
+from megatron.tools.convert_legacy import model_args
+from megatron.tools.stored_checkpoints import checkpoint_of_load
 from megatron.training.checkpointing.folder import (
     MEGATRON_CORE_FILE,
     CheckpointFormat,
@@ -45,8 +47,6 @@ from megatron.training.checkpointing.megatron_core import Place, tensors_of, way
 from megatron.training.checkpointing.megatron_core_files import COMMON_FILE
 from megatron.training.checkpointing.run_values import load_run_values
 from megatron.training.gpt_builder import whole_gpt
-from tools.convert_legacy import model_args
-from tools.stored_checkpoints import checkpoint_of_load
 
 _FORMAT = {
     "sharded_backend": "torch_dist",
@@ -69,10 +69,10 @@ _TORCH_GROUP = {
 
 @dataclass(frozen=True)
 class CoreTarget:
-    """The run that will load the files.
+    """Describes the run that will load the files.
 
-    tensor: its tensor-parallel ranks, which decide about padding of the vocabulary. expert: its expert-parallel ranks;
-    above 1 its experts have an optimizer of their own. distributed: whether it has the distributed optimizer. fused:
+    tensor: number of tensor-parallel ranks, which determines the vocabulary padding. expert: number of expert-parallel
+    ranks; above 1 its experts have a separate optimizer. distributed: whether it uses the distributed optimizer. fused:
     whether its layers are Transformer Engine's, in which a router's norm has a name of its own. padded_vocab_size: rows
     of its vocabulary; None computes them as Megatron-LM does.
     """
@@ -85,27 +85,29 @@ class CoreTarget:
 
     @property
     def chains_optimizers(self) -> bool:
-        """Whether its optimizer is a chain of two: dense parameters, then those of experts."""
+        """Whether its optimizer is a chain of two: for dense parameters and for experts."""
         return self.expert > 1
 
 
 def to_megatron_core(load: Path, save: Path, *, target: CoreTarget, step: int | None = None) -> Path:
-    """Writes weights and Adam's state as a checkpoint of Megatron-Core's; returns its folder.
+    """Writes weights and Adam's state as a Megatron-Core checkpoint; returns its folder.
 
     Raises ValueError for a checkpoint of another optimizer, for expert-parallel ranks of a model without experts, and
-    if the folder is there already; OSError if it cannot be written. Leaves nothing after an error.
+    if the folder already exists; OSError if it cannot be written. Leaves nothing after an error.
     """
     found = checkpoint_of_load(load, step)
     if found.format is not CheckpointFormat.OURS:
-        raise ValueError(f"{found.path} is in {found.format.value}: must be in ours")
+        raise ValueError(f"{found.path} is in {found.format.value}: must be in this project's format")
     values, checkpoint = load_run_values(found.path), verify(found.path)
     folder = iteration_folder(save, found.iteration)
     if folder.exists():
-        raise ValueError(f"--save is {save}: {folder} is there already, and is not overwritten; give a new folder")
+        raise ValueError(f"--save is {save}: {folder} already exists and is not overwritten; give a new folder")
     stored = values["args"]
     has_state = values["contents"]["optimizer"]
     if has_state and stored.get("optimizer") not in ("adam", "distributed_fused_adam"):
-        raise ValueError(f"optimizer is {stored.get('optimizer')!r}: must be adam, whose state both sides have")
+        raise ValueError(
+            f"optimizer is {stored.get('optimizer')!r}: must be adam, the only one whose state can be converted"
+        )
     if target.chains_optimizers and not stored.get("num_experts"):
         raise ValueError(f"--target-expert-parallel-size is {target.expert}: must be 1 for a model without experts")
     args = model_args(stored)
@@ -115,7 +117,8 @@ def to_megatron_core(load: Path, save: Path, *, target: CoreTarget, step: int | 
     boxes = _Boxes(model, checkpoint, target, args)
     save.mkdir(parents=True, exist_ok=True)
     with folders.atomic_folder(folder) as temporary:
-        # save_stream writes our format into a new folder. Only its data files and index belong to theirs.
+        # save_stream writes the native format into a new folder. Only its data files and index belong to
+        # Megatron-Core's.
         save_stream(boxes.tensors(with_state=has_state), temporary / "tensors", common={}, with_zip_checksums=True)
         for path in (temporary / "tensors").iterdir():
             if path.name == METADATA_FILE or path.suffix == ".distcp":
@@ -144,9 +147,10 @@ def _padded_vocab_size(args: argparse.Namespace, target: CoreTarget) -> int:
 
 @dataclass(frozen=True)
 class _Source:
-    """Our tensors that become one kind of theirs. prefix: of our keys, empty for weights.
+    """Native tensors that become one kind of Megatron-Core's. prefix: that of the native keys, empty for weights.
 
-    their_kind: kind of optimizer state; None for weights. dtype: of the written tensors; None means the stored one.
+    their_kind: kind of optimizer state; None for weights. dtype: dtype of the written tensors; None means the stored
+    one.
     """
 
     prefix: str
@@ -155,7 +159,7 @@ class _Source:
 
 
 class _Boxes:
-    """The tensors of a checkpoint as boxes of Megatron-Core's."""
+    """The tensors of a checkpoint as boxes of Megatron-Core's tensors."""
 
     def __init__(
         self, model: nn.Module, checkpoint: VerifiedCheckpoint, target: CoreTarget, args: argparse.Namespace
@@ -165,7 +169,7 @@ class _Boxes:
         self._reader = StreamReader(checkpoint)
         self._num_layers = args.num_layers
         self._num_experts = args.num_experts or 0
-        # Layers of one kind are stacked in one tensor; else each has tensors of its own.
+        # Layers of one kind are stacked in one tensor; otherwise each has its own tensors.
         names = {name.split(".", 3)[3] for name in self._tensors if name.startswith("decoder.layers.")}
         counts = [
             sum(f"decoder.layers.{layer}.{name}" in self._tensors for layer in range(args.num_layers)) for name in names
@@ -181,7 +185,7 @@ class _Boxes:
             if any(key.startswith(state_prefix(MASTERS)) for key in self._checkpoint.tensors):
                 sources.append(_Source(state_prefix(MASTERS), their_masters))
             elif self._target.distributed:
-                # The distributed optimizer always has a copy of the weights in fp32.
+                # The distributed optimizer always has an fp32 copy of the weights.
                 sources.append(_Source("", their_masters, dtype=torch.float32))
         for name, tensor in self._tensors.items():
             pieces = pieces_of_tensor(name, tensor, self._pieces)
@@ -237,16 +241,16 @@ class _Boxes:
             if len(way.places) == 1
             and way.experts_stacked == (_EXPERT in name)
             and way.layers_stacked == (self._stacked and name.startswith("decoder.layers."))
-            # A norm that may be fused is: its fused way comes first.
+            # A norm that may be fused is always fused, because its fused variant comes first.
             and not (is_separate and way.norm_is_fused)
         )
         return place
 
 
 def _add_extra_states(folder: Path, keys: Sequence[str]) -> None:
-    """Adds one empty object to the data files and names it by all keys."""
+    """Adds one empty object to the data files, and makes all keys refer to it."""
     content = io.BytesIO()
-    torch.save([None], content)  # a state that sets nothing, as its layers save it
+    torch.save([None], content)  # a state without effect, as its layers save it
     name = f"__{len(list(folder.glob('*.distcp')))}_0.distcp"
     (folder / name).write_bytes(content.getvalue())
     metadata = read_metadata(folder)
@@ -259,7 +263,7 @@ def _add_extra_states(folder: Path, keys: Sequence[str]) -> None:
 
 
 def _common(values: Mapping[str, Any], args: argparse.Namespace, target: CoreTarget) -> dict[str, Any]:
-    """Returns the content of common.pt: what Megatron-LM's scripts keep beside tensors."""
+    """Returns the content of common.pt: the non-tensor values that Megatron-LM's scripts store."""
     stored, state = values["args"], values["train_state"]
     position = {name: state[name] for name in ("consumed_train_samples", "consumed_valid_samples")}
     common: dict[str, Any] = {
@@ -291,7 +295,7 @@ def _one_optimizer(values: Mapping[str, Any], target: CoreTarget, *, expert: boo
         groups = [{**group, "step": step} for group in groups]
         return {**common, "optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
     inner = {"state": {"common_step": torch.tensor(step)}, "param_groups": groups}
-    # Its optimizer of fp32 parameters stores torch's state as it is.
+    # The optimizer of fp32 parameters stores torch's state directly.
     is_fp32 = not (args.get("bf16") or args.get("fp16"))
     return inner if is_fp32 else {**common, "optimizer": inner}
 

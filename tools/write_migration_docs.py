@@ -1,15 +1,15 @@
-"""Writes the table of public names in docs/migration.md: `python -m tools.write_migration_docs`.
+"""Writes the table of public names in docs/python_names.md: `python -m tools.write_migration_docs`.
 
-What stands above the table is written by hand and stays.
+The text above the table is written by hand and stays unchanged.
 """
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from tools.compare_api import Comparison, Verdict, compare_all, counts
+from megatron.tools.compare_api import Comparison, Verdict, compare_all, counts
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "migration.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "python_names.md"
 MARK = "<!-- Below this line: python -m tools.write_migration_docs. Do not edit. -->\n"
 
 
@@ -17,7 +17,7 @@ def with_table(page: str, comparisons: Sequence[Comparison]) -> str:
     """Returns the page with the table of these comparisons. Raises ValueError for a page without MARK."""
     head, mark, _ = page.partition(MARK)
     if not mark:
-        raise ValueError(f"docs/migration.md has no line {MARK.strip()!r}")
+        raise ValueError(f"docs/python_names.md has no line {MARK.strip()!r}")
     return head + mark + "\n".join(["", *_summary(comparisons), *_modules(comparisons)])
 
 
@@ -25,7 +25,7 @@ def _summary(comparisons: Sequence[Comparison]) -> list[str]:
     found = counts(comparisons)
     here = sum(found.values())
     return [
-        f"Of {len(comparisons):,} names, {len(comparisons) - here:,} belong to features we do not have. Of the other "
+        f"Of {len(comparisons):,} names, {len(comparisons) - here:,} belong to unsupported features. Of the other "
         f"{here:,}, {found[Verdict.SAME]:,} ({100 * found[Verdict.SAME] / here:.1f}%) are the same, "
         f"{found[Verdict.THIN]} are thin and {found[Verdict.MISSING]} are missing.",
         "",
@@ -49,7 +49,7 @@ def _owner(row: Comparison) -> str:
 
 
 def _rows_of(owner: str, members: Sequence[Comparison]) -> Iterable[str]:
-    # Names with one verdict for one reason share a row, in the order of their first.
+    # Names with the same verdict and reason share a row, at the position of their first.
     groups: dict[tuple[str, str], list[str]] = {}
     for row in members:
         groups.setdefault((row.verdict.value, shown_reason(row)), []).append(_shown(row))
@@ -63,14 +63,15 @@ def _shown(row: Comparison) -> str:
 
 
 def shown_reason(row: Comparison) -> str:
-    """Returns the text of the last column: what differs, and what the name does not do here."""
+    """Returns the text of the last column: the differences, and the reasons for missing effects."""
     notes = [row.why]
     if row.unsupported:
-        # A field that exists accepts its default. Other names of features we do not have say why they are absent.
+        # A field that exists accepts its default. Other names of unsupported features give the reason for their
+        # absence.
         is_field = row.name.kind == "field" and row.verdict is not Verdict.MISSING
         notes = [row.why, f"only with its default: {row.unsupported}"] if is_field else [row.unsupported]
     if row.no_effect:
-        notes.append(f"accepted, without effect: {row.no_effect}")
+        notes.append(f"accepted without effect: {row.no_effect}")
     return "; ".join(note for note in notes if note).replace("|", "\\|")
 
 

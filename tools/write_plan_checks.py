@@ -53,7 +53,7 @@ _ZERO_FLAGS = (
 )
 
 _RECOMPUTING = "Korthikanti et al. 2022, table 2"
-# Heads, hidden size and micro-batch of the paper's models; sequence 2048, tensor parallel 8.
+# Heads, hidden size and microbatch of the paper's models; sequence 2048, tensor parallel 8.
 _GPTS = {"22B": (64, 6144, 4), "175B": (96, 12288, 1), "530B": (128, 20480, 1), "1T": (160, 25600, 1)}
 _SEQUENCE, _TENSOR = 2048, 8
 _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -61,7 +61,7 @@ _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num
 
 @dataclass(frozen=True)
 class Row:
-    """One number. unit: of both; 'parameters' are exact. digits: after the decimal point, as published."""
+    """One compared number. unit: unit of both values; 'parameters' are exact. digits: decimals, as published."""
 
     what: str
     source: str
@@ -72,7 +72,7 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Planned over published, minus 1."""
+        """Ratio of the planned to the published value, minus 1."""
         return self.planned / self.published - 1
 
 
@@ -85,9 +85,7 @@ def rows() -> Iterator[Row]:
 
 
 def parameter_rows() -> Iterator[Row]:
-    """Yields the parameters of published models, without layers of multi-token prediction, which they count
-    separately.
-    """
+    """Yields the parameters of published models without multi-token prediction layers, which are counted separately."""
     for name, published in PARAMETERS.items():
         # Activations are not needed.
         words = "--mtp-num-layers 0 --seq-length 64 --micro-batch-size 1 --global-batch-size 1 --skip-train --load none"
@@ -136,7 +134,10 @@ def _gpt_words(heads: int, hidden: int, *, batch: int) -> str:
 
 
 def _interleaved_row() -> Row:
-    """Returns the first of 8 stages of 3 chunks, which saves 1 + 7 / 24 of a microbatch's activations of all layers."""
+    """Returns the first of 8 stages of 3 chunks.
+
+    It saves 1 + 7 / 24 of a microbatch's activations of all layers.
+    """
     heads, hidden, batch = _GPTS["175B"]
     layout = (
         "--sequence-parallel --num-layers 96 --pipeline-model-parallel-size 8 --num-virtual-stages-per-pipeline-rank 3"
@@ -149,15 +150,16 @@ def _interleaved_row() -> Row:
 
 
 def expert_rows() -> Iterator[Row]:
-    """Yields a routed row of DeepSeek-V3, which saves its input, gate and up, and the activation: 2 h + 6 f bytes in
-    bf16.
+    """Yields a routed row of DeepSeek-V3.
+
+    A row saves its input, gate and up, and the activation: 2 h + 6 f bytes in bf16.
     """
     tokens, experts_of_token, hidden, ffn, layers = 4096, 8, 7168, 2048, 58
     words = f"--model deepseek-v3 --mtp-num-layers 0 --seq-length {tokens} --micro-batch-size 1 --global-batch-size 1"
     kept = _plan(words).stages[0].activations[EXPERTS]
     published = tokens * experts_of_token * (2 * hidden + 6 * ffn) * layers
     what = "activations of DeepSeek-V3's experts, 4096 tokens, 58 layers"
-    yield Row(what, "Megatron-Core, tensors that its paged stash takes", published / 1e9, kept / 1e9, "GB", 2)
+    yield Row(what, "Megatron-Core, tensors in its paged stash", published / 1e9, kept / 1e9, "GB", 2)
 
 
 def table(found: list[Row]) -> str:

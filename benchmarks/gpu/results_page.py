@@ -1,4 +1,4 @@
-"""Writes docs/gpu_results.md: what is known of each check and kernel, and all results. Measures nothing.
+"""Writes docs/gpu_results.md: the evidence for each check and kernel, and all results. Measures nothing.
 
 python benchmarks/gpu/results_page.py
 """
@@ -22,43 +22,44 @@ NOTES = "gpu_notes.md"  # in the folder of results: written by hand
 
 HEAD = """# Results on a GPU
 
-Written by `benchmarks/gpu/results_page.py` from what `benchmarks/gpu/run_all.py` left in `benchmarks/results/`.
+Written by `benchmarks/gpu/results_page.py` from the output of `benchmarks/gpu/run_all.py` in `benchmarks/results/`.
 
-    make gpu                         # three calls in turn, at most 9 minutes each; goes on where it was stopped
+    make gpu                         # three calls in turn, at most 9 minutes each; continues where it was stopped
     make gpu CALL=1                  # one call, for machines that end a command after ten minutes
-    make gpu OUT=/tmp/results        # results into another folder; this page then stays as it is
+    make gpu OUT=/tmp/results        # results in another folder; this page then stays unchanged
     python3 benchmarks/gpu/run_all.py --call 1 --resume --out FOLDER       # the same without make
     python3 benchmarks/gpu/run_all.py --only graph_step --out FOLDER       # checks by name
-    python3 benchmarks/gpu/run_all.py --dry-run --out FOLDER               # small, on a CPU too
+    python3 benchmarks/gpu/run_all.py --dry-run --out FOLDER               # small, also on a CPU
 
-It needs one GPU, Python 3.11 or 3.12, torch 2.11 to 2.13, Triton, NumPy, pytest, hypothesis and PyYAML, but no network
-and no installation; targets are for an H200. Where there is no repository beside the files, set the variable COMMIT.
+The checks need one GPU, Python 3.11 or 3.12, torch 2.11 to 2.13, Triton, NumPy, pytest, hypothesis and PyYAML. They
+need no network and no installation. Targets are for an H200. Outside a git clone, set the variable COMMIT.
 
-Each check runs in a process with its own limit. Five seconds before the limit it prints its stacks and receives SIGINT;
-at the limit it and its descendants are killed. When a check ends, one line is appended to `checks.jsonl`: verdict,
-numbers, last lines of output, date, device, version of torch and commit. `output.log` has all output. If the runner is
-killed, the lines so far are whole. `--resume` leaves out checks that have a verdict for the same files and runs the
-others, those of earlier calls first. Where each call starts on an empty disk, copy `checks.jsonl` there first. In a dry
-run a tape stands for a CUDA graph, gloo for NCCL, Triton's interpreter for compiled kernels; tests that show nothing on
-a CPU end with "needs a GPU".
+Each check runs in its own process, with a time limit. Five seconds before the limit it prints its stacks and receives
+SIGINT. At the limit it is killed with all its descendants. When a check ends, one line is appended to `checks.jsonl`:
+verdict, numbers, last lines of output, date, device, version of torch and commit. `output.log` has the whole output. If
+the runner is killed, earlier lines stay complete. `--resume` skips checks that have a verdict for the same files and
+runs the others, those of earlier calls first. If each call starts on an empty disk, copy `checks.jsonl` there first. In
+a dry run, a tape replaces the CUDA graph, gloo replaces NCCL, and Triton's interpreter replaces compiled kernels. Tests
+that show nothing on a CPU end with "needs a GPU".
 """
 NOT_YET = """
 **Not yet run on a GPU.** A dry run executes the programs on a CPU, where tests/gpu and `ddp` are skipped. All times and
 rates below are targets, not measurements.
 """
 STATES = """
-The column *state* says what is known:
-- **passed**, **failed**, **timed out**: measured on a GPU, with date and device;
-- **modelled on a CPU**: no GPU yet, but the same code has this property on a CPU, where a model of streams, graphs and
-  memory, Triton's interpreter or plain operators stand in for the device;
-- **compiled only**: the kernels compile for sm_80, sm_90 and sm_100, and nothing on a CPU stands in for the rest;
-- **not yet**: nothing is known, as the claim is about times, tools or the machine.
+The column *state* has one of these values:
+
+- **passed**, **failed**, **timed out**: measured on a GPU, with date and device.
+- **modelled on a CPU**: not run on a GPU yet. The same code has this property on a CPU, where a model of streams,
+  graphs and memory, Triton's interpreter or plain operators replace the device.
+- **compiled only**: the kernels compile for sm_80, sm_90 and sm_100. Nothing on a CPU replaces the rest.
+- **not yet**: unknown, because the claim concerns times, tools or the machine.
 """
 SIDES = ("ms", "time_x", "peak_mib", "reserved_mib", "memory_x", "most_memory_x", "again", "on_host", "voids")
 
 
 def page(results: Path) -> str:
-    """The page for the results in that folder."""
+    """Returns the page for the results in that folder."""
     found = {
         path.stem.removesuffix("_gpu"): json.loads(path.read_text()) for path in sorted(results.glob("*_gpu.json"))
     }
@@ -78,12 +79,12 @@ def page(results: Path) -> str:
 
 
 def last_records(records: Sequence[Record]) -> dict[str, Record]:
-    """The last record of each check that decides something; one without time left changes nothing."""
+    """Returns the last decisive record of each check. A record without time left changes nothing."""
     return {record.check: record for record in records if record.is_final}
 
 
 def state_of(check: Check, record: Record | None) -> str:
-    """The cell of the column *state*."""
+    """Returns the cell of the column *state*."""
     if record is None or record.verdict in (Verdict.NEEDS_GPU, Verdict.NOT_CHECKED):
         return check.known.value
     where = record.where
@@ -114,14 +115,14 @@ def _kernels(records: Mapping[str, Record]) -> Iterator[str]:
     rows = []
     for kernel in dict.fromkeys(kernel for check in CHECKS for kernel in check.kernels):
         users = [check for check in CHECKS if kernel in check.kernels]
-        # The small case alone: it is what shows that a kernel compiles, launches and computes.
+        # Only the small case, which shows that a kernel compiles, launches and computes.
         first = next(check for check in users if check.part == EACH)
         rows.append((f"`{kernel}`", ", ".join(f"`{check.name}`" for check in users), _state(first, records)))
     yield from _table(("kernel", "checks that launch it", "state of its small case"), rows)
 
 
 def _numbers(records: Mapping[str, Record]) -> Iterator[str]:
-    """Plain numbers that checks reported on a GPU."""
+    """Returns plain numbers that checks reported on a GPU."""
     rows = [
         (f"`{record.check}`", name, value)
         for record in records.values()
@@ -151,7 +152,7 @@ def _shown(value: object) -> str:
 
 
 def _details(records: Mapping[str, Record]) -> Iterator[str]:
-    """Lists that checks reported on a GPU: tables of points, the gaps of a trace, tests that failed."""
+    """Returns lists that checks reported on a GPU: tables of points, the gaps of a trace, failed tests."""
     for record in records.values():
         for name, value in {} if record.where.dry_run else record.results.items():
             if not isinstance(value, list | dict) or not value:
@@ -167,7 +168,7 @@ def _details(records: Mapping[str, Record]) -> Iterator[str]:
 
 
 def _cell(value: object) -> object:
-    """A value in one line of a table."""
+    """Formats a value in one line of a table."""
     if isinstance(value, dict):
         return ", ".join(f"{key} {_cell(one)}" for key, one in value.items())
     if isinstance(value, list):

@@ -1,1 +1,1 @@
-"""HTML pages with plotly figures, which open from disk without a network. Imports nothing else of this project."""
+"""Builds HTML pages with plotly figures that open from disk without a network. Imports nothing else of this project."""

@@ -1,4 +1,4 @@
-"""Figures of pages as plain values for plotly.js: stacked bars, stacked columns, and boxes on a time line.
+"""Builds figures of pages as plain values for plotly.js: stacked bars, stacked columns, and boxes on a time line.
 
 Texts are escaped, because plotly would interpret parts of them as markup. Colors of text and grid lines are
 chosen in plots.js, which draws the figures.
@@ -12,7 +12,7 @@ from typing import Any
 _ROW, _AXIS, _LIMIT, _PANEL = 26, 56, 22, 260  # heights in pixels
 _CHARACTER = 7  # approximate width in pixels of a 12 px character
 _LIMIT_COLOR = "#d1344b"
-# More boxes than this on a row are too narrow for an edge.
+# Rows with more boxes than this are too narrow for box edges.
 _MOST_EDGED = 200
 
 
@@ -29,7 +29,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar. parts: lengths by name, in the chart's unit; end: text after the bar."""
+    """One bar. parts: lengths by name, in the chart's unit. end: text after the bar."""
 
     label: str
     parts: Mapping[str, float]
@@ -38,7 +38,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Panel:
-    """One of several charts of columns. columns: from left to right; hovering shows the text `end` of each."""
+    """One of several column charts. columns: from left to right; hovering shows the text `end` of each."""
 
     title: str
     columns: Sequence[Bar]
@@ -59,7 +59,7 @@ class Box:
 def stacked_bars(
     bars: Sequence[Bar], colors: Mapping[str, str], *, axis: str, limit: tuple[float, str] | None = None
 ) -> Figure:
-    """Returns horizontal bars. colors: by name of a part, in their order; limit: a vertical line and its label."""
+    """Returns horizontal bars. colors: by name of a part, in drawing order. limit: a vertical line and its label."""
     totals = [sum(bar.parts.values()) for bar in bars]
     longest = max([*totals, *([] if limit is None else [limit[0]])], default=0.0) or 1.0
     ends = [
@@ -88,7 +88,9 @@ def stacked_bars(
 def stacked_columns(
     panels: Sequence[Panel], colors: Mapping[str, str], *, x_axis: str, y_axis: str, limit: tuple[float, str]
 ) -> list[Figure]:
-    """Returns a figure of columns up to 100 for each panel, all with one legend. limit: a horizontal line, labeled."""
+    """Returns a figure with one column chart per panel, from 0 to 100, and a shared legend. limit: a labeled horizontal
+    line.
+    """
     legend = _legend([bar for panel in panels for bar in panel.columns], colors)
     height, label = limit
     line = {**_limit_line(x0=0, x1=1, xref="paper", y0=height, y1=height), "name": escape(label)}
@@ -140,7 +142,7 @@ def time_line(boxes: Iterable[Box], rows: Sequence[str], *, axis: str, colors: M
 
 
 def _stacked(bars: Sequence[Bar], colors: Mapping[str, str], *, unit: str, is_horizontal: bool) -> list[dict[str, Any]]:
-    """Returns one trace for each part that some bar has."""
+    """Returns one trace for each part that occurs in a bar."""
     traces = []
     for name, _ in _legend(bars, colors):
         drawn = [(place, bar) for place, bar in enumerate(bars) if bar.parts.get(name, 0) > 0]

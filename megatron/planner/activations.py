@@ -1,6 +1,6 @@
-"""Bytes that a microbatch saves for backward, by kind of module, from a forward pass without memory.
+"""Measures the bytes that a microbatch saves for backward, by kind of module, in a forward pass without memory.
 
-The model runs on the meta device (without_memory of megatron/core/device), and hooks of autograd report saved tensors.
+The model runs on the meta device (without_memory of megatron/core/device), and autograd hooks report saved tensors.
 """
 
 from collections import Counter, defaultdict
@@ -40,15 +40,16 @@ class SavedSizes:
 class SavedBytes:
     """Counts the memory that autograd saves inside `counting`. A storage shared by several tensors counts once.
 
-    Memory freed before the call of `by_kind` is left out.
+    Memory freed before `by_kind` is called does not count.
     """
 
     def __init__(
         self, model: nn.Module, *, persistent: Iterable[Tensor], kind_of: Callable[[str], str] | None = None
     ) -> None:
-        """persistent: tensors of any shape and dtype, such as parameters, that are not counted.
+        """Creates the counter.
 
-        kind_of: maps the name of the running module ("" outside of all) to a kind; kind_of_module if unset.
+        persistent: tensors of any shape and dtype, such as parameters, that are not counted. kind_of: maps the name of
+        the running module ("" outside of all) to a kind; defaults to kind_of_module.
         """
         self._running, self._kind_of = RunningModules([model]), kind_of or kind_of_module
         self._persistent = {tensor.untyped_storage()._cdata for tensor in persistent}
@@ -109,10 +110,10 @@ def peak_bytes(actions: Sequence[Action], by_chunk: Sequence[Counter[str]]) -> C
 
 
 class AsFusedKernels(TorchFunctionMode):
-    """Makes torch's attention, dropout and RMSNorm save what their fused kernels save.
+    """Makes torch's attention, dropout and RMSNorm save the same tensors as their fused kernels.
 
-    On the meta device torch chooses variants that save all scores and every intermediate result, which training does
-    not. note: called for each kernel of attention and RMSNorm.
+    On the meta device torch chooses variants that save all scores and every intermediate result, unlike in training.
+    note: called for each kernel of attention and RMSNorm.
     """
 
     def __init__(self, note: Note | None = None) -> None:
@@ -140,7 +141,7 @@ class AsFusedKernels(TorchFunctionMode):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Saves the shapes that fused kernels save: query, key, value, output, and one number per query and head."""
+    """Saves the same shapes as fused kernels: query, key, value, output, and one number per query and head."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, note: Note | None, share: float) -> Tensor:
@@ -168,12 +169,12 @@ class _FusedAttention(torch.autograd.Function):
 
 
 def _unmasked_share(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """Returns the share of scores that is not masked, from the arguments of scaled_dot_product_attention."""
+    """Returns the unmasked share of the scores from the arguments of scaled_dot_product_attention."""
     return 0.5 if (args[5] if len(args) > 5 else kwargs.get("is_causal", False)) else 1.0
 
 
 class _FusedNorm(torch.autograd.Function):
-    """Saves the shapes that a fused RMSNorm kernel saves: its input, the weight, and one number per row."""
+    """Saves the same shapes as a fused RMSNorm kernel: its input, the weight, and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, note: Note | None) -> Tensor:

@@ -20,12 +20,12 @@ from megatron.training.initialize import build_groups
 def fake_rank(args: argparse.Namespace, rank: int, *, world_size: int) -> Iterator[ProcessGroupCollection]:
     """Makes this process `rank` of `world_size` inside the block, and yields the rank's groups in the layout of args.
 
-    Sets parallel_state. Raises ValueError for sizes that do not fit, RuntimeError if process groups exist already.
+    Sets parallel_state. Raises ValueError for sizes that do not fit, and RuntimeError if process groups already exist.
     """
     if dist.is_initialized():
-        raise RuntimeError("this process has process groups already: destroy them first")
+        raise RuntimeError("this process already has process groups: destroy them first")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    # torch's batch_isend_irecv asks for a backend of the tensors' device, and fake groups have none for meta.
+    # torch's batch_isend_irecv requires a backend for the tensors' device, and fake groups have none for meta.
     changed = {"batch_isend_irecv": _start_one_by_one, "all_gather_object": _repeat_own_object}
     before = {name: vars(dist)[name] for name in changed}
     vars(dist).update(changed)
@@ -43,5 +43,5 @@ def _start_one_by_one(operations: Sequence[dist.P2POp]) -> list[dist.Work | None
 
 
 def _repeat_own_object(found: list[Any], own: Any, **of_group: Any) -> None:
-    """Fills the list as an all-gather of equal objects does, without pickling once for each of thousands of ranks."""
+    """Fills the list like an all-gather of equal objects, without pickling once for each of thousands of ranks."""
     found[:] = [own] * len(found)

@@ -1,4 +1,4 @@
-"""Whether a plan fits its device, and the flags that make it fit if it does not.
+"""Determines whether a plan fits its device, and otherwise which flags make it fit.
 
 The quick plan (stage_costs.py) chooses flags, and a full plan of the changed command line confirms them.
 layout_search.py compares other sizes of the layout.
@@ -21,7 +21,8 @@ from megatron.training.command_line.errors import CommandLineError
 from megatron.training.compute.devices import Device
 from megatron.training.meters.memory import fit_in_words, gib, is_tight, room_in_words
 
-# Most changes that get a full plan, which takes as long as the first. The one with the smallest estimate may be added.
+# Maximum number of changes that get a full plan, which takes as long as the first. The one with the smallest estimate
+# may be added.
 _MAX_PLANNED = 4
 
 
@@ -35,10 +36,10 @@ class Change:
 
 @dataclass(frozen=True)
 class Fit:
-    """Peak of a plan's fullest rank, compared with the memory of a device.
+    """Compares the peak of a plan's fullest rank with the memory of a device.
 
     place: the stage and rank in words, empty if all stages have the same peak. change: flags that make the plan fit.
-    least: if no flags do, those with the smallest peak. advice: what to do in that case.
+    least: if no flags do, those with the smallest peak. advice: a suggestion for that case.
     """
 
     device: str
@@ -51,12 +52,12 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the device's memory."""
+        """Tells whether the peak is within the device's memory."""
         return self.peak <= self.memory
 
     @property
     def line(self) -> str:
-        """The verdict in one line."""
+        """The result in one line."""
         found = ", ".join(filter(None, [fit_in_words(self.device, self.peak, self.memory), self.place]))
         if self.fits:
             room = room_in_words(self.peak, self.memory)
@@ -68,12 +69,14 @@ class Fit:
         if self.least is None:
             return f"{found}; no flag lowers it without changing the training result: {self.advice}"
         words = " ".join(self.least.words)
-        return f"{found}; with {words}, the smallest found, it needs {gib(self.least.peak)} GiB: {self.advice}"
+        return (
+            f"{found}; even with {words}, the smallest option found, it needs {gib(self.least.peak)} GiB: {self.advice}"
+        )
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A changed command line. peak: estimate of the quick plan, None for flags that it does not support."""
+    """A changed command line. peak: estimate of the quick plan, or None for flags that it does not support."""
 
     words: tuple[str, ...]
     args: argparse.Namespace
@@ -82,7 +85,7 @@ class _Candidate:
 
 @dataclass(frozen=True)
 class _Choice:
-    """Words that change one setting. cost: rank by slowdown, from 1 for the least. 0 is no change."""
+    """Words that change one setting. cost: rank by slowdown, starting at 1 for the smallest; 0 means no change."""
 
     cost: int = 0
     words: tuple[str, ...] = ()
@@ -108,7 +111,7 @@ class Planner:
         self._costs: dict[tuple[object, ...], ModelCosts] = {}
 
     def changed(self, words: Sequence[str]) -> argparse.Namespace | None:
-        """Returns the arguments with these words appended; None if the run refuses them."""
+        """Returns the arguments with these words appended, or None if the run rejects them."""
         try:
             # Messages about the command line were printed when it was first parsed.
             with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
@@ -117,7 +120,7 @@ class Planner:
             return None
 
     def quick_peak(self, args: argparse.Namespace, plan: Plan) -> int | None:
-        """Estimates the peak of changed arguments; None if the quick plan does not support them.
+        """Estimates the peak of changed arguments, or returns None if the quick plan does not support them.
 
         Takes the temporary memory of passes and updates from the plan without the change.
         """
@@ -152,8 +155,8 @@ def fit_of(plan: Plan, device: Device) -> Fit:
 def with_change(fit: Fit, plan: Plan, args: argparse.Namespace, planner: Planner) -> Fit:
     """Returns the fit with the first change that makes the plan fit, or with the smallest change and advice.
 
-    Prefers changes that leave a tenth of the memory free. Plans only the first changes that fit by the quick plan, and
-    the change with the smallest estimate.
+    Prefers changes that leave a tenth of the memory free. Plans only the first changes that fit according to the quick
+    plan, and the change with the smallest estimate.
     """
     candidates = []
     for words in changes_of(args):
@@ -180,7 +183,7 @@ def with_change(fit: Fit, plan: Plan, args: argparse.Namespace, planner: Planner
 
 
 def _planned(one: _Candidate, planner: Planner) -> list[Change]:
-    """Returns the change with the peak of its own plan; an empty list if the run cannot be built."""
+    """Returns the change with the peak of its own plan, or an empty list if the run cannot be built."""
     try:
         stages = planner.plan(one.args).stages
     except ValueError:
@@ -191,8 +194,8 @@ def _planned(one: _Candidate, planner: Planner) -> list[Change]:
 def changes_of(args: argparse.Namespace) -> Iterator[tuple[str, ...]]:
     """Yields flags that reduce the memory of validated args without changing the training result.
 
-    Order: first changes that use no host memory, whose size a plan does not know, then fewest changes, then least
-    summed cost. The run may refuse some of them.
+    Changes that use no host memory come first, because a plan does not know the size of host memory, followed by the
+    fewest changes and the smallest total cost. The run may reject some of them.
     """
     if args.skip_train:
         return
@@ -219,7 +222,7 @@ def _sharding(args: argparse.Namespace) -> list[_Choice]:
 
 
 def _experts(args: argparse.Namespace) -> list[_Choice]:
-    # Experts that drop tokens have buffers of another kind.
+    # Experts that drop tokens use other buffers.
     if args.num_experts is None or args.moe_paged_stash or args.moe_expert_capacity_factor is not None:
         return []
     has_buffers = args.moe_expert_rank_capacity_factor is not None
@@ -241,7 +244,7 @@ def _recompute(args: argparse.Namespace) -> list[_Choice]:
 
 
 def _offload(args: argparse.Namespace) -> list[_Choice]:
-    # Does not offer to offload activations, because recomputed layers leave less memory on the device.
+    # Does not offer to offload activations, because recomputing layers leaves less memory on the device.
     is_refused = args.optimizer_cpu_offload or args.optimizer == "muon"
     return [] if is_refused else [_Choice(7, ("--optimizer-cpu-offload",))]
 

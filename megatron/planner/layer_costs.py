@@ -1,4 +1,4 @@
-"""Cost of each kind of layer on a rank: bytes, kernels and messages, measured on a short model without memory.
+"""Measures each kind of layer on a rank (bytes, kernels and messages) with a short model without memory.
 
 The run's own code builds and runs that model, as for a dry run (plan.py). stage_costs.py adds layers up to pipeline
 stages.
@@ -62,7 +62,7 @@ _DATA_GROUPS = ("dp", "dp_cp", "edp")
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Properties in which a model's layers differ."""
+    """The properties that distinguish a model's layers."""
 
     has_experts: bool = False
     has_window: bool = False
@@ -72,7 +72,7 @@ class LayerKind:
 class ParamSize:
     """Size of a trained parameter.
 
-    buffer: kind of its flat buffer if experts have separate buffers. own_bucket: whether it is alone in its bucket.
+    buffer: kind of its flat buffer, if experts have separate buffers. own_bucket: whether it has a bucket of its own.
     """
 
     numel: int
@@ -98,9 +98,9 @@ KernelCounts = Counter[CountedKernel]
 
 @dataclass(frozen=True)
 class Scale:
-    """Ratios of a similar layout to a measured one.
+    """Ratios between a similar layout and a measured one.
 
-    samples: of a microbatch. experts: of a rank. expert_ranks: ranks that share all experts.
+    samples: those of a microbatch. experts: those of a rank. expert_ranks: ranks that share all experts.
     """
 
     samples: Fraction = Fraction(1)
@@ -113,7 +113,7 @@ class PartWork:
     """Kernels and messages of one microbatch in one part of a chunk.
 
     recompute: forward kernels that backward repeats. traffic: messages of the phases forward and backward. Differences
-    of parts may have negative counts.
+    between parts may have negative counts.
     """
 
     forward: KernelCounts = field(default_factory=Counter)
@@ -122,7 +122,7 @@ class PartWork:
     traffic: tuple[Traffic, ...] = ()
 
     def chunk(self) -> ChunkWork:
-        """Returns the kernels in the form of a plan, without the split of their bytes."""
+        """Returns the kernels in the format of a plan, without the split of their bytes."""
         return ChunkWork(_kernels(self.forward), _kernels(self.backward), _kernels(self.recompute))
 
     def times(self, number: int) -> "PartWork":
@@ -163,8 +163,8 @@ class PartWork:
 class PartCost:
     """Memory of one part of a model chunk on a rank, and its work for one microbatch.
 
-    params: trained parameters, in order. other_bytes: bytes of frozen parameters and of buffers of modules. saved:
-    bytes that a microbatch saves for backward, by kind of module.
+    params: trained parameters, in order. other_bytes: bytes of frozen parameters and of module buffers. saved: bytes
+    that a microbatch saves for backward, by kind of module.
     """
 
     params: tuple[ParamSize, ...] = ()
@@ -202,10 +202,10 @@ class StaticRows:
 
 @dataclass(frozen=True)
 class StepWork:
-    """Work of a rank once per step.
+    """Work of a rank that occurs once per step.
 
-    update: the optimizer's kernels, for state_bytes bytes of states. tied: messages about an embedding that the first
-    and the last stage share. traffic: other messages, except those about the gradients and parameters of data-parallel
+    update: the optimizer's kernels, for state_bytes bytes of states. tied: messages for an embedding that the first
+    and the last stage share. traffic: other messages, except those for gradients and parameters of data-parallel
     ranks, which depend on the buckets of a stage.
     """
 
@@ -220,8 +220,8 @@ class ModelCosts:
     """Costs of one rank's model in a layout, by part.
 
     embedding: the first chunk's embedding. embedding_copy: the last chunk's copy of it, if there is one. end: norm,
-    layers of multi-token prediction and output layer. chunk: costs that each chunk has once. Without a pipeline the
-    work of the embedding is part of the end's work. rows: None where experts are dropless.
+    multi-token prediction layers and output layer. chunk: costs that occur once per chunk. Without a pipeline, the work
+    of the embedding is part of the end's work. rows: None if experts are dropless.
     """
 
     config: TransformerConfig
@@ -279,7 +279,7 @@ def _scaled(number: int, factor: Fraction) -> int:
 
 
 def layer_kinds(args: argparse.Namespace) -> list[LayerKind]:
-    """Returns the kind of each layer of the model, in order, without layers of multi-token prediction."""
+    """Returns the kind of each layer of the model, in order, without multi-token prediction layers."""
     experts = layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
     attention = config_from_args(AttentionConfig, args)
     windows = [attention.window_of_layer(number) is not None for number in range(1, args.num_layers + 1)]
@@ -308,7 +308,7 @@ def probe_args(
     if args.window_size is not None:
         args.window_attn_skip_freq = [int(kind.has_window) for kind in pattern]
     if args.position_embedding_type == "rope":
-        # Long tables take time to compute. _chunk_cost scales their size instead.
+        # Long tables take time to compute, so _chunk_cost scales their size instead.
         args.max_position_embeddings = args.seq_length
     if args.recompute_num_layers is not None:
         args.recompute_num_layers = min(args.recompute_num_layers, args.num_layers)
@@ -330,7 +330,7 @@ def probe_args(
 
 
 def part_of_name(name: str) -> str | None:
-    """Returns the part that a module or tensor with this name belongs to; None for names outside of all parts."""
+    """Returns the part to which a module or tensor of this name belongs, or None for names outside of all parts."""
     layer = _LAYER.search(name)
     if layer is not None:
         return f"layer {layer[1]}"
@@ -340,7 +340,7 @@ def part_of_name(name: str) -> str | None:
 
 
 def part_at(name: str, entered: int, *, num_layers: int) -> str:
-    """Returns the part that runs while the module `name` ("" outside of all) runs, after `entered` layers began."""
+    """Returns the active part while the module `name` ("" outside of all) runs, after `entered` layers began."""
     part = part_of_name(name)
     if part is None:
         return f"layer {entered}" if entered < num_layers else END
@@ -355,11 +355,11 @@ def measure_memory(
     forward_step: ForwardStep,
     of_each_kind: int = 2,
 ) -> ModelCosts:
-    """Builds a short model of validated args without memory and returns its bytes by part, without work.
+    """Builds a short model of validated args without memory, and returns its bytes by part, without work.
 
-    of_each_kind: layers of each kind that are built. Two distinguish tensors that a chunk saves once from those of each
-    layer; one is faster. Raises ValueError as the run would for a layer that cannot be built, and for models other than
-    GPTModel.
+    of_each_kind: number of layers of each kind to build. Two distinguish tensors that a chunk saves once from those of
+    each layer; one is faster. Raises ValueError as the run would for a layer that cannot be built, and for models other
+    than GPTModel.
     """
     kinds = distinct_kinds(args)
     probe = with_known_rows(probe_args(args, [kind for kind in kinds for _ in range(of_each_kind)]))
@@ -367,7 +367,7 @@ def measure_memory(
     parts: dict[str, PartCost] = {}
     for stage, rank in enumerate(pipeline):
         with as_rank(probe, rank):
-            # Wrapped, because layers save other tensors where weight gradients accumulate into buffers.
+            # Wrapped, because layers save other tensors if weight gradients accumulate into buffers.
             model = build_model(model_provider, probe)[0]
             if not isinstance(unwrap_model(model), GPTModel):
                 raise ValueError(f"the model is a {type(unwrap_model(model)).__name__}: must be a GPTModel")
@@ -419,7 +419,10 @@ def _parts_of(model: nn.Module, args: argparse.Namespace, *, forward_step: Forwa
 
 
 def _saved(model: nn.Module, args: argparse.Namespace, *, forward_step: ForwardStep) -> Counter[str]:
-    """Returns saved bytes by "part: kind". Tensors saved between layers, as in recompute, are the later layer's."""
+    """Returns saved bytes by "part: kind".
+
+    Tensors saved between layers, as with recompute, count for the later layer.
+    """
     layers = list(unwrap_model(model).decoder.layers)
     reached = [0]
     handles = [layer.register_forward_pre_hook(lambda *_: reached.append(len(reached))) for layer in layers]
@@ -454,7 +457,7 @@ def _chunk_cost(
     probe: argparse.Namespace,
     numbers: Sequence[int],
 ) -> PartCost:
-    """Returns the bytes that each chunk has once. numbers: the second layer of each kind, or none."""
+    """Returns the bytes that occur once per chunk. numbers: the second layer of each kind, or none."""
     saved: Counter[str] = Counter()
     for number in numbers:
         first, own = parts[f"layer {number - 1}"].saved, parts[f"layer {number}"].saved
@@ -480,11 +483,11 @@ def measure_work(
     of_each_kind: int = 2,
     has_all_replicas: bool = True,
 ) -> ModelCosts:
-    """Traces a step of a short model of validated args and returns the costs with the work of each part.
+    """Traces a step of a short model of validated args, and returns the costs with the work of each part.
 
-    of_each_kind: layers of each kind that are run, of which the last one counts. The last backward kernels of the first
-    one may be counted in the part before it; one layer is faster. has_all_replicas: whether the short run has as many
-    data-parallel ranks as the run. Raises ValueError as the run would for a layer that cannot be built.
+    of_each_kind: number of layers of each kind to run, of which the last one counts. The last backward kernels of the
+    first one may be attributed to the part before it; one layer is faster. has_all_replicas: whether the short run has
+    as many data-parallel ranks as the run. Raises ValueError as the run would for a layer that cannot be built.
     """
     kinds = distinct_kinds(args)
     pattern = [kind for kind in kinds for _ in range(of_each_kind)]
@@ -497,7 +500,7 @@ def measure_work(
     layers = {
         kind: parts.get(f"layer {(number + 1) * of_each_kind - 1}", PartWork()) for number, kind in enumerate(kinds)
     }
-    # The end takes the rest, so that work counted to a neighbouring part stays in the sum.
+    # The end gets the remainder, so that work attributed to a neighbouring part stays in the sum.
     end = total_work([*parts.values(), total_work(layers[kind] for kind in pattern).times(-1)])
     is_pipeline = len(stages) > 1
     return replace(
@@ -548,7 +551,7 @@ def _is_tied(one: Traffic) -> bool:
 
 @dataclass(frozen=True)
 class _ParamSpan:
-    """Range of elements of a storage that belong to one parameter or its gradient. shape: the parameter's shape."""
+    """Range of a storage that belongs to one parameter or its gradient. shape: the parameter's shape."""
 
     start: int
     end: int
@@ -688,7 +691,7 @@ class _PartRecorder(WorkRecorder):
 
 
 class _PartMessages(MessageRecorder):
-    """Records the messages of passes by the recorder's running part."""
+    """Attributes the messages of passes to the recorder's active part."""
 
     def __init__(self, groups: ProcessGroupCollection, recorder: _PartRecorder) -> None:
         super().__init__(groups)

@@ -1,4 +1,4 @@
-"""Searches the Pareto front of a model's layouts in memory and time, among those that fit.
+"""Finds the Pareto front, in memory and step time, of the layouts in which a model fits.
 
 layout_space.py lists candidates. Each is estimated from the costs of a layout of the same kind, and the best are
 measured on a model built for them.
@@ -55,11 +55,11 @@ from megatron.training.compute.flops import num_floating_point_operations
 from megatron.training.data_parallel import ddp_config_of
 from megatron.training.setup import setup_tokenizer
 
-# Layouts of one kind that the run may refuse before the search skips the kind.
+# Layouts of one kind that the run may reject before the search skips the kind.
 _MAX_REFUSALS = 4
-# Layouts that are measured to find the smallest one that the run accepts, where none fits.
+# Number of layouts that are measured to find the smallest accepted one if none fits.
 _MAX_TRIED = 12
-# A slower layout joins the front only if it needs less than this share of memory, since estimates are inexact.
+# A slower layout joins the front only if it needs less than this share of memory, because estimates are inexact.
 _FRONT_MEMORY_SHARE = 0.98
 # An update reads and writes masters and moments.
 _ACCESSES_PER_UPDATE = 2
@@ -74,7 +74,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Cost:
-    """Estimate of a layout from scaled costs: bytes of the fullest rank, and seconds of a step."""
+    """Estimate of a layout from scaled costs: bytes of the fullest rank, and seconds per step."""
 
     num_bytes: int
     seconds: float
@@ -96,7 +96,7 @@ class Advice:
 
     @property
     def fullest(self) -> int:
-        """Number of the stage with the fullest ranks."""
+        """Number of the stage that contains the fullest rank."""
         return max(range(len(self.stages)), key=lambda stage: self.stages[stage].total)
 
 
@@ -104,7 +104,7 @@ class Advice:
 class Found:
     """Result of a search. front: Pareto front of the layouts that fit, fastest first.
 
-    nearest: the layout with the least memory, where none fits. compared, fitting: numbers of layouts.
+    nearest: the layout with the least memory, if none fits. compared, fitting: numbers of layouts.
     """
 
     front: tuple[Advice, ...]
@@ -128,7 +128,7 @@ class PassSeconds:
 
 
 def search(space: Space, costs: "LayoutCosts", *, limit: int, most: int, progress: Progress) -> Found:
-    """Searches layouts that fit into `limit` bytes, up to `most` of the front.
+    """Searches layouts that fit into `limit` bytes, and returns up to `most` of the front.
 
     Raises CommandLineError if no layout is possible.
     """
@@ -149,8 +149,8 @@ def search(space: Space, costs: "LayoutCosts", *, limit: int, most: int, progres
     nearest = None
     if not front:
         if known and not fitting:
-            # costs.cost skips layouts with parameters of more than twice the limit. With the smallest known layout as
-            # the limit, it skips none that needs less.
+            # costs.cost skips layouts whose parameters exceed twice the limit. With the smallest known layout as the
+            # limit, it skips none that needs less.
             _, known = _costs(space, costs, limit=min(cost.num_bytes for cost, _ in known), progress=progress)
         nearest = _nearest(sorted(known, key=lambda one: one[0].num_bytes), costs)
         if nearest is None:
@@ -163,7 +163,7 @@ def search(space: Space, costs: "LayoutCosts", *, limit: int, most: int, progres
 def _costs(
     space: Space, costs: "LayoutCosts", *, limit: int, progress: Progress
 ) -> tuple[int, list[tuple[Cost, Layout]]]:
-    """Returns the number of layouts, and those with a cost."""
+    """Returns the number of layouts, and the layouts for which a cost is known."""
     total = sum(1 for _ in space.layouts())
     compared = 0
     known: list[tuple[Cost, Layout]] = []
@@ -179,7 +179,7 @@ def _costs(
 def _front(
     fitting: list[tuple[Cost, Layout]], costs: "LayoutCosts", *, limit: int, most: int, progress: Progress
 ) -> list[Advice]:
-    """Returns the best layouts that the run accepts and that fit by their measured costs."""
+    """Returns the best layouts that the run accepts and that fit according to their measured costs."""
     found: list[Advice] = []
     smallest = float("inf")
     for cost, layout in sorted(fitting, key=lambda one: (one[0].seconds, one[0].num_bytes)):
@@ -203,7 +203,8 @@ def _nearest(candidates: Iterable[tuple[Cost, Layout]], costs: "LayoutCosts") ->
 class LayoutCosts:
     """Estimates the layouts of one command line. words: its flags without those that choose a layout.
 
-    args: the validated arguments of these flags on one rank. last_refusal: the run's error for the last refused layout.
+    args: the validated arguments of these flags on one rank. last_refusal: the run's error for the last rejected
+    layout.
     """
 
     def __init__(
@@ -226,7 +227,7 @@ class LayoutCosts:
         self._measured_memory: dict[tuple[object, ...], tuple[ModelCosts, Layout]] = {}
         self._latest_memory: dict[tuple[int, int], tuple[ModelCosts, Layout]] = {}
         self._measured_work: dict[tuple[object, ...], tuple[ModelCosts, Layout]] = {}
-        # Caches, each by the sizes that its values depend on.
+        # Caches, each keyed by the sizes that its values depend on.
         self._scaled: dict[tuple[object, ...], ModelCosts] = {}
         self._persistent: dict[tuple[object, ...], PersistentBytes] = {}
         self._seconds: dict[tuple[object, ...], dict[LayerKind | str, PassSeconds]] = {}
@@ -240,7 +241,7 @@ class LayoutCosts:
         return (*self._words, *self._space.flags(layout))
 
     def cost(self, layout: Layout, *, limit: int) -> Cost | None:
-        """Returns an estimate; None if the run refuses the layout, or its parameters take more than twice the limit.
+        """Returns an estimate, or None if the run rejects the layout or its parameters take more than twice the limit.
 
         Over the limit, seconds are infinite, and activations may be left out of the bytes.
         """
@@ -263,7 +264,7 @@ class LayoutCosts:
         return Cost(num_bytes, self._quick_seconds(layout, shape=shape, weights=weights, updated=updated))
 
     def advice(self, layout: Layout) -> Advice | None:
-        """Returns measured costs of a layout, from a model built for it; None if the run refuses it."""
+        """Returns the measured costs of a layout from a model built for it, or None if the run rejects it."""
         try:
             args = self._validated(layout)
             costs = measure_memory(args, self._provider, forward_step=self._forward_step)
@@ -276,7 +277,9 @@ class LayoutCosts:
         return Advice(layout, self.words_of(layout), stages, time)
 
     def _may_fit(self, layout: Layout, *, limit: int) -> bool:
-        """Whether parameters take at most twice the limit. True if layers of this tensor parallel size are unknown."""
+        """Tells whether parameters take at most twice the limit. True if layers of this tensor-parallel size are
+        unknown.
+        """
         known = self._latest_memory.get((layout.tensor, layout.expert_tensor))
         if known is None:
             return True
@@ -292,7 +295,7 @@ class LayoutCosts:
         return *sizes, layout.counts
 
     def _memory_costs(self, layout: Layout) -> ModelCosts | None:
-        """Returns the memory of microbatches of one sample; None if the run refuses this kind of layout.
+        """Returns the memory of microbatches of one sample, or None if the run rejects this kind of layout.
 
         Scales it from the first layout of the same kind.
         """
@@ -450,8 +453,8 @@ class LayoutCosts:
     def _work_of(self, layout: Layout) -> ModelCosts:
         """Returns the work of a layout, scaled from a layout of its kind.
 
-        Where a group of expert ranks equals a group of dense layers, messages have the name of the latter, and their
-        group size cannot be scaled. Such a layout is scaled only from one with the same expert parallel size.
+        If a group of expert ranks equals a group of dense layers, messages have the name of the latter, and their
+        group size cannot be scaled. Such a layout is scaled only from one with the same expert-parallel size.
         """
         shared = layout.expert if _share_ranks(layout) else None
         kind = (*self._kind_of(layout), shared)
@@ -551,7 +554,7 @@ def _weights(costs: ModelCosts, shape: Shape, *, stage: int) -> Weights:
 
 
 def _share_ranks(layout: Layout) -> bool:
-    """Whether a group of expert ranks equals a group of dense ranks, with the same stride and size."""
+    """Tells whether a group of expert ranks equals a group of dense ranks, with the same stride and size."""
     tp, cp, ep, etp = layout.tensor, layout.context, layout.expert, layout.expert_tensor
     of_layers = {(1, tp), (tp, cp), (1, tp * cp)}
     return any(size > 1 and (stride, size) in of_layers for stride, size in ((etp, ep), (1, etp * ep)))
@@ -584,7 +587,8 @@ def quick_seconds(
     updated: float,
     sharding: Sharding,
 ) -> float:
-    """Estimates a step as all microbatches on the slowest stage, after one microbatch on each stage fills the pipeline.
+    """Estimates a step as all microbatches on the slowest stage, after one microbatch on each stage fills the
+    pipeline.
 
     stages: seconds of one microbatch in each stage. reduced, gathered, updated: seconds of the slowest rank's gradient
     reductions, parameter gathers and update. The first two overlap with the last backward and the first forward.
@@ -597,7 +601,7 @@ def quick_seconds(
 
 
 def data_traffic(weights: Mapping[bool, tuple[int, int]], shape: Shape, *, sharding: Sharding) -> tuple[Traffic, ...]:
-    """Returns the messages about gradients and parameters in a step. weights: bytes of a stage, see Weights."""
+    """Returns the messages for gradients and parameters in a step. weights: bytes of a stage (see Weights)."""
     found = []
     times = shape.num_microbatches if sharding is Sharding.GRADIENTS else 1
     for is_expert, (params, grads) in weights.items():

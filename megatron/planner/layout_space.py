@@ -1,7 +1,7 @@
-"""Layouts in which a model can be trained on a number of GPUs, their flags, and the sizes that a user fixed.
+"""Enumerates the layouts in which a model can be trained on a number of GPUs, with their flags and user-fixed sizes.
 
 layout_search.py estimates their memory and time. The rules here only keep the list short: it includes layouts that the
-run's own checks refuse.
+run's own checks reject.
 """
 
 import argparse
@@ -30,10 +30,10 @@ _MIN_CONTEXT_PART = 4096
 _MAX_STAGES = 64
 _MAX_CHUNKS = 4
 _MICRO_BATCHES = (1, 2, 4, 8)
-# Default of sequences per GPU in a step, about as in large runs.
+# Default number of sequences per GPU in a step, similar to large runs.
 _SAMPLES_PER_GPU = 8
 _DEFAULT_SEQ_LENGTH = 4096
-# Training counts forward, and a backward with twice its FLOPs.
+# Training costs a forward, and a backward with twice its FLOPs.
 _FORWARDS_IN_TRAINING = 3
 _SIZES = {
     "tensor": "tensor_model_parallel_size",
@@ -69,7 +69,7 @@ _NOT_VARIED = {
 
 
 class Sharding(enum.Enum):
-    """States that are sharded over data-parallel ranks."""
+    """The states that are sharded over data-parallel ranks."""
 
     NOTHING = "plain"
     STATES = "ZeRO-1"
@@ -242,7 +242,7 @@ class Space:
         return [(expert, own) for expert, own in pairs if self.world_size % (expert * own * stages) == 0]
 
     def _shardings(self, ranks: int) -> list[Sharding]:
-        # With several ranks, unsharded states take more memory and save no message.
+        # With several ranks, unsharded states take more memory without saving a message.
         return [Sharding.STATES, Sharding.GRADIENTS] if ranks > 1 else [Sharding.NOTHING]
 
     def _activations(self) -> Iterator[tuple[Any, Any]]:
@@ -256,10 +256,10 @@ class Space:
 
 @dataclass(frozen=True)
 class Request:
-    """A command line whose layout is open.
+    """A command line without a layout.
 
-    words: flags common to all layouts. args: their validated arguments on one rank. assumed: the words that the user
-    did not give.
+    words: flags common to all layouts. args: their validated arguments on one rank. assumed: the words that were added
+    because the user did not give them.
     """
 
     words: tuple[str, ...]
@@ -307,7 +307,7 @@ def read_request(words: Sequence[str], *, world_size: int, devices_per_node: int
 
 
 def _given(words: Sequence[str]) -> set[str]:
-    """Returns the argument names of the flags in `words`, also of those with default values."""
+    """Returns the argument names of the flags in `words`, including those with default values."""
     parser, *_ = build_parser(flag_table(), None)
     unset = object()
     names = [action.dest for action in parser._actions]
@@ -382,7 +382,7 @@ def recompute_modules(args: argparse.Namespace) -> dict[Recompute, tuple[str, ..
 
 
 def layer_flops(args: argparse.Namespace, kinds: Sequence[LayerKind]) -> tuple[dict[LayerKind, float], float]:
-    """Returns the forward FLOPs of one sample, in each kind of layer and in the model's end.
+    """Returns the forward FLOPs of one sample in each kind of layer and in the model's end.
 
     The end includes multi-token prediction.
     """
@@ -393,7 +393,7 @@ def layer_flops(args: argparse.Namespace, kinds: Sequence[LayerKind]) -> tuple[d
 
 def _forward_flops(args: argparse.Namespace, kinds: Sequence[LayerKind], **changed: int | None) -> float:
     args = copy.copy(args)
-    # Without LoRA, since forward is a third of the FLOPs only where all weights are trained.
+    # Without LoRA, because forward is a third of the FLOPs only if all weights are trained.
     args.num_layers, args.mtp_num_layers, args.lora_rank = len(kinds), None, None
     if args.num_experts is not None:
         args.moe_layer_freq = [int(kind.has_experts) for kind in kinds]
@@ -406,7 +406,7 @@ def _size(flag: str, size: int) -> list[str]:
 
 
 def recompute_flags(choice: Recompute, modules: Sequence[str]) -> tuple[str, ...]:
-    """Returns the flags of a choice of recompute. modules: recomputed modules, for CHEAP and FEED_FORWARD."""
+    """Returns the flags of a recompute choice. modules: recomputed modules, for CHEAP and FEED_FORWARD."""
     if choice is Recompute.NOTHING:
         return ()
     if choice is Recompute.LAYERS:
@@ -428,15 +428,15 @@ def layout_text(counts: Sequence[int], *, further_layers: int) -> str:
 
 
 def powers_of_2(largest: int) -> list[int]:
-    """Returns 1, 2, 4 and so on up to `largest`."""
+    """Returns the powers 1, 2, 4 and so on up to `largest`."""
     return [1 << power for power in range(largest.bit_length())]
 
 
 @lru_cache(maxsize=256)
 def even_parts(costs: tuple[float, ...], *, end_cost: float, parts: int) -> tuple[int, ...] | None:
-    """Splits layers into consecutive parts with the smallest maximum cost. None if there are too few layers.
+    """Splits layers into consecutive parts with the smallest maximum cost. Returns None if there are too few layers.
 
-    Returns the number of layers of each part. The parts before the last are as even as possible, too. costs: costs of
+    Returns the number of layers of each part. The parts before the last are also as even as possible. costs: costs of
     the layers. end_cost: additional cost of the last part, which may have no layer. Among equal splits, early parts get
     fewer layers, because they hold activations longest.
     """
@@ -482,7 +482,7 @@ def _costliest(costs: Sequence[float], counts: Sequence[int], *, end_cost: float
 
 
 def _filled(costs: Sequence[float], limit: float, *, end_cost: float, parts: int) -> tuple[int, ...] | None:
-    """Returns parts that are filled up to `limit`, from the last to the first; None if layers are left over."""
+    """Fills parts up to `limit`, from the last to the first. Returns None if layers are left over."""
     counts, left, room = [], len(costs), limit - end_cost
     for part in reversed(range(parts)):
         count = 0

@@ -1,4 +1,4 @@
-"""Renders the page of a plan from the values of plan.json. Its words are in page.html.jinja."""
+"""Renders the page of a plan from the values of plan.json. The wording is in page.html.jinja."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ _UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("byte
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """Returns the page. document: as plan_document returns it, or as json.loads reads it back."""
+    """Renders the page. document: the result of plan_document, or the same read back by json.loads."""
     has_step = document["step"] is not None
     return render(
         _TEMPLATE,
@@ -78,7 +78,7 @@ def page(document: Mapping[str, Any]) -> str:
 def _facts(document: Mapping[str, Any]) -> list[list[str]]:
     batch, parameters, step, device = (document[name] for name in ("batch", "parameters", "step", "device"))
     rows = [
-        ["Parameters", f"{parameters['all']:,}, of which {parameters['of_a_token']:,} are active for a token"],
+        ["Parameters", f"{parameters['all']:,}, of which {parameters['of_a_token']:,} are active per token"],
         [
             "Step",
             f"{batch['num_microbatches']} micro-batches of {batch['micro_batch_size']} x {batch['seq_length']:,} "
@@ -107,7 +107,7 @@ def _memory(document: Mapping[str, Any]) -> Figure:
     colors[_TEMPORARY] = "#d0d3d6"
     room = document["device"]["memory_gib"] * 2**30
     most = max(stage["peak"] for stage in stages)
-    # Shows the device's memory as a line, unless the bars would be too short to be seen next to it.
+    # Shows the device's memory as a line, unless it would make the bars too short to see.
     fits = most * 50 > room
     unit, size = _unit(max(most, room if fits else 0))
     bars = []
@@ -150,7 +150,7 @@ def _times(document: Mapping[str, Any]) -> Figure:
 
 
 def _slowest(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the rows of the two tables of times, of the stage with the smallest bubble."""
+    """Returns the rows of the two tables of times for the stage with the smallest bubble."""
     stage = min(document["stages"], key=lambda stage: stage["time"]["bubble"])
     time, longest = stage["time"], document["step"]["seconds"]
     messages = [(f"exposed in {name}", seconds) for name, seconds in time["exposed"].items() if seconds > 0]

@@ -86,14 +86,14 @@ class RankPlan:
     layers: numbers of its layers, from 1 over the model. parameters, gradients: sizes of their buffers, with padding.
     masters, moments: optimizer states. pages: pages of the paged stash. activations: bytes saved for backward at the
     peak of the schedule, by kind. host_pages, host_states, host_activations: pages, optimizer states and offloaded
-    activations in the host's memory. sizes: elements of each logical tensor with a shard on the rank, as
-    parameters_by_key counts them.
+    activations in host memory. sizes: elements of each logical tensor with a shard on the rank, as counted by
+    parameters_by_key.
 
     working: temporary memory of the passes at their peak, such as logits, gradients in flight and messages. updating:
     temporary memory of the update, which runs without activations. messages: temporary memory that
-    collectives hold at one time, without persistent gradients and parameters. All three are 0 where nothing is trained.
+    collectives hold at one time, without persistent gradients and parameters. All three are 0 if nothing is trained.
 
-    links: messages of a step. groups: ranks of each group that links name. buffers: layout of its parameters. chunks:
+    links: messages of a step. groups: ranks of each group named in links. buffers: layout of its parameters. chunks:
     kernels of a microbatch in each model chunk. update: the optimizer's kernels.
     """
 
@@ -156,7 +156,7 @@ class Plan:
     """A RankPlan for one rank of each pipeline stage. num_microbatches: microbatches of the last, largest step.
 
     is_balanced: whether activations assume balanced routing, because experts have no static buffers. flops_per_sample:
-    the model's FLOPs, as num_floating_point_operations counts them. substitutions: see the function of this name.
+    the model's FLOPs as counted by num_floating_point_operations. substitutions: result of the function of this name.
     """
 
     stages: list[RankPlan]
@@ -170,10 +170,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class StageTrace:
-    """Memory and work of a pipeline stage. Stages of the same structure share it.
+    """Memory and work of a pipeline stage, shared by stages of the same structure.
 
     saved: bytes that a microbatch of each chunk saves for backward. experts_of_layer: bytes that the experts of one
-    layer save. step: the traced step, empty where nothing is trained.
+    layer save. step: the traced step, empty if nothing is trained.
     """
 
     saved: tuple[SavedSizes, ...]
@@ -203,7 +203,7 @@ def plan_run(
 
     forward_step_func: the training script's function, called with batches without memory. rank_in_stage: index of the
     planned rank in each stage. The first one needs the most memory, because the last shards may be shorter.
-    only_stages: stages to plan, all if unset; parameters are counted over them. Raises the same errors as a run for
+    only_stages: stages to plan, all by default; parameters are counted over them. Raises the same errors as a run for
     sizes that do not fit and for models that cannot be built.
     """
     stages, is_balanced, traces = [], False, _Traces()
@@ -234,7 +234,7 @@ def pipeline_number_of(args: argparse.Namespace, rank: int) -> int:
     """Returns the number of the rank's pipeline. Raises CommandLineError for a rank outside of the run."""
     if not 0 <= rank < args.world_size:
         raise CommandLineError(
-            f"RANK is {rank} in the environment: must be from 0 to {args.world_size - 1}, of --world-size"
+            f"RANK is {rank} in the environment: must be from 0 to {args.world_size - 1} for this --world-size"
         )
     return next(number for number, ranks in enumerate(_pipelines(args)) if rank in ranks)
 
@@ -294,7 +294,7 @@ class _RankBuild:
     def plan(
         self, rank: int, *, stage: int, groups: ProcessGroupCollection, forward_step: ForwardStep, traces: _Traces
     ) -> RankPlan:
-        """Plans the rank. stage: its stage. traces: traces of other stages, to which this stage's is added."""
+        """Plans the rank. stage: its stage. traces: cache of other stages' traces, to which this stage's is added."""
         chunks = unwrap_model(self.model)
         num_microbatches = batch_sizes(self._args).final_num_microbatches
         pages = self._pages(groups, num_microbatches)
@@ -479,11 +479,11 @@ def buffer_layouts(model: Sequence[nn.Module]) -> Iterator[BufferLayout]:
 
 
 def substitutions(args: argparse.Namespace) -> tuple[str, ...]:
-    """Returns sentences on parts of the run that are planned as other parts, such as a flex dispatcher's backend."""
+    """Returns sentences about parts of the run that the plan replaces by others, such as a dispatcher's backend."""
     if args.num_experts is None or args.moe_token_dispatcher_type != "flex":
         return ()
     return (
         f"--moe-flex-dispatcher-backend {args.moe_flex_dispatcher_backend} is planned with the rows of "
-        "--moe-token-dispatcher-type alltoall, which fills the same buffers; the memory of the library itself and "
-        "its deduplication of messages are not included",
+        "--moe-token-dispatcher-type alltoall, which fills the same buffers; the library's own memory and its "
+        "deduplication of messages are not included",
     )

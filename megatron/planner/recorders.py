@@ -1,6 +1,6 @@
-"""Recorders of a traced step: kernels, messages and live memory, observed at torch's dispatcher.
+"""Records the kernels, messages and live memory of a traced step at torch's dispatcher.
 
-They observe the run's own code on tensors without memory. work.py estimates the time of the records.
+The recorders observe the run's own code on tensors without memory. work.py estimates the time of the records.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,16 +42,16 @@ _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "
 _COUNTED = {"aten", "paged_stash", "router", "static_rows"}
 # Grouped products of torch, and of experts with static buffers.
 GROUPED = {"_grouped_mm", "grouped_gemm", "grouped_gemm_weight_grad"}
-# Move no bytes: allocations, views, and reads by the host.
+# Operators that move no bytes: allocations, views, and reads by the host.
 _FREE = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias"),
     *("detach", "lift_fresh", "set_", "resize_", "_local_scalar_dense", "equal", "record_stream", "is_pinned"),
 }
-# Read as many bytes as they write, however large the table is.
+# Operators that read as many bytes as they write, however large the table is.
 _GATHERS = {"embedding", "index", "index_select", "gather"}
-# Read their source, and read and write the same number of bytes of the table.
+# Operators that read their source, and read and write the same number of bytes of the table.
 _SCATTERS = {"index_put_", "_index_put_impl_", "index_add_", "index_copy_", "scatter_", "scatter_add_"}
-# Their bytes do not depend on the size of the table.
+# Operators whose bytes do not depend on the size of the table.
 ROWS_OF_TABLES = _GATHERS | _SCATTERS
 # Maps trace names to phases. A message belongs to the phase of the innermost open trace.
 _PHASES = {
@@ -92,7 +92,7 @@ _WHOLE = {
     "_OrderedReduceScatter": "reduce-scatter",
     "_OrderedReduceScatter._send": "reduce-scatter",
 }
-# Of these, the names that begin a new collective.
+# The subset of these names that begins a new collective.
 _BEGINNINGS = {"gather_shards_", "_OrderedReduceScatter"}
 # Several groups may have the same ranks. The first match names a message: in passes a group of model parallelism,
 # otherwise one of data parallelism. hcp_0 and hcp_1 are the levels of hierarchical context parallelism.
@@ -121,7 +121,7 @@ class RunningModules:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Tracks modules inside the block, also after a forward that raises."""
+        """Tracks modules inside the block, even after a forward that raises."""
         handles = []
         for model in self._models:
             for name, module in model.named_modules():
@@ -200,7 +200,9 @@ class WorkRecorder(TorchDispatchMode):
 
     @property
     def pass_name(self) -> str | None:
-        """The running pass: forward, backward, or recompute for a forward inside backward. None outside of passes."""
+        """The pass that is running: forward, backward, or recompute for a forward inside backward. None outside of
+        passes.
+        """
         if _BACKWARD in self._names:
             # A module that runs forward during backward is being recomputed.
             return RECOMPUTE if self._running else BACKWARD
@@ -223,7 +225,7 @@ class WorkRecorder(TorchDispatchMode):
             )
 
     def note(self, unit: Unit, tensor: Tensor, *, flops: float, num_bytes: float) -> None:
-        """Counts a kernel. tensor: any shape, in the dtype of the computation. Fused kernels report themselves."""
+        """Counts a kernel. tensor: any shape, in the dtype of the computation. Called by fused kernels."""
         counter = self._counter()
         if counter is not None:
             counter[Kernel(self.kind, unit, dtype_name(tensor), float(flops), float(num_bytes))] += 1
@@ -251,7 +253,7 @@ class WorkRecorder(TorchDispatchMode):
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """Returns a tensor's dtype as Kernel names it; tensor: any shape and dtype."""
+    """Returns the name that Kernel uses for a tensor's dtype. tensor: any shape and dtype."""
     return _DTYPES.get(tensor.dtype, "fp32")
 
 
@@ -268,7 +270,8 @@ def _moved_bytes(func: Any, name: str, *, inputs: Sequence[Tensor], outputs: Seq
     known = {id(one) for one in inputs}
     written = sum(one.nbytes for one in outputs if id(one) not in known)
     if func._schema.is_mutable:
-        # Tensors changed in place are written, too. Lists of tensors are taken to be half sources, half results.
+        # Tensors changed in place are also written. Half of the tensors in lists are assumed to be sources, half
+        # results.
         is_list = name.startswith(("_foreach_", "_fused_"))
         written += sum(one.nbytes for one in inputs) // 2 if is_list else inputs[0].nbytes
     return float(sum(one.nbytes for one in inputs) + written)
@@ -290,7 +293,7 @@ class MessageRecorder(TorchDispatchMode):
         self._known: dict[tuple[str, str], tuple[str, int]] = {}
 
     def take(self) -> tuple[Traffic, ...]:
-        """Returns and forgets the messages recorded since the last call."""
+        """Returns and clears the messages recorded since the last call."""
         messages, self._messages = self._messages, []
         return merged(messages)
 
@@ -314,7 +317,7 @@ class MessageRecorder(TorchDispatchMode):
 
     def _note(self, name: str, args: Sequence[Any]) -> None:
         if name not in _OPERATIONS:
-            return  # barriers and the like
+            return  # barriers and similar operations
         operation = _OPERATIONS[name]
         count, num_bytes = 1, _bytes_of(args[1] if operation in _BY_INPUT else args[0])
         whole = _WHOLE.get(self._names[-1]) if self._names else None
@@ -385,7 +388,7 @@ class LiveBytes(TorchDispatchMode):
         self.peaks, self.messages_peak = {"": 0}, 0
 
     def begin(self, part: str) -> None:
-        """Starts a part with a peak of its own."""
+        """Starts a part with its own peak."""
         self._part = part
         self.peaks[part] = self._bytes
 

@@ -1,4 +1,4 @@
-"""The --dry-run command, and the output formats of a plan: printed lines, plan.json, and tables of searched layouts.
+"""Implements --dry-run and the output formats of a plan: printed lines, plan.json, and tables of searched layouts.
 
 plan.py and layout_search.py compute plans, and page.py draws the page.
 """
@@ -36,7 +36,7 @@ _GIB = 1 << 30
 _MEMORY_COLUMNS = ("parameters", "gradients", "masters", "moments", "pages", "activations", "total", "peak")
 _LINK_COLUMNS = ("group", "ranks", "operation", "phase", "count", "payload", "on links")
 _LAYOUT_COLUMNS = "tp pp vpp cp ep etp mbs states recompute experts GiB step/s MFU bubble exposed".split()
-# Most passes in plan.json, which would otherwise have many megabytes. The first ones are written.
+# Maximum number of passes in plan.json, which would otherwise have many megabytes. The first ones are written.
 _MAX_PASSES = 20_000
 # Seconds below which a value is a rounding error.
 _ROUNDING_SECONDS = 1e-12
@@ -50,10 +50,10 @@ def print_plan(
     forward_step_func: ForwardStep,
     config_overrides: ConfigOverrides | None = None,
 ) -> None:
-    """Prints the plan of RANK's pipeline and whether it fits; under torchrun only rank 0 does.
+    """Prints the plan of RANK's pipeline and whether it fits. Under torchrun only rank 0 prints.
 
-    reread: parses the same command line with further words. Raises ValueError for an unknown rank or device, and for a
-    folder that cannot be written.
+    reread: parses the same command line with further words. Raises ValueError for an unknown rank or device, and for an
+    unwritable folder.
     """
     if "WORLD_SIZE" in os.environ and args.rank != 0:
         return
@@ -82,8 +82,8 @@ def print_plan(
             files = write_plan(plan_document(plan, args, device=device, step=step, fit=fit), folder)
         except OSError as error:
             raise CommandLineError(
-                f"--tensorboard-dir is {folder}: the plan cannot be written there ({error.strerror}); "
-                "must be a folder that is or can be made"
+                f"--tensorboard-dir is {folder}: the plan cannot be written there ({error.strerror}); must be a "
+                "folder that exists or can be created"
             ) from None
         lines.append(f"written: {' and '.join(map(str, files))}")
     print("\n".join(lines))
@@ -187,7 +187,7 @@ def links_lines(stage: RankPlan, *, unit: str, size: int) -> list[str]:
 def _note_lines(plan: Plan, *, unit: str, size: int) -> list[str]:
     notes = [f"not included: {NOT_PLANNED}"]
     if plan.is_balanced:
-        notes.append("rows of experts are those of tokens that choose all experts equally often")
+        notes.append("expert rows assume that tokens choose all experts equally often")
     return [*notes, *plan.substitutions, *_host_lines(plan, unit=unit, size=size)]
 
 
@@ -204,7 +204,7 @@ def _host_lines(plan: Plan, *, unit: str, size: int) -> list[str]:
 
 
 def time_lines(step: StepTime) -> list[str]:
-    """Returns the printed lines about the estimated step."""
+    """Formats the estimated step as printed lines."""
     split = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in step.split().items())
     mfu = "" if step.mfu is None else f", MFU {100 * step.mfu:.1f}%"
     slowest = min(step.stages, key=lambda stage: stage.bubble)
@@ -229,7 +229,7 @@ def _seconds(seconds: float) -> str:
 def plan_document(
     plan: Plan, args: argparse.Namespace, *, device: Device, step: StepTime | None, fit: Fit
 ) -> dict[str, Any]:
-    """Returns the content of plan.json, in bytes and seconds. step: None where nothing is trained."""
+    """Returns the content of plan.json, in bytes and seconds. step: None if nothing is trained."""
     in_node = ranks_per_node(plan, device)
     times = [None] * len(plan.stages) if step is None else step.stages
     return {
@@ -257,13 +257,13 @@ def notes(plan: Plan, device: Device) -> list[str]:
     """Returns the notes of plan.json and of the page."""
     found = [f"Not included: {NOT_PLANNED}."]
     if plan.is_balanced:
-        found.append("Rows of experts are those of tokens that choose all experts equally often.")
+        found.append("Expert rows assume that tokens choose all experts equally often.")
     found += [f"{one}." for one in plan.substitutions]
     full = [stage for stage in plan.stages if stage.peak > device.memory_bytes]
     if full:
         found.append(
-            f"Memory of stages {', '.join(str(stage.stage) for stage in full)} is more than the {device.name} has "
-            f"({device.memory_gib:g} GiB)."
+            f"The memory of stages {', '.join(str(stage.stage) for stage in full)} exceeds that of the "
+            f"{device.name} ({device.memory_gib:g} GiB)."
         )
     if any(any(stage.host.values()) for stage in plan.stages):
         found.append("Device memory does not include host memory.")
@@ -311,7 +311,7 @@ def _step(step: StepTime) -> dict[str, Any]:
 
 
 def _schedule(step: StepTime) -> list[list[list[Any]]]:
-    """Returns the passes of each stage as F or B, chunk, microbatch, and start and end in seconds."""
+    """Returns the passes of each stage as F or B, chunk, micro-batch, and start and end in seconds."""
     most = _MAX_PASSES // len(step.spans)
     return [
         [[a.kind.value, a.chunk, a.microbatch, span.start, span.end] for a, span in list(stage.items())[:most]]
@@ -320,9 +320,9 @@ def _schedule(step: StepTime) -> list[list[list[Any]]]:
 
 
 def write_plan(document: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Writes plan.json and plan.html, and returns their paths. Creates the folder if it is missing. Raises OSError.
+    """Writes plan.json and plan.html, and returns their paths. Creates a missing folder. Raises OSError.
 
-    If a package of pages is missing, writes only plan.json and names the package on stderr.
+    If a package for pages is missing, writes only plan.json and names the package on stderr.
     """
     folder.mkdir(parents=True, exist_ok=True)
     texts = {JSON_FILE: json.dumps(document, indent=1)}
@@ -337,10 +337,10 @@ def write_plan(document: Mapping[str, Any], folder: Path) -> list[Path]:
 
 
 def rank_range(ranks: Sequence[int]) -> str:
-    """Formats at least one rank, in rising order, as start:stop:step of Python's range.
+    """Formats one or more ranks, in rising order, as start:stop:step of Python's range.
 
-    0:8:1 is 0 to 7. A sum has one element of each term: 2:4:1 + 0:17:16 is 2, 3, 18, 19. Ranks that form no such sum
-    are several terms with commas between them.
+    0:8:1 is 0 to 7. A sum has one element of each term: 2:4:1 + 0:17:16 is 2, 3, 18, 19. Ranks that do not form such a
+    sum are several terms separated by commas.
     """
     terms: list[range] = []
     rest = list(ranks)
@@ -422,7 +422,7 @@ def _exposed(time: StepTime) -> float:
 
 
 def flag_lines(advice: Advice) -> str:
-    """Returns a layout's command for a shell, in lines of at most WIDTH unless one flag is longer."""
+    """Formats a layout's command for a shell, in lines of at most WIDTH unless one flag is longer."""
     lines = ["pretrain_gpt.py"]
     flags: list[list[str]] = []
     for word in advice.words:

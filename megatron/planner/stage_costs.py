@@ -1,7 +1,7 @@
-"""Memory and work of each pipeline stage, added up from the costs of single layers (layer_costs.py).
+"""Computes memory and work of each pipeline stage as sums of the costs of single layers (layer_costs.py).
 
 Builds no model. Calls the functions that size buffers, optimizer states, schedules and the stash in a run. A dry run
-(plan.py) builds whole stages instead. The two agree to the byte where all layers of a kind are identical
+(plan.py) builds whole stages instead. The two agree to the byte if all layers of a kind are identical
 (tests/unit_tests/planner/test_stage_costs.py), which excludes layers that recompute or offload by their position.
 """
 
@@ -43,7 +43,7 @@ from megatron.training.command_line.validation import batch_sizes
 from megatron.training.data_parallel import ddp_config_of
 from megatron.training.step.expert_memory import stash_events
 
-# Optimizers with states that state_bytes counts.
+# Optimizers whose states state_bytes can count.
 _OPTIMIZERS = ("adam", "sgd", "distributed_fused_adam")
 
 
@@ -53,7 +53,7 @@ _cached_layout = lru_cache(maxsize=1 << 12)(lay_out)
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a layout, by which stages are added up.
+    """Sizes of a layout that determine the sums over stages.
 
     layers: layers of each part of the pipeline; chunk c of stage s is part c * stages + s. num_microbatches:
     microbatches of a step. group_size: group size of interleaved schedules; None means the number of stages.
@@ -139,7 +139,7 @@ def shape_of(args: argparse.Namespace) -> Shape:
 
 
 def check_counted(args: argparse.Namespace) -> None:
-    """Raises CommandLineError for flags with memory that is not counted here."""
+    """Raises CommandLineError for flags whose memory is not counted here."""
     if args.use_torch_fsdp2:
         raise CommandLineError(
             "--use-torch-fsdp2: the size of its shards is unknown without building the model; use --dry-run"
@@ -156,7 +156,7 @@ def check_counted(args: argparse.Namespace) -> None:
 def quick_stages(args: argparse.Namespace, costs: ModelCosts) -> list[StageMemory]:
     """Returns the memory of the first rank of each stage in the run of validated args. costs: measured for these args.
 
-    Raises CommandLineError for flags with memory that is not counted here.
+    Raises CommandLineError for flags whose memory is not counted here.
     """
     check_counted(args)
     shape, ddp_config = shape_of(args), ddp_config_of(args)
@@ -251,7 +251,7 @@ def _by_buffer(parts: Sequence[PartCost], *, apart: bool) -> dict[BufferKind, li
 
 
 def _stepped_elements(layout: BufferLayout, *, is_sharded: bool, host_fraction: float) -> tuple[int, int]:
-    """Returns the number of elements that the first rank updates, and the number of these in the host's memory.
+    """Returns the number of elements that the first rank updates, and how many of them are in host memory.
 
     The rank updates its shard of each bucket, up to the padding at the bucket's end.
     """
@@ -279,7 +279,7 @@ def stash_bytes(costs: ModelCosts, shape: Shape, *, stage: int) -> tuple[int, in
 
 
 def _expert_layer_numbers(costs: ModelCosts, shape: Shape) -> list[list[int]]:
-    """Returns the numbers of the expert layers in each part of the pipeline, from 1 over the model."""
+    """Returns the numbers of the MoE layers in each part of the pipeline, from 1 over the model."""
     numbers, first = [], 1
     for part, kinds in enumerate(shape.layers):
         found = [first + index for index, kind in enumerate(kinds) if kind.has_experts]
@@ -290,7 +290,7 @@ def _expert_layer_numbers(costs: ModelCosts, shape: Shape) -> list[list[int]]:
 
 
 def expert_layers(costs: ModelCosts, shape: Shape, *, part: int) -> int:
-    """Returns the number of expert layers in a part of the pipeline, including multi-token prediction."""
+    """Returns the number of MoE layers in a part of the pipeline, including multi-token prediction."""
     further = costs.mtp_expert_layers if part == len(shape.layers) - 1 else 0
     return sum(kind.has_experts for kind in shape.layers[part]) + further
 
@@ -330,9 +330,9 @@ def peak_activations(costs: ModelCosts, shape: Shape, *, stage: int, stashes: bo
 def fullest_moments(
     pipeline: Pipeline, stage: int, *, num_microbatches: int, group_size: int | None
 ) -> tuple[tuple[int, ...], ...]:
-    """Returns the numbers of microbatches that each chunk holds for backward, at all Pareto-maximal moments.
+    """Returns the numbers of microbatches that each chunk holds for backward at all Pareto-maximal moments.
 
-    A long step is replaced by the short one with the same peak, see short_step.
+    A long step is replaced by the short one with the same peak (see short_step).
     """
     alive = [0] * pipeline.num_chunks
     found: set[tuple[int, ...]] = set()
@@ -387,7 +387,7 @@ def stage_load(
 def _data_messages(
     costs: ModelCosts, shape: Shape, *, stage: int, ddp_config: DistributedDataParallelConfig
 ) -> tuple[Traffic, ...]:
-    """Returns the messages about a stage's gradients and parameters in a step, one per bucket."""
+    """Returns the messages for a stage's gradients and parameters in a step, one per bucket."""
     found = []
     times = shape.num_microbatches if ddp_config.has_bucket_lifetime_grads else 1
     for number, parts in enumerate(stage_chunks(costs, shape, stage=stage)):

@@ -1,4 +1,4 @@
-"""Estimated time of a step: passes on the run's schedule, overlapped communication, and the optimizer.
+"""Estimates the time of a step: passes on the run's schedule, overlapped communication, and the optimizer.
 
 work.py has the time of one kernel or message.
 """
@@ -41,7 +41,7 @@ ASSUMPTIONS = (
 _SCALAR_PHASES = (AGREEMENT, STATISTICS)
 _PIPELINE_GROUP = "pp"
 _TERA = 1e12
-# Rounds of microbatches after which a schedule only repeats itself, until its end.
+# Rounds of microbatches after which a schedule repeats itself until its end.
 _ROUNDS = 3
 Spans = list[dict[Action, Span]]
 
@@ -129,7 +129,7 @@ class StepTime:
 
 
 def run_time(plan: Plan, args: argparse.Namespace, *, device: Device) -> StepTime | None:
-    """Estimates a step of the plan; None for runs that train nothing.
+    """Estimates a step of the plan. Returns None for runs that train nothing.
 
     Raises ValueError for a matmul dtype that the device does not support.
     """
@@ -200,8 +200,8 @@ def estimate_step(
 ) -> StepTime:
     """Estimates a step of a pipeline with one load and one list of passes per stage.
 
-    in_node: number of ranks of each group on one node. tokens: tokens of the step. flops_per_rank: the model's FLOPs,
-    as num_floating_point_operations counts them. Raises ValueError for a matmul dtype that the device does not support.
+    in_node: number of ranks of each group on one node. tokens: tokens of the step. flops_per_rank: the model's FLOPs
+    as counted by num_floating_point_operations. Raises ValueError for a matmul dtype that the device does not support.
     """
     pipeline = Pipeline(len(stages), len(stages[0].chunks))
     clocks = [
@@ -250,8 +250,8 @@ class _Rates:
 class _Pass:
     """Seconds of one pass of a chunk.
 
-    compute: all kernels. recompute: those of repeated forwards, part of compute. exposed: messages that the pass waits
-    for. hidden: messages that it overlaps.
+    compute: all kernels. recompute: kernels of repeated forwards, part of compute. exposed: messages that the pass
+    waits for. hidden: messages that it overlaps.
     """
 
     compute: float
@@ -262,7 +262,7 @@ class _Pass:
 
 
 class _StageClock:
-    """Times of one stage's rank."""
+    """Computes the times of one stage's rank."""
 
     def __init__(self, load: StageLoad, order: Sequence[Action], *, rates: _Rates, overlap: Overlap) -> None:
         self._load, self._order, self._rates, self._overlap = load, order, rates, overlap
@@ -400,7 +400,7 @@ class _StageClock:
 
 
 def _is_transfer(traffic: Traffic) -> bool:
-    """Whether the messages go between stages, which the schedule's timeline counts separately."""
+    """Tells whether the messages go between stages, which the schedule's timeline counts separately."""
     return traffic.group == _PIPELINE_GROUP and traffic.operation in ("send", "receive")
 
 
@@ -436,7 +436,7 @@ def long_step(estimate: Callable[[int], StepTime], num_microbatches: int, *, gro
 
 
 def short_step(num_microbatches: int, group_size: int) -> int:
-    """Returns the microbatches of the shortest step that fills the pipeline and ends as the whole step does."""
+    """Returns the number of microbatches of the shortest step that fills the pipeline and ends like the whole step."""
     return min(num_microbatches, full_rounds(group_size) + num_microbatches % group_size)
 
 

@@ -46,7 +46,7 @@ _UPDATE = "update"
 class StepTrace:
     """Record of a rank's step, empty by default.
 
-    links: messages of a step. names: names of the reported losses, which set the size of the exchange of statistics.
+    links: messages of a step. names: names of the reported losses, which determine the size of the statistics exchange.
     peak: bytes allocated at the peak of the passes in addition to persistent memory, including saved tensors, in a step
     of two microbatches, or of one if the run has one. update_peak: bytes allocated at the peak of the update.
     messages_peak: largest number of bytes that collectives hold at one time. chunks: kernels of a microbatch in each
@@ -89,7 +89,7 @@ class _TracedMemory:
         return torch.zeros(2, dtype=torch.float64)
 
     def grow_sync(self, *, iteration: int) -> str:
-        raise AssertionError("no step of a plan overflows")
+        raise AssertionError("a planned step never overflows")
 
     def end_step(self) -> None:
         pass
@@ -114,7 +114,7 @@ class TracedSteps:
         """Runs a step of num_microbatches equal microbatches under dispatch modes, the last one innermost.
 
         batch: tensors [B, S], int64 or fp32, as in trace_step. live: entered as the innermost mode; counts the
-        update as a part of its own.
+        update as a separate part.
         """
         with ExitStack() as entered:
             for mode in (*modes, *([] if live is None else [live])):
@@ -143,15 +143,15 @@ def trace_step(
 ) -> StepTrace:
     """Records a rank's step of num_microbatches, in a run of equal steps.
 
-    model: the rank's wrapped chunks, without memory. batch: one microbatch as forward_step reads it, tensors [B, S],
-    int64 or fp32, without memory.
+    model: the rank's wrapped chunks, without memory. batch: one microbatch in the format of forward_step, tensors [B,
+    S], int64 or fp32, without memory.
     """
     recorder = MessageRecorder(groups)
     work = WorkRecorder(model, live_rows=live_rows(args))
     with traced_steps(
         args, model, optimizer=optimizer, forward_step=forward_step, groups=groups, note=work.note
     ) as traced:
-        # Discards the first step's messages: gathers deferred to the next forward are missing there.
+        # Discards the first step's messages, which lack the gathers deferred to the next forward.
         with work.recording():
             traced.step(1, batch=batch, modes=[recorder])
         recorder.take()
@@ -191,7 +191,7 @@ def traced_steps(
     groups: ProcessGroupCollection,
     note: Callable[..., None],
 ) -> Iterator[TracedSteps]:
-    """Yields the run's steps. model: wrapped chunks without memory. note: as WorkRecorder.note."""
+    """Yields the run's steps. model: wrapped chunks without memory. note: as for WorkRecorder.note."""
     steps = setup_steps(
         args,
         model,
@@ -204,7 +204,7 @@ def traced_steps(
     layers = [part for chunk in unwrap_model(model) for part in chunk.modules() if isinstance(part, MoELayer)]
     static = [layer for layer in layers if layer.expert_step is not None]
     if args.num_experts is not None and args.moe_expert_rank_capacity_factor is not None:
-        # Also on stages without experts, since all ranks exchange the same number of flags.
+        # Also on stages without experts, because all ranks exchange the same number of flags.
         steps.memory = _TracedMemory(static)
     steps.statistics = statistics = _NamedStatistics(dist.group.WORLD)
     with fsdp_runs_without_memory(model), _evenly_routed(args, layers, groups=groups), AsFusedKernels(note):
@@ -215,8 +215,8 @@ def traced_steps(
 def fsdp_runs_without_memory(model: Sequence[nn.Module]) -> Iterator[None]:
     """Makes fully_shard allocate on the meta device inside the block, with the CPU's streams, which do nothing.
 
-    Changes the units in place and permanently: their device is meta, and they no longer refuse it. Uses private parts
-    of torch 2.11 to 2.13, as fully_shard has no public option to run on the device of its parameters.
+    Changes the units in place and permanently: their device is meta, and they no longer reject it. Uses private parts
+    of torch 2.11 to 2.13, because fully_shard has no public option to run on the device of its parameters.
     """
     parts = [part for chunk in model for part in chunk.modules() if isinstance(part, FSDPModule)]
     units = [unit for part in parts for unit in part._get_fsdp_state()._fsdp_param_groups]
@@ -224,7 +224,7 @@ def fsdp_runs_without_memory(model: Sequence[nn.Module]) -> Iterator[None]:
         unit.device = torch.device("meta")
         for param in unit.fsdp_params:
             param.device = torch.device("meta")
-        # The check would refuse the parameters in the first forward.
+        # The check would reject the parameters in the first forward.
         vars(unit)["_validate_no_meta_params"] = lambda: None
     handle = vars(_fsdp_collectives)["_get_device_handle"]
     vars(_fsdp_collectives)["_get_device_handle"] = lambda kind: torch.cpu
@@ -306,7 +306,7 @@ def _zero(number: Tensor) -> float | int:
 
 
 def _on_host(tensor: Tensor, *, dtype: torch.dtype | None = None, device: Any = None, **rest: Any) -> Any:
-    """Returns zeros for a copy to the CPU; NotImplemented for other copies."""
+    """Returns zeros for a copy to the CPU, and NotImplemented for other copies."""
     if device is None or torch.device(device).type != "cpu":
         return NotImplemented
     return torch.zeros(tensor.shape, dtype=dtype or tensor.dtype, device="cpu")
@@ -337,7 +337,7 @@ def _extrapolated(one: Sequence[Traffic], two: Sequence[Traffic], *, num_microba
 
 
 def by_pass(links: Iterable[Traffic], program: Program) -> Iterator[Traffic]:
-    """Splits messages between stages into those of forward and of backward, with the counts of the schedule.
+    """Splits messages between stages into forward and backward messages, with the counts of the schedule.
 
     All of these messages have the same size.
     """
@@ -354,7 +354,7 @@ def by_pass(links: Iterable[Traffic], program: Program) -> Iterator[Traffic]:
 
 
 def with_names(links: Sequence[Traffic], num_names: int) -> tuple[Traffic, ...]:
-    """Returns the messages with the exchange of statistics enlarged to num_names losses; see StatisticsExchange."""
+    """Returns the messages with the statistics exchange enlarged to num_names losses (see StatisticsExchange)."""
     exchange = ("world", "all-reduce", STATISTICS)
     # Each loss adds three fp64 numbers: whether the rank requires it, its sum, and its count.
     num_bytes = 24 * num_names

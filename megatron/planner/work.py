@@ -1,11 +1,12 @@
-"""Kernels and messages of a training step as data, and the time of each on a device. All functions are pure.
+"""Describes kernels and messages of a training step as data, and estimates their time on a device. All functions are
+pure.
 
 recorders.py records them, and step_time.py times whole steps.
 
 [Note: payload] num_bytes counts a collective's payload on this rank, the larger of its input and its output: the
 tensor of an all-reduce, a broadcast, a send or a receive, the result of an all-gather, the input of a reduce-scatter,
 and the input of an all-to-all, including this rank's part for itself. The bytes that cross a link depend on the
-algorithm, see link_bytes.
+algorithm (see link_bytes).
 """
 
 import math
@@ -30,7 +31,7 @@ FORWARD, BACKWARD, PIPELINE, GRADS, PARAMS, OPTIMIZER, AGREEMENT, STATISTICS, OT
     "other",
 )
 EXPERTS, REST = "experts", "norms and residuals"
-# The first pattern found in a module's name gives the kind of its kernels and saved tensors.
+# The first pattern found in a module's name determines the kind of its kernels and saved tensors.
 _KINDS = (
     (re.compile(r"\b(self|cross)_attention\b"), "attention"),
     (re.compile(r"\bshared_experts\b"), "shared experts"),
@@ -57,7 +58,7 @@ class Unit(Enum):
 class Kernel:
     """One operation on a device.
 
-    kind: kind of the module that runs it, see kind_of_module. dtype: bf16, fp16, fp8 or fp32. flops: 2 for each
+    kind: kind of the module that runs it (see kind_of_module). dtype: bf16, fp16, fp8 or fp32. flops: 2 for each
     multiply-add. num_bytes: bytes read and written.
     """
 
@@ -87,7 +88,7 @@ class Traffic:
 
     group: name of the group, as in ProcessGroupCollection or one of etp, edp, stage and world. operation: all-reduce,
     all-gather, reduce-scatter, all-to-all, broadcast, send or receive. phase: one of the phases of a step above.
-    count: number of messages. num_bytes: payload of all of them, see [Note: payload].
+    count: number of messages. num_bytes: payload of all of them (see [Note: payload]).
     """
 
     group: str
@@ -142,7 +143,7 @@ def merged(messages: Iterable[Traffic]) -> tuple[Traffic, ...]:
 
 
 def link_bytes(traffic: Traffic) -> float:
-    """Returns the bytes that leave this rank where collectives run as rings (Patarasu and Yuan, 2009).
+    """Returns the bytes that leave this rank if collectives run as rings (Patarasu and Yuan, 2009).
 
     Among n ranks they are 2 (n - 1) / n of an all-reduce's payload and (n - 1) / n of an all-gather's, reduce-scatter's
     or all-to-all's. The same number of bytes arrives. A send, a receive or a broadcast moves its payload one way.

@@ -1,6 +1,6 @@
-"""The command line of a training program: parse_args, validate_args and the transformer's configuration.
+"""Parses the command line of a training program: parse_args, validate_args and the transformer's configuration.
 
-command_line/ defines, parses, refuses and checks the flags.
+The modules in command_line/ define, parse, reject and check the flags.
 """
 
 import argparse
@@ -36,9 +36,9 @@ def parse_args(
     ignore_unknown_args: bool = False,
     argv: Sequence[str] | None = None,
 ) -> argparse.Namespace:
-    """Parses the arguments, in rising precedence, from defaults, --model, the file of --config, and `argv`.
+    """Parses the arguments from defaults, --model, the --config file and `argv`, in rising precedence.
 
-    argv: None for the process's own. Returns every known flag that is not refused, under Megatron-LM's name. Raises
+    argv: None means the process's own arguments. Returns every supported flag under Megatron-LM's name. Raises
     CommandLineError for mistakes. --help, --list-models and --print-config print on rank 0 and exit.
     """
     table = flag_table()
@@ -48,7 +48,7 @@ def parse_args(
     for word in words:
         # argparse would turn it into an empty list.
         if word.startswith("--") and word.endswith("=--"):
-            raise CommandLineError(f"{word.removesuffix('=--')}: '--' is no value")
+            raise CommandLineError(f"{word.removesuffix('=--')}: '--' is not a value")
     # Set as defaults, so that the command line takes precedence.
     parser.set_defaults(**_values_of_files(words, table=table, script_dests=script_dests))
     args, leftovers = parser.parse_known_args(words, RunArguments())
@@ -67,7 +67,7 @@ def parse_args(
 
 
 def _values_of_files(words: Sequence[str], *, table: FlagTable, script_dests: Set[str]) -> dict[str, Any]:
-    """Returns the values of the preset of --model, overridden by those of the file of --config, by argument name."""
+    """Returns the values of the --model preset, overridden by those in the --config file, by argument name."""
     named = _values_needed_early(words)
     values = {}
     if "config" in named:
@@ -76,14 +76,14 @@ def _values_of_files(words: Sequence[str], *, table: FlagTable, script_dests: Se
     model, scale = ({**values, **named}.get(name) for name in ("model", "model_scale"))
     if model is None or "model" in script_dests:
         if scale is not None and "model_scale" not in script_dests:
-            raise CommandLineError(f"--model-scale is {scale} without --model: give the name of the model")
+            raise CommandLineError(f"--model-scale is {scale} without --model: name the model with --model")
         return values
     preset = read_config_file(preset_file(model), table=table, script_dests=frozenset())
     return {**(tiny(preset) if scale == "tiny" else preset), **values}
 
 
 def _values_needed_early(words: Sequence[str]) -> dict[str, str]:
-    """Returns the given values of the flags that determine the defaults of the main parser."""
+    """Returns the flags given on the command line that determine the defaults of the main parser."""
     # Ignores all other flags, and leaves errors and --help to the main parser.
     finder = argparse.ArgumentParser(
         add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
@@ -98,17 +98,17 @@ def _values_needed_early(words: Sequence[str]) -> dict[str, str]:
 
 
 def _check_values(args: argparse.Namespace, flags: list[Flag], *, problems: list[str]) -> None:
-    """Raises CommandLineError with `problems` and an error for each flag that is not supported.
+    """Raises CommandLineError with `problems` and an error for each unsupported flag.
 
-    Prints a note that names accepted flags without an effect.
+    Prints a note that names the flags that are accepted but have no effect.
     """
     without_effect = []
     for flag in flags:
-        # The parser has reported refused flags.
+        # The parser has already reported rejected flags.
         if flag.state in (FlagState.WORKS, FlagState.REFUSED):
             continue
         value = vars(args)[flag.dest]
-        # Scripts pass many flags at their defaults, which needs no message.
+        # Scripts pass many flags at their default values, which need no message.
         if value == flag.default:
             continue
         if flag.state is FlagState.NO_EFFECT:

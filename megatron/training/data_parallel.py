@@ -1,4 +1,4 @@
-"""Wraps a run's model chunks for data parallelism, and sets the callables by which the schedule launches collectives.
+"""Wraps a run's model chunks for data parallelism, and sets the callables with which the schedule launches collectives.
 
 megatron.core.distributed reduces gradients. megatron.core.pipeline_parallel calls the callables.
 """
@@ -64,7 +64,7 @@ def _with_gradient_flags(config: _ConfigT, args: argparse.Namespace) -> _ConfigT
 
 
 def join_schedule(model: Sequence[nn.Module], args: argparse.Namespace) -> None:
-    """Sets the callables by which the schedule defers and starts the chunks' collectives."""
+    """Sets the callables with which the schedule defers and starts the chunks' collectives."""
     for chunk in model:
         if isinstance(chunk, TorchFullyShardedDataParallel):
             # Every backward pass reduces gradients, but torch needs to know which one is the last.
@@ -77,7 +77,7 @@ def join_schedule(model: Sequence[nn.Module], args: argparse.Namespace) -> None:
         # With shard_gradients every backward pass reduces its own gradients.
         elif overlap.overlap_grad_reduce and not overlap.shard_gradients:
             config.no_sync_func = [each.no_sync for each in chunks]
-            # With one chunk per stage, starting reductions within its last backward pass overlaps more.
+            # With one chunk per stage, starting reductions within its last backward pass overlaps more communication.
             if args.align_grad_reduce and len(chunks) > 1:
                 config.grad_sync_func = [each.start_grad_sync for each in chunks]
         if overlap.overlap_param_gather and overlap.align_param_gather:

@@ -1,4 +1,4 @@
-"""ErrorBroadcast: ranks send each other their errors through the rendezvous store, independent of collectives.
+"""Implements ErrorBroadcast: ranks send each other their errors through the rendezvous store, without collectives.
 
 errors.py decides which errors end a run with one line. startup_handshake.py compares the ranks' settings at startup.
 """
@@ -42,13 +42,13 @@ _LOST_MESSAGES = ("gloo/transport", "Connection closed by peer", "Connection res
 _CAUSE, _LOST, _NUM_LOST = "cause", "lost {}", "num lost"
 _NUM_SEARCHING, _NUM_SILENT, _NUM_PARTED = "num searching", "num silent", "num parted"
 _EXIT_CODE = 1
-_GRACE_SECONDS = 2.0  # lets the main thread fail by itself first, which ends the rank in better order
+_GRACE_SECONDS = 2.0  # lets the main thread fail by itself first, which ends the rank more cleanly
 _PATIENCE_SECONDS = 8.0  # for all ranks to report that they lost another one
 _ANSWER_SECONDS = 20.0  # for the store to answer all requests of a search, whose own waits are shorter
 _LONG_SECONDS = 1.0  # minimum duration of collectives that errors mention
 _MAX_WAITS_SHOWN = 3
 _NO_ANSWER = "rank 0 or its node hangs: the store there does not answer"
-_SILENT_SECONDS = 5.0  # for the thread of a rank that hangs to read the cause and wait the grace period
+_SILENT_SECONDS = 5.0  # for the thread of a hanging rank to read the cause and wait the grace period
 _FIRST_PAUSE_SECONDS, _POLL_SECONDS = 0.01, 0.1  # ranks without an error end within milliseconds of each other
 _REQUESTS_PER_SECOND = 4000  # to the store, from all ranks together, during normal operation
 
@@ -85,7 +85,7 @@ def record_collectives() -> None:
 
 
 def oldest_pending() -> PendingCollective | None:
-    """Returns the collective in progress that started first; None if none is recorded. Callable from any thread.
+    """Returns the collective in progress that started first, or None if none is recorded. Callable from any thread.
 
     gloo does not record transfers between two ranks.
     """
@@ -125,7 +125,7 @@ def place_of(error: BaseException) -> str:
 
 
 def lost_another_rank(error: BaseException) -> bool:
-    """Whether the error means only that another rank has ended or does not answer."""
+    """Tells whether the error only means that another rank has ended or does not answer."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(message in str(error) for message in _LOST_MESSAGES)
     )
@@ -136,7 +136,7 @@ class ErrorBroadcast:
 
     Without it, the others would only learn that a connection was lost.
     1. A rank that fails stores its error as the cause, then closes its connections.
-    2. A rank that loses a connection reports this, with the collective it has been waiting in, and waits for the cause.
+    2. A rank that loses a connection reports this and the collective it has been waiting in, and waits for the cause.
        A killed rank stores no cause. It is identified as the only rank without a report.
     3. A thread on each rank polls the store, because a rank that waits for the failed one indirectly, or inside a GPU
        kernel, does not notice lost connections. The thread then ends the process.
@@ -146,7 +146,10 @@ class ErrorBroadcast:
     """
 
     def __init__(self, *, describe: Callable[[BaseException], str], leave: Callable[[], None]) -> None:
-        """describe: returns the line to send about an error. leave: destroys the process groups; called at the end."""
+        """Prepares the broadcast without connecting it.
+
+        describe: returns the line to send about an error. leave: destroys the process groups; called at the end.
+        """
         self._describe, self._leave = describe, leave
         self._store: dist.Store | None = None
         self._rank, self._world_size, self._hosts_store = 0, 1, False
@@ -159,8 +162,8 @@ class ErrorBroadcast:
     def connect(self, store: dist.Store, *, rank: int, world_size: int, watched: dist.Store, hosts_store: bool) -> None:
         """Connects this rank to the others through `store`.
 
-        watched: the same store over a separate connection, for the thread. hosts_store: whether the store's server is
-        in this process, which then leaves last.
+        watched: the same store over a separate connection, for the thread. hosts_store: whether this process hosts the
+        store's server, and therefore leaves last.
         """
         self._store, self._rank, self._world_size, self._hosts_store = store, rank, world_size, hosts_store
         self._thread = threading.Thread(target=self._watch, args=(watched,), name="error broadcast", daemon=True)
@@ -205,7 +208,7 @@ class ErrorBroadcast:
             store.compare_set(_CAUSE, "", text)
 
     def _find_cause(self, store: dist.Store, *, then: Callable[[], None]) -> str:
-        """Reports that another rank was lost, calls `then`, and returns the cause, as far as ranks have reported."""
+        """Reports that another rank was lost, calls `then`, and returns the cause as far as ranks have reported it."""
         try:
             store.set(_LOST.format(self._rank), json.dumps(self._waited_in and asdict(self._waited_in)))
             store.add(_NUM_LOST, 1)
@@ -214,7 +217,7 @@ class ErrorBroadcast:
             # One rank searches on behalf of all. With thousands of ranks, a search by each would take minutes.
             if not store.check([_CAUSE]) and store.add(_NUM_SEARCHING, 1) == 1:
                 if self._waited_in is not None:
-                    # If ranks wait for each other, none is silent, but the last report arrives a moment later.
+                    # If ranks wait for each other, none is silent, but the last report may arrive slightly later.
                     _wait_until(lambda: store.add(_NUM_LOST, 0) == self._world_size, _GRACE_SECONDS)
                 silent = [rank for rank in range(self._world_size) if not store.check([_LOST.format(rank)])]
                 store.add(_NUM_SILENT, len(silent))
@@ -222,19 +225,21 @@ class ErrorBroadcast:
             store.wait([_CAUSE], timedelta(seconds=_PATIENCE_SECONDS))
             return store.get(_CAUSE).decode()
         except dist.DistStoreError:
-            return "the connection to another rank was lost, and no rank could tell which"
+            return "the connection to another rank was lost, and no rank reported the cause"
         except RuntimeError:
-            return "rank 0 or its node has ended: connections to another rank and to the store there were lost"
+            return "rank 0 or its node has ended: the connections to the store there and to another rank were lost"
 
     def _waits(self, store: dist.Store, silent: list[int]) -> dict[int, PendingCollective]:
-        """Returns the collective in which each rank waited. If ranks are silent, only collectives with one of them."""
+        """Returns the collective in which each rank waited. If ranks are silent, includes only collectives with one of
+        them.
+        """
         others = [rank for rank in range(self._world_size) if rank not in silent]
         reports = [json.loads(report) for report in store.multi_get([_LOST.format(rank) for rank in others])]
         waits = {rank: PendingCollective(**report) for rank, report in zip(others, reports) if report is not None}
         return {rank: wait for rank, wait in waits.items() if not silent or set(silent) & set(wait.ranks)}
 
     def _release_store(self, store: dist.Store) -> None:
-        """Reports that this rank no longer needs the store; its host waits for the reports of all live ranks."""
+        """Reports that this rank no longer needs the store. Its host waits for the reports of all live ranks."""
         # The host may have ended.
         with suppress(RuntimeError):
             store.add(_NUM_PARTED, 1)
@@ -244,7 +249,7 @@ class ErrorBroadcast:
             # A silent rank may hang rather than have been killed. Its thread ends it once it has read the cause.
             _wait_until(lambda: store.add(_NUM_PARTED, 0) >= self._world_size, _SILENT_SECONDS)
 
-    # Runs in the thread.
+    # Section: runs in the thread.
 
     def _watch(self, store: dist.Store) -> None:
         try:
@@ -271,7 +276,7 @@ class ErrorBroadcast:
 
 
 def _describe_silent_ranks(silent: list[int], waits: dict[int, PendingCollective]) -> str:
-    """Describes silent ranks, and the collectives in which others waited for them; waits: by rank."""
+    """Describes the silent ranks, and the collectives in which other ranks waited for them. waits: by rank."""
     parts = []
     for text in list(dict.fromkeys(str(wait) for wait in waits.values()))[:_MAX_WAITS_SHOWN]:
         ranks = ", ".join(str(rank) for rank, wait in waits.items() if str(wait) == text)
@@ -284,7 +289,7 @@ def _describe_silent_ranks(silent: list[int], waits: dict[int, PendingCollective
 
 
 def _with_timeout(request: Callable[[], str]) -> str | None:
-    """Returns the result of `request`; None if it takes so long that the store's server must hang."""
+    """Returns the result of `request`, or None after a timeout that shows that the store's server hangs."""
     answers: list[str] = []
     # A request to a stopped process or node blocks forever.
     thread = threading.Thread(target=lambda: answers.append(request()), name="error broadcast's question", daemon=True)
@@ -305,7 +310,7 @@ def _frames_of_thread(thread: int) -> list[FrameType]:
 
 
 def _place(frames: list[FrameType]) -> str:
-    """Describes the innermost function of this project in a stack, and the function of torch that it called."""
+    """Describes the innermost function of this project in a stack, and the torch function that it called."""
     libraries = tuple(str(Path(module.__file__).parent) for module in (torch, numpy, threading) if module.__file__)
     own = next((frame for frame in frames if not frame.f_code.co_filename.startswith(libraries)), None)
     if own is None:

@@ -1,4 +1,4 @@
-"""Ends a run after a user error: lines `error: ...` on each rank and a non-zero exit code, without a traceback.
+"""Ends a run after a user error with `error: ...` lines on each rank and a non-zero exit code, without a traceback.
 
 Bugs and errors of libraries keep their traceback.
 """
@@ -39,15 +39,15 @@ _LONGEST_NOTE = 400  # characters
 
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Turns errors that the user can fix into a line on stderr and SystemExit; others keep their traceback."""
+    """Converts errors that the user can fix to a line on stderr and SystemExit. Other errors keep their traceback."""
     try:
         yield
     except KeyboardInterrupt as error:
-        _say("interrupted: a run with --save continues from its last checkpoint with --load")
+        _say("interrupted: continue a run that had --save from its last checkpoint with --load")
         raise SystemExit(INTERRUPT_EXIT_CODE) from error
     except BrokenPipeError as error:
-        _say("error: the output pipe was closed by its reader: write the output to a file to keep the run going")
-        # Otherwise the interpreter fails again when it flushes the rest of the output.
+        _say("error: the reader of the output pipe has closed it: write the output to a file to keep the run going")
+        # Otherwise the interpreter fails again when it flushes the remaining output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(FAILURE_EXIT_CODE) from error
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
@@ -61,30 +61,30 @@ def exit_on_user_error() -> Iterator[None]:
 
 
 def message_for_other_ranks(error: BaseException) -> str:
-    """Returns a line about the error that ended a rank."""
+    """Formats the error that ended a rank as one line for the other ranks."""
     text = _message_for_user(error) or f"{type(error).__name__}: {error}"
     return text.partition("\n")[0][:_LONGEST_NOTE]
 
 
 def _message_for_user(error: BaseException) -> str | None:
-    """Returns a message for the user; None for a bug."""
+    """Returns a message for the user, or None for a bug."""
     if isinstance(error, (OSError, *_RAISED_EVERYWHERE)) or (
         isinstance(error, ValueError) and raised_on_purpose(error)
     ):
         return str(error)
     if is_out_of_memory(error):
         reason = str(error).partition("\n")[0] or "no message from the allocator"
-        advice = "make the model or --micro-batch-size smaller, or use more ranks"
+        advice = "reduce the model or --micro-batch-size, or use more ranks"
         return f"out of memory {place_of(error)}: {reason}; {advice}"
     if lost_another_rank(error):
-        return "the connection to another rank was lost: that rank has ended, its own messages say why"
+        return "the connection to another rank was lost: that rank has ended; its own messages name the cause"
     return None
 
 
 def raised_on_purpose(error: BaseException) -> bool:
-    """Whether a `raise` of this framework or of the user's script raised the error.
+    """Tells whether the error was raised by a `raise` statement of this framework or of the user's script.
 
-    A ValueError from within numpy or torch, or from int("x"), is a bug of their caller.
+    A ValueError from within numpy or torch, or from int("x"), is a bug of the caller.
     """
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
@@ -95,7 +95,7 @@ def raised_on_purpose(error: BaseException) -> bool:
     # This framework's own modules are not a library, even if it is installed.
     own = last.tb_frame.f_globals["__name__"].startswith("megatron.")
     installed = not own and any(part in _INSTALLED for part in Path(code.co_filename).parts)
-    # The instruction decides, because calls into C have no frame of their own.
+    # Decided by the instruction, because calls into C have no frame of their own.
     return not installed and code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 

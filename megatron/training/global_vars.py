@@ -1,4 +1,4 @@
-"""Global arguments, timers, tokenizer and writers for scripts written for Megatron-LM: thin names for published.py."""
+"""Provides Megatron-LM's global arguments, timers, tokenizer and writers to scripts; wraps published.py."""
 
 import argparse
 
@@ -13,12 +13,12 @@ from megatron.training.command_line.published import (
 
 
 def set_args(args: argparse.Namespace | None) -> None:
-    """Publishes arguments to get_args; timers, tokenizer and writers of an earlier run are forgotten."""
+    """Publishes arguments to get_args, and clears timers, tokenizer and writers of an earlier run."""
     publish_run(args)
 
 
 def destroy_global_vars() -> None:
-    """Forgets all of them and closes the writer of TensorBoard."""
+    """Clears all published objects and closes the TensorBoard writer."""
     publish_run(None)
 
 

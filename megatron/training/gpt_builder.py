@@ -67,7 +67,7 @@ def build_gpt(
     return model
 
 
-# Sizes of the parallel layout with which one process has all parameters.
+# Sizes of the parallel layout in which a single process has all parameters.
 _ONE_RANK = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
@@ -86,9 +86,9 @@ _ONE_RANK = {
 
 
 def whole_gpt(args: argparse.Namespace, *, padded_vocab_size: int) -> GPTModel:
-    """Builds the model as one process has it, without memory, with sequential experts: one weight for each.
+    """Builds the whole model without allocating memory, with sequential experts that have one weight each.
 
-    For names and shapes of all parameters, in a run of any layout.
+    Provides the names and shapes of all parameters for a run of any layout.
     """
     [model] = parts_of_gpt(args, padded_vocab_size=padded_vocab_size)
     return model
@@ -103,11 +103,11 @@ def parts_of_gpt(
     pipeline: int = 0,
     expert: int = 0,
 ) -> list[GPTModel]:
-    """Builds a rank's parts of the model, without memory, with sequential experts; sends nothing.
+    """Builds a rank's parts of the model without allocating memory, with sequential experts. Sends nothing.
 
     layout: arguments of the parallel layout, which may differ from the run's; None means one process. Experts have the
-    tensor-parallel size of other layers. tensor, pipeline, expert: the rank's place in the layout. Raises ValueError
-    for a layout that does not fit the model.
+    tensor-parallel size of other layers. tensor, pipeline, expert: the rank's coordinates in the layout. Raises
+    ValueError for a layout that does not fit the model.
     """
     there = argparse.Namespace(**{**vars(args), "padded_vocab_size": padded_vocab_size, "moe_grouped_gemm": False})
     vars(there).update({name: value for name, value in _ONE_RANK.items() if name in vars(args)})
@@ -130,7 +130,7 @@ def parts_of_gpt(
 
 
 def _groups_of_place(args: argparse.Namespace, *, tensor: int, pipeline: int, expert: int) -> ProcessGroupCollection:
-    """Returns groups that have ranks and sizes, but no connections: enough to build a rank's part of a model."""
+    """Returns groups that have ranks and sizes but no connections, which suffice to build a rank's part of a model."""
     tp, pp, ep = (vars(args)[f"{kind}_model_parallel_size"] for kind in ("tensor", "pipeline", "expert"))
     tp_group, pp_group = _unconnected(tensor, tp), _unconnected(pipeline, pp)
     return ProcessGroupCollection(
@@ -150,7 +150,7 @@ def _unconnected(rank: int, size: int) -> dist.ProcessGroup | None:
 
 
 def _named_spec(path: list[str], config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
-    """Returns the spec that a script's module has under a name. path: the module and the name."""
+    """Returns the spec that a script's module defines under a name. path: the module and the name."""
     try:
         found = import_module((path[0], path[1]))
     except ImportError as error:

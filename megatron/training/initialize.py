@@ -1,6 +1,6 @@
 """Starts and ends a run's processes: arguments, restarts, torch.distributed, process groups, seeds.
 
-setup.py builds the model and reads data. pretrain() calls start_processes; initialize_megatron is for scripts.
+setup.py builds the model and reads data. pretrain() calls start_processes. Scripts call initialize_megatron.
 """
 
 import argparse
@@ -59,13 +59,13 @@ def initialize_megatron(
     parsed_args: argparse.Namespace | None = None,
     argv: Sequence[str] | None = None,
 ) -> argparse.Namespace:
-    """Starts a script's own loop as start_processes does, and makes tokenizer, timers and number of microbatches.
+    """Starts a custom training loop like start_processes, and creates tokenizer, timers and number of microbatches.
 
     The call of released versions, `initialize_megatron(extra_args_provider, args_defaults)`, works too. allow_no_cuda:
     no effect, because a process without a GPU runs on the CPU. skip_model_parallel_init: use the process groups that
-    the script has initialized. skip_random_seed: leave the generators of random numbers as they are. parsed_args: the
-    result of parse_args, instead of the command line's arguments. Raises ValueError for bad arguments, and for ones
-    that differ by rank.
+    the script has initialized. skip_random_seed: leave the random-number generators unchanged. parsed_args: the result
+    of parse_args, used instead of the command line. Raises ValueError for bad arguments, and for arguments that differ
+    between ranks.
     """
     if callable(allow_no_cuda):
         extra_args_provider = allow_no_cuda
@@ -112,9 +112,9 @@ def start_processes(
 ) -> argparse.Namespace:
     """Parses and checks the arguments, joins the process group and seeds every generator.
 
-    Works under torchrun and in a plain process, which becomes a group of one. broadcast: gets connected, so
-    that ranks send each other their errors. Other parameters: as for initialize_megatron. Raises ValueError for bad
-    arguments, and for ones that differ by rank.
+    Works under torchrun and in a plain process, which becomes a group of one. broadcast: is connected, so that ranks
+    send each other their errors. Other parameters: as for initialize_megatron. Raises ValueError for bad arguments, and
+    for arguments that differ between ranks.
     """
     notices: list[str] = []
     args = read_arguments(
@@ -158,8 +158,8 @@ def read_arguments(
 ) -> argparse.Namespace:
     """Parses and validates the arguments on this rank, after applying those of the checkpoint if flags request it.
 
-    parsed_args: the result of parse_args, instead of `argv` or the process's own. notices: collects lines for the first
-    rank to print. Raises ValueError for bad arguments.
+    parsed_args: the result of parse_args, used instead of `argv` or the process's own arguments. notices: collects
+    lines for the first rank to print. Raises ValueError for bad arguments.
     """
     args = parsed_args or parse_args(
         extra_args_provider, ignore_unknown_args, argv=None if argv is None else list(argv)
@@ -173,7 +173,7 @@ def read_arguments(
 
 
 def continue_after_restart(args: argparse.Namespace) -> str | None:
-    """In a restart, sets --load of `args` to the run's own checkpoints in --save; returns a line to print.
+    """Points --load to the run's own checkpoints in --save after a restart, and returns a line to print.
 
     Changes nothing in a first start, without --save, or before the run's first checkpoint. In the last case the restart
     begins where the first start began. Called between parse_args and validate_args, on each rank separately.
@@ -183,11 +183,11 @@ def continue_after_restart(args: argparse.Namespace) -> str | None:
         return None
     args.load = args.save
     vars(args).update(CONTINUE_RUN)
-    return f"  restart {count}: going on from --save {args.save}"
+    return f"  restart {count}: continuing from --save {args.save}"
 
 
 def keep_global_batch_size(args: argparse.Namespace) -> str | None:
-    """Sets an unset --global-batch-size to the value of the checkpoint in --load; returns a line to print if it does.
+    """Sets an unset --global-batch-size to the value of the checkpoint in --load, and returns a line to print if so.
 
     Otherwise it would depend on the number of ranks, and a run resumed with fewer ranks would train on other batches.
     Called at the same point as continue_after_restart. Ignores an unreadable checkpoint, which loading reports.
@@ -233,12 +233,12 @@ def build_groups(args: argparse.Namespace) -> ProcessGroupCollection:
 
 
 def groups_of_script(args: argparse.Namespace) -> ProcessGroupCollection:
-    """Returns the process groups that a script has initialized. Raises ValueError if they have other sizes than args.
+    """Returns the process groups that a script has initialized. Raises ValueError if their sizes differ from args.
 
     With several problems, the error has a line for each.
     """
     if not parallel_state.model_parallel_is_initialized():
-        raise ValueError("skip_model_parallel_init is True: call parallel_state.initialize_model_parallel before")
+        raise ValueError("skip_model_parallel_init is True: call parallel_state.initialize_model_parallel first")
     groups = parallel_state.get_process_groups()
     sizes = {
         "tensor_model_parallel_size": group_size(groups.tp),

@@ -1,6 +1,6 @@
-"""The name by which scripts of Megatron-LM wrap pretrain() for restarts within a process, which do not exist here.
+"""Accepts Megatron-LM's wrapper of pretrain() for in-process restarts, which are not supported here.
 
---inprocess-restart is refused. A run that ends with an error is started again by torchrun's --max-restarts or
+--inprocess-restart is rejected. A run that ends with an error is restarted by torchrun's --max-restarts or
 examples/supervise.py, and continues from its last checkpoint.
 """
 
@@ -9,5 +9,5 @@ from typing import Any
 
 
 def maybe_wrap_for_inprocess_restart(pretrain: Callable[..., Any]) -> tuple[Callable[..., Any], None]:
-    """Returns pretrain itself, and None in place of a store, as Megatron-LM does without --inprocess-restart."""
+    """Returns pretrain unchanged and None instead of a store, like Megatron-LM without --inprocess-restart."""
     return pretrain, None

@@ -1,8 +1,8 @@
-"""Recovery from bad steps (non-finite losses or gradients, loss spikes): stop, skip or rewind.
+"""Recovers from bad steps (non-finite losses or gradients, loss spikes): stops, skips or rewinds.
 
-step/statistics.py finds bad losses, core/distributed/consistency.py bad gradients, and watch_loss loss spikes.
+step/statistics.py detects bad losses, core/distributed/consistency.py bad gradients, and watch_loss loss spikes.
 
-[Note: rewinding] A run that rewinds loads its last checkpoint in place, as a resumed run does, and repeats the steps up
+[Note: rewinding] A run that rewinds loads its last checkpoint in place, like a resumed run, and repeats the steps up
 to the bad one bit for bit. Skipped samples count as consumed: they advance the batch-size schedule and --train-samples,
 but not the learning rate.
 """
@@ -63,7 +63,7 @@ def skip_step(run: TrainingRun, error: RuntimeError) -> None:
 def rewind_from_non_finite(run: TrainingRun, error: RuntimeError) -> None:
     """Rewinds to the last checkpoint and marks the batch of this step as skipped; raises `error` if it cannot."""
     run.recovery.skipped_positions.add(run.state.consumed_train_samples)
-    _rewind(run, error, skips="the data of that step is skipped")
+    _rewind(run, error, skips="skipping the data of that step")
 
 
 def watch_loss(run: TrainingRun, report: StepReport) -> bool:
@@ -81,12 +81,12 @@ def watch_loss(run: TrainingRun, report: StepReport) -> bool:
         f"{name} {loss:.6g} at iteration {report.iteration} is more than --loss-spike-rewind {factor:g} times the "
         f"median of the last {len(recent)} steps, {statistics.median(recent):.6g}"
     )
-    _rewind(run, error, skips="the data since then is skipped", position=run.state.consumed_train_samples)
+    _rewind(run, error, skips="skipping the data since then", position=run.state.consumed_train_samples)
     return True
 
 
 def is_spike(loss: float, recent: Sequence[float], *, factor: float) -> bool:
-    """Whether a loss is more than `factor` times the median of recent losses, once there are enough of them."""
+    """Tells whether a loss is more than `factor` times the median of recent losses, once there are enough of them."""
     return len(recent) >= _MIN_LOSSES and loss > factor * statistics.median(recent)
 
 
@@ -107,11 +107,11 @@ def _rewind(run: TrainingRun, error: RuntimeError, *, skips: str, position: int 
     recovery, save = run.recovery, run.checkpoint.save
     assert save is not None, "checked with the flags"
     if not recovery.may_rewind():
-        raise type(error)(f"{error}. The run has rewound {recovery.num_rewinds} times already (--max-rewinds)")
+        raise type(error)(f"{error}. The run has already rewound {recovery.num_rewinds} times (--max-rewinds)")
     # A pending save may become the latest checkpoint.
     run.saves.finish()
     if not any(any_rank_sync(bool(complete_iterations(Path(save))))):
-        raise type(error)(f"{error}. The run cannot rewind: it has saved no checkpoint in --save {save} yet")
+        raise type(error)(f"{error}. The run cannot rewind: it has not saved a checkpoint in --save {save} yet")
     recovery.num_rewinds += 1
     came_from = run.state.iteration
     run.steps.discard_gradients()
@@ -122,6 +122,6 @@ def _rewind(run: TrainingRun, error: RuntimeError, *, skips: str, position: int 
     position_data(run)
     run.callbacks.on_rewind(run.state.iteration)
     print_rank_0(
-        f"  {error}: rewinding from iteration {came_from} to {run.state.iteration}, {skips} "
-        f"(rewind {recovery.num_rewinds} of at most {recovery.config.max_rewinds})"
+        f"  {error}: rewinding from iteration {came_from} to {run.state.iteration}, {skips} (rewind "
+        f"{recovery.num_rewinds} of at most {recovery.config.max_rewinds})"
     )

@@ -1,4 +1,4 @@
-"""TrainingRun: the parts and counters of a run, built once by setup.py and passed to functions as an argument."""
+"""Defines TrainingRun, the components and counters of a run, built once by setup.py and passed to functions."""
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
@@ -43,17 +43,17 @@ class Recovery:
     skipped_positions: set[int] = field(default_factory=set)
 
     def may_skip(self) -> bool:
-        """Whether the latest bad step may be skipped; call after counting it."""
+        """Tells whether the latest bad step may be skipped. Call it after counting the step."""
         return self.config.non_finite_policy == "skip" and self.num_skipped_in_a_row <= _MAX_SKIPPED_IN_A_ROW
 
     def may_rewind(self) -> bool:
-        """Whether the run may rewind to a checkpoint once more."""
+        """Tells whether the run may rewind to a checkpoint once more."""
         return self.num_rewinds < self.config.max_rewinds
 
 
 @dataclass(frozen=True, kw_only=True)
 class NonLossData:
-    """A script's functions for data of evaluations that is no loss, as in Megatron-LM.
+    """A script's functions for evaluation data other than losses, as in Megatron-LM.
 
     collect: maps the model's chunks to data, on every rank. Without it, if there is `process`, one more global batch
     runs forward (with --full-validation, all of them), and the loss function is called with non_loss_data=True; the
@@ -74,8 +74,8 @@ class NonLossData:
 class EvaluationSet:
     """Data that an evaluation reads.
 
-    iterator: None on ranks that read no batches. name: in logs, if there are several validation sets.
-    num_microbatches: micro-batches of each rank in each global batch of an evaluation.
+    iterator: None on ranks that read no batches. name: used in logs if there are several validation sets.
+    num_microbatches: microbatches of each rank in each global batch of an evaluation.
     """
 
     iterator: Iterator[Any] | None
@@ -85,7 +85,7 @@ class EvaluationSet:
 
 @dataclass(kw_only=True)
 class TrainingRun:
-    """The parts of one run and its counters; the iterators are set once the data position is known."""
+    """The components of one run and its counters. The iterators are set once the data position is known."""
 
     args: argparse.Namespace
     training: TrainingConfig
@@ -95,7 +95,7 @@ class TrainingRun:
     scheduler: OptimizerParamScheduler | None
     batches: NumMicroBatches
     steps: StepRunner
-    expert_memory: ExpertMemory | None  # None: experts are dropless
+    expert_memory: ExpertMemory | None  # None: no fixed-size expert memory
     groups: ProcessGroupCollection
     device: torch.device
     state: TrainState
@@ -108,7 +108,7 @@ class TrainingRun:
     meters: Sequence[Meter] = ()
     non_loss_data: NonLossData = field(default_factory=NonLossData)
     datasets: Sequence[Any] = ()  # train, valid and test
-    num_workers: int = 0  # processes that read the datasets
+    num_workers: int = 0  # worker processes that read the datasets
     train_iterator: Iterator[Any] | None = None
     valid_sets: Sequence[EvaluationSet] = ()
     test_set: EvaluationSet | None = None
@@ -125,12 +125,12 @@ class TrainingRun:
 
     @property
     def evaluation_batch_size(self) -> int:
-        """Samples of an evaluation's batch over all ranks: by default the final size of training's batches."""
+        """Samples per evaluation batch over all ranks; by default the final size of the training batches."""
         return self.training.eval_global_batch_size or self.batches.running.final_size
 
     @property
     def evaluation_microbatches(self) -> int:
-        """Forward passes of one rank for a batch of an evaluation."""
+        """Forward passes of one rank for an evaluation batch."""
         return self.evaluation_batch_size // self.batches.samples_per_round
 
     @property
@@ -139,12 +139,12 @@ class TrainingRun:
         return self.training.train_iters or 0
 
     def is_due(self, interval: int | None) -> bool:
-        """Whether an action that runs every `interval` steps is due after this step; never for None."""
+        """Tells whether an action that runs every `interval` steps is due after this step; never for None."""
         return interval is not None and self.state.iteration % interval == 0
 
     @property
     def owes_evaluation(self) -> bool:
-        """Whether an evaluation is due and not done. A run that a signal stops leaves it to the resumed run."""
+        """Tells whether an evaluation is due and not done. A run stopped by a signal leaves it to the resumed run."""
         is_due = self.is_due(self.training.eval_interval) and self.state.evaluated_iteration < self.state.iteration
         return is_due and self.state.iteration >= (self.training.start_eval_at_iter or 0)
 
@@ -196,7 +196,7 @@ class TrainingRun:
         self.args.consumed_train_samples = self.state.consumed_train_samples
 
     def save_checkpoint(self) -> None:
-        """Writes a checkpoint under --save, if given, or starts to with --async-save. Collective.
+        """Writes a checkpoint to --save, if given, or starts writing it with --async-save. Collective.
 
         If it cannot be written, prints a warning and continues.
         """
@@ -204,7 +204,7 @@ class TrainingRun:
             self.saves.save(self.state.iteration, self._begin_save)
 
     def save_last_checkpoint(self) -> None:
-        """Writes a checkpoint under --save, unless the newest one has the current state. Collective.
+        """Writes a checkpoint to --save, unless the newest one has the current state. Collective.
 
         Raises CheckpointError on every rank if it cannot be written.
         """

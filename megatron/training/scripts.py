@@ -1,4 +1,4 @@
-"""The calls of scripts written for Megatron-LM, over this package's own functions. Nothing inside megatron/ calls them.
+"""Provides the functions that scripts written for Megatron-LM call. Nothing inside megatron/ calls them.
 
 Their arguments are Megatron-LM's, and they read get_args(). training.py re-exports them, and reads pretrain()'s
 arguments with script_of_call.
@@ -56,12 +56,12 @@ def script_of_call(
     model_provider: ModelProvider | None,
     process_non_loss_data_func: Callable[..., Any] | None,
 ) -> Script:
-    """Reads pretrain()'s first arguments, which differ between versions of Megatron-LM.
+    """Interprets pretrain()'s first arguments, which differ between versions of Megatron-LM.
 
-    Released versions begin with two functions, the providers of datasets and of the model; their fifth argument, if it
-    is given by position, is process_non_loss_data_func. The main branch begins with the configuration of the run, and
-    gives the model's provider fifth, or leaves it out for the GPT that the arguments describe. A call by keywords may
-    leave cfg_container out. Raises ValueError that names the argument.
+    Released versions begin with two functions, the providers of datasets and of the model; a fifth positional argument
+    is process_non_loss_data_func. The main branch begins with the configuration of the run, and gives the model
+    provider as the fifth argument, or omits it for the GPT that the arguments describe. A call with keywords may omit
+    cfg_container. Raises ValueError naming the argument.
     """
     args: argparse.Namespace | None = None
     datasets_provider: Any = train_valid_test_dataset_provider
@@ -76,8 +76,8 @@ def script_of_call(
         args, provider = cfg_container, model_provider or _provide_gpt
     elif cfg_container is not None:
         raise ValueError(
-            f"cfg_container is a {type(cfg_container).__name__}: must be the arguments of parse_args, or None for "
-            "those of the command line; in a released version's call the first argument is the datasets' provider"
+            f"cfg_container is a {type(cfg_container).__name__}: must be the result of parse_args, or None for the "
+            "command line; calls of released versions begin with the dataset provider"
         )
     _check_model_type(model_type)
     functions: dict[str, Any] = {
@@ -103,7 +103,7 @@ def _provide_gpt(pre_process: bool = True, post_process: bool = True, vp_stage: 
 
 
 def update_train_iters(args: argparse.Namespace) -> None:
-    """Sets args.train_iters of a run that is limited by --train-samples; leaves other runs as they are."""
+    """Sets args.train_iters of a run that is limited by --train-samples, and leaves other runs unchanged."""
     if args.train_samples is not None:
         args.train_iters = batch_sizes(args).running.iterations_within(args.train_samples, consumed=0)
 
@@ -115,7 +115,7 @@ def get_model(
     config: Any = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> list[nn.Module]:
-    """Builds this rank's model chunks as the arguments say, on its device. Collective, see build_model.
+    """Builds this rank's model chunks from the arguments, on its device. Collective (see build_model).
 
     wrap_with_ddp: wrap them for data parallelism. config, pg_collection: passed to model_provider_func unless they are
     None. pg_collection: must be parallel_state's groups.
@@ -188,23 +188,25 @@ def train_step(
     pg_collection: ProcessGroupCollection | None = None,
     p2p_communicator: None = None,
 ) -> tuple[dict[str, Tensor], int, bool, bool, int, float | None, float | None]:
-    """Runs one step of a script's own loop over a global batch. Collective over all ranks.
+    """Runs one step of a custom training loop over a global batch. Collective over all ranks.
 
     Returns losses, whether the update was skipped (0 or 1), whether to save and whether to exit (both False), an exit
     code (0), the norm of the gradients and their number of zeros, None where they were not computed. losses: on the
     last pipeline stage, the mean of each over the global batch, [], fp64; empty on other stages. config: must be the
-    model's. iteration: no effect. The loop of pretrain() also retries a step that overflowed an expert's buffer; this
+    model's. iteration: no effect. The loop of pretrain() also retries a step that overflowed an expert buffer; this
     function is for models without such buffers. Raises ValueError for them, and for a config of another model.
     """
     args = get_args()
     _check_groups("train_step", pg_collection)
-    require_defaults("train_step", "stages exchange tensors in one way", p2p_communicator=(p2p_communicator, None))
+    require_defaults(
+        "train_step", "all stages exchange tensors in the same way", p2p_communicator=(p2p_communicator, None)
+    )
     if config is not None and config is not get_model_config(model[0]):
-        raise ValueError("train_step: config is not the model's: pass get_model_config(model[0])")
+        raise ValueError("train_step: config does not belong to the model: pass get_model_config(model[0])")
     if args.moe_expert_rank_capacity_factor is not None:
         raise ValueError(
-            f"--moe-expert-rank-capacity-factor is {args.moe_expert_rank_capacity_factor}: a step that overflows these "
-            "buffers is retried by pretrain() alone; call it, or leave the flag out"
+            f"--moe-expert-rank-capacity-factor is {args.moe_expert_rank_capacity_factor}: only pretrain() can "
+            "retry a step that overflows these buffers; call it, or leave the flag out"
         )
     optimizer.zero_grad()
     reports = forward_backward_func(
@@ -241,4 +243,6 @@ def _check_groups(call: str, pg_collection: ProcessGroupCollection | None) -> No
     if pg_collection is not None and not (
         model_parallel_is_initialized() and pg_collection.tp is get_process_groups().tp
     ):
-        raise ValueError(f"{call}: pg_collection has other groups than parallel_state: pass None, or those")
+        raise ValueError(
+            f"{call}: pg_collection has other groups than parallel_state: pass None, or parallel_state's groups"
+        )

@@ -1,4 +1,4 @@
-"""Builds the parts of a run from its arguments: tokenizer, model, optimizer, schedule, data.
+"""Builds the components of a run from its arguments: tokenizer, model, optimizer, schedule, data.
 
 training.py has the loop that uses them.
 """
@@ -78,14 +78,15 @@ def setup_run(
     exits: ExitConditions | None = None,
     non_loss_data: NonLossData | None = None,
 ) -> TrainingRun:
-    """Builds all parts of a run except the data, and loads the checkpoint, which sets the data position.
+    """Builds all components of a run except the data, and loads the checkpoint, which sets the data position.
 
     graphs: replaces this process's GPU as the device that captures CUDA graphs, if the flags request them. exits: exit
-    conditions that already listen for the signal; None builds them. non_loss_data: the script's functions for it.
+    conditions that already listen for the signal; None builds them. non_loss_data: the script's functions for data
+    other than losses.
     """
     training, checkpoint = config_from_args(TrainingConfig, args), config_from_args(CheckpointConfig, args)
     logging, faults = config_from_args(LoggingConfig, args), config_from_args(FaultConfig, args)
-    # First, because it raises an error for flags that need a GPU.
+    # Called first, because it raises an error for flags that need a GPU.
     graphs = None if args.cuda_graph_impl == "none" else graphs or graph_device()
     check_folders(args)
     publish_tokenizer(setup_tokenizer(args))
@@ -94,7 +95,8 @@ def setup_run(
     batches = setup_batches(args)
     model = build_model(model_provider, args)
     fit = persistent_fit(model, args)
-    print_rank_0(f"  {fit}")
+    if not (fit.fits and logging.is_compact):
+        print_rank_0(f"  {fit.line}")
     optimizer = scheduler = None
     if not training.skip_train:
         optimizer, scheduler = setup_optimizer(model, args, config_overrides=config_overrides)
@@ -197,7 +199,7 @@ def prepare_expert_memory(run: TrainingRun) -> None:
 
 
 def check_folders(args: argparse.Namespace) -> None:
-    """Raises if a folder cannot be written to, or holds the checkpoints of another run. Collective."""
+    """Raises if a folder is not writable, or holds the checkpoints of another run. Collective."""
     if args.save is not None:
         check_save_folder(args.save, flag="--save")
     if args.tensorboard_dir is not None:
@@ -272,7 +274,7 @@ def build_model(
 
     model_provider is called for each chunk with pre_process and post_process, and with vp_stage if a stage has several
     chunks. wrap: False leaves out the wrapper. Raises ValueError on every rank if replicas start from different
-    weights, or do not train the same ones.
+    weights, or train different ones.
     """
     build = partial(_build_on_meta_device if args.init_model_with_meta_device else _build_on_device, model_provider)
     parts = [
@@ -297,7 +299,7 @@ def _build_on_device(model_provider: Callable[..., nn.Module], **position: Any) 
 
 
 def _build_on_meta_device(model_provider: Callable[..., nn.Module], **position: Any) -> nn.Module:
-    """Builds a chunk with parameters on the meta device, and tensors with data (rotary tables) on the device."""
+    """Builds a chunk with parameters on the meta device, and data tensors (rotary tables) on the device."""
     with torch.device("meta"):
         model = model_provider(**position)
     return model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(default_device()))
@@ -375,21 +377,21 @@ def position_data(run: TrainingRun) -> None:
 
 
 def _full_batches(rounds: int, run: TrainingRun) -> list[int]:
-    """Returns the micro-batches of each rank in each global batch of an evaluation; the last may be smaller."""
+    """Returns the microbatches of each rank in each global batch of an evaluation. The last may be smaller."""
     full, rest = divmod(rounds, run.evaluation_microbatches)
     return [run.evaluation_microbatches] * full + [rest] * (rest > 0)
 
 
 def _names_of_sets(sets: Sequence[Any], args: argparse.Namespace) -> Sequence[str | None]:
-    """Returns the names of validation sets: those of the flags, else those of their files, else numbers.
+    """Returns the names of validation sets: from the flags, else from their files, else numbers.
 
     A single set has no name, unless a flag gives one.
     """
     given = args.validation_set_names
     if len(sets) > 1 and not args.multiple_validation_sets:
         raise ValueError(
-            f"the dataset provider returned {len(sets)} validation sets: give --multiple-validation-sets to evaluate "
-            "each, or return one dataset"
+            f"the dataset provider returned {len(sets)} validation sets: add --multiple-validation-sets to "
+            "evaluate each, or return one dataset"
         )
     if given is not None:
         if len(given) != len(sets):
@@ -407,7 +409,7 @@ def _names_of_sets(sets: Sequence[Any], args: argparse.Namespace) -> Sequence[st
 
 
 def _agree_on_sets(run: TrainingRun, num_microbatches: Sequence[int]) -> None:
-    """Adds evaluation sets that other ranks have, because every rank takes part in an evaluation. Collective.
+    """Adds evaluation sets that exist only on other ranks, because every rank takes part in an evaluation. Collective.
 
     A script may give datasets or iterators only to ranks that read batches.
     """

@@ -1,4 +1,4 @@
-"""Startup handshake: the processes of a run find each other and compare their settings before they form any group.
+"""Performs the startup handshake: processes find each other and compare their settings before they form groups.
 
 error_broadcast.py sends errors between them later.
 """
@@ -49,11 +49,11 @@ _MACHINE_SPECIFIC = frozenset(
 def join_process_group(
     config: DistributedConfig, device: torch.device, *, rank: int, settings: Settings, broadcast: ErrorBroadcast | None
 ) -> None:
-    """Initializes torch.distributed from torchrun's environment; a single process needs no address. Collective.
+    """Initializes torch.distributed from torchrun's environment. A single process needs no address. Collective.
 
     rank: used only with --fake-process-group, which neither compares settings nor connects the broadcast, because its
     groups send nothing. settings: see `common_settings`. broadcast: connected if there are other ranks. Raises
-    CommandLineError on every rank if settings differ, and OSError that names ranks that did not arrive in time.
+    CommandLineError on every rank if settings differ, and OSError naming the ranks that did not arrive in time.
     """
     if dist.is_initialized():
         return
@@ -94,7 +94,7 @@ def join_process_group(
 def _backend(config: DistributedConfig, device: torch.device) -> str:
     backend = config.distributed_backend or distributed_backend(device)
     if backend == "nccl" and device.type != "cuda":
-        raise ValueError("--distributed-backend is nccl: this process has no GPU, use gloo or leave the flag out")
+        raise ValueError("--distributed-backend is nccl, but this process has no GPU: use gloo or leave the flag out")
     if backend == "nccl" and config.use_gloo_process_groups:
         # With gloo, host data such as errors and file lists does not wait for the GPU's work.
         return "cpu:gloo,cuda:nccl"
@@ -117,7 +117,9 @@ class Rendezvous:
         """Reads the environment of torchrun or another launcher. Raises ValueError if a variable is missing."""
         missing = [name for name in _RENDEZVOUS if name not in os.environ]
         if missing:
-            raise ValueError(f"WORLD_SIZE is set in the environment, but not {', '.join(missing)}: start with torchrun")
+            raise ValueError(
+                f"WORLD_SIZE is set in the environment, but {', '.join(missing)} is not: start with torchrun"
+            )
         rank = int(os.environ["RANK"])
         return cls(
             host=os.environ["MASTER_ADDR"],
@@ -140,8 +142,8 @@ class Rendezvous:
         store = self._connect_to_listener(timeout)
         if store is None:
             raise OSError(
-                f"{self.host}:{self.port} (MASTER_ADDR and MASTER_PORT) is answered by another program than this run's "
-                "rank 0 or its torchrun: give a MASTER_PORT that is free"
+                f"{self.host}:{self.port} (MASTER_ADDR and MASTER_PORT) is used by another program than this run's "
+                "rank 0 or its torchrun: choose a free MASTER_PORT"
             )
         # Separates this attempt's keys from those of earlier ones. The prefix includes the number of ranks, because
         # torchrun does not count a restart when a node joins.
@@ -150,8 +152,8 @@ class Rendezvous:
     def _cannot_serve(self, error: dist.DistNetworkError) -> str:
         if "EADDRINUSE" in str(error):
             return (
-                f"MASTER_PORT is {self.port}, and another program uses that port of this machine: give another, or end "
-                "that program (an earlier run, perhaps)"
+                f"MASTER_PORT is {self.port}, but another program on this machine uses that port: choose another, "
+                "or end that program (perhaps an earlier run)"
             )
         return f"cannot listen at {self.host}:{self.port} (MASTER_ADDR and MASTER_PORT): {str(error).splitlines()[0]}"
 
@@ -167,7 +169,7 @@ class Rendezvous:
                         f"no process answers at {self.host}:{self.port} (MASTER_ADDR and MASTER_PORT) within "
                         f"{_minutes(timeout)}, where rank 0 or its torchrun should be"
                     ) from error
-                # There is no event for another machine that begins to listen.
+                # No event signals that another machine begins to listen.
                 time.sleep(_RETRY_SECONDS)
             else:
                 return
@@ -183,7 +185,7 @@ class Rendezvous:
                     dist.TCPStore(self.host, self.port, self.world_size, False, _ANSWER_WITHIN, wait_for_workers=False)
                 )
 
-        # torch waits forever for an answer, and cannot be interrupted.
+        # torch would wait forever for an answer, and cannot be interrupted.
         thread = threading.Thread(target=connect, daemon=True)
         thread.start()
         thread.join(_ANSWER_WITHIN.total_seconds())
@@ -210,7 +212,7 @@ def _prefix_of_visit(store: dist.Store, rank: int) -> str:
 
 def common_settings(args: argparse.Namespace) -> dict[str, str]:
     """Returns the settings that all ranks must share, by flag, as text. File paths count only as given or not."""
-    settings = {"WORLD_SIZE": str(args.world_size), "the version of torch": str(torch.__version__)}
+    settings = {"WORLD_SIZE": str(args.world_size), "the torch version": str(torch.__version__)}
     for flag in shown_flags(args, flag_table()):
         value = vars(args)[flag.dest]
         given = "given" if flag.dest in _MACHINE_SPECIFIC and value is not None else json.dumps(yaml_of_value(value))
@@ -221,15 +223,15 @@ def common_settings(args: argparse.Namespace) -> dict[str, str]:
 def agree_on_settings(store: dist.Store, settings: Settings, *, rank: int, world_size: int) -> None:
     """Waits until all ranks have arrived, and compares their settings. Sends a few requests per rank.
 
-    Raises CommandLineError, with the same message on every rank, that names ranks that differ from most others, and
-    OSError that names ranks that did not arrive within the store's timeout.
+    Raises CommandLineError with the same message on every rank, naming the ranks that differ from the majority, and
+    OSError naming the ranks that did not arrive within the store's timeout.
     """
     text = json.dumps(settings)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     # Equal settings have the same key.
     store.set(digest, text)
     if store.add(f"processes of rank {rank}", 1) > 1:
-        store.set("verdict", f"RANK is {rank} in several processes: each needs its own; torchrun sets it")
+        store.set("verdict", f"RANK is {rank} in several processes: each needs its own rank; torchrun sets it")
     store.set(f"rank {rank}", digest)
     if store.add("num arrivals", 1) == world_size:
         store.compare_set("verdict", "", _difference(store, world_size) or _ALL_IS_WELL)
@@ -238,8 +240,8 @@ def agree_on_settings(store: dist.Store, settings: Settings, *, rank: int, world
     except dist.DistStoreError as error:
         late = [str(other) for other in range(world_size) if not store.check([f"rank {other}"])]
         raise OSError(
-            f"rank {', '.join(late)} did not arrive in time (--distributed-timeout-minutes): was not started, has "
-            "ended, or has another MASTER_ADDR or MASTER_PORT"
+            f"rank {', '.join(late)} did not arrive in time (--distributed-timeout-minutes): it was not started, "
+            "has ended, or has another MASTER_ADDR or MASTER_PORT"
         ) from error
     if verdict != _ALL_IS_WELL:
         raise CommandLineError(verdict)

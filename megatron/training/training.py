@@ -1,6 +1,6 @@
-"""pretrain(), the training loop, a training step, and evaluation: the events of a run in order.
+"""Contains pretrain(), the training loop, a training step, and evaluation: the events of a run in order.
 
-setup.py builds the parts. Schedules, optimizer and checkpoints are implemented elsewhere.
+setup.py builds the components. Schedules, optimizer and checkpoints are implemented elsewhere.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def pretrain(
     """Trains the model that the command line describes, or only evaluates it with --skip-train.
 
     The first five arguments may be those of a released Megatron-LM, `pretrain(datasets_provider, model_provider,
-    model_type, forward_step_func, process_non_loss_data_func)`, or those of its main branch, see script_of_call.
+    model_type, forward_step_func, process_non_loss_data_func)`, or those of its main branch (see script_of_call).
 
     cfg_container: parsed arguments; None means those of the command line. train_valid_test_dataset_provider: maps the
     numbers of train, valid and test samples to three datasets, or to three iterators with --dataloader-type external;
@@ -175,7 +175,7 @@ def _plan(
     *,
     config_overrides: ConfigOverrides | None,
 ) -> None:
-    """Prints the plan of a run instead of training. read: parses the command line with further words at its end."""
+    """Prints the plan of a run instead of training. read: parses the command line with further words appended."""
     if print_plan is None:
         raise CommandLineError(
             "--dry-run is given, but this script passes no planner to pretrain(): call it with "
@@ -219,14 +219,14 @@ def train(run: TrainingRun) -> ExitReason | None:
             run.save_last_checkpoint()
     run.callbacks.on_train_end()
     if started_at >= run.train_iters:
-        print_rank_0(f"  nothing to train: iteration {started_at} of --train-iters {run.train_iters} is reached")
+        print_rank_0(f"  nothing to train: iteration {started_at} has already reached --train-iters {run.train_iters}")
     if reason is not None:
         print_rank_0(f"  exiting at iteration {state.iteration}: {reason.value}")
     return reason
 
 
 def _step_or_rewind(run: TrainingRun) -> tuple[StepReport, ExitReason | None] | None:
-    """Runs a training step; returns None if it was bad and the run has gone back to a checkpoint."""
+    """Runs a training step. Returns None if the step was bad and the run has rewound to a checkpoint."""
     skip_batches(run)
     try:
         report, reason = run_step(run)
@@ -241,12 +241,14 @@ def _step_or_rewind(run: TrainingRun) -> tuple[StepReport, ExitReason | None] | 
 def _skip_iteration(run: TrainingRun) -> ExitReason | None:
     """Reads the batches of a step of --iterations-to-skip without training on them; returns the reason to end the run.
 
-    The step and the data position advance, the learning rate does not.
+    The step and the data position advance, but the learning rate does not.
     """
     skip_batches(run)
     run.steps.skip(run.train_iterator, num_microbatches=run.num_microbatches)
     run.count_iteration()
-    print_rank_0(f"  iteration {run.state.iteration} is skipped: --iterations-to-skip has {run.state.iteration - 1}")
+    print_rank_0(
+        f"  iteration {run.state.iteration} is skipped, because --iterations-to-skip contains {run.state.iteration - 1}"
+    )
     return ExitReason.SIGNAL if run.exit_conditions.signalled_anywhere_sync() else None
 
 
@@ -271,7 +273,7 @@ def _end_step(run: TrainingRun, report: StepReport | None, *, reason: ExitReason
 
 @trace_range("run_step")
 def run_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
-    """Runs an optimizer step over a global batch; returns its report, and the reason of any rank to stop.
+    """Runs an optimizer step over a global batch. Returns its report, and the reason of any rank to stop.
 
     Raises NonFiniteLossError or NonFiniteGradientError on every rank, before any update, unless the check is off or the
     step may be skipped.
@@ -388,7 +390,7 @@ def evaluate_test(run: TrainingRun) -> None:
 
 
 def _process_non_loss_data(run: TrainingRun, evaluated: EvaluationSet) -> None:
-    """Collects data that is no loss in evaluation mode and passes it to the script's function. Collective."""
+    """Collects non-loss data in evaluation mode and passes it to the script's function. Collective."""
     functions = run.non_loss_data
     if functions.collect is None and functions.process is None:
         return
@@ -398,7 +400,7 @@ def _process_non_loss_data(run: TrainingRun, evaluated: EvaluationSet) -> None:
         if functions.collect is not None:
             data = functions.collect(run.model)
         else:
-            # The next evaluation reads on after these batches; a full one starts at the first sample again.
+            # The next evaluation continues after these batches. A full one starts at the first sample again.
             batches = evaluated.num_microbatches if run.args.full_validation else evaluated.num_microbatches[-1:]
             data = []
             for num_microbatches in batches:

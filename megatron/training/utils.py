@@ -50,12 +50,12 @@ _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids"
 
 
 def is_rank0() -> bool:
-    """Whether this is the first rank, or there is only this process."""
+    """Tells whether this is the first rank or the only process."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def is_last_rank() -> bool:
-    """Whether this is the last rank, or there is only this process."""
+    """Tells whether this is the last rank or the only process."""
     return not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
 
 
@@ -66,7 +66,8 @@ def print_rank_last(message: str) -> None:
 
 
 def is_first_or_last_pipeline_stage(vp_stage: int | None) -> bool:
-    """Whether this rank reads tokens or computes the loss; with several chunks per stage, whether that chunk does.
+    """Tells whether this rank reads tokens or computes the loss; with several chunks per stage, whether that chunk
+    does.
 
     vp_stage: the chunk; None means any of the rank's chunks.
     """
@@ -75,11 +76,11 @@ def is_first_or_last_pipeline_stage(vp_stage: int | None) -> bool:
 
 
 def get_batch_on_this_tp_rank(data_iterator: Iterator[Any] | None, mtp_on_this_rank: bool = False) -> dict[str, Any]:
-    """Reads a micro-batch on the first tensor-parallel rank, and returns it on all of them. Collective over them.
+    """Reads a microbatch on the first tensor-parallel rank and returns it on all of them. Collective over them.
 
     data_iterator: read on the first rank only, so it may be None on the others. Returns all items of the batch on this
     process's device: tokens, labels, position_ids [B, S] int64, loss_mask [B, S] fp32, attention_mask [B, 1, S, S]
-    bool, each None if the data lacks it, and whatever else the data has; cu_seqlens stays on the CPU.
+    bool, each None if the data lacks it, and any other items of the data; cu_seqlens stays on the CPU.
     mtp_on_this_rank: no effect, because tokens and labels are returned on the first and on the last stage.
     Raises ValueError on every rank if the first one has no iterator.
     """
@@ -88,7 +89,7 @@ def get_batch_on_this_tp_rank(data_iterator: Iterator[Any] | None, mtp_on_this_r
     is_alone = group_size(group) == 1 or is_fake(group)
     batch = dict(next(data_iterator)) if data_iterator is not None and (is_alone or group_rank(group) == 0) else None
     if is_alone and batch is not None:
-        # Kernels are launched with lengths between borders, which would have to be read back from a GPU.
+        # Kernels are launched with the lengths between boundaries, which would have to be read back from a GPU.
         received = {key: value if key == "cu_seqlens" else _on_device(value) for key, value in batch.items()}
     else:
         received = _received_from_first(batch, group)
@@ -114,8 +115,8 @@ def _received_from_first(batch: dict[str, Any] | None, group: dist.ProcessGroup 
     small, layout = told
     if small is None:
         raise ValueError(
-            "data_iterator is None on the first tensor-parallel rank: it must have the data; call get_batch on the "
-            "first and the last stage only, see is_first_or_last_pipeline_stage"
+            "data_iterator is None on the first tensor-parallel rank: it must have the data; call get_batch on "
+            "the first and the last stage only (see is_first_or_last_pipeline_stage)"
         )
     sizes = [shape.numel() * dtype.itemsize for _, shape, dtype in layout]
     message = torch.empty(sum(sizes), dtype=torch.uint8, device=default_device())
@@ -158,7 +159,8 @@ def get_batch_on_this_cp_rank(
 ) -> dict[str, torch.Tensor]:
     """Returns this rank's tokens of a batch: [B, S / size, ...] for tensors [B, S, ...], any dtype and device.
 
-    cu_seqlens keep the boundaries of whole samples. cp_group: None for parallel_state's. Raises ValueError for masks.
+    cu_seqlens keeps the boundaries of whole samples. cp_group: None means parallel_state's group. Raises ValueError for
+    masks.
     """
     return slice_batch(batch, existing_process_groups().cp if cp_group is None else cp_group)
 
@@ -175,7 +177,7 @@ def average_losses_across_data_parallel_group(losses: list[torch.Tensor]) -> tor
 
 
 def get_blend_and_blend_per_split(args: argparse.Namespace) -> tuple[Blend | None, list[Blend | None] | None]:
-    """Returns the fields blend and blend_per_split of dataset configurations from the flags that name data."""
+    """Returns the fields blend and blend_per_split of dataset configurations from the data flags."""
     config = config_from_args(DataConfig, args)
     return config.read_blend(), config.blend_per_split()
 
@@ -197,7 +199,7 @@ def calc_params_l2_norm(model: nn.Module | Sequence[nn.Module], force_create_fp3
 
 
 def reduce_max_stat_across_model_parallel_group(stat: float | None) -> float | None:
-    """Returns the largest value of a statistic that only some model-parallel ranks have. Collective over them.
+    """Returns the maximum of a statistic that only some model-parallel ranks have. Collective over them.
 
     stat: a number, or None if this rank lacks it. Returns None if all ranks lack it.
     """

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import yaml
 
+from megatron.tools.gate.fault import Fault
 from tests.device_model.host import on_modelled_gpus
 from tests.device_model.rows import Modelled, Row, all_rows, train
-from tools.gate.fault import Fault
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULTS = Path(__file__).with_name("faults.yaml")

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
+from megatron.tools.capture_configurations import CONFIGURATIONS
+from megatron.tools.gate.cases import CASES, PRETRAIN, RUN, TAPES, Case
 from tests.device_model.host import on_modelled_gpus
-from tools.capture_configurations import CONFIGURATIONS
-from tools.gate.cases import CASES, PRETRAIN, RUN, TAPES, Case
 
 if TYPE_CHECKING:
     from tests.device_model.device import Device

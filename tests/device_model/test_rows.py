@@ -114,7 +114,7 @@ def test_a_row_of_the_stash_does_what_its_name_says(name: str) -> None:
 
 
 def test_rows_have_every_configuration_of_the_table_that_needs_no_other_gpus() -> None:
-    from tools.capture_configurations import CONFIGURATIONS
+    from megatron.tools.capture_configurations import CONFIGURATIONS
 
     expected = {name for name, one in CONFIGURATIONS.items() if not one.needs_gpu}
     expected -= {"Muon in the graph", "the same in the graph"}  # the command line refuses them

@@ -129,7 +129,7 @@ def test_a_bad_step_is_skipped_or_gone_back_from_as_if_its_batch_were_not_there(
         # Where gradients add up until the end, one small parameter's are looked at as they come.
         bad += r"decoder\.layers\.0\.input_layernorm\.weight \(since microbatch 1, counted from 0, of 2\)"
     assert re.search(rf"iteration {BAD_STEP} is skipped: .*{bad}", printed), printed
-    words = rf"{bad}.*: rewinding from iteration {BAD_STEP - 1} to 2, the data of that step is skipped \(rewind 1 of"
+    words = rf"{bad}.*: rewinding from iteration {BAD_STEP - 1} to 2, skipping the data of that step \(rewind 1 of"
     assert re.search(words, printed), printed
 
 
@@ -162,7 +162,7 @@ def test_a_loss_spike_goes_back_and_leaves_out_the_data_since(
     run_on_ranks(_go_back_from_a_spike, RANKS, str(tmp_path))
     printed = capsys.readouterr().out
     words = r"lm loss [\d.]+ at iteration 7 is more than --loss-spike-rewind 3 times the median of the last 6 steps"
-    assert re.search(words + r".*: rewinding from iteration 7 to 4, the data since then is skipped", printed), printed
+    assert re.search(words + r".*: rewinding from iteration 7 to 4, skipping the data since then", printed), printed
 
 
 def test_a_spike_is_told_by_the_median_of_twenty_losses_at_least() -> None:
@@ -180,7 +180,7 @@ def _end_after_too_many(folder: str) -> None:
 
     with started_run(command_line(flags), forward_step=forward_step) as run:
         run.callbacks = CallbackList()
-        with pytest.raises(NON_FINITE, match=r"rewound 2 times already \(--max-rewinds\)"):
+        with pytest.raises(NON_FINITE, match=r"already rewound 2 times \(--max-rewinds\)"):
             train(run)
 
 

@@ -7,11 +7,11 @@ from unittest.mock import patch
 import pytest
 
 from megatron.core.transformer.mlp import MLP
+from megatron.tools.capture_configurations import CONFIGURATIONS, DENSE, words_of
+from megatron.tools.check_capture import breaks_of, main
+from megatron.tools.write_capture_table import PAGE, Verdict, documented, measure, names_of, row, table
 from tests.counts import long_count
 from tests.harness import launch_on_ranks, run_on_ranks
-from tools.capture_configurations import CONFIGURATIONS, DENSE, words_of
-from tools.check_capture import breaks_of, main
-from tools.write_capture_table import PAGE, Verdict, documented, measure, names_of, row, table
 
 RECOMPUTED = ["--recompute-granularity", "random.py", "fused_bias_dropout.py", "fused_bias_dropout.py"]
 # What is named in each case: files of lines, or flags.

@@ -143,7 +143,7 @@ def change_parameters(rank, change):
     return None
 
 
-CHANGES = ("added", "replaced", "removed", "frozen", "moved, converted or given other data")
+CHANGES = ("added", "replaced", "removed", "frozen", "moved, converted or assigned other data")
 
 
 def changes():
@@ -162,7 +162,7 @@ def test_b24_b33_parameters_that_change_after_wrapping_are_named_on_all_ranks():
 DIFFERENCES = {
     "shape": r"parameter 1.weight is \[5, 3\] torch.float32, requires grad on ranks 0, 1 and \[4, 3\] torch",
     "name": "parameter 1.extra is no such parameter on ranks 0, 1 and .* on rank 2",
-    "frozen": "parameter 0.bias is .*, requires grad on ranks 0, 1 and .*, needs no grad on rank 2",
+    "frozen": "parameter 0.bias is .*, requires grad on ranks 0, 1 and .*, requires no grad on rank 2",
     "allreduce": "parameter 0.bias is .* on ranks 0, 1 and .*, requires grad, marked allreduce=False on rank 2",
     "shared_embedding": "parameter 0.bias is .* on ranks 0, 1 and .*, requires grad, marked shared_embedding on rank 2",
     "ddp_debug": "DistributedDataParallelConfig.ddp_debug is False on ranks 0, 1 and True on rank 2: must be the same",

@@ -181,7 +181,7 @@ def _norm_of_copies() -> tuple[float, float | None, float]:
     model = nn.Module()
     model.register_parameter("copied", nn.Parameter(torch.tensor([3.0, 4.0])))
     wrapped = wrap(model, pg_collection=ProcessGroupCollection(embd=groups.embd))
-    with pytest.raises(ValueError, match="muon with tensor_model_parallel_size 4 .*: both must be 1, as muon"):
+    with pytest.raises(ValueError, match="muon with tensor_model_parallel_size 4 .*: both must be 1, because muon"):
         get_megatron_optimizer(OptimizerConfig(optimizer="muon", lr=0.5), [wrapped], pg_collection=groups)
     config = OptimizerConfig(optimizer="sgd", lr=0.5, log_num_zeros_in_grad=True)
     optimizer = get_megatron_optimizer(config, [wrapped], pg_collection=groups)

@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.tools.hugging_face.convert import from_hub
+from megatron.tools.hugging_face.names import hub_tensors
+from megatron.tools.hugging_face.settings import family_of_config, settings_of_config
 from tests.counts import long_count, slow, soak_only
 from tests.distributed.hub_runs import RankStep, first_steps, losses_of_run
 from tests.distributed.parity import Box, layout, put_together, relative_errors
@@ -28,9 +31,6 @@ from tests.unit_tests.tools.hugging_face.small_hub import (
     small_model,
     small_settings,
 )
-from tools.hugging_face.convert import from_hub
-from tools.hugging_face.names import hub_tensors
-from tools.hugging_face.settings import family_of_config, settings_of_config
 
 STEPS = long_count(8, soak=20)
 LOGITS, GRADIENTS, LOSSES = 1e-4, 1e-3, 1e-4

@@ -66,4 +66,4 @@ def test_launches_at_the_end_hide_nothing_and_one_bucket_has_nothing_to_hide():
     for *_, late in run_on_ranks(overlaps_of_late_launches, 2):
         assert late.overlap["hidden_share"] == 0.0 and late.overlap["launched_early"] == 0
     *_, alone = overlaps(3, {})
-    assert alone.overlap["hidden_share"] is None and "nothing to hide" in alone.notes[0]
+    assert alone.overlap["hidden_share"] is None and "nothing to overlap" in alone.notes[0]

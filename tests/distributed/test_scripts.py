@@ -139,7 +139,7 @@ def model_of_flags(provider: Callable[..., Any] | None) -> list[str]:
         kinds = [type(wrapped[0]).__name__, type(plain[0]).__name__]
         with pytest.raises(ValueError, match="model_type is"):
             get_model(pretrain_gpt.model_provider, ModelType.encoder_and_decoder)
-        with pytest.raises(ValueError, match="config is not the model's"):
+        with pytest.raises(ValueError, match="config does not belong to the model"):
             train_step(pretrain_gpt.forward_step, None, wrapped, None, None, object(), None)
         # A model of the flags, without a provider, in the order of the main branch.
         _, optimizer, _ = setup_model_and_optimizer(KIND)
@@ -332,7 +332,7 @@ def test_wrong_calls_of_pretrain_name_the_argument(call: tuple[Any, ...], messag
 )
 def test_arguments_of_what_is_not_here_are_refused_by_name(call: partial[Any]) -> None:
     name = next(iter(call.keywords))
-    with pytest.raises(ValueError, match=f"{name} is .*; leave it at"):
+    with pytest.raises(ValueError, match=f"{name} is .*; keep the default"):
         call()
 
 

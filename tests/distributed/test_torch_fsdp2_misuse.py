@@ -213,7 +213,7 @@ CHANGES = {
     "out.weight was frozen": _freeze,
     "table.weight was unfrozen": _unfreeze,
     "out.weight was replaced": _replace,
-    "out.weight was moved or given other data": _other_data,
+    "out.weight was moved or assigned other data": _other_data,
     "extra was added": _add,
     "unused.weight was removed": _remove,
 }
@@ -390,7 +390,7 @@ def _refusals() -> None:
     for collection in (nn.ParameterList([torch.ones(4)]), nn.ParameterDict({"gain": torch.ones(4)})):
         mixed = Net()
         mixed.lists = nn.ModuleDict({"a": nn.ModuleList([collection.to(torch.bfloat16)])})
-        with pytest.raises(ValueError, match=r"bfloat16 among others that are float32.* a module of its own"):
+        with pytest.raises(ValueError, match=r"bfloat16 among others that are float32.* a separate module"):
             wrap_net(mixed)
     twice = wrap_net(Net()).module
     for config in (FSDP2, None):
@@ -436,7 +436,7 @@ def _on_older_torch() -> tuple[list[Loss], list[Loss]]:
 def _on_too_old_torch() -> None:
     check_torch()
     delattr(FSDPModule, "set_custom_reduce_scatter")
-    with pytest.raises(ValueError, match=r"no set_custom_reduce_scatter: use_torch_fsdp2 needs torch 2\.11 to 2\.13"):
+    with pytest.raises(ValueError, match=r"no set_custom_reduce_scatter: requires torch 2\.11 to 2\.13"):
         wrap_net(Net())
 
 

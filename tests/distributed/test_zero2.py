@@ -307,7 +307,7 @@ def test_a_rank_holds_its_share_of_gradients_and_the_buckets_under_way(ranks: in
 
 def test_what_has_no_place_with_sharded_gradients_is_refused_by_name() -> None:
     sharded = {"use_distributed_optimizer": True, "shard_gradients": True}
-    with pytest.raises(ValueError, match="shard_gradients is set: needs use_distributed_optimizer"):
+    with pytest.raises(ValueError, match="shard_gradients is set: requires use_distributed_optimizer"):
         DistributedDataParallelConfig(shard_gradients=True)
     with pytest.raises(ValueError, match="ddp_debug and shard_gradients are both set"):
         DistributedDataParallelConfig(**sharded, ddp_debug=True)

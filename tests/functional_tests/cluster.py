@@ -19,8 +19,8 @@ from typing import Any
 
 import yaml
 
+from megatron.tools.ports import free_port
 from tests.functional_tests.launch import ROOT, kill_all, processes_with
-from tools.ports import free_port
 
 SECONDS = 60.0  # for an event that has to come
 STEP = "STEP_OF_THE_TEST"  # in the environment of each process of a job step

@@ -212,7 +212,7 @@ _LOG_LINES = (
     r"  successfully saved checkpoint from iteration +\d+$",
     r"  exiting at iteration \d+: ",
     r"  successfully loaded checkpoint from .* at iteration \d+",
-    r"There is no checkpoint in .*: starting from scratch\.$",
+    r"No checkpoint found in .*: starting from scratch\.$",
 )
 
 

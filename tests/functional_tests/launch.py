@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.tools.ports import free_port
 from tests.harness import RankOutcome, launch_on_ranks
-from tools.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = "pretrain_gpt:main"

@@ -10,13 +10,13 @@ import pytest
 import yaml
 
 from examples import attempt
+from megatron.tools.ports import free_port
 from tests.counts import soak_only
 from tests.functional_tests import cluster, doomed_program, stub_launcher, stub_rank
 from tests.functional_tests.cluster import Job, Pod, Receivers, container_variables
 from tests.functional_tests.doomed_program import attempt_name
 from tests.functional_tests.expectations import assert_same_checkpoint, assert_same_steps
 from tests.functional_tests.launch import ROOT, Run, left_of, read_log, run_program
-from tools.ports import free_port
 
 LAST, STOPPED_AT = 9, 5
 SCRIPTS = ["examples/slurm.sh", "examples/models/slurm.sh"]
@@ -243,11 +243,11 @@ folder.mkdir(parents=True)
     ("code", "expected", "says"),
     [
         (lambda folder: _save(folder, LAST) + "raise SystemExit(1)", 0, "iteration 9 of 9: finished"),
-        (lambda folder: _save(folder, 3), attempt.CONTINUE, "another attempt goes on from there"),
+        (lambda folder: _save(folder, 3), attempt.CONTINUE, "another attempt continues from there"),
         (
             lambda _: "raise SystemExit(3)",
             3,
-            "has no checkpoint, as at the start: another attempt would get no further",
+            "has no checkpoint, as at the start: another attempt would make no progress",
         ),
         (lambda _: "pass", 1, "as at the start"),
         (lambda _: "import os; os.kill(os.getpid(), 9)", 137, "the command ended with -9"),

@@ -8,16 +8,16 @@ import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatron.tools.checkpoint import main as checkpoint_tool
+from megatron.tools.generate import main as generate
+from megatron.tools.hugging_face.companions import read_config
+from megatron.tools.hugging_face.settings import config_of_settings
 from megatron.training.arguments import parse_args
 from tests.functional_tests.case import Flags, command_line
 from tests.functional_tests.launch import run_program
 from tests.unit_tests.core.tokenizers.vocabularies import TEXT
 from tests.unit_tests.tools.hugging_face.conversions import contents
 from tests.unit_tests.tools.hugging_face.small_hub import model_on, saved
-from tools.checkpoint import main as checkpoint_tool
-from tools.generate import main as generate
-from tools.hugging_face.companions import read_config
-from tools.hugging_face.settings import config_of_settings
 
 MODEL: Flags = {"model": "qwen3-30b-a3b", "model-scale": "tiny"}
 PROMPT, NEW_TOKENS = "hello world", 12

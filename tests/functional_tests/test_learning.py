@@ -10,9 +10,9 @@ from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.data_iterators import build_train_valid_test_datasets
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
+from megatron.tools import preprocess_data, python_corpus, train_tokenizer
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.functional_tests.launch import run_program
-from tools import preprocess_data, python_corpus, train_tokenizer
 
 VOCAB_SIZE, SEQ_LENGTH, STEPS = 512, 64, 80
 SPLIT = "95,5,0"

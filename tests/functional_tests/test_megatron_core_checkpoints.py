@@ -13,12 +13,12 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from megatron.core.dist_checkpointing import StreamReader, VerifiedCheckpoint, verify
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.storage import read_metadata
+from megatron.tools.checkpoint import main as convert
 from megatron.training.checkpointing.megatron_core import megatron_core_values
 from megatron.training.checkpointing.megatron_core_files import STAND_INS, MegatronCoreFiles
 from megatron.training.checkpointing.run_values import load_run_values
 from tests.functional_tests.launch import Run, run_program
 from tests.megatron_core.settings import FLAGS, STEPS, STEPS_IN_ALL, case_flags
-from tools.checkpoint import main as convert
 
 FIXTURES = Path(__file__).parents[1] / "megatron_core" / "fixtures"
 FURTHER = ["--train-iters", str(STEPS_IN_ALL), "--eval-iters", "0"]
@@ -185,7 +185,7 @@ def test_a_run_saves_in_our_format_and_resumes_from_it(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         (["--hidden-size", "32"], "--hidden-size is 32 here, 16 in the checkpoint"),
-        (["--vocab-size", "65"], "the vocabulary has 65 tokens: must be 1 to the 64 rows"),
+        (["--vocab-size", "65"], "the vocabulary has 65 tokens: must be from 1 to 64, the number of rows"),
         (["--optimizer", "sgd"], "checkpoint of another optimizer: --optimizer is sgd here, adam in the checkpoint"),
         (["--lr", "0.5"], "lr"),
         # The same weights, and nothing in the fixture's arguments about the flag.

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron.tools.ports import free_port
 from tests.functional_tests.case import command_line, read_bases
 from tests.functional_tests.expectations import assert_same_steps
 from tests.functional_tests.launch import ROOT, Run, read_log, run_program
-from tools.ports import free_port
 
 NODES = 2
 # Tokens travel between the nodes to their experts and back.

@@ -157,7 +157,7 @@ def test_the_start_says_whether_what_stays_fits(flags: str) -> None:
     assert others == []
     fits, closely, not_at_all = (re.sub(r"[\d.]+ of [\d.]+", "X of Y", line) for line in first)
     what, more = "for weights, gradients and optimizer states", "--dry-run --world-size 2"
-    assert fits == f"fits this machine: X of Y GiB per rank {what}; activations are not counted, see {more}"
+    assert fits == f"fits this machine: X of Y GiB per rank {what}, without activations; see {more}"
     assert closely == fits
     assert not_at_all == f"does NOT fit this machine: X of Y GiB per rank {what}; add {more} to find flags that fit"
 

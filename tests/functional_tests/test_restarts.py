@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from megatron.tools.ports import free_port
 from tests.counts import long_count
 from tests.functional_tests import doomed_program
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.functional_tests.doomed_program import IN_A_SAVE, attempt_name
 from tests.functional_tests.expectations import assert_same_steps
 from tests.functional_tests.launch import ROOT, Run, read_log, run_program
-from tools.ports import free_port
 
 STEPS, RANKS = 12, 2
 FLAGS: Flags = {
@@ -82,7 +82,7 @@ def test_killed_and_hanging_ranks_change_no_loss(seed: int, tmp_path: Path, undi
         assert ("ended inside a save" in run.written()) == (kind == "SIGKILL in a save"), run.written()
     last = _attempt({**flags, "save": saved}, len(faults), tmp_path, faults=faults)
     assert last.exit_codes == [0] * RANKS, last.written()
-    assert f"restart {len(faults)}: going on from --save {saved}" in last.written()
+    assert f"restart {len(faults)}: continuing from --save {saved}" in last.written()
     assert_same_steps(last, undisturbed(flags))
 
 
@@ -122,7 +122,9 @@ def test_a_finetuning_run_restarts_from_its_own_checkpoints(tmp_path: Path) -> N
     faults = {attempt_name(restarts=attempt): [0, step, "SIGKILL", "self"] for attempt, step in enumerate((2, 4))}
     tuned = {**flags, "save": tmp_path / "tuned"}
     # Killed before its first checkpoint, and after it.
-    for attempt, begins in enumerate(("training starts at iteration 0", "training starts at iteration 0", "going on")):
+    for attempt, begins in enumerate(
+        ("training starts at iteration 0", "training starts at iteration 0", "continuing")
+    ):
         run = _attempt(tuned, attempt, tmp_path / "run", faults=faults, ranks=1)
         assert (run.exit_codes == [0]) == (attempt == 2) and begins in run.written(), run.written()
     whole = run_program(command_line({**flags, "save": tmp_path / "whole"}), 1, folder=tmp_path / "whole run")
@@ -201,7 +203,7 @@ def test_the_supervisor_survives_its_launcher_and_ends_what_that_left(tmp_path: 
     written = finished.stdout + finished.stderr
     assert finished.returncode == 0, written
     assert re.search(r"ended with -9; failures since the last new checkpoint: 1\n", written), written
-    assert re.search(r"ending processes that an earlier start left: \d+", written), written
+    assert re.search(r"ending processes of an earlier start: \d+", written), written
     assert len(re.findall(r"\] start \d:", written)) == 2, written
     assert_same_steps(Run([], read_log(tmp_path)), undisturbed(FLAGS, ranks=1))
     # Nothing is left that a later supervisor would take for its own.

@@ -9,14 +9,14 @@ import torch
 
 import pretrain_gpt
 from megatron.core.dist_checkpointing import ShardedTensor, list_tensors, load_items
+from megatron.tools import checkpoint as checkpoint_tool
+from megatron.tools import generate as generate_tool
 from megatron.training.checkpointing.folder import find_checkpoint
 from megatron.training.errors import exit_on_user_error
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.fuzz.checkpoint_damage import DAMAGES, LATEST, Damaged
 from tests.fuzz.judging import Verdict, judged, note_of
 from tests.fuzz.values import Choices
-from tools import checkpoint as checkpoint_tool
-from tools import generate as generate_tool
 
 _TINY: Flags = {
     "num-layers": 1,

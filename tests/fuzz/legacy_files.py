@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing import load_items, model_sharded_tensors
+from megatron.tools import checkpoint as checkpoint_tool
 from megatron.training.checkpointing.folder import TRACKER_FILE
 from tests.fuzz.checkpoint_damage import Harm
 from tests.fuzz.judging import Verdict, judged, note_of
 from tests.fuzz.values import ODD_INTS, ODD_WORDS, Choices, odd_json
 from tests.unit_tests.tools.rank_files import ITERATION, SHAPE, whole_model, write_files
-from tools import checkpoint as checkpoint_tool
 
 _FOLDER = f"iter_{ITERATION:07d}"
 

@@ -17,11 +17,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.tools.gate.jobs import ends_on_signals, export
 from tests.mutants.pytest_runs import EVERYTHING, Limits, run_tests
 from tests.mutants.results import Mutant, Result, Results, Version, print_tables, read_mutants, written_tables
 from tests.mutants.selection import Record, choose_all, choose_without_record
 from tests.mutants.trials import Trials
-from tools.gate.jobs import ends_on_signals, export
 
 ROOT = Path(__file__).resolve().parents[2]
 COLLECTION_SECONDS = 600.0

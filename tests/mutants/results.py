@@ -15,8 +15,8 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from megatron.tools.gate.fault import Fault
 from tests.recording.table import statements_of
-from tools.gate.fault import Fault
 
 PRODUCT = ("megatron", "pretrain_gpt.py")
 NUM_DEAREST = 60  # rows of the list of slow tests

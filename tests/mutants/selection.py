@@ -22,9 +22,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron.tools.gate.fault import Fault
 from tests.mutants.pytest_runs import Chosen
 from tests.recording.table import read_records
-from tools.gate.fault import Fault
 
 FEW = 5
 STRUCTURE = ("tests/structure/test_flag_surface.py", "tests/structure/test_structure.py")

@@ -120,7 +120,11 @@ class Recorder:
             return
         self._coverage.stop()
         data = self._coverage.get_data()
-        lines = {str(Path(name).relative_to(ROOT)): sorted(data.lines(name) or ()) for name in data.measured_files()}
+        found: dict[str, set[int]] = {}
+        for name in data.measured_files():
+            # tools/ is imported through the link megatron/tools.
+            found.setdefault(str(Path(name).resolve().relative_to(ROOT)), set()).update(data.lines(name) or ())
+        lines = {name: sorted(numbers) for name, numbers in found.items()}
         cpu, children = time.process_time(), _children_cpu()
         if self._test or lines:
             line = {

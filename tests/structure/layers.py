@@ -58,7 +58,8 @@ LAYERS = (
     Layer(7, "training", r"megatron\.training(\..+)?"),
     Layer(7, "pages", r"megatron\.pages(\..+)?"),
     Layer(8, "planner", r"megatron\.planner(\..+)?"),
-    Layer(9, "programs", r"(pretrain_gpt|model_provider|gpt_builders|tools|benchmarks|examples)(\..+)?"),
+    Layer(9, "programs", r"(pretrain_gpt|model_provider|gpt_builders|benchmarks|examples)(\..+)?"),
+    Layer(9, "programs", r"megatron\.(__main__|tools)(\..+)?"),
 )
 
 

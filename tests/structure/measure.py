@@ -69,8 +69,9 @@ class Source:
 
     @property
     def module(self) -> str:
-        """Dotted name, that of the package for an __init__.py."""
+        """Dotted name, that of the package for an __init__.py. The link megatron/tools leads to tools/."""
         parts = self.path.with_suffix("").parts
+        parts = ("megatron", *parts) if parts[0] == "tools" else parts
         return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
     @cached_property

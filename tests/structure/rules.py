@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 from tests.structure.layers import folder_cycles, import_cycles, upward_imports
-from tests.structure.measure import AROUND, PRODUCT, Function, Source, dotted, read_sources, words
+from tests.structure.measure import AROUND, PRODUCT, Function, Source, dotted, imported_modules, read_sources, words
 
 GLOBAL_HOLDERS = {
     "megatron/core/parallel_state.py",
@@ -100,6 +100,15 @@ def folder_cycle(sources: list[Source]) -> Iterator[Broken]:
     """No folders below megatron/ import each other in a circle."""
     for circle in folder_cycles(sources):
         yield circle[0], 1, f"import cycle of folders: {' <-> '.join(circle)}"
+
+
+@any_code_rule
+def tools_import(sources: list[Source]) -> Iterator[Broken]:
+    """Code imports the programs of tools/ from megatron.tools, as in the wheel: under `tools` they would load twice."""
+    for source in sources:
+        for module, line in imported_modules(source, frozenset()):
+            if module.split(".")[0] == "tools":
+                yield source.name, line, f"imports {module} instead of megatron.{module}"
 
 
 # State and errors.

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatron.tools.write_flag_docs import DOCS_FILE, SURFACE_FILE, flags_page, surface
 from megatron.training.command_line.flags import (
     KNOWN_FLAGS_FILE,
     MODEL_SHAPE_DESTS,
@@ -21,7 +22,6 @@ from megatron.training.command_line.refusals import HARMLESS, MISSING, NO_EFFECT
 from tests.functional_tests.case import FOLDER, read_bases, read_cases
 from tests.functional_tests.expectations import EXPECTATIONS
 from tests.structure.measure import ROOT
-from tools.write_flag_docs import DOCS_FILE, SURFACE_FILE, flags_page, surface
 
 REWRITE = "run `python -m tools.write_flag_docs` and commit what it writes, if the change is meant"
 UPSTREAM_FILE = ROOT.parent / "shared" / "flags.json"

@@ -22,11 +22,11 @@ from megatron.core.transformer.moe.paged_stash import Counter
 from megatron.planner.stash.routing import RoutingSpan
 from megatron.planner.stash.stages import PlannedRun
 from megatron.planner.stash.walk import walk
+from megatron.tools.run_log import Series
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.callbacks.routing_trace import RoutingHeader
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.routing_traces import write_trace
-from tools.run_log import Series
 
 # Tokens of each of 4 experts, two choices of 32 tokens. The first two experts are on the first rank.
 BALANCED, SKEWED, ALL_ON_ONE = [16, 16, 16, 16], [24, 24, 8, 8], [32, 32, 0, 0]

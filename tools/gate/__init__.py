@@ -1,1 +1,1 @@
-"""The gate: trains small runs with two versions of this project and compares every number; run by same_losses.py."""
+"""Trains small runs with two versions of this project and compares every number. Run by same_losses.py."""

@@ -1,15 +1,16 @@
-"""The cases of the gate: command lines of small runs, by subject. jobs.py runs them, verdict.py judges the results.
+"""Lists the cases of the gate: command lines of small runs, by subject.
 
-To add a case, add a line to its group. In flags, {data} is the folder of the corpora `a` and `b`, and {folder} is the
-case's own folder. If the base does not know the flags of a case yet, add its name to NEW_CASES.
+jobs.py runs them, and verdict.py judges the results. To add a case, add a line to its group. In flags, {data} is the
+folder of the corpora `a` and `b`, and {folder} is the case's own folder. If the base does not know the flags of a case
+yet, add its name to NEW_CASES.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-CHECKPOINTS = "ckpt"  # where a run saves, in its folder
-RESULT = "result.json"  # exit codes and seconds of a case's runs; worker.py writes it when they have ended
+CHECKPOINTS = "ckpt"  # folder to which a run saves, in its own folder
+RESULT = "result.json"  # exit codes and seconds of a case's runs, written by worker.py after they have ended
 PRETRAIN = "pretrain_gpt.py"
 TAPES = "tapes.py"  # pretrain_gpt.py with tapes instead of CUDA graphs
 
@@ -31,11 +32,11 @@ class Case:
 
     @property
     def is_new(self) -> bool:
-        """Whether the base cannot run the case, so that only the head runs it and nothing is compared."""
+        """Tells whether the base cannot run the case, so that only the head runs it and nothing is compared."""
         return self.name in NEW_CASES
 
     def command_lines(self) -> list[str]:
-        """Returns the command lines of the runs that follow each other in the case's folder."""
+        """Returns the command lines of the consecutive runs in the case's folder."""
         if self.program not in (PRETRAIN, TAPES):
             return [self.flags]
         line = f"{self._own_flags()} --save {CHECKPOINTS}"
@@ -56,10 +57,10 @@ class Case:
 
 
 # Cases that the base cannot run: they must run with the head, and nothing is compared. This describes the difference
-# from the current base branch; remove an entry once the base contains the change.
+# from the current base branch. Remove an entry once the base contains the change.
 NEW_CASES: frozenset[str] = frozenset()
 
-# Flags. The last one of a name counts.
+# Section: flags. The last occurrence of a flag counts.
 
 RUN = """
 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 --train-iters 6

@@ -1,4 +1,4 @@
-"""A fault: a text to replace in one file. tools/seeded_faults.py and tests/mutants check that it is noticed."""
+"""Defines a fault: a text to replace in one file. tools/seeded_faults.py and tests/mutants check that it is noticed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault: in `file`, `old` is replaced by `new`. kind: the class of mistake."""
+    """Replacement of `old` by `new` in `file`. kind: the class of mistake."""
 
     name: str
     kind: str
@@ -16,13 +16,15 @@ class Fault:
     new: str
 
     def is_named(self, texts: Sequence[str] | None) -> bool:
-        """Whether its name, kind or file contains one of `texts`; None selects every fault."""
+        """Tells whether its name, kind or file contains one of `texts`; None selects every fault."""
         return texts is None or any(text in part for text in texts for part in (self.name, self.kind, self.file))
 
     def changed(self, text: str) -> str:
         """Returns the file's text with the fault; raises ValueError unless `text` has the old text exactly once."""
         if text.count(self.old) != 1:
-            raise ValueError(f"fault {self.name!r}: its text is {text.count(self.old)} times in {self.file}, must be 1")
+            raise ValueError(
+                f"fault {self.name!r}: its text occurs {text.count(self.old)} times in {self.file}, must be 1"
+            )
         return text.replace(self.old, self.new)
 
     def put_into(self, tree: Path) -> None:

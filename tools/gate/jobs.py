@@ -1,6 +1,6 @@
 """Runs cases with the code of several trees at the same time, in one worker process per tree and one folder per case.
 
-cases.py defines the cases; worker.py is the program of a worker process.
+cases.py defines the cases, and worker.py is the program of a worker process.
 """
 
 import io
@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from tools.gate.cases import CHECKPOINTS, PRETRAIN, RESULT, Case
-from tools.ports import free_port
+from megatron.tools.gate.cases import CHECKPOINTS, PRETRAIN, RESULT, Case
+from megatron.tools.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 GATE = Path(__file__).resolve().parent
@@ -55,7 +55,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Tree:
-    """A version of the project, and the cases that run with it; runs go to the folder `name`."""
+    """A version of the project, and the cases that run with it. Runs go to the folder `name`."""
 
     name: str
     folder: Path
@@ -86,7 +86,7 @@ def export(commit: str, folder: Path, *, root: Path = ROOT) -> Path:
 def write_corpora(folder: Path) -> None:
     """Writes two small .bin/.idx pairs of random documents, the same in every call.
 
-    Does not use this project's writer, because a fault in the head's would affect both trees.
+    Does not use this project's writer, because a fault in the head's writer would affect both trees.
     """
     folder.mkdir()
     for seed, name in enumerate(("a", "b")):
@@ -95,7 +95,7 @@ def write_corpora(folder: Path) -> None:
         lengths = np.array([len(tokens) for tokens in documents], dtype=np.int32)
         ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         np.array(sum(documents, []), dtype=np.uint16).tofile(folder / f"{name}.bin")
-        # Megatron's index: magic, version 1, 8 for uint16, numbers of sequences and of document borders.
+        # Megatron's index: magic, version 1, 8 for uint16, numbers of sequences and of document boundaries.
         head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, len(documents), len(documents) + 1)
         parts = lengths, ends[:-1] * 2, np.arange(len(documents) + 1, dtype=np.int64)
         (folder / f"{name}.idx").write_bytes(head + b"".join(part.tobytes() for part in parts))
@@ -104,8 +104,8 @@ def write_corpora(folder: Path) -> None:
 def run_trees(trees: Sequence[Tree], *, folder: Path, base: str) -> None:
     """Runs all trees at the same time, each case of a tree in main_folder(...) and resumed_folder(...).
 
-    folder: holds corpora in `data`; runs go to it. base: name of the tree whose checkpoints all resume; it is one of
-    these, or has run. Raises RuntimeError if a worker ends before its plan does.
+    folder: holds corpora in `data`, and receives the runs. base: name of the tree whose checkpoints are resumed by all;
+    it is one of these, or has already run. Raises RuntimeError if a worker ends before its plan does.
     """
     at_once = max(1, (os.cpu_count() or 1) // len(trees))
     workers: dict[str, subprocess.Popen[bytes]] = {}
@@ -143,7 +143,7 @@ def _words(line: str, folder: Path, *, place: Path) -> list[str]:
 
 
 def _start_worker(tree: Path, plan: Path) -> "subprocess.Popen[bytes]":
-    # In its own session, so that one signal ends the worker and its ranks; -P keeps worker.py's folder off the path.
+    # Uses its own session, so that one signal ends the worker and its ranks. -P keeps worker.py's folder off the path.
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-P", str(GATE / "worker.py"), str(tree), str(plan)]
     with plan.with_suffix(".txt").open("wb") as output:
@@ -168,8 +168,8 @@ def _kill(worker: "subprocess.Popen[bytes]") -> None:
 
 @contextmanager
 def ends_on_signals() -> Iterator[None]:
-    """In its body SIGTERM and SIGHUP raise SystemExit, so that workers and temporary folders do not outlive the
-    tool.
+    """Converts SIGTERM and SIGHUP to SystemExit inside the block, so that workers and temporary folders do not outlive
+    the tool.
     """
 
     def end(number: int, frame: FrameType | None) -> None:

@@ -1,6 +1,6 @@
 """Compares the runs of a case in two trees: exit codes, every logged value and the final checkpoint.
 
-Values are equal if their JSON texts are, so that floats are compared bitwise. jobs.py makes the runs.
+Values are equal if their JSON texts are, so that floats are compared bitwise. jobs.py runs the cases.
 """
 
 import hashlib
@@ -16,18 +16,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from tools.gate.cases import CHECKPOINTS, RESULT
+from megatron.tools.gate.cases import CHECKPOINTS, RESULT
 
 LOG = "steps.jsonl"
 Renames = tuple[tuple[str, str], ...]
 # (name in the base, name in the head) of a field or a saved entry. A name that ends with a slash renames all names that
-# begin with it. They describe the difference from the current base branch; remove an entry once the base contains the
+# begin with it. They describe the difference from the current base branch. Remove an entry once the base contains the
 # change.
 RENAMES: Renames = ()
 CHECKPOINT_RENAMES: Renames = ()
-# Fields that the head alone may log. Remove an entry, like one of RENAMES, once the base contains the change.
+# Fields that only the head may log. Remove an entry, like one of RENAMES, once the base contains the change.
 NEW_FIELDS: frozenset[str] = frozenset()
-# Logged fields in which two equal runs may differ, and why.
+# Logged fields in which two equal runs may differ, with the reasons.
 EXCLUDED: dict[str, str] = {
     "seconds": "time",
     "tokens_per_second": "time",
@@ -36,11 +36,11 @@ EXCLUDED: dict[str, str] = {
     "timers/": "time",
     "rank_times/": "time",
     "overlap/": "time",
-    "memory/": "memory of the process, its libraries included",
+    "memory/": "memory of the process, including libraries",
     "held/": "memory: a refactor may free a buffer earlier",
 }
-# The same for a checkpoint's entries.
-EXCLUDED_OF_CHECKPOINTS: dict[str, str] = {"common/args/": "the flags, which the case gives, and paths"}
+# Entries of a checkpoint in which two equal runs may differ.
+EXCLUDED_OF_CHECKPOINTS: dict[str, str] = {"common/args/": "the flags given by the case, and paths"}
 MOST_NAMES = 6  # in a message
 
 # (iteration, JSON text) of each line that has a field, in the order of the log.
@@ -59,14 +59,16 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Left:
-    """Log and final checkpoint of a run. digests: of the checkpoint's entries, by key; empty without a checkpoint."""
+    """Log and final checkpoint of a run. digests: digests of the checkpoint's entries by key; empty without a
+    checkpoint.
+    """
 
     log: Log = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
 
     @property
     def num_steps(self) -> int:
-        """Iterations in the log."""
+        """Number of iterations in the log."""
         return len({iteration for series in self.log.values() for iteration, _ in series})
 
 
@@ -76,7 +78,7 @@ def judge_new(base: Path, head: Path) -> Verdict:
     if error is not None:
         return Verdict(False, f"new in head, and fails: {error}", is_failure=True)
     if failure_of(base) is None:
-        return Verdict(False, "the base runs it, too: remove it from NEW_CASES, so that it is compared")
+        return Verdict(False, "the base can run it, too: remove it from NEW_CASES, so that it is compared")
     return Verdict(True, f"new in head, runs: {read_left(head).num_steps} steps, not compared")
 
 
@@ -96,10 +98,10 @@ def _with_hint(name: str, error: str) -> str:
 
 
 def failure_of(folder: Path) -> str | None:
-    """Returns the error of the first run that failed, in one line; None if no run failed."""
+    """Returns the error of the first run that failed, in one line, or None if no run failed."""
     path = folder / RESULT
     if not path.exists():
-        return "it was not run"
+        return "it did not run"
     codes = json.loads(path.read_text(encoding="utf-8"))["exit_codes"]
     for run in codes:
         failed = [rank for rank, code in enumerate(run) if code]
@@ -123,12 +125,12 @@ def _error_line(folder: Path, failed: list[int]) -> str:
 def compare(base: Left, head: Left) -> Verdict:
     """Compares the logs and final checkpoints of two runs."""
     if not base.num_steps or not head.num_steps:
-        return Verdict(False, f"logs no step: {base.num_steps} in base, {head.num_steps} in head")
+        return Verdict(False, f"no steps logged: {base.num_steps} in base, {head.num_steps} in head")
     before = _renamed(base.log, RENAMES)
     if {value for _, value in before.get("skipped", [])} == {"true"}:
-        return Verdict(False, "skips every step in base: no update is compared")
+        return Verdict(False, "all steps are skipped in base, so no update is compared")
     if base.num_steps != head.num_steps:
-        return Verdict(False, f"other steps: {base.num_steps} in base, {head.num_steps} in head")
+        return Verdict(False, f"different number of steps: {base.num_steps} in base, {head.num_steps} in head")
     known = set(head.log) - (NEW_FIELDS - set(before))
     text = _missing(set(before), known, verb="logged") or _first_difference(before, head.log)
     text = text or _compare_digests(_renamed(base.digests, CHECKPOINT_RENAMES), head.digests)
@@ -139,8 +141,8 @@ def compare(base: Left, head: Left) -> Verdict:
 
 def _missing(before: set[str], after: set[str], *, verb: str) -> str:
     lost, added = sorted(before - after), sorted(after - before)
-    parts = [f"{verb} in base alone: {_some(lost)}"] * bool(lost)
-    parts += [f"{verb} in head alone: {_some(added)}"] * bool(added)
+    parts = [f"{verb} only in base: {_some(lost)}"] * bool(lost)
+    parts += [f"{verb} only in head: {_some(added)}"] * bool(added)
     return "; ".join(parts)
 
 
@@ -176,8 +178,9 @@ def _some(names: list[str]) -> str:
 
 
 def _renamed(named: Mapping[str, Any], renames: Renames) -> dict[str, Any]:
-    """Applies renames. Raises ValueError if the base has something under the new name too, because one would be
-    lost.
+    """Applies renames.
+
+    Raises ValueError if the base also has an entry under the new name, because one would be lost.
     """
     renamed: dict[str, Any] = {}
     for name, value in named.items():
@@ -197,7 +200,7 @@ def _new_name(name: str, renames: Renames) -> str:
     return name
 
 
-# Reading the folder of a run.
+# Section: reading the folder of a run.
 
 
 def read_left(folder: Path) -> Left:
@@ -207,7 +210,7 @@ def read_left(folder: Path) -> Left:
 
 
 def read_log(path: Path) -> Log:
-    """Returns every field of every line except the excluded ones, with nested ones named outer/inner."""
+    """Returns every field of every line except the excluded ones. Nested fields are named outer/inner."""
     log: Log = {}
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     for line in lines:
@@ -220,7 +223,7 @@ def read_log(path: Path) -> Log:
 
 
 def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the values of a record and of nested records; a list is one value."""
+    """Yields the values of a record and of nested records. A list counts as one value."""
     for name, value in record.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{name}/")
@@ -235,8 +238,8 @@ def _is_excluded(name: str, excluded: Mapping[str, str]) -> bool:
 def digests_of(checkpoint: Path) -> dict[str, str]:
     """Returns digests of a checkpoint's tensors, its other entries, and the values of its common.json.
 
-    torch reads the tensors without this project's code. Only whole tensors are compared: their shards and files may
-    differ.
+    torch reads the tensors without this project's code. Only whole tensors are compared, because their shards and files
+    may differ.
     """
     reader = dcp.FileSystemReader(checkpoint)
     entries = reader.read_metadata().state_dict_metadata

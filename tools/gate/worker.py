@@ -42,7 +42,7 @@ Job = dict[str, Any]  # see Job.entry of jobs.py
 
 
 def main(tree: Path, plan: Path) -> None:
-    """Runs the jobs of `plan`; each writes result.json to its folder when it has ended."""
+    """Runs the jobs of `plan`. Each job writes result.json to its folder when it has ended."""
     for module in (megatron, pretrain_gpt):
         assert Path(str(module.__file__)).is_relative_to(tree), f"{module.__file__} is not in {tree}"
     for name in PRELOAD:
@@ -59,9 +59,9 @@ def main(tree: Path, plan: Path) -> None:
 
 
 def run_jobs(jobs: Sequence[Job], *, at_once: int) -> None:
-    """Runs every job, at most `at_once` at a time; a job that needs the result of another one waits for its file.
+    """Runs every job, at most `at_once` at a time. A job that needs the result of another one waits for its file.
 
-    Raises RuntimeError if the process of a job ends without a result, for which other jobs would wait for ever.
+    Raises RuntimeError if the process of a job ends without a result, for which other jobs would wait forever.
     """
     context = multiprocessing.get_context("fork")
     waiting, running = list(jobs), dict[int, tuple[Job, ForkProcess]]()
@@ -96,11 +96,11 @@ def run_job(job: Job) -> None:
     result = {"exit_codes": codes, "seconds": time.monotonic() - started_at}
     unfinished = folder / "result.unfinished"
     unfinished.write_text(json.dumps(result), encoding="utf-8")
-    unfinished.rename(folder / RESULT)  # atomic: a job that waits for the file sees all of it
+    unfinished.rename(folder / RESULT)  # atomic: a job that waits for the file sees it complete
 
 
 def run_ranks(argv: list[str], *, program: str, ranks: int, folder: Path, port: int) -> list[int]:
-    """Returns the exit codes of the ranks. Rank i prints to `folder`/rank<i>.txt."""
+    """Runs the ranks and returns their exit codes. Rank i prints to `folder`/rank<i>.txt."""
     context = multiprocessing.get_context("fork")
     words = {"argv": argv, "program": program, "folder": folder, "world_size": ranks, "port": port}
     processes = [context.Process(target=run_rank, args=(rank,), kwargs=words) for rank in range(ranks)]

@@ -1,4 +1,4 @@
-"""Files that accompany the weights of a hub model and are copied: config.json, tokenizer, generation settings.
+"""Copies files that accompany the weights of a hub model: config.json, tokenizer, generation settings.
 
 Checkpoints keep them in a separate folder, which a run copies to the folder where it saves.
 """
@@ -8,8 +8,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from megatron.tools.hugging_face.config_kinds import require_known_kinds
 from megatron.training.checkpointing.folder import COMPANION_FOLDER
-from tools.hugging_face.config_kinds import require_known_kinds
 
 CONFIG_FILE = "config.json"
 # Weights in any format, and their indices.
@@ -17,8 +17,9 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Returns the config.json of a folder. Raises ValueError if there is none, it is no JSON object, or a value has a
-    wrong type.
+    """Reads the config.json of a folder.
+
+    Raises ValueError if there is none, it is not a JSON object, or a value has the wrong type.
     """
     path = folder / CONFIG_FILE
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""Types of the values in config.json, so that a wrong one is reported before it is used.
+"""Checks the types of the values in config.json, so that a wrong one is reported before it is used.
 
 config_parts.py and expert_parts.py interpret the keys. Keys that are missing here are compared there or not read.
 """
@@ -35,7 +35,7 @@ def _is_list(value: Any, is_element: Callable[[Any], bool]) -> bool:
     return isinstance(value, list) and all(is_element(element) for element in value)
 
 
-# By key: a check of the value, and a description of valid ones.
+# Checks of values by key, with descriptions of valid ones.
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(_COUNTS.split(), (lambda value: _is_whole(value, 1), "a whole number, 1 or more")),
     **dict.fromkeys(_COUNTS_FROM_0.split(), (lambda value: _is_whole(value, 0), "a whole number, 0 or more")),
@@ -64,7 +64,7 @@ def require_known_kinds(config: Mapping[str, Any]) -> None:
             require_known_kinds(value)
     kinds, layers = config.get("layer_types"), config.get("num_hidden_layers")
     if kinds is not None and layers is not None and len(kinds) != layers:
-        raise ValueError(f"config.json: layer_types names {len(kinds)} layers: num_hidden_layers is {layers}")
+        raise ValueError(f"config.json: layer_types names {len(kinds)} layers, but num_hidden_layers is {layers}")
 
 
 def without_unset_counts(config: Mapping[str, Any]) -> dict[str, Any]:

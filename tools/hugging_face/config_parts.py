@@ -1,4 +1,4 @@
-"""Parts of a config.json and the settings that they correspond to, readable in both directions.
+"""Maps parts of a config.json to settings, in both directions.
 
 A family (families.py) is a list of parts. Settings have their names in the parsed arguments. expert_parts.py has the
 parts of experts, names.py the tensors.
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 Values = dict[str, Any]
 _REQUIRED = object()
-# Keys of rope_scaling for YaRN, and our settings.
+# Keys of rope_scaling for YaRN, and the corresponding settings.
 _YARN = {
     "factor": "rotary_scaling_factor",
     "original_max_position_embeddings": "yarn_original_max_position_embeddings",
@@ -21,7 +21,7 @@ _YARN = {
     "mscale_all_dim": "mscale_all_dim",
     "truncate": "yarn_correction_range_round_to_int",
 }
-_MAX_WINDOW_LAYERS = 28  # of a config.json without the key
+_MAX_WINDOW_LAYERS = 28  # value that a config.json without the key implies
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -39,9 +39,7 @@ class Part(Protocol):
 
 @dataclass(frozen=True)
 class Same:
-    """One value under two names. default: meaning of a config.json without the key; also: alternative name of the
-    key.
-    """
+    """One value under two names. default: meaning of an absent key. also: alternative name of the key."""
 
     theirs: str
     ours: str
@@ -54,7 +52,7 @@ class Same:
             value = config.get(self.also)
         if value is None:
             if self.default is _REQUIRED:
-                raise ValueError(f"config.json has no {self.theirs}: a model of this architecture must have it")
+                raise ValueError(f"config.json has no {self.theirs}, which models of this architecture require")
             value = self.default
         return {self.ours: value}
 
@@ -94,7 +92,7 @@ class Only:
 
 
 class Tied:
-    """Whether the output layer has its own weights."""
+    """Maps the flag that ties the output layer to the embedding."""
 
     def read(self, config: Mapping[str, Any]) -> Values:
         return {"untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False)}
@@ -105,7 +103,7 @@ class Tied:
 
 @dataclass(frozen=True)
 class Heads:
-    """Query heads, groups and the head size; has_width: config.json has a key for it, with this default."""
+    """Query heads, groups and the head size. has_width: whether config.json has a key for it, with this default."""
 
     has_width: bool = True
     default_width: int | None = None
@@ -185,7 +183,7 @@ class Rotation:
         if settings["rope_type"] == "yarn":
             scaling = {"rope_type": "yarn", **{key: settings[name] for key, name in _YARN.items()}}
             if not settings["mscale_all_dim"]:
-                # These two keys count only together.
+                # These two keys apply only together.
                 del scaling["mscale"], scaling["mscale_all_dim"]
         elif settings["use_rope_scaling"]:
             scaling = {"rope_type": "llama3", "factor": float(settings["rope_scaling_factor"]), **_LLAMA_3}
@@ -196,7 +194,7 @@ class Rotation:
 
 
 def rotation_of(config: Mapping[str, Any]) -> Values:
-    """Returns the rotary settings of a config.json of either form in one dict."""
+    """Returns the rotary settings of a config.json in either form as one dict."""
     found = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     # Key of transformers before 4.43.
     kind = found.pop("type", None)
@@ -230,8 +228,8 @@ def _stretching(rotation: Mapping[str, Any]) -> Values:
 def _yarn(rotation: Mapping[str, Any]) -> Values:
     if rotation.get("attention_factor") is not None:
         raise ValueError(
-            f"config.json: attention_factor is {rotation['attention_factor']}: only what mscale and mscale_all_dim "
-            "make of it can be converted"
+            f"config.json: attention_factor is {rotation['attention_factor']}: can be converted only if it follows "
+            "from mscale and mscale_all_dim"
         )
     defaults = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
     found = {**defaults, **{key: value for key, value in rotation.items() if value is not None}}
@@ -242,13 +240,13 @@ def _yarn(rotation: Mapping[str, Any]) -> Values:
     try:
         return {"rope_type": "yarn", **{name: found[key] for key, name in _YARN.items()}}
     except KeyError as error:
-        raise ValueError(f"config.json: rope_scaling has no {error.args[0]}: yarn must have it") from error
+        raise ValueError(f"config.json: rope_scaling has no {error.args[0]}, which yarn requires") from error
 
 
 class WindowRule(Enum):
-    """Layers with a sliding window, where transformers uses more than the window's size."""
+    """Layers with a sliding window, for families where this depends on more than the window's size."""
 
-    EVERY = auto()  # all; layer_types is not read
+    EVERY = auto()  # all layers; layer_types is not read
     FROM_A_LAYER = auto()  # layer_types; without it from max_window_layers on
     BELOW_A_LAYER = auto()  # layer_types; without it every other layer from the first, up to max_window_layers
     ALTERNATING = auto()  # layer_types; without it every other layer from the first
@@ -256,7 +254,7 @@ class WindowRule(Enum):
 
 @dataclass(frozen=True)
 class Windows:
-    """Sliding windows. switch: whether the family has use_sliding_window, without which there is none."""
+    """Sliding windows. switch: whether the family has use_sliding_window, which then must enable them."""
 
     rule: WindowRule = WindowRule.FROM_A_LAYER
     switch: bool = True
@@ -299,7 +297,7 @@ class Windows:
 
 
 def window_pattern(skip: int | list[int] | None, *, num_layers: int) -> list[int]:
-    """Returns 1 for each layer with a window, 0 for each without. skip: window_attn_skip_freq."""
+    """Returns 1 for each layer with a window, and 0 for each without. skip: window_attn_skip_freq."""
     if skip is None:
         return [1] * num_layers
     if isinstance(skip, int):

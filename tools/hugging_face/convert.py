@@ -1,6 +1,6 @@
 """Converts a hub model to a canonical checkpoint and back, one tensor at a time, without building a model.
 
-names.py maps the tensors, settings.py interprets config.json.
+names.py maps the tensors, and settings.py interprets config.json.
 """
 
 from collections import Counter
@@ -22,23 +22,23 @@ from megatron.core.dist_checkpointing import (
     sharded_tensors,
 )
 from megatron.core.tokenizers import vocab_size_with_padding
+from megatron.tools.hugging_face.companions import CONFIG_FILE, carry, companions_of, read_config, write_config
+from megatron.tools.hugging_face.families import Family
+from megatron.tools.hugging_face.names import HubTensor, hub_tensors, is_mtp_tensor
+from megatron.tools.hugging_face.quantized import PlainFiles
+from megatron.tools.hugging_face.settings import config_of_settings, family_of_config, settings_of_config, with_defaults
+from megatron.tools.merge_adapters import merge_adapters
+from megatron.tools.safetensors_files import TensorFiles, TensorKind, new_folder, write_tensor_files
+from megatron.tools.stored_checkpoints import NOT_WEIGHTS, checkpoint_of_load
 from megatron.training.arguments import parse_args
 from megatron.training.checkpointing.folder import COMPANION_FOLDER, RELEASE, complete_iterations, write_release_tracker
 from megatron.training.checkpointing.run_values import args_to_json, load_run_values
 from megatron.training.checkpointing.train_state import TrainState
-from tools.hugging_face.companions import CONFIG_FILE, carry, companions_of, read_config, write_config
-from tools.hugging_face.families import Family
-from tools.hugging_face.names import HubTensor, hub_tensors, is_mtp_tensor
-from tools.hugging_face.quantized import PlainFiles
-from tools.hugging_face.settings import config_of_settings, family_of_config, settings_of_config, with_defaults
-from tools.merge_adapters import merge_adapters
-from tools.safetensors_files import TensorFiles, TensorKind, new_folder, write_tensor_files
-from tools.stored_checkpoints import NOT_WEIGHTS, checkpoint_of_load
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Keeps fp32: its steps of 1e-3 would be lost in half precision.
+# Stays in fp32, because its steps of 1e-3 would be lost in half precision.
 _NEVER_CONVERTED = "router.expert_bias"
-# Of all norms, those of queries, keys, latents and multi-token prediction included.
+# Weights of all norms, including those of queries, keys, latents and multi-token prediction.
 _NORM_WEIGHTS = ("layernorm.weight", "enorm.weight", "hnorm.weight")
 # Tables that older versions of transformers stored with the weights.
 _DERIVED = "rotary_emb.inv_freq"
@@ -58,8 +58,8 @@ class HubModel:
 
     @classmethod
     def open(cls, folder: Path) -> "HubModel":
-        """Returns the model. Raises ValueError naming what is missing, unknown, or of another shape. Reads no tensor's
-        values.
+        """Opens the model without reading tensor values. Raises ValueError naming what is missing, unknown or
+        misshaped.
         """
         config = read_config(folder)
         family, settings = family_of_config(config), settings_of_config(config)
@@ -81,12 +81,12 @@ class HubModel:
 def from_hub(load: Path, save: Path, *, dtype: torch.dtype | None = None) -> Path:
     """Writes the model in the folder `load` as a checkpoint to start from; returns its folder.
 
-    dtype: of the stored weights; None keeps theirs. Raises ValueError naming errors in config.json or the files, or if
-    `save` holds checkpoints already.
+    dtype: dtype of the stored weights; None keeps the original. Raises ValueError naming errors in config.json or the
+    files, or if `save` already holds checkpoints.
     """
     model = HubModel.open(load)
     if complete_iterations(save) or (save / RELEASE).exists():
-        raise ValueError(f"--save is {save}: there are checkpoints in it already; give a new folder")
+        raise ValueError(f"--save is {save}: it already holds checkpoints; give a new folder")
     for name in model.left_out:
         print(f"not converted: {name}")
     target = save / RELEASE
@@ -114,8 +114,8 @@ def to_hub(
 ) -> Path:
     """Writes the weights of a checkpoint as a model that transformers loads, into the new folder `save`; returns it.
 
-    Merges low-rank adapters into the weights, through a temporary checkpoint. dtype: of its tensors; None keeps the
-    stored ones. reference: a hub folder whose config.json and tokenizer are copied; None means those next to the
+    Merges low-rank adapters into the weights, through a temporary checkpoint. dtype: dtype of its tensors; None keeps
+    the stored ones. reference: a hub folder whose config.json and tokenizer are copied; None means those next to the
     checkpoint, or a new config.json. Raises ValueError if there is no checkpoint, or no architecture for its settings.
     """
     found = checkpoint_of_load(load, step)
@@ -149,7 +149,7 @@ def to_hub(
 class _StoredModel:
     """The tensors of a checkpoint under their hub names.
 
-    norms_lack_one: the checkpoint has the weights of norms minus 1 (--apply-layernorm-1p); hub files have them whole.
+    norms_lack_one: whether the checkpoint stores the weights of norms minus 1 (--apply-layernorm-1p); hub files do not.
     """
 
     norms_lack_one = False
@@ -164,14 +164,14 @@ class _StoredModel:
         unknown = sorted(key for key in stored.keys() - wanted if not key.startswith(NOT_WEIGHTS))
         missing = sorted(wanted - stored.keys())
         if unknown or missing:
-            raise ValueError(f"{checkpoint.folder} is of another model: {_named(missing, unknown)}")
+            raise ValueError(f"{checkpoint.folder} belongs to another model: {_named(missing, unknown)}")
         self.kinds = {
             tensor.name: TensorKind(tensor.shape, _dtype_of(tensor, stored, dtype=dtype)) for tensor in tensors
         }
         self.num_parameters = sum(torch.Size(tensor.shape).numel() for tensor in tensors)
 
     def read(self, name: str) -> Tensor:
-        """Returns a tensor by its hub name: its shape there, the dtype of `kinds`."""
+        """Returns a tensor by its hub name, with its hub shape and the dtype in `kinds`."""
         kind = self.kinds[name]
         tensor = torch.empty(kind.shape, dtype=kind.dtype)
         pieces = list(self._tensors[name].pieces)
@@ -185,8 +185,9 @@ class _StoredModel:
 
 
 def _boxes(model: HubModel, dtype: torch.dtype | None) -> Iterator[ShardedTensor]:
-    """Yields boxes of the stored tensors with one tensor of the files in memory at a time: any shape; dtype, or their
-    own.
+    """Yields boxes of the stored tensors, with one file tensor in memory at a time.
+
+    They have any shape, and `dtype` or their own.
     """
     for tensor in model.tensors:
         values = model.files.read(tensor.name)
@@ -209,8 +210,8 @@ def _check_copies(tensors: tuple[HubTensor, ...], files: PlainFiles) -> None:
             continue
         if not files.have_same(tensor.name, tensor.copy_of):
             raise ValueError(
-                f"{files.file_of(tensor.name)}: {tensor.name} and {tensor.copy_of} differ: a checkpoint has one tensor "
-                "for both"
+                f"{files.file_of(tensor.name)}: {tensor.name} and {tensor.copy_of} differ, but a checkpoint has "
+                "one tensor for both"
             )
 
 
@@ -227,37 +228,38 @@ def _check_presence(tensors: tuple[HubTensor, ...], files: PlainFiles) -> None:
         hint = ""
         if missing == [_OUTPUT]:
             hint = "; with tie_word_embeddings true in config.json there is none"
-        raise ValueError(f"{files.folder} is not the model of its {CONFIG_FILE}: {_named(missing, [])}{hint}")
+        raise ValueError(f"{files.folder} does not match its {CONFIG_FILE}: {_named(missing, [])}{hint}")
     for tensor in tensors:
         found = files.kinds[tensor.name].shape
         if found == tensor.shape:
             continue
         where = f"{files.file_of(tensor.name)}: {tensor.name} has shape {list(found)}"
         if tensor.name in (_EMBEDDING, _OUTPUT) and found[1:] == tensor.shape[1:]:
-            raise ValueError(f"{where}: the vocabulary has {tensor.shape[0]} ids by vocab_size of {CONFIG_FILE}")
-        raise ValueError(f"{where}: must be {list(tensor.shape)} by {CONFIG_FILE}")
+            raise ValueError(f"{where}: {CONFIG_FILE} has vocab_size {tensor.shape[0]}")
+        raise ValueError(f"{where}: must be {list(tensor.shape)} according to {CONFIG_FILE}")
     odd = [t.name for t in tensors if files.kinds[t.name].dtype not in (*DTYPES.values(), torch.float64)]
     if odd:
         kind = files.kinds[odd[0]].dtype
-        raise ValueError(f"{files.file_of(odd[0])}: {odd[0]} is {kind}: weights must be plain numbers, as bf16")
+        raise ValueError(f"{files.file_of(odd[0])}: {odd[0]} is {kind}: weights must be plain numbers such as bf16")
 
 
 def _extra_tensors(tensors: tuple[HubTensor, ...], files: PlainFiles) -> tuple[str, ...]:
-    """Returns tensor names in the files that a checkpoint does not need. Raises ValueError for those of another
-    model.
+    """Returns tensor names in the files that a checkpoint does not need.
+
+    Raises ValueError for tensors of another model.
     """
     extra = sorted(files.kinds.keys() - {tensor.name for tensor in tensors})
     unknown = [name for name in extra if not name.endswith(_DERIVED)]
     if unknown == [_OUTPUT] and files.have_same(_OUTPUT, _EMBEDDING):
         unknown = []
     if unknown:
-        raise ValueError(f"{files.folder} is not the model of its {CONFIG_FILE}: {_named([], unknown)}")
+        raise ValueError(f"{files.folder} does not match its {CONFIG_FILE}: {_named([], unknown)}")
     return tuple(extra)
 
 
 def _named(missing: list[str], unknown: list[str]) -> str:
     words = []
-    for names, what in ((missing, "there is no"), (unknown, "nothing takes")):
+    for names, what in ((missing, "there is no"), (unknown, "unused")):
         if names:
             more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
             words.append(f"{what} {', '.join(names[:_MAX_NAMED])}{more}")
@@ -288,4 +290,6 @@ def _model_settings(stored: Mapping[str, Any]) -> dict[str, Any]:
     settings = with_defaults({**stored, "vocab_size": stored["unpadded_vocab_size"]})
     if not settings.get("group_query_attention"):
         settings["num_query_groups"] = settings["num_attention_heads"]
+    if settings["kv_channels"] is None:  # as in checkpoints converted from Megatron-Core
+        settings["kv_channels"] = settings["hidden_size"] // settings["num_attention_heads"]
     return settings

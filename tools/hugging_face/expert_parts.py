@@ -1,4 +1,4 @@
-"""Parts of a config.json about experts: layers with experts, routing, and expert sizes.
+"""Maps the parts of a config.json about experts: MoE layers, routing, and expert sizes.
 
 config_parts.py has the parts of attention and positions.
 """
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.transformer.moe_config import layers_with_experts
-from tools.hugging_face.config_parts import Values
+from megatron.tools.hugging_face.config_parts import Values
 
 
 class SparseLayers:
-    """Layers with experts, in the keys of Qwen's models."""
+    """MoE layers, in the keys of Qwen's models."""
 
     def read(self, config: Mapping[str, Any]) -> Values:
         step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
@@ -24,7 +24,7 @@ class SparseLayers:
 
 
 class LeadingDenseLayers:
-    """Number of dense layers before those with experts."""
+    """Number of dense layers before the MoE layers."""
 
     def read(self, config: Mapping[str, Any]) -> Values:
         dense, layers = config.get("first_k_dense_replace", 0), config["num_hidden_layers"]
@@ -56,7 +56,7 @@ class TopKNormalization:
 
 
 class SharedExperts:
-    """A number of shared experts: their total width is this multiple of one expert's."""
+    """A number of shared experts. Their total width is this multiple of one expert's width."""
 
     def read(self, config: Mapping[str, Any]) -> Values:
         count = config.get("n_shared_experts") or 0
@@ -74,11 +74,12 @@ class ExpertGroups:
         groups = config.get("n_group") or 1
         chosen = config.get("topk_group") if groups > 1 else None
         experts = config["num_experts_per_tok"]
-        # Their score of a group is the sum of its two best experts; ours sums the experts that a token uses per group.
+        # They score a group by the sum of its two best experts. Here the experts that a token uses per group are
+        # summed.
         if chosen is not None and experts // chosen != 2:
             raise ValueError(
-                f"config.json: topk_group is {chosen} and num_experts_per_tok {experts}: only twice as many experts as "
-                "groups can be converted"
+                f"config.json: topk_group is {chosen} and num_experts_per_tok is {experts}: can be converted only "
+                "with twice as many experts as groups"
             )
         return {"moe_router_num_groups": groups if groups > 1 else None, "moe_router_group_topk": chosen}
 
@@ -88,7 +89,7 @@ class ExpertGroups:
 
 
 class GroupLimitedGreedy:
-    """DeepSeek-V2's groups, scored by their best expert, which topk_method enables."""
+    """DeepSeek-V2's expert groups, which are scored by their best expert. topk_method enables them."""
 
     def read(self, config: Mapping[str, Any]) -> Values:
         method = config.get("topk_method") or "greedy"
@@ -96,7 +97,9 @@ class GroupLimitedGreedy:
         if method == "greedy":
             return none
         if method != "group_limited_greedy":
-            raise ValueError(f"config.json: topk_method is {method!r}: only greedy and group_limited_greedy are known")
+            raise ValueError(
+                f"config.json: topk_method is {method!r}: only greedy and group_limited_greedy are supported"
+            )
         groups, chosen = config["n_group"], config["topk_group"]
         return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen, "moe_router_group_score": "max"}
 
@@ -117,7 +120,7 @@ class MTPLayers:
 
 
 class RoutedScaling:
-    """A factor of all routing weights; 1 means none."""
+    """A factor of all routing weights. 1 means none."""
 
     def read(self, config: Mapping[str, Any]) -> Values:
         factor = config.get("routed_scaling_factor") or 1.0
@@ -128,7 +131,7 @@ class RoutedScaling:
 
 
 def expert_layers(settings: Mapping[str, Any]) -> list[int]:
-    """Returns 1 for each layer with experts, 0 for each dense one."""
+    """Returns 1 for each MoE layer and 0 for each dense layer."""
     return layers_with_experts(settings["num_experts"], settings["moe_layer_freq"], num_layers=settings["num_layers"])
 
 

@@ -1,11 +1,11 @@
-"""Architectures that can be converted: their config.json and the names of their tensors.
+"""Defines the architectures that can be converted: their config.json and the names of their tensors.
 
 settings.py finds the architecture of settings and updates config.json.
 """
 
 from dataclasses import dataclass, field
 
-from tools.hugging_face.config_parts import (
+from megatron.tools.hugging_face.config_parts import (
     Fixed,
     Heads,
     LatentHeads,
@@ -17,7 +17,7 @@ from tools.hugging_face.config_parts import (
     WindowRule,
     Windows,
 )
-from tools.hugging_face.expert_parts import (
+from megatron.tools.hugging_face.expert_parts import (
     ExpertGroups,
     ExpertWidth,
     GroupLimitedGreedy,
@@ -34,9 +34,9 @@ from tools.hugging_face.expert_parts import (
 class FeedForwardNames:
     """Tensor names below model.layers.I that differ between families.
 
-    block: module with the router and the experts. gate, up, down: matrices of an expert. bias: of the router's choice.
-    shared, shared_gate: the shared expert and its gate. router: the routing matrix. interleaved: one tensor holds all
-    experts, with gate and up in alternating columns.
+    block: module with the router and the experts. gate, up, down: matrices of an expert. bias: expert bias of the
+    router. shared, shared_gate: the shared expert and its gate. router: the routing matrix. interleaved: one tensor
+    holds all experts, with gate and up in alternating columns.
     """
 
     block: str = "mlp"
@@ -65,7 +65,7 @@ class Family:
         return any(isinstance(part, Same) and part.ours == "num_experts" for part in self.parts)
 
 
-# Common to all: no dropout except in attention.
+# Common to all families: no dropout except in attention.
 _DECODER: tuple[Part, ...] = (
     Fixed({"normalization": "RMSNorm", "squared_relu": False, "hidden_dropout": 0.0, "rotary_interleaved": False}),
     Only("hidden_act", "silu"),
@@ -77,7 +77,7 @@ _DECODER: tuple[Part, ...] = (
     Same("initializer_range", "init_method_std", 0.02),
     Tied(),
 )
-# All but gpt-oss.
+# All families except gpt-oss.
 _PLAIN = Fixed(
     {
         "add_bias_linear": False,
@@ -88,15 +88,15 @@ _PLAIN = Fixed(
         "softmax_type": "vanilla",
     }
 )
-# All but DeepSeek's.
+# All families except DeepSeek's.
 _HEADS_OF_THEIR_OWN = Fixed({"multi_latent_attention": False, "attention_output_gate": False})
 _DENSE: tuple[Part, ...] = (
     Same("intermediate_size", "ffn_hidden_size"),
     Fixed({"num_experts": None, "moe_layer_freq": 1, "moe_ffn_hidden_size": None}),
 )
-# For every model with experts. Grouped computation does not change values.
+# For every MoE model. Grouped computation does not change values.
 _EXPERTS: tuple[Part, ...] = (Same("num_experts_per_tok", "moe_router_topk"), Fixed({"moe_grouped_gemm": True}))
-# DeepSeek's and GLM-4.5's experts: many narrow ones, shared ones, dense layers first.
+# Experts of DeepSeek and GLM-4.5: many narrow ones, shared ones, dense layers first.
 _FINE_GRAINED_EXPERTS: tuple[Part, ...] = (
     *_EXPERTS,
     Same("n_routed_experts", "num_experts"),

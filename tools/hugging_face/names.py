@@ -1,6 +1,6 @@
-"""Tensors of a hub model, and the boxes of a canonical checkpoint that each of them fills.
+"""Maps tensors of a hub model to the boxes of a canonical checkpoint that they fill.
 
-../safetensors_files.py reads the files, families.py has the names of families. Shape letters are those of
+../safetensors_files.py reads the files, and families.py has the names of families. Shape letters are those of
 megatron/core/README.md.
 """
 
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.dist_checkpointing import LogicalPiece
-from tools.hugging_face.expert_parts import expert_layers
-from tools.hugging_face.families import Family, FeedForwardNames
+from megatron.tools.hugging_face.expert_parts import expert_layers
+from megatron.tools.hugging_face.families import Family, FeedForwardNames
 
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 @dataclass(frozen=True)
 class HubTensor:
-    """A tensor of the hub's files, and the stored windows of it.
+    """A tensor of the hub's files, and its stored windows.
 
     copy_of: another tensor with the same values, if files have them twice and a checkpoint once.
     """
@@ -44,14 +44,14 @@ def hub_tensors(family: Family, settings: Mapping[str, Any]) -> Iterator[HubTens
 
 
 def is_mtp_tensor(name: str, settings: Mapping[str, Any]) -> bool:
-    """Whether a tensor belongs to a layer of multi-token prediction."""
+    """Tells whether a tensor belongs to a multi-token prediction layer."""
     words = name.split(".")
     number = words[2] if words[:2] == ["model", "layers"] and len(words) > 2 else ""
     return number.isdecimal() and int(number) >= settings["num_layers"]
 
 
 def _mtp_layer(depth: int, settings: Mapping[str, Any], *, names: FeedForwardNames) -> Iterator[HubTensor]:
-    """Yields a layer of multi-token prediction, with the vocabulary tables that files repeat."""
+    """Yields a multi-token prediction layer, with the vocabulary tables that files repeat."""
     theirs, ours = f"model.layers.{settings['num_layers'] + depth}.", f"mtp.layers.{depth}."
     hidden, vocabulary = settings["hidden_size"], (settings["vocab_size"], settings["hidden_size"])
     whole = _whole(_EMBEDDING, vocabulary)
@@ -59,7 +59,7 @@ def _mtp_layer(depth: int, settings: Mapping[str, Any], *, names: FeedForwardNam
     for norm in ("enorm", "hnorm"):
         yield _same(f"{theirs}{norm}.weight", f"{ours}{norm}.weight", hidden)
     yield _same(f"{theirs}eh_proj.weight", f"{ours}eh_proj.weight", hidden, 2 * hidden)
-    # Of the same kind as the last layer.
+    # It has the same kind as the last layer.
     has_experts = bool(expert_layers(settings)[-1])
     yield from _Layer(theirs, f"{ours}transformer_layer.", settings, names).tensors(has_experts)
     yield _same(f"{theirs}shared_head.norm.weight", f"{ours}final_layernorm.weight", hidden)
@@ -91,7 +91,7 @@ class _Layer:
         hidden, width = settings["hidden_size"], settings["kv_channels"]
         heads, groups = settings["num_attention_heads"], settings["num_query_groups"]
         for letter, shared in (("q", heads // groups), ("k", 1), ("v", 1)):
-            # [G, q, D, H] in checkpoints: by group.
+            # [G, q, D, H] in checkpoints: grouped.
             stored = (groups, shared, width) if letter == "q" else (groups, width)
             name, key, rows = f"self_attn.{letter}_proj", "self_attention.linear_qkv", groups * shared * width
             yield self._tensor(
@@ -209,17 +209,17 @@ def _same(name: str, key: str, *shape: int) -> HubTensor:
 
 
 def _whole(key: str, shape: tuple[int, ...]) -> LogicalPiece:
-    """Returns all elements of a tensor in order, as a stored tensor of that shape."""
+    """Maps all elements of a tensor, in order, to a stored tensor of that shape."""
     return _window(key, shape, stride=_strides(shape))
 
 
 def _window(key: str, shape: tuple[int, ...], *, stride: tuple[int, ...], start: int = 0) -> LogicalPiece:
-    """Returns some elements of a tensor, from the first one on, as a whole stored tensor."""
+    """Maps a range of a tensor's elements, starting at `first`, to a whole stored tensor."""
     return LogicalPiece(key, shape, stride, start, shape, (0,) * len(shape))
 
 
 def _row(key: str, shape: tuple[int, ...], *, row: int, rows: int) -> LogicalPiece:
-    """Returns a tensor as one row of a stored tensor with this number of rows."""
+    """Maps a tensor to one row of a stored tensor with this number of rows."""
     one = (1, *shape)
     return LogicalPiece(key, one, _strides(one), 0, (rows, *shape), (row, *(0,) * len(shape)))
 

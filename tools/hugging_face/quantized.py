@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tools.safetensors_files import TensorFiles, TensorKind
+from megatron.tools.safetensors_files import TensorFiles, TensorKind
 
 QUANTIZATION = "quantization_config"
 _FACTORS = "_scale_inv"
 _BLOCKS, _SCALES = "_blocks", "_scales"
-# Values of four bits: a sign, two bits of exponent and one of fraction.
+# Four-bit values: a sign, two bits of exponent and one of fraction.
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _EXPONENT_BIAS = 127
 # Numbers that share a scale.
@@ -38,16 +38,18 @@ def require_known_quantization(config: Mapping[str, Any]) -> None:
     if method == "mxfp4" or (method == "fp8" and has_blocks):
         return
     raise ValueError(
-        f"config.json: {QUANTIZATION} is {method}: weights must be plain numbers, FP8 in blocks, or MXFP4; take the "
+        f"config.json: {QUANTIZATION} is {method}: weights must be plain numbers, FP8 in blocks, or MXFP4; use the "
         "model in bf16"
     )
 
 
 class PlainFiles:
-    """Dequantized tensors of files: `kinds` describes the results of `read`. Neither has scales."""
+    """Dequantized tensors of files. `kinds` describes the results of `read`. Neither includes scales."""
 
     def __init__(self, files: TensorFiles, config: Mapping[str, Any]) -> None:
-        """config: of config.json. Raises ValueError naming scales that do not fit their weight."""
+        """Opens the files. config: contents of config.json. Raises ValueError naming scales that do not fit their
+        weight.
+        """
         found = config.get(QUANTIZATION) or {}
         self.folder, self._files, self.kinds = files.folder, files, dict(files.kinds)
         self._block: list[int] = found.get("weight_block_size") or []
@@ -65,7 +67,7 @@ class PlainFiles:
                 self.kinds[weight] = replace(files.kinds[weight], dtype=torch.bfloat16)
 
     def read(self, name: str) -> Tensor:
-        """Returns a tensor on the host: any shape and dtype, as `kinds` says."""
+        """Returns a tensor on the host, of any shape, with the dtype in `kinds`."""
         if name not in self._files.kinds:
             return _from_mxfp4(self._files.read(name + _BLOCKS), self._files.read(name + _SCALES))
         values = self._files.read(name)
@@ -78,7 +80,7 @@ class PlainFiles:
         return self._files.file_of(name if name in self._files.kinds else name + _BLOCKS)
 
     def have_same(self, name: str, other: str) -> bool:
-        """Whether two tensors have the same shape, dtype and bytes."""
+        """Tells whether two tensors have the same shape, dtype and bytes."""
         return self._files.have_same(name, other)
 
     def _kind_of_mxfp4(self, weight: str) -> TensorKind:
@@ -105,7 +107,7 @@ class PlainFiles:
             )
 
     def _weight_of_factors(self, name: str) -> str | None:
-        """Returns the weight that a tensor holds the scales of, if it holds scales."""
+        """Returns the weight to which the scales in a tensor belong, if it holds scales."""
         suffix = _SCALES if self._is_mxfp4 else _FACTORS
         known = self._files.kinds
         weight = name.removesuffix(suffix)
@@ -117,7 +119,7 @@ def _from_fp8(values: Tensor, factors: Tensor, *, block: list[int]) -> Tensor:
     """Dequantizes values [R, C], fp8, with factors [blocks of R, blocks of C], fp32; returns [R, C], bf16."""
     rows, columns = block
     result = torch.empty(values.shape, dtype=torch.bfloat16)
-    # One row of blocks at a time: all of it in fp32 would need twice the memory of the result.
+    # One row of blocks at a time, because the whole tensor in fp32 would need twice the memory of the result.
     for index, of_row in enumerate(factors):
         part = slice(index * rows, (index + 1) * rows)
         wide = of_row.float().repeat_interleave(columns)[: values.shape[1]]
@@ -126,8 +128,10 @@ def _from_fp8(values: Tensor, factors: Tensor, *, block: list[int]) -> Tensor:
 
 
 def _from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Dequantizes blocks [E, R, groups, 16], uint8, two numbers each with the lower half first, and scales [E, R,
-    groups], uint8, powers of two; returns [E, 32 groups, R], bf16.
+    """Dequantizes MXFP4 blocks to [E, 32 groups, R], bf16.
+
+    Blocks are [E, R, groups, 16], uint8, two numbers each with the lower half first. Scales are [E, R, groups], uint8,
+    powers of two.
     """
     table = torch.tensor([*_FP4, *(-value for value in _FP4)], dtype=torch.bfloat16)
     experts, rows, groups, width = blocks.shape

@@ -1,23 +1,23 @@
 """Converts config.json to the settings of a model and back: finds the family, and keeps keys of an existing file.
 
-config_parts.py interprets single keys, families.py lists those of each family.
+config_parts.py interprets single keys, and families.py lists those of each family.
 """
 
 import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron.tools.hugging_face.config_kinds import without_unset_counts
+from megatron.tools.hugging_face.config_parts import Values, window_pattern
+from megatron.tools.hugging_face.expert_parts import expert_layers
+from megatron.tools.hugging_face.families import FAMILIES, Family
+from megatron.tools.hugging_face.quantized import QUANTIZATION, require_known_quantization
 from megatron.training.command_line.flags import MODEL_SHAPE_DESTS, flag_table
-from tools.hugging_face.config_kinds import without_unset_counts
-from tools.hugging_face.config_parts import Values, window_pattern
-from tools.hugging_face.expert_parts import expert_layers
-from tools.hugging_face.families import FAMILIES, Family
-from tools.hugging_face.quantized import QUANTIZATION, require_known_quantization
 
 # Settings of a model that config.json cannot express, or that concern its training.
 _NOT_COMPARED = ("seq_length", "make_vocab_size_divisible_by", "padded_vocab_size")
 _COMPARED = (*(name for name in MODEL_SHAPE_DESTS if name not in _NOT_COMPARED), "vocab_size")
-# Settings of one kind of positions that replace the other.
+# Settings of alternative position embeddings.
 _ROTATION = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
@@ -47,17 +47,17 @@ def settings_of_config(config: Mapping[str, Any]) -> Values:
         try:
             settings |= part.read(config)
         except KeyError as error:
-            raise ValueError(f"config.json has no {error.args[0]}: a {family.architecture} must have it") from error
+            raise ValueError(f"config.json has no {error.args[0]}, which {family.architecture} requires") from error
     return settings
 
 
 def with_defaults(settings: Mapping[str, Any]) -> Values:
-    """Returns `settings` over the defaults of all flags, because older checkpoints lack newer flags."""
+    """Returns the defaults of all flags updated by `settings`, because older checkpoints lack newer flags."""
     return {**{name: flag.default for name, flag in flag_table().by_dest.items()}, **settings}
 
 
 def comparable_settings(settings: Mapping[str, Any]) -> Values:
-    """Returns `settings` over the defaults of the command line, in a canonical form for comparison."""
+    """Returns the command line's defaults updated by `settings`, in a canonical form for comparison."""
     defaults = {name: flag_table().by_dest[name].default for name in _COMPARED}
     values = {**defaults, **{name: value for name, value in settings.items() if name in _COMPARED}}
     if values["num_experts"] is None:
@@ -75,7 +75,7 @@ def comparable_settings(settings: Mapping[str, Any]) -> Values:
     elif values["kv_channels"] is None:
         values["kv_channels"] = values["hidden_size"] // values["num_attention_heads"]
     values["mtp_num_layers"] = values["mtp_num_layers"] or None
-    # The same model: a conversion adds the 1 that its norms are stored without.
+    # The same model: a conversion adds the 1 that is missing from stored norm weights.
     values["layernorm_zero_centered_gamma"] = False
     return values | _one_window(values) | _one_rotation(values)
 
@@ -100,8 +100,9 @@ def _one_rotation(values: Values) -> Values:
 def config_of_settings(settings: Mapping[str, Any], *, dtype: str, carried: Mapping[str, Any] | None = None) -> Values:
     """Returns the config.json of a model: `carried` if it means the same, else with differences corrected.
 
-    settings: of a run, by name in its arguments. dtype: of the tensors, such as "bfloat16". carried: of the model that
-    the run started from. Raises ValueError naming settings that no family, or not that of `carried`, supports.
+    settings: settings of a run, by argument name. dtype: dtype of the tensors, such as "bfloat16". carried: config.json
+    of the model that the run started from. Raises ValueError naming settings that no family, or not that of `carried`,
+    supports.
     """
     wanted = comparable_settings(settings)
     if carried is not None:
@@ -112,7 +113,7 @@ def config_of_settings(settings: Mapping[str, Any], *, dtype: str, carried: Mapp
     config, different = min(candidates, key=lambda one: len(one[1]), default=({}, {}))
     if different or not candidates:
         nearest = f": {config['architectures'][0]} has other {_words(different)}" if different else ""
-        raise ValueError(f"no architecture can be found{nearest}")
+        raise ValueError(f"no architecture supports these settings{nearest}")
     return _with_dtype(config, dtype)
 
 
@@ -146,7 +147,7 @@ def _kept_up(carried: Mapping[str, Any], wanted: Mapping[str, Any], *, settings:
     left = differing(config, wanted)
     if left:
         raise ValueError(
-            f"{family_of_config(carried).architecture} of the files beside the checkpoint has other {_words(left)}"
+            f"{family_of_config(carried).architecture} of the files next to the checkpoint has other {_words(left)}"
         )
     return config
 

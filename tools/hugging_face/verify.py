@@ -1,4 +1,4 @@
-"""Compares a converted model with transformers: logits of both, in fp32, on random tokens.
+"""Compares the fp32 logits of a converted model and of transformers on random tokens.
 
 Keeps both whole models in memory, unlike conversions.
 """
@@ -39,7 +39,7 @@ class LogitsReport:
 
     @property
     def text(self) -> str:
-        """One line for the user."""
+        """The result as one line for the user."""
         verdict = "agree" if self.agrees else "DIFFER"
         return (
             f"logits of {self.num_tokens} random tokens {verdict}: the largest difference is {self.relative:.2e} of "
@@ -50,7 +50,7 @@ class LogitsReport:
 def compare_logits(run: Path, hub: Path, *, step: int | None = None, dtype: torch.dtype | None = None) -> LogitsReport:
     """Compares the model of a checkpoint in `run` with that in the folder `hub`.
 
-    dtype: to which the weights of one side were rounded, if they were.
+    dtype: dtype to which the weights of one side were rounded, if any.
     """
     try:
         from transformers import AutoModelForCausalLM
@@ -79,7 +79,7 @@ def stored_model(run: Path, *, step: int | None = None) -> GPTModel:
     vars(args).update(model_arguments(stored, here=vars(args)))
     args.unpadded_vocab_size, args.padded_vocab_size = stored["unpadded_vocab_size"], stored["padded_vocab_size"]
     args.params_dtype, args.virtual_pipeline_model_parallel_size = torch.float32, None
-    # The router is in fp32 here anyway, and one matrix product is faster than many.
+    # The router is always in fp32 here, and one matrix product is faster than many.
     args.moe_grouped_gemm = bool(stored.get("moe_grouped_gemm"))
     model = build_gpt(args)
     load_items(model_sharded_tensors(model, allow_cast=True), found.path)
@@ -87,7 +87,7 @@ def stored_model(run: Path, *, step: int | None = None) -> GPTModel:
 
 
 def logits_of(model: GPTModel, tokens: Tensor) -> Tensor:
-    """Returns logits without padding [B, S, V], the model's dtype. tokens: [B, S], int64."""
+    """Returns logits without padding, [B, S, V], in the model's dtype. tokens: [B, S], int64."""
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     logits: Tensor = model(tokens, positions, None)
     return logits[..., : model.unpadded_vocab_size]

@@ -1,23 +1,29 @@
-"""Reads raw documents of .txt and .jsonl files, one at a time, and reports bad lines. Does not tokenize.
+"""Finds files of documents, yields their raw documents one at a time, and reports bad ones. Does not tokenize.
 
-A line of a .jsonl or .json file is an object with a document under one of its keys. A .txt file is split at blank lines
-into documents of at least 4 KiB. Text without blank lines is split after the line that reaches 64 KiB. The concatenated
-documents of a .txt file equal the file. All files may be compressed: .gz.
+A line of a .jsonl or .json file is an object with a document under one of its keys, and so is a row of a Parquet or
+Arrow file, with the names of columns as keys. A .txt file is split at blank lines into documents of at least 4 KiB.
+Text without blank lines is split after the line that reaches 64 KiB. The concatenated documents of a .txt file equal
+the file. Files of text may be compressed.
 """
 
 import glob
-import gzip
 import io
 import json
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
+
+from megatron.core.datasets.compressed_files import COMPRESSIONS, PeekableFile, named_damage, open_file
+from megatron.core.datasets.hugging_face_datasets import HUB_PREFIX, hub_dataset_files, saved_dataset_files
+from megatron.core.datasets.table_files import PARQUET, TABLE_SUFFIXES, Columns, check_columns, read_rows
 
 JSON_SUFFIXES = (".jsonl", ".json")
 TEXT_SUFFIXES = (".txt",)
-COMPRESSED = ".gz"
+INPUT_HELP = (
+    ".jsonl and .txt files, also compressed (.gz, .bz2, .xz, .zst), .parquet and .arrow files, folders of these, saved "
+    "datasets, patterns, or hf:NAME[:[CONFIG:]SPLIT] for a Hugging Face dataset"
+)
 SHORTEST_TEXT = 4 << 10
 LONGEST_TEXT = 64 << 10
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -25,12 +31,16 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class RawDocument:
-    """Undecoded bytes of a document. line: counted from 1 after byte `begin` of the file."""
+    """Undecoded bytes of a document. line: counted from 1 after byte `begin` of the file; in a table, the row.
+
+    damage: the reason why a row could not be read, which then has no data.
+    """
 
     path: Path
     line: int
     data: bytes
     begin: int = 0
+    damage: str = ""
 
 
 @dataclass(frozen=True)
@@ -44,57 +54,82 @@ class BadLine:
 
     def __str__(self) -> str:
         """Returns the message with the line number in the whole file; reads the file up to `begin` to count lines."""
+        if is_table(self.path):
+            return f"{self.path}: row {self.line}: {self.reason}"
         before = 0 if self.begin == 0 else 1 + _count_lines(self.path, self.begin - 1)
         return f"{self.path}:{before + self.line}: {self.reason}"
 
 
 def find_text_files(inputs: Iterable[str]) -> list[Path]:
-    """Returns the files that are named, match a pattern, or are inside a folder. Raises OSError or ValueError."""
+    """Returns the files that are named, match a pattern, are inside a folder, or belong to a dataset of the hub.
+
+    Raises OSError or ValueError.
+    """
     files: list[Path] = []
     for name in inputs:
         # Path("") is the current folder, which may contain text files.
         if not name:
             raise ValueError("an input is empty: must be a file or a folder")
-        # The name of a file may look like a pattern.
-        matching = [] if Path(name).exists() else sorted(glob.glob(name))
+        # The name of a file may look like a pattern, or like the name of a dataset.
+        exists = Path(name).exists()
+        if name.startswith(HUB_PREFIX) and not exists:
+            files += hub_dataset_files(name)
+            continue
+        matching = [] if exists else sorted(glob.glob(name, recursive=True))
         for path in map(Path, matching or [name]):
             files += _files_of(path)
     return files
 
 
-def is_json(path: Path) -> bool:
-    """Whether a file has one document per line; otherwise it is one text."""
-    return _kind(path) in JSON_SUFFIXES
+def has_keys(path: Path) -> bool:
+    """Whether a file has one document per line or row, under keys; otherwise it is one text."""
+    return _kind(path) in JSON_SUFFIXES or is_table(path)
+
+
+def is_table(path: Path) -> bool:
+    """Whether the documents of a file are rows."""
+    return path.suffix in TABLE_SUFFIXES
 
 
 def can_be_cut(path: Path) -> bool:
     """Whether parts of a file can be read separately, which needs visible document borders and no compression."""
-    return path.suffix in JSON_SUFFIXES
+    return path.suffix in (*JSON_SUFFIXES, PARQUET)
 
 
-def read_raw_documents(path: Path, *, begin: int = 0, end: int | None = None) -> Iterator[RawDocument]:
+def check_tables(files: Iterable[Path], columns: Columns) -> None:
+    """Raises ValueError for the first table that is damaged at its start or lacks a column."""
+    for path in filter(is_table, files):
+        check_columns(path, columns)
+
+
+def read_raw_documents(
+    path: Path, columns: Columns, *, begin: int = 0, end: int | None = None
+) -> Iterator[RawDocument]:
     """Yields the documents of a file that start in bytes `begin` to `end` (None means its end), in order.
 
-    Skips blank lines of a .jsonl file. begin, end: only for files that `can_be_cut`. Raises ValueError for a damaged
-    compressed file.
+    Skips blank lines of a .jsonl file. begin, end: only for files that `can_be_cut`; a Parquet file is cut between row
+    groups. Raises ValueError for a damaged compressed file or table.
     """
-    try:
-        yield from _read_raw_documents(path, begin=begin, end=end)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path} is cut short or no gzip file: {error}") from error
+    if is_table(path):
+        for row in read_rows(path, columns, begin=begin, end=end):
+            damage = _not_utf8(row.error) if isinstance(row.error, UnicodeDecodeError) else str(row.error or "")
+            yield RawDocument(path, row.number, row.line, damage=damage)
+        return
+    with named_damage(path):
+        yield from _read_lines(path, begin=begin, end=end)
 
 
-def _read_raw_documents(path: Path, *, begin: int, end: int | None) -> Iterator[RawDocument]:
-    with cast(BinaryIO, gzip.open(path) if path.suffix == COMPRESSED else open(path, "rb")) as file:
+def _read_lines(path: Path, *, begin: int, end: int | None) -> Iterator[RawDocument]:
+    with open_file(path) as file:
+        has_mark = file.read(len(_BYTE_ORDER_MARK)) == _BYTE_ORDER_MARK
+    with open_file(path) as file:
         if begin > 0:
             # The line that contains the previous byte belongs to the reader of the previous part, and may end there.
             file.seek(begin - 1)
             position = begin - 1 + len(file.readline())
-        elif file.read(len(_BYTE_ORDER_MARK)) == _BYTE_ORDER_MARK:
-            position = len(_BYTE_ORDER_MARK)
         else:
-            position = file.seek(0)
-        if not is_json(path):
+            position = len(file.read(len(_BYTE_ORDER_MARK))) if has_mark else 0
+        if not has_keys(path):
             yield from _cut_text(file, path)
             return
         for line, data in enumerate(file, 1):
@@ -113,7 +148,7 @@ def decode_document(raw: RawDocument, *, json_key: str) -> tuple[str, list[BadLi
 
 def decode_texts(raw: RawDocument, keys: Sequence[str]) -> tuple[list[str], list[BadLine]]:
     """Decodes several keys of a line as decode_document does. A text file has no keys, so `keys` must have length 1."""
-    if not is_json(raw.path):
+    if not has_keys(raw.path):
         text, bad_lines = _decode_text(raw)
         return [text], bad_lines
     try:
@@ -124,7 +159,9 @@ def decode_texts(raw: RawDocument, keys: Sequence[str]) -> tuple[list[str], list
 
 
 def decode_record(raw: RawDocument, keys: Sequence[str]) -> dict[str, Any]:
-    """Returns the object of a .jsonl line. Raises ValueError unless it is an object with `keys`."""
+    """Returns the object of a .jsonl line or of a row. Raises ValueError unless it is an object with `keys`."""
+    if raw.damage:
+        raise ValueError(raw.damage)
     try:
         record = json.loads(raw.data.decode().strip())
     except UnicodeDecodeError as error:
@@ -142,21 +179,45 @@ def decode_record(raw: RawDocument, keys: Sequence[str]) -> dict[str, Any]:
 
 
 def _files_of(path: Path) -> list[Path]:
-    kinds = JSON_SUFFIXES + TEXT_SUFFIXES
     if path.is_dir():
-        inside = sorted(file for file in path.rglob("*") if _kind(file) in kinds)
+        inside = _files_inside(path)
         if not inside:
-            raise ValueError(f"{path} has no file that ends in {', '.join(kinds)}")
+            raise ValueError(f"{path} has no file that ends in {_suffixes()}")
         return inside
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
-    if _kind(path) not in kinds:
-        raise ValueError(f"{path} must end in {', '.join(kinds)}, or that and {COMPRESSED}")
+        is_pattern = glob.escape(str(path)) != str(path)
+        raise FileNotFoundError(f"{path} matches no file" if is_pattern else f"{path} does not exist")
+    if not _is_usable(path):
+        raise ValueError(f"{path} must end in {_suffixes()}")
     return [path]
 
 
+def _files_inside(folder: Path) -> list[Path]:
+    """Returns the usable files of a folder and of those inside, in the order of their paths."""
+    saved = saved_dataset_files(folder)
+    if saved is not None:
+        return saved
+    files: list[Path] = []
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            files += [] if path.is_symlink() else _files_inside(path)
+        elif _is_usable(path):
+            files.append(path)
+    return files
+
+
+def _is_usable(path: Path) -> bool:
+    return _kind(path) in JSON_SUFFIXES + TEXT_SUFFIXES or is_table(path)
+
+
+def _suffixes() -> str:
+    texts = ", ".join(JSON_SUFFIXES + TEXT_SUFFIXES)
+    return f"{texts} (or such a suffix and {', '.join(COMPRESSIONS)}), {', '.join(TABLE_SUFFIXES)}"
+
+
 def _kind(path: Path) -> str:
-    return Path(path.stem).suffix if path.suffix == COMPRESSED else path.suffix
+    """Returns the suffix without that of a compression."""
+    return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
 
 
 def _count_lines(path: Path, end: int) -> int:
@@ -168,7 +229,7 @@ def _count_lines(path: Path, end: int) -> int:
     return count
 
 
-def _cut_text(file: BinaryIO, path: Path) -> Iterator[RawDocument]:
+def _cut_text(file: PeekableFile, path: Path) -> Iterator[RawDocument]:
     pieces: list[bytes] = []
     size, line, next_line = 0, 1, 1
     while piece := _read_piece(file):
@@ -182,22 +243,24 @@ def _cut_text(file: BinaryIO, path: Path) -> Iterator[RawDocument]:
         yield RawDocument(path, line, b"".join(pieces))
 
 
-def _read_piece(file: BinaryIO) -> bytes:
+def _read_piece(file: PeekableFile) -> bytes:
     """Reads a line, or about 64 KiB of a longer one up to the end of a character."""
     piece = file.readline(LONGEST_TEXT)
     if len(piece) < LONGEST_TEXT or piece.endswith(b"\n"):
         return piece
-    rest = file.read(3)  # a UTF-8 character has at most 3 bytes after its first
-    wanted = next((count for count, byte in enumerate(rest) if byte & 0xC0 != 0x80), len(rest))
-    file.seek(wanted - len(rest), 1)
-    return piece + rest[:wanted]
+    for _ in range(3):  # a UTF-8 character has at most 3 bytes after its first
+        following = file.peek(1)[:1]
+        if not following or following[0] & 0xC0 != 0x80:
+            break
+        piece += file.read(1)
+    return piece
 
 
 def _decode_text(raw: RawDocument) -> tuple[str, list[BadLine]]:
     try:
         return raw.data.decode(), []
     except UnicodeDecodeError:
-        pass  # decodes line by line, so that only the lines with wrong bytes are lost
+        pass  # Decodes line by line, so that only the lines with invalid bytes are lost.
     good, bad = [], []
     for line, data in enumerate(io.BytesIO(raw.data), raw.line):
         try:
@@ -209,6 +272,8 @@ def _decode_text(raw: RawDocument) -> tuple[str, list[BadLine]]:
 
 def _text_of(record: dict[str, Any], key: str) -> str:
     text = record[key]
+    if text is None:
+        raise ValueError(f"key {key!r} is null: must be text")
     if not isinstance(text, str):
         raise ValueError(f"key {key!r} is {type(text).__name__}: must be text")
     try:

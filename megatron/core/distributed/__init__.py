@@ -14,7 +14,7 @@ from megatron.core.distributed.scheduler import CollectiveScheduler
 from megatron.core.distributed.torch_fsdp2 import TorchFullyShardedDataParallel
 from megatron.core.distributed.torch_fsdp2_config import TorchFullyShardedDataParallelConfig
 
-# A second name of the same class: users' training loops import it.
+# An alias of the same class, which users' training loops import.
 LaunchOrder = CollectiveScheduler
 
 __all__ = [

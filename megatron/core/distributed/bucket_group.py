@@ -23,16 +23,16 @@ from megatron.core.distributed.iteration import CollectiveTrace
 from megatron.core.process_groups_config import group_size
 from megatron.core.tensor_parallel.weight_grads import WeightGrad
 
-# Consecutive iterations with fewer gradients of a parameter after which fewer are expected.
+# After this many consecutive iterations with fewer gradients of a parameter, fewer are expected.
 _PATIENCE = 4
 
 
 class ParamState(Enum):
-    """Whether this rank's copy of the parameters has the values of the ranks that own them.
+    """Freshness of this rank's copy of the parameters.
 
     STALE: the owners have updated them, and no gather was launched yet. IN_FLIGHT: the gather was launched. ARRIVED:
-    gathered on this rank, and other ranks may still wait for their gather. CURRENT: gathered on all ranks. Only CURRENT
-    is the same on all ranks, which enter and leave it at the same point of the program.
+    gathered on this rank, while other ranks may still be waiting for their gather. CURRENT: gathered on all ranks. Only
+    CURRENT is the same on all ranks, which enter and leave it at the same point of the program.
     """
 
     CURRENT = "current"
@@ -45,7 +45,7 @@ class Traffic(Enum):
     """The kinds of collectives that observers distinguish.
 
     LATE: a second round of reductions, for gradients added after the first had started. AGREE: the agreement of the
-    stage's ranks at the end of an iteration, which belongs to no group.
+    stage's ranks at the end of an iteration; it belongs to no group.
     """
 
     REDUCE = "reduce"
@@ -59,15 +59,15 @@ _OnGroups = Callable[[Sequence["_ParamAndGradBucketGroup"]], None]
 
 
 class _ParamAndGradBucketGroup:
-    """Buckets that are reduced and gathered together, when a scheduler calls the group.
+    """Buckets that are reduced and gathered together. A scheduler launches their collectives.
 
-    A group that a script builds without DistributedDataParallel launches for itself: gradients that were written to
+    A group built by a script without DistributedDataParallel launches its own collectives: gradients written to
     main_grad are scaled and reduced by start_grad_sync, or by the last register_grad_ready with overlap_grad_reduce.
 
-    ddp_config: None for no overlap of a group by itself. collective_group, collective_group_size: those of the buckets,
-    or None; ValueError for others. name: for messages, the same on all ranks. is_last_microbatch: whether gradients
-    that become ready now are counted. is_last_backward: whether gradients counted now belong to the iteration's last
-    backward pass. number: the group's index among all groups, set by `attach`.
+    ddp_config: None disables overlap in a standalone group. collective_group, collective_group_size: must match the
+    buckets, or be None; otherwise ValueError. name: used in messages, the same on all ranks. is_last_microbatch:
+    whether gradients that become ready now are counted. is_last_backward: whether gradients counted now belong to the
+    iteration's last backward pass. number: the group's index among all groups, set by `attach`.
     """
 
     number: int
@@ -96,7 +96,7 @@ class _ParamAndGradBucketGroup:
         self.params = {slot.param for slot in self.slots}
         self.param_to_bucket = {slot.param: bucket for bucket in self.buckets for slot in bucket.slots}
         self._checks: dict[tuple[bool, bool], GradChecks] = {}
-        # Until a scheduler attaches the group.
+        # Used until a scheduler attaches the group.
         self._mark_grad_ready: _MarkGradReady = self._mark_ready_alone
         self._start_grad_sync: _OnGroups = self._reduce_alone
         self._finish_grad_sync: Callable[[], None] = self._finish_alone
@@ -116,9 +116,9 @@ class _ParamAndGradBucketGroup:
         start_param_sync: _OnGroups,
         need: Callable[..., None],
     ) -> None:
-        """Sets the group's number, and the methods of a scheduler that launch its collectives in order.
+        """Sets the group's number, and the scheduler's methods that launch its collectives in order.
 
-        trace: records its collectives; None where other ranks have no such group.
+        trace: records its collectives; None if other ranks have no such group.
         """
         self.number = number
         for bucket in self.buckets:
@@ -127,7 +127,7 @@ class _ParamAndGradBucketGroup:
         self._finish_grad_sync = finish_grad_sync
         self._start_param_sync, self._need = start_param_sync, need
 
-    # For users: the scheduler launches the collectives of all groups in a fixed order.
+    # Public methods. The scheduler launches the collectives of all groups in a fixed order.
 
     def register_grad_ready(self, param: nn.Parameter, force_all_reduce: bool = False) -> None:
         """Records that the caller has added a parameter's gradient, any shape and dtype, to `param.main_grad`.
@@ -135,7 +135,7 @@ class _ParamAndGradBucketGroup:
         force_all_reduce: see start_grad_sync.
 
         Raises RuntimeError while the gradient is being reduced, if gradients are freed after their reduction, and if
-        autograd also produced a gradient of the parameter in this iteration and gradients are scaled. Raises ValueError
+        gradients are scaled and autograd also produced a gradient of the parameter in this iteration. Raises ValueError
         for a parameter of another group.
         """
         if param not in self._grads_of:
@@ -157,18 +157,18 @@ class _ParamAndGradBucketGroup:
         self._start_grad_sync([self])
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Reduces what is left and waits for all reductions, of all groups that share a scheduler. Collective.
+        """Reduces the remaining groups and waits for all reductions, of all groups that share a scheduler. Collective.
 
-        The first of these groups waits; others return at once. force_all_reduce: see start_grad_sync.
+        The first call waits; later calls by other groups return immediately. force_all_reduce: see start_grad_sync.
         """
         self._check_all_reduce(force_all_reduce, "finish_grad_sync")
         self._finish_grad_sync()
 
     def check_grads(self, check_for_nan_or_inf: bool, check_for_large: bool) -> None:
-        """Examines the gradients in main_grad; not collective.
+        """Checks the gradients in main_grad; not collective.
 
-        Raises NonFiniteGradientError if check_for_nan_or_inf and one is not finite. check_for_large: warns of norms ten
-        times the largest of earlier calls.
+        check_for_nan_or_inf: raises NonFiniteGradientError for a gradient that is not finite. check_for_large: warns of
+        norms ten times the largest of earlier calls.
         """
         checks = self._checks.setdefault(
             (check_for_nan_or_inf, check_for_large), GradChecks(nan=check_for_nan_or_inf, large=check_for_large)
@@ -179,7 +179,7 @@ class _ParamAndGradBucketGroup:
             raise_non_finite(names, [])
 
     def free_overlap_buffers(self) -> None:
-        """Frees memory that is kept between iterations for messages in flight; later ones allocate it again."""
+        """Frees the memory kept between iterations for messages in flight; later iterations allocate it again."""
         for bucket in self.buckets:
             bucket.grads.free_spare()
 
@@ -193,11 +193,13 @@ class _ParamAndGradBucketGroup:
             self._need(self, prefetch=False)
 
     def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
-        """Waits for the parameters, and prefetches the next group's unless told to skip. Collective."""
+        """Waits for the parameters, and prefetches the next group's unless skip_next_bucket_dispatch is set.
+        Collective.
+        """
         self._need(self, prefetch=not skip_next_bucket_dispatch)
 
     def rename(self, name: str) -> None:
-        """Sets the name in messages, the same on all ranks; before the group is attached."""
+        """Sets the name used in messages, the same on all ranks. Must be called before the group is attached."""
         self.name = name
         for bucket in self.buckets:
             bucket.name = name
@@ -217,12 +219,14 @@ class _ParamAndGradBucketGroup:
         self._grads_of[param].mark_added(param)
 
     def count_gradient(self, param: nn.Parameter) -> bool:
-        """Counts a gradient of the last microbatch; returns whether it was the last one expected in this group."""
+        """Counts a gradient of the last microbatch; returns whether all gradients expected in this group have been
+        counted.
+        """
         return self._expected_grads.count(self._index_of[param])
 
     @property
     def is_complete(self) -> bool:
-        """Whether all gradients that are expected in this iteration were counted."""
+        """Whether all gradients expected in this iteration have been counted."""
         return self._expected_grads.is_complete
 
     def learn_counts(self) -> None:
@@ -236,12 +240,12 @@ class _ParamAndGradBucketGroup:
 
     @property
     def is_late(self) -> bool:
-        """Whether gradients were added after the reductions that were launched so far."""
+        """Whether gradients were added after the most recent reduction was launched."""
         return any(bucket.grads.is_late for bucket in self.buckets)
 
     @property
     def is_moving(self) -> bool:
-        """Whether some gradients are under reduction, so that they cannot all be scaled now."""
+        """Whether some gradients are being reduced, so that they cannot all be scaled now."""
         return any(bucket.grads.is_moving for bucket in self.buckets)
 
     def missing(self) -> list[str]:
@@ -255,7 +259,7 @@ class _ParamAndGradBucketGroup:
             bucket.grads.launch(is_last=self.is_last_backward)
 
     def launch_second_round(self) -> None:
-        """Starts to reduce gradients that were late on any rank; on all ranks. Collective."""
+        """Starts to reduce gradients that were late on any rank; must be called on all ranks. Collective."""
         for bucket in self.buckets:
             bucket.grads.launch_second_round(is_last=self.is_last_backward)
 
@@ -269,7 +273,7 @@ class _ParamAndGradBucketGroup:
         return all(bucket.grads.advance_early() for bucket in self.buckets)
 
     def advance_second_round(self) -> None:
-        """Does what `advance` does for the second round; called after `advance` of all groups. Collective."""
+        """Starts the second stage of the second round; called after `advance` of all groups. Collective."""
         for bucket in self.buckets:
             bucket.grads.advance_second_round()
 
@@ -285,7 +289,7 @@ class _ParamAndGradBucketGroup:
             bucket.grads.copy_from_comm()
 
     def works(self, traffic: Traffic) -> list[dist.Work]:
-        """The works of collectives in flight, for observers."""
+        """Handles of the collectives in flight, for observers."""
         if traffic is Traffic.GATHER:
             return [work for handle in self._gathers for work in handle.works()]
         grads = [bucket.grads for bucket in self.buckets]
@@ -300,7 +304,7 @@ class _ParamAndGradBucketGroup:
 
     @property
     def can_be_released(self) -> bool:
-        """Whether the sums are complete, so that hooks and an optimizer in backward can receive them."""
+        """Whether the sums are complete, so that hooks and an optimizer in backward can use them."""
         return all(bucket.grads.can_be_released for bucket in self.buckets)
 
     @property
@@ -314,7 +318,7 @@ class _ParamAndGradBucketGroup:
             bucket.grads.hold()
 
     def settle(self) -> None:
-        """Waits for the oldest reduction and adds it to the sum."""
+        """Waits for the oldest reduction and adds its result to the sum."""
         for bucket in self.buckets:
             bucket.grads.settle()
 
@@ -337,7 +341,7 @@ class _ParamAndGradBucketGroup:
             bucket.grads.abandon()
 
     def drop_captured(self) -> None:
-        """Begins an iteration after a CUDA graph's capture, whose launches did not run."""
+        """Begins an iteration after the capture of a CUDA graph, whose launches did not run."""
         self.reset()
         self._gathers.clear()
         self.arrival.forget()
@@ -350,7 +354,7 @@ class _ParamAndGradBucketGroup:
         self.arrival.note()
 
     def name_of(self, param: nn.Parameter) -> str:
-        """The name of one of its parameters, any shape and dtype."""
+        """Returns the name of one of its parameters, any shape and dtype."""
         return self.slots[self._index_of[param]].name
 
     # Parameters.
@@ -374,7 +378,7 @@ class _ParamAndGradBucketGroup:
         if self.on_arrival is not None:
             self.on_arrival()
 
-    # Without a scheduler.
+    # Groups without a scheduler.
 
     def _mark_ready_alone(self, _: "_ParamAndGradBucketGroup", param: nn.Parameter) -> None:
         overlaps = self.ddp_config is not None and self.ddp_config.reduces_in_backward
@@ -384,7 +388,7 @@ class _ParamAndGradBucketGroup:
     def _reduce_alone(self, _: Sequence["_ParamAndGradBucketGroup"]) -> None:
         if self.grad_state is not GradState.COLLECTING:
             return
-        # A script may have written gradients without a call, and they are scaled as all others.
+        # A script may have written gradients without a call; they are scaled like all others.
         missing = set(self.missing())
         for slot in self.slots:
             if slot.name in missing:
@@ -408,16 +412,14 @@ class _ParamAndGradBucketGroup:
         if force_all_reduce and self.is_sharded:
             raise ValueError(
                 f"{call}: force_all_reduce is set with use_distributed_optimizer, where each rank receives only the "
-                "sums of its shards: leave one of them out"
+                "sums of its own shards: set only one of them"
             )
 
     def _check_group(self, group: dist.ProcessGroup | None, size: int | None) -> None:
         if group is not None and group is not self.collective_group:
-            raise ValueError(f"collective_group is {group}: must be that of the buckets, {self.collective_group}")
+            raise ValueError(f"collective_group is {group}: must be the group of the buckets, {self.collective_group}")
         if size not in (None, self.collective_group_size):
-            raise ValueError(
-                f"collective_group_size is {size}: must be that of the buckets, {self.collective_group_size}"
-            )
+            raise ValueError(f"collective_group_size is {size}: must match the buckets, {self.collective_group_size}")
 
     @property
     def device(self) -> torch.device:
@@ -426,7 +428,7 @@ class _ParamAndGradBucketGroup:
 
     @property
     def collective_group(self) -> dist.ProcessGroup | None:
-        """The ranks over which gradients are summed first and shards distributed; None means this rank alone."""
+        """The ranks over which gradients are summed first and shards are distributed; None means this rank alone."""
         return self.buckets[0].settings.group
 
     @property
@@ -455,11 +457,11 @@ class BucketObserver(Protocol):
     """
 
     def attach(self, groups: Sequence[_ParamAndGradBucketGroup], module: nn.Module) -> None:
-        """Observes the groups of one more model chunk, which wraps `module`."""
+        """Starts observing the groups of one more model chunk, which wraps `module`."""
         ...
 
     def begin_iteration(self) -> None:
-        """Called once for each chunk, before gradients are reset and before the first gradient of any chunk."""
+        """Called once per chunk, before gradients are reset and before the first gradient of any chunk."""
         ...
 
     def before_grad(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
@@ -503,15 +505,15 @@ class BucketObserver(Protocol):
         ...
 
 
-# Expected numbers of gradients.
+# Expected gradient counts.
 
 
 class _ExpectedGrads:
-    """Compares a bucket group's gradient counts with those of the last microbatches of earlier iterations.
+    """Compares a bucket group's gradient counts with the last microbatches of earlier iterations.
 
-    At least one gradient of each parameter is expected. The expected number rises immediately and falls only after
-    _PATIENCE iterations: a number too high merely delays a reduction to the end of backward, one too low makes
-    gradients late.
+    At least one gradient of each parameter is expected. The expected count rises immediately and falls only after
+    _PATIENCE iterations. A count that is too high merely delays a reduction to the end of backward; one that is too low
+    makes gradients late.
     """
 
     def __init__(self, num_params: int) -> None:
@@ -527,7 +529,7 @@ class _ExpectedGrads:
         return self._num_incomplete == 0
 
     def count(self, index: int) -> bool:
-        """Counts a gradient of a parameter; returns whether it was the last one expected in the group."""
+        """Counts a gradient of a parameter; returns whether all gradients expected in the group have been counted."""
         self._counts[index] += 1
         if self._counts[index] != self._expected[index]:
             return False

@@ -30,8 +30,9 @@ from megatron.core.tensor_parallel.param_attributes import (
 )
 from megatron.core.tensor_parallel.weight_grads import WeightGrad
 
-# The most closed messages that a pool keeps for reuse. With overlap no more are open at a time: two in flight and one
-# that is being filled. Without overlap more may be open, and the smallest are freed when they are closed.
+# The maximum number of closed messages that a pool keeps for reuse. With overlap no more are open at a time: two in
+# flight and one that is being filled. Without overlap more may be open, and the smallest are freed when they are
+# closed.
 _MOST_SPARE = 3
 
 
@@ -39,12 +40,12 @@ _MOST_SPARE = 3
 class BufferSettings:
     """Settings that determine a buffer's buckets and collectives.
 
-    group: the ranks over which gradients are summed, and shards distributed; None means this rank alone. bucket_size:
-    see DistributedDataParallelConfig. is_sharded: whether each rank owns one shard of every bucket instead of all of
-    it. scale: factor of every gradient before reduction. fp32_patterns: names, or `all`, of parameters whose gradients
-    accumulate in fp32 while a narrower buffer is reduced. split: whether bucket boundaries may cut parameters.
-    comm_dtype: all-gather dtype of parameters; None means the parameters' dtype. raw_dtype: the integers as which the
-    gathered bits are sent; None sends numbers of comm_dtype.
+    group: the ranks over which gradients are summed and shards are distributed; None means this rank alone.
+    bucket_size: see DistributedDataParallelConfig. is_sharded: whether each rank owns one shard of every bucket instead
+    of the whole bucket. scale: factor of every gradient before reduction. fp32_patterns: names, or `all`, of parameters
+    whose gradients accumulate in fp32 while a narrower buffer is reduced. split: whether bucket boundaries may cut
+    parameters. comm_dtype: all-gather dtype of parameters; None means the parameters' dtype. raw_dtype: the integer
+    dtype as which gathered bits are sent; None sends values of comm_dtype.
     """
 
     group: dist.ProcessGroup | None
@@ -63,11 +64,12 @@ class BufferSettings:
 class _ParamAndGradBucket:
     """Adjacent parameters of a buffer that are reduced and gathered together.
 
-    param_data, grad_data: [N], views of the buffer's flat tensors. owned: the span in the buffer that this rank's
-    optimizer steps; owned_part: the same span, relative to the bucket's start. ranges: the parts of parameters in this
-    bucket, with spans relative to its start; parameters without elements have none. grads: the gradient memory, built
-    by `storage`. staged: the message from which gathered parameters are copied; None if they are gathered in place.
-    name: the group's name, for messages. trace: records the bucket's collectives, if all ranks of the stage have it.
+    param_data, grad_data: [N], views of the buffer's flat tensors. owned: the span of the buffer that this rank's
+    optimizer updates; owned_part: the same span, relative to the bucket's start. ranges: the parts of parameters in
+    this bucket, with spans relative to its start; parameters without elements have none. grads: the gradient memory,
+    built by `storage`. staged: the message from which gathered parameters are copied; None if they are gathered in
+    place. name: the group's name, for messages. trace: records the bucket's collectives, if all ranks of the stage have
+    it.
     """
 
     def __init__(
@@ -170,7 +172,7 @@ class _Reduction:
 class GradStorage(ABC):
     """The gradients of one bucket: the memory in which they accumulate, and the memory of their sum.
 
-    checks: examines gradients before they are reduced; None examines nothing.
+    checks: run on gradients before they are reduced; None disables them.
     """
 
     def __init__(self, bucket: _ParamAndGradBucket, *, checks: GradChecks | None = None) -> None:
@@ -201,20 +203,20 @@ class GradStorage(ABC):
     @property
     @abstractmethod
     def is_late(self) -> bool:
-        """Whether gradients were added after the reductions that were launched so far."""
+        """Whether gradients were added after the most recent reduction was launched."""
 
     @property
     @abstractmethod
     def is_moving(self) -> bool:
-        """Whether some gradients are under reduction, so that they cannot all be scaled now."""
+        """Whether some gradients are being reduced, so that they cannot all be scaled now."""
 
     @abstractmethod
     def launch(self, *, is_last: bool) -> None:
-        """Starts to reduce the gradients. Collective. is_last: this is the iteration's last backward pass."""
+        """Starts to reduce the gradients. Collective. is_last: whether this is the iteration's last backward pass."""
 
     @abstractmethod
     def launch_second_round(self, *, is_last: bool) -> None:
-        """Starts to reduce gradients that were late on any rank; on all ranks. Collective."""
+        """Starts to reduce gradients that were late on any rank; must be called on all ranks. Collective."""
 
     @abstractmethod
     def advance(self) -> None:
@@ -226,7 +228,7 @@ class GradStorage(ABC):
 
     @abstractmethod
     def advance_second_round(self) -> None:
-        """Does what `advance` does for the second round; called after `advance` of all buckets. Collective."""
+        """Starts the second stage of the second round; called after `advance` of all buckets. Collective."""
 
     @abstractmethod
     def complete(self) -> None:
@@ -245,10 +247,10 @@ class GradStorage(ABC):
 
     @abstractmethod
     def works(self) -> list[dist.Work]:
-        """Works of reductions in flight, for observers."""
+        """Handles of the reductions in flight, for observers."""
 
     def late_works(self) -> list[dist.Work]:
-        """Works of the second round."""
+        """Handles of the second round."""
         return self.works()
 
     def free_spare(self) -> None:  # noqa: B027
@@ -265,7 +267,7 @@ class GradStorage(ABC):
         """Begins an iteration; no reduction is in flight.
 
         The current stream waits for gradients that an aborted iteration may still be writing, and their streams are
-        forgotten: a reduction of a later iteration, perhaps one that is being captured, must not wait for them.
+        dropped, because a reduction of a later iteration, perhaps one that is being captured, must not wait for them.
         """
 
     @abstractmethod
@@ -285,7 +287,7 @@ class GradStorage(ABC):
 
     @property
     def can_be_released(self) -> bool:
-        """Whether the sum is complete, so that hooks and an optimizer in backward can receive it."""
+        """Whether the sum is complete, so that hooks and an optimizer in backward can use it."""
         return False
 
     @property
@@ -300,15 +302,15 @@ class GradStorage(ABC):
 
     def hold(self) -> None:
         """Keeps the sum until the next iteration instead of releasing it, so that late gradients can be added."""
-        raise AssertionError(f"{self._bucket.name} is reduced once an iteration")
+        raise AssertionError(f"{self._bucket.name} is reduced once per iteration")
 
     def settle(self) -> None:
-        """Waits for the oldest reduction, if there is one, and adds it to the sum."""
-        raise AssertionError(f"{self._bucket.name} is reduced once an iteration")
+        """Waits for the oldest reduction, if any, and adds it to the sum."""
+        raise AssertionError(f"{self._bucket.name} is reduced once per iteration")
 
     def resume_accumulation(self) -> None:
-        """Lets further gradients add to a reduced sum."""
-        raise AssertionError(f"{self._bucket.name} is reduced once an iteration")
+        """Lets further gradients accumulate into a reduced sum."""
+        raise AssertionError(f"{self._bucket.name} is reduced once per iteration")
 
 
 class PersistentGrads(GradStorage):
@@ -373,7 +375,7 @@ class PersistentGrads(GradStorage):
         slot = self._slot_of[param]
         if self.state is not GradState.COLLECTING:
             raise RuntimeError(
-                f"register_grad_ready: a gradient was added to main_grad of {slot.name} while that was being reduced"
+                f"register_grad_ready: a gradient was added to main_grad of {slot.name} while it was being reduced"
             )
         self._writers.note()
         self._mark_unscaled(slot)
@@ -402,7 +404,7 @@ class PersistentGrads(GradStorage):
             keep_for_current_stream(grad)
         if self._bucket.settings.policy.can_repeat:
             self._discard()
-            # One by one, in the order of a run without a reduction in flight, so that the sum has the same bits.
+            # Added one by one, in the order of a run without a reduction in flight, so that the sum is bit-identical.
             for slot, grad in self._late:
                 slot.main_grad.add_(grad, alpha=self._scale)
             self._reduce_grad_data()
@@ -434,7 +436,7 @@ class PersistentGrads(GradStorage):
         self.copy_from_comm()
 
     def owned_grad(self) -> torch.Tensor:
-        """A view of this rank's part of grad_data: [owned elements], the gradients' dtype."""
+        """Returns a view of this rank's part of grad_data: [owned elements], the gradients' dtype."""
         own = self._bucket.owned_part
         return self._bucket.grad_data[own.start : own.end]
 
@@ -483,7 +485,7 @@ class PersistentGrads(GradStorage):
 
     @property
     def persistent(self) -> list[torch.Tensor]:
-        """grad_data alone: [N], the gradients' dtype."""
+        """Returns grad_data only: [N], the gradients' dtype."""
         return [self._bucket.grad_data]
 
     # Inside.
@@ -497,11 +499,11 @@ class PersistentGrads(GradStorage):
     def _accumulate_late(self, slot: ParamSlot, grad: torch.Tensor | None) -> None:
         if added_to_main_grad(slot.param):
             raise RuntimeError(
-                f"a kernel added to main_grad of {slot.name} while that was being reduced: wrap all microbatches but "
-                "the last in no_sync, or leave out overlap_grad_reduce"
+                f"a kernel added to main_grad of {slot.name} while it was being reduced: wrap all microbatches but "
+                "the last in no_sync, or disable overlap_grad_reduce"
             )
         if grad is not None:
-            # A copy: a CUDA graph may be about to write to it again.
+            # A copy, because a CUDA graph may be about to overwrite the original.
             self._keep_late(slot, grad.clone())
 
     def _keep_late(self, slot: ParamSlot, grad: torch.Tensor) -> None:
@@ -510,11 +512,11 @@ class PersistentGrads(GradStorage):
             self._checks.measure([(slot.name, grad)])
 
     def _mark_unscaled(self, slot: ParamSlot) -> None:
-        # Gradients of autograd are scaled already, and a sum of both kinds can no longer be scaled correctly.
+        # Autograd's gradients are already scaled, and a sum of both kinds can no longer be scaled correctly.
         if slot.param in self._with_grad and slot.param not in self._unscaled and self._scale != 1.0:
             raise RuntimeError(
-                f"parameter {slot.name} has gradients of autograd and others that were added to main_grad in one "
-                "iteration: all of them must be of the same kind"
+                f"parameter {slot.name} has both autograd gradients and gradients added to main_grad in one "
+                "iteration: they must all be of the same kind"
             )
         self._unscaled.add(slot.param)
 
@@ -550,7 +552,7 @@ class BucketLifetimeGrads(GradStorage):
         self._memory, self._total = memory, total
         self._added_scale, self._sent_scale = memory.split_scale(bucket.settings.scale)
         self._range_of = {part.param: part for part in bucket.ranges}
-        # Memory order of each parameter that is in the bucket as a whole; gradients may have another order.
+        # Memory format of each parameter that is entirely in the bucket; gradients may have another format.
         self._strides_of = {
             part.param: dense_strides(part.param) for part in bucket.ranges if part.span.numel == part.param.numel()
         }
@@ -562,12 +564,12 @@ class BucketLifetimeGrads(GradStorage):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the bucket's gradients in memory: accumulating, in flight and reduced."""
+        """Total size of the bucket's gradients in bytes: accumulating, in flight and reduced."""
         held = [self._message, self._total.sum, *(one.flat for one in self._in_flight)]
         return sum(one.untyped_storage().nbytes() for one in held if one is not None)
 
     def accumulate(self, param: nn.Parameter) -> None:
-        """Adds `param.grad` to the bucket. The attribute stays set, since other buckets may need parts of it."""
+        """Adds `param.grad` to the bucket. The attribute remains set, because other buckets may need parts of it."""
         new = plain_grad(param)
         if new is None:
             return
@@ -623,7 +625,8 @@ class BucketLifetimeGrads(GradStorage):
             return
         done = self._in_flight.popleft()
         done.handle.wait()
-        # Allocated on another stream, perhaps, which could reuse the memory while this one still reads.
+        # The gradient may have been allocated on another stream, which could reuse the memory while this stream still
+        # reads it.
         keep_for_current_stream(done.flat)
         settings = self._bucket.settings
         self._total.add(shard_of(done.flat, settings.group) if settings.is_sharded else done.flat, into=done.into)
@@ -657,7 +660,7 @@ class BucketLifetimeGrads(GradStorage):
         return all(one.handle.advance_early() for one in self._in_flight)
 
     def advance_second_round(self) -> None:
-        """Does nothing: `advance` covers the second round."""
+        """Does nothing, because `advance` covers the second round."""
 
     def complete(self) -> None:
         while self._in_flight:
@@ -666,11 +669,11 @@ class BucketLifetimeGrads(GradStorage):
         self.state = GradState.REDUCED
 
     def owned_grad(self) -> torch.Tensor:
-        """The sum of all backward passes: [owned elements], the gradients' dtype."""
+        """Returns the sum of all backward passes: [owned elements], the gradients' dtype."""
         return self._total.owned_grad()
 
     def copy_from_comm(self) -> None:
-        """Does nothing: there is no main_grad."""
+        """Does nothing, because there is no main_grad."""
 
     def resume_accumulation(self) -> None:
         self.state = GradState.COLLECTING
@@ -691,7 +694,7 @@ class BucketLifetimeGrads(GradStorage):
         self.state = GradState.COLLECTING
 
     def zero(self) -> None:
-        """Does nothing: `reset` has dropped all gradients."""
+        """Does nothing, because `reset` has dropped all gradients."""
 
     def scale_(self, factor: float | torch.Tensor) -> None:
         """Multiplies the sum; factor: a number or a tensor [], any float dtype."""
@@ -708,7 +711,7 @@ class BucketLifetimeGrads(GradStorage):
         while self._message is None:
             self._message = self._memory.open(self._bucket.layout.span.numel)
             if self._message is None:
-                # Its memory is in flight: a parameter has a second gradient in the same backward pass.
+                # The memory is in flight: a parameter has a second gradient in the same backward pass.
                 self.settle()
         return self._message
 
@@ -735,7 +738,7 @@ class MessagePool:
     """Allocates the messages of buckets, all of one dtype on one device; on a CPU it reuses closed ones.
 
     On a CPU, freed memory of this size returns to the operating system, which zeroes its pages when it is allocated
-    again; that costs a tenth of a step. On an accelerator nothing is pooled here, because torch's allocator caches
+    again; this costs a tenth of a step. On an accelerator nothing is pooled here, because torch's allocator caches
     freed memory for each stream.
 
     is_kept: on a CPU, keeps a few closed messages, also between steps; every message must then be closed.
@@ -760,7 +763,8 @@ class MessagePool:
         """Returns an uninitialised message: [numel], the pool's dtype."""
         place = next((place for place, spare in enumerate(self._spare) if spare.numel() >= numel), None)
         if place is None:
-            # All spare ones are too small. The smallest makes room for this one, which a later message can reuse.
+            # All spare messages are too small. The smallest is freed to make room for this one, which a later message
+            # can reuse.
             del self._spare[:1]
             whole = torch.empty(numel, dtype=self._dtype, device=self._device)
         else:
@@ -776,7 +780,7 @@ class MessagePool:
             self._spare = sorted([*self._spare, whole], key=torch.Tensor.numel)[-_MOST_SPARE:]
 
     def reset(self) -> None:
-        """Does nothing: a bucket closes its messages."""
+        """Does nothing, because a bucket closes its messages."""
 
     def free_spare(self) -> None:
         """Frees closed messages."""
@@ -784,9 +788,9 @@ class MessagePool:
 
 
 class KernelMemory:
-    """The one, persistent message of a bucket, to which kernels add gradients without the gradient scale.
+    """The single persistent message of a bucket, to which kernels add unscaled gradients.
 
-    Zero before each backward pass. message: [bucket elements], the gradients' dtype.
+    It is zero before each backward pass. message: [bucket elements], the gradients' dtype.
     """
 
     is_reused = True
@@ -796,7 +800,7 @@ class KernelMemory:
         self.persistent = [message]
 
     def split_scale(self, scale: float) -> tuple[float, float]:
-        """Splits the gradient scale into factors applied when gradients are added and when the whole is sent."""
+        """Splits the gradient scale into factors applied when gradients are added and when the message is sent."""
         return 1.0, scale
 
     def open(self, numel: int) -> torch.Tensor | None:
@@ -812,7 +816,7 @@ class KernelMemory:
         message.zero_()
 
     def free_spare(self) -> None:
-        """Does nothing: the message is persistent."""
+        """Does nothing, because the message is persistent."""
 
     def reset(self) -> None:
         """Zeroes gradients that kernels may have added."""
@@ -829,7 +833,7 @@ class ShardSum:
         self._is_sharded = bucket.settings.is_sharded
         self.sum = torch.zeros(bucket.owned.numel, dtype=bucket.grad_data.dtype, device=bucket.device)
         self.persistent = [self.sum]
-        # Whether something was added in this iteration.
+        # Whether anything was added in this iteration.
         self._has_sum = False
 
     def place_for(self, *, is_first: bool, is_last: bool) -> torch.Tensor | None:
@@ -845,7 +849,7 @@ class ShardSum:
         self._has_sum = True
 
     def hold(self) -> None:
-        """Does nothing: the sum is kept in any case."""
+        """Does nothing, because the sum is kept in any case."""
 
     def complete(self) -> None:
         """Ends an iteration; without any backward pass the sum becomes zero."""
@@ -854,7 +858,7 @@ class ShardSum:
         self._has_sum = True
 
     def owned_grad(self) -> torch.Tensor:
-        """The sum: [owned elements], the gradients' dtype."""
+        """Returns the sum: [owned elements], the gradients' dtype."""
         return self.sum
 
     def scale_(self, factor: float | torch.Tensor) -> None:
@@ -870,8 +874,7 @@ class ReleasedSum:
     """A sum that is released to hooks and an optimizer in backward, and freed after they have used it.
 
     The last backward pass of an iteration completes the sum and leaves it in the message of that pass, without a copy.
-    Gradients that become ready later can be added to it only after `hold`, which keeps the sum to the end of the
-    iteration.
+    Later gradients can be added to it only after `hold`, which keeps the sum to the end of the iteration.
     """
 
     persistent: Sequence[torch.Tensor] = ()
@@ -898,7 +901,7 @@ class ReleasedSum:
     def add(self, total: torch.Tensor, *, into: torch.Tensor | None) -> None:
         """Adds a result, [owned elements], the gradients' dtype, that was reduced to `into`, or in place if None."""
         if self._has_sum:
-            assert self.sum is not None, "a reduction was added to a sum that was released"
+            assert self.sum is not None, "a reduction was added to a sum that was already released"
             self.sum.add_(total)
         elif into is not None:
             self.sum = into
@@ -917,12 +920,14 @@ class ReleasedSum:
 
     def owned_grad(self) -> torch.Tensor:
         """Releases the sum, [owned elements], the gradients' dtype, to the caller."""
-        assert self.sum is not None, f"{self._bucket.name} was released, or not reduced"
+        assert self.sum is not None, f"{self._bucket.name} was already released, or not reduced"
         released, self.sum = self.sum, None
         return released
 
     def scale_(self, factor: float | torch.Tensor) -> None:
-        """Raises RuntimeError for any factor, a number or a tensor [], any float dtype: hooks have seen the sum."""
+        """Raises RuntimeError for any factor, a number or a tensor [], any float dtype, because hooks have seen the
+        sum.
+        """
         raise RuntimeError(
             "scale_gradients with DistributedDataParallelConfig.release_gradients: hooks and the optimizer have "
             f"already received the gradient of {self._bucket.buffer.slots[0].name}; scale the loss instead"
@@ -935,7 +940,7 @@ class ReleasedSum:
 
 
 def plain_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Returns `param.grad` strided and without a graph: [*parameter shape], the parameter's dtype; None without one."""
+    """Returns `param.grad` as a strided tensor without a graph: [*parameter shape], the parameter's dtype, or None."""
     grad = param.grad
     if grad is None or not (grad.requires_grad or grad.is_sparse):
         return grad
@@ -946,16 +951,19 @@ def plain_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def accumulate_into(place: torch.Tensor, new: torch.Tensor, *, scale: float, is_first: bool) -> None:
-    """Adds `scale` times a gradient to its place; [*shape] both, any float dtypes. is_first: overwrites the place."""
+    """Adds `scale` times a gradient to its destination; [*shape] both, any float dtypes.
+
+    is_first: overwrites the destination.
+    """
     if not is_first:
         place.add_(new, alpha=scale)
     elif new.dtype == place.dtype:
         torch.mul(new, scale, out=place)
     else:
         place.copy_(new)
-        # A plan counts the scaling: its short run may have fewer ranks than the run, and so no scale.
+        # A plan counts the scaling, because its short run may have fewer ranks than the real run, and so no scale.
         if scale != 1.0 or place.is_meta:
-            # Not torch.mul of the gradient, which would round the product to the narrower dtype first.
+            # torch.mul of the gradient would first round the product to the narrower dtype.
             place.mul_(scale)
 
 
@@ -981,13 +989,15 @@ class StagedParams:
         self._message: torch.Tensor | None = None
 
     def own_shard(self) -> torch.Tensor:
-        """This rank's part of the message, [shard elements], `dtype`, to which an optimizer writes its update."""
+        """Returns this rank's part of the message, [shard elements], `dtype`, to which an optimizer
+        writes its update.
+        """
         if self._message is None:
             self._message = torch.empty(self._bucket.layout.span.numel, dtype=self.dtype, device=self._bucket.device)
         return shard_of(self._message, self._bucket.settings.group)
 
     def message(self) -> torch.Tensor:
-        """The message of the gather: [bucket elements], `dtype`, which already holds this rank's shard."""
+        """Returns the message of the gather: [bucket elements], `dtype`, which already holds this rank's shard."""
         if self._message is None:
             self.fill()
         assert self._message is not None, "fill allocates it"

@@ -2,10 +2,10 @@
 
 Buffers own the tensors, and scheduler.py orders the launches. Nothing is sent if the group is None or has one rank.
 
-[Note: rank order] A back end may add the ranks' values in any order, and gloo's order depends on the size of the
-tensor. Where results must not depend on it, each rank receives the contributions of all ranks to its shard (all-to-all)
-and adds them in rank order, in fp32 or wider. An element's sum then depends neither on its bucket nor on the rank that
-computes it, so that an all-reduce is bit-identical to a reduce-scatter.
+[Note: rank order] A backend may add the ranks' values in any order, and gloo's order depends on the size of the tensor.
+If results must not depend on it, each rank receives the contributions of all ranks to its shard (all-to-all) and adds
+them in rank order, in fp32 or wider. An element's sum then depends neither on its bucket nor on the rank that computes
+it, so an all-reduce is bit-identical to a reduce-scatter.
 """
 
 from collections import deque
@@ -31,7 +31,7 @@ class Handle(Protocol):
     """A collective in flight. All ranks of its group call the same methods in the same order."""
 
     def advance(self) -> None:
-        """Waits for the first stage and starts the second (a gather of sums, or the second level), if there is one.
+        """Waits for the first stage and starts the second, if any (a gather of sums, or the second level).
 
         Calling it for several handles before `wait` lets their second stages overlap. Changes the tensor. `wait`
         calls it if necessary. Blocks the host for tensors on the CPU.
@@ -45,9 +45,9 @@ class Handle(Protocol):
     def advance_early(self) -> bool:
         """Starts the second stage if the first has ended, for handles that may do so before `advance` or `wait`.
 
-        These are sums over several optimizer instances with ReductionPolicy.side, if they need not be repeatable; other
-        handles do nothing. Returns whether nothing is left to start early. Never blocks the host. Ranks may call it at
-        different times, but must advance their handles in the same order.
+        This applies to sums over several optimizer instances with ReductionPolicy.side that need not be repeatable;
+        other handles do nothing. Returns whether nothing remains to be started early. Never blocks the host. Ranks may
+        call it at different times, but must advance their handles in the same order.
         """
         ...
 
@@ -71,11 +71,11 @@ class Handle(Protocol):
 class ReductionPolicy:
     """Settings of gradient sums over ranks; chosen once for all buckets.
 
-    deterministic: see [Note: rank order]. average: the mean instead of the sum. fp32_accumulation: sends 16-bit tensors
-    unconverted and adds them in fp32; wider tensors are added in their own dtype. instances_group: the ranks with the
-    same shard in other optimizer instances; a second level sums shards over them after the sum within each instance.
-    side: the stream on which a GPU's second level waits for the first. Without it the second level starts in `advance`
-    or `wait`.
+    deterministic: see [Note: rank order]. average: computes the mean instead of the sum. fp32_accumulation: sends
+    16-bit tensors unconverted and adds them in fp32; wider tensors are added in their own dtype. instances_group: the
+    ranks with the same shard in other optimizer instances; a second level sums shards over them after the sum within
+    each instance. side: the stream on which a GPU's second level waits for the first. Without it the second level
+    starts in `advance` or `wait`.
     """
 
     deterministic: bool = False
@@ -86,7 +86,7 @@ class ReductionPolicy:
 
     @property
     def can_repeat(self) -> bool:
-        """Whether a tensor in flight keeps its input until `advance` or `wait`, so that it can be reduced again.
+        """Whether a tensor in flight keeps its input until `advance` or `wait`, so that the reduction can be repeated.
 
         If so, launch_second_round of PersistentGrads discards the first reduction and repeats it with the late
         gradients, and `abandon` discards it instead of waiting for its result.
@@ -109,7 +109,9 @@ def reduce_bucket_(
     the shard's sum in place of `flat`, which is then undefined: [N / ranks], flat's dtype, contiguous. Do not write to
     either before `wait`.
     """
-    assert sharded or into is None, "into is given without sharded: only the sum of a shard can be written elsewhere"
+    assert sharded or into is None, (
+        "into is given without sharded: only the sum of a shard can be written to another tensor"
+    )
     first = _reduce(flat, group, sharded=sharded, policy=policy, into=into)
     if group_size(policy.instances_group) == 1:
         return first
@@ -158,7 +160,7 @@ def _shard_place(flat: torch.Tensor, *, group: dist.ProcessGroup, into: torch.Te
 
 
 def all_reduce_(flat: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """Sums `flat`, any shape, contiguous, floating point, in place; the back end chooses the order."""
+    """Sums `flat`, any shape, contiguous, floating point, in place, in an order chosen by the backend."""
     reduce_bucket_(flat.view(-1), group, sharded=False, policy=ReductionPolicy()).wait()
 
 
@@ -187,7 +189,7 @@ def _reduce(
             return _ordered_of_any_size(flat, group, policy=policy)
         scatter = _OrderedReduceScatter(flat, group, average=policy.average, into=into)
         return scatter if sharded else _Chain(scatter, lambda: gather_shards_(flat, group))
-    # Only NCCL can average; for other back ends the sum is divided afterwards.
+    # Only NCCL can average; with other backends the sum is divided afterwards.
     op = dist.ReduceOp.AVG if policy.average and _is_over_nccl(flat, group) else dist.ReduceOp.SUM
     if sharded:
         return _Launched(
@@ -220,7 +222,9 @@ def _is_over_nccl(flat: torch.Tensor, group: dist.ProcessGroup) -> bool:
 
 
 def _ordered_of_any_size(flat: torch.Tensor, group: dist.ProcessGroup, *, policy: ReductionPolicy) -> Handle:
-    """Pads a tensor to a multiple of the ranks and reduces it in rank order; for tensors other than buckets."""
+    """Pads a tensor to a multiple of the number of ranks and reduces it in rank order; for tensors other
+    than buckets.
+    """
     padded = flat.new_zeros(round_up(flat.numel(), group_size(group)))
     padded[: flat.numel()] = flat
 
@@ -258,7 +262,7 @@ class _Done(_Handle):
 
 
 class _Launched(_Handle):
-    """Handle of messages that the back end has launched."""
+    """Handle of messages launched by the backend."""
 
     def __init__(self, *works: dist.Work) -> None:
         self._works = works
@@ -316,7 +320,7 @@ class _Following(_Chain):
 
 @dataclass(frozen=True)
 class _Slice:
-    """Contributions of all ranks to some columns of this rank's shard; the tensor is viewed as one row per rank.
+    """Contributions of all ranks to some columns of this rank's shard. The tensor is viewed as one row per rank.
 
     by_rank: [columns] each; this rank's own is a view of its shard. kept: the sent message, whose memory must live
     until `works` are complete.
@@ -331,8 +335,8 @@ class _Slice:
 class _OrderedReduceScatter(_Handle):
     """Sums this rank's shard of `flat` in rank order, in place or into another tensor; see [Note: rank order].
 
-    Every reduce-scatter on the CPU, over gloo, takes this path, not only those that must be deterministic. Sends slices
-    to bound the memory for received values. Two are in flight from the start, and `wait` sends the others.
+    Every reduce-scatter over gloo on the CPU uses this class, not only deterministic ones. Slices bound the memory for
+    received values. Two are in flight from the start, and `wait` sends the others.
     """
 
     @trace_range("_OrderedReduceScatter")

@@ -1,4 +1,4 @@
-"""Comparisons between ranks, and the local checks that feed them.
+"""Comparisons between ranks, and the local checks that they are based on.
 
 Sections, in order: settings and parameters before a module is wrapped; changes of the module after that; a weight tied
 between two stages; weights of replicas at the start, and during training; gradients before they are reduced. Each
@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 # The most parameter names that a message lists.
 _NAMES_SHOWN = 3
 
-# Before a module is wrapped. This is the first collective, because any other would hang or mismatch if ranks differ.
+# Before a module is wrapped. This is the first collective, because any other collective would hang or mismatch if ranks
+# differ.
 
 _COMPARED_SIZES = ("dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp", "inter_dist_opt")
 _ABSENT = "no such parameter"
@@ -53,7 +54,7 @@ def settings_of_all_ranks(
         **{f"DistributedDataParallelConfig.{name}": value for name, value in vars(ddp_config).items()},
         **{f"ModelParallelConfig.{name}": vars(config)[name] for name in of_config},
         "disable_bucketing": bool(disable_bucketing),
-        "number of the chunk in launch_order": chunk,
+        "index of the chunk in launch_order": chunk,
     }
 
 
@@ -67,8 +68,8 @@ def check_wraps_agree(
 ) -> None:
     """Raises the same ValueError on all ranks of the stage if settings, or parameters of replicas, differ. Collective.
 
-    settings: everything that determines buffers, scales and collectives, by name. check_alone: checks that need no
-    other rank. If it raises ValueError on a rank, the other ranks raise RemoteRankError.
+    settings: everything that determines buffers, scales and collectives, by name. check_alone: local checks. If they
+    raise ValueError on a rank, the other ranks raise RemoteRankError.
     """
     group = groups.dp_cp if group_size(stage_group) == 1 else stage_group
     own = _wrapping(module, groups, settings=settings)
@@ -110,7 +111,7 @@ class _Wrapping:
         return _crc(self.settings), [(ranks, _crc(params)) for ranks, params in zip(self.replicas, self.params)]
 
     def describe(self, name: str) -> str:
-        """Describes a parameter, whether it is dense or an expert's on this rank."""
+        """Describes a parameter, whether it is a dense or an expert parameter on this rank."""
         return self.params[0].get(name) or self.params[1].get(name, _ABSENT)
 
 
@@ -136,7 +137,7 @@ def _describe_param(param: nn.Parameter) -> str:
         words.append(f"strides {dense_strides(param)}")
     # follow_owner copies requires_grad to a tied weight's copy later.
     if not facts.shared:
-        words.append("requires grad" if param.requires_grad else "needs no grad")
+        words.append("requires grad" if param.requires_grad else "requires no grad")
     marks = {
         "allreduce=False": facts.is_expert,
         "shared_embedding": facts.shared_embedding,
@@ -238,8 +239,8 @@ def module_change_finder(module: nn.Module, wrapped: Collection[nn.Parameter]) -
             return _changed(lost, "replaced")
         for name, param in now.items():
             if param.data_ptr() != addresses.get(param, param.data_ptr()):
-                # No longer a view of its buffer: forward would read memory that is never updated.
-                return _changed(name, "moved, converted or given other data")
+                # The parameter is no longer a view of its buffer: forward would read memory that is never updated.
+                return _changed(name, "moved, converted or assigned other data")
         return None
 
     return find_module_change
@@ -252,7 +253,7 @@ def changed_after_wrapping(name: str, what: str, *, wrapper: str, allowed: str) 
     """
     return (
         f"parameter {canonical_name(name)} was {what} after the module was wrapped in {wrapper}: make such changes "
-        f"{allowed}, and build the optimizer after them"
+        f"{allowed}, and build the optimizer afterwards"
     )
 
 
@@ -263,7 +264,7 @@ _changed = partial(
 )
 
 
-# A weight that both the first and the last stage hold. The model marks it, and finalize_model_grads.py sums its
+# A weight held by both the first and the last stage. The model marks it, and finalize_model_grads.py sums its
 # gradients.
 
 
@@ -282,7 +283,7 @@ def follow_owner(module: nn.Module, group: dist.ProcessGroup | None) -> None:
         if owner[1:] != copy[1:]:
             raise ValueError(
                 f"tied weight {name} is {owner[2]} of shape {list(owner[1])} on the first stage and {copy[2]} of "
-                f"shape {list(copy[1])} on the last: must be the same"
+                f"shape {list(copy[1])} on the last: must be identical"
             )
         param.requires_grad_(owner[0])
         # A script may seed the stages differently, or load weights into one of them only.
@@ -299,7 +300,7 @@ def check_weights_agree(
 
     Compares values and requires_grad. group, expert_group: the ranks that hold the same dense and the same expert
     parameters. Ranks of groups without a difference raise RemoteRankError. Computes a checksum of each parameter on the
-    host and gathers all of them, so call it only at the start of a run.
+    host and gathers all of them, so it should be called only at the start of a run.
     """
     dense: dict[str, tuple[int, bool]] = {}
     experts: dict[str, tuple[int, bool]] = {}
@@ -327,7 +328,7 @@ def _difference_of_weights(fingerprints: dict[str, tuple[int, bool]], group: dis
 
 
 def bits_sync(param: torch.Tensor) -> int:
-    """Returns a checksum of a tensor's bytes, any shape and dtype; NaNs with the same bits count as equal.
+    """Returns a checksum of a tensor's bytes, any shape and dtype; NaNs with the same bits are equal.
 
     NOTE: waits for the device; for the start of a run only.
     """
@@ -343,22 +344,23 @@ _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 
 
 class WeightMismatchError(RuntimeError):
-    """Error on every rank: parameters or buffers that must be equal on several ranks differ."""
+    """Error on every rank: parameters or buffers that must be equal across ranks differ."""
 
 
 def check_weight_hashes_sync(chunks: Sequence[nn.Module], groups: ProcessGroupCollection, *, iteration: int) -> None:
     """Raises WeightMismatchError on every rank, naming tensors and ranks, unless all replicas are bit-identical.
 
     Compares data-parallel replicas (experts over their own ranks), parameters that tensor-parallel ranks do not split,
-    tied weights of the first and last stage, and the buffers that checkpoints hold, such as routers' biases.
-    chunks: all chunks of this stage, with gathered parameters. Collective over all ranks. NOTE: reads the device once,
-    more often only to report a difference.
+    tied weights of the first and last stage, and the buffers that checkpoints hold, such as routers' biases. chunks:
+    all chunks of this stage, with gathered parameters. Collective over all ranks. NOTE: reads the device once, and
+    again only to report a difference.
     """
     compared = [one for one in _replicas(chunks, groups) if one.tensors and group_size(one.group) > 1]
     hashes = [torch.stack([weight_hash(tensor) for tensor in one.tensors]) for one in compared]
     is_different = torch.zeros((), dtype=torch.int64, device=default_device())
     for one, own in zip(compared, hashes):
-        # The MAX of complements is the lowest hash's complement; all hashes are equal if the highest and lowest are.
+        # The MAX of complements is the complement of the lowest hash. All hashes are equal if the highest and the
+        # lowest are.
         extremes = torch.cat([own, ~own])
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=one.group)
         highest, negated_lowest = extremes.chunk(2)
@@ -372,13 +374,14 @@ def check_weight_hashes_sync(chunks: Sequence[nn.Module], groups: ProcessGroupCo
 def weight_hash(param: Tensor) -> Tensor:
     """Hashes the bits of a tensor of any shape and dtype: [], int64, on its device.
 
-    Tensors that differ in exactly one element always have different hashes. NaNs with the same bits count as equal; 0.0
-    and -0.0 differ.
+    Tensors that differ in exactly one element always have different hashes. NaNs with the same bits are equal; 0.0 and
+    -0.0 differ.
     """
     words = param.detach().contiguous().view(-1).view(_INTEGER_OF_SIZE[param.element_size()])
     whole = words.numel() // _ROW * _ROW
-    # Only sums of rows and of columns, so that no temporary has the parameter's size. An element is weighted by the odd
-    # factor of its column plus the even one of its row: a difference times an odd number is never 0 modulo 2**64.
+    # Uses only sums of rows and of columns, so that no temporary has the parameter's size. An element is weighted by
+    # the odd factor of its column plus the even factor of its row: a difference times an odd number is never 0 modulo
+    # 2**64.
     table, rest = words[:whole].view(-1, _ROW), words[whole:]
     columns = torch.arange(1, _ROW + 1, device=words.device) * 2 + 1
     rows = torch.arange(1, table.shape[0] + 2, device=words.device) * _EVEN
@@ -429,7 +432,7 @@ def _raise_unequal_sync(compared: list[_Replicas], hashes: list[Tensor], *, iter
         assert one.group is not None
         ranks = dist.get_process_group_ranks(one.group)
         gathered = gather_objects((one.names, own.tolist()), one.group)
-        # The first rank's names, because a tied output layer and the embedding have different names.
+        # The first rank's names are used, because a tied output layer and the embedding have different names.
         lines += _unequal_hashes(gathered[0][0], dict(zip(ranks, (hashes_of_rank for _, hashes_of_rank in gathered))))
     found = dict.fromkeys(line for lines_of_rank in gather_objects(lines, dist.group.WORLD) for line in lines_of_rank)
     shown = list(found)[:_NAMES_SHOWN]
@@ -448,20 +451,20 @@ def _unequal_hashes(names: list[str], by_rank: dict[int, list[int]]) -> list[str
         for rank, hashes in by_rank.items():
             ranks_with.setdefault(hashes[index], []).append(rank)
         if len(ranks_with) > 1:
-            # In a tie, the lowest ranks count as correct.
+            # In a tie, the lowest ranks are assumed to be correct.
             usual, *others = sorted(ranks_with.values(), key=len, reverse=True)
             odd = sorted(rank for ranks in others for rank in ranks)
             lines.append(f"{name} on rank {', '.join(map(str, odd))} differs from rank {', '.join(map(str, usual))}")
     return lines
 
 
-# Gradients, checked before they are reduced, because a sum over ranks does not show which rank's gradient was bad. They
-# are measured on the device without waiting for it. GradChecks itself raises nothing: ranks must first agree, so that
-# all of them raise.
+# Gradients are checked before they are reduced, because a sum over ranks does not show which rank's gradient was bad.
+# They are measured on the device without waiting for it. GradChecks itself raises nothing: ranks must first agree, so
+# that all of them raise.
 
 # A norm is large if it exceeds the parameter's largest so far by this factor, after this number of steps.
 _LARGE_FACTOR, _LARGE_AFTER_STEPS = 10.0, 5
-# Of _same_finiteness: elements in each of its sums, and of the smallest gradient for which they save time.
+# For _same_finiteness: elements per sum, and the smallest gradient for which sums save time.
 _ELEMENTS_IN_SUM, _MIN_ELEMENTS = 256, 4096
 
 
@@ -473,9 +476,9 @@ class NonFiniteGradientError(RuntimeError):
 class Measured:
     """Measurements of one iteration's gradients, on the device.
 
-    by_bucket: names, and for each name a number that is finite exactly if the whole gradient is and, if checked, the
-    norm: [1 or 2, names], fp64.
-    finite_so_far: by name, whether a parameter's sum was finite after each of its gradients: [], bool, each.
+    by_bucket: names, and for each name a number that is finite if and only if the whole gradient is, plus the norm if
+    checked: [1 or 2, names], fp64. finite_so_far: by name, whether a parameter's sum was finite after each of its
+    gradients: [], bool, each.
     """
 
     by_bucket: list[tuple[list[str], torch.Tensor]] = field(default_factory=list)
@@ -486,8 +489,8 @@ class GradChecks:
     """Finds non-finite gradients (`nan`), and warns of norms far larger than in earlier steps (`large`).
 
     each: also checks every parameter's sum after each of its gradients, to report the first microbatch that made it
-    non-finite. Without it, only the sum of `probe` is checked, one small parameter near the model's input: it costs
-    next to nothing, and a non-finite gradient of a later layer propagates to it.
+    non-finite. Otherwise only the sum of `probe` is checked, a small parameter near the model's input. This costs next
+    to nothing, and a non-finite gradient of a later layer propagates to it.
     """
 
     def __init__(self, *, nan: bool, large: bool, each: bool = False, probe: nn.Parameter | None = None) -> None:
@@ -519,8 +522,8 @@ class GradChecks:
         if not named_grads:
             return
         names, grads = zip(*named_grads)
-        # One operator for all gradients, on a GPU a few kernels for a bucket, which read its memory once and still tell
-        # the parameters apart. It cannot wait for an error, since the reduction overwrites this rank's gradients.
+        # One operator for all gradients, on a GPU a few kernels for a bucket, which read its memory once and still
+        # distinguish the parameters. It cannot wait for an error, since the reduction overwrites this rank's gradients.
         # The largest magnitude is NaN if any element is. A plain sum may overflow although every element is finite.
         # Products in bf16 or tf32 would round the largest fp32 numbers to infinity.
         in_sums = torch.backends.mkldnn.matmul.fp32_precision in ("none", "ieee")  # type: ignore[attr-defined]
@@ -535,7 +538,7 @@ class GradChecks:
         self._measured.finite_so_far.setdefault(name, []).append(total.isfinite().all())
 
     def take_measured(self) -> Measured:
-        """Returns and clears the measurements; for backward passes that a CUDA graph captures."""
+        """Returns and clears the measurements; used for backward passes captured in a CUDA graph."""
         measured = self._measured
         self.forget()
         return measured
@@ -577,7 +580,7 @@ class GradChecks:
         largest, steps = self._largest.get(name, (0.0, 0))
         if steps >= _LARGE_AFTER_STEPS and norm > _LARGE_FACTOR * largest > 0:
             logger.warning(
-                "gradient norm of %s is %.3g: more than ten times the largest so far, %.3g", name, norm, largest
+                "gradient norm of %s is %.3g: more than ten times its previous maximum, %.3g", name, norm, largest
             )
         self._largest[name] = (max(largest, norm), steps + 1)
 
@@ -585,8 +588,8 @@ class GradChecks:
 def _same_finiteness(grad: torch.Tensor, *, in_sums: bool) -> torch.Tensor:
     """Returns a tensor, [n], the same dtype, that is finite if and only if the gradient, any shape, is.
 
-    in_sums: on a CPU, these are sums of 256 elements, scaled so that they cannot overflow: half the time of finding the
-    extremes of all elements, which was 2% of a step.
+    in_sums: computes sums of 256 elements each, scaled so that they cannot overflow. On a CPU this takes half the time
+    of finding the extremes of all elements, which was 2% of a step.
     """
     is_on_cpu, is_large = grad.device.type == "cpu", grad.numel() >= _MIN_ELEMENTS
     if not (in_sums and is_on_cpu and is_large and grad.dtype == torch.float32 and grad.is_contiguous()):
@@ -607,7 +610,8 @@ def raise_non_finite(
     """Raises NonFiniteGradientError with the findings of all ranks. Collective over the groups.
 
     names: this rank's parameters with a non-finite gradient. groups: findings are gathered over each in turn, so that
-    those of the first group reach the ranks of the next. in_backward: an optimizer may already have used the gradients.
+    findings of the first group reach the ranks of the next. in_backward: an optimizer may already have used the
+    gradients.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     found = {rank: names} if names else {}
@@ -617,8 +621,7 @@ def raise_non_finite(
     left = "The model was not updated"
     if in_backward:
         left = (
-            "Parameters that are updated in backward may be wrong: load a checkpoint, unless "
-            "optimizer_in_backward_clip is exact"
+            "Parameters updated in backward may be wrong: load a checkpoint, unless optimizer_in_backward_clip is exact"
         )
     raise NonFiniteGradientError(f"gradient is not finite on {'; '.join(lines)}. {left}")
 

@@ -1,7 +1,8 @@
 """_BaseDataParallel: the interface of a model chunk wrapped for data parallelism.
 
-Also what both wrappers share: checks, and gradient_scale, the factor of gradients before their sum. Training loops,
-optimizers and users' hooks use it; distributed_data_parallel.py and torch_fsdp2.py implement it.
+Training loops, optimizers and users' hooks use it; distributed_data_parallel.py and torch_fsdp2.py implement it. The
+file also contains the checks that both wrappers share, and gradient_scale, the factor applied to gradients before they
+are summed.
 """
 
 from abc import abstractmethod
@@ -34,12 +35,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection, group_si
 from megatron.core.tensor_parallel.param_attributes import is_wrapped
 from megatron.core.utils import ModelWrapper
 
-# Dtypes that all optimizers can update and all back ends can sum.
+# Dtypes that all optimizers can update and all backends can sum.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class WrapperOrder(Protocol):
-    """The part of a CollectiveScheduler, or of FSDP2's iteration, that an optimizer uses."""
+    """The methods of a CollectiveScheduler, or of FSDP2's iteration, that an optimizer uses."""
 
     iteration: Iteration
 
@@ -53,8 +54,8 @@ class _BaseDataParallel(ModelWrapper):
     `note_update`.
 
     Hooks on reduced gradients fire once per iteration, on all ranks, after the backward pass that reduces (never in
-    `no_sync`); docs/hooks.md documents their order. Hooks that a parameter has when it is wrapped are called with its
-    reduced gradient from then on.
+    `no_sync`); docs/hooks.md documents their order. Hooks already registered on a parameter when it is wrapped are
+    subsequently called with its reduced gradient.
     """
 
     config: ModelParallelConfig
@@ -78,7 +79,7 @@ class _BaseDataParallel(ModelWrapper):
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
-        """Context in which gradients accumulate without being reduced."""
+        """Returns a context in which gradients accumulate without being reduced."""
 
     @abstractmethod
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
@@ -90,7 +91,7 @@ class _BaseDataParallel(ModelWrapper):
 
     @abstractmethod
     def reset_iteration(self) -> None:
-        """Discards the iteration after an error in a step that was caught; the next one begins from scratch."""
+        """Discards the iteration after an error that was caught; the next iteration starts from a clean state."""
 
     @abstractmethod
     def note_update(self) -> None:
@@ -102,7 +103,9 @@ class _BaseDataParallel(ModelWrapper):
 
     @property
     def device(self) -> torch.device:
-        """The device of the module's parameters, including frozen ones, since this rank joins collectives anyway."""
+        """The device of the module's parameters, including frozen ones, since this rank takes part in collectives
+        anyway.
+        """
         return next((param.device for param in self.module.parameters()), default_device())
 
     # Hooks on reduced gradients.
@@ -141,7 +144,7 @@ class _BaseDataParallel(ModelWrapper):
     ) -> RemovableHandle:
         """Registers a hook that is called when the gradients of all `params`, any shapes and dtypes, are reduced.
 
-        Its argument is a list of ReadyBucket that contain only these parameters.
+        The hook receives a list of ReadyBucket that contain only these parameters.
         """
         return self._hook_runner.hooks.register_post_backward_hook(params, hook)
 
@@ -150,14 +153,14 @@ def require_wrapped(chunk: nn.Module) -> _BaseDataParallel:
     """Returns `chunk`; raises ValueError if it is not wrapped for data parallelism."""
     if not isinstance(chunk, _BaseDataParallel):
         raise ValueError(
-            f"model chunk is a {type(chunk).__name__}: must be wrapped in DistributedDataParallel, or in "
+            f"model chunk is a {type(chunk).__name__}: must be wrapped in DistributedDataParallel or "
             "TorchFullyShardedDataParallel"
         )
     return chunk
 
 
 def check_wrapper_types(wrapper: str, **given: tuple[object, type]) -> None:
-    """Raises TypeError for an argument of a wrapper with a wrong type; given: value and required type, by name."""
+    """Raises TypeError for a wrapper argument of the wrong type; given: value and required type, by name."""
     for name, (value, kind) in given.items():
         if not isinstance(value, kind):
             raise TypeError(
@@ -183,8 +186,8 @@ def check_params(module: nn.Module) -> None:
     for name, param in module.named_parameters():
         if isinstance(param, DTensor):
             raise ValueError(
-                f"parameter {name} is a DTensor: fully_shard, as in TorchFullyShardedDataParallel, has already sharded "
-                "the module; wrap a module that is not sharded yet, and only once"
+                f"parameter {name} is a DTensor: fully_shard, as in TorchFullyShardedDataParallel, has already "
+                "sharded the module. Wrap a module that is not sharded yet, and only once"
             )
     check_apart([*module.named_parameters(), *module.named_buffers()])
     trained = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
@@ -217,8 +220,8 @@ def gradient_scale(
     pg_collection: all groups of this rank.
 
     The sum is divided by the size of dp_cp, for experts too, which makes it the mean over data-parallel ranks. With
-    average_in_collective the collective itself divides by the size of reduce_group, and the factor is the rest. With
-    per-token loss the factor is 1: _divide_by_tokens (finalize_model_grads.py) divides the sum later, and
+    average_in_collective the collective itself divides by the size of reduce_group, and the factor is the remaining
+    ratio. With per-token loss the factor is 1: _divide_by_tokens (finalize_model_grads.py) divides the sum later, and
     is_completed_later (grad_hooks.py) defers hooks until then.
     """
     if config.calculate_per_token_loss:
@@ -230,7 +233,7 @@ def gradient_scale(
 
 
 def expert_ranks_differ(groups: ProcessGroupCollection) -> bool:
-    """Whether expert gradients are reduced over other ranks than dense gradients."""
+    """Returns whether expert gradients are reduced over other ranks than dense gradients."""
     return _ranks(groups.expt_dp) != _ranks(groups.dp_cp)
 
 

@@ -1,6 +1,6 @@
 """DdpDebug: a BucketObserver that stops a step when parameters or gradients are accessed at the wrong time.
 
-It is slow, and reads the device. It also checks that each element of a buffer has one owner.
+It is slow and synchronizes with the device. It also checks that each element of a buffer has exactly one owner.
 
 [Note: debug mode] Memory that must not be read is filled with NaN: the parameter shards of other ranks, from this
 rank's update to their gather, and the gradient shards whose sums other ranks own. Memory that must not be written has a
@@ -37,7 +37,7 @@ class DdpDebugError(RuntimeError):
 class DdpDebug:
     """A BucketObserver with the checks of --ddp-debug; see [Note: debug mode].
 
-    tell_others: sends the message to the other ranks, which may be waiting for this one, so that they raise, too.
+    tell_others: sends the message to the other ranks, which may be waiting for this one, so that they also raise.
     """
 
     def __init__(self, tell_others: Callable[[str], None]) -> None:
@@ -68,7 +68,9 @@ class DdpDebug:
         self._is_first_grad = True
 
     def before_grad(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
-        """Checks before the first gradient that all are zero, except gradients that kernels have already added."""
+        """Checks before the first gradient that all gradients are zero, except those that kernels have
+        already added.
+        """
         if self._is_first_grad:
             self._is_first_grad = False
             for other in self._groups:
@@ -98,7 +100,7 @@ class DdpDebug:
     def before_wait(self, traffic: Traffic, group: _ParamAndGradBucketGroup) -> None:
         if traffic is not Traffic.GATHER:
             self._check_grads_unchanged(group, "the sum was waited for")
-            # The wait itself changes them.
+            # The wait itself changes the gradients.
             self._sent_grads.pop(group.name, None)
 
     def after_wait(self, traffic: Traffic, group: _ParamAndGradBucketGroup) -> None:
@@ -107,10 +109,10 @@ class DdpDebug:
             self._reads.allow(group.slots)
 
     def before_agreement(self) -> None:
-        """Checks nothing."""
+        """Does nothing."""
 
     def after_agreement(self) -> None:
-        """Checks nothing."""
+        """Does nothing."""
 
     def end_iteration(self) -> None:
         """Checks that every group was reduced once, and poisons the gradient shards of other ranks."""
@@ -236,7 +238,7 @@ class _Range:
 
 @dataclass(frozen=True)
 class _Stale:
-    """A parameter that may not be used now. whole: all of its memory. of_others: the parts that other ranks update."""
+    """A parameter that must not be used now. whole: all of its memory. of_others: the parts that other ranks update."""
 
     name: str
     whole: list[_Range]
@@ -244,7 +246,7 @@ class _Stale:
 
 
 class _StaleReads:
-    """Finds uses of stale parameters in watched modules' forward and outside it; stop: raises an error."""
+    """Detects uses of stale parameters in the forward of watched modules and outside it; stop: raises an error."""
 
     def __init__(self, stop: Callable[[str], NoReturn]) -> None:
         self._stop = stop
@@ -264,7 +266,7 @@ class _StaleReads:
             modes.pop().__exit__(None, None, None)
             self._leave_outside()
 
-        # Outermost, so that operations of other hooks are checked, too; left even if forward raises.
+        # Outermost, so that operations of other hooks are checked too. It is left even if forward raises.
         module.register_forward_pre_hook(enter, prepend=True)
         module.register_forward_hook(leave, always_call=True)
 
@@ -361,7 +363,7 @@ def _check_coverage(buffer: FlatBuffer) -> None:
 
 
 def find_coverage_problem(spans_of_ranks: Sequence[Sequence[Span]], *, numel: int) -> tuple[int, str] | None:
-    """Returns the first element without exactly one owner, or at the start of a misaligned shard, with the problem."""
+    """Returns the first element without exactly one owner, or at the start of a misaligned shard, and the problem."""
     owned = sorted((span.start, span.end, rank) for rank, spans in enumerate(spans_of_ranks) for span in spans)
     end, last = 0, -1
     for start, its_end, rank in owned:

@@ -1,8 +1,8 @@
-"""DistributedDataParallel: replicas of a module whose gradients are reduced in buckets, optionally during backward.
+"""DistributedDataParallel: replicates a module and reduces its gradients in buckets, optionally during backward.
 
-From a module, its settings and its groups it builds buffers, bucket groups and a scheduler. layout.py lays out buffers,
-and scheduler.py decides when collectives are launched. GraphedReductions captures wrapped chunks in the CUDA graph of a
-step.
+It builds buffers, bucket groups and a scheduler from a module, its settings and its process groups. layout.py lays out
+buffers, and scheduler.py decides when collectives are launched. GraphedReductions captures wrapped chunks in the CUDA
+graph of a step.
 """
 
 import logging
@@ -100,14 +100,13 @@ class DistributedDataParallel(_BaseDataParallel):
 
     config: only calculate_per_token_loss, deterministic_mode and gradient_accumulation_fusion are used.
     disable_bucketing: one bucket per buffer. pg_collection: None means parallel_state's groups or, without them, one
-    group of all ranks. full_param_layout: None, or the layouts that the buffers have, which
-    DistributedOptimizer.compute_full_param_layout returns; ValueError for others. launch_order: the scheduler of this
-    pipeline stage's other chunks. Wrapping a chunk with a tied weight waits for the other stage (consistency.py), so
-    build all chunks before wrapping the first.
+    group of all ranks. full_param_layout: None, or the result of DistributedOptimizer.compute_full_param_layout;
+    ValueError for other layouts. launch_order: the scheduler of this pipeline stage's other chunks. Wrapping a chunk
+    with a tied weight waits for the other stage (consistency.py), so build all chunks before wrapping the first.
 
     The constructor is collective over the stage. It raises the same ValueError on all ranks if parameters or settings
-    differ. If a single rank cannot wrap, it raises ValueError there and RemoteRankError on the others. TypeError: an
-    argument has the wrong type.
+    differ. If a single rank cannot wrap, it raises ValueError there and RemoteRankError on the others. TypeError is
+    raised for an argument of the wrong type.
     """
 
     launch_order: CollectiveScheduler
@@ -197,7 +196,7 @@ class DistributedDataParallel(_BaseDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Calls the wrapped module's forward.
 
-        Raises RuntimeError while parameters or gradients are on the host.
+        Raises RuntimeError while parameters or gradients are offloaded to the host.
         """
         if any(buffer.is_offloaded for buffer in self._every_buffer):
             raise RuntimeError(
@@ -222,7 +221,7 @@ class DistributedDataParallel(_BaseDataParallel):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context of all microbatches but the last: gradients accumulate and nothing is reduced."""
+        """Returns a context for all microbatches but the last, in which gradients accumulate and nothing is reduced."""
         before = [group.is_last_microbatch for group in self._groups]
         for group in self._groups:
             group.is_last_microbatch = False
@@ -234,10 +233,10 @@ class DistributedDataParallel(_BaseDataParallel):
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Context of all microbatches but the last, in place of `no_sync`.
+        """Returns a context for all microbatches but the last, as an alternative to `no_sync`.
 
-        With shard_gradients each backward is still reduced, but none counts as the iteration's last. Needed only for
-        release_gradients together with shard_gradients; otherwise the same as `no_sync`.
+        With shard_gradients each backward is still reduced, but none is treated as the iteration's last. Needed only
+        for release_gradients together with shard_gradients; otherwise identical to `no_sync`.
         """
         if not self.ddp_config.shard_gradients:
             with self.no_sync():
@@ -255,9 +254,9 @@ class DistributedDataParallel(_BaseDataParallel):
     def register_grad_ready(self, param: nn.Parameter, *unused: Any) -> None:
         """Records that the caller has added a parameter's gradient, any shape and dtype, to `param.main_grad`.
 
-        For gradients that autograd does not produce. Do not scale them; they are scaled before the reduction. Raises
-        ValueError for a parameter that is not wrapped, and with shard_gradients or release_gradients. Further errors:
-        see _ParamAndGradBucketGroup.register_grad_ready.
+        Intended for gradients that autograd does not produce. They must not be scaled, because they are scaled before
+        the reduction. Raises ValueError for a parameter that is not wrapped, and with shard_gradients or
+        release_gradients. Further errors: see _ParamAndGradBucketGroup.register_grad_ready.
         """
         group = self.param_to_bucket_group.get(param)
         if group is None:
@@ -268,8 +267,8 @@ class DistributedDataParallel(_BaseDataParallel):
             )
         if self.ddp_config.has_bucket_lifetime_grads:
             raise ValueError(
-                f"register_grad_ready with DistributedDataParallelConfig.{self._lifetime_setting}: parameters have no "
-                f"main_grad; return the gradient to autograd, or leave {self._lifetime_setting} out"
+                f"register_grad_ready with DistributedDataParallelConfig.{self._lifetime_setting}: parameters have "
+                f"no main_grad; return the gradient to autograd, or disable {self._lifetime_setting}"
             )
         group.register_grad_ready(param)
 
@@ -280,17 +279,16 @@ class DistributedDataParallel(_BaseDataParallel):
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Reduces all remaining gradients and waits for all reductions; call after the last microbatch. Collective.
 
-        The first call on any chunk finishes all chunks that share a scheduler.
-        force_all_reduce: accepted only without use_distributed_optimizer, where every rank receives all sums anyway;
-        ValueError otherwise.
-        Raises NonFiniteGradientError on all ranks if the check is enabled and a rank's gradient is NaN or infinite. If
-        a rank has aborted the iteration, that rank raises its own error and the others RemoteRankError. RuntimeError:
-        an error in a hook interrupted this iteration.
+        The first call on any chunk finishes all chunks that share a scheduler. force_all_reduce: accepted only without
+        use_distributed_optimizer, where every rank receives all sums anyway; ValueError otherwise. Raises
+        NonFiniteGradientError on all ranks if the check is enabled and a rank's gradient is NaN or infinite. If a rank
+        has aborted the iteration, that rank raises its own error and the others RemoteRankError. RuntimeError is raised
+        if an error in a hook interrupted this iteration.
         """
         if force_all_reduce and self.ddp_config.use_distributed_optimizer:
             raise ValueError(
                 "finish_grad_sync: force_all_reduce is set with use_distributed_optimizer, where each rank receives "
-                "only the sums of its shards: leave one of them out"
+                "only the sums of its own shards: set only one of them"
             )
         self.launch_order.finish()
         self._hook_runner.check_whole()
@@ -305,7 +303,7 @@ class DistributedDataParallel(_BaseDataParallel):
             buffer.scale_gradients(scaling_factor)
 
     def offload_grad_buffers(self, synchronize: bool = True, empty_cache: bool = True) -> None:
-        """Copies gradients to the host and frees their memory, for work between two steps that needs it.
+        """Copies gradients to the host and frees their device memory, for use between two steps.
 
         synchronize: waits until the device has completed all launched work. empty_cache: returns the memory that
         torch's allocator caches to the device. Raises RuntimeError while gradients are under reduction.
@@ -319,31 +317,31 @@ class DistributedDataParallel(_BaseDataParallel):
             release_cached_memory(self.device)
 
     def restore_grad_buffers(self, synchronize: bool = True) -> None:
-        """Brings gradients back to the device after offload_grad_buffers; synchronize: waits for the copies."""
+        """Moves gradients back to the device after offload_grad_buffers; synchronize: waits for the copies."""
         for buffer in self.all_buffers:
             buffer.reload_from_cpu(move_params=False)
         if synchronize:
             wait_for_device(self.device)
 
     def free_overlap_buffers(self) -> None:
-        """Frees memory that is kept between iterations for messages in flight; later ones allocate it again."""
+        """Frees the memory kept between iterations for messages in flight; later iterations allocate it again."""
         for group in self._groups:
             group.free_overlap_buffers()
 
     def reset_iteration(self) -> None:
         """Discards the iteration, so that the next one is unaffected by its error; for all chunks of the scheduler.
 
-        Call it on every rank that caught an error. The other ranks receive RemoteRankError from finish_grad_sync and
-        must then call it, too.
+        Must be called on every rank that caught an error. The other ranks receive RemoteRankError from finish_grad_sync
+        and must then call it as well.
         """
         self.launch_order.reset()
 
     def freeze_order(self) -> None:
-        """Fixes the order of collectives, for graphs that are captured with it."""
+        """Fixes the order of collectives, because captured graphs contain it."""
         self.launch_order.freeze()
 
     def named_main_grads(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and gradients of all parameters that require grad: [*parameter shape], floating point, views.
+        """Yields names and gradients of all parameters that require grad: [*parameter shape], floating point, views.
 
         Raises ValueError with shard_gradients or release_gradients.
         """
@@ -369,13 +367,15 @@ class DistributedDataParallel(_BaseDataParallel):
         self.launch_order.note_update()
 
     def mark_params_stale(self) -> None:
-        """Records that an optimizer has updated this rank's shards; a gather is due before modules read parameters."""
+        """Records that an optimizer has updated this rank's shards. They must be gathered before modules read
+        parameters.
+        """
         self.launch_order.mark_stale(self._groups)
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Gathers the parameters from the ranks that own their shards; without overlap, waits for them. Collective.
 
-        Gathers in flight are not launched again, unless force_dispatch. force_sync: also waits with overlap.
+        Gathers in flight are not relaunched unless force_dispatch is set. force_sync: also waits with overlap.
         """
         groups = [group for group in self._groups if group.is_sharded]
         self.launch_order.start_param_sync(groups, again=force_dispatch)
@@ -389,23 +389,23 @@ class DistributedDataParallel(_BaseDataParallel):
             self.launch_order.prefetch()
 
     def reset_param_sync_dispatch_state(self) -> None:
-        """Makes a gather due again, so that forward or start_param_sync gathers parameters that were gathered before.
+        """Marks parameters as stale, so that forward or start_param_sync gathers them again.
 
-        Waits for gathers in flight. Called on all ranks.
+        Waits for gathers in flight. Must be called on all ranks.
         """
         self.mark_params_stale()
 
     def start_stale_param_sync(self, *unused: Any) -> None:
-        """Starts gathers that are due, without waiting; for a schedule's param_sync_func. Collective."""
+        """Starts pending gathers without waiting; used as a schedule's param_sync_func. Collective."""
         if not all_current(self._groups):
             self.launch_order.start_param_sync(self._groups)
 
     def wait_params(self, params: nn.Parameter | Iterable[nn.Parameter], *, prefetch: bool = False) -> None:
         """Waits until parameters, any shapes and dtypes, may be read; for code that reads them outside their module.
 
-        prefetch: also starts the next gather, if modules do so before their forward.
+        prefetch: also starts the next gather, if modules prefetch before their forward.
         """
-        # Iterating over a single parameter would yield its rows, none of which is a parameter.
+        # Iterating over a single parameter would yield its rows, which are not parameters.
         params = [params] if isinstance(params, nn.Parameter) else params
         for group in dict.fromkeys(self.param_to_bucket_group[p] for p in params if p in self.param_to_bucket_group):
             self.launch_order.need(group, prefetch=prefetch and self._prefetches)
@@ -414,11 +414,11 @@ class DistributedDataParallel(_BaseDataParallel):
         """Registers hooks in which modules wait for their parameters before forward and start the next gather.
 
         See [Note: forward waits]. The module's state_dict and load_state_dict also wait, and are therefore collective
-        while a gather is due. Raises ValueError without overlap_param_gather, and if the hooks are enabled already.
+        while a gather is pending. Raises ValueError without overlap_param_gather, and if the hooks are enabled already.
         """
         if not self.ddp_config.overlap_param_gather:
             raise ValueError(
-                "enable_forward_pre_hook was called with overlap_param_gather False: set it, or leave out the call, "
+                "enable_forward_pre_hook was called with overlap_param_gather False: set it, or drop the call, "
                 "because the optimizer's step gathers all parameters"
             )
         if self._pre_hooks:
@@ -434,7 +434,7 @@ class DistributedDataParallel(_BaseDataParallel):
                 self._pre_hooks.append(module.register_load_state_dict_pre_hook(hook))
 
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
-        """Removes these hooks; ValueError if they are not enabled.
+        """Removes the forward pre-hooks; ValueError if they are not enabled.
 
         param_sync: also gathers all parameters and waits for them. Collective.
         """
@@ -460,9 +460,9 @@ class DistributedDataParallel(_BaseDataParallel):
     def release(self) -> nn.Module:
         """Returns the module, unwrapped, with all parameters gathered and without gradients. Collective.
 
-        Use it to freeze, unfreeze or replace parameters between two steps; then wrap the module again and build a new
-        optimizer. Post-accumulate hooks are moved back to the parameters, from which the next wrapper takes them. This
-        wrapper must not be used afterwards.
+        Used to freeze, unfreeze or replace parameters between two steps; afterwards the module must be wrapped again
+        and a new optimizer built. Post-accumulate hooks are moved back to the parameters, from which the next wrapper
+        adopts them. This wrapper must not be used afterwards.
         """
         if self._pre_hooks:
             self.disable_forward_pre_hook(param_sync=False)
@@ -505,7 +505,7 @@ class DistributedDataParallel(_BaseDataParallel):
         if self.ddp_config.has_bucket_lifetime_grads:
             releases = self.ddp_config.release_gradients
             return _StreamingIntake(group_of, order, hook_runner=self._hook_runner, releases=releases)
-        # A gradient added in place has other last bits than a late one, so timing would change results.
+        # In-place accumulation rounds differently from adding a late gradient, so timing would change results.
         is_fused = self.config.gradient_accumulation_fusion and not self.config.deterministic_mode
         return _GradIntake(group_of, order, is_fused=is_fused)
 
@@ -552,12 +552,12 @@ class _GradIntake:
         self._group_of, self._order = group_of, order
         for param in group_of:
             set_grad_owner(param, self._owner_of(param) if is_fused else None)
-        # A module goes on without its wrapper, and so do its gradients.
+        # A module outlives its wrapper, and so do its gradients.
         self._hooks = ParamHooks(self._on_grad, kept=self)
         self._hooks.watch(group_of)
 
     def release(self) -> None:
-        """Leaves gradients where autograd puts them."""
+        """Removes the hooks, so that gradients stay where autograd puts them."""
         self._hooks.release()
         _forget_owners(self._group_of)
 
@@ -594,7 +594,7 @@ class _StreamingIntake:
         for param in group_of:
             set_grad_owner(param, None)
             mark_gradients_pass(param)
-        # A module goes on without its wrapper, and so do its gradients.
+        # A module outlives its wrapper, and so do its gradients.
         self._hooks = ParamHooks(self._on_grad, kept=self)
         self._hooks.watch(group_of)
 
@@ -608,7 +608,7 @@ class _StreamingIntake:
         self._end.forget()
 
     def release(self) -> None:
-        """Leaves gradients where autograd puts them."""
+        """Removes the hooks, so that gradients stay where autograd puts them."""
         self._hooks.release()
         _forget_owners(self._group_of)
 
@@ -618,11 +618,11 @@ class _StreamingIntake:
             # The next iteration then counts each parameter's gradients again, and releases nothing in backward.
             self._hook_runner.knows_counts = False
             raise RuntimeError(
-                f"a gradient of {group.name_of(param)} became ready after its bucket was reduced and released to hooks "
-                "and the optimizer (DistributedDataParallelConfig.release_gradients): put all backward passes of a "
-                "step but the last in accumulate(). If one backward pass has several gradients of it, call "
-                "reset_iteration(), after which all of them are waited for, and load a checkpoint, because hooks and "
-                "the optimizer may have updated parameters in this iteration"
+                f"a gradient of {group.name_of(param)} became ready after its bucket was reduced and released to "
+                "hooks and the optimizer (DistributedDataParallelConfig.release_gradients): put all backward passes "
+                "of a step but the last in accumulate(). If one backward pass has several gradients of it, call "
+                "reset_iteration(), after which all of them are waited for, and load a checkpoint, because hooks "
+                "and the optimizer may have updated parameters in this iteration"
             )
         if group.is_last_microbatch:
             self._end.note()
@@ -695,7 +695,7 @@ class GraphedReductions(GraphParticipant):
             name = "shard_gradients" if settings.shard_gradients else "release_gradients"
             raise ValueError(
                 f"DistributedDataParallelConfig.{name} is set: it allocates gradients during backward, but a CUDA "
-                "graph needs them persistent; must be False for chunks in a graph"
+                "graph requires persistent gradients; must be False for chunks in a graph"
             )
         self._chunks, self._order = list(chunks), chunks[0].launch_order
         self._gathered = [
@@ -707,9 +707,9 @@ class GraphedReductions(GraphParticipant):
         ]
 
     def prepare(self) -> None:
-        """Completes gathers in flight, which would otherwise be matched with gathers of the graph.
+        """Completes gathers in flight, which would otherwise be matched with gathers in the graph.
 
-        Collective if parameters were gathered since the last update, which is the same on all ranks.
+        Collective if parameters were gathered since the last update, a condition that is the same on all ranks.
         """
         if any(group.param_state is not ParamState.STALE for group in self._gathered):
             self._order.finish_param_sync(self._gathered)
@@ -758,11 +758,11 @@ def _check_settings(
     if instances > 1 and group_size(groups.inter_dist_opt) != instances:
         raise ValueError(
             f"DistributedDataParallelConfig.num_distributed_optimizer_instances is {instances}, and "
-            f"pg_collection.inter_dist_opt has {group_size(groups.inter_dist_opt)} ranks: must be equal; give "
-            "initialize_model_parallel the same num_distributed_optimizer_instances"
+            f"pg_collection.inter_dist_opt has {group_size(groups.inter_dist_opt)} ranks: must be equal; pass the "
+            "same num_distributed_optimizer_instances to initialize_model_parallel"
         )
     has_experts = any(param_facts(param).is_expert for param in module.parameters())
-    # Without it experts would silently be summed over wrong ranks, or not at all.
+    # Otherwise experts would silently be summed over wrong ranks, or not at all.
     if has_experts and groups.dp_cp is not None and groups.expt_dp is None:
         raise ValueError(
             "pg_collection.expt_dp is None: must be the group of ranks that share the module's expert parameters"
@@ -803,9 +803,9 @@ def _build_buffers(
     checks: GradChecks | None,
     single_bucket: bool,
 ) -> list[_ParamAndGradBuffer]:
-    """Moves the parameters that require grad into one buffer for each BufferKind.
+    """Moves the parameters that require grad into one buffer per BufferKind.
 
-    Experts have buffers of their own if they are reduced over other ranks than dense parameters.
+    Experts have separate buffers if they are reduced over other ranks than dense parameters.
     """
     several = ddp_config.num_distributed_optimizer_instances > 1
     device = next((param.device for param in module.parameters()), default_device())

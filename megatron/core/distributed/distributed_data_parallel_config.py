@@ -11,7 +11,7 @@ from megatron.core.config_field import config_field, run_checks, validate_fields
 class DistributedDataParallelConfig(AbsentDataParallelFields):
     """Settings of DistributedDataParallel, and of the buffers that a distributed optimizer shards.
 
-    Its methods raise ValueError that names fields and values. Gradients have a *bucket lifetime* if their memory exists
+    Its methods raise ValueErrors that name fields and values. Gradients have a *bucket lifetime* if their memory exists
     only from the first gradient of a bucket to the end of its reduction.
     """
 
@@ -56,21 +56,21 @@ class DistributedDataParallelConfig(AbsentDataParallelFields):
         False, flags=(), help="Stop and name ranks and parameters if a gradient is not finite before reduction."
     )
     check_for_large_grads: bool = config_field(
-        False, help="Warn if the gradient norm of a parameter is ten times its largest so far."
+        False, help="Warn if a parameter's gradient norm is ten times its previous maximum."
     )
     bucket_size: int | None = config_field(
         None,
         flags=("--ddp-bucket-size",),
         dest="ddp_bucket_size",
         at_least=1,
-        help="Elements at which a bucket of gradients is closed.",
+        help="Number of elements at which a bucket of gradients is closed.",
     )
     num_buckets: int | None = config_field(
         None,
         flags=("--ddp-num-buckets",),
         dest="ddp_num_buckets",
         at_least=1,
-        help="Number of gradient buckets of each buffer, instead of their size.",
+        help="Number of gradient buckets per buffer, instead of their size.",
     )
     pad_buckets_for_high_nccl_busbw: bool = config_field(
         False,
@@ -88,7 +88,7 @@ class DistributedDataParallelConfig(AbsentDataParallelFields):
         False,
         flags=("--ddp-reduce-scatter-with-fp32-accumulation",),
         dest="ddp_reduce_scatter_with_fp32_accumulation",
-        help="Send gradients in their own dtype, but add those of all ranks in fp32.",
+        help="Send gradients in their own dtype, but sum over ranks in fp32.",
     )
     param_name_patterns_for_fp32_local_accumulation: list[str] | tuple[str, ...] = config_field(
         (),
@@ -96,16 +96,16 @@ class DistributedDataParallelConfig(AbsentDataParallelFields):
         flags=("--ddp-param-name-patterns-for-fp32-local-accumulation",),
         dest="ddp_param_name_patterns_for_fp32_local_accumulation",
         nargs="+",
-        help="Parameters, by name patterns or `all`, whose micro-batches accumulate in fp32 although they are reduced "
-        "in 16 bits.",
+        help="Parameters, by name patterns or `all`, whose micro-batch gradients accumulate in fp32 although they "
+        "are reduced in 16 bits.",
     )
     overlap_param_gather_with_optimizer_step: bool = config_field(
         False, help="Gather each bucket of parameters as soon as the optimizer has updated it."
     )
     ddp_debug: bool = config_field(
         False,
-        help="Stop at reads and writes of buffers at the wrong time, naming the parameter, and compare launches of "
-        "ranks; slow.",
+        help="Stop at reads and writes of buffers at the wrong time, naming the parameter, and compare collective "
+        "launches across ranks; slow.",
     )
 
     def __post_init__(self) -> None:
@@ -121,7 +121,7 @@ class DistributedDataParallelConfig(AbsentDataParallelFields):
         if self.bucket_size is not None and self.num_buckets is not None:
             raise ValueError(
                 f"DistributedDataParallelConfig.bucket_size is {self.bucket_size} and num_buckets is "
-                f"{self.num_buckets}: give one of them"
+                f"{self.num_buckets}: give only one of them"
             )
 
     def validate_overlap(self) -> None:
@@ -130,7 +130,7 @@ class DistributedDataParallelConfig(AbsentDataParallelFields):
         if self.num_distributed_optimizer_instances > 1 and not self.use_distributed_optimizer:
             raise ValueError(
                 "DistributedDataParallelConfig.num_distributed_optimizer_instances is "
-                f"{self.num_distributed_optimizer_instances}: needs use_distributed_optimizer"
+                f"{self.num_distributed_optimizer_instances}: requires use_distributed_optimizer"
             )
 
     def validate_reduction(self) -> None:
@@ -138,13 +138,13 @@ class DistributedDataParallelConfig(AbsentDataParallelFields):
         if self.reduce_scatter_with_fp32_accumulation and self.average_in_collective:
             raise ValueError(
                 "DistributedDataParallelConfig.reduce_scatter_with_fp32_accumulation and average_in_collective are "
-                "both set: gradients are then added after the collective, which cannot average them; set only one"
+                "both set: gradients are then added after the collective, which therefore cannot average them; set "
+                "only one"
             )
         if self.reduce_scatter_with_fp32_accumulation and self.num_distributed_optimizer_instances > 1:
             raise ValueError(
-                "DistributedDataParallelConfig.reduce_scatter_with_fp32_accumulation is set: "
-                "num_distributed_optimizer_instances must be 1, and is "
-                f"{self.num_distributed_optimizer_instances}"
+                "DistributedDataParallelConfig.reduce_scatter_with_fp32_accumulation is set and "
+                f"num_distributed_optimizer_instances is {self.num_distributed_optimizer_instances}: must be 1"
             )
         patterns = self.param_name_patterns_for_fp32_local_accumulation
         if not all(isinstance(pattern, str) for pattern in patterns):
@@ -154,8 +154,8 @@ class DistributedDataParallelConfig(AbsentDataParallelFields):
             )
         if patterns and self.grad_reduce_in_fp32:
             raise ValueError(
-                "DistributedDataParallelConfig.param_name_patterns_for_fp32_local_accumulation is "
-                f"{patterns}: grad_reduce_in_fp32 accumulates all parameters in fp32 already; leave out one of them"
+                f"DistributedDataParallelConfig.param_name_patterns_for_fp32_local_accumulation is {patterns}: "
+                "grad_reduce_in_fp32 already accumulates all parameters in fp32; set only one of them"
             )
 
     def validate_bucket_lifetime_grads(self) -> None:
@@ -165,19 +165,19 @@ class DistributedDataParallelConfig(AbsentDataParallelFields):
             return
         if self.ddp_debug:
             raise ValueError(
-                f"DistributedDataParallelConfig.ddp_debug and {name} are both set: it checks gradients that are "
-                f"persistent in buffers and reduced once a step; debug without {name}"
+                f"DistributedDataParallelConfig.ddp_debug and {name} are both set: ddp_debug checks gradients that "
+                f"are persistent in buffers and reduced once per step; debug without {name}"
             )
         patterns = self.param_name_patterns_for_fp32_local_accumulation
         if patterns:
             raise ValueError(
                 f"DistributedDataParallelConfig.param_name_patterns_for_fp32_local_accumulation is {patterns} and "
                 f"{name} is set: micro-batches are reduced before they accumulate; set grad_reduce_in_fp32 to "
-                "accumulate in fp32, or leave out one of the two"
+                "accumulate in fp32, or set only one of the two"
             )
 
     def without_effect(self, *, has_16_bit_grads: bool) -> list[str]:
-        """Describes settings without effect; has_16_bit_grads: whether any gradients are reduced in 16 bits."""
+        """Describes settings that have no effect; has_16_bit_grads: whether any gradients are reduced in 16 bits."""
         narrow = ("reduce_scatter_with_fp32_accumulation", "param_name_patterns_for_fp32_local_accumulation")
         found = {
             "bucket_size without overlap_grad_reduce": self.bucket_size is not None and not self.cuts_buckets,
@@ -188,7 +188,7 @@ class DistributedDataParallelConfig(AbsentDataParallelFields):
 
     @property
     def cuts_buckets(self) -> bool:
-        """Whether several buckets help: to overlap reductions, or to free memory earlier."""
+        """Whether several buckets are useful, either to overlap reductions or to free memory earlier."""
         return self.overlap_grad_reduce or self.has_bucket_lifetime_grads
 
     @property
@@ -204,4 +204,4 @@ class DistributedDataParallelConfig(AbsentDataParallelFields):
     def _needs(self, name: str, *needed: str) -> None:
         for other in needed:
             if vars(self)[name] and not vars(self)[other]:
-                raise ValueError(f"DistributedDataParallelConfig.{name} is set: needs {other} as well")
+                raise ValueError(f"DistributedDataParallelConfig.{name} is set: requires {other} as well")

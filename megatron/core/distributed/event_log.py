@@ -21,7 +21,7 @@ class Transfer:
     """One collective of a bucket group; times in seconds since the step's first event.
 
     ready: time at which its last gradient was written, or, for a gather, its parameters were updated. waits: begin and
-    end of each interval in which something waited for it. num_bytes: size of its tensors on one rank.
+    end of each interval spent waiting for it. num_bytes: size of its tensors on one rank.
     """
 
     name: str
@@ -57,7 +57,7 @@ class _Marks:
 class EventLog:
     """BucketObserver that records one step after each `record_next_step`; other steps cost one comparison per event.
 
-    On a GPU the times are events of the current stream, so waits are those of the stream, not of the host.
+    On a GPU the times are events of the current stream, so waits are measured on the stream, not on the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -83,7 +83,7 @@ class EventLog:
     # BucketObserver.
 
     def attach(self, groups: Sequence[_ParamAndGradBucketGroup], module: nn.Module) -> None:
-        """Does nothing: groups are recorded when they are launched."""
+        """Does nothing, because groups are recorded when they are launched."""
 
     def begin_iteration(self) -> None:
         # Gathers of an aborted iteration are still waited for; its reductions are not.
@@ -91,7 +91,7 @@ class EventLog:
         self._marks = [marks for marks in self._marks if marks.traffic is Traffic.GATHER]
 
     def before_grad(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
-        """Records nothing: only the time after a gradient counts."""
+        """Records nothing, because only the time after a gradient is relevant."""
 
     def after_grad(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
         if self._is_recording:
@@ -193,14 +193,14 @@ def _num_bytes(group: _ParamAndGradBucketGroup, traffic: Traffic) -> int:
 
 
 def exposed_seconds(transfer: Transfer) -> float:
-    """Returns the seconds in which something waited for the transfer."""
+    """Returns the number of seconds spent waiting for the transfer."""
     return sum(end - begin for begin, end in transfer.waits)
 
 
 def hidden_seconds(step: StepTimes, traffic: Traffic) -> float:
-    """Returns the seconds in which a transfer of a kind was in flight and nothing waited for it.
+    """Returns the seconds in which a transfer of this kind was in flight and nothing waited for it.
 
-    Transfers of a kind run one after another: one that is launched early begins when the one before it is done.
+    Transfers of a kind run one after another. A transfer that is launched early begins when its predecessor completes.
     """
     total = free = 0.0
     for transfer in (one for one in step.transfers if one.traffic is traffic):
@@ -222,14 +222,14 @@ def launched_before_next_was_ready(step: StepTimes) -> list[bool]:
 
 
 def hidden_share(step: StepTimes) -> float | None:
-    """Returns reduction time hidden by backward as a share of the time that could have been hidden; 1 is the best.
+    """Returns the reduction time hidden by backward, as a share of the time that could have been hidden; 1 is the best.
 
-    The ideal: each transfer has its measured duration and starts as soon as its last gradient is ready and the transfer
-    before it is done. None if nothing could have been hidden, as with one bucket, whose last gradient is the last of
-    all.
+    The ideal: each transfer has its measured duration and starts as soon as its last gradient is ready and its
+    predecessor has completed. None if nothing could have been hidden, as with one bucket, which completes with the last
+    gradient.
     """
     hidden = possible = 0.0
-    free = ideally_free = 0.0  # time at which earlier transfers were, or could have been, done
+    free = ideally_free = 0.0  # time at which earlier transfers completed, or could have completed
     for transfer in _reductions(step):
         began = max(transfer.launched, free)
         took = max(0.0, transfer.done - began)

@@ -1,7 +1,7 @@
 """finalize_model_grads: completes gradients between the last backward and the optimizer's step.
 
-The data-parallel wrapper reduces gradients over its ranks. This file adds the sums over other groups and the division
-by tokens.
+The data-parallel wrapper reduces gradients over its ranks. This file adds the sums over other groups and divides by the
+number of tokens.
 """
 
 from collections.abc import Sequence
@@ -22,12 +22,12 @@ from megatron.core.utils import unwrap_model
 
 @runtime_checkable
 class FinalizesStep(Protocol):
-    """A model that updates state of its own once a step, such as routers with an expert bias."""
+    """A model that updates its own state once a step, such as routers with an expert bias."""
 
     def finalize_step(self, group: dist.ProcessGroup | None) -> None:
         """Updates the model's own state; called after gradients are reduced, also if the optimizer skips the step.
 
-        group: all ranks that see different tokens.
+        group: all ranks that process different tokens.
         """
         ...
 
@@ -43,11 +43,10 @@ def finalize_model_grads(
 
     num_tokens: None for the mean over ranks. With calculate_per_token_loss, the number of tokens in the losses that
     this rank summed: [], integer or floating point. Gradients, summed over ranks, are then divided by the tokens of all
-    ranks (at least 1). Stages before the last, which compute no losses, may pass None.
-    pg_collection: this rank's groups; None means those that the chunks were wrapped with. force_all_reduce: see
-    finish_grad_sync.
-    Raises the errors of finish_grad_sync, and ValueError for a chunk that is not wrapped, or if num_tokens is given
-    without calculate_per_token_loss or missing with it.
+    ranks (at least 1). Stages before the last, which compute no losses, may pass None. pg_collection: this rank's
+    groups; None means the groups with which the chunks were wrapped. force_all_reduce: see finish_grad_sync. Raises the
+    errors of finish_grad_sync, and ValueError for a chunk that is not wrapped, or if num_tokens is given without
+    calculate_per_token_loss or missing with it.
     """
     chunks = [require_wrapped(chunk) for chunk in model]
     groups = pg_collection or (chunks[0].pg_collection if chunks else existing_process_groups())
@@ -81,11 +80,11 @@ def complete_model_grads(
 
 
 def end_model_step(chunks: Sequence[_BaseDataParallel], groups: ProcessGroupCollection) -> None:
-    """Calls finalize_step of models that have it. Collective."""
+    """Calls finalize_step of models that define it. Collective."""
     for chunk in chunks:
         inner = unwrap_model(chunk)
         if isinstance(inner, FinalizesStep):
-            # Tensor-parallel ranks are included: each router sees a part of the sequence.
+            # Tensor-parallel ranks are included, because each router processes a part of the sequence.
             inner.finalize_step(groups.tp_dp_cp or chunk.pg_collection.dp_cp)
 
 
@@ -114,7 +113,7 @@ def _reduce_partial_grads(chunk: _BaseDataParallel, group: dist.ProcessGroup | N
         # The ranks of the group have the same layout and own the same shards.
         parts = [part for slot in slots for part in buffer.owned_grads(slot)]
         if parts:
-            # In one message, because there are many small gradients.
+            # Sent in one message, because there are many small gradients.
             flat = torch.cat(parts)
             (rank_ordered_all_reduce_ if chunk.config.deterministic_mode else all_reduce_)(flat, group)
             for part, total in zip(parts, flat.split([part.numel() for part in parts])):
@@ -126,7 +125,7 @@ def _reduce_partial_grads(chunk: _BaseDataParallel, group: dist.ProcessGroup | N
 def _reduce_shared_grads(chunk: _BaseDataParallel, group: dist.ProcessGroup | None) -> None:
     """Sums the gradient of the tied (shared) embedding weight over `group`, embd: the first and the last stage.
 
-    A sum of two numbers has the same bits in any order, so the copies stay bit-identical.
+    A sum of two numbers is the same in any order, so the copies stay bit-identical.
     """
     if group_size(group) == 1:
         return

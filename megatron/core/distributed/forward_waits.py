@@ -1,4 +1,4 @@
-"""ForwardWaits: the bucket groups that must be gathered before a module's forward, so that it reads no stale parameter.
+"""ForwardWaits: determines the bucket groups to gather before a module's forward, so that it reads no stale parameter.
 
 This file launches nothing and waits for nothing; the wrapper's forward hooks do.
 
@@ -42,7 +42,7 @@ class ForwardWaits:
             return known
         if key not in self._called:
             self._called.add(key)
-            # Modules above it waited for its parameters so far. From now on it waits for them itself.
+            # Until now, modules above it waited for its parameters. From now on it waits for them itself.
             self._known.clear()
             return self.below(module)
         groups = dict.fromkeys(group for part in self._uncalled(module, mode) for group in self.own(part))
@@ -55,7 +55,7 @@ class ForwardWaits:
         return list(dict.fromkeys(group for groups in held for group in groups))
 
     def forget(self) -> None:
-        """Drops the results, because other parameters are gathered from now on."""
+        """Clears the learned results, because different parameters are gathered from now on."""
         self._known.clear()
 
     def below(self, module: nn.Module) -> list[_ParamAndGradBucketGroup]:
@@ -75,7 +75,7 @@ def forward_hook(
     *,
     need: Callable[[Iterable[_ParamAndGradBucketGroup]], None],
 ) -> Callable[..., None]:
-    """Builds a module's hook that calls `need` with the groups that `groups` returns then.
+    """Builds a module hook that calls `need` with the current result of `groups`.
 
     In a stored or copied module it becomes a hook that does nothing, because that module's parameters are not gathered.
     """

@@ -1,8 +1,8 @@
-"""Users' hooks on reduced gradients, and the release of reduced buckets to them and to an optimizer in backward.
+"""Users' hooks on reduced gradients, and the release of reduced buckets to these hooks and to an optimizer in backward.
 
-Hooks of this package on the gradients that autograd accumulates, before any reduction, are in param_hooks.py.
-scheduler.py decides when a bucket is reduced. To release a bucket is to pass it to the hooks and then to the
-`consumer`, which is an optimizer in backward (GradConsumer). With release_gradients its memory is freed afterwards.
+Hooks of this package on unreduced gradients, as accumulated by autograd, are in param_hooks.py. scheduler.py decides
+when a bucket is reduced. Releasing a bucket means passing it to the hooks and then to the `consumer`, an optimizer in
+backward (GradConsumer). With release_gradients its memory is freed afterwards.
 
 [Note: hooks by name] Torch's own hooks on a parameter are lost when the parameter is replaced, and fire for gradients
 that are not reduced yet. Hooks are therefore stored here, by the parameter's name. Hooks that a parameter has when it
@@ -65,8 +65,8 @@ def _no_states() -> Sequence[RunState]:
 class ReadyBucket:
     """This rank's part of a bucket whose gradients are reduced, or of some adjacent parameters of it.
 
-    slices: every parameter of the bucket, in buffer order; the span is empty if this rank owns no element of it.
-    shard: [n], the parameters' dtype, this rank's flat part of the parameters. Modules read values written to it, after
+    slices: every parameter of the bucket, in buffer order; the span is empty if this rank owns no element of it. shard:
+    [n], the parameters' dtype, this rank's flat part of the parameters. Values written to it are read by modules, after
     a gather if parameters are sharded. grad: [n], the gradients' dtype, the same elements; may be changed in place.
     Padding between parameters is zero in both. n may be 0.
 
@@ -200,12 +200,12 @@ class _HookRegistry:
     ) -> RemovableHandle:
         """Registers a hook, called once an iteration when all `params`, any shapes and dtypes, are reduced.
 
-        Its argument is a list of ReadyBucket restricted to these parameters. Register it between two iterations: a hook
-        registered later also waits for parameters that were already reduced.
+        The hook receives a list of ReadyBucket restricted to these parameters. It should be registered between two
+        iterations: a hook registered later also waits for parameters that were already reduced.
         """
         names = [self._name_of(param) for param in ([params] if isinstance(params, nn.Parameter) else params)]
         if not names:
-            raise ValueError("register_post_backward_hook was given no params: must be at least one parameter")
+            raise ValueError("register_post_backward_hook was given no params: pass at least one parameter")
         return _register(self._post_backward, _PostBackward(names, hook))
 
     def adopt(self) -> None:
@@ -244,7 +244,7 @@ class _HookRegistry:
         return bool(self._of_param.get(name))
 
     def begin(self) -> None:
-        """Begins an iteration; post-backward hooks wait for all their parameters again, also after an error."""
+        """Begins an iteration, also after an error; post-backward hooks wait for all their parameters again."""
         self._held.clear()
         for waiting in self._post_backward.values():
             waiting.begin()
@@ -333,7 +333,7 @@ class GradConsumer(Protocol):
         ...
 
     def take(self, bucket: ReadyBucket, place: ReleasedBucket) -> None:
-        """Receives a bucket after all hooks; place: the wrapper's bucket. The gradient's memory: see ReadyBucket."""
+        """Receives a bucket after all hooks; place: the wrapper's bucket. See ReadyBucket for the gradient's memory."""
         ...
 
 
@@ -341,7 +341,7 @@ StateProvider = Callable[[ReleasedBucket], Sequence[RunState]]
 
 
 def is_completed_later(param: nn.Parameter, *, config: ModelParallelConfig, groups: ProcessGroupCollection) -> bool:
-    """Whether complete_model_grads changes a parameter's gradient after the data-parallel reduction.
+    """Returns whether complete_model_grads changes a parameter's gradient after the data-parallel reduction.
 
     param: any shape and dtype. Hooks on such gradients are deferred until notify_grads_final. The three cases are in
     finalize_model_grads.py: _divide_by_tokens (see also gradient_scale in data_parallel_base.py),
@@ -356,7 +356,7 @@ def is_completed_later(param: nn.Parameter, *, config: ModelParallelConfig, grou
 
 
 def not_wrapped(param: nn.Parameter) -> ValueError:
-    """Returns the error of owned_shard for a parameter, any shape and dtype, that no rank owns."""
+    """Builds the error raised by owned_shard for a parameter, any shape and dtype, that no rank owns."""
     return ValueError(
         f"owned_shard was given a parameter of shape {tuple(param.shape)} that is not wrapped: must be a parameter "
         "that required grad when its module was wrapped"
@@ -383,14 +383,14 @@ class _Place:
 
     @property
     def version(self) -> int:
-        """Changes with every write to the flat parameters, through any view."""
+        """Version counter that changes with every write to the flat parameters, through any view."""
         return self.bucket.buffer.param_data._version
 
 
 def _slice(slot: ParamSlot, owned: Span) -> ParamRange:
     part = slot.span.intersection(owned)
     if part.numel == 0:
-        # Empty, at the position that keeps slices in buffer order.
+        # An empty span, at the position that keeps slices in buffer order.
         return ParamRange(slot.name, slot.param, Span(min(part.start - owned.start, owned.numel), 0), 0)
     start = slot.start + part.start - slot.span.start
     return ParamRange(slot.name, slot.param, Span(part.start - owned.start, part.numel), start)
@@ -430,7 +430,7 @@ class GradHookRunner:
 
     @property
     def groups(self) -> list[ReleasedGroup]:
-        """All groups that are released."""
+        """All groups that have been released."""
         return list(self._places)
 
     def owned_shard(self, param: nn.Parameter) -> nn.Parameter:
@@ -461,7 +461,7 @@ class GradHookRunner:
             self.consumer.begin()
 
     def stop(self) -> None:
-        """Releases nothing more until `begin`."""
+        """Stops releasing groups until `begin`."""
         self._is_stopped = True
 
     def check_whole(self) -> None:
@@ -498,7 +498,8 @@ class GradHookRunner:
         self.check_whole()
         self._is_broken = True
         for place in self._places[group]:
-            # Called even without hooks: it passes ownership to this function, so that unused gradients are freed.
+            # Called even without hooks, because it passes ownership to this function, so that unused gradients are
+            # freed.
             ready = ReadyBucket(place.name, place.slices, place.shard, place.bucket.reduced_grad())
             if self.consumer is None and self.hooks.is_empty:
                 continue
@@ -512,7 +513,7 @@ class GradHookRunner:
             if ready not in free_buckets:
                 ready.keep()
             if place.version != before:
-                # The version counter does not tell which of the buckets was written.
+                # The version counter does not show which of the buckets was written.
                 for seen in {ready, *free_buckets}:
                     seen.note_written()
             for free in free_buckets:
@@ -544,7 +545,7 @@ def _grad_set(owned: nn.Parameter, grad: torch.Tensor) -> Iterator[None]:
         left = owned.grad
         if left is not None and left is not grad:
             # Elements that hooks did not change keep their full precision. Values are compared, because writes through
-            # `.data` change no version counter.
+            # `.data` do not change the version counter.
             grad.copy_(left if rounded is None else torch.where(left == rounded, grad, left.to(grad.dtype)))
     finally:
         owned.grad = None

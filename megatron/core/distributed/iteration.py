@@ -1,6 +1,7 @@
 """Iteration: the phase of an iteration of gradients, and the agreement of a stage's ranks at its end.
 
-This file launches no collective over gradients or parameters. The code that does records it in a CollectiveTrace first.
+This file launches no collectives over gradients or parameters. Code that launches one first records it in a
+CollectiveTrace.
 
 [Note: trace] Two checks find ranks that launch different collectives. CollectiveTrace.check_agreed compares a hash of
 all launches of a pipeline stage once a step, in the agreement at its end. With --ddp-debug, _SideChannel.compare also
@@ -33,8 +34,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection, group_ra
 RESET = "reset_iteration() was called after an error"
 
 _NAMES_SHOWN = 3
-# Launches of each rank whose entries stay in the store. Over groups without a slower rank, a rank may be ahead of it by
-# this many launches before the slower rank misses an entry.
+# Launches of each rank whose entries remain in the store. In groups that do not include the slower rank, a rank may be
+# ahead of it by this many launches before the slower rank misses an entry.
 _KEPT_LAUNCHES = 1000
 _LONGEST_PAUSE = 0.05  # seconds between two queries of the store
 
@@ -46,7 +47,8 @@ def stage_group_of(groups: ProcessGroupCollection) -> dist.ProcessGroup | None:
 
 @dataclass(frozen=True)
 class MethodNames:
-    """Names of the methods that errors tell a user to call. zero: begins an iteration; finish: ends its reductions.
+    """Names of the methods that error messages tell a user to call. zero: begins an iteration; finish: ends its
+    reductions.
 
     reset_iteration has the same name in every wrapper and optimizer.
     """
@@ -95,11 +97,11 @@ class CollectiveTrace:
             self._channel = _SideChannel(group, timeout_s=debug_timeout_s)
 
     def name_bucket(self, bucket: str, names: Sequence[str]) -> None:
-        """Sets the parameter names that messages about `bucket` list."""
+        """Sets the parameter names listed in messages about `bucket`."""
         self._names[bucket] = tuple(names)
 
     def record(self, *, op: str, group: dist.ProcessGroup | None, flat: torch.Tensor, bucket: str) -> None:
-        """Records a launch; call right before it. flat: [N], any dtype, the tensor that is sent or filled.
+        """Records a launch; called right before it. flat: [N], any dtype, the tensor that is sent or filled.
 
         When debugging, raises CollectiveMismatchError if the ranks of `group` do not all record the same launch, or if
         one of them does not reach it in time.
@@ -113,11 +115,13 @@ class CollectiveTrace:
             self._channel.compare(entry.line, group)
 
     def note(self, line: str) -> None:
-        """Records another event, as text, that all ranks of the stage have at the same position in their launches."""
+        """Records another event, as text, that occurs on all ranks of the stage at the same position in
+        their launches.
+        """
         self._add(self._entries.setdefault(line, _Entry(line, line.encode())))
 
     def stop(self, reason: str) -> None:
-        """When debugging, makes the other ranks raise `reason` at their next launch instead of waiting."""
+        """In debug mode, makes the other ranks raise `reason` at their next launch instead of waiting."""
         if self._channel is not None:
             self._channel.stop(reason)
 
@@ -126,7 +130,8 @@ class CollectiveTrace:
         return [self._digest, -self._digest]
 
     def check_agreed(self, largest: Sequence[int]) -> None:
-        """Raises CollectiveMismatchError on all ranks if their launches in this step differ; else starts a new step.
+        """Raises CollectiveMismatchError on all ranks if their launches in this step differ; otherwise begins a new
+        step.
 
         largest: the result of the MAX all-reduce of `agreement` over the stage. Collective only if it raises.
         """
@@ -140,7 +145,7 @@ class CollectiveTrace:
         raise CollectiveMismatchError(_first_difference(dict(zip(ranks, lines))))
 
     def _add(self, entry: _Entry) -> None:
-        # Not Python's hash of strings, whose salt differs between processes.
+        # Python's hash of strings cannot be used, because its salt differs between processes.
         self._digest = zlib.crc32(entry.hashed, self._digest)
         self._since_agreement.append(entry)
 
@@ -260,7 +265,7 @@ class Iteration:
         self._phase = _Phase.FINISHED
 
     def resume(self) -> None:
-        """Returns to collecting gradients, for a `finish` that does not end the iteration."""
+        """Returns to collecting gradients, after a `finish` that does not end the iteration."""
         self._phase = _Phase.COLLECTING
 
     def mark_replayed(self) -> None:
@@ -272,9 +277,10 @@ class Iteration:
         self._phase = _Phase.STEPPED
 
     def step(self) -> None:
-        """Agrees that no rank has reset the iteration since `finish`. Collective then, if there is an optimizer.
+        """Verifies that no rank has reset the iteration since `finish`. Collective after `finish` if there is an
+        optimizer.
 
-        Whether gradients are finite, and so whether the optimizer updates, is not a part of this agreement. Raises
+        Whether gradients are finite, and so whether the optimizer updates, is not part of this agreement. Raises
         RemoteRankError if another rank has reset the iteration since `finish`.
         """
         if self._phase is _Phase.STEPPED:
@@ -291,7 +297,7 @@ class Iteration:
     def end_finished_sync(self, *, is_reset: bool) -> int | None:
         """Returns the highest rank that reset the iteration after `finish`, or None; the same on all ranks. Collective.
 
-        is_reset: whether this rank did. Sends nothing if there is no optimizer, or before `finish`.
+        is_reset: whether this rank reset it. Sends nothing if there is no optimizer, or before `finish`.
         """
         if self._phase is not _Phase.FINISHED or not self.has_optimizer:
             return None
@@ -301,27 +307,27 @@ class Iteration:
         return highest - 1 if highest else None
 
     def close(self) -> None:
-        """Ends the last iteration, for wrappers that are removed."""
+        """Ends the last iteration, when wrappers are removed."""
         self._phase = _Phase.CLOSED
 
     # The agreement at the end.
 
     @trace_range("Iteration.agree_sync")
     def agree_sync(self, local: IterationOutcome, *, of_all_stages: bool) -> IterationOutcome:
-        """Returns the outcome over the ranks of the stage: a flag is set if it is set on any of them. Collective.
+        """Returns the combined outcome of the stage's ranks: a flag is set if it is set on any of them. Collective.
 
         of_all_stages: is_non_finite is set if it is set on any stage; must be the same on all stages. Raises
         CollectiveMismatchError on all ranks of the stage if their launches differ.
         """
         if group_size(self._stage_messages) == group_size(self._pp_messages) == 1:
-            # Nothing is sent, so a graph can hold this.
+            # Nothing is sent, so a graph can contain this.
             return local
         flags = [local.is_aborted, local.is_non_finite, local.is_reordered, *local.late]
         numbers = torch.tensor([*self.trace.agreement(), *flags], dtype=torch.int64, device=self._message_device)
         if group_size(self._stage_messages) > 1:
             dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._stage_messages)
         if group_size(self._pp_messages) > 1 and of_all_stages:
-            # Without this message the other stages would not stop, and would wait for this one.
+            # Without this message the other stages would not stop, and would wait for this stage.
             is_non_finite = numbers[3:4]  # a view
             dist.all_reduce(is_non_finite, op=dist.ReduceOp.MAX, group=self._pp_messages)
         # NOTE: reads the device once a step, where messages cannot be sent from the host.
@@ -341,7 +347,7 @@ class Iteration:
 
         problem: this rank's error, raised unchanged, or a text, raised as ValueError. If it is None, raises
         RemoteRankError with the problem of another rank, or NonFiniteGradientError if no rank has one. non_finite:
-        names of this rank's non-finite gradients. in_backward: an optimizer may have updated by them.
+        names of this rank's non-finite gradients. in_backward: whether an optimizer may already have used them.
         """
         self._phase = _Phase.ABORTED
         if not outcome.is_aborted:
@@ -383,11 +389,11 @@ class Iteration:
 
 
 class _SideChannel:
-    """Exchange of entries through torch's store, which works while a collective hangs."""
+    """Exchanges entries through torch's store, which works while a collective hangs."""
 
     def __init__(self, group: dist.ProcessGroup, *, timeout_s: float) -> None:
         store = _get_default_store()
-        # One prefix per trace, as several traces may have the same ranks.
+        # One prefix per trace, because several traces may have the same ranks.
         number = [store.add("traces", 1) if group_rank(group) == 0 else 0]
         dist.broadcast_object_list(number, group=group, group_src=0)
         self._store = dist.PrefixStore(f"trace {number[0]}", store)
@@ -396,7 +402,9 @@ class _SideChannel:
         self._num_launches = 0
 
     def compare(self, line: str, group: dist.ProcessGroup | None) -> None:
-        """Waits until all ranks of `group` reach this launch. On all of them, raises if lines differ or time is out."""
+        """Waits until all ranks of `group` reach this launch. Raises on all of them if lines differ or the wait times
+        out.
+        """
         self._num_launches += 1
         self._store.set(self._key(self._rank, self._num_launches), line)
         self._store.set(f"last {self._rank}", line)
@@ -419,13 +427,13 @@ class _SideChannel:
         keys = {rank: self._key(rank, self._num_launches) for rank in ranks}
         deadline, pause = time.monotonic() + self._timeout_s, 1e-4
         while True:
-            # Another rank may have stopped before this launch, for a reason that this one cannot see.
+            # Another rank may have stopped before this launch, for a reason that this rank cannot see.
             if self._store.check(["stopped"]) and self._read_stop()[0] < self._num_launches:
                 raise CollectiveMismatchError(self._read_stop()[1])
             missing = [rank for rank, key in keys.items() if not self._store.check([key])]
             if not missing or time.monotonic() > deadline:
                 return missing
-            # Not the store's own wait, which writes two lines to stderr at each timeout.
+            # The store's own wait would write two lines to stderr at each timeout.
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 

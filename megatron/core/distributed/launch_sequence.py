@@ -1,4 +1,4 @@
-"""LaunchSequence: decides which bucket group is reduced next, by numbers alone, identically on every rank.
+"""LaunchSequence: decides which bucket group is reduced next, from group numbers only, identically on every rank.
 
 Groups are numbered in the order of `add`. This file launches nothing; scheduler.py does.
 
@@ -34,7 +34,7 @@ class LaunchSequence:
         # By group, the number of its last gradient, counted over all groups.
         self._last_gradient: dict[int, int] = {}
         self._seen: list[int] | None = None
-        # Groups that were taken and not launched yet, for example after an error.
+        # Groups that were taken but not launched yet, for example after an error.
         self._due: deque[int] = deque()
 
     @property
@@ -44,14 +44,14 @@ class LaunchSequence:
 
     @property
     def may_have_begun(self) -> bool:
-        """Whether any rank may have launched something of this iteration, judged by this rank's gradients."""
+        """Whether any rank may have launched part of this iteration, judging by this rank's gradients."""
         return self._cursor > 0 or (self._is_armed and self._num_gradients > 0)
 
     def add(self, is_present: Sequence[bool]) -> range:
         """Adds groups and returns their numbers. They precede all others, as later parts of a model are added later.
 
-        is_present: for each new group, whether this rank has it. A group that only other ranks have always counts as
-        ready here, so that groups after it need not wait for it.
+        is_present: for each new group, whether this rank has it. A group that only other ranks have is always ready
+        here, so that groups after it need not wait for it.
         """
         new = range(len(self.order), len(self.order) + len(is_present))
         self._absent.update(number for number, here in zip(new, is_present) if not here)
@@ -73,15 +73,15 @@ class LaunchSequence:
         return self._take_until(end)
 
     def up_to(self, group: int) -> list[int]:
-        """Returns this group and those to launch before it, ready or not; nothing if it was launched already."""
+        """Returns this group and those to launch before it, ready or not; empty if it was already launched."""
         return self._take_until(max(self._cursor, self.order.index(group) + 1))
 
     def rest(self) -> list[int]:
-        """Returns all groups that were not launched yet, in order."""
+        """Returns all groups not launched yet, in order."""
         return self._take_until(len(self.order))
 
     def take(self, groups: Sequence[int]) -> Iterator[int]:
-        """Iterates over the groups, preceded by those that an error left over in an earlier call."""
+        """Iterates over the groups, starting with groups left over by an error in an earlier call."""
         self._due.extend(groups)
         while self._due:
             yield self._due.popleft()
@@ -97,13 +97,15 @@ class LaunchSequence:
     def seen(self, incomplete: Collection[int]) -> list[int]:
         """Returns the order in which groups became complete.
 
-        incomplete: groups that lack a gradient. They are last, because groups after them would be launched late.
+        incomplete: groups that lack a gradient. They come last, because groups after them would be launched late.
         """
         last = [group for group in self.order if group in incomplete or group not in self._last_gradient]
         return [*sorted(set(self.order) - set(last), key=self._last_gradient.__getitem__), *last]
 
     def wants(self, seen: list[int]) -> bool:
-        """Whether to adopt the order seen: immediately after the first iteration, later only if seen twice in a row."""
+        """Returns whether to adopt the observed order: immediately after the first iteration, later only if seen twice
+        in a row.
+        """
         is_settled = not self._is_armed or seen == self._seen
         return is_settled and seen != self.order and not self.is_frozen
 
@@ -112,8 +114,8 @@ class LaunchSequence:
         self._is_armed, self._seen = True, seen
 
     def adopt(self, order: list[int]) -> None:
-        """Launches in this order from the next iteration on."""
-        assert sorted(order) == sorted(self.order), "an order must have every group exactly once"
+        """Uses this order of launches from the next iteration on."""
+        assert sorted(order) == sorted(self.order), "an order must contain every group exactly once"
         self.order = list(order)
 
     def _is_launchable(self, group: int) -> bool:
@@ -138,14 +140,14 @@ class ReduceScope(Enum):
 
 
 class _BackwardPasses:
-    """The backward passes of a scheduler's iteration. max_in_flight: the most reductions that may hold memory."""
+    """The backward passes of a scheduler's iteration. max_in_flight: maximum number of reductions that hold memory."""
 
     def __init__(self, scope: ReduceScope, *, max_in_flight: int) -> None:
         self.scope = scope
         # The order in which the groups of the last backward pass became complete.
         self._seen: list[int] | None = None
         self._max_in_flight = max_in_flight
-        # One for each reduction that holds memory, the oldest first.
+        # One entry for each reduction that holds memory, the oldest first.
         self._in_flight: deque[int] = deque()
         self._chunks: list[frozenset[int]] = []
         # Groups of the backward passes that ended in this iteration.
@@ -169,7 +171,7 @@ class _BackwardPasses:
     def launched(self, number: int) -> int | None:
         """Records a group's reduction and returns the group whose oldest one must be settled now.
 
-        All ranks return it at the same places, because waiting for it may send more messages.
+        All ranks return it at the same point, because waiting for it may send more messages.
         """
         if self.scope is ReduceScope.ITERATION:
             return None
@@ -217,5 +219,5 @@ class _BackwardPasses:
         return sequence.order if self._seen is None or len(self._chunks) > 1 else self._seen
 
     def may_launch_early(self, *, overlap: bool) -> bool:
-        """Whether other ranks may have launched part of an iteration in which this rank has no gradient yet."""
+        """Returns whether other ranks may have launched part of an iteration in which this rank has no gradient yet."""
         return overlap if self.scope is ReduceScope.ITERATION else self.scope is ReduceScope.CHUNK

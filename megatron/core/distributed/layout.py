@@ -1,4 +1,4 @@
-"""The layout of flat buffers: places of parameters, buckets and shards.
+"""The layout of flat buffers: positions of parameters, buckets and shards.
 
 `lay_out` is a pure function of sizes. All modes share its layout: parameters start, and shards start and end, at
 multiples of ALIGNMENT elements. ParamSlot is a parameter's place in a buffer, ParamRange is a range of a parameter in
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-# In elements. Vectorised kernels give an element the same bits at any multiple of it. States in fp16 share one exponent
-# for that many numbers (BLOCK of stored_floats.py), so another value would change their last bits.
+# In elements. Vectorised kernels round identically at any multiple of it. States in fp16 share one exponent for this
+# many numbers (BLOCK of stored_floats.py), so another value would change their last bits.
 ALIGNMENT = 64
 # Two blocks, also with one rank, so that one rank has the same bucket ends as two.
 _BUCKET_GRAIN = 2 * ALIGNMENT
@@ -133,7 +133,7 @@ class BufferLayout:
         return self.buckets[-1].span.end if self.buckets else 0
 
     def shard(self, bucket_index: int, rank: int) -> Span:
-        """Returns a rank's shard of a bucket, at least ALIGNMENT elements, perhaps only padding.
+        """Returns a rank's shard of a bucket: at least ALIGNMENT elements, perhaps only padding.
 
         rank: 0 to num_shards - 1.
         """
@@ -147,7 +147,7 @@ class BufferLayout:
 
 
 class FlatBuffer(Protocol):
-    """An optimizer's view of a wrapper's buffer: parameters and gradients, of one dtype each, at the same places.
+    """An optimizer's view of a wrapper's buffer: parameters and gradients, of one dtype each, at the same positions.
 
     param_data, grad_data: [N], one dtype each; parameters are views of param_data, and padding is zero in both. The
     spans that this rank owns are sorted, and start and end at multiples of ALIGNMENT. data_parallel_group: the ranks
@@ -181,7 +181,7 @@ class FlatBuffer(Protocol):
         ...
 
     def owned_spans(self) -> list[Span]:
-        """Returns the spans that this rank's optimizer steps, bucket by bucket, in order."""
+        """Returns the spans that this rank's optimizer updates, bucket by bucket, in order."""
         ...
 
     def owned_grads(self, slot: ParamSlot) -> list[torch.Tensor]:
@@ -207,22 +207,22 @@ def lay_out(
     high_busbw: bool = False,
     split: bool = False,
 ) -> BufferLayout:
-    """Places parameters of `sizes` elements, the last first, which is about the order of their gradients.
+    """Places parameters of `sizes` elements in reverse, which is approximately the order of their gradients.
 
     bucket_size: closes a bucket when it has this many elements; None means a single bucket. own_bucket: indices of
-    parameters that are alone in their bucket. num_buckets: number of buckets of about equal size, in place of
-    bucket_size; fewer or more if one parameter per bucket, or own_bucket, do not allow it. high_busbw: rounds bucket
-    ends up to multiples of a larger number. split: every bucket but the last has `bucket_size` elements, rounded up,
-    and its end may cut a parameter.
+    parameters that are alone in their bucket. num_buckets: number of buckets of about equal size, replacing
+    bucket_size; fewer or more if one parameter per bucket, or own_bucket, prevent it. high_busbw: rounds bucket ends up
+    to multiples of a larger number. split: every bucket but the last has `bucket_size` elements, rounded up, and its
+    end may cut a parameter.
 
-    Raises TypeError or ValueError for numbers that are no integers or too small, and ValueError for an index out of
-    range, or own_bucket or num_buckets with split.
+    Raises TypeError or ValueError for numbers that are not integers or are too small, and ValueError for an index out
+    of range, or own_bucket or num_buckets with split.
     """
     _check_numbers(sizes, num_shards=num_shards, bucket_size=bucket_size, num_buckets=num_buckets)
     _check_own_bucket(own_bucket, num_params=len(sizes))
     if split and (own_bucket or num_buckets is not None):
         raise ValueError(
-            "own_bucket or num_buckets is given with split: buckets that cut parameters follow bucket_size alone"
+            "own_bucket or num_buckets is given with split: buckets that cut parameters are sized by bucket_size only"
         )
     grain = math.lcm(ALIGNMENT * num_shards, _HIGH_BUSBW_GRAIN if high_busbw else _BUCKET_GRAIN)
     place = _Placement(list(sizes), grain)
@@ -298,12 +298,12 @@ def _check_numbers(sizes: Sequence[int], **named: int | None) -> None:
 def _check_own_bucket(own_bucket: Collection[int], *, num_params: int) -> None:
     for index in own_bucket:
         if not 0 <= index < num_params:
-            raise ValueError(f"own_bucket has {index}: must be an index into the {num_params} sizes")
+            raise ValueError(f"own_bucket contains {index}: must be an index into the {num_params} sizes")
 
 
 def _even_ends(sizes: Sequence[int], num_buckets: int, *, own_bucket: Collection[int]) -> set[int]:
-    """Returns the indices, in descending order of placement, after which a bucket is closed to get `num_buckets`."""
-    # The least number of buckets that the parameters below each index need.
+    """Returns the indices, in descending order of placement, after which to close a bucket to get `num_buckets`."""
+    # The minimum number of buckets that the parameters below each index need.
     needed = [0]
     for index in range(len(sizes)):
         alone = index in own_bucket or index - 1 in own_bucket or index == 0

@@ -1,7 +1,7 @@
 """_ParamAndGradBuffer: flat tensors of one kind of parameters and of their gradients, cut into buckets.
 
-layout.py places the parameters, and bucket_storage.py holds a bucket's gradients. Megatron's users import buckets and
-bucket groups from here.
+layout.py places the parameters, and bucket_storage.py holds a bucket's gradients. Users of Megatron import buckets and
+bucket groups from this file.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -69,18 +69,18 @@ class BufferKind:
 class _ParamAndGradBuffer:
     """Parameters of one kind and their gradients, each in one flat tensor; see FlatBuffer.
 
-    The constructor is for scripts; DistributedDataParallel calls of_kind, which chooses the storage of gradients too.
+    The constructor is for scripts; DistributedDataParallel calls of_kind, which also chooses the storage of gradients.
 
-    ddp_config: decides sharding, reduction and padding. params_with_names: (parameter, name) in the model's order.
-    data_parallel_group: the ranks over which gradients are summed, and shards distributed. bucket_size: None for one
-    bucket. param_to_name: the names in messages and patterns; the same as in params_with_names. param_indices: not
-    used, as parameters are found by name. nccl_ub: False. pg_collection: its inter_dist_opt is needed with several
-    optimizer instances. param_layout: None, or this buffer's layout, as compute_full_param_layout returns it.
+    ddp_config: determines sharding, reduction and padding. params_with_names: (parameter, name) in the model's order.
+    data_parallel_group: the ranks over which gradients are summed and shards are distributed. bucket_size: None for one
+    bucket. param_to_name: the names in messages and patterns; the same as in params_with_names. param_indices: unused,
+    because parameters are found by name. nccl_ub: must be False. pg_collection: must have inter_dist_opt with several
+    optimizer instances. param_layout: None, or this buffer's layout, as returned by compute_full_param_layout.
 
     param_data: [numel], the parameters' dtype. grad_data: [numel], the gradients' dtype. Padding is zero in both and
-    has no effect on updates and norms. slots: in the order of named_params. storage: builds each bucket's gradient
-    memory. flats: the tensors that have memory; others are on the meta device and only hold a size and a dtype.
-    Without PARAM, parameters keep their own memory until `move_in`; without GRAD, storages allocate their own memory.
+    does not affect updates and norms. slots: in the order of named_params. storage: builds each bucket's gradient
+    memory. flats: the tensors that have memory; others are on the meta device and only hold a size and a dtype. Without
+    PARAM, parameters keep their own memory until `move_in`; without GRAD, storages allocate their own memory.
     """
 
     ddp_config: DistributedDataParallelConfig | None
@@ -100,15 +100,16 @@ class _ParamAndGradBuffer:
         pg_collection: ProcessGroupCollection | None = None,
         param_layout: BufferLayout | None = None,
     ) -> None:
-        why = "NCCL registers no buffers here"
+        why = "buffers are not registered with NCCL"
         require_defaults("_ParamAndGradBuffer", why, nccl_ub=(nccl_ub, False))
         if not params_with_names:
-            raise ValueError("params_with_names is empty: must have a parameter")
+            raise ValueError("params_with_names is empty: must contain at least one parameter")
         several = ddp_config.num_distributed_optimizer_instances > 1
         if several and (pg_collection is None or pg_collection.inter_dist_opt is None):
             raise ValueError(
-                f"DistributedDataParallelConfig.num_distributed_optimizer_instances is "
-                f"{ddp_config.num_distributed_optimizer_instances}: pg_collection.inter_dist_opt must be their group"
+                "DistributedDataParallelConfig.num_distributed_optimizer_instances is "
+                f"{ddp_config.num_distributed_optimizer_instances}: pg_collection.inter_dist_opt must be the group "
+                "of these instances"
             )
         settings = BufferSettings(
             group=data_parallel_group,
@@ -140,7 +141,7 @@ class _ParamAndGradBuffer:
         flats: Collection[BufferType] = BOTH,
         ddp_config: DistributedDataParallelConfig | None = None,
     ) -> "_ParamAndGradBuffer":
-        """Builds a buffer with given settings and storage of gradients; ddp_config: for scripts that read it."""
+        """Builds a buffer with given settings and storage of gradients; ddp_config: kept for scripts that read it."""
         buffer = cls.__new__(cls)
         buffer._build(kind, named_params, settings, storage, flats)
         buffer.ddp_config = ddp_config
@@ -212,7 +213,7 @@ class _ParamAndGradBuffer:
     def offload_to_cpu(self, move_params: bool = True, move_grads: bool = True) -> None:
         """Copies the parameters, their gradients, or both, to the host and frees their memory, between two steps.
 
-        Neither may be used until reload_from_cpu.
+        They must not be used until reload_from_cpu.
         """
         grads = [*self.persistent_grads, *(slot.main_grad for slot in self.slots if not slot.main_grad.is_meta)]
         wanted = {BufferType.PARAM: (move_params, self.persistent_params), BufferType.GRAD: (move_grads, grads)}
@@ -221,7 +222,7 @@ class _ParamAndGradBuffer:
                 self._offloaded[content] = OffloadedMemory(tensors)
 
     def reload_from_cpu(self, move_params: bool = True, move_grads: bool = True) -> None:
-        """Brings parameters, gradients, or both, back to the device after offload_to_cpu, with the same bits."""
+        """Moves parameters, gradients, or both, back to the device after offload_to_cpu, bit for bit."""
         for content, is_wanted in ((BufferType.PARAM, move_params), (BufferType.GRAD, move_grads)):
             if is_wanted and content in self._offloaded:
                 self._offloaded.pop(content).restore()
@@ -248,7 +249,7 @@ class _ParamAndGradBuffer:
 
     @property
     def data_parallel_group(self) -> ProcessGroup | None:
-        """The ranks over which shards are distributed, and gradients summed first; None means this rank alone."""
+        """The ranks over which shards are distributed and gradients are summed first; None means this rank alone."""
         return self.settings.group
 
     @property
@@ -267,7 +268,7 @@ class _ParamAndGradBuffer:
         return self.kind.is_expert
 
     def owned_spans(self) -> list[Span]:
-        """Returns the spans that this rank's optimizer steps, in order: its shard of each bucket, or all."""
+        """Returns the spans that this rank's optimizer updates, in order: its shard of each bucket, or everything."""
         return self._owned
 
     def owned_grads(self, slot: ParamSlot) -> list[torch.Tensor]:
@@ -282,7 +283,7 @@ class _ParamAndGradBuffer:
 
     def is_attached(self, param: nn.Parameter, *, start: int, address: int) -> bool:
         """Returns whether element `start` of a flattened parameter, any shape, is at a memory address."""
-        # Compares addresses, which does not read the device. The address of an empty tensor is meaningless.
+        # Compares addresses, which does not synchronize with the device. The address of an empty tensor is meaningless.
         return not param.numel() or param.data_ptr() + start * param.element_size() == address
 
     def reset(self) -> None:
@@ -313,7 +314,8 @@ def buffer_kind(
 ) -> BufferKind:
     """Returns the kind of buffer for a parameter, any shape and dtype.
 
-    experts_apart: expert gradients are reduced over other ranks than dense gradients. completed_later: see BufferKind.
+    experts_apart: whether expert gradients are reduced over other ranks than dense gradients. completed_later: see
+    BufferKind.
     """
     # Gradients of fp64 parameters, used for exact references, stay in fp64.
     wide = torch.float32 if grad_reduce_in_fp32 and param.dtype.itemsize < 4 else param.dtype
@@ -323,11 +325,11 @@ def buffer_kind(
 def shard_buffer(buffer: torch.Tensor, data_parallel_world_size: int) -> list[torch.Tensor]:
     """Returns the shards of a bucket's flat tensor, by rank: [N], any dtype -> [N / ranks] each, views.
 
-    Raises ValueError if the ranks do not divide N.
+    Raises ValueError if the number of ranks does not divide N.
     """
     if data_parallel_world_size < 1 or buffer.numel() % data_parallel_world_size:
         raise ValueError(
-            f"buffer has {buffer.numel()} elements: must be a multiple of {data_parallel_world_size} ranks"
+            f"buffer has {buffer.numel()} elements: must be a multiple of the {data_parallel_world_size} ranks"
         )
     return list(buffer.view(data_parallel_world_size, -1))
 
@@ -339,14 +341,14 @@ def partition_buckets(
 ) -> list[_ParamAndGradBucketGroup]:
     """Returns bucket groups of the buffers' buckets: one bucket per group, or all in one group.
 
-    reduce_scatter_with_fp32_accumulation: True only if the buffers have that setting, which is theirs; else ValueError.
-    A group reduces its buckets one by one, so it changes no group.
+    reduce_scatter_with_fp32_accumulation: must match the buffers' setting if True, otherwise ValueError. It does not
+    affect the grouping, because a group reduces its buckets one by one.
     """
     buckets = [bucket for buffer in buffers for bucket in buffer.buckets]
     if reduce_scatter_with_fp32_accumulation and not all(one.settings.policy.fp32_accumulation for one in buckets):
         raise ValueError(
-            "partition_buckets: reduce_scatter_with_fp32_accumulation is True and not set in the "
-            "DistributedDataParallelConfig of all buffers: must be the same"
+            "partition_buckets: reduce_scatter_with_fp32_accumulation is True but not set in the "
+            "DistributedDataParallelConfig of all buffers: must match"
         )
     parts = [[bucket] for bucket in buckets]
     if force_single_bucket_group:
@@ -362,7 +364,7 @@ def lay_out_params(params: Sequence[nn.Parameter], settings: BufferSettings, num
         num_shards=num_shards,
         bucket_size=settings.bucket_size,
         num_buckets=settings.num_buckets,
-        # The first and last stage both hold this weight; alone in its bucket it has the same shards on both.
+        # The first and last stage both hold this weight. Alone in its bucket, it has the same shards on both.
         own_bucket={index for index, param in enumerate(params) if param_facts(param).shared_embedding},
         high_busbw=settings.high_busbw,
         split=settings.split,
@@ -378,8 +380,9 @@ def full_param_layout(
 ) -> dict[BufferKind, BufferLayout]:
     """Returns the layout of each buffer of a DistributedDataParallel over parameters, in the model's order.
 
-    params: any shapes and dtypes; frozen ones have no place. bucket_size: in elements; None for one bucket.
-    expert_data_parallel_world_size: of experts that are reduced over other ranks; None if they are not.
+    params: any shapes and dtypes; frozen ones are excluded. bucket_size: in elements; None for one bucket.
+    expert_data_parallel_world_size: number of ranks over which experts are reduced, if they differ from the dense ones;
+    None otherwise.
     """
     apart = expert_data_parallel_world_size is not None
     by_kind: dict[BufferKind, list[nn.Parameter]] = {}
@@ -398,9 +401,9 @@ def full_param_layout(
 
 
 def require_same_layout(name: str, given: object, own: object) -> None:
-    """Raises ValueError if a layout was given, as argument `name`, that is not the one that was built."""
+    """Raises ValueError if a layout was passed as argument `name` that differs from the one that was built."""
     if given is not None and given != own:
         raise ValueError(
-            f"{name} is {given}: must be None, or what compute_full_param_layout returns for the same parameters, "
+            f"{name} is {given}: must be None, or the result of compute_full_param_layout for the same parameters, "
             f"ranks and bucket size, which is {own}"
         )

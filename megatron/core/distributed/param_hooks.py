@@ -1,10 +1,10 @@
-"""Hooks on the gradients that autograd accumulates on this rank, and the end of the backward that runs them.
+"""Hooks on the gradients that autograd accumulates on this rank, and detection of the end of a backward.
 
 Users' hooks on reduced gradients are in grad_hooks.py.
 
 ParamHooks calls its owner with each parameter whose gradient is accumulated; the owner processes the gradient.
-BackwardEnd calls its owner at the end of a backward. OutermostBackward distinguishes a backward from those that
-activation recomputation runs inside it. is_in_backward is for code that sees only forwards.
+BackwardEnd calls its owner at the end of a backward. OutermostBackward distinguishes a backward from backwards that
+activation recomputation runs inside it. is_in_backward serves code that handles only forwards.
 """
 
 import weakref
@@ -23,7 +23,7 @@ class ParamHooks:
     """Calls `on_grad` with each watched parameter whose gradient autograd has accumulated, until `release`.
 
     on_grad: a method, held by a weak reference; after its object is freed, the hooks do nothing. kept: an object that
-    lives as long as parameters have these hooks.
+    is kept alive as long as parameters have these hooks.
     """
 
     def __init__(self, on_grad: Callable[[nn.Parameter], None], *, kept: object = None) -> None:
@@ -32,7 +32,7 @@ class ParamHooks:
 
     def watch(self, params: Iterable[nn.Parameter]) -> None:
         """Registers a hook on each parameter, any shapes and dtypes."""
-        # Hooks of the tensor, unlike those of its autograd node, survive a move of the parameter.
+        # Hooks on the tensor, unlike hooks on its autograd node, survive a move of the parameter.
         self._handles += [param.register_post_accumulate_grad_hook(self) for param in params]
 
     def release(self) -> None:
@@ -46,7 +46,7 @@ class ParamHooks:
         return self._on_grad() is not None
 
     def __call__(self, param: torch.Tensor) -> None:
-        """Passes on a parameter, any shape and dtype; called by autograd."""
+        """Passes a parameter, any shape and dtype, to the owner; called by autograd."""
         on_grad = self._on_grad()
         if on_grad is not None:
             assert isinstance(param, nn.Parameter)
@@ -54,7 +54,7 @@ class ParamHooks:
 
 
 def is_watched(param: nn.Parameter) -> bool:
-    """Returns whether ParamHooks with a living owner watch a parameter, any shape and dtype."""
+    """Returns whether a parameter, any shape and dtype, is watched by ParamHooks whose owner still exists."""
     hooks = (param._post_accumulate_grad_hooks or {}).values()
     return any(isinstance(hook, ParamHooks) and hook.is_in_use for hook in hooks)
 
@@ -68,18 +68,18 @@ def is_in_backward() -> bool:
 
 
 class BackwardEnd:
-    """Calls `before` and then `then`, once after each outermost backward in which `note` was called.
+    """Calls `before` and then `then` once after each outermost backward in which `note` was called.
 
-    [Note: inner backward] Activation recomputation runs a backward inside another, with callbacks of its own. When
-    these run, autograd is still evaluating a node of the outer backward. A hook on that node queues the callback again,
-    at the end of the outer backward.
+    [Note: inner backward] Activation recomputation runs a backward inside another, with its own callbacks. When these
+    run, autograd is still evaluating a node of the outer backward. A hook on that node queues the callback again, at
+    the end of the outer backward.
     """
 
     def __init__(self, then: Callable[[], None], *, before: Callable[[], None]) -> None:
         self._then, self._before = then, before
         # Remains set after an error has ended a backward.
         self._is_open = False
-        # The graph task that has a callback; another task, nested or after an error, needs its own.
+        # The graph task that has a callback. Another task, nested or after an error, needs its own callback.
         self._task: int | None = None
 
     def note(self) -> None:
@@ -97,7 +97,7 @@ class BackwardEnd:
             self._then()
 
     def forget(self) -> None:
-        """Drops the recorded backward: `then` is not called for it."""
+        """Drops the recorded backward, so that `then` is not called for it."""
         self._is_open, self._task = False, None
 
     def _call_back(self, *unused: Any) -> None:
@@ -115,22 +115,22 @@ class BackwardEnd:
 
 
 class OutermostBackward:
-    """Distinguishes the backward through the outputs of a forward from those that activation recomputation runs.
+    """Distinguishes the backward of a forward's outputs from backwards run by activation recomputation.
 
-    Autograd identifies a backward only by a number, which a hook of the outputs records.
+    Autograd identifies a backward only by a number, which a hook on the outputs records.
     """
 
     def __init__(self) -> None:
         self._task: int | None = None
 
     def watch(self, outputs: Any) -> None:
-        """Registers hooks on what a forward returns: tensors of any shape and dtype, in any structure."""
+        """Registers hooks on the outputs of a forward: tensors of any shape and dtype, in any structure."""
         found = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if found:
             register_multi_grad_hook(found, self._note, mode="any")
 
     def is_here(self) -> bool:
-        """Returns whether the running hook belongs to that backward; False as well if no output was seen in it."""
+        """Returns whether the running hook belongs to that backward; False if no output was reached in it."""
         return torch._C._current_graph_task_id() == self._task
 
     def _note(self, *unused: Any) -> None:

@@ -1,11 +1,11 @@
 """CollectiveScheduler: launches the collectives of a pipeline stage, in the same order on every rank.
 
 [Note: launch order] Ranks must launch matching collectives in the same order. They cannot launch in the order in which
-gradients become ready and parameters are needed, because that order may differ between ranks and steps. So all gathers
-and reductions of a stage have one order, the same on all ranks, with gathers before reductions. It may change only
-between iterations. Each rank launches in this order, and its own gradients and forwards only determine how soon. At the
-end, one small all-reduce tells all ranks whether any rank aborted the iteration, which gradients were late and whether
-to change the order.
+gradients become ready and parameters are needed, because that order may differ between ranks and steps. All gathers and
+reductions of a stage therefore have one order, the same on all ranks, with gathers before reductions. It may change
+only between iterations. Each rank launches in this order, and its own gradients and forwards only determine how early.
+At the end, one small all-reduce tells all ranks whether any rank aborted the iteration, which gradients were late and
+whether to change the order.
 
 Ranks with different experts may have different groups, because some ranks' experts may be frozen. Every rank numbers
 the groups of all ranks.
@@ -55,8 +55,8 @@ class ChunkSync:
     """A model chunk as the scheduler sees it: its bucket groups, and callbacks.
 
     module: the chunk itself. find_problem: describes a change of the chunk that invalidates its buffers, or returns
-    None. zero_grads: drops its gradients. checks: examines gradients before they are reduced. hook_runner: releases
-    them to hooks afterwards. checks and hook_runner may be None.
+    None. zero_grads: drops its gradients. checks: run on gradients before they are reduced. hook_runner: releases
+    reduced gradients to hooks. checks and hook_runner may be None.
     """
 
     groups: Sequence[_ParamAndGradBucketGroup]
@@ -114,7 +114,7 @@ class CollectiveScheduler:
         # Launched groups whose second stage may still be started early.
         self._launched: deque[_ParamAndGradBucketGroup] = deque()
         self._warned: set[str] = set()
-        # Weak, because a BackwardEnd refers to an optimizer, which must be freed when it is no longer used.
+        # A weak reference, because a BackwardEnd refers to an optimizer, which must be freed when it is no longer used.
         self._ends: list[weakref.ref[BackwardEnd]] = []
         # See [Note: several schedulers]. is_open: between the beginning of an iteration and `finish`.
         self.is_open = self._defers = False
@@ -123,13 +123,15 @@ class CollectiveScheduler:
         # launches the collectives which this rank's optimizer has not launched in them.
         self.num_backwards = 1
         self.make_up: Callable[[int], None] | None = None
-        # Autograd's graph task of the backward in which the last gradient became ready, and whether that ended.
+        # Autograd's graph task of the backward in which the last gradient became ready, and whether that task has
+        # ended.
         self._last_task: int | None = None
         self._has_ended = False
         add_sender(self, sends_over)
 
     def attach(self, chunk: ChunkSync) -> None:
-        """Registers a chunk whose groups, in about the order of their gradients, precede those of earlier chunks.
+        """Registers a chunk. Its groups, approximately in the order of their gradients, precede groups of earlier
+        chunks.
 
         Collective. Raises ValueError after the first iteration.
         """
@@ -176,11 +178,11 @@ class CollectiveScheduler:
         return len(self._chunks)
 
     def freeze(self) -> None:
-        """Fixes the launch order, for graphs that are captured with it."""
+        """Fixes the launch order, because captured graphs contain it."""
         self._sequence.is_frozen = True
 
     def first_name(self) -> str:
-        """Returns the name of the first parameter, for messages."""
+        """Returns the name of the first parameter, for use in messages."""
         return next((slot.name for group in self._groups for slot in group.slots), "no parameter")
 
     # Several schedulers over the same process groups, see [Note: several schedulers].
@@ -204,16 +206,16 @@ class CollectiveScheduler:
         return end
 
     def close_ends(self) -> None:
-        """Runs the pending callbacks of a backward that has ended, if this scheduler defers."""
+        """Runs the pending callbacks of a backward that has ended, if this scheduler defers launches."""
         for end in filter(None, [end() for end in self._ends]) if self._defers else ():
             end.close()
 
     def make_way(self, other: "CollectiveScheduler") -> bool:
-        """Defers launches to the iteration's end, because `other` begins one over the same process groups.
+        """Defers launches to the iteration's end, because `other` begins an iteration over the same process groups.
 
-        If ranks may have launched some groups, launches the rest first. Returns False if an error has aborted this
-        iteration. Raises RuntimeError if gradients of both become ready in one backward after this one's launches
-        began.
+        If ranks may have launched some groups, the remaining groups are launched first. Returns False if an error has
+        aborted this iteration. Raises RuntimeError if gradients of both become ready in one backward after this one's
+        launches began.
         """
         if self._defers:
             return True
@@ -221,10 +223,10 @@ class CollectiveScheduler:
             # If each backward reduces, the current backward has not ended.
             if is_in_backward() and (self._passes.scope is not ReduceScope.ITERATION or not self._has_ended):
                 raise RuntimeError(
-                    f"gradients of {self.first_name()} and of {other.first_name()} become ready in one backward, but "
-                    "belong to two wrappers or optimizers over the same process groups, whose collectives could be "
-                    f"mismatched. Call {self.iteration.words.zero} of the first and {other.iteration.words.zero} of "
-                    "the second before the backward, or give each its own process groups"
+                    f"gradients of {self.first_name()} and of {other.first_name()} become ready in one backward, "
+                    "but belong to two wrappers or optimizers over the same process groups, whose collectives could "
+                    f"be mismatched. Call {self.iteration.words.zero} of the first and {other.iteration.words.zero} "
+                    "of the second before the backward, or give each its own process groups"
                 )
             if not self._has_ended:
                 # An error has aborted its backward: it will be reset, or is no longer used.
@@ -263,10 +265,11 @@ class CollectiveScheduler:
     # Gradients.
 
     def begin_iteration(self, caller: Hashable) -> None:
-        """Begins an iteration and drops earlier gradients. caller: identifies callers, which call once an iteration.
+        """Begins an iteration and drops earlier gradients. caller: identifies callers, each of which calls once per
+        iteration.
 
-        Collective if an iteration with overlap was in progress, because some ranks may have reduced a part of it even
-        if this rank has no gradient yet.
+        Collective if an iteration with overlap was in progress, because some ranks may have reduced part of it even if
+        this rank has no gradient yet.
         """
         was_begun = self._passes.may_launch_early(overlap=self._overlap) and caller in self._begun_by
         if self.iteration.is_collecting and (was_begun or self._sequence.may_have_begun):
@@ -313,7 +316,7 @@ class CollectiveScheduler:
         self._advance_early()
 
     def start_grad_sync(self, groups: Sequence[_ParamAndGradBucketGroup]) -> None:
-        """Launches the reductions of these groups and of all before them, complete or not.
+        """Launches the reductions of these groups and of all preceding groups, complete or not.
 
         Does nothing if the end of each backward has launched them.
         """
@@ -347,7 +350,7 @@ class CollectiveScheduler:
 
     @trace_range("CollectiveScheduler.finish")
     def finish(self) -> None:
-        """Launches all remaining reductions and waits for all; once an iteration, for all chunks. Collective.
+        """Launches all remaining reductions and waits for them; once per iteration, for all chunks. Collective.
 
         Raises NonFiniteGradientError on all ranks if a checked gradient is not finite. If a rank aborted the iteration,
         that rank raises its own error and the others raise RemoteRankError.
@@ -389,12 +392,12 @@ class CollectiveScheduler:
         """Aborts the iteration on all ranks after an error, drops all gradients and begins a new one.
 
         Collective, except after the optimizer's step has begun, or if finish_grad_sync reported another rank's reset.
-        Gathers that are due are always completed.
+        Pending gathers are always completed.
         """
         if self.iteration.is_collecting:
             self._abort(RESET)
         self.iteration.end_finished_sync(is_reset=True)
-        # Gathers are due if the error occurred between an optimizer's update and its gathers.
+        # Gathers are pending if the error occurred between an optimizer's update and its gathers.
         for group in self.gather_order:
             self.need(group, prefetch=False)
         self._start()
@@ -402,7 +405,8 @@ class CollectiveScheduler:
             chunk.zero_grads()
 
     def step(self) -> None:
-        """Agrees that no rank has reset the iteration; once an iteration, between `finish` and the update. Collective.
+        """Verifies that no rank has reset the iteration; once per iteration, between `finish` and the update.
+        Collective.
 
         Raises RemoteRankError on the ranks that did not call `reset` since `finish` if another rank did, and
         RuntimeError if `finish` was not called.
@@ -413,7 +417,7 @@ class CollectiveScheduler:
             self.iteration.step()
 
     def close(self) -> None:
-        """Aborts the current iteration and disables the scheduler, for wrappers that are removed. Collective."""
+        """Aborts the current iteration and disables the scheduler, when wrappers are removed. Collective."""
         if self.iteration.is_collecting:
             self._abort("release() was called")
         self.iteration.end_finished_sync(is_reset=False)
@@ -428,7 +432,7 @@ class CollectiveScheduler:
 
     @property
     def gather_order(self) -> list[_ParamAndGradBucketGroup]:
-        """All groups, about in the order in which forward needs their parameters; the same on all ranks.
+        """All groups, approximately in the order in which forward needs their parameters; the same on all ranks.
 
         Gathers are launched in this order.
         """
@@ -449,7 +453,10 @@ class CollectiveScheduler:
                     observer.gather_due(group)
 
     def start_param_sync(self, groups: Sequence[_ParamAndGradBucketGroup], *, again: bool = False) -> None:
-        """Launches the gathers of stale parameters; if all groups are current, or `again`, of all. Collective."""
+        """Launches the gathers of stale parameters, or of all if all groups are current or `again` is set.
+
+        Collective.
+        """
         if again or all_current(groups):
             self.mark_stale(groups)
         for group in self.gather_order:
@@ -466,7 +473,7 @@ class CollectiveScheduler:
     def need(self, group: _ParamAndGradBucketGroup, *, prefetch: bool) -> None:
         """Waits until a group's parameters may be read.
 
-        Launches the gathers of all stale groups up to this one in gather_order; prefetch: also the next one's.
+        Launches the gathers of all stale groups up to this one in gather_order; prefetch: also launches the next one.
         """
         if group.param_state in (ParamState.CURRENT, ParamState.ARRIVED):
             group.arrival.wait()
@@ -478,7 +485,7 @@ class CollectiveScheduler:
             self._wait_for_gather(group)
 
     def prefetch(self) -> None:
-        """Launches the next gather that is due, if there is one."""
+        """Launches the next pending gather, if any."""
         following = next((group for group in self.gather_order if group.param_state is ParamState.STALE), None)
         if following is not None:
             self._launch_gather(following)
@@ -498,11 +505,12 @@ class CollectiveScheduler:
 
     @contextmanager
     def captured_iteration(self, gathered: Sequence[_ParamAndGradBucketGroup]) -> Iterator[None]:
-        """Context of the passes that a CUDA graph captures: their gathers and reductions start and end inside.
+        """Wraps the passes that a CUDA graph captures; their gathers and reductions start and end inside the context.
 
         The launch order is frozen. gathered: groups whose gathers are captured. The agreement at the end of an
         iteration is not captured: `finish` follows each replay. Observers are not called. Raises RuntimeError for a
-        gradient that becomes ready after its bucket was sent. Gradients stay as after `finish` until forget_captured.
+        gradient that becomes ready after its bucket was sent. Gradients remain in the state after `finish` until
+        forget_captured.
         """
         self.freeze()
         observers, self.observers = self.observers, _Observers()
@@ -516,14 +524,14 @@ class CollectiveScheduler:
             self._launch_rest()
             late = self._late_here()
             if any(late):
-                raise RuntimeError("gradients became ready after their bucket was sent: no graph can repeat it")
+                raise RuntimeError("gradients became ready after their bucket was sent: a graph cannot repeat this")
             self._wait_for_reductions(late)
             self.iteration.finish()
         finally:
             self.observers = observers
 
     def forget_captured(self, gathered: Sequence[_ParamAndGradBucketGroup]) -> None:
-        """Begins an iteration after a capture, complete or aborted, since nothing of it has run."""
+        """Begins an iteration after a capture, complete or aborted, since none of it has actually run."""
         self.iteration.resume()
         self.is_open = False
         self._sequence.start()
@@ -534,7 +542,7 @@ class CollectiveScheduler:
             group.param_state = ParamState.STALE
 
     def note_replayed(self, gathered: Sequence[_ParamAndGradBucketGroup]) -> None:
-        """Records that a graph has run a captured iteration; gathered: as when it was captured."""
+        """Records that a graph has run a captured iteration; gathered: the groups passed when it was captured."""
         self.iteration.check_usable()
         for group in self._groups:
             group.note_replayed()
@@ -574,7 +582,7 @@ class CollectiveScheduler:
     def _check_no_gradients(self) -> None:
         """Raises RuntimeError on all ranks before a step, if gradients of this iteration were not reduced.
 
-        Without any gradient the step is allowed, because a caller may have set gradients itself.
+        The step is allowed if there is no gradient at all, because a caller may have set gradients itself.
         """
         problem = "optimizer.step() was called before finish_grad_sync(), which reduces the gradients: call that first"
         if self._has_chunk_passes or (self._overlap and self._sequence.is_armed):
@@ -664,7 +672,9 @@ class CollectiveScheduler:
         return self._passes.order_seen(self._sequence, incomplete=incomplete)
 
     def _launch_last(self) -> None:
-        """Launches the rest of an iteration; with ReduceScope.ALL only gathers, because further gradients are late."""
+        """Launches the rest of an iteration. With ReduceScope.ALL it launches only gathers, because further gradients
+        are late.
+        """
         if self._passes.scope is ReduceScope.ALL:
             self._end_gathers()
         else:
@@ -762,7 +772,7 @@ class _Observers:
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:
-        """Context of the agreement between ranks; notifies every observer before and after it."""
+        """Wraps the agreement between ranks; notifies every observer before and after it."""
         for observer in self.members:
             observer.before_agreement()
         yield
@@ -771,7 +781,7 @@ class _Observers:
 
     @contextmanager
     def launching(self, traffic: Traffic, group: _ParamAndGradBucketGroup) -> Iterator[None]:
-        """Context that launches a group's collectives; notifies every observer before and after it."""
+        """Wraps the launch of a group's collectives; notifies every observer before and after it."""
         for observer in self.members:
             observer.before_launch(traffic, group)
         yield
@@ -780,7 +790,7 @@ class _Observers:
 
     @contextmanager
     def waiting(self, traffic: Traffic, group: _ParamAndGradBucketGroup) -> Iterator[None]:
-        """Context that waits for a group's collectives; notifies every observer before and after it."""
+        """Wraps the wait for a group's collectives; notifies every observer before and after it."""
         for observer in self.members:
             observer.before_wait(traffic, group)
         yield
@@ -789,7 +799,7 @@ class _Observers:
 
 
 def all_current(groups: Iterable[_ParamAndGradBucketGroup]) -> bool:
-    """Whether all ranks have gathered the parameters of all these groups; the same on all ranks."""
+    """Returns whether all ranks have gathered the parameters of all these groups; the same on all ranks."""
     return all(group.param_state is ParamState.CURRENT for group in groups)
 
 
@@ -798,7 +808,7 @@ def _groups_of_stage(
 ) -> tuple[list[str], frozenset[str]]:
     """Returns names of one chunk's groups on any rank of the stage, and names of groups equal on all. Collective.
 
-    The former are in the order of the first rank that has each.
+    The former are ordered as on the first rank that has each.
     """
     per_rank = gather_objects([(group.name, _fingerprint(group)) for group in groups], stage_group)
     names = dict.fromkeys(name for of_rank in per_rank for name, _ in of_rank)

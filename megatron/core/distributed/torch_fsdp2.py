@@ -1,7 +1,7 @@
 """TorchFullyShardedDataParallel: torch's fully_shard under the interface of the other data-parallel wrappers.
 
-Also ScaledReduceScatter, a reduction by our own collectives. Units and the flat tensors of their shards are in
-torch_fsdp2_shards.py, torch's private state in torch_fsdp2_state.py, the begin and end of an iteration in
+It also contains ScaledReduceScatter, a reduction by our own collectives. Units and the flat tensors of their shards are
+in torch_fsdp2_shards.py, torch's private state in torch_fsdp2_state.py, the begin and end of an iteration in
 torch_fsdp2_iteration.py, and values of parameters on the meta device in torch_fsdp2_init.py.
 """
 
@@ -76,7 +76,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection, group_si
 class ShardWeights:
     """This rank's shard of a parameter.
 
-    flat: [N], the flat tensor that holds the range; fp32 where modules use 16 bits (model_dtype).
+    flat: [N], the flat tensor that holds the range; fp32 if modules compute in 16 bits (model_dtype).
     """
 
     range: ParamRange
@@ -93,19 +93,21 @@ class ShardWeights:
 class TorchFullyShardedDataParallel(_BaseDataParallel):
     """Wraps a module whose parameters, gradients and optimizer state are sharded over data-parallel ranks (ZeRO-3).
 
-    A unit (a layer, the rest of the model, experts with ranks of their own) is gathered before its forward and its
+    A unit (a layer, the rest of the model, experts with separate ranks) is gathered before its forward and its
     backward, and its gradients are reduced when its backward ends. Every backward outside `no_sync` reduces, and this
-    rank's shards accumulate. 16-bit parameters have fp32 shards, which the optimizer steps; modules see them rounded.
+    rank's shards accumulate. 16-bit parameters have fp32 shards, which the optimizer updates; modules use rounded
+    copies.
 
     In a step: `zero_grad_buffer`, forward and backward of each microbatch (all but the last in `accumulate`, or in
-    `no_sync`), `finish_grad_sync`, the optimizer, `note_update`. A parameter that backward did not reach has zeros.
+    `no_sync`), `finish_grad_sync`, the optimizer, `note_update`. A parameter that backward did not reach has a zero
+    gradient.
 
     config: only calculate_per_token_loss and deterministic_mode are used. sub_modules_to_wrap: classes of the modules
     that are units, or the modules themselves; None means the members of the outermost ModuleLists. disable_bucketing:
     makes the whole module one unit. process_group: the ranks over which everything is sharded, or all of this rank's
-    groups; for scripts of Megatron, which give it in place of pg_collection. pg_collection: None means the groups of
-    parallel_state, or all ranks if there are none. param_init_fn: called with each module that has parameters or
-    buffers of its own on the meta device, and sets them; without it, a GPTModel sets its initial values and other
+    groups; an alternative to pg_collection, used by Megatron scripts. pg_collection: None means the groups of
+    parallel_state, or all ranks if there are none. param_init_fn: called with each module that has its own parameters
+    or buffers on the meta device, and initialises them; without it, a GPTModel sets its initial values and other
     modules need reset_parameters(). Collective. Raises ValueError if a module cannot be wrapped.
     """
 
@@ -133,7 +135,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self.config, self.ddp_config = config, ddp_config
         self.pg_collection = pg_collection or _groups_of(process_group) or groups_or_existing(None)
         if process_group is not None and pg_collection is not None:
-            raise ValueError("process_group and pg_collection are both given: give one of them")
+            raise ValueError("process_group and pg_collection are both given: give only one of them")
         deferred = DeferredValues(module, param_init_fn)
         check_wraps_agree(
             module,
@@ -168,7 +170,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self._iteration = self._build_iteration(groups)
         self._iteration.watch(module)
         self.launch_order = self._iteration
-        # The settings of torch for the following backward passes.
+        # Configures torch for the following backward passes.
         self._is_last, self._is_reducing = True, True
 
     @property
@@ -210,23 +212,23 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             yield
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Does nothing: each backward has reduced its gradients."""
+        """Does nothing, because each backward has reduced its gradients."""
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Completes the iteration's gradients; call after the last microbatch. Collective.
 
-        Raises NonFiniteGradientError on all ranks if the check is on and any rank's shard is NaN or infinite. Raises
-        ValueError on a rank whose last backward was in `no_sync`, or whose parameters were frozen or replaced since
-        wrapping. The other ranks then raise RemoteRankError, as they do if a rank has called reset_iteration.
+        Raises NonFiniteGradientError on all ranks if the check is enabled and any rank's shard is NaN or infinite.
+        Raises ValueError on a rank whose last backward was in `no_sync`, or whose parameters were frozen or replaced
+        since wrapping. The other ranks then raise RemoteRankError, as they do if a rank has called reset_iteration.
         force_all_reduce: must be False, because no rank has memory for all sums.
         """
         if force_all_reduce:
             raise ValueError(
                 "finish_grad_sync: force_all_reduce is set with TorchFullyShardedDataParallel, where each rank "
-                "receives only the sums of its shards: leave it out"
+                "receives only the sums of its own shards: do not set it"
             )
         self._iteration.finish()
-        # An update may follow, which makes parameters that are still gathered stale.
+        # An update may follow, which would make parameters that are still gathered stale.
         self._gathered.drop()
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
@@ -235,11 +237,11 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             buffer.scale_grads(scaling_factor)
 
     def reset_iteration(self) -> None:
-        """Drops an iteration after an error, so that the next step does not depend on it.
+        """Discards an iteration after an error, so that the next step does not depend on it.
 
-        Call it on the ranks that caught the error. Ranks that reach finish_grad_sync, or the optimizer's step, raise
-        RemoteRankError there and must call it too. A rank that waits for this one in a forward or backward continues to
-        wait.
+        Must be called on the ranks that caught the error. Ranks that reach finish_grad_sync, or the optimizer's step,
+        raise RemoteRankError there and must call it as well. A rank that waits for this one in a forward or backward
+        continues to wait.
         """
         reset_passes(self.module)
         self._tell_torch(is_last=True, is_reducing=True)
@@ -257,13 +259,13 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self._gathered.drop()
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Frees all gathered parameters; modules gather them before they read them."""
+        """Frees all gathered parameters; modules gather them again before they read them."""
         self._gathered.drop()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Converts shards in place for `.to(dtype)` and similar calls, and keeps their hooks and attributes.
 
-        Build the optimizer after it.
+        The optimizer must be built afterwards.
         """
         params = [slot.param for buffer in self._flat_buffers for slot in buffer.slots]
         hooks = {param: param._post_accumulate_grad_hooks for param in params}
@@ -287,8 +289,8 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(
-            "a TorchFullyShardedDataParallel cannot be copied, because process groups cannot be copied: wrap another "
-            "module and load this state_dict into it"
+            "a TorchFullyShardedDataParallel cannot be copied, because process groups cannot be copied: wrap "
+            "another module and load this state_dict into it"
         )
 
     # Inside.
@@ -335,12 +337,13 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         config, is_root = self.ddp_config, unit.module is self.module
         reduce_dtype = torch.float32 if config.grad_reduce_in_fp32 else half
         chosen = config.reshard_after_forward
-        # An integer is a number of ranks, as torch has it: 1 keeps parameters gathered.
+        # An integer is a number of ranks, as in torch: 1 keeps parameters gathered.
         reshards = chosen if isinstance(chosen, bool) else chosen > 1
         fully_shard(
             unit.module,
             mesh=self._mesh(is_expert=unit.kind.is_expert),
-            # The root's parameters are needed from the start of forward to the end of backward. None keeps them.
+            # The root's parameters are needed from the start of forward to the end of backward. None keeps them
+            # gathered.
             reshard_after_forward=None if is_root and reshards else reshards,
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=half, reduce_dtype=reduce_dtype if half else None, cast_forward_inputs=False
@@ -352,7 +355,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self._set_reduction(as_fsdp(unit.module), unit.kind)
 
     def _set_ranks_after_forward(self, unit: Unit) -> None:
-        """Shards a unit over fewer ranks from forward to backward if reshard_after_forward is their number."""
+        """Shards a unit over fewer ranks between forward and backward if reshard_after_forward is their number."""
         is_expert, num_ranks = unit.kind.is_expert, self.ddp_config.reshard_after_forward
         group = self._group_of(is_expert=is_expert)
         if group is None or isinstance(num_ranks, bool) or not 1 < num_ranks < group_size(group):
@@ -364,7 +367,8 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
     def _set_reduction(self, module: FSDPModule, kind: UnitKind) -> None:
         group = self._group_of(is_expert=kind.is_expert)
         scale = gradient_scale(group, self.pg_collection, config=self.config, ddp_config=self.ddp_config)
-        # Ranks may differ in which parameters backward reaches, such as experts without tokens; reductions must not.
+        # Ranks may differ in the parameters that backward reaches, such as experts without tokens; reductions must not
+        # differ.
         reduce_unused_params(module)
         if group_size(group) == 1:
             module.set_gradient_divide_factor(1.0)
@@ -378,7 +382,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             module.set_gradient_divide_factor(1.0 / scale)
 
     def _set_prefetch(self, layers: Sequence[nn.Module]) -> None:
-        """Sets which layers are gathered ahead of each one; 0 is torch's own choice, the next."""
+        """Sets the layers that are gathered ahead of each layer; 0 is torch's default, the next layer."""
         modules = [as_fsdp(layer) for layer in layers]
         forward, backward = self.ddp_config.forward_prefetch, self.ddp_config.backward_prefetch
         for index, module in enumerate(modules):
@@ -457,7 +461,7 @@ class ScaledReduceScatter(ReduceScatter):
     ) -> None:
         """Sets output_tensor, [N], to this rank's shard of the sum of input_tensor, [ranks * N], of the same dtype.
 
-        Overwrites the input. op: always a sum here. On a GPU the current stream waits, not the host.
+        Overwrites the input. op: ignored, always a sum. On a GPU the current stream waits, not the host.
         """
         if self._scale != 1.0:
             input_tensor.mul_(self._scale)
@@ -485,14 +489,14 @@ def _owners(root: nn.Module) -> dict[tuple[nn.Module, str], tuple[str, dict[str,
 
 
 def _groups_of(given: dist.ProcessGroup | ProcessGroupCollection | None) -> ProcessGroupCollection | None:
-    """Returns the groups for the argument process_group; one group alone is that of dense and expert parameters."""
+    """Returns the groups for the argument process_group; a single group serves dense and expert parameters."""
     if given is None or isinstance(given, ProcessGroupCollection):
         return given
     return ProcessGroupCollection(dp=given, dp_cp=given, expt_dp=given)
 
 
 def _layers(module: nn.Module, wanted: Iterable[type[nn.Module] | nn.Module] | None) -> list[nn.Module]:
-    """Returns the modules that become units: given modules or members of given classes, none inside another."""
+    """Returns the modules that become units: the given modules or members of the given classes, without nested ones."""
     if wanted is None:
         return repeated_layers(module)
     wanted = list(wanted)
@@ -510,7 +514,9 @@ def _layers(module: nn.Module, wanted: Iterable[type[nn.Module] | nn.Module] | N
     look(module)
     if wanted and not found:
         names = ", ".join(sorted({kind.__name__ if isinstance(kind, type) else type(kind).__name__ for kind in wanted}))
-        raise ValueError(f"sub_modules_to_wrap is {names}: the module contains none of them; pass classes of its parts")
+        raise ValueError(
+            f"sub_modules_to_wrap is {names}: the module contains none of them; pass classes of its submodules"
+        )
     return [layer for layer in found if any(True for _ in layer.parameters())]
 
 
@@ -526,14 +532,14 @@ def _check_settings(
     if not dist.is_initialized():
         raise ValueError(
             "TorchFullyShardedDataParallel was built before torch.distributed.init_process_group: call that first, "
-            "because fully_shard needs a process group"
+            "because fully_shard requires a process group"
         )
     check_params(module)
     deferred.check()
     if group_size(groups.pp) > 1:
         raise ValueError(
             f"pipeline_model_parallel_size is {group_size(groups.pp)} with use_torch_fsdp2: each microbatch of each "
-            "stage would gather all of its parameters again; leave one of them out"
+            "stage would gather all of its parameters again; set only one of them"
         )
     _check_ranks_after_forward(ddp_config.reshard_after_forward, groups)
     for name, param in module.named_parameters():
@@ -544,22 +550,23 @@ def _check_settings(
             )
         if not param.dim() or not param.is_contiguous():
             raise ValueError(
-                f"parameter {name} has shape {tuple(param.shape)} and strides {param.stride()}: fully_shard cuts rows "
-                "of contiguous parameters with at least one dimension; give it shape [1], or make it contiguous"
+                f"parameter {name} has shape {tuple(param.shape)} and strides {param.stride()}: fully_shard splits "
+                "contiguous parameters with at least one dimension by rows; give it shape [1], or make it contiguous"
             )
 
 
 def _check_ranks_after_forward(reshard_after_forward: bool | int, groups: ProcessGroupCollection) -> None:
     """Raises ValueError for a number of ranks that does not divide a group over which parameters are sharded."""
     sizes = {"data-parallel": group_size(groups.dp_cp)}
-    # Experts that one rank holds alone are not sharded, so any number suits them.
+    # Experts held by a single rank are not sharded, so they accept any number.
     if expert_ranks_differ(groups) and group_size(groups.expt_dp) > 1:
         sizes["expert-data-parallel"] = group_size(groups.expt_dp)
     for name, num_ranks in sizes.items():
         if not isinstance(reshard_after_forward, bool) and num_ranks % reshard_after_forward:
             raise ValueError(
                 f"reshard_after_forward is {reshard_after_forward}: must be true, false, or a divisor of the "
-                f"{num_ranks} {name} ranks, over that many of which parameters stay sharded from forward to backward"
+                f"{num_ranks} {name} ranks, the number of ranks over which parameters stay sharded between forward "
+                "and backward"
             )
 
 
@@ -572,7 +579,7 @@ def _check_classes(units: Iterable[Unit]) -> None:
         if base is not nn.Module:
             raise ValueError(
                 f"{unit.name or 'the model'} is a {type(unit.module).__name__}, whose first base class leads to "
-                f"{base.__name__}: fully_shard needs one that leads to nn.Module; name that base first"
+                f"{base.__name__}: fully_shard requires one that leads to nn.Module; list that base first"
             )
 
 

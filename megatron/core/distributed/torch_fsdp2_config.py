@@ -24,7 +24,8 @@ class FullyShardConfig:
     data_parallel_sharding_strategy: str = config_field(
         "optim_grads_params",
         choices=_STRATEGIES,
-        help="State that --use-torch-fsdp2 shards: optim_grads_params, all of it; other modes have flags of their own.",
+        help="Sharding done by --use-torch-fsdp2, which is always optim_grads_params; other modes have their own "
+        "flags.",
     )
     reshard_after_forward: bool | int = config_field(
         True,
@@ -34,13 +35,13 @@ class FullyShardConfig:
         help="Keep parameters gathered from forward to backward: less communication, more memory.",
     )
     forward_prefetch: int = config_field(
-        0, flags=(), at_least=0, help="Layers to gather ahead in forward; 0 leaves the choice to torch."
+        0, flags=(), at_least=0, help="Layers to gather ahead in forward; 0 means torch's default."
     )
     backward_prefetch: int = config_field(
-        0, flags=(), at_least=0, help="Layers to gather ahead in backward; 0 leaves the choice to torch, one."
+        0, flags=(), at_least=0, help="Layers to gather ahead in backward; 0 means torch's default of one."
     )
     cpu_offload: bool = config_field(
-        False, flags=(), help="Keep shards of parameters and gradients, and the optimizer's state, on the host."
+        False, flags=(), help="Keep shards of parameters and gradients, and the optimizer state, on the host."
     )
 
     def __post_init__(self) -> None:
@@ -55,7 +56,7 @@ class FullyShardConfig:
 
 # Settings of buckets and collectives that have no effect with fully_shard, each with the reason.
 _NOT_HERE = {
-    "use_distributed_optimizer": "each rank stores and steps only its shard anyway",
+    "use_distributed_optimizer": "each rank stores and updates only its shard anyway",
     "shard_gradients": "each rank stores only its shard of gradients anyway",
     "overlap_grad_reduce": "torch reduces each unit during backward anyway",
     "overlap_param_gather": "torch gathers each unit during forward and backward anyway",
@@ -74,21 +75,21 @@ _NOT_HERE = {
 class TorchFullyShardedDataParallelConfig(FullyShardConfig, DistributedDataParallelConfig):
     """Settings of TorchFullyShardedDataParallel.
 
-    Of the fields of DistributedDataParallelConfig, those for checks of gradients, the dtype of reductions and the
-    release of gradients have an effect; others are refused or ignored.
+    Only the fields of DistributedDataParallelConfig for gradient checks, the reduction dtype and the release of
+    gradients have an effect; others are rejected or ignored.
     """
 
     def __post_init__(self) -> None:
         validate_fields(self)
-        # Before other checks, because those of DistributedDataParallelConfig ask for settings that are refused here.
+        # Before other checks, because DistributedDataParallelConfig may ask for settings that are rejected here.
         self._refuse_settings_of_buckets()
         DistributedDataParallelConfig.__post_init__(self)
         FullyShardConfig.__post_init__(self)
 
     def _refuse_settings_of_buckets(self) -> None:
         problems = [
-            f"TorchFullyShardedDataParallelConfig.{name} is {vars(self)[name]} with use_torch_fsdp2: {why}; "
-            "leave it out"
+            f"TorchFullyShardedDataParallelConfig.{name} is {vars(self)[name]} with use_torch_fsdp2: {why}; do not "
+            "set it"
             for name, why in _NOT_HERE.items()
             if vars(self)[name]
         ]

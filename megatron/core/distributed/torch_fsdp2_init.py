@@ -1,4 +1,5 @@
-"""DeferredValues: initial values of parameters and buffers that are on the meta device when fully_shard cuts a module.
+"""DeferredValues: initial values of parameters and buffers that are on the meta device when fully_shard shards a
+module.
 
 The flat tensors that give shards their memory are in torch_fsdp2_shards.py.
 """
@@ -16,7 +17,7 @@ from megatron.core.logical_tensors import canonical_name
 InitFn = Callable[[nn.Module], object]
 _Place = tuple[nn.Module, str]
 
-# Fills memory of other than floating dtypes before its values are set; floating ones are filled with NaN.
+# Fills memory of non-floating dtypes before its values are set; floating dtypes are filled with NaN.
 _UNSET_BYTE = 0xA5
 
 
@@ -44,14 +45,14 @@ class Resets(Protocol):
 
 
 class DeferredValues:
-    """Finds parameters and buffers on the meta device before a module is cut; sets them once shards have memory.
+    """Finds parameters and buffers on the meta device before a module is sharded; sets them once shards have memory.
 
     [Note: values of meta parameters] A model that knows its initial values sets only this rank's rows. All other
     parameters and buffers, and with a param_init_fn all of them, are set module by module in the order of `modules()`.
-    A module gets whole tensors in place of its own ones on the meta device. param_init_fn(module) or its
-    reset_parameters() sets these, this rank's rows are kept, and the rest is freed. Each rank draws whole tensors then,
-    so that a seed gives the same values on any number of ranks. 16-bit parameters are set in fp32 and rounded, like
-    those of a module that is cast after it is built.
+    A module's tensors on the meta device are replaced by whole tensors. param_init_fn(module) or its reset_parameters()
+    sets these, this rank's rows are kept, and the rest is freed. Each rank thus draws whole tensors, so that a seed
+    gives the same values on any number of ranks. 16-bit parameters are set in fp32 and rounded, like those of a module
+    that is cast after it is built.
     """
 
     def __init__(self, module: nn.Module, param_init_fn: InitFn | None = None) -> None:
@@ -85,18 +86,21 @@ class DeferredValues:
             can_reset = isinstance(inside, Resets)
             if not can_reset:
                 raise ValueError(
-                    f"{first} is on the meta device and its {kind} has no reset_parameters() that would set it: define "
-                    "it, or pass a param_init_fn to TorchFullyShardedDataParallel"
+                    f"{first} is on the meta device and its {kind} has no reset_parameters() that would initialise "
+                    "it: define it, or pass a param_init_fn to TorchFullyShardedDataParallel"
                 )
             others = [name for name, param in inside.named_parameters(recurse=False) if not param.is_meta]
             if others:
                 raise ValueError(
                     f"{first} is on the meta device and {self._name(inside, others[0])} of the same {kind} is not: "
-                    "reset_parameters() would set both; put all on the meta device, or none"
+                    "reset_parameters() would initialise both; put all on the meta device, or none"
                 )
 
     def fill(self, shards: Sequence[ParamShard]) -> None:
-        """Sets parameters and buffers that were on the meta device. shards: all; trained ones have their memory."""
+        """Sets parameters and buffers that were on the meta device.
+
+        shards: all shards; trained ones have their memory.
+        """
         if self._is_planned:
             return
         for shard in shards:
@@ -128,7 +132,7 @@ class DeferredValues:
 
     @torch.no_grad()
     def _set(self, inside: nn.Module, own: dict[str, ParamShard]) -> None:
-        """Allocates whole tensors for one module, has them set, and keeps this rank's part."""
+        """Allocates whole tensors for one module, initialises them, and keeps this rank's part."""
         for name, shard in own.items():
             dtype = torch.promote_types(self._dtypes[inside, name], torch.float32)
             whole = nn.Parameter(self._memory(shard.param.shape, dtype), shard.param.requires_grad)
@@ -153,13 +157,13 @@ class DeferredValues:
                 inside._buffers[name] = self._checked(value, inside, name=name).to(default_device())
 
     def _keep_rows(self, shard: ParamShard, place: _Place) -> None:
-        """Copies this rank's rows of the tensor that the module has now, which may be another than before."""
+        """Copies this rank's rows of the module's current tensor, which may have been replaced."""
         inside, name = place
         whole = self._checked(inside.get_parameter(name), inside, name=name)
         if whole.shape != shard.param.shape:
             raise ValueError(
-                f"{self._name(inside, name)} has shape {tuple(whole.shape)} after it was set, and was built with "
-                f"{tuple(shard.param.shape)}: must keep its shape"
+                f"{self._name(inside, name)} has shape {tuple(whole.shape)} after it was initialised, and was built "
+                f"with {tuple(shard.param.shape)}: must keep its shape"
             )
         # A shared parameter gets the values of its first place, to which its other places are tied.
         if shard.owner == place:
@@ -180,8 +184,8 @@ class DeferredValues:
         if tensor.is_meta or (self._param_init_fn is None and _is_unset_sync(tensor)):
             who = "param_init_fn" if self._param_init_fn is not None else f"{type(inside).__name__}.reset_parameters()"
             raise ValueError(
-                f"{self._name(inside, name)} was on the meta device, and {who} has left it without values: it must set "
-                "all of the module's own parameters and buffers"
+                f"{self._name(inside, name)} was on the meta device, and {who} has left it without values: it must "
+                "set all of the module's own parameters and buffers"
             )
         return tensor
 

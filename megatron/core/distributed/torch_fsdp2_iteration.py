@@ -1,19 +1,19 @@
 """Begin and end of an iteration whose gradients torch's fully_shard reduces, and the release of its units.
 
-FsdpIteration ends an iteration with one agreement between ranks. Hooks and optimizer get reduced units either all at
-that end (EndOfBackwardRelease), or one by one in the last backward (StreamingRelease). The memory of gradients is in
+FsdpIteration ends an iteration with one agreement between ranks. Hooks and optimizer receive reduced units either all
+at that end (EndOfBackwardRelease), or one by one in the last backward (StreamingRelease). The memory of gradients is in
 torch_fsdp2_shards.py.
 
-[Note: units in backward] A unit is released when torch has launched the reduction of the next one, so that on a GPU the
-gradients of one are reduced while the next is computed. `release` releases the rest.
+[Note: units in backward] A unit is released when torch has launched the reduction of the next unit, so that on a GPU
+the gradients of one unit are reduced while the next is computed. `release` releases the remaining units.
 
-A unit is released only after as many backwards as forwards. Backward then does not need its parameters again, and they
+A unit is released only after as many backwards as forwards. Its parameters are then no longer needed by backward and
 may be updated. Forwards that backward recomputes are not counted, because each shares its backward with the forward
 that it repeats. A unit with a forward that has no backward is released at the end. Torch may gather the parameters of a
 unit ahead of time; the unit's backward is then still pending, or torch discards what it gathered.
 
-If a gradient becomes ready after its unit was released, it is refused. The next iteration then releases all units at
-its end, and counts how often each is reduced.
+A gradient that becomes ready after its unit was released is rejected. The next iteration then releases all units at its
+end, and counts how often each is reduced.
 """
 
 from collections import deque
@@ -83,18 +83,18 @@ class FsdpIteration:
         )
 
     def watch(self, module: nn.Module) -> None:
-        """Refuses backwards of `module` after the end of an iteration, and detects forwards without a backward."""
+        """Rejects backwards of `module` after the end of an iteration, and detects forwards without a backward."""
         # Runs before fully_shard's own hook, so that the error is raised before anything is gathered.
         module.register_forward_hook(self._watch_outputs, prepend=True)
         module.register_forward_pre_hook(self._note_evaluation, prepend=True)
         module.register_forward_hook(self._end_evaluation, always_call=True)
 
     def tell(self, *, is_last_backward: bool) -> None:
-        """Sets whether the following backwards are an iteration's last."""
+        """Sets whether the following backwards are the last of an iteration."""
         self._units.is_last_backward = is_last_backward
 
     def begin(self) -> None:
-        """Drops all gradients. Collective after `finish` if an optimizer was expected to step and did not.
+        """Drops all gradients. Collective after `finish` if an optimizer was expected to step but did not.
 
         Raises the error of a hook or an optimizer in backward, if it was not raised yet.
         """
@@ -104,7 +104,7 @@ class FsdpIteration:
         self._start()
 
     def reset(self) -> None:
-        """Aborts an iteration after an error: notifies the other ranks, drops all gradients and begins another.
+        """Aborts an iteration after an error: notifies the other ranks, drops all gradients and begins a new iteration.
 
         Collective, unless the optimizer's step has begun, or `finish` has raised another rank's reset.
         """
@@ -115,10 +115,10 @@ class FsdpIteration:
         self._start()
 
     def finish(self) -> None:
-        """Completes the gradients: all are reduced, in place and, if that is checked, finite. Collective.
+        """Completes the gradients: all are reduced, attached and, if checked, finite. Collective.
 
-        Raises on all ranks: NonFiniteGradientError; or this rank's ValueError or error of a hook or an optimizer in
-        backward, and RemoteRankError for that of another rank.
+        Raises an error on all ranks: NonFiniteGradientError, this rank's ValueError or its error in a hook or an
+        optimizer in backward, or RemoteRankError for another rank's error.
         """
         if self.iteration.is_finished:
             self._hook_runner.check_whole()
@@ -139,18 +139,20 @@ class FsdpIteration:
         self._units.release()
 
     def step(self) -> None:
-        """Records that the optimizer is about to update; once an iteration. Collective after `finish`.
+        """Records that the optimizer is about to update; once per iteration. Collective after `finish`.
 
         Raises RuntimeError if there are gradients without a `finish`, or if a hook failed in it; RemoteRankError if
         another rank has called `reset` since.
         """
         if self.iteration.is_collecting:
             if any(buffer.may_hold_grads() for buffer in self._buffers) or self._find_unreduced():
-                raise RuntimeError("the optimizer steps without finish_grad_sync: call it after the last microbatch")
+                raise RuntimeError(
+                    "the optimizer steps without finish_grad_sync: call finish_grad_sync after the last microbatch"
+                )
         self.iteration.check_usable()
         self._hook_runner.check_whole()
         self.iteration.step()
-        # Also where nothing was to be reduced: a gradient after this is not of the same iteration.
+        # Also if nothing was to be reduced: a later gradient does not belong to the same iteration.
         self.iteration.mark_stepped()
 
     def _start(self) -> None:
@@ -225,7 +227,7 @@ class EndOfBackwardRelease:
 class StreamingRelease:
     """Releases each unit in the last backward of an iteration and then frees its gradients.
 
-    See [Note: units in backward]. An error of a hook or an optimizer is deferred to the end of the iteration, when all
+    See [Note: units in backward]. An error in a hook or an optimizer is deferred to the end of the iteration, when all
     ranks agree on it; before that the other ranks are in torch's collectives. units: the groups of each trained unit.
     """
 
@@ -274,7 +276,7 @@ class StreamingRelease:
         self._launched.clear()
 
     def _refuse(self, unit: "_WatchedUnit") -> None:
-        """Raises RuntimeError for a gradient of a unit that was released already."""
+        """Raises RuntimeError for a gradient of a unit that was already released."""
         self._is_counting = True
         raise RuntimeError(
             f"a gradient of {unit.groups[0].name}, such as that of {unit.groups[0].slots[0].name}, became ready "
@@ -301,12 +303,12 @@ class StreamingRelease:
             with self._deferred:
                 unit.release(self._hook_runner)
         if self._deferred.error is not None:
-            # Neither this unit nor those after it reach hooks and optimizer.
+            # Neither this unit nor later ones reach hooks and optimizer.
             unit.drop()
 
 
 class _WatchedUnit:
-    """A unit and its progress in an iteration. expected: the least number of reductions in the last backward."""
+    """A unit and its progress in an iteration. expected: the minimum number of reductions in the last backward."""
 
     def __init__(self, unit: Unit, groups: Sequence[UnitGroup], *, owner: StreamingRelease) -> None:
         self._owner, self._module, self.groups = owner, as_fsdp(unit.module), groups

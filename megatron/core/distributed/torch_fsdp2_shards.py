@@ -2,8 +2,8 @@
 
 A unit is a module that fully_shard is applied to. ShardedFlatBuffer holds the shards of many units and of their
 gradients, each in one flat tensor; in a ReleasedShardBuffer, gradients have memory only while they are needed.
-UnitGroup and ShardHookRunner show reduced units to hooks and optimizers in the place of buckets. torch gathers and
-reduces; its private state is in torch_fsdp2_state.py.
+UnitGroup and ShardHookRunner present reduced units to hooks and optimizers as buckets. torch gathers and reduces; its
+private state is in torch_fsdp2_state.py.
 
 A shard along the first dimension of a contiguous parameter is a range of the flattened parameter.
 """
@@ -58,10 +58,10 @@ class Unit:
 
 
 def find_units(root: nn.Module, layers: Sequence[nn.Module], *, experts_apart: bool) -> list[Unit]:
-    """Returns the units of `root`: one per layer, and the root's with the rest; inner ones first, the root's last.
+    """Returns the units of `root`: one per layer, and one for the rest; inner units first, the root unit last.
 
-    Experts that are reduced over other ranks, and parameters of a dtype that most do not have, make units of their own.
-    Raises ValueError if one module has its own parameters of two kinds, or if two units share a parameter.
+    Experts that are reduced over other ranks, and parameters of a minority dtype, form separate units. Raises
+    ValueError if one module has its own parameters of two kinds, or if two units share a parameter.
     """
 
     def kind_of(param: nn.Parameter) -> UnitKind:
@@ -100,7 +100,7 @@ def in_order_of_backward(units: Sequence[Unit], layers: Sequence[nn.Module]) -> 
 
 
 def repeated_layers(root: nn.Module) -> list[nn.Module]:
-    """Returns the members of the outermost ModuleLists, and of lists in these: the layers of a model."""
+    """Returns the members of the outermost ModuleLists, and of lists inside them: the layers of a model."""
     found: list[nn.Module] = []
     for child in root.children():
         if isinstance(root, nn.ModuleList) and _has_forward(child):
@@ -111,7 +111,7 @@ def repeated_layers(root: nn.Module) -> list[nn.Module]:
 
 
 def _is_below(name: str, outer: nn.Module, *, cut: set[nn.Module]) -> bool:
-    """Returns whether a parameter of `outer` lies in one of the modules of `cut`."""
+    """Returns whether a parameter of `outer` is inside one of the modules of `cut`."""
     module = outer
     for part in name.split(".")[:-1]:
         module = module.get_submodule(part)
@@ -121,7 +121,7 @@ def _is_below(name: str, outer: nn.Module, *, cut: set[nn.Module]) -> bool:
 
 
 def _main_kind(kinds: Sequence[UnitKind], sizes: Sequence[int]) -> UnitKind | None:
-    """Returns the dense kind with most elements, or else that of experts; None without parameters."""
+    """Returns the dense kind with most elements, otherwise the experts' kind; None without parameters."""
     elements: dict[UnitKind, int] = {}
     for kind, size in zip(kinds, sizes, strict=True):
         elements[kind] = elements.get(kind, 0) + size
@@ -141,7 +141,7 @@ def _apart(
             raise ValueError(
                 f"parameter {name} of {type(module).__name__} is {_words(kind_of(param))} among others that are "
                 f"{_words(main)}: with TorchFullyShardedDataParallel the parameters of a module, and of lists and "
-                "dicts in it, must be of one kind. Put it in a module of its own whose forward is called"
+                "dicts in it, must be of one kind. Move it to a separate module whose forward is called"
             )
     for child in module.children():
         if child in stop:
@@ -170,7 +170,7 @@ def _check_not_shared(root: nn.Module, units: Sequence[Unit]) -> None:
         if other is not unit:
             raise ValueError(
                 f"parameter {canonical_name(name)} is shared with {canonical_name(first)}, which is gathered at "
-                f"another time: leave {unit.name or 'the model'} or {other.name or 'the model'} out of "
+                f"another time: remove {unit.name or 'the model'} or {other.name or 'the model'} from "
                 "sub_modules_to_wrap, or untie them (--untie-embeddings-and-output-weights)"
             )
 
@@ -200,8 +200,8 @@ class ShardedFlatBuffer:
     """Shards of parameters of one kind; a shard and its gradient are views of the same span of two flat tensors.
 
     param_data, grad_data: [numel], fp32 or fp64, zero in the padding. model_dtype: the compute dtype of modules. Each
-    unit lies in one bucket, and this rank owns all buckets. slots: `main_grad` is the shard of the gradient, into
-    which torch reduces.
+    unit is one bucket, and this rank owns all buckets. slots: `main_grad` is the shard of the gradient, into which
+    torch reduces.
     """
 
     is_sharded = True
@@ -224,7 +224,7 @@ class ShardedFlatBuffer:
     def rebuild(self) -> None:
         """Reallocates the flat tensors in the current dtype and on the current device of shards; zeroes gradients."""
         shards = list(self._shards.values())
-        # An empty tensor: shards on the meta device will have their memory elsewhere.
+        # An empty tensor, because shards on the meta device will have their memory elsewhere.
         like = torch.empty(0, dtype=shards[0].local.dtype, device=shards[0].device)
         # Modules compute in the shards' dtype, unless shards are wider.
         self.model_dtype = like.dtype if self.model_dtype.itemsize >= 4 else self.model_dtype
@@ -250,7 +250,7 @@ class ShardedFlatBuffer:
         return [self.grad_data]
 
     def owned_spans(self) -> list[Span]:
-        """Returns the spans that this rank's optimizer steps: the whole buffer, unit by unit."""
+        """Returns the spans that this rank's optimizer updates: the whole buffer, unit by unit."""
         return [bucket.span for bucket in self.layout.buckets]
 
     def owned_grads(self, slot: ParamSlot) -> list[torch.Tensor]:
@@ -262,12 +262,12 @@ class ShardedFlatBuffer:
         return self.grad_data[span.start : span.end]
 
     def is_attached(self, param: nn.Parameter, *, start: int, address: int) -> bool:
-        """Returns whether element `start` of a flattened parameter, any shape, lies at an address."""
+        """Returns whether element `start` of a flattened parameter, any shape, is at an address."""
         local, first = self._shards[param].local, self._shards[param].start
         return not local.numel() or local.data_ptr() + (start - first) * local.element_size() == address
 
     def attach(self) -> None:
-        """Moves shards that lie elsewhere into the buffer, such as those loaded with assign=True."""
+        """Moves shards that are elsewhere into the buffer, such as those loaded with assign=True."""
         for shard, sent in zip(self._shards.values(), self.layout.spans, strict=True):
             shard.move_to(self.param_data[sent.start : sent.end])
         self.attach_grads()
@@ -287,12 +287,12 @@ class ShardedFlatBuffer:
         self._attach_grad(self._slot_of[param])
 
     def open_grads(self, bucket: int) -> None:
-        """Makes torch reduce the gradients of a bucket into their places."""
+        """Makes torch reduce the gradients of a bucket into grad_data."""
         for slot in self._slots_of(bucket):
             self._attach_grad(slot)
 
     def close_grads(self, bucket: int) -> None:
-        """Ends the use of a bucket's gradients by hooks; copies gradients that these replaced to their places."""
+        """Ends the use of a bucket's gradients by hooks; copies gradients that hooks replaced back to grad_data."""
         self.open_grads(bucket)
 
     def named_grads(self, bucket: int) -> list[tuple[str, torch.Tensor]]:
@@ -300,7 +300,7 @@ class ShardedFlatBuffer:
         return [(slot.name, self._place_of(slot)) for slot in self._slots_of(bucket)]
 
     def may_hold_grads(self) -> bool:
-        """Returns whether there are gradients, as far as that is known without waiting for a device."""
+        """Returns whether there are gradients, as far as this is known without waiting for a device."""
         is_on_host = self.grad_data.device.type == "cpu" and default_device().type == "cpu"
         return is_on_host and bool(self.grad_data.count_nonzero())
 
@@ -323,7 +323,7 @@ class ShardedFlatBuffer:
     # Inside.
 
     def _zeros(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Returns zeros that are kept from step to step: [numel], dtype and device of `like`."""
+        """Returns zeros that persist from step to step: [numel], dtype and device of `like`."""
         if self._pin_memory:
             return host_bytes(numel * like.itemsize, default_device()).view(like.dtype).zero_()
         return torch.zeros(numel, dtype=like.dtype, device=like.device)
@@ -338,7 +338,7 @@ class ShardedFlatBuffer:
         return slot.main_grad
 
     def _zero_cleared(self, slots: Sequence[ParamSlot]) -> None:
-        """Sets the places of gradients to zero that are None, because a hook on the parameter has used them."""
+        """Zeroes gradients that are None, because a hook on the parameter has consumed them."""
         for slot in slots:
             if slot.param.grad is None:
                 self._place_of(slot).zero_()
@@ -376,11 +376,11 @@ class ReleasedShardBuffer(ShardedFlatBuffer):
 
     def open_grads(self, bucket: int) -> None:
         """Allocates a bucket's gradients as zeros, once in an iteration, and lets torch reduce into them."""
-        assert bucket not in self._closed, f"the gradients of {self.unit_names[bucket]} were released already"
+        assert bucket not in self._closed, f"the gradients of {self.unit_names[bucket]} were already released"
         if bucket in self._grads:
             self._zero_cleared(self._slots_of(bucket))
         else:
-            # From torch's allocator even if pinned: it reuses buffers that come and go in a step without a wait.
+            # From torch's allocator even if pinned, because it reuses short-lived buffers without a wait.
             numel, like = self.layout.buckets[bucket].span.numel, self.param_data
             pinned = self._pin_memory
             self._grads[bucket] = torch.zeros(numel, dtype=like.dtype, device=like.device, pin_memory=pinned)
@@ -414,13 +414,13 @@ class ReleasedShardBuffer(ShardedFlatBuffer):
     def scale_grads(self, factor: float | torch.Tensor) -> None:
         """Multiplies all gradients by a number or a tensor [], any float dtype.
 
-        Raises RuntimeError where hooks have already received some of them.
+        Raises RuntimeError if hooks have already received some of them.
         """
         missing = next((bucket for bucket in range(len(self.layout.buckets)) if bucket not in self._grads), None)
         if missing is not None:
             raise RuntimeError(
-                "scale_gradients with DistributedDataParallelConfig.release_gradients: hooks and optimizer have "
-                f"received the gradient of {self._slots_of(missing)[0].name} already; scale the loss instead"
+                "scale_gradients with DistributedDataParallelConfig.release_gradients: hooks and the optimizer have "
+                f"already received the gradient of {self._slots_of(missing)[0].name}; scale the loss instead"
             )
         for grad in self._grads.values():
             grad.mul_(factor)
@@ -439,7 +439,7 @@ class ReleasedShardBuffer(ShardedFlatBuffer):
 
 
 def _lay_out(sizes_of_units: Sequence[Sequence[int]]) -> BufferLayout:
-    """Places shards, padded as they are sent, one after the other on the grid; one bucket per unit."""
+    """Lays out shards, padded as they are sent, one after the other on the grid; one bucket per unit."""
     spans: list[Span] = []
     buckets: list[BucketLayout] = []
     for index, sizes in enumerate(sizes_of_units):
@@ -477,7 +477,7 @@ class UnitGroup:
         self._buffer, self._index = bucket.buffer, bucket.layout.index
 
     def open(self) -> None:
-        """Makes torch reduce into the places of gradients; copies gradients that it reduced elsewhere."""
+        """Makes torch reduce into grad_data; copies gradients that it reduced elsewhere."""
         self._buffer.open_grads(self._index)
 
     def close(self) -> None:
@@ -489,7 +489,7 @@ class UnitGroup:
         return self._buffer.named_grads(self._index)
 
     def copy_from_comm(self) -> None:
-        """Copies gradients that hooks have replaced to their places."""
+        """Copies gradients that hooks have replaced back to grad_data."""
         self.close()
 
 
@@ -509,7 +509,7 @@ def unit_groups(buffers: Sequence[ShardedFlatBuffer], units: Sequence[Unit]) -> 
 
 
 class ShardHookRunner(GradHookRunner):
-    """Passes reduced units to hooks. The owned part of a parameter is the sharded parameter, which has the gradient.
+    """Passes reduced units to hooks. The owned part of a parameter is the sharded parameter, which holds the gradient.
 
     sharded: returns the shard of a gathered parameter.
     """
@@ -526,7 +526,7 @@ class ShardHookRunner(GradHookRunner):
         self._sharded = sharded
 
     def owned_shard(self, param: nn.Parameter) -> nn.Parameter:
-        """Returns the parameter itself, a DTensor of any shape and dtype, or the shard of a gathered one."""
+        """Returns the parameter itself, a DTensor of any shape and dtype, or the shard of a gathered parameter."""
         owned = self._sharded(param)
         if owned not in self._buffers:
             raise not_wrapped(param)
@@ -534,5 +534,5 @@ class ShardHookRunner(GradHookRunner):
 
     def _fire_param(self, one: ParamRange, flat: torch.Tensor) -> None:
         self.hooks.fire_param(one.name, one.param)
-        # A tensor that a hook has assigned to the gradient is the gradient for all later hooks.
+        # A tensor that a hook assigns to the gradient is the gradient for all later hooks.
         self._buffers[one.param].attach_grad_of(one.param)

@@ -1,8 +1,8 @@
 """torch's private state of a module that fully_shard has sharded: shards, gathered parameters and module changes.
 
-The only file that uses torch's private names; versions of torch without them are refused. ParamShard is this rank's
-part of a parameter. GatheredParams frees parameters that an update has made stale. WrappedShards finds changes of the
-module that its shards miss. The flat tensors that hold shards are in torch_fsdp2_shards.py.
+This is the only file that uses torch's private names; versions of torch without them are rejected. ParamShard is this
+rank's part of a parameter. GatheredParams frees parameters that an update has made stale. WrappedShards detects changes
+of the module that its shards do not reflect. The flat tensors that hold shards are in torch_fsdp2_shards.py.
 """
 
 import weakref
@@ -49,12 +49,12 @@ _NEEDED = ("_get_fsdp_state", "set_custom_reduce_scatter", "set_force_sum_reduct
 
 
 def check_torch() -> None:
-    """Raises ValueError where torch's fully_shard lacks a name that this file uses."""
+    """Raises ValueError if torch's fully_shard lacks a name that this file uses."""
     missing = [name for name in _NEEDED if name not in vars(FSDPModule)]
     if missing:
         raise ValueError(
-            f"torch is {torch.__version__}, whose FSDPModule has no {', '.join(missing)}: use_torch_fsdp2 needs torch "
-            "2.11 to 2.13; other data-parallel modes, such as use_distributed_optimizer, do not"
+            f"torch is {torch.__version__}, whose FSDPModule has no {', '.join(missing)}: use_torch_fsdp2 requires "
+            "torch 2.11 to 2.13; other data-parallel modes, such as use_distributed_optimizer, do not"
         )
 
 
@@ -62,7 +62,7 @@ def mesh_of(group: dist.ProcessGroup | None, device: torch.device) -> DeviceMesh
     """Returns the mesh of a group's ranks, for fully_shard; None creates a group of this rank alone."""
     if group is None:
         group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    # torch asks a mesh's device type for its current device. A plan, on the meta device, has none to ask.
+    # torch queries a mesh's device type for its current device. A plan, on the meta device, has none.
     kind = "cpu" if device.type == "meta" else device.type
     # Without a name, the mesh would equal that of an earlier group of these ranks, which torch's caches may still hold.
     return DeviceMesh.from_group(group, kind, mesh_dim_names=(f"shards {group.group_name}",))
@@ -88,12 +88,12 @@ def split_mesh_of(group: dist.ProcessGroup, device: torch.device, *, part_size: 
 
 
 class ParamShard:
-    """This rank's rows of a parameter that fully_shard has cut along its first dimension.
+    """This rank's rows of a parameter that fully_shard has split along its first dimension.
 
     param: the DTensor that its module has between passes, [*parameter shape]. start, numel: the rows are elements
     [start, start + numel) of the flattened parameter. padded_numel: elements that this rank sends, the same number on
-    all ranks; those after the rows are zero. owner: the module that has the parameter, and its name there. places: all
-    such pairs, for a shared parameter.
+    all ranks; the padding is zero. owner: the module that has the parameter, and its name there. places: all such
+    pairs, for a shared parameter.
     """
 
     def __init__(self, state: Any) -> None:
@@ -117,7 +117,7 @@ class ParamShard:
 
     @property
     def device(self) -> torch.device:
-        """The device of the rows; for rows on the meta device, the one they will be on."""
+        """The device of the rows; for rows on the meta device, their future device."""
         if not self.local.is_meta or default_device().type == "meta":
             return self.local.device
         return torch.device("cpu") if self._state.offload_to_cpu else torch.device(self._state.device)
@@ -139,7 +139,7 @@ class ParamShard:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether the parameter was given other data."""
+        """Whether the parameter was assigned other data."""
         return self.local.data_ptr() != self._address or self.param.untyped_storage()._cdata != self._storage
 
     def note_converted(self) -> None:
@@ -150,7 +150,7 @@ class ParamShard:
     def take_in(self) -> None:
         """Copies the values of a parameter that has replaced `param`, as load_state_dict(assign=True) does.
 
-        The module gets `param` back, so that references to it and its hooks stay valid.
+        The module's attribute is set to `param` again, so that references to it and its hooks remain valid.
         """
         self.move_to(self._memory)
 
@@ -176,12 +176,12 @@ class ParamShard:
 
     def leave_meta(self) -> None:
         """Allocates memory for rows that are on the meta device, as zeros."""
-        # Frozen shards alone come here. Their memory is from torch's allocator, as FSDP2 itself pins it.
+        # Only frozen shards are allocated here. Their memory is from torch's allocator, because FSDP2 itself pins it.
         is_pinned = self._state.pin_memory
         self.move_to(torch.zeros(self.padded_numel, dtype=self.param.dtype, device=self.device, pin_memory=is_pinned))
 
     def _exchange_for(self, rows: torch.Tensor) -> None:
-        # A DTensor's own device cannot be changed. Swapping keeps the object that others refer to, with its hooks.
+        # A DTensor's own device cannot be changed. Swapping preserves the object that others refer to, with its hooks.
         marks = vars(self.param).copy()
         other = nn.Parameter(self._state.to_sharded_dtensor(rows), requires_grad=self.param.requires_grad)
         torch.utils.swap_tensors(self.param, other)
@@ -206,12 +206,12 @@ class ParamShard:
 
 
 def _local_of(param: torch.Tensor) -> torch.Tensor:
-    assert isinstance(param, DTensor), "the parameter was not cut by fully_shard"
+    assert isinstance(param, DTensor), "the parameter was not sharded by fully_shard"
     return param._local_tensor
 
 
 def shards_of(module: FSDPModule) -> list[ParamShard]:
-    """Returns the shards of the parameters that fully_shard manages with this module, not with modules inside it."""
+    """Returns the shards of parameters that fully_shard manages with this module, excluding nested modules."""
     return [ParamShard(state) for group in _groups_of(module) for state in group.fsdp_params]
 
 
@@ -253,12 +253,12 @@ def reshard_after_forward_over(module: FSDPModule, mesh: DeviceMesh) -> None:
 
 
 def refresh_dtypes(root: nn.Module) -> None:
-    """Makes torch read the dtypes of shards again, after these were converted."""
+    """Makes torch re-read the dtypes of shards after they were converted."""
     for module in fsdp_modules(root):
         for group in _groups_of(module):
             group._init_mp_dtypes()
             for state in group.fsdp_params:
-                # Tensors of the first gather, which torch keeps and fills again.
+                # Tensors of the first gather, which torch keeps and reuses.
                 state.all_gather_outputs, state._unsharded_inner_tensors = [], []
                 vars(state).pop("_unsharded_param", None)
 
@@ -276,7 +276,7 @@ def reduce_unused_params(module: FSDPModule) -> None:
     if is_known:
         module.set_reduce_scatter_unused_params(True, recurse=False)
     for group in _groups_of(module):
-        # Torch 2.11 and 2.12 leave them out of the message.
+        # Torch 2.11 and 2.12 omit them from the message.
         post_backward = group.post_backward if is_known else partial(_post_backward_of_all, group, group.post_backward)
         group.post_backward = partial(_post_backward_if_run, group, post_backward)
 
@@ -303,11 +303,11 @@ def watch_passes(
     reduction_begins: Callable[[], None],
     backward_ends: Callable[[bool], None],
 ) -> None:
-    """Calls functions at each forward and backward of a module from now on.
+    """Registers functions to be called at each forward and backward of a module.
 
-    forward_begins: called before parameters are used, in a forward or in one that backward recomputes.
-    reduction_begins: called before gradients are reduced. backward_ends: called after the backward of one forward or
-    more, with whether its gradients are reduced or their reduction is in flight.
+    forward_begins: called before parameters are used, in a forward or a recomputed forward. reduction_begins: called
+    before gradients are reduced. backward_ends: called after the backward of one or more forwards, with a flag for
+    whether its gradients are reduced or being reduced.
     """
     for group in _groups_of(module):
         group.pre_forward = partial(_pre_forward_watched, group.pre_forward, forward_begins)
@@ -352,7 +352,7 @@ def _wait_for_streams_sync(state: Any) -> None:
 
 
 def reset_passes(root: nn.Module) -> None:
-    """Makes torch forget a forward or backward that an error ended, after its collectives are complete."""
+    """Makes torch discard a forward or backward that an error ended, after its collectives have completed."""
     module = as_fsdp(root)
     state: Any = module._get_fsdp_state()
     if state._is_root is None:
@@ -384,16 +384,16 @@ def reset_passes(root: nn.Module) -> None:
 
 
 class GatheredParams:
-    """Frees gathered parameters that an update has made stale. shards: all of the module, including frozen ones.
+    """Frees gathered parameters that an update has made stale. shards: all shards of the module, including frozen ones.
 
     [Note: kept gathered] Between microbatches, and after a forward without backward, parameters may stay gathered. The
     root's do, and others with reshard_after_forward False or after set_reshard_after_backward(False). With an integer
-    they are copies that are sharded over fewer ranks, which count as gathered here. If shards change
-    meanwhile, modules would compute with old values. So before each forward of the module, or of a submodule that is
-    called by itself, all gathered parameters are freed if a torch optimizer has stepped since, or if shards were
-    written to (loaded weights, a custom optimizer). The wrapper also calls `drop` at its own updates, for kernels whose
-    writes autograd does not see. After a forward without autograd no parameter stays gathered, because code that
-    handles parameters next, such as the construction of an optimizer, must see the shards.
+    they are copies that are sharded over fewer ranks, which are treated as gathered here. If shards change meanwhile,
+    modules would compute with old values. Therefore, before each forward of the module, or of a submodule that is
+    called directly, all gathered parameters are freed if a torch optimizer has stepped since, or if shards were written
+    to (loaded weights, a custom optimizer). The wrapper also calls `drop` at its own updates, for kernels whose writes
+    autograd does not see. After a forward without autograd no parameter stays gathered, because code that handles
+    parameters next, such as the construction of an optimizer, must see the shards.
     """
 
     def __init__(self, module: nn.Module, shards: Sequence[ParamShard]) -> None:
@@ -407,7 +407,8 @@ class GatheredParams:
         for other in dict.fromkeys([*fsdp_modules(module), *inside]):
             if other is not module:
                 other.register_forward_pre_hook(self._before_one, prepend=True)
-        # On all torch optimizers, since a script's own are not known here. The hook must not keep the model alive.
+        # Registered on all torch optimizers, because a script's own ones are not known here. The hook must not keep the
+        # model alive.
         hook = register_optimizer_step_post_hook(_StepHook(weakref.ref(self)))
         weakref.finalize(self, hook.remove)
 
@@ -418,7 +419,7 @@ class GatheredParams:
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Records that a torch optimizer has stepped."""
-        # Parameters are freed later: the optimizer may step inside a backward that still reads some of them.
+        # Parameters are freed later, because the optimizer may step inside a backward that still reads some of them.
         self._is_stale = True
 
     def _before_forward(self, *unused: Any) -> None:
@@ -458,7 +459,7 @@ class _StepHook:
 class WrappedShards:
     """Finds changes of a wrapped module, and copies the values of parameters that load_state_dict has assigned.
 
-    shards: all of the module, including frozen ones.
+    shards: all shards of the module, including frozen ones.
     """
 
     def __init__(self, module: nn.Module, shards: Sequence[ParamShard]) -> None:
@@ -475,7 +476,7 @@ class WrappedShards:
             owner.register_load_state_dict_post_hook(partial(_take_in, list(by_name.values())))
 
     def sharded(self, param: nn.Parameter) -> nn.Parameter:
-        """Returns the shard of a gathered parameter, any shape and dtype, and any other parameter itself."""
+        """Returns the shard of a gathered parameter, any shape and dtype; other parameters are returned unchanged."""
         if param in self._own:
             return param
         found = (shard.param for shard in self._shards if shard.whole is param or shard.after_forward is param)
@@ -498,7 +499,7 @@ class WrappedShards:
             elif shard.is_trained != param.requires_grad or shard.is_trained != shard.param.requires_grad:
                 return _changed(name, "frozen" if shard.is_trained else "unfrozen")
             elif shard.is_elsewhere:
-                return _changed(name, "moved or given other data")
+                return _changed(name, "moved or assigned other data")
         return next((_changed(name, "removed") for name in self._by_name if name not in now), None)
 
 
@@ -515,8 +516,8 @@ def _check_loaded(names: Sequence[str], *of_load: Any) -> None:
         if isinstance(given, torch.Tensor) and not isinstance(given, DTensor):
             raise ValueError(
                 f"load_state_dict was given {prefix}{name} as a plain tensor of shape {tuple(given.shape)} with "
-                "TorchFullyShardedDataParallel: must be a DTensor, as in its state_dict. Load whole tensors before the "
-                "module is wrapped, or load a checkpoint"
+                "TorchFullyShardedDataParallel: must be a DTensor, as in its state_dict. Load whole tensors before "
+                "the module is wrapped, or load a checkpoint"
             )
 
 

@@ -1,4 +1,4 @@
-"""Megatron's path of TorchFullyShardedDataParallel; re-exports only. torch_fsdp2.py has the class."""
+"""Re-exports TorchFullyShardedDataParallel under Megatron's import path. torch_fsdp2.py defines the class."""
 
 from megatron.core.distributed.torch_fsdp2 import TorchFullyShardedDataParallel
 

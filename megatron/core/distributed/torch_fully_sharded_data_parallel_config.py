@@ -1,4 +1,7 @@
-"""Megatron's path of TorchFullyShardedDataParallelConfig; re-exports only. torch_fsdp2_config.py has the class."""
+"""Re-exports TorchFullyShardedDataParallelConfig under Megatron's import path.
+
+torch_fsdp2_config.py defines the class.
+"""
 
 from megatron.core.distributed.torch_fsdp2_config import TorchFullyShardedDataParallelConfig
 

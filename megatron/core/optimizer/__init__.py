@@ -1,4 +1,4 @@
-"""The public names of the optimizers, under which scripts written for Megatron import them."""
+"""Public names of the optimizers, as imported by scripts written for Megatron."""
 
 from megatron.core.optimizer.builder import get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer

@@ -1,13 +1,13 @@
-"""Adam over flat ranges of numbers in any form of storage: its state, one step, and FusedRule for AdamW and SGD.
+"""Adam over flat ranges of numbers in any storage form: its state, one step, and FusedRule for AdamW and SGD.
 
-adam_step steps whole ranges, for DistributedFusedAdam and for the rules of MegatronOptimizer. FusedRule steps a state
-on the host in chunks (step_chunk) while others are copied; both compute with the same kernels. Norm, clipping and loss
-scale are in optimizer.py for the latter, and in ShardScaling (fused_adam_grads.py) for the former.
-Forms of storage are in stored_floats.py.
+adam_step updates whole ranges, for DistributedFusedAdam and for the rules of MegatronOptimizer. FusedRule updates state
+on the host in chunks (step_chunk) while other chunks are copied; both use the same kernels. Norm, clipping and loss
+scale are handled in optimizer.py for MegatronOptimizer, and by ShardScaling (fused_adam_grads.py) for
+DistributedFusedAdam. Storage forms are in stored_floats.py.
 
 [Note: ends of parameters] A vectorised kernel computes the elements after the last whole vector of a tensor one by one,
-and rounds them differently. For a parameter to have the bits of torch.optim, the kernel must see its end. The `ranges`
-of an AdamUpdate are therefore stepped as separate tensors, each of which starts at a multiple of 64 elements.
+and rounds them differently. To be bit-identical to torch.optim, the kernel must see where each parameter ends. The
+`ranges` of an AdamUpdate are therefore updated as separate tensors, each of which starts at a multiple of 64 elements.
 """
 
 import importlib.util
@@ -40,7 +40,7 @@ if HAS_TRITON:
     from megatron.core.optimizer import triton_adam
 
 _NARROW = (torch.float16, torch.bfloat16)
-# Names of the moments in checkpoints, which torch.optim's Adam uses too.
+# Names of the moments in checkpoints, which torch.optim's Adam also uses.
 EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
 # Elements in one copy to or from the host, enough to hide the cost of its launch; a multiple of 64.
 HOST_CHUNK = 1 << 20
@@ -50,9 +50,9 @@ HOST_CHUNK = 1 << 20
 
 
 class Masters(Enum):
-    """The numbers that are stepped and then rounded to the parameters."""
+    """The numbers that are updated and then rounded to the parameters."""
 
-    # No masters: the parameters themselves are stepped.
+    # No masters: the parameters themselves are updated.
     NONE = auto()
     # A copy of the parameters in the dtype of the states.
     COPY = auto()
@@ -62,10 +62,10 @@ class Masters(Enum):
 
 @dataclass(frozen=True)
 class StateForm:
-    """Settings that choose the form of storage (see stored_floats.py) of a flat range's state; for FlatAdam.of_form.
+    """Settings that select the storage form (see stored_floats.py) of a flat range's state; for FlatAdam.of_form.
 
-    dtype: of moments and masters, except that masters with remainders are fp32. is_scaled: 16-bit states with a scale
-    for every 64 numbers. bf16 has the exponent range of fp32, so it is stored without a scale even then.
+    dtype: dtype of moments and masters, except that masters with remainders are fp32. is_scaled: 16-bit states with a
+    scale for every 64 numbers. bf16 has the exponent range of fp32, so it is stored without a scale even then.
     """
 
     dtype: torch.dtype = torch.float32
@@ -73,7 +73,7 @@ class StateForm:
     is_scaled: bool = False
 
     def validate(self) -> None:
-        """Raises ValueError naming the field, its value and what would be right."""
+        """Raises ValueError naming the field, its value and valid values."""
         if self.dtype not in (torch.float32, torch.float64, *_NARROW):
             raise ValueError(f"dtype is {self.dtype}: must be float32, float64, float16 or bfloat16")
         if self.is_scaled and self.dtype not in _NARROW:
@@ -93,17 +93,17 @@ class FlatAdam:
 
     @classmethod
     def of_form(cls, model: torch.Tensor, form: StateForm) -> "FlatAdam":
-        """Builds the state of parameters with the storage that `form` chooses.
+        """Builds the state of parameters with the storage selected by `form`.
 
-        model: the parameters, [N], fp32, fp64, fp16 or bf16, referenced and stepped in place unless the form has a
+        model: the parameters, [N], fp32, fp64, fp16 or bf16, referenced and updated in place unless the form has a
         copy. Raises ValueError for an invalid form, for remainders of parameters other than bf16, and for scaled states
-        of fp64 parameters that are stepped in place.
+        of fp64 parameters that are updated in place.
         """
         form.validate()
         if form.masters is Masters.REMAINDERS and model.dtype != torch.bfloat16:
             raise ValueError(
                 f"masters is {form.masters.name} with parameters of {model.dtype}: must be COPY or NONE, or the "
-                "parameters bfloat16"
+                "parameters must be bfloat16"
             )
         if form.masters is Masters.NONE and form.is_scaled and model.dtype == torch.float64:
             raise ValueError(f"masters is NONE with is_scaled True and parameters of {model.dtype}: must be COPY")
@@ -124,7 +124,7 @@ class FlatAdam:
 
     @property
     def stored(self) -> tuple[StoredFloats, StoredFloats, StoredFloats]:
-        """The storage that a step changes, apart from the count of steps: masters and both moments."""
+        """The storage that a step changes, apart from the step count: masters and both moments."""
         return self.main, self.exp_avg, self.exp_avg_sq
 
     @property
@@ -160,10 +160,10 @@ class AdamRates:
 
 @dataclass(frozen=True)
 class GradScale:
-    """Divisor of a step's gradients, and the device's decision to skip the step.
+    """Divisor of a step's gradients, and the device's decision whether to skip the step.
 
-    divisor: a number, or [], fp32, on the gradients' device. skip: 1 to change nothing, else 0, as [], fp32, on that
-    device; None if the host has decided to step.
+    divisor: a number, or [], fp32, on the gradients' device. skip: 1 to skip the update, else 0, as [], fp32, on that
+    device; None if the host has decided to update.
     """
 
     divisor: float | torch.Tensor
@@ -175,18 +175,18 @@ class GradUse(Enum):
 
     # The gradients keep their values.
     READ = auto()
-    # Unless the step is skipped, the gradients may hold their quotients afterwards, which saves a copy. Torch's kernel
+    # Unless the step is skipped, the gradients may afterwards hold the quotients, which saves a copy. Torch's kernel
     # overwrites gradients of the dtype in which it computes.
     DIVIDE = auto()
 
 
 @dataclass(frozen=True)
 class AdamUpdate:
-    """One flat range to step.
+    """One flat range to update.
 
     grad: [N], any float dtype; GradUse decides whether it may be overwritten. out: receives the new parameters, [N],
-    any float dtype; None if `state` steps them in place. A skipped step does not write it, so it must hold the
-    parameters before. ranges: start and end of parts to step as separate tensors, see [Note: ends of parameters]; None
+    any float dtype; None if `state` updates them in place. A skipped step does not write it, so it must already hold
+    the parameters. ranges: start and end of parts to update as separate tensors, see [Note: ends of parameters]; None
     for one tensor.
     """
 
@@ -200,10 +200,10 @@ class AdamUpdate:
 def adam_step(
     updates: Sequence[AdamUpdate], rates: AdamRates, *, scale: GradScale, grads: GradUse = GradUse.READ
 ) -> None:
-    """Steps flat ranges of one device by their gradients over the divisor, or skips all; never waits for the device.
+    """Updates flat ranges of one device by their gradients over the divisor, or skips all; never waits for the device.
 
-    Ranges whose tensors all have one dtype, and whose gradients need no division or may be overwritten, are stepped by
-    one call of torch's fused kernel, with the bits of torch.optim with fused=True.
+    Ranges whose tensors all have one dtype, and whose gradients need no division or may be overwritten, are updated by
+    one call of torch's fused kernel, bit-identical to torch.optim with fused=True.
     """
     if not updates:
         return
@@ -273,7 +273,9 @@ class _Operands:
     ranges: Sequence[tuple[int, int]] | None = None
 
     def parts(self) -> "list[_Operands]":
-        """Returns the parts that the kernel steps as separate tensors, see [Note: ends of parameters]."""
+        """Splits the operands into parts that the kernel updates as separate tensors, see [Note: ends of
+        parameters].
+        """
         if self.ranges is None:
             return [self]
         return [
@@ -301,7 +303,7 @@ def _whole(update: AdamUpdate, count: torch.Tensor) -> _Operands | None:
 
 
 def _step_together(operands: Sequence[_Operands], rates: AdamRates, *, scaled: _Scaled) -> None:
-    """Steps ranges of one dtype in one call; the kernel overwrites gradients that it divides."""
+    """Updates ranges of one dtype in one call; the kernel overwrites gradients that it divides."""
     _fused_kernel(operands, rates, skip=scaled.skip, divisor=scaled.divisor)
     for one in operands:
         if one.out is not None:
@@ -309,7 +311,9 @@ def _step_together(operands: Sequence[_Operands], rates: AdamRates, *, scaled: _
 
 
 def _is_one_pass(state: FlatAdam) -> bool:
-    """Whether a GPU steps a state in one Triton launch: the forms that need conversion to and from fp32."""
+    """Returns whether a GPU updates a state in one Triton launch, as for forms that need conversion to
+    and from fp32.
+    """
     stored = state.stored
     is_converted = isinstance(state.main, WithRemainder) or any(isinstance(one, ScaledHalf) for one in stored)
     return is_converted and state.wide == torch.float32
@@ -318,7 +322,7 @@ def _is_one_pass(state: FlatAdam) -> bool:
 def _step_in_pieces(
     update: AdamUpdate, rates: AdamRates, *, count: torch.Tensor, scaled: _Scaled, grads: GradUse
 ) -> None:
-    """Steps any form with torch's kernel, converted in pieces that fit into a core's cache."""
+    """Updates a state of any form with torch's kernel, converted in pieces that fit into a core's cache."""
     state, size = update.state, _piece_elements(update.state)
     for start in range(0, state.main.numel, size):
         end = min(start + size, state.main.numel)
@@ -347,7 +351,7 @@ def _step_piece(
     grads: GradUse,
     ranges: Sequence[tuple[int, int]] | None = None,
 ) -> None:
-    """Steps the elements of a state from `start` on by grad, [n], any float dtype and device."""
+    """Updates the elements of a state from `start` on by grad, [n], any float dtype and device."""
     main, exp_avg, exp_avg_sq = values = [stored.read(start, start + grad.numel()) for stored in state.stored]
     grad, divisor = grad.to(main), scaled.divisor
     if divisor is not None and grads is GradUse.READ:
@@ -361,7 +365,7 @@ def _step_piece(
 
 
 def _next_counts(states: Sequence[FlatAdam], rates: AdamRates) -> list[torch.Tensor]:
-    """Returns the number of the next step of each state: [], fp32."""
+    """Returns the step count after the next update of each state: [], fp32."""
     # For an infinite number of steps both bias corrections are exactly 1.
     steps = [state.step for state in states]
     return list(torch._foreach_add(steps, 1.0 if rates.bias_correction else torch.inf))
@@ -385,8 +389,9 @@ def _divisor_on(scale: GradScale, device: torch.device) -> torch.Tensor | None:
 def _sgd_divisor_on(scale: GradScale, device: torch.device) -> torch.Tensor | None:
     """Returns the divisor for torch's SGD kernel: [], fp32; on the CPU None for 1.
 
-    With a divisor of 1 torch's kernel on a GPU rounded last digits differently than without one (H200, torch 2.11).
-    Steps on the host leave out a divisor of 1, and graphs, which keep their arguments, cannot: both give it there.
+    With a divisor of 1, torch's kernel on a GPU rounded last digits differently than without one (H200, torch 2.11).
+    Host-decided steps could omit a divisor of 1, but graphs, whose arguments are fixed, cannot. On a GPU both therefore
+    pass it.
     """
     divisor = _divisor_on(scale, device)
     if divisor is None and device.type != "cpu":
@@ -402,7 +407,7 @@ def _piece_elements(state: FlatAdam) -> int:
 
 
 def _ranges_in(ranges: Sequence[tuple[int, int]] | None, start: int, *, end: int) -> Sequence[tuple[int, int]] | None:
-    """Returns the parts of ranges in [start, end), relative to `start`."""
+    """Returns the parts of ranges within [start, end), relative to `start`."""
     if ranges is None:
         return None
     cut = ((max(first, start) - start, min(last, end) - start) for first, last in ranges)
@@ -410,7 +415,7 @@ def _ranges_in(ranges: Sequence[tuple[int, int]] | None, start: int, *, end: int
 
 
 def _write_back(stored: StoredFloats, start: int, *, values: torch.Tensor, scaled: _Scaled) -> None:
-    """Stores what was read, [n], fp32 or fp64; a skipped step restores the stored bytes unchanged."""
+    """Stores updated numbers, [n], fp32 or fp64; a skipped step restores the stored bytes unchanged."""
     end = start + values.numel()
     memory = []
     # Writing back the values that were read does not always restore the bytes: a block whose largest number was rounded
@@ -428,14 +433,14 @@ def _write_back(stored: StoredFloats, start: int, *, values: torch.Tensor, scale
 
 def _as_parameters(main: StoredFloats, start: int, *, end: int) -> torch.Tensor:
     """Returns masters rounded to their parameters' dtype: [n], fp32, fp64 or bf16."""
-    # Not rounded from fp32: torch rounds ties to even, and remainders refer to ties rounded away from zero.
+    # Not rounded from fp32, because torch rounds ties to even, and remainders refer to ties rounded away from zero.
     return main.upper[start:end].view(torch.bfloat16) if isinstance(main, WithRemainder) else main.read(start, end)
 
 
 def _fused_kernel(
     operands: Sequence[_Operands], rates: AdamRates, *, skip: torch.Tensor | None, divisor: torch.Tensor | None = None
 ) -> None:
-    # Not torch.optim.adamw.adamw, which also counts steps and takes 1.5 times as long for a piece.
+    # torch.optim.adamw.adamw is not used, because it also counts steps and takes 1.5 times as long for a piece.
     kernel = torch._fused_adamw_ if rates.adam_w_mode else torch._fused_adam_
     beta1, beta2 = rates.betas
     parts = [part for one in operands for part in one.parts()]
@@ -482,7 +487,7 @@ def _storage(tensor: torch.Tensor, form: StateForm, *, wide: torch.dtype) -> Sto
     return ScaledHalf(tensor) if form.is_scaled and tensor.dtype == torch.float16 else Rounded(tensor, wide)
 
 
-# Update rules: torch's optimizers over flat ranges. Each rule steps some ranges and owns their state.
+# Update rules: torch's optimizers over flat ranges. Each rule updates some ranges and owns their state.
 
 
 class UpdateRule(Protocol):
@@ -493,13 +498,13 @@ class UpdateRule(Protocol):
     runs: list[FlatParamRange]
 
     def refresh_rates(self) -> None:
-        """Copies the groups' current learning rates for the updates that follow, including updates in graphs."""
+        """Copies the groups' current learning rates for subsequent updates, including updates in graphs."""
         ...
 
     def update(self, scale: GradScale, runs: Set[FlatParamRange]) -> None:
-        """Steps the rule's ranges that are in `runs` by their scaled gradients, and writes their parameters.
+        """Updates the rule's ranges that are in `runs` by their scaled gradients, and writes their parameters.
 
-        Called for each range once a step.
+        Called once per step for each range.
         """
         ...
 
@@ -508,11 +513,13 @@ class UpdateRule(Protocol):
         ...
 
     def settings_in(self, run: FlatParamRange) -> list[tuple[Span, Mapping[str, Any]]]:
-        """Returns the current group settings of each part of a range; the parts are sorted, on the grid of 64."""
+        """Returns the current group settings of each part of a range; the parts are sorted and start at multiples of
+        64.
+        """
         ...
 
     def step_counts(self) -> list[torch.Tensor]:
-        """Returns the counters of steps taken, to read and to set: [], fp32 each."""
+        """Returns the step counters, to read and to set: [], fp32 each."""
         ...
 
 
@@ -526,9 +533,9 @@ class _Chunk:
 
 
 class FusedRule:
-    """AdamW or SGD: one kernel steps whole ranges, and divides their gradients while it reads them.
+    """AdamW or SGD: one kernel updates whole ranges, and divides their gradients while reading them.
 
-    Ranges with state in another form than the kernel's are converted and stepped in pieces.
+    Ranges whose state is not in the kernel's form are converted and updated in pieces.
     """
 
     is_collective = False
@@ -552,7 +559,7 @@ class FusedRule:
             betas = (config.adam_beta1, config.adam_beta2)
             self.optimizer = torch.optim.AdamW(torch_groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
             self._states = _AdamStates(config, self.runs)
-        # For scripts that look moments up in torch's optimizer; the kernels do not.
+        # For scripts that look up moments in torch's optimizer; the kernels do not use it.
         for one in self.runs:
             moments = self._states.moments(one).items()
             self.optimizer.state[one.stepped] = {name: kept.tensor for name, kept in moments if isinstance(kept, Plain)}
@@ -564,14 +571,14 @@ class FusedRule:
 
     @torch.no_grad()
     def refresh_rates(self) -> None:
-        # Groups hold plain numbers, with which a schedule calculates; graphs read these tensors in each replay.
+        # Groups hold plain numbers, which a schedule computes; graphs read these tensors in each replay.
         for group, rates in zip(self.optimizer.param_groups, self._rates):
             for rate in rates.values():
                 rate.fill_(group["lr"])
 
     @torch.no_grad()
     def update(self, scale: GradScale, runs: Set[FlatParamRange]) -> None:
-        """Steps the rule's ranges that are in `runs`. State on the host does not support scale.skip."""
+        """Updates the rule's ranges that are in `runs`. State on the host does not support scale.skip."""
         every = [_Settings(group, rates) for group, rates in zip(self.optimizer.param_groups, self._rates)]
         for settings, members in zip(every, self._members):
             chosen = [one for one in members if one in runs and one not in self._overlapped]
@@ -599,7 +606,7 @@ class FusedRule:
 
 @dataclass(frozen=True)
 class _Settings:
-    """A torch parameter group as kernels read it; rates: see _rates_of."""
+    """A torch parameter group in the form that kernels read; rates: see _rates_of."""
 
     group: dict[str, Any]
     rates: dict[torch.device, torch.Tensor]
@@ -610,7 +617,7 @@ class _Settings:
 
 
 class _AdamStates:
-    """AdamW's states of ranges, stepped by adam_step."""
+    """AdamW's states of ranges, updated by adam_step."""
 
     def __init__(self, config: OptimizerConfig, param_ranges: Sequence[FlatParamRange]) -> None:
         exp_avg, exp_avg_sq = config.exp_avg_dtype, config.exp_avg_sq_dtype
@@ -626,7 +633,9 @@ class _AdamStates:
             adam_step(updates, settings.of_adam(place), scale=scale, grads=GradUse.DIVIDE)
 
     def step_chunk(self, chunk: _Chunk, grad: torch.Tensor, settings: _Settings, *, scale: GradScale) -> None:
-        """Steps a chunk by its gradient: [n], any float dtype; call count_chunks after all chunks of a range."""
+        """Updates a chunk by its gradient: [n], any float dtype; count_chunks must follow after all
+        chunks of a range.
+        """
         state, place = self._of[chunk.param_range], _place(chunk.param_range)
         rates = settings.of_adam(place)
         (count,) = _next_counts([state], rates)
@@ -645,10 +654,10 @@ class _AdamStates:
 
 
 class _SgdStates:
-    """SGD's momenta of ranges whose masters are fp32 or fp64, stepped by torch's kernel."""
+    """SGD's momenta of ranges whose masters are fp32 or fp64, updated by torch's kernel."""
 
     def __init__(self, config: OptimizerConfig, param_ranges: Sequence[FlatParamRange]) -> None:
-        # A momentum of zeros has the same first step as torch, which begins without a momentum.
+        # A zero momentum gives the same first step as torch, which begins without a momentum.
         self._momenta = {one: zeros_beside(one.main, torch.float32) for one in param_ranges if config.sgd_momentum > 0}
 
     def step(self, param_ranges: Sequence[FlatParamRange], settings: _Settings, *, scale: GradScale) -> None:
@@ -665,11 +674,11 @@ class _SgdStates:
             self._step_together(whole, settings, scale=scale)
 
     def step_chunk(self, chunk: _Chunk, grad: torch.Tensor, settings: _Settings, *, scale: GradScale) -> None:
-        """Steps a chunk by its gradient: [n], any float dtype."""
+        """Updates a chunk by its gradient: [n], any float dtype."""
         self._step_together([(chunk, grad)], settings, scale=scale)
 
     def count_chunks(self, param_ranges: Sequence[FlatParamRange], *, scale: GradScale) -> None:
-        """Does nothing: SGD counts no steps."""
+        """Does nothing, because SGD counts no steps."""
 
     def moments(self, param_range: FlatParamRange) -> dict[str, StoredFloats]:
         return {"momentum_buffer": self._momenta[param_range]} if param_range in self._momenta else {}
@@ -680,7 +689,7 @@ class _SgdStates:
     def _step_together(
         self, chunks: Sequence[tuple[_Chunk, torch.Tensor]], settings: _Settings, *, scale: GradScale
     ) -> None:
-        """Steps chunks of one device by their gradients: [n] each, any float dtype and device."""
+        """Updates chunks of one device by their gradients: [n] each, any float dtype and device."""
         # `read` returns views of the storage, which the kernel changes in place.
         mains = [chunk.param_range.main.read(chunk.start, chunk.end) for chunk, _ in chunks]
         momenta = [self._momenta.get(chunk.param_range) for chunk, _ in chunks]
@@ -706,7 +715,7 @@ def _numbers_of(groups: Sequence[Sequence[FlatParamRange]]) -> dict[FlatParamRan
 
 
 def _place(param_range: FlatParamRange) -> torch.device:
-    """Returns the device on which a range is updated: that of its masters, which may be the host."""
+    """Returns the device on which a range is updated: the device of its masters, which may be the host."""
     return param_range.main.read(0, 0).device
 
 
@@ -751,7 +760,7 @@ class _HostCopies:
         fetched = [self._fetch(chunk, slot) for slot, chunk in enumerate(todo[:1])]
         for index, chunk in enumerate(todo):
             grad, copied = fetched.pop()
-            # The next gradient overwrites the one before this, which has been read.
+            # The next gradient overwrites the one before this, which has already been read.
             fetched += [self._fetch(later, (index + 1) % 2) for later in todo[index + 1 : index + 2]]
             self._to_host.host_waits_for(copied)
             yield chunk, grad

@@ -1,7 +1,7 @@
-"""AttentionLogits: largest scores of attention over the ranks of a step, and projections that are scaled down by them.
+"""AttentionLogits: the largest attention scores of a step over all ranks, and the projections that they scale down.
 
 The query and key projections of a head whose largest score exceeded a threshold are scaled after the update, as in
-MuonClip of Kimi K2. Attention layers find the scores, and say which rows of which parameters are scaled.
+MuonClip of Kimi K2. Attention layers compute the scores, and determine which rows of which parameters are scaled.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.largest_logits import LargestLogits
 
 
 class _ClipSettings(Protocol):
-    """The settings of the flags --qk-clip of a model's config."""
+    """Settings of the flags --qk-clip in a model's config."""
 
     qk_clip: bool
     qk_clip_threshold: float
@@ -27,7 +27,7 @@ class _ClipSettings(Protocol):
 
 @runtime_checkable
 class ClipsLogits(Protocol):
-    """An attention layer; largest_logits: None if nothing asks for them."""
+    """An attention layer; largest_logits: None if the scores are not needed."""
 
     largest_logits: LargestLogits | None
     config: _ClipSettings
@@ -37,18 +37,19 @@ class ClipsLogits(Protocol):
         ...
 
     def row_factors(self, factors: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
-        """Returns parameters with the factors of their rows: [rows], fp64; factors: [N], fp64, of heads."""
+        """Returns parameters with the factors of their rows: [rows], fp64; factors: [N], fp64, one per head."""
         ...
 
 
 class AttentionLogits:
     """The largest scores of a rank's attention layers in a step.
 
-    1. `collect` joins them over data- and context-parallel ranks: one all-reduce of all layers' heads.
-    2. `rescale`, after ranges are stepped and before they are gathered, multiplies rows of projections in the masters,
+    1. `collect` combines them over data- and context-parallel ranks in one all-reduce of all layers' heads.
+    2. `rescale`, after ranges are updated and before they are gathered, multiplies rows of projections in the masters,
        and rounds these to the parameters again. A step that the device skips multiplies by 1.
 
-    Nothing waits for the device. largest: [], fp64, over this rank's layers and heads in the last step, -inf without.
+    Nothing waits for the device. largest: [], fp64, over this rank's layers and heads in the last step; -inf if there
+    are none.
     """
 
     def __init__(
@@ -59,9 +60,10 @@ class AttentionLogits:
         group: dist.ProcessGroup | None,
         device: torch.device,
     ) -> None:
-        """trained: the parameters that the optimizer steps on any rank.
+        """Finds the projections to scale.
 
-        Raises ValueError if a projection to scale is not among them, or not contiguous.
+        trained: the parameters that the optimizer updates on any rank. Raises ValueError if a projection to scale is
+        not among them, or not contiguous.
         """
         self._group, self._device, self._layers = group, device, list(layers)
         self.largest = torch.full((), -torch.inf, dtype=torch.float64, device=device)
@@ -73,18 +75,18 @@ class AttentionLogits:
             for param, _ in layer.row_factors(maxima):
                 if param not in known or not param.is_contiguous():
                     raise ValueError(
-                        f"qk_clip is True and a projection of shape {tuple(param.shape)} is frozen, split by another "
-                        "wrapper, or not contiguous: must be trained by this optimizer"
+                        f"qk_clip is True and a projection of shape {tuple(param.shape)} is frozen, split by "
+                        "another wrapper, or not contiguous: it must be trained by this optimizer"
                     )
 
     def reset(self) -> None:
-        """Forgets the scores of passes since the last step."""
+        """Clears the scores of passes since the last step."""
         for layer in self._layers:
             _largest_logits(layer).reset()
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Joins the scores of all micro-batches over ranks, and resets them. Collective, if there are layers."""
+        """Combines the scores of all micro-batches over ranks, and resets them. Collective, if there are layers."""
         if not self._layers:
             return
         scores = torch.cat([self._scores_of(layer) for layer in self._layers])
@@ -99,8 +101,8 @@ class AttentionLogits:
     def rescale(self, runs: Iterable[FlatParamRange], *, skip: Tensor | None) -> None:
         """Scales the projections inside the given ranges, after their update.
 
-        Each range must be given once a step, because a second pass scales it again. skip: [], any dtype, above 0 if the
-        step changes nothing; None if the host already knows that it changes something.
+        Each range must be passed exactly once per step, because a second pass would scale it twice. skip: [], any
+        dtype, above 0 if the step is skipped; None if the host already knows that it is not.
         """
         rows = self._row_factors(skip)
         if not rows:
@@ -125,14 +127,14 @@ class AttentionLogits:
 
 
 def _largest_logits(layer: ClipsLogits) -> LargestLogits:
-    assert layer.largest_logits is not None, "only layers that find scores are watched"
+    assert layer.largest_logits is not None, "only layers that compute scores are watched"
     return layer.largest_logits
 
 
 def _scale(run: FlatParamRange, param_range: ParamRange, rows: Tensor) -> None:
     """Multiplies a range's elements of one parameter; rows: [R], fp64, the factors of the parameter's rows."""
     columns = param_range.param.numel() // len(rows)
-    # Some forms of storage are written in whole blocks. Padding is 0, whatever its factor.
+    # Some storage forms are written in whole blocks. Padding is 0, whatever its factor.
     end = min(param_range.span.padded_end, run.main.numel)
     chunk = piece_elements(run.main)
     for start in range(param_range.span.start, end, chunk):
@@ -142,5 +144,5 @@ def _scale(run: FlatParamRange, param_range: ParamRange, rows: Tensor) -> None:
         values.mul_(rows[row.clamp_(max=len(rows) - 1)].to(values))
         run.main.write(start, values)
         if run.is_copy and not isinstance(run.main, WithRemainder):
-            # Read again, because parameters are rounded from what the storage of masters keeps.
+            # Read again, because parameters are rounded from the stored form of the masters.
             run.model[start : start + values.numel()].copy_(run.main.read(start, start + values.numel()))

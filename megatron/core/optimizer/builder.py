@@ -1,6 +1,7 @@
 """get_megatron_optimizer: builds an optimizer from settings and wrapped model chunks.
 
-param_groups.py assigns each parameter a group on one rank; here ranks agree on the groups before anything is built.
+param_groups.py assigns each parameter a group on one rank. In this file, ranks agree on the groups before anything is
+built.
 """
 
 import dataclasses
@@ -63,15 +64,14 @@ def get_megatron_optimizer(
 ) -> MegatronOptimizer:
     """Builds the optimizer of chunks that are on their device, in their dtype and wrapped for data parallelism.
 
-    Returns a DistributedOptimizer if the chunks shard optimizer state. config_overrides: other learning rates and
-    weight decays for some parameters, the same on all ranks; if several match a parameter, the last one wins. None
-    means get_standard_config_overrides, which a script extends; with {} every parameter decays.
-    use_gloo_process_groups: whether save_parameter_state of a DistributedOptimizer gathers through the host, if there
-    is a group for it. pg_collection: groups over which norm and overflow are reduced; None means those of
-    parallel_state, if there are any. Collective over them. dump_param_to_param_group_map: a JSON file that rank 0
-    writes, with the group's values of each parameter of the model by name. no_weight_decay_cond, scale_lr_cond,
-    lr_mult: arguments of older scripts. Raises ValueError for other values of these, and for settings that do not fit
-    the chunks.
+    Returns a DistributedOptimizer if the chunks shard optimizer state. config_overrides: learning rates and weight
+    decays for selected parameters, the same on all ranks; if several match a parameter, the last one wins. None means
+    get_standard_config_overrides, which a script can extend; with {} every parameter decays. use_gloo_process_groups:
+    whether save_parameter_state of a DistributedOptimizer gathers through the host, if there is a group for it.
+    pg_collection: groups over which norm and overflow are reduced; None means the groups of parallel_state, if there
+    are any. Collective over these groups. dump_param_to_param_group_map: a JSON file that rank 0 writes, with the
+    group's values of each parameter of the model by name. no_weight_decay_cond, scale_lr_cond, lr_mult: arguments of
+    older scripts. Raises ValueError if these are set, and for settings that are inconsistent with the chunks.
     """
     _check_older_arguments(no_weight_decay_cond, scale_lr_cond, lr_mult)
     if not model_chunks:
@@ -147,7 +147,8 @@ def _check_settings(config: OptimizerConfig, groups: ProcessGroupCollection, *, 
     if config.optimizer == "muon" and max(group_size(groups.tp), group_size(groups.expt_tp)) > 1:
         raise ValueError(
             f"OptimizerConfig.optimizer is muon with tensor_model_parallel_size {group_size(groups.tp)} and "
-            f"expert_tensor_parallel_size {group_size(groups.expt_tp)}: both must be 1, as muon needs whole matrices"
+            f"expert_tensor_parallel_size {group_size(groups.expt_tp)}: both must be 1, because muon needs whole "
+            "matrices"
         )
     if config.lr is None:
         raise ValueError("OptimizerConfig.lr is None: must be the highest learning rate (--lr)")
@@ -181,14 +182,14 @@ def _optimizer_of(
 ) -> MegatronOptimizer:
     """Builds the optimizer of the parts; chunks: the model's, if they shard state, else None.
 
-    gloo: the ranks of dense shards, with a CPU backend.
+    gloo: the group of dense shards, with a CPU backend.
     """
     first, scaler = parts.rules[0].optimizer, _grad_scaler(config)
     if chunks is not None:
         buffers = {index: chunk.all_buffers for index, chunk in enumerate(chunks)}
         group = next((buffer.data_parallel_group for of_chunk in buffers.values() for buffer in of_chunk), None)
         return DistributedOptimizer(first, config, scaler, None, chunks, buffers, group, gloo, parts=parts)
-    # Decided by settings, not by parameters' dtypes, as a bf16 model may have an fp32 router.
+    # Decided by settings, not by parameter dtypes, because a bf16 model may have an fp32 router.
     has_masters = config.fp16 or config.bf16
     name_masters([buffer for chunk in parts.model_chunks for buffer in chunk.all_buffers], parts.runs, is_sharded=False)
 
@@ -200,13 +201,13 @@ def _optimizer_of(
 
     if len(parts.rules) == 1:
         return one_of(parts)
-    # The chain itself steps, with one norm of all ranges in the order of the buffers.
+    # The chain itself updates, with one norm of all ranges in the order of the buffers.
     alone = [dataclasses.replace(parts, rules=[rule], runs=rule.runs, logits=None) for rule in parts.rules]
     return ChainedOptimizer([one_of(some) for some in alone], parts=parts)
 
 
 def _masters(config: OptimizerConfig) -> Callable[[Tensor], StoredFloats]:
-    """Returns the function that builds masters of parameters, [N], in the form that the settings choose."""
+    """Returns the function that builds masters of parameters, [N], in the configured form."""
     if not config.use_precision_aware_optimizer:
         return full_masters
     if config.main_params_dtype == torch.float16:
@@ -229,7 +230,7 @@ def _weight_matrices(model_chunks: Sequence[nn.Module], *, split_qkv: bool) -> d
 def _grad_scaler(config: OptimizerConfig) -> MegatronGradScaler | None:
     if not config.fp16:
         return None
-    # Only fp16 has too small an exponent range for gradients; that of bf16 is fp32's.
+    # Only fp16 has too small an exponent range for gradients; bf16 has that of fp32.
     if config.loss_scale is not None:
         return ConstantGradScaler(config.loss_scale)
     return DynamicGradScaler(
@@ -247,7 +248,7 @@ def _grad_scaler(config: OptimizerConfig) -> MegatronGradScaler | None:
 def _write_groups(
     path: str, config: OptimizerConfig, keys: Mapping[str, GroupKey], groups: ProcessGroupCollection
 ) -> None:
-    """Writes the values of each parameter's group, of all parts of the model. Collective."""
+    """Writes each parameter's group values, for all parts of the model. Collective."""
     found = {name: key.values(config) for name, key in keys.items()}
     for group in (groups.mp, groups.tp_ep_pp):
         found = {name: values for part in gather_objects(found, group) for name, values in part.items()}
@@ -264,7 +265,7 @@ def _agree_on_groups(
 ) -> dict[nn.Parameter, GroupKey]:
     """Returns the group of each parameter of this rank. Collective over all ranks that hold parts of the model.
 
-    The copy of a tied weight has the group of its owner; overrides for the copy's own name are ignored. Raises
+    The copy of a tied weight is in the group of its owner; overrides for the copy's own name are ignored. Raises
     ValueError for contradicting learning rates, or for an override that matches no parameter in any part of the model;
     RemoteRankError if another rank has such an error.
     """
@@ -272,8 +273,8 @@ def _agree_on_groups(
         copies = [slot.name for slot in slots if param_facts(slot.param).shared]
         if copies and group_size(groups.embd) == 1:
             raise ValueError(
-                f"pg_collection.embd is {groups.embd}: must be the group of first and last stage, because {copies[0]} "
-                "is the copy of a weight of the first"
+                f"pg_collection.embd is {groups.embd}: must be the group of the first and the last stage, because "
+                f"{copies[0]} is a copy of a weight of the first"
             )
         keys = {e.param: grouping.key_of(e.name, e.param) for e in slots if not param_facts(e.param).shared}
     keys |= _owners_keys(slots, keys, grouping=grouping, groups=groups)
@@ -294,8 +295,8 @@ def _check_patterns_match(patterns: Sequence[str], names: Sequence[str], *, grou
     unknown = [pattern for pattern in patterns if pattern not in known]
     if unknown:
         raise ValueError(
-            f"DistributedDataParallelConfig.param_name_patterns_for_fp32_local_accumulation has {unknown[0]}: must "
-            "match the name of a parameter that requires grad"
+            f"DistributedDataParallelConfig.param_name_patterns_for_fp32_local_accumulation contains {unknown[0]}: "
+            "must match the name of a parameter that requires grad"
         )
 
 
@@ -306,7 +307,7 @@ def _owners_keys(
     grouping: ParamGrouping,
     groups: ProcessGroupCollection,
 ) -> dict[nn.Parameter, GroupKey]:
-    """Returns the groups of copies of tied weights on this rank: those of their owners.
+    """Returns the groups of copies of tied weights on this rank, which are those of their owners.
 
     A dry run has no owner to ask, and derives the groups from the copies' own names.
     """
@@ -314,14 +315,16 @@ def _owners_keys(
     if is_fake(groups.embd):
         return {e.param: grouping.key_of(e.name, e.param) for e in slots if param_facts(e.param).shared}
     owned = [keys[e.param] for e in slots if param_facts(e.param).shared_embedding and e.param in keys]
-    # Sent by the owner, because only it has the parameter that attributes and predicates look at.
+    # Sent by the owner, because only the owner has the parameter that attributes and predicates inspect.
     of_first_stage = gather_objects(owned, groups.embd)[0]
     return dict(zip(copies, of_first_stage, strict=True)) if copies else {}
 
 
 @contextmanager
 def _all_parts_agree(groups: ProcessGroupCollection) -> Iterator[None]:
-    """Enters all_ranks_agree over the ranks of dense layers, then of expert layers: together all parts of a model."""
+    """Enters all_ranks_agree over the ranks of dense layers, then of expert layers, which together are all parts of a
+    model.
+    """
     with ExitStack() as stack:
         for group in (groups.mp, groups.tp_ep_pp):
             # For all_ranks_agree, None would mean all ranks.

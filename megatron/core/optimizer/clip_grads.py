@@ -1,7 +1,7 @@
 """Norm, clipping and zero count of gradients, on one rank and over all ranks that hold parts of the model.
 
-Three functions with Megatron's names are for scripts. The optimizer uses GradStats, which counts each logical element
-once; optimizer.py applies the clip factor in the update itself. `group` always means a process group here.
+Three functions with Megatron's names are intended for scripts. The optimizer uses GradStats, which counts each logical
+element once; optimizer.py applies the clip factor in the update itself. `group` always means a process group here.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,11 +26,11 @@ from megatron.core.tensor_parallel.param_attributes import gradient_of, gradient
 
 # Added to the norm before dividing by it, as in Megatron and torch.
 _CLIP_EPS = 1e-6
-# Elements. On a CPU, longer sums of squares in one fp32 accumulator lose digits: the relative error over 18M normal
+# In elements. On a CPU, longer sums of squares in one fp32 accumulator lose digits: the relative error over 18M normal
 # numbers is 8e-4 in one sum and 2e-7 in pieces, for 1.5 times the time. A GPU's kernel splits sums itself; there, one
 # tensor per piece would cost more than the sum.
 _PIECE = 1 << 16
-_NO_DECOUPLED_GRAD = "parameters have one gradient, main_grad or grad, in the dtype in which it is reduced"
+_NO_DECOUPLED_GRAD = "parameters have a single gradient, main_grad or grad, in the dtype in which it is reduced"
 
 
 # For scripts.
@@ -43,7 +43,7 @@ def get_grad_norm_fp32(
     *,
     accumulate_in: torch.dtype = torch.float32,
 ) -> float:
-    """Returns the norm of all gradients together over all ranks of the group, rounded to fp32.
+    """Returns the joint norm of all gradients over all ranks of the group, rounded to fp32.
 
     grads_for_norm: any shapes, contiguous, floating point; the norm of no gradients is 0. norm_type: 2, another p, or
     infinity. grad_stats_parallel_group: ranks that hold other elements; None means this rank alone. accumulate_in: the
@@ -63,7 +63,7 @@ def clip_grad_by_total_norm_fp32(
 
     parameters: any shapes, floating point. A parameter's gradient is its `main_grad` if a data-parallel wrapper stores
     one, else its `.grad`. Raises ValueError for parameters of wrappers that free gradients during backward.
-    use_decoupled_grad: False; no parameter has another gradient here.
+    use_decoupled_grad: must be False, because parameters have no other gradient.
     """
     require_defaults("clip_grad_by_total_norm_fp32", _NO_DECOUPLED_GRAD, use_decoupled_grad=(use_decoupled_grad, False))
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
@@ -84,10 +84,10 @@ def count_zeros_fp32(
     """Returns the number of exact zeros in gradients over the group's ranks.
 
     parameters: any shapes, floating point. A parameter's gradient is its `main_grad` if a data-parallel wrapper stores
-    one, else its `.grad`, if it has any. tp_group: unsplit parameters, of which all its ranks hold a copy, count on its
-    first rank only; a tied weight counts on its owner. expert_tp_group: the same for parameters of experts; None means
-    tp_group. Raises ValueError for parameters of wrappers that free gradients during backward. use_decoupled_grad:
-    False; no parameter has another gradient here.
+    one, else its `.grad`, if it has any. tp_group: unsplit parameters, of which all ranks of the group hold a copy, are
+    counted on its first rank only; a tied weight is counted on its owner. expert_tp_group: the corresponding group for
+    expert parameters; None means tp_group. Raises ValueError for parameters of wrappers that free gradients during
+    backward. use_decoupled_grad: must be False, because parameters have no other gradient.
     """
     require_defaults("count_zeros_fp32", _NO_DECOUPLED_GRAD, use_decoupled_grad=(use_decoupled_grad, False))
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
@@ -98,7 +98,7 @@ def count_zeros_fp32(
 
 
 def persistent_gradient(param: torch.Tensor) -> torch.Tensor | None:
-    """Returns a parameter's main_grad, or else grad, any shape and dtype; None without either.
+    """Returns a parameter's main_grad if it has one, otherwise its grad, any shape and dtype; None without either.
 
     Raises ValueError for a parameter of a wrapper that frees gradients during backward.
     """
@@ -107,8 +107,8 @@ def persistent_gradient(param: torch.Tensor) -> torch.Tensor | None:
         # Without an error its gradient would silently be ignored.
         raise ValueError(
             f"a parameter of shape {tuple(param.shape)} is in a DistributedDataParallel with shard_gradients or "
-            "release_gradients, which frees gradients during backward: clip by OptimizerConfig.clip_grad or "
-            "optimizer_in_backward_clip, count zeros by log_num_zeros_in_grad, or use a hook on each bucket"
+            "release_gradients, which frees gradients during backward: clip with OptimizerConfig.clip_grad or "
+            "optimizer_in_backward_clip, count zeros with log_num_zeros_in_grad, or use a hook on each bucket"
         )
     return grad
 
@@ -139,15 +139,15 @@ class _CountedPart:
 class GradStats:
     """Norm and exact zeros of the gradients of a step, over all ranks that hold parts of the model.
 
-    Replicated parameters count on the first tensor-parallel rank only, tied weights on their owner. Dense parameters
-    are spread over the group mp, expert parameters over tp_ep_pp. Every data-parallel replica computes the same
-    statistics. If data-parallel ranks have shards, the first sum is over these.
+    Replicated parameters are counted on the first tensor-parallel rank only, tied weights on their owner. Dense
+    parameters are distributed over the group mp, expert parameters over tp_ep_pp. Every data-parallel replica computes
+    the same statistics. If data-parallel ranks hold shards, the first sum is over these ranks.
 
     This class reads gradients that are persistent in their buffers. UpdatesInBackward overrides methods for gradients
     that are released before the step.
 
-    buffers, runs: all of the model on this rank. logical_pieces: by name, the parameters whose padding is not counted.
-    device: of the tensors, the same kind on all ranks.
+    buffers, runs: all buffers and ranges of the model on this rank. logical_pieces: by name, the parameters whose
+    padding is not counted. device: the tensors' device, the same kind on all ranks.
     """
 
     def __init__(
@@ -166,9 +166,9 @@ class GradStats:
         self._norm_dtype = torch.float64 if config.deterministic_mode else torch.float32
         # A rank without gradients takes part in the sums on the same device as the others.
         self._nothing = torch.empty(0, dtype=torch.float32, device=device)
-        # Whether the same ranks hold all dense and all expert parameters. Experts then count as dense: their gradients
-        # are in the dense list, in the parameters' order, and one collective is enough. The groups over which shards
-        # are distributed may still differ. They are ignored here, because ranks of all stages must find the same
+        # Whether the same ranks hold all dense and all expert parameters. Experts are then treated as dense: their
+        # gradients are in the dense list, in the parameters' order, and one collective is enough. The groups over which
+        # shards are distributed may still differ. They are ignored here, because ranks of all stages must find the same
         # answer, and some have no shards.
         self._is_one_group = groups.mp is groups.tp_ep_pp or group_size(groups.mp) == group_size(groups.tp_ep_pp) == 1
         # All ranks of a group have the same buffers.
@@ -180,7 +180,7 @@ class GradStats:
         self._expert_groups = [expert_shards, groups.tp_ep_pp]
         self._parts = {param_range: self._parts_of(param_range) for param_range in self._runs}
 
-    # In a step.
+    # Called during a step.
 
     @property
     def is_updated(self) -> bool:
@@ -196,7 +196,7 @@ class GradStats:
         return self.join_zeros([self.zeros_of(self._runs)])
 
     def end_step(self, grad_norm: float) -> None:
-        """Ends a step that updated; grad_norm: of the unscaled gradients before clipping."""
+        """Ends a step that performed an update; grad_norm: norm of the unscaled gradients before clipping."""
 
     def skip_step(self, grad_norm: float) -> None:
         """Ends a step in which a gradient was not finite."""
@@ -214,7 +214,7 @@ class GradStats:
     def counted_grads(self, group: dist.ProcessGroup | None = None) -> list[Tensor]:
         """Returns the reduced gradients that this rank counts, views: [n] each, the dtype of their buffer.
 
-        group: only those whose statistics are summed over it; None for all.
+        group: restricts the result to gradients whose statistics are summed over this group; None means all.
         """
         return [
             one.grad[part.start : part.end]
@@ -224,7 +224,7 @@ class GradStats:
         ]
 
     def sums_over(self, group: dist.ProcessGroup) -> bool:
-        """Returns whether the statistics of any gradients are summed over a group, perhaps among others."""
+        """Returns whether the statistics of any gradients are summed over a group, possibly among others."""
         return group in self._dense_groups or (group in self._expert_groups and not self._is_one_group)
 
     @property
@@ -238,8 +238,8 @@ class GradStats:
             return several[0] if several else None
         if self._groups.intra_dist_opt is None:
             raise ValueError(
-                "pg_collection.intra_dist_opt is None: must be the group of all ranks that hold shards and layers of a "
-                "model"
+                "pg_collection.intra_dist_opt is None: must be the group of all ranks that hold shards and layers "
+                "of a model"
             )
         return self._groups.intra_dist_opt
 
@@ -251,12 +251,12 @@ class GradStats:
         return self._part_of_norm(grads, accumulate_in=self._norm_dtype)
 
     def join_norms(self, parts: Sequence[PartialStat]) -> Tensor:
-        """Returns the norm of the gradients of all parts, the same bits as of all together: [], fp64. Collective."""
+        """Returns the norm of the gradients of all parts, bit-identical to a joint norm: [], fp64. Collective."""
         return self._norm_over(parts, dense_groups=self._dense_groups, expert_groups=self._expert_groups)
 
     def zeros_of(self, runs: Iterable[FlatParamRange]) -> PartialStat:
         """Returns this rank's part of the exact zeros in the gradients of some ranges."""
-        # By logical piece, so that padding, between parameters and of the vocabulary, does not count.
+        # By logical piece, so that padding, between parameters and of the vocabulary, is not counted.
         grads = ((member, member.view_of(one.grad)) for one in runs for member in one.params)
         owned = ((member, self._without_padding(member, grad)) for member, grad in grads if self._owns(member.param))
         dense, experts = self._dense_and_experts(
@@ -274,7 +274,7 @@ class GradStats:
     # Parameters.
 
     def params_norm(self) -> float:
-        """Returns the 2-norm of all ranges as they are stepped (masters), summed in fp64. Collective."""
+        """Returns the 2-norm of all updated ranges (masters), summed in fp64. Collective."""
         owned = (
             (_with_norm_of_main(one, part.start, end=part.end), part.with_experts)
             for one in self._runs
@@ -283,10 +283,10 @@ class GradStats:
         return read_norm_sync(self.join_norms([self._part_of_norm(owned, accumulate_in=torch.float64)]))
 
     def norm_of(self, params: Iterable[nn.Parameter]) -> float:
-        """Returns the 2-norm of parameters that are not stepped, any shapes and dtypes, summed in fp64. Collective."""
+        """Returns the 2-norm of parameters that are not updated, any shapes and dtypes, summed in fp64. Collective."""
         owned = ((_with_norm_of(param), self._with_experts(param)) for param in params if self._owns(param))
         here = self._part_of_norm(owned, accumulate_in=torch.float64)
-        # Not summed over shards: each data-parallel rank has these parameters whole.
+        # Not summed over shards, because each data-parallel rank has these parameters whole.
         groups = self._groups
         return read_norm_sync(self._norm_over([here], dense_groups=[groups.mp], expert_groups=[groups.tp_ep_pp]))
 
@@ -300,7 +300,7 @@ class GradStats:
         return not self._is_one_group and param_facts(param).is_expert
 
     def _parts_of(self, param_range: FlatParamRange) -> list[_CountedPart]:
-        """Returns the elements of a flat range that this rank counts, neighbours joined."""
+        """Returns the elements of a flat range that this rank counts, with neighbours joined."""
         parts = []
         kinds = groupby(
             param_range.params, key=lambda member: (self._owns(member.param), self._with_experts(member.param))
@@ -325,7 +325,7 @@ class GradStats:
     def _part_of_norm(self, owned: Iterable[tuple[Tensor, bool]], *, accumulate_in: torch.dtype) -> PartialStat:
         """Returns this rank's part of a norm.
 
-        owned: the tensors that it counts, any shapes, contiguous, floating point, each with its with_experts.
+        owned: the tensors that it counts, any shapes, contiguous, floating point, each with its with_experts flag.
         """
         dense, experts = (_piece_norms(some, 2, accumulate_in=accumulate_in) for some in self._dense_and_experts(owned))
         return PartialStat(dense, experts)
@@ -346,17 +346,19 @@ class GradStats:
 
 
 def _with_norm_of_main(param_range: FlatParamRange, start: int, *, end: int) -> Tensor:
-    """Returns a tensor that has the norm of masters [start, end): the masters or norms of pieces, [n], fp32 or fp64."""
+    """Returns a tensor whose norm equals that of masters [start, end): the masters or norms of pieces, [n], fp32 or
+    fp64.
+    """
     if isinstance(param_range.main, Plain) and param_range.main.tensor.device == param_range.model.device:
         return param_range.main.read(start, end)
     in_range = pieces(param_range.main, start=start, end=end)
     norms = [torch.linalg.vector_norm(values, dtype=torch.float64) for _, values in in_range]
-    # Masters may be in the host's memory; only these few norms are copied to the device.
+    # Masters may be in host memory; only these few norms are copied to the device.
     return torch.stack(norms).to(param_range.model.device)
 
 
 def _with_norm_of(param: Tensor) -> Tensor:
-    """Returns a tensor that has a parameter's norm: the parameter, any shape and dtype; for a DTensor [1], fp64."""
+    """Returns a tensor with a parameter's norm: the parameter, any shape and dtype; for a DTensor [1], fp64."""
     if not isinstance(param, DTensor):
         return param.detach()
     square = torch.linalg.vector_norm(param._local_tensor.detach(), dtype=torch.float64).square().view(1)
@@ -382,8 +384,8 @@ def total_norm(
 
 
 def _piece_norms(grads: Sequence[torch.Tensor], norm_type: float, *, accumulate_in: torch.dtype) -> torch.Tensor:
-    """Returns norms of the pieces of gradients, any shapes and dtypes, for _total_of_norms: [n], fp64."""
-    # Views, so that cutting costs no memory.
+    """Returns norms of pieces of gradients, any shapes and dtypes, for _total_of_norms: [n], fp64."""
+    # Views, so that splitting costs no memory.
     flat = [grad.view(-1) for grad in grads if grad.numel() > 0]
     cut = [piece for grad in flat for piece in (grad.split(_PIECE) if grad.device.type == "cpu" else [grad])]
     if not cut:
@@ -401,7 +403,7 @@ def _piece_norms(grads: Sequence[torch.Tensor], norm_type: float, *, accumulate_
 def _total_of_norms(
     norms: torch.Tensor, norm_type: float, *, groups: Sequence[dist.ProcessGroup | None]
 ) -> torch.Tensor:
-    """Returns total_norm of gradients, with the same bits, from the norms of their pieces: [n], fp64 -> [], fp64."""
+    """Computes total_norm, bit-identically, from the norms of pieces of gradients: [n], fp64 -> [], fp64."""
     # A rank without gradients takes part in the exchange.
     total = torch.linalg.vector_norm(norms, norm_type) if norms.numel() > 0 else norms.new_zeros(())
     for group in groups:
@@ -410,17 +412,17 @@ def _total_of_norms(
 
 
 def _norm_over_ranks(local: torch.Tensor, norm_type: float, *, group: dist.ProcessGroup | None) -> torch.Tensor:
-    # Without this, one rank would take the norm of one norm, which may round.
+    # Otherwise one rank would take the norm of a single norm, which may round.
     if group_size(group) == 1:
         return local
-    # Gathered and combined locally, not reduced, for the same bits on every rank and for every p.
+    # Gathered and combined locally, not reduced, so that every rank gets the same bits for every p.
     norms = [torch.empty_like(local) for _ in range(group_size(group))]
     dist.all_gather(norms, local, group=group)
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
 def read_norm_sync(total: torch.Tensor) -> float:
-    """Returns a norm, [], fp64, rounded to fp32. NOTE: waits for the device, because the host decides by it."""
+    """Reads a norm, [], fp64, rounded to fp32. NOTE: waits for the device, because the host needs the value."""
     return total.float().item()
 
 
@@ -430,13 +432,15 @@ def clip_coefficient(max_norm: float, total_norm: float) -> float:
 
 
 def clip_coefficient_on_device(max_norm: float, total_norm: torch.Tensor) -> torch.Tensor:
-    """Returns clip_coefficient of a norm on its device, with the same bits: [], fp64 -> [], fp64."""
+    """Computes clip_coefficient of a norm on its device, bit-identically: [], fp64 -> [], fp64."""
     # A quotient of two tensors, because with a Python number a GPU multiplies by a rounded reciprocal.
     return (torch.full_like(total_norm, max_norm) / (total_norm + _CLIP_EPS)).clamp(max=1.0)
 
 
 def _owns_elements(param: torch.Tensor, tp_group: dist.ProcessGroup | None) -> bool:
-    """Returns whether this rank counts a parameter, any shape and dtype; replicas count on the group's first rank."""
+    """Returns whether this rank counts a parameter, any shape and dtype; replicas are counted on the group's first
+    rank.
+    """
     facts = param_facts(param)
     return not facts.shared and (facts.tensor_model_parallel or group_rank(tp_group) == 0)
 
@@ -464,5 +468,5 @@ def _sum_over_ranks(total: torch.Tensor, groups: Sequence[dist.ProcessGroup | No
 
 
 def read_count_sync(total: torch.Tensor) -> float:
-    """Returns a count, [], int64, as a number. NOTE: waits for the device, if zeros are counted."""
+    """Reads a count, [], int64, as a number. NOTE: waits for the device, if zeros are counted."""
     return float(total.item())

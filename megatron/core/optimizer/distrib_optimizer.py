@@ -1,4 +1,4 @@
-"""DistributedOptimizer: each data-parallel rank steps its shard of every bucket, then ranks gather the parameters.
+"""DistributedOptimizer: each data-parallel rank updates its shard of every bucket, then ranks gather the parameters.
 
 megatron.core.distributed cuts buckets and launches collectives; optimizer.py implements the step.
 """
@@ -29,7 +29,7 @@ from megatron.core.optimizer.optimizer_parts import InitStateFn, OptimizerParts,
 from megatron.core.optimizer.state_dict import MASTERS
 from megatron.core.process_groups_config import group_rank, group_size
 
-# A state of parameters, as save_parameter_state writes it: for each chunk, by parameter and kind of state, flat tensors
+# State of parameters, as written by save_parameter_state: for each chunk, by parameter and kind of state, flat tensors
 # [N], fp32 or fp64, in the parameter's memory order.
 ParameterState = list[dict[str, dict[str, Tensor]]]
 
@@ -47,14 +47,14 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
     3. parameters are gathered: without overlap immediately, with overlap_param_gather in forward before each module,
        with overlap_param_gather_with_optimizer_step each bucket as soon as it is updated, in the order of forward.
 
-    A rank may own padding only, or nothing of a parameter group. The norm counts each element once, so that all ranks
+    A rank may own only padding, or no part of a parameter group. The norm counts each element once, so that all ranks
     skip a step together. Checkpoints hold boxes of whole tensors and load on any number of ranks.
 
-    optimizer: torch's, over the parameters of model_chunks, whose settings shard state; its groups get this rank's
-    shards instead, so it must compute each element by itself. per_model_buffers: the chunks' buffers by their index.
-    data_parallel_group: the ranks over which these are sharded. data_parallel_group_gloo: the same ranks, for
-    get_parameter_state_dp_zero through the host. data_parallel_group_idx, distributed_optimizer_instance_id: kept as
-    attributes; the groups say it all. Raises ValueError for buffers or a group that are not those of the chunks.
+    optimizer: a torch optimizer over the parameters of model_chunks, whose settings shard state. Its groups are given
+    this rank's shards instead, so it must update elements independently. per_model_buffers: the chunks' buffers by
+    their index. data_parallel_group: the ranks over which these are sharded. data_parallel_group_gloo: the same ranks,
+    for get_parameter_state_dp_zero through the host. data_parallel_group_idx, distributed_optimizer_instance_id: kept
+    as attributes only. Raises ValueError for buffers or a group that do not belong to the chunks.
     """
 
     def __init__(
@@ -132,9 +132,9 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         sharding_type: str | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Returns sharded_state_dict of MegatronOptimizer.
+        """Calls sharded_state_dict of MegatronOptimizer.
 
-        sharding_type: None or fully_reshardable, the one format that there is.
+        sharding_type: None or fully_reshardable, the only format.
         """
         if sharding_type not in (None, FULLY_RESHARDABLE):
             raise ValueError(f"sharding_type is {sharding_type!r}: must be None or {FULLY_RESHARDABLE!r}")
@@ -146,11 +146,11 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         is_loading: bool = False,
         metadata: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Returns sharded_state_dict, whose boxes are of whole tensors."""
+        """Returns sharded_state_dict, which holds boxes of whole tensors."""
         return self.sharded_state_dict(model_sharded_state_dict, is_loading, metadata=metadata)
 
     def load_parameter_state_from_fully_reshardable(self, state_dict: Mapping[str, Any]) -> None:
-        """Ends a load that sharded_param_state_fully_reshardable has begun, like load_state_dict."""
+        """Ends a load begun by sharded_param_state_fully_reshardable, like load_state_dict."""
         self.load_state_dict(state_dict)
 
     def get_parameter_state_dp_zero(
@@ -158,8 +158,9 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
     ) -> ParameterState | None:
         """Returns moments and masters of whole parameters on the first rank of each buffer's group, on the CPU.
 
-        Other ranks get None, unless return_on_all_ranks. use_gloo_comm: gathers through data_parallel_group_gloo, if
-        that is given. empty_data: tensors have a shape alone (meta device). Collective over data-parallel ranks.
+        Other ranks get None, unless return_on_all_ranks is set. use_gloo_comm: gathers through
+        data_parallel_group_gloo, if that is given. empty_data: returns tensors without data (meta device). Collective
+        over data-parallel ranks.
         """
         is_reader = return_on_all_ranks or all(
             group_rank(buffer.data_parallel_group) == 0 for buffer in self._sharded_buffers()
@@ -185,10 +186,10 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
     ) -> None:
         """Sets moments and masters from get_parameter_state_dp_zero, then gathers the parameters. Collective.
 
-        state_dict: read on the first rank of each buffer's group; of any number of data-parallel ranks. Raises
+        state_dict: read on the first rank of each buffer's group; may be from any number of data-parallel ranks. Raises
         ValueError on all ranks if a parameter or a kind of state is missing or has another size.
         """
-        why = "files of save_parameter_state have one format"
+        why = "files of save_parameter_state have only one format"
         require_defaults("load_parameter_state", why, update_legacy_format=(update_legacy_format, False))
         for index, chunk in enumerate(self._sharded_chunks):
             for buffer in chunk.all_buffers:
@@ -207,7 +208,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
     def save_parameter_state(self, filename: str) -> None:
         """Writes get_parameter_state_dp_zero with torch.save, on the first data-parallel rank. Collective.
 
-        Each tensor-, expert- and pipeline-parallel rank needs a file of its own.
+        Each tensor-, expert- and pipeline-parallel rank needs a separate file.
         """
         state = self.get_parameter_state_dp_zero()
         with all_ranks_agree(self.data_parallel_group):
@@ -226,12 +227,12 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         return [buffer for chunk in self._sharded_chunks for buffer in chunk.all_buffers]
 
     def _kinds(self, buffer: FlatBuffer) -> list[str]:
-        """Returns the kinds of state that any rank has of a buffer. Collective."""
+        """Returns the kinds of state that any rank has for a buffer. Collective."""
         own = {state.kind for state in self._flat_states() if state.param_range.buffer is buffer}
         return sorted(set().union(*gather_objects(own, buffer.data_parallel_group)))
 
     def _read_shard(self, buffer: FlatBuffer, bucket: int, kind: str) -> Tensor:
-        """Returns one kind of state of this rank's shard of a bucket: [shard], fp32 or fp64; 0 where there is none."""
+        """Reads one kind of state of this rank's shard of a bucket: [shard], fp32 or fp64; 0 where there is none."""
         owned = buffer.owned_spans()[bucket]
         dtype = torch.float64 if buffer.param_data.dtype == torch.float64 else torch.float32
         shard = torch.zeros(owned.numel, dtype=dtype, device=buffer.param_data.device)
@@ -269,17 +270,17 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         return gloo if is_same else group
 
     def _after_load(self) -> None:
-        # Decided by the chunks' dtypes, not by this rank's ranges, of which there may be none.
+        # Determined by the chunks' dtypes, not by this rank's ranges, of which there may be none.
         dtypes = [buffer.param_data.dtype for chunk in self._sharded_chunks for buffer in chunk.all_buffers]
         if self.config.keeps_remainders and torch.bfloat16 in dtypes:
-            # Loading remainders has changed this rank's shard of the parameters, so the others gather it.
+            # Loading remainders has changed this rank's shard of the parameters, so the other ranks must gather it.
             for chunk in self._sharded_chunks:
                 chunk.start_param_sync(force_sync=True, force_dispatch=True)
 
     # Inside a step.
 
     def _update(self, scale: GradScale) -> None:
-        # First of all, because a gather in flight would overwrite updated parameters.
+        # Must come first, because a gather in flight would overwrite updated parameters.
         self._mark_params_stale()
         if self._gathers_in_step:
             with self._whole_update():
@@ -344,7 +345,9 @@ def _gather_sync(
 
 
 def _scattered(whole: Tensor | None, buffer: FlatBuffer, bucket: int, *, like: Tensor) -> Tensor:
-    """Returns this rank's shard of a bucket from the first rank's numbers of the buffer; like: such a shard."""
+    """Returns this rank's shard of a bucket from the first rank's values of the buffer; like: a tensor of the same
+    form.
+    """
     group = buffer.data_parallel_group
     spans = [buffer.layout.shard(bucket, rank) for rank in range(group_size(group))]
     parts = None if whole is None else [whole[one.start : one.end].to(like) for one in spans]
@@ -357,7 +360,7 @@ def _scattered(whole: Tensor | None, buffer: FlatBuffer, bucket: int, *, like: T
 def _checked(
     state: ParameterState | None, chunk: int, buffer: FlatBuffer, kinds: Sequence[str]
 ) -> Mapping[str, Mapping[str, Tensor]]:
-    """Returns a chunk's state; raises ValueError if something of the buffer is missing or has another size."""
+    """Returns a chunk's state; raises ValueError if an entry of the buffer is missing or has the wrong size."""
     of_chunk = state[chunk] if state is not None and chunk < len(state) else {}
     for slot in buffer.slots:
         for kind in kinds:
@@ -379,24 +382,27 @@ def _check_buffers(
 ) -> None:
     known = {index: list(chunk.all_buffers) for index, chunk in enumerate(chunks)}
     given = {index: list(buffers) for index, buffers in per_model_buffers.items()}
-    # One optimizer may not step a part of a chunk, because its update makes all other shards stale.
+    # An optimizer may not update only part of a chunk, because its update makes all other shards stale.
     if given != known:
         sizes = {index: len(buffers) for index, buffers in known.items()}
         raise ValueError(
-            f"per_model_buffers has { ({index: len(buffers) for index, buffers in given.items()}) } buffers: must have "
-            f"all buffers of each of model_chunks, {sizes}; one DistributedOptimizer steps dense and expert parameters"
+            f"per_model_buffers has { {index: len(buffers) for index, buffers in given.items()} } buffers: must "
+            f"contain all buffers of each of model_chunks, {sizes}; one DistributedOptimizer updates dense and "
+            "expert parameters"
         )
     groups = [buffer.data_parallel_group for buffers in known.values() for buffer in buffers]
     num_ranks = [group_size(one) for one in groups]
     if groups and group_size(group) not in num_ranks:
         raise ValueError(
-            f"data_parallel_group has {group_size(group)} ranks: must be the group over which buffers are sharded, of "
-            f"{num_ranks[0]} ranks"
+            f"data_parallel_group has {group_size(group)} ranks: must be the group over which buffers are sharded, "
+            f"of {num_ranks[0]} ranks"
         )
 
 
 def check_same_sharding(chunks: list[_BaseDataParallel], *, is_wanted: bool) -> bool:
-    """Returns whether the chunks are sharded; raises ValueError if they differ, or are not although it is wanted."""
+    """Returns whether the chunks are sharded; raises ValueError if they differ, or if sharding is wanted
+    but missing.
+    """
     sharded = [chunk.ddp_config.use_distributed_optimizer for chunk in chunks]
     if len(set(sharded)) > 1:
         raise ValueError(
@@ -405,13 +411,13 @@ def check_same_sharding(chunks: list[_BaseDataParallel], *, is_wanted: bool) -> 
     if is_wanted and not sharded[0]:
         raise ValueError(
             "OptimizerConfig.use_distributed_optimizer is True and "
-            "DistributedDataParallelConfig.use_distributed_optimizer is False: set it there, too"
+            "DistributedDataParallelConfig.use_distributed_optimizer is False: set both"
         )
     return sharded[0]
 
 
 def check_sharded_gradients(chunks: list[_BaseDataParallel], *, optimizer: str) -> None:
-    """Raises ValueError unless all chunks shard gradients with distributed_fused_adam, and none does without it."""
+    """Raises ValueError unless all chunks shard gradients with distributed_fused_adam, and none does otherwise."""
     wanted = optimizer == "distributed_fused_adam"
     found = [chunk.ddp_config.shard_gradients for chunk in chunks]
     if any(is_sharded != wanted for is_sharded in found):

@@ -1,11 +1,11 @@
 """DistributedFusedAdam: Adam with gradients and states sharded over ranks (ZeRO-2), for any PyTorch module.
 
-fused_adam_params.py has its parameters, fused_adam_grads.py their gradients, and adam.py updates a shard. Buffers and
-the order of collectives are in megatron/core/distributed.
+fused_adam_params.py handles its parameters, fused_adam_grads.py their gradients, and adam.py updates a shard. Buffers
+and the order of collectives are in megatron/core/distributed.
 
-[Note: registered parameters] A parameter is registered when it gets a place in a bucket, and its states follow. Unless
-`init_params` registers it, this happens when the first gradient is reduced, so that buckets follow the order of
-gradients. A call registers one segment, whose parameters share buckets with no others.
+[Note: registered parameters] A parameter is registered when it is assigned a place in a bucket, after which its states
+are allocated. Unless `init_params` registers it, this happens when the first gradient is reduced, so that buckets
+follow the order of gradients. Each call registers one segment, whose parameters share no buckets with other segments.
 """
 
 import weakref
@@ -50,13 +50,15 @@ from megatron.core.process_groups_config import group_rank, group_size
 class DistributedFusedAdam(torch.optim.Optimizer):
     """A drop-in for torch.optim.AdamW and Adam, also on one rank without torch.distributed. In a step:
 
-    1. Backward moves each gradient into the memory of its bucket. A full bucket is reduced, to the rank that owns each
-       element, and its memory is freed. Sums of several backward passes accumulate in the shards.
-    2. `step` reduces remaining gradients (set by hand, or of no_sync), updates this rank's shard of every bucket with
+    1. Backward moves each gradient into the memory of its bucket. A full bucket is reduced to the ranks that own its
+       elements, and its memory is freed. Sums of several backward passes accumulate in the shards.
+    2. `step` reduces remaining gradients (set manually, or from no_sync), updates this rank's shard of every bucket
+       with
        fused kernels, and gathers the parameters on all ranks.
 
     All ranks must begin with equal parameters, and must call backward outside no_sync, and all methods that reduce,
-    equally often. The parameters that a backward reaches may differ between ranks, but each must reach at least one.
+    equally often. The parameters that a backward reaches may differ between ranks, but each backward must reach at
+    least one.
 
     The update. params, lr, betas, eps, weight_decay: as in torch.optim.AdamW; groups may override them and
     bias_correction. bias_correction: corrects both moments. adam_w_mode: False adds the decay to the gradients, as Adam
@@ -64,30 +66,31 @@ class DistributedFusedAdam(torch.optim.Optimizer):
 
     Ranks. process_group: all ranks of the optimizer. It is the product of distributed_process_group, over which each
     state is sharded, and redundant_process_group, which holds copies of it. average_grad_sync: averages gradients over
-    process_group instead of summing. device: must be the device of the parameters; None means that of the first.
+    process_group instead of summing. device: must be the device of the parameters; None means the device of the first
+    one.
 
-    Memory. dtype: of states; fp64 parameters have fp64 states. contiguous_param_buffer: parameters become views of flat
+    Memory. dtype: of states; fp64 parameters have fp64 states. contiguous_param_buffer: makes parameters views of flat
     tensors. Without it they keep their memory, gathered values are copied into it, and states always have masters.
-    contiguous_grad_buffer: gradient memory of buckets persists, see grad_buffer_view. store_params: stores masters in
-    `dtype` unless the parameters have that dtype. store_param_remainders: stores instead only the lower halves of fp32
-    masters of bf16 parameters. with_scaled_states: stores 16-bit states with scales.
+    contiguous_grad_buffer: makes the gradient memory of buckets persistent, see grad_buffer_view. store_params: stores
+    masters in `dtype` unless the parameters have that dtype. store_param_remainders: stores only the lower halves of
+    fp32 masters of bf16 parameters instead. with_scaled_states: stores 16-bit states with scales.
 
     Communication. grad_sync_dtype: dtype in which gradients accumulate and are reduced; None means `dtype`.
-    param_sync_dtype: all-gather dtype; None means the parameters' dtype, and an integer dtype sends its bits as such
-    integers. bucket_cap_mb: upper limit of a bucket's
-    gradients in MiB, but at least 128 elements. pipeline_size: number of buckets that may be in flight.
-    overlap_grad_sync: reduces during backward; without it, grad_sync or step reduces, and all gradients are kept until
-    then. overlap_param_sync: modules wait for their parameters in forward; other code must call wait_params before it
-    reads parameters. debug: fills parameters with NaN from the step to their gather; needs overlap_param_sync.
+    param_sync_dtype: all-gather dtype; None means the parameters' dtype, and an integer dtype sends the raw bits.
+    bucket_cap_mb: upper limit of a bucket's gradients in MiB, but at least 128 elements. pipeline_size: number of
+    buckets that may be in flight. overlap_grad_sync: reduces during backward; without it, grad_sync or step reduces,
+    and all gradients are kept until then. overlap_param_sync: modules wait for their parameters in forward; other code
+    must call wait_params before it reads parameters. debug: fills parameters with NaN from the step to their gather;
+    requires overlap_param_sync.
 
     capturable: lr is a tensor on the device and ranks do not communicate on the host, so that a CUDA graph can capture
     a step. All ranks must then run the same program.
 
-    Attributes with the names of arguments are for reading alone. state["step"] counts the updates, [], int64, on the
-    device, where a loss scaler may skip one; states of parameters are in state_dict.
+    Attributes named like arguments are read-only. state["step"] counts the updates, [], int64, on the device, where a
+    loss scaler may skip one; states of parameters are in state_dict.
 
-    Raises ValueError, naming the arguments, for invalid or contradicting ones. Follows ZeRO (Rajbhandari et al., 2020)
-    and the interface of apex's class of this name.
+    Raises ValueError, naming the arguments, for invalid or contradictory arguments. Follows ZeRO (Rajbhandari et al.,
+    2020) and the interface of apex's class of this name.
     """
 
     # Tells torch.amp.GradScaler that `step` accepts its scale, and decides on the device whether to update.
@@ -171,7 +174,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         self._rates: list[torch.Tensor] = []
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         super().__init__(groups, {**defaults, "weight_decay": weight_decay})
-        # Under a name among the parameters, as in apex.
+        # Named like a method of parameters, as in apex.
         self._count = torch.zeros((), dtype=torch.int64, device=self._device)
         cast(dict[Any, Any], self.state)["step"] = self._count
         self._set_attributes_of_apex(
@@ -205,7 +208,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             raise
         for name, param in zip(names, group["params"]):
             self._shards.names[param], self._shards.keys[param] = name, key
-            # Otherwise get_state_dict of torch.distributed.checkpoint creates states by a step with zero gradients.
+            # Otherwise get_state_dict of torch.distributed.checkpoint would create states by a step with zero
+            # gradients.
             self.state[param] = {}
             if param.requires_grad:
                 self._grads.watch(param)
@@ -220,11 +224,11 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     def init_params(self, params: nn.Parameter | Iterable[nn.Parameter] | None = None, **memory: Any) -> None:
         """Registers parameters now, in the order given, instead of with their first gradients. Collective.
 
-        See [Note: registered parameters]. params: None means all; parameters that do not require grad, or are
-        registered already, are left out. memory: values for these parameters that override dtype, grad_sync_dtype,
+        See [Note: registered parameters]. params: None means all; parameters that do not require grad or are already
+        registered are skipped. memory: settings for these parameters that override dtype, grad_sync_dtype,
         param_sync_dtype, store_params, store_param_remainders, with_scaled_states, contiguous_param_buffer or
         contiguous_grad_buffer. Raises ValueError for parameters that are not in param_groups or differ between ranks,
-        and for contradicting values; TypeError for other names.
+        and for contradictory values; TypeError for other names.
         """
         asked = self._memory.replaced(memory)
         given = [*self._shards.names] if params is None else self._shards.check_own(as_params(params))
@@ -248,7 +252,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     # Gradients.
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops all gradients and their pending factors; sets param.grad to None whatever set_to_none is.
+        """Drops all gradients and their pending factors; sets param.grad to None regardless of set_to_none.
 
         Collective only after an error in a backward.
         """
@@ -258,16 +262,16 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     def reset_iteration(self, num_backwards: int = 1) -> None:
         """Discards the iteration after an error and begins a new one. Collective.
 
-        Call it on the ranks that caught the error. The next collective call of the other ranks raises RemoteRankError,
-        and they must then call it, too. num_backwards: number of backward passes outside no_sync, since zero_grad or
-        the last step, that ranks without an error run before that call. Later errors, and any error with `capturable`,
-        leave the other ranks waiting.
+        Must be called on the ranks that caught the error. The next collective call of the other ranks raises
+        RemoteRankError, and they must then call it as well. num_backwards: number of backward passes outside no_sync,
+        since zero_grad or the last step, that ranks without an error run before that call. Later errors, and any error
+        with `capturable`, leave the other ranks waiting.
         """
         self._grads.reset(num_backwards)
 
     @contextmanager
     def no_sync(self, greedy_grad_copy: bool = False) -> Iterator[None]:
-        """Context that defers the reduction of its gradients to the next backward outside, grad_sync or step.
+        """Defers the reduction of gradients inside the context to the next backward outside, grad_sync or step.
 
         Until then gradients accumulate in param.grad, or with greedy_grad_copy in the buckets' memory.
         """
@@ -277,14 +281,14 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     @trace_range("DistributedFusedAdam.grad_sync")
     @torch.no_grad()
     def grad_sync(self) -> None:
-        """Reduces all remaining gradients, including those set in param.grad by hand, and waits. Collective."""
+        """Reduces all remaining gradients, including those set manually in param.grad, and waits. Collective."""
         self._grads.finish()
 
     def grad_buffer_view(self, param: nn.Parameter) -> torch.Tensor:
         """Returns memory in which kernels may add a parameter's gradient: [*parameter shape], dtype grad_sync_dtype.
 
-        It is zero before a backward. After adding a gradient, call register_grad_ready. Raises ValueError without
-        contiguous_grad_buffer, and for a parameter that is not in param_groups.
+        It is zero before a backward. register_grad_ready must be called after adding a gradient. Raises ValueError
+        without contiguous_grad_buffer, and for a parameter that is not in param_groups.
         """
         self.init_params([param])
         return self._shards.persistent_grad(param)
@@ -303,8 +307,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     ) -> torch.Tensor:
         """Returns the norm over all ranks of the gradients that `step` would use: [], fp32. Collective.
 
-        parameters: restricts the norm to these, any shapes and dtypes. norm_type: p above 0, or infinity; ValueError
-        otherwise. force: has no effect; apex caches the norm without it.
+        parameters: restricts the norm to these parameters, any shapes and dtypes. norm_type: p above 0, or infinity;
+        ValueError otherwise. force: has no effect; apex caches the norm without it.
         """
         self.grad_sync()
         return self._scaling.norm(self._sums_of(parameters), norm_type)
@@ -319,8 +323,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     ) -> torch.Tensor:
         """Scales the gradients to a norm of at most max_norm; returns the norm before: [], fp32. Collective.
 
-        Without `parameters` the factor is applied in the update of `step`; gradients of given ones, any shapes and
-        dtypes, are scaled immediately. Raises ValueError if max_norm is not a number of at least 0.
+        Without `parameters` the factor is applied in the update of `step`; gradients of the given parameters, any
+        shapes and dtypes, are scaled immediately. Raises ValueError if max_norm is not a number of at least 0.
         """
         if not (isinstance(max_norm, (int, float)) and max_norm >= 0):
             raise ValueError(f"clip_grad_norm: max_norm is {max_norm!r}: must be a number, at least 0")
@@ -340,7 +344,9 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         and then skips the step. Raises ValueError unless exactly one of the two is given.
         """
         if (inv_scale is None) == (grad_scaler is None):
-            raise ValueError("unscale_grads: inv_scale and grad_scaler are both given, or neither: must be one of them")
+            raise ValueError(
+                "unscale_grads: inv_scale and grad_scaler are both given, or neither: pass exactly one of them"
+            )
         found_inf = torch.zeros((), dtype=torch.float32, device=self._device)
         if grad_scaler is not None:
             self.grad_sync()
@@ -358,13 +364,14 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         """Reduces remaining gradients and updates the parameters; returns the closure's result. Collective.
 
         grad_scaler: a torch.amp.GradScaler, whose `step` is called and calls this method. Until zero_grad the gradients
-        stay as the update used them, divided by the loss scale and clipped, so another step may reuse them. Raises
+        remain as used by the update, divided by the loss scale and clipped, so another step may reuse them. Raises
         RuntimeError if a scaler searched for infinities before the gradients were reduced.
         """
-        # Not a named argument: torch's scaler warns about optimizers that have one, and passes its scale otherwise.
+        # Not a named argument, because torch's scaler warns about optimizers that have one, and otherwise passes its
+        # scale.
         scaler = scaling.pop("grad_scaler", None)
         if scaling:
-            raise TypeError(f"step() got {', '.join(scaling)}: takes closure and grad_scaler")
+            raise TypeError(f"step() got {', '.join(scaling)}: accepts only closure and grad_scaler")
         if scaler is None:
             return self._step() if closure is None else self._step(closure)
         loss = None
@@ -405,8 +412,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     def reload_params(self) -> None:
         """Sets the masters to the parameters, after other code has written to `param.data`. Collective.
 
-        Without it the next step would undo the write if masters are copies. A step detects writes to the parameter
-        itself by its version counter.
+        Otherwise the next step would undo the write if masters are copies. Writes to the parameter itself are detected
+        by its version counter.
         """
         self._order.finish_param_sync(self._shards.groups)
         for owned_range in self._shards.runs:
@@ -416,7 +423,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     def wait_params(self, params: nn.Parameter | Iterable[nn.Parameter]) -> None:
         """Waits until parameters, any shapes and dtypes, may be read outside their modules; for overlap_param_sync.
 
-        Collective while their gather is due.
+        Collective while their gather is pending.
         """
         self._need(
             dict.fromkeys(group for param in as_params(params) for group in self._shards.groups_of.get(param, ()))
@@ -427,11 +434,12 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     def state_dict(self, *, state_dict_format: str | int | None = None, gather_on_root: bool | None = None) -> Any:
         """Returns moments, masters and step counts by parameter. Collective.
 
-        For torch.distributed.checkpoint, or torch.save on each rank. Each rank has only its shards, under the same keys
-        as the others; they load on any number of ranks, see state_dict.py. state_dict_format: "torch" gathers a state
-        of torch.optim.AdamW on rank 0 of process_group and returns None on the others; save the parameters with it.
-        gather_on_root: True means the format "torch", False each rank's shards, None what state_dict_format says.
-        Raises ValueError for another format, or if the two contradict each other.
+        The result is intended for torch.distributed.checkpoint, or torch.save on each rank. Each rank has only its
+        shards, under the same keys as the other ranks; they load on any number of ranks, see state_dict.py.
+        state_dict_format: "torch" gathers a state of torch.optim.AdamW on rank 0 of process_group and returns None on
+        the others; the parameters should be saved with it. gather_on_root: True means the format "torch", False each
+        rank's shards, None defers to state_dict_format. Raises ValueError for another format, or if the two contradict
+        each other.
         """
         if state_dict_format not in (None, 2, "torch"):
             raise ValueError(f'state_dict_format is {state_dict_format!r}: must be None, 2 (the same), or "torch"')
@@ -439,8 +447,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             wanted = "torch" if gather_on_root else 2
             if state_dict_format not in (None, wanted):
                 raise ValueError(
-                    f"gather_on_root is {gather_on_root} with state_dict_format {state_dict_format!r}: must be left "
-                    f"out, or the format be {wanted!r}"
+                    f"gather_on_root is {gather_on_root} with state_dict_format {state_dict_format!r}: leave out "
+                    f"gather_on_root, or set the format to {wanted!r}"
                 )
             state_dict_format = wanted
         for before in self._optimizer_state_dict_pre_hooks.values():
@@ -459,7 +467,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         """Loads a result of `state_dict`, filled by torch.distributed.checkpoint.load, or a state of torch.optim.AdamW.
 
         Parameters are set to the loaded masters, if there are any. Collective. Raises ValueError or RemoteRankError,
-        and changes nothing, if the state does not fit on a rank or ranks have different orders of parameters.
+        and changes nothing, if the state is incompatible on a rank or ranks have different orders of parameters.
         """
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict  # type: ignore[arg-type]  # a mapping suffices
@@ -484,7 +492,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             after(self)
 
     def release(self) -> None:
-        """Gathers the last values of all parameters, removes all hooks and disables the optimizer. Collective."""
+        """Gathers the final values of all parameters, removes all hooks and disables the optimizer. Collective."""
         self._order.finish_param_sync(self._shards.groups)
         self._grads.release()
         self._order.leave()
@@ -493,18 +501,21 @@ class DistributedFusedAdam(torch.optim.Optimizer):
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
-            "a DistributedFusedAdam cannot be pickled, because process groups cannot: save its state_dict instead"
+            "a DistributedFusedAdam cannot be pickled, because process groups cannot be pickled: save its "
+            "state_dict instead"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise TypeError("a DistributedFusedAdam cannot be copied, because process groups cannot: build another one")
+        raise TypeError(
+            "a DistributedFusedAdam cannot be copied, because process groups cannot be copied: build another one"
+        )
 
     # Inside.
 
     def _set_attributes_of_apex(
         self, grid: RankGrid, *, average: bool, overlap: tuple[bool, bool], bucket_cap_mb: float
     ) -> None:
-        """Sets the attributes that scripts written for apex read; nothing here does."""
+        """Sets the attributes that scripts written for apex read; they are unused here."""
         memory, first = self._memory, next(self.parameters(), None)
         self.process_group, self.process_group_size = grid.ranks, group_size(grid.ranks)
         self.distributed_process_group, self.redundant_process_group = grid.shards, grid.replicas
@@ -529,7 +540,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             raise ValueError(f"{name} is on {param.device}: must be on {self._device} like the other parameters")
 
     def _agreed_order(self, state_dict: Any) -> list[list[int]]:
-        """Returns the order of parameters in a state dict, [] if it has none. Collective.
+        """Returns the parameter order of a state dict, [] if it has none. Collective.
 
         Raises on all ranks if a rank has no dict, or if orders differ, since ranks would then register parameters in
         different orders.
@@ -546,8 +557,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             others = [rank for rank, theirs in enumerate(orders) if theirs != orders[0]]
             if others:
                 raise ValueError(
-                    f"order of the state dict differs between rank 0 and ranks {others}: "
-                    "give every rank the state dict of one optimizer"
+                    f"order of the state dict differs between rank 0 and ranks {others}: load the state dict of the "
+                    "same optimizer on every rank"
                 )
         return orders[0]
 
@@ -570,7 +581,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     def _update(self, scale: GradScale) -> None:
         groups = self._shards.groups
         self._shards.take_changes()
-        # First, because a gather in flight would overwrite updated parameters.
+        # Must come first, because a gather in flight would overwrite updated parameters.
         self._order.mark_stale(groups)
         grad_use = self._shards.grad_use
         rates = [self._rates_of(key) for key in range(len(self.param_groups))]
@@ -629,9 +640,9 @@ def _is_numbers(values: Any) -> bool:
 class _ForwardGathers:
     """Makes the modules that own parameters wait for their gathers before forward.
 
-    An optimizer knows parameters, not modules. A global module hook finds the modules that own any of them when they
-    are first called, and registers hooks on them. params: the optimizer's parameters; groups_of: the groups that gather
-    each registered parameter; both may grow. need: waits for groups.
+    An optimizer has references to parameters, not to modules. A global module hook finds the modules that own any of
+    them when they are first called, and registers hooks on them. params: the optimizer's parameters; groups_of: the
+    groups that gather each registered parameter; both may grow. need: waits for groups.
     """
 
     def __init__(
@@ -646,7 +657,7 @@ class _ForwardGathers:
         self._waits = ForwardWaits(groups_of)
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._handles: list[Any] = []
-        # Weak, because the hook is global and must not keep an unused optimizer alive.
+        # A weak reference, because the hook is global and must not keep an unused optimizer alive.
         attach_new = weakref.WeakMethod(self._attach_new)
 
         # Breaks the graph of a compiled module: whether to wait is known only when it runs.
@@ -680,7 +691,7 @@ class _ForwardGathers:
     def _attach(self, module: nn.Module) -> None:
         if any(param in self._params for param in module.parameters()):
             wait = _Wait(self, lambda waits: waits.before(module))
-            # Before the module's other hooks, which may read its weights, as weight_norm's does.
+            # Runs before the module's other hooks, which may read its weights, as in weight_norm.
             self._handles.append(module.register_forward_pre_hook(wait, prepend=True))
         if any(param in self._params for param in module.parameters(recurse=False)):
             # state_dict reads parameters; load_state_dict writes values that a later gather would overwrite.
@@ -691,7 +702,7 @@ class _ForwardGathers:
     def wait(self, groups: Callable[[ForwardWaits], Iterable[_ParamAndGradBucketGroup]]) -> None:
         """Waits for the groups that `groups` returns."""
         if len(self._groups_of) != self._num_gathered:
-            # More parameters are gathered than ForwardWaits has learned of.
+            # More parameters are gathered than ForwardWaits knows of.
             self._num_gathered = len(self._groups_of)
             self._waits.forget()
         self._need(groups(self._waits))

@@ -1,6 +1,6 @@
-"""FlatParamRange: adjacent parameters, or this rank's parts of them, as one flat tensor that a kernel steps.
+"""FlatParamRange: adjacent parameters, or this rank's parts of them, as one flat tensor that a kernel updates.
 
-The data-parallel wrapper places parameters and gradients (layout.py); optimizer.py steps the ranges.
+The data-parallel wrapper lays out parameters and gradients (layout.py); optimizer.py updates the ranges.
 """
 
 from bisect import bisect_right
@@ -26,7 +26,7 @@ from megatron.core.optimizer.stored_floats import (
 )
 from megatron.core.tensor_parallel.param_attributes import set_main_param
 
-# The key that parameters must share to be stepped together.
+# Key shared by parameters that are updated together.
 _Key = TypeVar("_Key", bound=Hashable)
 
 
@@ -34,12 +34,12 @@ _Key = TypeVar("_Key", bound=Hashable)
 class FlatParamRange:
     """This rank's part of adjacent parameters that share dtype and parameter group.
 
-    model: [N], the parameters' dtype; parameters are views of it. main: the N numbers that are stepped, either `model`
+    model: [N], the parameters' dtype; parameters are views of it. main: the N numbers that are updated, either `model`
     itself or masters with higher precision than 16-bit parameters. span: the range's place in `buffer`; N is a multiple
-    of 64. Padding between parameters is and stays zero in `model`, `main` and `grad`, so norms and steps need not skip
+    of 64. Padding between parameters is always zero in `model`, `main` and `grad`, so norms and updates need not skip
     it. bucket: index into the owned spans of `buffer`. grad_of: returns the reduced gradients of one owned span,
-    [span.numel], a view. on_host: `main` is in the host's memory; on a CPU, where all memory is, it marks the share
-    that a GPU would offload.
+    [span.numel], a view. on_host: whether `main` is in host memory; on a CPU it marks the share that a GPU would
+    offload.
     """
 
     params: list[ParamRange]
@@ -59,12 +59,12 @@ class FlatParamRange:
 
     @property
     def has_master(self) -> bool:
-        """Whether masters have more digits than the model's parameters."""
+        """Whether masters have higher precision than the model's parameters."""
         return self.buffer.model_dtype.itemsize < 4
 
     @property
     def is_copy(self) -> bool:
-        """Whether a copy of the parameters is stepped, not the parameters themselves."""
+        """Whether a copy of the parameters is updated, instead of the parameters themselves."""
         return not (isinstance(self.main, Plain) and self.main.tensor is self.model)
 
     @property
@@ -110,8 +110,8 @@ def build_ranges(
     """Joins this rank's parts of each buffer's parameters into ranges, in the order of the buffers.
 
     groups: the parameter group of every parameter in the buffers. main_of: builds the masters of parameters, [N], any
-    floating dtype. host_fraction: part of each owned span whose masters are in the host's memory. grads_of: for each
-    buffer without persistent gradients, a function that returns those of an owned span, [span.numel], a view.
+    floating dtype. host_fraction: fraction of each owned span whose masters are in host memory. grads_of: for each
+    buffer without persistent gradients, a function that returns the gradients of an owned span, [span.numel], a view.
     """
     ranges: list[FlatParamRange] = []
     for buffer in buffers:
@@ -136,7 +136,7 @@ def name_masters(buffers: Sequence[FlatBuffer], ranges: Sequence[FlatParamRange]
     """Sets `main_param` of the buffers' 16-bit parameters: a view of their masters.
 
     It is None if this rank has no masters of the parameter, or has them in parts, rounded or as remainders. is_sharded:
-    the views are flat and cover this rank's part of a parameter.
+    whether the views are flat and cover this rank's part of a parameter.
     """
     views: dict[nn.Parameter, list[torch.Tensor | None]] = {}
     for one in ranges:
@@ -155,7 +155,7 @@ def name_masters(buffers: Sequence[FlatBuffer], ranges: Sequence[FlatParamRange]
 
 @dataclass(frozen=True, eq=False)
 class _Neighbours(Generic[_Key]):
-    """Adjacent parameter ranges of a buffer that share a key and lie in one of the given spans.
+    """Adjacent parameter ranges of a buffer that share a key and are in one of the given spans.
 
     span: their elements in the buffer, including padding. place: index of the given span.
     """
@@ -180,15 +180,17 @@ def ranges_in(
 
 
 def host_elements(numel: int, host_fraction: float) -> int:
-    """Returns how many of an owned span's elements, from its start, are kept in the host's memory."""
-    # A multiple of ALIGNMENT, so that no element's bits depend on the cut.
+    """Returns how many of an owned span's elements, from its start, are kept in host memory."""
+    # A multiple of ALIGNMENT, so that no element's bits depend on the split.
     return int(numel * host_fraction) // ALIGNMENT * ALIGNMENT
 
 
 def _by_memory(
     owned: Span, main_of: Callable[[torch.Tensor], StoredFloats], *, host_fraction: float
 ) -> Iterator[tuple[Span, Callable[[torch.Tensor], StoredFloats]]]:
-    """Yields the part of an owned span whose masters are on the host, then the rest, each with what builds them."""
+    """Yields the part of an owned span whose masters are on the host, then the rest, each with the function that builds
+    them.
+    """
     on_host = host_elements(owned.numel, host_fraction)
     if on_host:
         yield Span(owned.start, on_host), host_masters
@@ -202,7 +204,7 @@ def _neighbours_in(
     """Yields members, start and end of each range inside one owned span; slots: sorted by place."""
     inside = takewhile(lambda slot: slot.span.start < owned.end, slots)
     parts = [(slot, part) for slot in inside if (part := slot.span.intersection(owned)).numel > 0]
-    # Only neighbours are joined: reductions determine the buffer's order, which must not depend on groups.
+    # Only neighbours are joined, because reductions determine the buffer's order, which must not depend on groups.
     for _, members in groupby(parts, key=lambda pair: groups[pair[0].param]):
         joined = list(members)
         # Both ends are multiples of ALIGNMENT: a parameter's padded end, or an end of the owned span.

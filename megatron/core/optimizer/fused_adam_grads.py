@@ -1,9 +1,9 @@
 """Gradients of a DistributedFusedAdam: from param.grad to buckets, and the divisor that an update applies.
 
-GradAccumulator processes autograd's gradients and detects the end of a backward; a GradProxy in param.grad lets loss
-scalers find the reduced gradients; ShardScaling has their divisor (loss scale and clipping) and norm. The buckets of a
-parameter, and the scale that makes sums over ranks means, are in fused_adam_params.py; the order of their messages is
-in megatron/core/distributed.
+GradAccumulator processes autograd's gradients and detects the end of a backward. A GradProxy in param.grad lets loss
+scalers find the reduced gradients. ShardScaling holds their divisor (loss scale and clipping) and computes their norm.
+A parameter's buckets, and the scale that turns sums over ranks into means, are in fused_adam_params.py; the order of
+messages is in megatron/core/distributed.
 """
 
 import gc
@@ -25,16 +25,16 @@ from megatron.core.optimizer.fused_adam_params import ShardedParams
 from megatron.core.process_groups_config import group_size
 from megatron.core.tensor_parallel.param_attributes import is_wrapped
 
-# The error where a scaler has searched for infinities in gradients that are not reduced. These are this rank's alone,
-# so only some ranks would skip the step.
+# Error if a scaler has searched for infinities in gradients that are not reduced. Such gradients belong to this rank
+# alone, so only some ranks would skip the step.
 _UNSEEN = (
-    "GradScaler has not seen the reduced gradients, only those of no_sync or set by hand, or none: call grad_sync() "
-    "before scaler.unscale_ and scaler.step"
+    "GradScaler has not seen the reduced gradients, but only gradients from no_sync, manually set ones, or none: "
+    "call grad_sync() before scaler.unscale_ and scaler.step"
 )
 # Autograd's accumulation, in place, and out of place with create_graph.
 _ADDS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
-# Methods that read or move a tensor's memory without an operator; for the proxy they would use address 0.
-# Without untyped_storage, which modes call on any tensor to detect shared memory.
+# Methods that read or move a tensor's memory without an operator; for the proxy they would use address 0. Excludes
+# untyped_storage, which modes call on any tensor to detect shared memory.
 _OF_MEMORY = {
     torch.Tensor.__array__,
     torch.Tensor.__dlpack__,
@@ -60,8 +60,8 @@ class GradMode(Enum):
 class _Sums(Enum):
     """State of the sums in the shards.
 
-    GROWING: gradients may be missing. WHOLE: all gradients are included. STEPPED: WHOLE, and an update has used them.
-    ABORTED: another rank has aborted the iteration.
+    GROWING: gradients may be missing. WHOLE: all gradients are included. STEPPED: all gradients are included, and an
+    update has used them. ABORTED: another rank has aborted the iteration.
     """
 
     GROWING = "growing"
@@ -73,19 +73,19 @@ class _Sums(Enum):
 def check_free(name: str, param: nn.Parameter) -> None:
     """Raises ValueError for a parameter, any shape and dtype, that is in another optimizer or wrapper."""
     if is_wrapped(param):
-        raise ValueError(f"{name} is in a DistributedDataParallel: call release() on it, or leave out the wrapper")
+        raise ValueError(f"{name} is in a DistributedDataParallel: call release() on it, or do not use the wrapper")
     if is_watched(param):
-        # Perhaps the other optimizer is unused and was not collected yet.
+        # The other optimizer may be unused and not collected yet.
         gc.collect()
         if is_watched(param):
-            raise ValueError(f"{name} is in another DistributedFusedAdam: call release() on that one first")
+            raise ValueError(f"{name} is in another DistributedFusedAdam: call release() on that optimizer first")
 
 
 class GradAccumulator:
     """Moves gradients from param.grad to their buckets.
 
     Gradients of parameters that are not registered stay in param.grad until the end of their backward. Then all ranks
-    register these parameters, with or without gradients of them; see [Note: registered parameters].
+    register these parameters, whether or not they have gradients; see [Note: registered parameters].
     """
 
     def __init__(
@@ -100,12 +100,12 @@ class GradAccumulator:
         self._mode = GradMode.SYNC
         self._pass = order.backward_end(self._end_backward_pass)
         make_up = weakref.WeakMethod(self._make_up)
-        # Weak, because the scheduler is registered with others, which must not keep an optimizer alive.
+        # A weak reference, because the scheduler is registered globally, which must not keep an optimizer alive.
         order.make_up = lambda num_backwards: (make_up() or _no_passes)(num_backwards)
         # ParamHooks refers to this object weakly, so that parameters do not keep an unused optimizer alive.
         self._hooks = ParamHooks(self.mark_grad_ready)
         self._sums = _Sums.GROWING
-        # Backward passes that have ended since sums were last whole, or dropped.
+        # Number of backward passes that have ended since sums were last whole or dropped.
         self._num_passes = 0
         # Whether reduced gradients were searched for infinities since zero_grad.
         self.is_checked = False
@@ -116,7 +116,7 @@ class GradAccumulator:
     def watch(self, param: nn.Parameter) -> None:
         """Registers a hook on the gradients of a parameter."""
         self._hooks.watch([param])
-        # torch's scalers refuse fp16 gradients.
+        # torch's scalers reject fp16 gradients.
         if self._holder is None or (self._holder.dtype == torch.float16 and param.dtype != torch.float16):
             self._holder = param
 
@@ -135,7 +135,7 @@ class GradAccumulator:
             self._set_mode(before)
 
     def mark_grad_ready(self, param: nn.Parameter) -> None:
-        """Processes the gradient that autograd has accumulated in param.grad; a hook."""
+        """Moves the gradient that autograd has accumulated in param.grad; registered as a hook."""
         if self._mode is GradMode.KEEP:
             return
         if self._mode is GradMode.SYNC:
@@ -159,7 +159,7 @@ class GradAccumulator:
     def unscale_reduced(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
         """Unscales the reduced gradients for a GradScaler; found_inf, inv_scale: [], fp32, as in `unscale`.
 
-        Raises RuntimeError if some are not reduced, because the scaler would also unscale those in param.grad.
+        Raises RuntimeError if some are not reduced, because the scaler would also unscale gradients in param.grad.
         """
         self.check_none_left()
         self.unscale(found_inf, inv_scale)
@@ -213,7 +213,7 @@ class GradAccumulator:
         # An error may have ended a backward early.
         self._pass.close()
         self._params.register_rest()
-        # Without launches, because ranks may have different gradients left; order.finish launches on all ranks.
+        # Launches nothing, because ranks may have different gradients left; order.finish launches on all ranks.
         with self.mode(GradMode.COPY):
             self._accumulate_rest()
         # Replaced below unless finish raises.
@@ -239,11 +239,11 @@ class GradAccumulator:
         for group in self._params.groups_of[param]:
             self._order.accumulate(group, param)
         param.grad = None
-        # Immediately, because an error may end the backward, after which a caller may clear param.grad.
+        # Checked immediately, because an error may end the backward, after which a caller may clear param.grad.
         self._put_proxy()
 
     def _resume_accumulation(self) -> None:
-        """Lets further gradients add to complete sums."""
+        """Allows further gradients to be added to complete sums."""
         if self._sums in (_Sums.WHOLE, _Sums.STEPPED):
             self._sums = _Sums.GROWING
             self._order.resume_accumulation()
@@ -255,7 +255,7 @@ class GradAccumulator:
         before = self._params.groups
         if self._overlap:
             self._order.end_backward_pass(before)
-        # A condition that is equal on all ranks; this rank may have no gradient of these parameters.
+        # This condition is equal on all ranks; this rank may have no gradient of these parameters.
         if self._params.waiting:
             self._params.register_rest()
             self._accumulate_rest()
@@ -275,12 +275,12 @@ class GradAccumulator:
             raise RuntimeError(_UNSEEN)
 
     def _accumulate_rest(self) -> None:
-        """Moves remaining gradients (of no_sync, of the first backward, or set by hand) into their buckets."""
+        """Moves remaining gradients (from no_sync or the first backward, or set manually) into their buckets."""
         # In launch order, from the last parameter, so that a full bucket is sent and freed before the next one fills.
         for param, groups in reversed(self._params.groups_of.items()):
             if _has_own_grad(param):
                 for group in groups:
-                    # A gradient set by hand does not imply that forward has waited for the parameter.
+                    # A manually set gradient does not imply that forward has waited for the parameter.
                     self._order.need(group, prefetch=False)
                 self._accumulate(param)
 
@@ -297,7 +297,7 @@ class GradAccumulator:
         A hook called earlier would also run for torch.autograd.grad.
         """
         assert self._holder is not None
-        # Cloned if it stays, because other gradients may share its memory.
+        # Cloned if it is kept, because other gradients may share its memory.
         new = new.clone().as_subclass(KeptGrad) if self._mode is GradMode.KEEP else new
         self._holder.grad, self._is_proxy_set = new, False
         return new
@@ -338,8 +338,8 @@ class GradProxy(torch.Tensor):
             cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
         )
         assert isinstance(proxy, GradProxy)
-        # Weak, because the garbage collector does not follow torch's reference to param.grad. Parameters and process
-        # groups would live until the process exits, and gloo would then abort it.
+        # A weak reference, because the garbage collector does not follow torch's reference to param.grad. Parameters
+        # and process groups would live until the process exits, and gloo would then abort it.
         proxy._grads = weakref.ref(grads)
         return proxy
 
@@ -389,14 +389,14 @@ class GradProxy(torch.Tensor):
 
 def _refusal(func: object) -> str:
     return (
-        f"{func} was given a parameter's .grad, which DistributedFusedAdam has reduced to the shards of ranks. "
-        "Use the optimizer's clip_grad_norm, grad_norm, unscale_grads or zero_grad, or no_sync for this rank's own "
-        "gradients; leave out torch's DistributedDataParallel and other optimizers of the same parameters"
+        f"{func} was given a parameter's .grad, which DistributedFusedAdam has reduced to the shards of ranks. Use "
+        "the optimizer's clip_grad_norm, grad_norm, unscale_grads or zero_grad, or no_sync for this rank's own "
+        "gradients; do not use torch's DistributedDataParallel or other optimizers for the same parameters"
     )
 
 
 class KeptGrad(torch.Tensor):
-    """A gradient, any shape and dtype, that has replaced the proxy in `param.grad` while others are reduced already.
+    """A gradient, any shape and dtype, that has replaced the proxy in `param.grad` after others were reduced.
 
     Raises RuntimeError when a scaler unscales it, because the scaler would miss the reduced gradients.
     """
@@ -417,16 +417,17 @@ class KeptGrad(torch.Tensor):
 class ShardScaling:
     """Divisor, norm and finiteness of reduced gradients, all on the device.
 
-    shards: the ranks over which gradients are sharded; None means this rank alone. device: of the gradients.
-    is_captured: a CUDA graph may repeat divisions and updates.
+    shards: the ranks over which gradients are sharded; None means this rank alone. device: the gradients' device.
+    is_captured: whether a CUDA graph may repeat divisions and updates.
     """
 
     def __init__(self, shards: dist.ProcessGroup | None, device: torch.device, *, is_captured: bool = False) -> None:
         self._shards, self._is_captured = shards, is_captured
-        # The product of all recorded divisors, [], in fp64, because each one recorded rounds it. The gradients are the
-        # values in the shards divided by it.
+        # The product of all recorded divisors, [], in fp64, because each recorded divisor rounds it. The gradients are
+        # the values in the shards divided by it.
         self._divisor = torch.ones((), dtype=torch.float64, device=device)
-        # Whether a divisor was recorded; on the host, so that updates without one need neither a division nor a wait.
+        # Whether a divisor was recorded. It is kept on the host, so that updates without a divisor need neither a
+        # division nor a wait.
         self._is_scaled = False
 
     def reset(self) -> None:
@@ -443,7 +444,7 @@ class ShardScaling:
         self._is_scaled = True
 
     def clip(self, max_norm: float, norm: torch.Tensor, *, some: Sequence[torch.Tensor] | None) -> None:
-        """Clips gradients to max_norm; norm: their norm before, [], any float dtype.
+        """Clips gradients to max_norm; norm: their current norm, [], any float dtype.
 
         some: the gradients to clip, [n] each, any float dtype, scaled immediately; None records a divisor of all.
         """

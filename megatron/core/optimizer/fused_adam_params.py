@@ -1,9 +1,9 @@
 """Parameters of a DistributedFusedAdam: their registration in segments, buffers, states and ranks.
 
-Parameters that are registered together form a segment, with buffers and the states of this rank's shards; see
-[Note: registered parameters] in distributed_fused_adam.py. An AwaitedParameter raises if it is read before the gather
-of its new values. fused_adam_grads.py has the gradients, adam.py one update, and megatron/core/distributed the order of
-collectives.
+Parameters that are registered together form a segment, with buffers and the states of this rank's shards; see [Note:
+registered parameters] in distributed_fused_adam.py. An AwaitedParameter raises if it is read before the gather of its
+new values. fused_adam_grads.py handles gradients, adam.py implements an update, and megatron/core/distributed orders
+the collectives.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -81,7 +81,7 @@ _FORM_METHODS = {
 
 @dataclass(frozen=True)
 class RankGrid:
-    """The ranks of an optimizer. ranks: all of them. shards: the ranks over which each state is sharded.
+    """The ranks of an optimizer. ranks: all ranks. shards: the ranks over which each state is sharded.
 
     replicas: the ranks that hold copies of this rank's shard. None means this rank alone.
     """
@@ -98,7 +98,10 @@ class RankGrid:
         distributed: dist.ProcessGroup | None,
         redundant: dist.ProcessGroup | None,
     ) -> "RankGrid":
-        """Builds the grid from a user's groups; raises ValueError if they form no grid, TypeError for other objects."""
+        """Builds the grid from a user's groups.
+
+        Raises ValueError if the groups do not form a grid, and TypeError for other objects.
+        """
         given = {
             "process_group": process_group,
             "distributed_process_group": distributed,
@@ -114,16 +117,16 @@ class RankGrid:
         sizes = group_size(ranks), group_size(shards), group_size(redundant)
         if sizes[0] != sizes[1] * sizes[2]:
             raise ValueError(
-                f"process_group has {sizes[0]} ranks, distributed_process_group {sizes[1]} and redundant_process_group "
-                f"{sizes[2]}: the first must be the product of the other two"
+                f"process_group has {sizes[0]} ranks, distributed_process_group {sizes[1]} and "
+                f"redundant_process_group {sizes[2]}: the first number must be the product of the other two"
             )
         assert ranks is not None
         inside = set(dist.get_process_group_ranks(ranks))
         for name, group in (("distributed_process_group", distributed), ("redundant_process_group", redundant)):
             if group is not None and not inside.issuperset(dist.get_process_group_ranks(group)):
                 raise ValueError(
-                    f"{name} has ranks {dist.get_process_group_ranks(group)}: all must be in process_group, which has "
-                    f"{sorted(inside)}"
+                    f"{name} has ranks {dist.get_process_group_ranks(group)}: all must be in process_group, which "
+                    f"has ranks {sorted(inside)}"
                 )
         return cls(ranks, shards, redundant)
 
@@ -193,9 +196,11 @@ class FusedRange:
         return _collect(self.members, numel=numel, dtype=self.members[0].param.dtype, device=device)
 
     def _target(self) -> torch.Tensor | None:
-        """The destination of new parameters: their memory or the message; None if the parameters are the masters."""
+        """Returns the destination of new parameters: their memory or the message; None if the parameters are the
+        masters.
+        """
         if self.model is None:
-            assert self.bucket.staged is not None, "a range without model needs a message"
+            assert self.bucket.staged is not None, "a range without model requires a message"
             return self.bucket.staged.own_shard()[self.start : self.start + self.grad.numel()]
         return self.model if self.form.masters is Masters.COPY else None
 
@@ -220,7 +225,7 @@ class ShardedParams:
 
     @property
     def groups(self) -> list[_ParamAndGradBucketGroup]:
-        """The bucket groups of all registered parameters, one for each bucket."""
+        """The bucket groups of all registered parameters, one per bucket."""
         return [group for segment in self._segments for group in segment.groups]
 
     @property
@@ -244,7 +249,9 @@ class ShardedParams:
 
     @property
     def grad_use(self) -> GradUse:
-        """Treatment of gradients that an update divides; the same for all buckets and on all ranks."""
+        """Specifies whether an update may overwrite gradients that it divides; the same for all buckets and on all
+        ranks.
+        """
         is_plain = all(segment.is_plain for segment in self._segments)
         return GradUse.DIVIDE if is_plain else GradUse.READ
 
@@ -260,7 +267,7 @@ class ShardedParams:
         return [[index[param] for param in segment.params] for segment in self._segments]
 
     def in_order(self, order: Sequence[Sequence[int]]) -> list[list[nn.Parameter]]:
-        """Returns parameters, any shapes and dtypes, in the order of indices, [] if other parameters are trained."""
+        """Returns the parameters, any shapes and dtypes, ordered by index; [] if other parameters are trained."""
         params = list(self.names)
         trained = {place for place, param in enumerate(params) if param.requires_grad}
         is_fitting = {place for places in order for place in places} == trained
@@ -284,17 +291,20 @@ class ShardedParams:
         segment = next(segment for segment in self._segments if any(param is own for own in segment.params))
         if not segment.memory.contiguous_grad_buffer:
             raise ValueError(
-                f"grad_buffer_view of {self.names[param]}: contiguous_grad_buffer is False, so that gradients have no "
+                f"grad_buffer_view of {self.names[param]}: contiguous_grad_buffer is False, so gradients have no "
                 "persistent memory; must be True"
             )
         return next(buffer.slot_of[param].main_grad for buffer in segment.buffers if param in buffer.slot_of)
 
     def check_own(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Returns parameters, any shapes and dtypes, as a list; raises ValueError for one not in the optimizer."""
+        """Returns parameters, any shapes and dtypes, as a list; raises ValueError if one is not in the optimizer."""
         given = list(params)
         for place, param in enumerate(given):
             if param not in self.names:
-                raise ValueError(f"parameter {place} of those given is not in param_groups: must be the optimizer's")
+                raise ValueError(
+                    f"parameter {place} of the given parameters is not in param_groups: must be a "
+                    "parameter of the optimizer"
+                )
         return given
 
     def note_early_grad(self, param: nn.Parameter) -> None:
@@ -315,11 +325,11 @@ class ShardedParams:
             # Reversed, because buffers place the last parameter first.
             self.register([*(param for param in waiting if param not in found), *reversed(in_order)], self._memory)
         if self._is_captured:
-            # Otherwise they move in when states are first used, after whole gradients were freed.
+            # Otherwise they are moved when states are first used, after whole gradients were freed.
             self.move_in()
 
     def register(self, params: Sequence[nn.Parameter], memory: AdamMemory) -> None:
-        """Puts unregistered parameters into a new segment; params: in the order of the buffer.
+        """Adds unregistered parameters to a new segment; params: in buffer order.
 
         Collective. Raises ValueError on all ranks if parameters or settings differ between ranks.
         """
@@ -348,14 +358,14 @@ class ShardedParams:
         self._order.attach(ChunkSync(segment.groups, nn.ParameterList(params), self._find_moved, _nothing))
 
     def move_in(self) -> None:
-        """Moves all registered parameters into their buffers and builds their states, unless `runs` has done so."""
+        """Moves all registered parameters into their buffers and builds their states, if this has not been done yet."""
         for segment in self._segments:
             segment.move_in()
 
     def take_changes(self) -> None:
         """Updates masters before a step if other code has written to parameters, such as the model's load_state_dict.
 
-        Detected by the parameters' version counters, which the host reads.
+        Writes are detected by the parameters' version counters, which are on the host.
         """
         changed = {param for param in self.groups_of if param._version != self._versions[param]}
         if changed:
@@ -365,7 +375,7 @@ class ShardedParams:
             self.note_versions()
 
     def note_versions(self) -> None:
-        """Records that parameters agree with their masters now."""
+        """Records that parameters currently agree with their masters."""
         self._versions = {param: param._version for param in self.groups_of}
 
     def mark_awaited(self) -> None:
@@ -394,24 +404,25 @@ class ShardedParams:
             pairs = zip([*ranks[0], "nothing"], [*other, "nothing"])
             first, here = next(pair for pair in pairs if pair[0] != pair[1])
             raise ValueError(
-                f"the optimizer's parameters or settings differ: rank 0 has {first}, rank {rank} has {here}; must be "
-                "the same, with the same values (seed all ranks identically, or broadcast the model from one)"
+                f"the optimizer's parameters or settings differ: rank 0 has {first}, rank {rank} has {here}; must "
+                "be the same, with the same values (seed all ranks identically, or broadcast the model from one "
+                "rank)"
             )
 
     def _find_moved(self) -> str | None:
-        """Describes a change that would make an update miss the parameters; None without one."""
+        """Describes a change that would make an update miss the parameters; None if there is none."""
         frozen = next((param for param in self.groups_of if not param.requires_grad), None)
         if frozen is not None:
             return (
-                f"{self.names[frozen]} was frozen after the optimizer registered it: must stay trained; to freeze it, "
-                "call release(), freeze it and build another optimizer"
+                f"{self.names[frozen]} was frozen after the optimizer registered it: must remain trained; to freeze "
+                "it, call release(), freeze it and build another optimizer"
             )
         for segment in self._segments:
             for place in segment.find_moved():
                 return (
-                    f"{self.names[place]} was moved, converted or given other data after the optimizer registered it: "
-                    "copy values into it (.data.copy_), or build the optimizer after the model is on its device and in "
-                    "its dtype"
+                    f"{self.names[place]} was moved, converted or assigned other data after the optimizer "
+                    "registered it: copy values into it (.data.copy_), or build the optimizer after the model is on "
+                    "its device and in its dtype"
                 )
         return None
 
@@ -424,7 +435,7 @@ class _Segment:
 
     named_params: in buffer order. keys: index of each parameter's group. name: the segment's name, for messages.
 
-    Parameters of one dtype share a buffer, whose buckets may cut them. Until move_in they keep their own memory and
+    Parameters of one dtype share a buffer, whose buckets may cut them. Until move_in, they keep their own memory and
     have no states.
     """
 
@@ -472,21 +483,21 @@ class _Segment:
 
     @property
     def is_plain(self) -> bool:
-        """Whether torch's kernel, which divides gradients in place, steps the whole segment."""
+        """Whether torch's kernel, which divides gradients in place, updates the whole segment."""
         return all(self.memory.is_plain(buffer.slots[0].param) for buffer in self.buffers)
 
     def find_moved(self) -> Iterator[nn.Parameter]:
-        """Returns the parameters, any shapes and dtypes, that have other memory than before."""
+        """Yields the parameters, any shapes and dtypes, whose memory has changed."""
         with torch._C.DisableTorchFunctionSubclass():
             addresses = [param.data_ptr() for param in self.params]
         return (param for param, now, before in zip(self.params, addresses, self._addresses) if now != before)
 
     def groups_of(self) -> Iterator[tuple[nn.Parameter, _ParamAndGradBucketGroup]]:
-        """Returns pairs of each parameter and each bucket group that contains a part of it."""
+        """Yields pairs of each parameter and each bucket group that contains a part of it."""
         return ((slot.param, group) for group in self.groups for slot in group.slots)
 
     def _note_addresses(self) -> None:
-        # Compares addresses, which does not read the device.
+        # Compares addresses, which does not synchronize with the device.
         self._addresses = [param.data_ptr() for param in self.params]
 
 
@@ -518,8 +529,8 @@ def _buffer(
             bucket, memory=KernelMemory(bucket.grad_data) if is_persistent else pool, total=ShardSum(bucket)
         )
 
-    # Without parameters: the buffer is built after the first backward, when memory holds whole gradients. The second
-    # copy of all parameters that move_in needs is allocated after gradients are reduced and freed.
+    # Built without parameter memory, because this happens after the first backward, when memory holds whole gradients.
+    # The second copy of all parameters that move_in needs is allocated after gradients are reduced and freed.
     flats = {BufferType.GRAD} if memory.contiguous_grad_buffer else ()
     return _ParamAndGradBuffer.of_kind(kind, members, settings=settings, storage=storage, flats=flats)
 
@@ -549,8 +560,8 @@ def _fused_ranges(
 
 
 def poison(bucket: _ParamAndGradBucket) -> None:
-    """Fills parameters that are not current before the gather with NaN, for debugging."""
-    # New values in a message have not been copied to this rank's own part either.
+    """Fills parameters that are not current with NaN before the gather, for debugging."""
+    # New values in a message have not been copied to this rank's own part yet.
     own = bucket.owned_part
     current = Span(own.start, own.numel if bucket.staged is None else 0)
     for part in bucket.ranges:
@@ -561,7 +572,7 @@ def poison(bucket: _ParamAndGradBucket) -> None:
 
 
 def _is_awaited(groups: Iterable[_ParamAndGradBucketGroup]) -> bool:
-    """Whether parameters have old values on this rank between an update and the end of their gather."""
+    """Returns whether parameters have old values on this rank, between an update and the end of their gather."""
     buckets = [bucket for group in groups for bucket in group.buckets]
     return any(bucket.staged is not None or group_size(bucket.settings.group) > 1 for bucket in buckets)
 
@@ -590,7 +601,7 @@ def _describe(name: str, param: nn.Parameter) -> str:
 
 
 def _nothing() -> None:
-    """Does nothing when the scheduler resets; the optimizer's zero_grad drops gradients in param.grad."""
+    """Does nothing when the scheduler resets, because the optimizer's zero_grad drops gradients in param.grad."""
 
 
 # The guard against stale reads. Between an update and the gather, memory holds old values that kernels cannot detect.
@@ -608,7 +619,7 @@ class AwaitedParameter(nn.Parameter):
         if func is torch.Tensor.__repr__:
             return f"AwaitedParameter of shape {tuple(args[0].shape)}, {args[0].dtype}: call wait_params to see values"
         is_accessor = func.__name__ in ("__get__", "__set__", "__delete__")
-        # type() without an argument returns the dtype, with one it converts values.
+        # type() without an argument returns the dtype; with an argument it converts values.
         is_conversion = func is torch.Tensor.type and len(args) + len(kwargs or {}) > 1
         if is_conversion or (
             func not in _FORM_METHODS and not (is_accessor and func.__self__.__name__ not in _VALUE_ATTRIBUTES)
@@ -626,7 +637,7 @@ class AwaitedParameter(nn.Parameter):
 def _refuse_reads(params: Iterable[nn.Parameter]) -> None:
     """Makes reads of these parameters, any shapes and dtypes, raise RuntimeError.
 
-    Parameters of a user's own class keep that class and are not guarded.
+    Parameters of a user-defined class keep that class and are not guarded.
     """
     for param in params:
         if type(param) is nn.Parameter:

@@ -1,6 +1,6 @@
 """Settings of DistributedFusedAdam for dtypes, memory and rates, and checks that they are consistent.
 
-This file handles no tensors' values and launches no collectives.
+This file reads no tensor values and launches no collectives.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from megatron.core.optimizer.adam import Masters, StateForm
 # The argument types of torch.optim.Optimizer.
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-# As which the bits of parameters may be sent, as in apex.
+# Integer dtypes as which the bits of parameters may be sent, as in apex.
 _RAW_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -27,7 +27,7 @@ class AdamMemory:
     """Storage and communication dtypes of some parameters, their gradients and states.
 
     Fields are named as in DistributedFusedAdam. grad_sync_dtype: None means `dtype`. param_sync_dtype: None means the
-    parameters' dtype, and integers its bits.
+    parameters' dtype, and an integer dtype sends the raw bits.
     """
 
     dtype: torch.dtype = torch.float32
@@ -52,7 +52,7 @@ class AdamMemory:
         if self.store_params and self.store_param_remainders:
             raise ValueError(
                 "store_params and store_param_remainders are both True: masters are stored either whole or as "
-                "remainders of bf16 parameters, so one of them must be False"
+                "remainders of bf16 parameters, so set only one of them"
             )
         if self.store_param_remainders and self.dtype != torch.float32:
             raise ValueError(
@@ -73,21 +73,23 @@ class AdamMemory:
                 "torch.float16 or torch.bfloat16"
             )
         if self.with_scaled_states and not self.store_params:
-            raise ValueError("with_scaled_states is True and store_params False: scaled states need store_params")
+            raise ValueError("with_scaled_states is True and store_params is False: scaled states require store_params")
 
     def replaced(self, values: Mapping[str, Any]) -> "AdamMemory":
-        """Returns a copy with other values of some fields; raises TypeError for unknown names, or as `check` does."""
+        """Returns a copy with other values of some fields; raises TypeError for unknown names, or the errors of
+        `check`.
+        """
         unknown = sorted(set(values) - set(vars(self)))
         if unknown:
             raise TypeError(
-                f"unknown settings of a parameter's memory: {', '.join(unknown)}; must be among {', '.join(vars(self))}"
+                f"unknown memory settings of a parameter: {', '.join(unknown)}; must be among {', '.join(vars(self))}"
             )
         changed = dataclasses.replace(self, **values)
         changed.check()
         return changed
 
     def check_param(self, name: str, param: nn.Parameter) -> None:
-        """Raises ValueError for a parameter, any shape and dtype, that does not fit these settings."""
+        """Raises ValueError for a parameter, any shape and dtype, that is incompatible with these settings."""
         if param.is_meta or isinstance(param.detach(), DTensor):
             what = "on the meta device" if param.is_meta else "a DTensor"
             raise ValueError(f"{name} is {what}: must be a whole tensor with memory, the same on each rank")
@@ -99,12 +101,12 @@ class AdamMemory:
         if given in _RAW_DTYPES and given.itemsize > param.dtype.itemsize:
             raise ValueError(
                 f"{name} is {param.dtype} and param_sync_dtype {given}, which has more bytes: must have at most "
-                f"{param.dtype.itemsize}, as the bits of parameters are sent as such integers"
+                f"{param.dtype.itemsize}, because the bits of parameters are sent as such integers"
             )
         if not self.store_params and sync not in (None, param.dtype):
             raise ValueError(
                 f"{name} is {param.dtype} and param_sync_dtype {sync} with store_params False: parameters without "
-                "masters must be gathered in their own dtype, so leave out one of the two"
+                "masters must be gathered in their own dtype, so set only one of the two"
             )
 
     def grad_dtype(self, param: nn.Parameter) -> torch.dtype:
@@ -122,8 +124,8 @@ class AdamMemory:
 
     @property
     def raw_dtype(self) -> torch.dtype | None:
-        """The integers as which the bits of parameters are gathered; None for numbers."""
-        # Neither NCCL nor gloo sends int16. A gather copies bits, so that bytes do for every integer dtype.
+        """The integer dtype as which the bits of parameters are gathered; None if values are gathered."""
+        # Neither NCCL nor gloo sends int16. A gather only copies bits, so bytes work for every integer dtype.
         return torch.uint8 if self.param_sync_dtype in _RAW_DTYPES else None
 
     @property
@@ -135,7 +137,7 @@ class AdamMemory:
         return StateForm(self._state_dtype(param), self._masters(param), self.with_scaled_states)
 
     def is_plain(self, param: nn.Parameter) -> bool:
-        """Whether its buffer is stepped in place, with states and gradients of the same wide dtype."""
+        """Returns whether its buffer is updated in place, with states and gradients of the same wide dtype."""
         form = self.form(param)
         dtypes = {param.dtype, form.dtype, self.grad_dtype(param)}
         return form.masters is Masters.NONE and dtypes in ({torch.float32}, {torch.float64})
@@ -175,7 +177,7 @@ def check_group(values: Mapping[str, Any]) -> None:
     )
     _check(_is_at_least_zero(values["eps"]), "eps", value=values["eps"], wanted="a number, at least 0")
     for name in ("amsgrad", "maximize"):
-        _check(not values.get(name), name, value=values.get(name), wanted="False, or left out")
+        _check(not values.get(name), name, value=values.get(name), wanted="False, or omitted")
     decay = values["weight_decay"]
     _check(_is_at_least_zero(decay), "weight_decay", value=decay, wanted="a number, at least 0")
 
@@ -222,18 +224,18 @@ def check_switches(**values: object) -> None:
 def check_debug(debug: bool, *, overlap_param_sync: bool) -> None:
     """Raises ValueError if `debug` would have no effect."""
     if debug and not overlap_param_sync:
-        raise ValueError("debug is True without overlap_param_sync: no parameter is ever stale then, so leave it out")
+        raise ValueError("debug is True without overlap_param_sync: no parameter is ever stale then, so do not set it")
 
 
 def check_capturable(capturable: bool, memory: AdamMemory) -> None:
-    """Raises ValueError for forms of state that cannot be captured in a graph."""
+    """Raises ValueError for state forms that cannot be captured in a graph."""
     for name in ("store_param_remainders", "with_scaled_states"):
         if capturable and vars(memory)[name]:
-            raise ValueError(f"capturable and {name} are both True: one of them must be False")
+            raise ValueError(f"capturable and {name} are both True: set only one of them")
 
 
 def as_groups(params: Params) -> list[dict[str, Any]]:
-    """Returns parameter groups, built as torch.optim.Optimizer does; raises TypeError or ValueError for no parameters.
+    """Builds parameter groups like torch.optim.Optimizer; raises TypeError or ValueError if there are no parameters.
 
     Parameters have any shapes and dtypes.
     """
@@ -243,12 +245,12 @@ def as_groups(params: Params) -> list[dict[str, Any]]:
         )
     given: list[Any] = list(params)
     if not given:
-        raise ValueError("params is empty: must be the parameters, or groups of them")
+        raise ValueError("params is empty: must contain parameters, or groups of them")
     # Lists, because an iterator can be read only once.
     groups = given if isinstance(given[0], dict) else [{"params": given}]
     for place, group in enumerate(groups):
         if "params" not in group:
-            raise ValueError(f"group {place} of params has {', '.join(group)}: must have its parameters as params")
+            raise ValueError(f"group {place} of params has {', '.join(group)}: must contain its parameters as params")
     return [{**group, "params": _as_list(group["params"])} for group in groups]
 
 
@@ -257,7 +259,9 @@ def _as_list(params: torch.Tensor | Iterable[Any]) -> list[Any]:
 
 
 def common_device(groups: Sequence[dict[str, Any]], device: torch.device | None) -> torch.device:
-    """Returns the given device, or that of the first parameter; "cuda" without index means the parameter's device."""
+    """Returns the given device, or the device of the first parameter; "cuda" without index means the parameter's
+    device.
+    """
     first = next((param for group in groups for param in group["params"]), None)
     if first is None:
         return device or torch.device("cpu")

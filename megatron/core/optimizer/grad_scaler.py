@@ -1,6 +1,6 @@
 """Loss scales for fp16: ConstantGradScaler, and DynamicGradScaler, which reacts to overflow.
 
-They hold numbers only; optimizer.py multiplies losses and divides gradients by them.
+They hold only numbers; optimizer.py multiplies losses and divides gradients by them.
 """
 
 import math
@@ -13,7 +13,7 @@ import torch
 class MegatronGradScaler(ABC):
     """Base class of loss scales: the factor of the loss in the next step, and its reaction to overflow.
 
-    A subclass changes `_scale`, a number.
+    Subclasses change the number `_scale`.
     """
 
     def __init__(self, initial_scale: float) -> None:
@@ -43,7 +43,7 @@ class MegatronGradScaler(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint stores, as JSON values."""
+        """Returns the state to store in a checkpoint, as JSON values."""
 
     @abstractmethod
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -54,14 +54,14 @@ class ConstantGradScaler(MegatronGradScaler):
     """A loss scale that overflow does not change."""
 
     def update(self, found_inf: bool | torch.Tensor) -> None:
-        """Does nothing with found_inf, a bool or [1], any dtype: the user chose the scale."""
+        """Does nothing with found_inf, a bool or [1], any dtype, because the user chose the scale."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns an empty dict: the configuration sets the scale."""
+        """Returns an empty dict, because the configuration sets the scale."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Does nothing: the configuration sets the scale."""
+        """Does nothing, because the configuration sets the scale."""
 
 
 class DynamicGradScaler(MegatronGradScaler):
@@ -102,7 +102,7 @@ class DynamicGradScaler(MegatronGradScaler):
         self._backoff_factor = backoff_factor
         self._growth_interval = growth_interval
         self._hysteresis = hysteresis
-        # Both are in checkpoints, because a resumed run must double its scale at the same step.
+        # Both counters are in checkpoints, because a resumed run must double its scale at the same step.
         self._clean_steps = 0
         self._overflows_left = hysteresis
 

@@ -29,7 +29,7 @@ from megatron.core.tensor_parallel.param_attributes import MatrixWindow
 # Keller Jordan's coefficients, which bring singular values close to 1 within five steps.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _EPS = 1e-7
-# Elements that a rank sends at a time, of two bytes each; the same number is returned.
+# Elements that a rank sends at a time, of two bytes each; it receives the same number back.
 _SENT_AT_ONCE = 1 << 24
 
 
@@ -37,7 +37,7 @@ _SENT_AT_ONCE = 1 << 24
 class _MatrixUnit:
     """Matrices that one rank processes together: elements [start, end) of a flattened parameter.
 
-    No matrix crosses these ends. place: index of the parameter's first element in its buffer.
+    No matrix crosses these boundaries. place: index of the parameter's first element in its buffer.
     """
 
     name: str
@@ -48,7 +48,7 @@ class _MatrixUnit:
 
     @property
     def cost(self) -> int:
-        """Approximate multiplications of one Newton-Schulz step of these matrices."""
+        """Approximate number of multiplications in one Newton-Schulz step of these matrices."""
         shapes = [window.matrix_shape for window in self.windows]
         return sum(min(shape) ** 2 * (2 * max(shape) + min(shape)) for shape in shapes)
 
@@ -67,13 +67,13 @@ class _Part:
     last: int
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Returns the part's elements: [N], a tensor of its flat range, any dtype -> [last - first], a view."""
+        """Returns the part's elements from a tensor of its flat range: [N], any dtype -> [last - first], a view."""
         return flat[self.first : self.last]
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Units whose parts are sent together, and their updates returned together.
+    """Units whose parts are sent together and whose updates are returned together.
 
     sends: this rank's parts, by the rank that processes them. receives: units that this rank processes, with ranges of
     their parameters, by the rank that owns them.
@@ -137,18 +137,18 @@ class MuonRule:
                 self._group_of[part.unit.name, window]["params"] += _views(
                     part, window, flat=part.of(part.param_range.stepped)
                 )
-        # torch keeps these dictionary objects, and refuses an empty list.
+        # torch keeps these dictionary objects, and rejects an empty list.
         return list(groups.values()) or [{"params": []}]
 
     def refresh_rates(self) -> None:
-        """Does nothing: `update` reads the learning rates from the groups."""
+        """Does nothing, because `update` reads the learning rates from the groups."""
 
     @torch.no_grad()
     def update(self, scale: GradScale, runs: Set[FlatParamRange]) -> None:
-        """Steps all ranges in one call. Collective over the ranks that own shards."""
-        assert runs >= set(self.runs), "matrices cross the ends of ranges: all ranges must be stepped together"
+        """Updates all ranges in one call. Collective over the ranks that own shards."""
+        assert runs >= set(self.runs), "matrices cross range boundaries, so all ranges must be updated together"
         divisor = scale.divisor
-        assert isinstance(divisor, float), "Muon needs a host decision: see OptimizerConfig.validate_device_step"
+        assert isinstance(divisor, float), "Muon requires a host decision: see OptimizerConfig.validate_device_step"
         grads = {}
         for param_range in self.runs:
             # 16-bit gradients are converted, which copies them; others are divided in place.
@@ -204,7 +204,7 @@ class MuonRule:
     def settings_in(self, run: FlatParamRange) -> list[tuple[Span, Mapping[str, Any]]]:
         """Returns the group settings of each parameter in a range.
 
-        For a parameter with matrices in several groups, returns the settings that these groups have in common.
+        For a parameter with matrices in several groups, returns the settings shared by these groups.
         """
         ends = [member.span.start for member in run.params[1:]] + [run.span.numel]
         parts = [Span(one.span.start, end - one.span.start) for one, end in zip(run.params, ends, strict=True)]
@@ -274,7 +274,7 @@ def _units_of(name: str, windows: Iterable[MatrixWindow], *, place: int) -> list
 
 
 def _owners_of(units: Sequence[_MatrixUnit], num_ranks: int) -> list[int]:
-    """Returns a rank for each unit: greedily, the costliest first, each to the rank with the least load."""
+    """Assigns a rank to each unit greedily, the most expensive first, each to the rank with the least load."""
     loads = [(0, rank) for rank in range(num_ranks)]
     owners = [0] * len(units)
     for index in sorted(range(len(units)), key=lambda index: -units[index].cost):
@@ -285,7 +285,7 @@ def _owners_of(units: Sequence[_MatrixUnit], num_ranks: int) -> list[int]:
 
 
 def _batches_of(units: Sequence[_MatrixUnit], *, max_elements: int) -> Iterator[list[_MatrixUnit]]:
-    """Yields neighbouring units to send together: at least one, and no more than max_elements of several."""
+    """Yields neighbouring units to send together: a single unit, or several with at most max_elements in total."""
     batch: list[_MatrixUnit] = []
     size = 0
     for unit in units:
@@ -324,7 +324,9 @@ def _part_of(
 
 
 def _exchange(batch: _Batch, sends: list[list[torch.Tensor]], *, sizes: list[list[int]]) -> list[list[torch.Tensor]]:
-    """Exchanges tensors, [n], bf16 each, with one message per rank; sizes: of the tensors to receive from each rank."""
+    """Exchanges tensors, [n], bf16 each, with one message per rank; sizes: sizes of the tensors to receive from each
+    rank.
+    """
     if group_size(batch.group) == 1:
         return sends
     nothing = torch.empty(0, dtype=torch.bfloat16, device=batch.device)
@@ -348,7 +350,9 @@ def _whole(param: torch.Tensor) -> MatrixWindow:
 
 
 def _torch_factor(shape: tuple[int, int]) -> float:
-    """Returns the factor that torch.optim.Muon applies to the learning rate, so that rates have the same meaning."""
+    """Returns the factor that torch.optim.Muon applies to the learning rate, so that learning rates have the same
+    meaning.
+    """
     rows, columns = shape
     return math.sqrt(max(1, rows / columns))
 

@@ -1,12 +1,12 @@
 """MegatronOptimizer: a step over flat parameters, with loss scale, clipping and skipped steps.
 
-Either the host decides whether a step updates, or the device, so that a graph can capture the step. flat_params.py
-joins parameters; the update rules are in adam.py and muon.py.
+The decision whether a step updates is made either by the host or by the device, so that a graph can capture the step.
+flat_params.py joins parameters; the update rules are in adam.py and muon.py.
 
-[Note: outcomes of a step] Skipped: `found_inf`, a gradient is not finite; nothing is updated but the loss scale, which
-backs off. Discarded: the caller's `discard` tells the device to ignore the step (experts or their stash have
-overflowed); nothing is updated, the loss scale neither. Half done: an error interrupted an update, so that parameters
-and states are of two steps. Whole: they are of one step.
+[Note: outcomes of a step] Skipped: a gradient is not finite (`found_inf`); only the loss scale is updated, it backs
+off. Discarded: the caller's `discard` tells the device to ignore the step (experts or their stash have overflowed);
+nothing is updated, including the loss scale. Half done: an error interrupted an update, so parameters and states belong
+to different steps. Whole: they belong to one step.
 """
 
 import math
@@ -42,17 +42,17 @@ from megatron.core.optimizer.state_dict import MASTERS, state_prefix
 from megatron.core.optimizer.stored_floats import StoredFloats
 from megatron.core.tensor_parallel.param_attributes import copy_marks
 
-# Megatron's name of the one format of optimizer state in checkpoints: boxes of whole tensors.
+# Megatron's name for the only format of optimizer state in checkpoints: boxes of whole tensors.
 FULLY_RESHARDABLE = "fully_reshardable"
 _BROKEN_UPDATE = (
-    "an error interrupted the update of an earlier step, so parameters and optimizer states are no longer of one step: "
-    "load a checkpoint"
+    "an error interrupted the update of an earlier step, so parameters and optimizer states belong to different "
+    "steps: load a checkpoint"
 )
 
 
 @dataclass(frozen=True)
 class _StepOutcome:
-    """Numbers of a step. is_discarded: the other numbers have no meaning; see [Note: outcomes of a step]."""
+    """Numbers of a step. is_discarded: the other numbers are meaningless; see [Note: outcomes of a step]."""
 
     is_discarded: bool
     found_inf: bool
@@ -62,7 +62,7 @@ class _StepOutcome:
 
 @dataclass(frozen=True)
 class _PreparedStep:
-    """Gradients that are reduced and finite, before their update. loss_scale: their factor. grad_norm: unscaled."""
+    """Gradients that are reduced and finite, before their update. loss_scale: their scale. grad_norm: unscaled."""
 
     loss_scale: float
     grad_norm: float
@@ -92,7 +92,7 @@ class FlatState:
     param_range: FlatParamRange
 
     def read(self) -> torch.Tensor:
-        """Returns all numbers: [N], fp32 or fp64; a view of such storage, else a copy."""
+        """Returns all numbers: [N], fp32 or fp64; a view if stored in that dtype, else a copy."""
         return self.stored.read(0, self.stored.numel)
 
     def tensors(self, flat: torch.Tensor, model_pieces: dict[str, list[LogicalPiece]]) -> list[ShardedTensor]:
@@ -108,9 +108,10 @@ class FlatState:
 
 
 def copy_optimizer_param_metadata(destination: nn.Parameter, source: nn.Parameter) -> None:
-    """Copies the attributes of layers and users, which choose groups and ranks, to a parameter of any shape and dtype.
+    """Copies the attributes set by layers and users, which select groups and ranks, to a parameter of any shape and
+    dtype.
 
-    For a copy of a parameter that is optimized in its place.
+    Used for a copy that is optimized in place of the parameter.
     """
     copy_marks(destination, source)
 
@@ -120,20 +121,20 @@ class MegatronOptimizer:
 
     1. the norm of all gradients is computed, which also shows whether any of them overflowed;
     2. if it is not finite: the loss scale backs off, and neither parameters, moments nor step count change;
-    3. otherwise each rule divides by loss scale and clip factor inside its update, without a pass of its own;
+    3. otherwise each rule divides by loss scale and clip factor inside its update, without a separate pass;
     4. 16-bit parameters are written from their fp32 masters.
 
-    Whether 2 or 3 follows is decided on the host by `step`, which waits for the norm, and on the device by
-    step_on_device, which a graph captures. prepare_device_step, step_on_device or a replay of it, and settle_step_sync
-    together give the same bits as `step`.
+    `step` decides between 2 and 3 on the host, which waits for the norm. step_on_device, which a graph captures,
+    decides on the device. prepare_device_step, step_on_device or a replay of it, and settle_step_sync together are
+    bit-identical to `step`.
 
-    An error inside an update leaves it half done. Every later step and save is then refused until a checkpoint is
+    An error inside an update leaves it half done. Every later step and save then raises an error until a checkpoint is
     loaded. See [Note: outcomes of a step].
 
-    optimizer: a torch optimizer, whose groups list the parameters to step; init_state_fn: allocates its state, for a
-    save or load before the first step. A subclass of this package may be given `parts` instead, which have rules of
-    their own, of which `optimizer` is the first. State exists from the start then, so that training can be saved and
-    resumed even if every step so far was skipped. grad_scaler: the loss scale; None for 1.
+    optimizer: a torch optimizer, whose groups list the parameters to update; init_state_fn: allocates its state, for a
+    save or load before the first step. A subclass of this package may be given `parts` instead, which have their own
+    rules, of which `optimizer` is the first. State then exists from the start, so training can be saved and resumed
+    even if every step so far was skipped. grad_scaler: the loss scale; None for 1.
     """
 
     # Whether 16-bit parameters of a torch optimizer are replaced by fp32 copies.
@@ -175,9 +176,9 @@ class MegatronOptimizer:
         self._run_states = _RunStates(self._rules)
         for chunk in self._model_chunks:
             chunk.set_state_provider(self._run_states.states)
-        # Not read from torch's state, because a rank without trained parameters counts steps too.
+        # Not read from torch's state, because a rank without trained parameters also counts steps.
         self._num_steps = 0
-        # Persistent, so that graphs multiply losses and divide gradients by the scale of their replay.
+        # Persistent, so that graphs multiply losses and divide gradients by the current scale of each replay.
         self._device_scale = torch.full((), self._loss_scale, dtype=torch.float64, device=parts.device)
         # Weight decays that a graph has captured as plain numbers; None before the first step on the device.
         self._decays_on_device: list[float] | None = None
@@ -196,7 +197,7 @@ class MegatronOptimizer:
     def state(self) -> Any:
         """The torch optimizer's state by the parameters in its groups.
 
-        get_megatron_optimizer puts flat ranges into the groups, with their moments wherever these are stored unrounded.
+        get_megatron_optimizer places flat ranges in the groups, with their moments if these are stored unrounded.
         """
         return self.optimizer.state
 
@@ -206,11 +207,11 @@ class MegatronOptimizer:
         return next((group["lr"] for group in self.param_groups if group.get("is_decoupled_lr")), None)
 
     def get_parameters(self) -> list[Tensor]:
-        """Returns the tensors that are stepped, any shape and float dtype: masters in place of 16-bit parameters."""
+        """Returns the tensors that are updated, any shape and float dtype: masters in place of 16-bit parameters."""
         return [param for group in self.param_groups for param in group["params"]]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops all gradients; call before the first microbatch.
+        """Drops all gradients; must be called before the first microbatch.
 
         set_to_none: whether `param.grad` becomes None or zeros; gradients in a wrapper's buffers become zeros.
         """
@@ -227,17 +228,17 @@ class MegatronOptimizer:
                     member.param.grad = torch.zeros_like(member.param.grad)
 
     def prepare_model_params_for_param_sync(self) -> None:
-        """Prepares parameters for start_param_sync of their wrapper; nothing is due, as they are ready after a step."""
+        """Does nothing, because parameters are ready for start_param_sync of their wrapper after a step."""
 
     def forget_attention_logits(self) -> None:
-        """Forgets the largest scores of attention since the last step, of passes that are discarded."""
+        """Drops the largest attention scores of discarded passes since the last step."""
         for logits in self._watched:
             logits.reset()
 
     def largest_attention_logit_sync(self) -> float | None:
-        """Returns the largest score of attention in the last step, over all layers, heads and ranks. Collective.
+        """Returns the largest attention score of the last step, over all layers, heads and ranks. Collective.
 
-        None if no layer found scores. All ranks must call it. NOTE: waits until the device has run the step.
+        None if no layer computed scores. Must be called on all ranks. NOTE: waits until the device has run the step.
         """
         largest = torch.full((), -torch.inf, dtype=torch.float64, device=self._device_scale.device)
         for logits in self._watched:
@@ -255,7 +256,7 @@ class MegatronOptimizer:
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Multiplies a loss, any shape, floating point, by the loss scale, if any: same shape, then fp32.
 
-        Reads the scale on the device, so that a graph uses the one of the replay.
+        Reads the scale on the device, so that each replay of a graph uses the current one.
         """
         # In fp32, because a scaled fp16 loss would overflow before its gradients do.
         return loss if self.grad_scaler is None else loss.float() * self._device_scale.float()
@@ -264,7 +265,7 @@ class MegatronOptimizer:
     def step(self) -> tuple[bool, float, float | None]:
         """Updates the parameters from reduced gradients; returns (is_updated, grad_norm, num_zeros).
 
-        is_updated is False if a gradient was not finite. grad_norm is that of unscaled gradients before clipping.
+        is_updated is False if a gradient was not finite. grad_norm is the norm of unscaled gradients before clipping.
         num_zeros is None unless log_num_zeros_in_grad is set. Collective over all ranks that hold parts of the model.
         An error before the update changes nothing. Raises RuntimeError without finish_grad_sync, and after an error
         inside an update, until a checkpoint is loaded; RemoteRankError if another rank has called reset_iteration.
@@ -272,36 +273,37 @@ class MegatronOptimizer:
         found_inf = self.prepare_grads()
         if found_inf:
             return False, self._last_norm, None
-        # Before the update, which may overwrite gradients with unscaled ones.
+        # Must come before the update, which may overwrite gradients with unscaled ones.
         with self.config.timers("optimizer-count-zeros", log_level=1):
             num_zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
         self._step_prepared(clip_grad=self.config.clip_grad)
         return True, self._last_norm, num_zeros
 
-    # The parts of `step`, for scripts that do something between them.
+    # The parts of `step`, for scripts that run code between them.
 
     def prepare_grads(self) -> bool:
-        """Begins a step: computes the norm of the reduced gradients and returns whether one of them is not finite.
+        """Begins a step: computes the norm of the reduced gradients and returns whether any of them is not finite.
 
-        If so, the loss scale backs off and the step is over; else step_with_ready_grads must follow. Collective. Raises
-        the errors of `step`.
+        If so, the loss scale backs off and the step ends; otherwise step_with_ready_grads must follow. Collective.
+        Raises the errors of `step`.
         """
         self._prepared = None
         self._prepare_step()
-        # Before any change on this rank, because others may have caught an error after the reduction of gradients.
+        # Before any change on this rank, because other ranks may have caught an error after the reduction of gradients.
         for scheduler in self._schedulers:
             scheduler.step()
         for logits in self._watched:
             logits.collect()
-        # One pass finds norm and overflow, because the norm is finite only if every gradient is. The norm has the same
-        # bits on all ranks, so they decide alike without a message. `_decide` decides the same way in a graph.
+        # One pass computes norm and overflow, because the norm is finite only if every gradient is. The norm is
+        # bit-identical on all ranks, so they decide alike without communication. `_decide` decides the same way in a
+        # graph.
         with self.config.timers("optimizer-clip-main-grad", log_level=1):
             scaled_norm = read_norm_sync(self._grad_stats.norm())
-        # Also lowers the loss scale, so another reason to skip, such as a limit of the norm, needs a flag of its own.
+        # Also lowers the loss scale, so another reason to skip, such as a limit on the norm, needs its own flag.
         found_inf = not math.isfinite(scaled_norm)
         loss_scale = self._loss_scale
         self._last_norm = scaled_norm / loss_scale
-        # After the scale that these gradients carry was read.
+        # After the scale of these gradients was read.
         self._update_scale(found_inf)
         if found_inf:
             self._grad_stats.skip_step(self._last_norm)
@@ -310,9 +312,9 @@ class MegatronOptimizer:
         return found_inf
 
     def step_with_ready_grads(self) -> bool:
-        """Updates the parameters after prepare_grads, without clipping; returns whether it did, which is True.
+        """Updates the parameters after prepare_grads, without clipping. Always returns True.
 
-        Raises RuntimeError without prepare_grads, or if that has found a gradient that is not finite.
+        Raises RuntimeError without prepare_grads, or if it found a gradient that is not finite.
         """
         self._step_prepared(clip_grad=0.0)
         return True
@@ -322,10 +324,10 @@ class MegatronOptimizer:
         return read_norm_sync(self._grad_stats.norm()) / self._grads_scale
 
     def clip_grad_norm(self, clip_grad: float) -> float:
-        """Multiplies the reduced gradients in place, so that their norm is at most clip_grad; returns the norm before.
+        """Scales the reduced gradients in place to a norm of at most clip_grad; returns the previous norm.
 
-        For scripts that call prepare_grads and step_with_ready_grads; `step` clips by OptimizerConfig.clip_grad itself.
-        Collective, like `step`.
+        Intended for scripts that call prepare_grads and step_with_ready_grads; `step` itself clips to
+        OptimizerConfig.clip_grad. Collective, like `step`.
         """
         grad_norm = self.get_grad_norm()
         coefficient = clip_coefficient(clip_grad, grad_norm) if clip_grad > 0 and math.isfinite(grad_norm) else 1.0
@@ -341,8 +343,8 @@ class MegatronOptimizer:
     def get_grads_for_grad_norm(self, grad_norm_group: dist.ProcessGroup | None = None) -> list[Tensor]:
         """Returns the reduced gradients, still scaled, that this rank counts in norms: views, [n] each, their dtype.
 
-        Of replicated and tied parameters only one rank counts the gradient. grad_norm_group: only gradients whose norm
-        is summed over this group; None for all.
+        The gradients of replicated and tied parameters are counted on one rank only. grad_norm_group: restricts the
+        result to gradients whose norm is summed over this group; None means all.
         """
         return self._grad_stats.counted_grads(grad_norm_group)
 
@@ -360,7 +362,7 @@ class MegatronOptimizer:
     def _step_prepared(self, *, clip_grad: float) -> None:
         if self._prepared is None:
             raise RuntimeError(
-                "step_with_ready_grads was called without prepare_grads, or after it has found a gradient that is not "
+                "step_with_ready_grads was called without prepare_grads, or after it found a gradient that is not "
                 "finite: call prepare_grads, and update only if it returns False"
             )
         prepared, self._prepared = self._prepared, None
@@ -372,33 +374,33 @@ class MegatronOptimizer:
 
     @property
     def _grads_scale(self) -> float:
-        """The loss scale of the gradients, which prepare_grads may have changed for the next step."""
+        """The loss scale of the gradients; prepare_grads may already have changed the scale for the next step."""
         return self._loss_scale if self._prepared is None else self._prepared.loss_scale
 
-    # A step that the device decides.
+    # Steps decided on the device.
 
     def prepare_device_step(self) -> None:
-        """Prepares an update on the device; call before step_on_device and before each replay of it.
+        """Prepares an update on the device; must be called before step_on_device and before each replay of it.
 
-        Checks what `step` checks, and copies the learning rates to the device (prepare_update, refresh_rates of each
-        rule). Raises the RuntimeError and ValueError of `step`, and ValueError if weight decay has changed since the
-        capture.
+        Performs the checks of `step`, and copies the learning rates to the device (prepare_update, refresh_rates of
+        each rule). Raises the RuntimeError and ValueError of `step`, and ValueError if weight decay has changed since
+        the capture.
         """
         self._prepare_step()
         decays = self._weight_decays()
         if self._decays_on_device not in (None, decays):
             raise ValueError(
-                f"weight decays of the parameter groups were {self._decays_on_device} in the first step on the device "
-                f"and are {decays}: graphs keep the first, so weight_decay must not change (or step without a graph)"
+                f"weight decays of the parameter groups were {self._decays_on_device} in the first step on the "
+                f"device and are {decays}: graphs keep the first values, so weight_decay must not change (or step "
+                "without a graph)"
             )
 
     @trace_range("MegatronOptimizer.step_on_device")
     def step_on_device(self, discard: torch.Tensor | None = None) -> DeviceStep:
-        """Runs a step in which the device decides whether to update; for graphs, since it never waits for the device.
+        """Runs a step in which the device decides whether to update. It never waits for the device and can be captured.
 
-        discard: discards the step if any element is above 0: any shape and dtype, on the device, the same on all
-        ranks.
-        Call it after finish_grad_sync and CollectiveScheduler.step, without a gather in flight. Collective, like
+        discard: discards the step if any element is above 0: any shape and dtype, on the device, the same on all ranks.
+        Must be called after finish_grad_sync and CollectiveScheduler.step, without a gather in flight. Collective, like
         `step`. Raises ValueError for settings that need the host.
         """
         self.config.validate_device_step()
@@ -419,7 +421,7 @@ class MegatronOptimizer:
         self._make_whole()
 
     def settle_step_sync(self, done: DeviceStep) -> tuple[bool, float, float | None]:
-        """Completes a step on the device on the host and returns the result of `step`; call once for each replay.
+        """Completes a device step on the host and returns the result of `step`; must be called once for each replay.
 
         Updates loss scale, step count and sharded parameters like `step`; a discarded step changes none of them. NOTE:
         waits until the device has run the step. Collective if `step` gathers parameters.
@@ -439,10 +441,10 @@ class MegatronOptimizer:
     def prepare_update(self) -> None:
         """Checks that an update may run, and copies the learning rates.
 
-        Raises RuntimeError if parameters and states are of two steps, ValueError if a parameter was moved.
+        Raises RuntimeError if parameters and states belong to different steps, ValueError if a parameter was moved.
         """
         self._check_whole()
-        # Without this check the kernel would silently update memory that the model no longer reads.
+        # Without this check, the kernel would silently update memory that the model no longer reads.
         for param_range in self._runs:
             param_range.check_attached()
         for rule in self._rules:
@@ -451,29 +453,31 @@ class MegatronOptimizer:
     def update_ranges(
         self, scale: GradScale, runs: Iterable[FlatParamRange], *, rules: Sequence[UpdateRule] | None = None
     ) -> None:
-        """Steps flat ranges by their scaled gradients; rules: the rules that step now, None for all."""
+        """Updates flat ranges by their scaled gradients; rules: the rules that run now, None means all."""
         chosen = frozenset(runs)
         for rule in self._rules if rules is None else rules:
             rule.update(scale, chosen)
 
     def mark_half_done(self, error: str) -> None:
-        """Records that an update is half done; error: the message of errors until parameters and states are whole."""
+        """Records that an update is half done; error: the message to raise until parameters and states are whole."""
         self._half_done = error
 
     # Parameters and states.
 
     def params_norm(self) -> float:
-        """Returns the 2-norm of all parameters as they are stepped (masters), in fp64. Collective, like `step`."""
+        """Returns the 2-norm of all updated parameters (masters), in fp64. Collective, like `step`."""
         return self._grad_stats.params_norm()
 
     def norm_of(self, params: Iterable[nn.Parameter]) -> float:
-        """Returns the 2-norm of unstepped parameters, any shapes and dtypes, in fp64. Collective, like `step`."""
+        """Returns the 2-norm of parameters that are not updated, any shapes and dtypes, in fp64. Collective, like
+        `step`.
+        """
         return self._grad_stats.norm_of(params)
 
     def reload_model_params(self, state_dict: Mapping[str, Any] | None = None) -> None:
-        """Sets the fp32 masters to the model's parameters, after a load of weights alone.
+        """Sets the fp32 masters to the model's parameters, after only weights were loaded.
 
-        state_dict: None; a state of the model from which masters would take more digits than the model has.
+        state_dict: must be None. Megatron uses it to set masters from a model state with higher precision.
         """
         why = "masters are set to the parameters' values; convert the checkpoint, or load it with its optimizer state"
         require_defaults("reload_model_params", why, state_dict=(state_dict, None))
@@ -483,14 +487,14 @@ class MegatronOptimizer:
     def sharded_state(self, model_pieces: dict[str, list[LogicalPiece]]) -> list[ShardedTensor]:
         """Returns moments and masters of this rank's shard as boxes to save, fp32; model_pieces: by parameter name.
 
-        State that is stored as fp32 is not copied. Raises RuntimeError if parameters and states are of two steps.
+        State stored as fp32 is not copied. Raises RuntimeError if parameters and states belong to different steps.
         """
         self._check_whole()
         return [tensor for state in self._flat_states() for tensor in state.tensors(state.read(), model_pieces)]
 
     @contextmanager
     def loading(self, model_pieces: dict[str, list[LogicalPiece]]) -> Iterator[list[ShardedTensor]]:
-        """Yields the boxes of sharded_state to load in place; other forms than fp32 are written when the block ends."""
+        """Yields the boxes of sharded_state to load in place; forms other than fp32 are written when the block ends."""
         if self._offloaded is not None:
             self._check_whole()
         states = self._flat_states()
@@ -507,7 +511,7 @@ class MegatronOptimizer:
 
     @property
     def state_bytes(self) -> dict[str, int]:
-        """Bytes of this rank's state: `masters` and `moments` on the device, and both on the host as `host_states`."""
+        """Bytes of this rank's state: `masters` and `moments` on the device, and `host_states` for both on the host."""
         by_range = {one: rule.flat_state(one).values() for rule in self._rules for one in rule.runs}
         found = {"masters": 0, "moments": 0, "host_states": 0}
         for param_range in self._runs:
@@ -520,7 +524,7 @@ class MegatronOptimizer:
         states = []
         by_range = {one: rule.flat_state(one) for rule in self._rules for one in rule.runs}
         for param_range in self._runs:
-            # Without masters, the model's weights are stepped, which the checkpoint has already.
+            # Without masters, the model's weights are updated, which are already in the checkpoint.
             masters = {MASTERS: param_range.main} if param_range.has_master else {}
             states += [
                 FlatState(kind, stored, param_range) for kind, stored in {**by_range[param_range], **masters}.items()
@@ -536,10 +540,10 @@ class MegatronOptimizer:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns common_state and, unless shards are stepped, this rank's moments and masters for torch.save.
+        """Returns common_state and, unless shards are updated, this rank's moments and masters for torch.save.
 
-        `state` has one dictionary of copies, [n] each, for each flat range, so it loads into the same layout alone; a
-        checkpoint for any layout is made of sharded_state_dict. DistributedOptimizer leaves `state` out.
+        `state` has one dictionary of copies, [n] each, for each flat range, so it loads only into the same layout;
+        sharded_state_dict serves checkpoints for any layout. DistributedOptimizer omits `state`.
         """
         self._check_whole()
         by_range: dict[FlatParamRange, dict[str, Tensor]] = {one: {} for one in self._runs}
@@ -548,7 +552,7 @@ class MegatronOptimizer:
         return {**self.common_state(), "state": list(by_range.values())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continues from the state_dict, common_state or loaded sharded_state_dict of such an optimizer.
+        """Restores the state_dict, common_state or loaded sharded_state_dict of such an optimizer.
 
         Raises ValueError if `state` has other ranges, numbers or kinds of state than this optimizer.
         """
@@ -559,8 +563,8 @@ class MegatronOptimizer:
             state_dict = common.data if isinstance(common, ShardedObject) else common
         elif "tensors" in state_dict:
             raise ValueError(
-                "load_state_dict was given a sharded_state_dict made without is_loading=True, or loaded twice: call "
-                "sharded_state_dict(..., is_loading=True), dist_checkpointing.load, then load_state_dict once"
+                "load_state_dict was given a sharded_state_dict created without is_loading=True, or loaded twice: "
+                "call sharded_state_dict(..., is_loading=True), dist_checkpointing.load, then load_state_dict once"
             )
         if "state" in state_dict:
             self._load_ranges(state_dict["state"])
@@ -579,13 +583,14 @@ class MegatronOptimizer:
         is_loading: bool = False,
         metadata: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Returns what dist_checkpointing saves, or loads in place: boxes of moments and masters, and common_state.
+        """Returns the state that dist_checkpointing saves or loads in place: boxes of moments and masters, and
+        common_state.
 
-        model_sharded_state_dict: the items of the model in the same checkpoint, which must include those of the
-        parameters that are stepped, or be empty. is_loading: load_state_dict must be called after the load. metadata:
-        its distrib_optim_sharding_type must be fully_reshardable, the one format here; other entries choose among
-        formats of Megatron and are ignored. Raises ValueError for another format, and for a parameter that is not among
-        the items.
+        model_sharded_state_dict: the items of the model in the same checkpoint, which must include all parameters that
+        are updated, or be empty. is_loading: whether the result is loaded, after which load_state_dict must be called.
+        metadata: its distrib_optim_sharding_type must be fully_reshardable, the only format here; other entries select
+        among formats of Megatron and are ignored. Raises ValueError for another format, and for a parameter that is not
+        among the items.
         """
         kind = (metadata or {}).get("distrib_optim_sharding_type", FULLY_RESHARDABLE)
         if kind != FULLY_RESHARDABLE:
@@ -600,17 +605,17 @@ class MegatronOptimizer:
     def offload_to_cpu(self) -> None:
         """Copies moments and masters to the host and frees their memory on the device, between two steps.
 
-        Steps, saves and loads raise RuntimeError until restore_from_cpu. Does nothing if they are on the host already.
+        Steps, saves and loads raise RuntimeError until restore_from_cpu. Does nothing if they are already on the host.
         """
         self._check_whole()
         of_rules = [stored for rule in self._rules for one in rule.runs for stored in rule.flat_state(one).values()]
         masters = [one.main for one in self._runs if one.is_copy]
         held = [tensor for stored in [*of_rules, *masters] for tensor in stored.memory]
-        # On a GPU's host are those of OptimizerConfig.optimizer_cpu_offload.
+        # On a GPU, these are already on the host with OptimizerConfig.optimizer_cpu_offload.
         self._offloaded = OffloadedMemory(one for one in held if one.device == self._device_scale.device)
 
     def restore_from_cpu(self) -> None:
-        """Brings moments and masters back to the device after offload_to_cpu, with the same bits."""
+        """Moves moments and masters back to the device after offload_to_cpu, bit for bit."""
         if self._offloaded is not None:
             self._offloaded.restore()
             self._offloaded = None
@@ -624,7 +629,8 @@ class MegatronOptimizer:
             missing = {piece.key for piece in held} - known if items else set()
             if missing or not held:
                 raise ValueError(
-                    f"model_sharded_state_dict has no item for {member.name}: must have all parameters that are stepped"
+                    f"model_sharded_state_dict has no item for {member.name}: must contain all parameters that are "
+                    "updated"
                 )
             found[member.name] = held
         return found
@@ -638,8 +644,8 @@ class MegatronOptimizer:
         given = [{kind: tuple(tensor.shape) for kind, tensor in held.items()} for held in saved]
         if sizes != given:
             raise ValueError(
-                f"state_dict['state'] has shapes {given}: must be {sizes}, those of this optimizer; load state of "
-                "another layout by sharded_state_dict"
+                f"state_dict['state'] has shapes {given}: must be {sizes}, the shapes of this optimizer; load state "
+                "of another layout with sharded_state_dict"
             )
         for held, tensors in zip(by_range.values(), saved):
             for state in held:
@@ -651,7 +657,7 @@ class MegatronOptimizer:
         self._after_load()
 
     def _after_load(self) -> None:
-        """Does what follows a load of state; DistributedOptimizer gathers parameters."""
+        """Runs after state was loaded; DistributedOptimizer gathers parameters."""
 
     @property
     def _loss_scale(self) -> float:
@@ -671,7 +677,7 @@ class MegatronOptimizer:
         self._note_update()
 
     def _after_device_update(self) -> None:
-        """Does the host's part of an update that the device has made."""
+        """Performs the host's part of an update made by the device."""
         self._note_update()
 
     def _prepare_step(self) -> None:
@@ -679,7 +685,7 @@ class MegatronOptimizer:
             self.prepare_update()
 
     def _step_ranges(self, scale: GradScale, ranges: Iterable[FlatParamRange], *, rules: Sequence[UpdateRule]) -> None:
-        """Updates ranges in a step, unless they were updated in backward; call it inside `_whole_update`."""
+        """Updates ranges in a step, unless they were updated in backward; must be called inside `_whole_update`."""
         chosen = frozenset(ranges)
         if not self._grad_stats.is_updated:
             self.update_ranges(scale, chosen, rules=rules)
@@ -690,7 +696,7 @@ class MegatronOptimizer:
 
     @contextmanager
     def _whole_update(self) -> Iterator[None]:
-        """Surrounds an update; after an error inside, the update is half done."""
+        """Wraps an update. After an error inside, the update is half done."""
         self.mark_half_done(_BROKEN_UPDATE)
         yield
         self._half_done = None
@@ -712,12 +718,12 @@ class MegatronOptimizer:
             chunk.note_update()
 
     def _step_counts(self) -> list[torch.Tensor]:
-        # One for each range of a rule that counts; all have the same value.
+        # One counter for each range of a rule that counts; all have the same value.
         return [count for rule in self._rules for count in rule.step_counts()]
 
 
 class FP32Optimizer(MegatronOptimizer):
-    """Steps the model's own fp32 (or fp64) parameters."""
+    """Updates the model's own fp32 (or fp64) parameters."""
 
     def __init__(
         self,
@@ -731,7 +737,7 @@ class FP32Optimizer(MegatronOptimizer):
 
 
 class MixedPrecisionOptimizer(MegatronOptimizer):
-    """Base of the optimizers of 16-bit parameters, with masters and perhaps a loss scale."""
+    """Base class of the optimizers of 16-bit parameters, with masters and optionally a loss scale."""
 
     _makes_masters = True
 
@@ -748,17 +754,17 @@ class MixedPrecisionOptimizer(MegatronOptimizer):
 
 
 class Float16OptimizerWithFloat16Params(MixedPrecisionOptimizer):
-    """Steps fp32 masters of 16-bit parameters; fp32 parameters among them are stepped themselves."""
+    """Updates fp32 masters of 16-bit parameters; fp32 parameters are updated directly."""
 
     def state_dict(self, is_loading: bool = False) -> dict[str, Any]:
-        """Returns the state_dict of MegatronOptimizer; is_loading: no matter, as state exists from the start."""
+        """Returns the state_dict of MegatronOptimizer; is_loading: ignored, because state exists from the start."""
         return super().state_dict()
 
 
 class ProxyDict(MutableMapping[Any, Any]):
     """Several dictionaries as one, whose keys are (index of the dictionary, key in it).
 
-    An item is also found, replaced and deleted by its key alone, in the first dictionary that has it.
+    An item can also be found, replaced and deleted by its bare key, in the first dictionary that contains it.
     """
 
     def __init__(self, inner_dicts: Sequence[MutableMapping[Any, Any]]) -> None:
@@ -793,11 +799,11 @@ class ProxyDict(MutableMapping[Any, Any]):
 
 
 class ChainedOptimizer(MegatronOptimizer):
-    """Steps parameters by several optimizers with a common norm, decision and loss scale.
+    """Updates parameters with several optimizers that share norm, decision and loss scale.
 
     chained_optimizers: at least one; a torch optimizer is wrapped in an FP32Optimizer without clipping. Their settings
-    of clipping and zero counts, and their loss scales, must be the same, or ValueError is raised. parts: of all of
-    them, if this optimizer updates their parameters itself.
+    of clipping and zero counts, and their loss scales, must be the same, or ValueError is raised. parts: the parts of
+    all optimizers, if this optimizer updates their parameters itself.
     """
 
     def __init__(
@@ -841,9 +847,9 @@ class ChainedOptimizer(MegatronOptimizer):
         return super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
 
     def save_parameter_state(self, filename: str) -> None:
-        """Calls save_parameter_state of each optimizer that steps shards; see DistributedOptimizer.
+        """Calls save_parameter_state of each optimizer that updates shards; see DistributedOptimizer.
 
-        The files of a chain of several are `filename`, `filename.1` and so on.
+        With several such optimizers, the files are `filename`, `filename.1` and so on.
         """
         for index, one in self._with_shards():
             one.save_parameter_state(_numbered(filename, index))
@@ -856,7 +862,7 @@ class ChainedOptimizer(MegatronOptimizer):
     def _with_shards(self) -> "list[tuple[int, HasParameterState]]":
         found = [one for one in self.chained_optimizers if isinstance(one, HasParameterState)]
         if not found:
-            raise ValueError("no optimizer of the chain steps shards: their state_dict has all of the state")
+            raise ValueError("no optimizer of the chain updates shards: their state_dict contains the whole state")
         return list(enumerate(found))
 
     def _update(self, scale: GradScale) -> None:
@@ -875,7 +881,7 @@ class ChainedOptimizer(MegatronOptimizer):
             one._after_device_update()
 
     def _update_scale(self, found_inf: bool) -> None:
-        # Optimizers that were built apart have scales of their own, with the same numbers.
+        # Optimizers that were built separately have their own scales, with the same numbers.
         scalers = (one.grad_scaler for one in self.chained_optimizers[1:] if one.grad_scaler is not self.grad_scaler)
         for scaler in dict.fromkeys(scaler for scaler in scalers if scaler is not None):
             scaler.update(found_inf)
@@ -888,14 +894,14 @@ class ChainedOptimizer(MegatronOptimizer):
 
 @runtime_checkable
 class HasParameterState(Protocol):
-    """An optimizer of shards, whose state is saved in files apart from its state_dict."""
+    """An optimizer of shards, whose state is saved in files separate from its state_dict."""
 
     def save_parameter_state(self, filename: str) -> None: ...
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None: ...
 
 
 class _JoinedStats(GradStats):
-    """Statistics of the gradients of several optimizers together, each over its own ranks."""
+    """Joint gradient statistics of several optimizers, each over its own ranks."""
 
     def __init__(self, every: Sequence[GradStats]) -> None:
         self._every = list(every)
@@ -928,7 +934,7 @@ class _JoinedStats(GradStats):
 
 
 def _root_of_squares(norms: Sequence[Tensor]) -> Tensor:
-    # The norm of one norm may round.
+    # The norm of a single norm may round.
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(list(norms)), 2)
 
 
@@ -937,12 +943,14 @@ def _as_ours(one: MegatronOptimizer | torch.optim.Optimizer) -> MegatronOptimize
         return one
     if isinstance(one, torch.optim.Optimizer):
         return FP32Optimizer(one, OptimizerConfig(lr=one.defaults.get("lr", 0.0), clip_grad=0.0))
-    raise TypeError(f"chained_optimizers has a {type(one).__name__}: must be a MegatronOptimizer or a torch optimizer")
+    raise TypeError(
+        f"chained_optimizers contains a {type(one).__name__}: must be a MegatronOptimizer or a torch optimizer"
+    )
 
 
 def _check_chain(chained: Sequence[MegatronOptimizer]) -> None:
     if not chained:
-        raise ValueError("chained_optimizers is empty: must have at least one optimizer")
+        raise ValueError("chained_optimizers is empty: must contain at least one optimizer")
     settings: dict[str, list[float | bool]] = {
         "OptimizerConfig.clip_grad": [one.config.clip_grad for one in chained],
         "OptimizerConfig.log_num_zeros_in_grad": [one.config.log_num_zeros_in_grad for one in chained],
@@ -953,8 +961,8 @@ def _check_chain(chained: Sequence[MegatronOptimizer]) -> None:
             raise ValueError(f"{name} of chained_optimizers is {values}: must be the same")
     if any(one.config.optimizer_in_backward for one in chained):
         raise ValueError(
-            "OptimizerConfig.optimizer_in_backward is set in chained_optimizers: an optimizer in backward must be the "
-            "only one, as it updates before the norm of the others is known"
+            "OptimizerConfig.optimizer_in_backward is set in chained_optimizers: an optimizer in backward must be "
+            "the only one, because it updates before the norm of the others is known"
         )
 
 
@@ -975,7 +983,7 @@ def _numbered(filename: str, index: int) -> str:
 
 
 def _pieces_in(items: Iterable[ShardedTensor], param: nn.Parameter) -> list[LogicalPiece]:
-    """Returns the pieces of a dense parameter, any shape and dtype, that items of a model are views of."""
+    """Returns the pieces of a dense parameter, any shape and dtype, to which items of a model are views."""
     first, size = param.data_ptr(), param.element_size()
     found = []
     for item in items:
@@ -986,7 +994,7 @@ def _pieces_in(items: Iterable[ShardedTensor], param: nn.Parameter) -> list[Logi
     return found
 
 
-# The device's decision whether a step updates; MegatronOptimizer.step decides on the host, with the same bits.
+# The device's decision whether a step updates; MegatronOptimizer.step decides on the host, bit-identically.
 
 
 @dataclass(frozen=True)
@@ -1016,7 +1024,7 @@ def _decide(
 
     discard: discards the step if any element is above 0: any shape, any dtype. clip_grad: 0 does not clip.
     """
-    # Rounded as read_norm_sync rounds it.
+    # Rounded as in read_norm_sync.
     scaled_norm = total_norm.float()
     found_inf = torch.isfinite(scaled_norm).logical_not()
     is_discarded = torch.zeros_like(found_inf) if discard is None else (discard > 0).any()
@@ -1032,7 +1040,7 @@ class _RunStates:
     """Provides optimizer states of each bucket to hooks on reduced gradients; rules: the optimizer's."""
 
     def __init__(self, rules: Sequence[UpdateRule]) -> None:
-        # Keys are known to wrappers: the buffer object and the index of the bucket in it.
+        # Keys consist of the buffer object, which wrappers know, and the index of the bucket in it.
         self._found: dict[tuple[object, int], list[tuple[UpdateRule, FlatParamRange]]] = {}
         for rule in rules:
             for param_range in rule.runs:
@@ -1041,7 +1049,7 @@ class _RunStates:
             pairs.sort(key=lambda pair: pair[1].span.start)
 
     def states(self, place: ReleasedBucket) -> Sequence[RunState]:
-        """Returns states of a bucket, sorted by place: fp32 or fp64, views of storage in that dtype, else copies."""
+        """Returns states of a bucket, sorted by place: fp32 or fp64, views if stored in that dtype, else copies."""
         start = place.buffer.owned_spans()[place.layout.index].start
         found = self._found.get((place.buffer, place.layout.index), [])
         return [state for rule, one in found for state in _states_of(one, rule, bucket_start=start)]

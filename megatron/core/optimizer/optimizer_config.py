@@ -1,6 +1,6 @@
-"""OptimizerConfig: update rule, learning rates, clipping, loss scaling, and the forms and places of optimizer state.
+"""OptimizerConfig: update rule, learning rates, clipping, loss scaling, and the form and location of optimizer state.
 
-It inherits its parts, so that flags have the order of the parts. Schedules of learning rate and weight decay are in
+It inherits from its parts, so that flags are listed part by part. Schedules of learning rate and weight decay are in
 megatron/core/optimizer_param_scheduler.py.
 """
 
@@ -18,7 +18,7 @@ from megatron.core.absent_config import AbsentOptimizerFields
 from megatron.core.config_field import config_field, run_checks, validate_fields
 from megatron.core.timers import Timers
 
-# Dtypes by their names on the command line. fp8 is stored as bytes, as in Megatron, and is refused.
+# Dtypes by their command-line names. fp8 is stored as bytes, as in Megatron, and is rejected.
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MOMENTS = ("fp32", "fp16", "bf16", "fp8")
@@ -79,7 +79,9 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 
 @dataclass(kw_only=True)
 class PrecisionConfig:
-    """Settings for state in fewer bits than steps compute in (stored_floats.py); OptimizerConfig checks them."""
+    """Settings for storing state in fewer bits than updates compute in (stored_floats.py);
+    OptimizerConfig checks them.
+    """
 
     cli_group: ClassVar[str] = "optimizer"
 
@@ -88,16 +90,16 @@ class PrecisionConfig:
     )
     main_grads_dtype: torch.dtype = _dtype_field(
         ("fp32", "bf16"),
-        help="Dtype of the gradients that the optimizer reads; bf16 needs reduction in bf16.",
+        help="Dtype of the gradients that the optimizer reads; bf16 requires reduction in bf16.",
     )
     main_params_dtype: torch.dtype = _dtype_field(
         ("fp32", "fp16"), help="Dtype of the masters of 16-bit parameters; fp16 has a scale per block."
     )
     exp_avg_dtype: torch.dtype = _dtype_field(
-        _MOMENTS, help="Dtype of Adam's first moment; fp16 has a scale per block, fp8 is refused."
+        _MOMENTS, help="Dtype of Adam's first moment; fp16 has a scale per block, fp8 is not supported."
     )
     exp_avg_sq_dtype: torch.dtype = _dtype_field(
-        _MOMENTS, help="Dtype of Adam's second moment; fp16 has a scale per block, fp8 is refused."
+        _MOMENTS, help="Dtype of Adam's second moment; fp16 has a scale per block, fp8 is not supported."
     )
     store_param_remainders: bool = config_field(
         True,
@@ -118,7 +120,7 @@ class PrecisionConfig:
             if value == "fp8":
                 raise ValueError(f"OptimizerConfig.{name} is fp8: must be fp32, bf16 or fp16")
             if value != "fp32" and not self.use_precision_aware_optimizer:
-                raise ValueError(f"OptimizerConfig.{name} is {value}: needs use_precision_aware_optimizer")
+                raise ValueError(f"OptimizerConfig.{name} is {value}: requires use_precision_aware_optimizer")
         if self.use_precision_aware_optimizer and optimizer not in ("adam", "distributed_fused_adam"):
             raise ValueError(
                 f"OptimizerConfig.optimizer is {optimizer} with use_precision_aware_optimizer: must be adam or "
@@ -128,19 +130,19 @@ class PrecisionConfig:
 
 @dataclass(kw_only=True)
 class OptimizerOffloadConfig:
-    """Settings for state in the host's memory; flat_params.py selects it, OptimizerConfig checks the values."""
+    """Settings for state in host memory; flat_params.py selects it, OptimizerConfig checks the values."""
 
     cli_group: ClassVar[str] = "optimizer"
 
     optimizer_cpu_offload: bool = config_field(
-        False, help="Store masters and moments in the host's memory and update them there; no effect on a CPU."
+        False, help="Store masters and moments in host memory and update them there; no effect on a CPU."
     )
     optimizer_offload_fraction: float = config_field(
         0.0,
         cli_default=1.0,
         at_least=0,
         at_most=1,
-        help="Part of the parameters whose state --optimizer-cpu-offload moves.",
+        help="Fraction of the parameters whose state --optimizer-cpu-offload moves.",
     )
     overlap_cpu_optimizer_d2h_h2d: bool = config_field(
         False,
@@ -149,27 +151,30 @@ class OptimizerOffloadConfig:
 
     @property
     def host_fraction(self) -> float:
-        """Part of the parameters whose state is in the host's memory."""
+        """Fraction of the parameters whose state is in host memory."""
         return self.optimizer_offload_fraction if self.optimizer_cpu_offload else 0.0
 
     def validate_offload(self, optimizer: str) -> None:
         """Raises ValueError for settings that cannot be offloaded; optimizer: the name of the update rule."""
         if self.optimizer_cpu_offload and optimizer == "muon":
-            raise ValueError("OptimizerConfig.optimizer is muon with optimizer_cpu_offload: must be another optimizer")
+            raise ValueError(
+                "OptimizerConfig.optimizer is muon with optimizer_cpu_offload: use another optimizer, "
+                "or disable the offload"
+            )
         if self.overlap_cpu_optimizer_d2h_h2d and not self.optimizer_cpu_offload:
             raise ValueError(
-                "OptimizerConfig.overlap_cpu_optimizer_d2h_h2d is set: needs optimizer_cpu_offload as well"
+                "OptimizerConfig.overlap_cpu_optimizer_d2h_h2d is set: requires optimizer_cpu_offload as well"
             )
         if 0 < self.optimizer_offload_fraction < 1 and not self.optimizer_cpu_offload:
             raise ValueError(
-                f"OptimizerConfig.optimizer_offload_fraction is {self.optimizer_offload_fraction}: "
-                "needs optimizer_cpu_offload"
+                f"OptimizerConfig.optimizer_offload_fraction is {self.optimizer_offload_fraction}: requires "
+                "optimizer_cpu_offload"
             )
 
 
 @dataclass(kw_only=True)
 class MuonConfig:
-    """Settings of Muon, which steps matrices (muon.py); OptimizerConfig checks the values."""
+    """Settings of Muon, which updates matrices (muon.py); OptimizerConfig checks the values."""
 
     cli_group: ClassVar[str] = "optimizer"
 
@@ -194,12 +199,12 @@ class MuonConfig:
     muon_tp_mode: str = config_field(
         "duplicated",
         choices=("blockwise", "duplicated", "distributed"),
-        help="Treatment of tensor-parallel matrices in Muon; no effect, as these are refused.",
+        help="Handling of tensor-parallel matrices in Muon; no effect, because these are not supported.",
     )
 
 
 class InBackwardClip(Enum):
-    """Clipping of gradients in updates that precede the norm of all gradients."""
+    """Clipping methods for updates that run before the norm of all gradients is known."""
 
     EXACT = "exact"
     PREVIOUS_NORM = "previous-norm"
@@ -219,47 +224,50 @@ class InBackwardConfig:
         None,
         choices=tuple(clip.value for clip in InBackwardClip),
         help="Clipping with --optimizer-in-backward: exact stores reduced gradients until the norm is known, "
-        "previous-norm uses the norm of the step before, per-bucket that of each bucket.",
+        "previous-norm uses the previous step's norm, per-bucket uses the norm of each bucket.",
     )
 
     @property
     def in_backward_clip(self) -> InBackwardClip | None:
-        """The policy; None for updates in backward without clipping, or without updates in backward."""
+        """The clipping policy; None for updates in backward without clipping, or without updates in backward."""
         chosen = self.optimizer_in_backward_clip
         return None if chosen is None else InBackwardClip(chosen)
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether updates follow the norm of all gradients, so that a step can still be skipped or dropped."""
+        """Whether updates run after the norm of all gradients is known, so that a step can still be skipped or
+        discarded.
+        """
         return self.in_backward_clip is InBackwardClip.EXACT
 
     def validate_in_backward(
         self, optimizer: str, *, clip_grad: float, fp16: bool, offloads: bool, has_graph: bool
     ) -> None:
-        """Raises ValueError for settings that exclude updates in backward.
+        """Raises ValueError for settings that are incompatible with updates in backward.
 
-        optimizer: name of the update rule. offloads: states are on the host. has_graph: a CUDA graph holds the step.
+        optimizer: name of the update rule. offloads: whether states are on the host. has_graph: whether a CUDA graph
+        contains the step.
         """
         if self.optimizer_in_backward:
             self.validate_clip_in_backward(clip_grad, fp16=fp16)
             others = [
-                ("optimizer is muon", optimizer == "muon", "it needs whole matrices, which buckets may cut"),
+                ("optimizer is muon", optimizer == "muon", "it needs whole matrices, which bucket boundaries may cut"),
                 (
                     "optimizer_cpu_offload is set",
                     offloads,
                     "the host updates in step(), during the copies of gradients",
                 ),
-                ("optimizer_cuda_graph is set", has_graph, "graphs need persistent gradients"),
+                ("optimizer_cuda_graph is set", has_graph, "graphs require persistent gradients"),
             ]
             for words, is_set, why in others:
                 if is_set:
                     raise ValueError(
-                        f"OptimizerConfig.{words} and OptimizerConfig.optimizer_in_backward is set: {why}; leave out "
+                        f"OptimizerConfig.{words} and OptimizerConfig.optimizer_in_backward is set: {why}; set only "
                         "one of them"
                     )
         elif self.optimizer_in_backward_clip is not None:
             raise ValueError(
-                f"OptimizerConfig.optimizer_in_backward_clip is {self.optimizer_in_backward_clip}: needs "
+                f"OptimizerConfig.optimizer_in_backward_clip is {self.optimizer_in_backward_clip}: requires "
                 "OptimizerConfig.optimizer_in_backward"
             )
 
@@ -269,14 +277,16 @@ class InBackwardConfig:
         if clip_grad > 0 and clip is None:
             # Without an error, nothing would be clipped.
             raise ValueError(
-                f"OptimizerConfig.clip_grad is {clip_grad} and OptimizerConfig.optimizer_in_backward is set: the norm "
-                "of all gradients is not known before backward ends, so OptimizerConfig.optimizer_in_backward_clip "
-                "must be exact, previous-norm or per-bucket, or OptimizerConfig.clip_grad be 0"
+                f"OptimizerConfig.clip_grad is {clip_grad} and OptimizerConfig.optimizer_in_backward is set: the "
+                "norm of all gradients is not known before backward ends, so "
+                "OptimizerConfig.optimizer_in_backward_clip must be exact, previous-norm or per-bucket, or "
+                "OptimizerConfig.clip_grad must be 0"
             )
         if clip_grad == 0 and clip is not None and not self.holds_gradients:
             raise ValueError(
-                f"OptimizerConfig.optimizer_in_backward_clip is {clip} and OptimizerConfig.clip_grad is 0, which clips "
-                "nothing: give the norm to clip to, or leave out OptimizerConfig.optimizer_in_backward_clip"
+                f"OptimizerConfig.optimizer_in_backward_clip is {clip} and OptimizerConfig.clip_grad is 0, which "
+                "disables clipping: give the norm to clip to, or do not set "
+                "OptimizerConfig.optimizer_in_backward_clip"
             )
         if fp16 and not self.holds_gradients:
             raise ValueError(
@@ -298,55 +308,61 @@ class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig, InBac
         help="Optimizer; adam is AdamW, muon is Muon for matrices with AdamW for the rest, distributed_fused_adam is "
         "AdamW with sharded states and gradients (ZeRO-2).",
     )
-    lr: float | None = config_field(None, more_than=0, help="Highest learning rate; the schedule scales it.")
-    min_lr: float | None = config_field(None, cli_default=0.0, at_least=0, help="Lowest learning rate of the schedule.")
+    lr: float | None = config_field(None, more_than=0, help="Maximum learning rate; the schedule scales it.")
+    min_lr: float | None = config_field(
+        None, cli_default=0.0, at_least=0, help="Minimum learning rate of the schedule."
+    )
     decoupled_lr: float | None = config_field(
-        None, more_than=0, help="Highest learning rate of word embeddings and output layer; unset: --lr."
+        None, more_than=0, help="Maximum learning rate of word embeddings and output layer; unset: --lr."
     )
     decoupled_min_lr: float | None = config_field(
-        None, at_least=0, help="Lowest learning rate of word embeddings and output layer; unset: --min-lr."
+        None, at_least=0, help="Minimum learning rate of word embeddings and output layer; unset: --min-lr."
     )
     weight_decay: float = config_field(
         0.01, at_least=0, help="Weight decay; biases and one-dimensional parameters are not decayed."
     )
     apply_wd_to_qk_layernorm: bool = config_field(
-        False, help="Apply weight decay to the norms that --qk-layernorm adds, too."
+        False, help="Also apply weight decay to the norms that --qk-layernorm adds."
     )
-    adam_beta1: float = config_field(0.9, at_least=0, less_than=1, help="Decay of Adam's first moment.")
-    adam_beta2: float = config_field(0.999, at_least=0, less_than=1, help="Decay of Adam's second moment.")
+    adam_beta1: float = config_field(0.9, at_least=0, less_than=1, help="Decay rate of Adam's first moment.")
+    adam_beta2: float = config_field(0.999, at_least=0, less_than=1, help="Decay rate of Adam's second moment.")
     adam_eps: float = config_field(1e-8, more_than=0, help="Added to Adam's denominator.")
     sgd_momentum: float = config_field(0.9, at_least=0, less_than=1, help="Momentum of --optimizer sgd.")
-    clip_grad: float = config_field(1.0, at_least=0, help="Clip gradients to this global 2-norm; 0 does not clip.")
+    clip_grad: float = config_field(1.0, at_least=0, help="Clip gradients to this global 2-norm; 0 disables clipping.")
 
     loss_scale: float | None = config_field(
-        None, more_than=0, help="Constant loss scale for --fp16; none means a dynamic scale."
+        None, more_than=0, help="Constant loss scale for --fp16; unset: dynamic loss scale."
     )
     # High on purpose: the first steps overflow until the scale fits.
-    initial_loss_scale: float = config_field(2**32, more_than=0, help="Dynamic loss scale at the start.")
-    min_loss_scale: float = config_field(1.0, more_than=0, help="Lowest dynamic loss scale.")
+    initial_loss_scale: float = config_field(2**32, more_than=0, help="Initial dynamic loss scale.")
+    min_loss_scale: float = config_field(1.0, more_than=0, help="Minimum dynamic loss scale.")
     loss_scale_window: float = config_field(
         1000, at_least=1, help="Double the dynamic loss scale after this many steps without overflow."
     )
-    hysteresis: int = config_field(2, at_least=1, help="Overflows before the dynamic loss scale is halved.")
+    hysteresis: int = config_field(2, at_least=1, help="Number of overflows before the dynamic loss scale is halved.")
 
-    fp16: bool = config_field(False, flags=(), help="The model's parameters are fp16: loss scaling, fp32 masters.")
-    bf16: bool = config_field(False, flags=(), help="The model's parameters are bf16: fp32 masters.")
+    fp16: bool = config_field(False, flags=(), help="Use fp16 model parameters, with loss scaling and fp32 masters.")
+    bf16: bool = config_field(False, flags=(), help="Use bf16 model parameters, with fp32 masters.")
     params_dtype: torch.dtype = config_field(torch.float32, flags=(), help="Dtype of the model's parameters.")
     deterministic_mode: bool = config_field(False, flags=(), help="Accumulate norms in fp64.")
     use_distributed_optimizer: bool = config_field(
-        False, flags=(), help="Needs DistributedDataParallelConfig.use_distributed_optimizer, which decides."
+        False,
+        flags=(),
+        help="Requires DistributedDataParallelConfig.use_distributed_optimizer, which takes precedence.",
     )
     overlap_param_gather: bool = config_field(
-        False, flags=(), help="Needs DistributedDataParallelConfig.overlap_param_gather, which decides."
+        False, flags=(), help="Requires DistributedDataParallelConfig.overlap_param_gather, which takes precedence."
     )
     overlap_param_gather_with_optimizer_step: bool = config_field(
-        False, flags=(), help="Needs DistributedDataParallelConfig's field, which decides."
+        False, flags=(), help="Requires the field of DistributedDataParallelConfig, which takes precedence."
     )
-    log_num_zeros_in_grad: bool = config_field(False, flags=(), help="Count zeros in the gradient in step().")
+    log_num_zeros_in_grad: bool = config_field(False, flags=(), help="Count zeros in the gradients in step().")
     optimizer_cuda_graph: bool = config_field(
         False, help="Include the step in the graph of --cuda-graph-impl full_iteration."
     )
-    timers: Timers = field(default_factory=Timers, compare=False)  # equal settings have timers of their own
+    timers: Timers = field(
+        default_factory=Timers, compare=False
+    )  # excluded from comparisons, because each has its own timers
 
     def __post_init__(self) -> None:
         validate_fields(self)
@@ -371,7 +387,7 @@ class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig, InBac
 
     @property
     def lowest_lr(self) -> float:
-        """Lowest learning rate of the schedule: 0 where min_lr is not set."""
+        """Minimum learning rate of the schedule; 0 if min_lr is not set."""
         return 0.0 if self.min_lr is None else self.min_lr
 
     def validate_learning_rate(self) -> None:
@@ -382,13 +398,13 @@ class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig, InBac
             )
         if self.decoupled_lr is None and self.decoupled_min_lr is not None:
             raise ValueError(
-                f"OptimizerConfig.decoupled_min_lr is {self.decoupled_min_lr}: needs OptimizerConfig.decoupled_lr"
+                f"OptimizerConfig.decoupled_min_lr is {self.decoupled_min_lr}: requires OptimizerConfig.decoupled_lr"
             )
         lowest = self.lowest_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
         if self.decoupled_lr is not None and lowest > self.decoupled_lr:
             raise ValueError(
                 f"OptimizerConfig.decoupled_lr is {self.decoupled_lr}: must be at least its minimum, {lowest} "
-                "(OptimizerConfig.decoupled_min_lr, or else OptimizerConfig.min_lr)"
+                "(OptimizerConfig.decoupled_min_lr, or otherwise OptimizerConfig.min_lr)"
             )
 
     def validate_precision(self) -> None:
@@ -401,21 +417,23 @@ class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig, InBac
             )
 
     def validate_device_step(self) -> None:
-        """Raises ValueError for settings whose step needs the host, which no graph can hold (optimizer_cuda_graph)."""
+        """Raises ValueError for settings whose step requires the host, which a graph cannot capture
+        (optimizer_cuda_graph).
+        """
         if self.optimizer == "muon":
             raise ValueError(
-                "OptimizerConfig.optimizer is muon, which needs a decision of the host: must be adam or sgd with "
+                "OptimizerConfig.optimizer is muon, which requires a host decision: must be adam or sgd with "
                 "optimizer_cuda_graph"
             )
         if self.optimizer_cpu_offload:
             raise ValueError(
-                "OptimizerConfig.optimizer_cpu_offload is set, so that the host updates: leave it out with "
+                "OptimizerConfig.optimizer_cpu_offload is set, so updates run on the host: must be False with "
                 "optimizer_cuda_graph"
             )
         if self.main_params_dtype == torch.float16:
             # Parameters are written from their masters in every replay, whether or not it updates. Until the first
             # update they may have digits that scaled fp16 lacks: numbers below 2^-32 of the largest in their block.
             raise ValueError(
-                "OptimizerConfig.main_params_dtype is fp16: a skipped step would round parameters to the digits of "
-                "their masters; with optimizer_cuda_graph it must be fp32"
+                "OptimizerConfig.main_params_dtype is fp16: a skipped step would round parameters to the precision "
+                "of their masters; with optimizer_cuda_graph it must be fp32"
             )

@@ -1,9 +1,9 @@
-"""UpdatesInBackward: updates each bucket of parameters as soon as its gradients are reduced, and then frees these.
+"""UpdatesInBackward: updates each bucket of parameters as soon as its gradients are reduced, and then frees them.
 
 The data-parallel wrapper decides when a bucket is reduced and which hooks run first; adam.py implements an update.
 
 [Note: half a step] An update in backward cannot be undone. From an iteration's first update to the end of its step(),
-parameters and states therefore belong to two different steps. If the iteration is dropped in between, they stay
+parameters and states therefore belong to two different steps. If the iteration is discarded in between, they stay
 inconsistent until a checkpoint is loaded, as after an error inside the update of any other step.
 """
 
@@ -110,7 +110,7 @@ class HandedGrads:
 
 
 class _Iteration(Enum):
-    """The state of the buckets released so far in an iteration; NONE means that no bucket was released."""
+    """State of the buckets released so far in an iteration; NONE means that no bucket was released."""
 
     NONE = "none"
     HELD = "held"
@@ -119,7 +119,7 @@ class _Iteration(Enum):
 
 @dataclass(frozen=True)
 class _Counted:
-    """Statistics of a bucket's gradients, which are freed already. zeros: None if zeros are not counted."""
+    """Statistics of a bucket's gradients, which have already been freed. zeros: None if zeros are not counted."""
 
     norms: PartialStat
     zeros: PartialStat | None
@@ -130,10 +130,11 @@ class UpdatesInBackward(GradStats):
 
     1. `take` receives each bucket during backward, or when gradients are finalized; the first call copies the learning
        rates;
-    2. it measures the bucket's gradients and updates its ranges, or with the policy `exact` holds this rank's part;
+    2. it measures the bucket's gradients and updates its ranges; with the policy `exact` it holds this rank's part
+       instead;
     3. step() combines the measured norms, and with `exact` clips and updates as any other step does.
 
-    Norms, and updates that are not clipped, have the same bits as without this class. See [Note: half a step].
+    Norms, and updates that are not clipped, are bit-identical to those without this class. See [Note: half a step].
     handed: the released gradients of each buffer of the model. The other arguments are those of GradStats.
     """
 
@@ -163,12 +164,12 @@ class UpdatesInBackward(GradStats):
         self._previous_norm: float | None = None
 
     def attach(self, optimizer: MegatronOptimizer, chunks: Sequence[_BaseDataParallel]) -> None:
-        """Attaches the optimizer to the chunks, whose released buckets it updates from now on."""
+        """Registers the optimizer with the chunks, whose released buckets it updates from now on."""
         self._optimizer = optimizer
         for chunk in chunks:
             chunk.set_consumer(self)
 
-    # For the wrapper.
+    # Called by the wrapper.
 
     def begin(self) -> None:
         """Begins an iteration, perhaps a retry, and drops gradients held from the previous one."""
@@ -177,7 +178,7 @@ class UpdatesInBackward(GradStats):
     @trace_range("UpdatesInBackward.take")
     @torch.no_grad()
     def take(self, bucket: ReadyBucket, place: ReleasedBucket) -> None:
-        """Updates the ranges of a bucket, or holds its gradients; once an iteration for each bucket, on all ranks.
+        """Updates the ranges of a bucket, or holds its gradients; called once per iteration and bucket, on all ranks.
 
         Collective with the policy `per-bucket`. Raises the RuntimeError and ValueError of a step.
         """
@@ -192,21 +193,21 @@ class UpdatesInBackward(GradStats):
         if self._iteration is _Iteration.HELD:
             handed.hold(index, bucket.keep())
             return
-        # Before the first change; step() resets it at its end.
+        # Set before the first change; step() resets it at its end.
         self._optimizer.mark_half_done(_UNFINISHED_STEP)
         ranges = self._ranges_in.get(key, [])
         with handed.holding(index, bucket.grad):
-            # First, because the kernel may overwrite gradients with scaled ones.
+            # Measured first, because the kernel may overwrite gradients with scaled ones.
             zeros = self.zeros_of(ranges) if self._config.log_num_zeros_in_grad else None
             self._counted[key] = _Counted(self.norms_of(ranges), zeros)
             self._optimizer.update_ranges(self._scale_of(bucket.grad, handed.buffer), ranges)
         bucket.note_written()
 
-    # For the optimizer's step.
+    # Called by the optimizer's step.
 
     @property
     def is_updated(self) -> bool:
-        """Whether `take` has prepared the step and updated parameters already."""
+        """Whether `take` has already prepared the step and updated parameters."""
         return self._iteration is _Iteration.UPDATED
 
     def norm(self) -> Tensor:
@@ -237,7 +238,7 @@ class UpdatesInBackward(GradStats):
         self.forget()
 
     def skip_step(self, grad_norm: float) -> None:
-        """Frees held gradients. Raises RuntimeError if parameters are updated already."""
+        """Frees held gradients. Raises RuntimeError if parameters have already been updated."""
         if self.is_updated:
             raise RuntimeError(
                 f"the norm of all gradients is {grad_norm}, but parameters were already updated in backward: load a "
@@ -255,7 +256,7 @@ class UpdatesInBackward(GradStats):
         self._iteration = _Iteration.NONE
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the norm that clips the next step with the policy `previous-norm`, else an empty dict."""
+        """Returns the norm that clips the next step with the policy `previous-norm`; otherwise an empty dict."""
         return {_PREVIOUS_NORM: self._previous_norm} if self._clip is InBackwardClip.PREVIOUS_NORM else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -271,7 +272,7 @@ class UpdatesInBackward(GradStats):
         return self._clip is InBackwardClip.EXACT
 
     def _check_policy(self) -> None:
-        """Raises ValueError if a script has changed settings to values that this object was not built for."""
+        """Raises ValueError if a script has changed settings that this object was built with."""
         self._config.validate_clip_in_backward(self._config.clip_grad, fp16=self._config.fp16)
         if self._config.in_backward_clip is not self._clip:
             before = None if self._clip is None else self._clip.value
@@ -294,6 +295,8 @@ class UpdatesInBackward(GradStats):
         return GradScale(clip_coefficient_on_device(self._config.clip_grad, norm).reciprocal().float())
 
     def _in_order(self) -> list[_Counted]:
-        """Returns the statistics of all ranges in order, or of an empty list, which still determines a device."""
+        """Returns the statistics of all ranges in order, or statistics of an empty list, which still determine a
+        device.
+        """
         counted = [self._counted[key] for key in self._ranges_in]
         return counted or [_Counted(self.norms_of([]), self.zeros_of([]))]

@@ -1,7 +1,7 @@
-"""OptimizerParts: what a MegatronOptimizer steps and measures, and how to get it from any torch optimizer.
+"""OptimizerParts: everything that a MegatronOptimizer updates and measures, also derived from any torch optimizer.
 
-builder.py makes parts for the update rules of adam.py and muon.py. Here torch's optimizer, as a script has built it, is
-the rule: its parameter groups say what is stepped and at which rates. optimizer.py implements the step.
+builder.py builds parts for the update rules of adam.py and muon.py. In this file the rule is a torch optimizer built by
+a script, whose parameter groups define the parameters to update and their rates. optimizer.py implements the step.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -34,11 +34,11 @@ InitStateFn = Callable[..., Any]
 
 @dataclass(frozen=True)
 class OptimizerParts:
-    """The parts of a MegatronOptimizer. runs: the flat ranges of all rules. device: of the model.
+    """The parts of a MegatronOptimizer. runs: the flat ranges of all rules. device: the model's device.
 
-    model_chunks: wrapped chunks whose gradients a step resets and whose updates it records; none if the optimizer was
-    built over parameters alone. pieces: the logical pieces of the chunks' parameters, by name. logits: None
-    unless the model's attention finds its largest scores.
+    model_chunks: wrapped chunks whose gradients a step resets and whose updates it records; empty if the optimizer was
+    built over bare parameters. pieces: the logical pieces of the chunks' parameters, by name. logits: None unless the
+    model's attention computes its largest scores.
     """
 
     rules: Sequence[UpdateRule]
@@ -53,10 +53,10 @@ class OptimizerParts:
 def parts_over_params(
     optimizer: torch.optim.Optimizer, config: OptimizerConfig, init_state_fn: InitStateFn | None, *, masters: bool
 ) -> OptimizerParts:
-    """Returns the parts to step the parameters of a torch optimizer, each whole on this rank.
+    """Returns the parts that update the parameters of a torch optimizer, each whole on this rank.
 
-    masters: replaces 16-bit parameters in the optimizer's groups by fp32 copies, their `main_param`; without it they
-    are refused. Raises ValueError for a parameter that is sharded, 16-bit without masters, or not dense in memory.
+    masters: replaces 16-bit parameters in the optimizer's groups by fp32 copies, their `main_param`; otherwise they are
+    rejected. Raises ValueError for a parameter that is sharded, 16-bit without masters, or not dense in memory.
     """
     stepped: dict[FlatParamRange, _Stepped] = {}
     for number, group in enumerate(optimizer.param_groups):
@@ -85,10 +85,10 @@ def parts_over_shards(
     *,
     model_chunks: Sequence[_BaseDataParallel],
 ) -> OptimizerParts:
-    """Returns the parts to step this rank's shards of wrapped chunks by a torch optimizer over their parameters.
+    """Returns the parts that update this rank's shards of wrapped chunks with a torch optimizer over their parameters.
 
     Replaces the parameters in the optimizer's groups by flat shards, fp32 copies of 16-bit ones, so the optimizer must
-    compute each element by itself, as Adam and SGD do. Raises ValueError for a trained parameter of the chunks that is
+    update elements independently, as Adam and SGD do. Raises ValueError for a trained parameter of the chunks that is
     in no group, or one of a group that is not in the chunks.
     """
     buffers: list[FlatBuffer] = [buffer for chunk in model_chunks for buffer in chunk.all_buffers]
@@ -101,11 +101,11 @@ def parts_over_shards(
     slots = [slot for buffer in buffers for slot in buffer.slots]
     lacking = next((slot.name for slot in slots if slot.param not in keys), None)
     if lacking is not None:
-        raise ValueError(f"parameter {lacking} is in no group of the optimizer: must be in one")
+        raise ValueError(f"parameter {lacking} is in no group of the optimizer: every trained parameter must be in one")
     if len(keys) > len(slots):
         raise ValueError(
-            f"the optimizer's groups have {len(keys)} parameters that require grad and the chunks {len(slots)}: must "
-            "be the same parameters"
+            f"the optimizer's groups contain {len(keys)} parameters that require grad and the chunks {len(slots)}: "
+            "must be the same parameters"
         )
     runs = build_ranges(buffers, keys)
     stepped = {one: _Stepped(nn.Parameter(one.stepped), keys[one.params[0].param].number) for one in runs}
@@ -121,7 +121,7 @@ def parts_over_shards(
 
 @dataclass(frozen=True)
 class _Stepped:
-    """A tensor in a torch optimizer's group `number`: the range's numbers, fp32 or fp64."""
+    """A tensor in group `number` of a torch optimizer: the range's numbers, fp32 or fp64."""
 
     param: nn.Parameter
     number: int
@@ -129,16 +129,16 @@ class _Stepped:
 
 @dataclass(frozen=True, kw_only=True)
 class _TorchGroup(GroupKey):
-    """A torch parameter group, by its number; its values are in torch's dictionary alone."""
+    """A torch parameter group, by its number; its values are only in torch's dictionary."""
 
     number: int
 
 
 class TorchRule:
-    """Steps ranges by a torch optimizer that has a tensor for each of them in its groups.
+    """Updates ranges with a torch optimizer whose groups contain a tensor for each of them.
 
-    stepped: that tensor of each range, and the number of its group. init_state_fn: called with the optimizer when its
-    state is asked for before the first step; state that it leaves out is allocated by a step at a rate of 0.
+    stepped: the tensor of each range, and the number of its group. init_state_fn: called with the optimizer when its
+    state is needed before the first step; missing state is allocated by a step at a learning rate of 0.
     """
 
     # One call of torch's step() updates everything.
@@ -154,20 +154,20 @@ class TorchRule:
         self._stepped, self._init_state_fn = dict(stepped), init_state_fn
 
     def refresh_rates(self) -> None:
-        """Does nothing: torch reads its groups in each step."""
+        """Does nothing, because torch reads its groups in each step."""
 
     @torch.no_grad()
     def update(self, scale: GradScale, runs: Set[FlatParamRange]) -> None:
-        """Steps all ranges; a parameter without a gradient stays, as torch leaves it.
+        """Updates all ranges; a parameter without a gradient stays unchanged, as in torch.
 
-        Raises ValueError if the device decides whether to step, since torch's step() cannot ask it.
+        Raises ValueError if the device decides whether to update, which torch's step() does not support.
         """
         if scale.skip is not None:
             raise ValueError(
-                f"step_on_device with torch's {type(self.optimizer).__name__}: call step, which decides on the host, "
-                "or build the optimizer by get_megatron_optimizer"
+                f"step_on_device with torch's {type(self.optimizer).__name__}: call step, which decides on the "
+                "host, or build the optimizer with get_megatron_optimizer"
             )
-        assert all(one in runs for one in self.runs), "torch's optimizer steps all its parameters in one call"
+        assert all(one in runs for one in self.runs), "torch's optimizer updates all its parameters in one call"
         before = [(one.param, one.param.grad) for one in self._stepped.values()]
         for one, stepped in self._stepped.items():
             stepped.param.grad = _divided(one, stepped.param, divisor=scale.divisor)
@@ -180,7 +180,7 @@ class TorchRule:
     def flat_state(self, run: FlatParamRange) -> dict[str, StoredFloats]:
         """Returns torch's state of a range by name; allocates it before the first step.
 
-        Raises ValueError for state that has not one number for each element.
+        Raises ValueError for state that does not have one number per element.
         """
         self._allocate_state()
         param = self._stepped[run].param
@@ -190,7 +190,7 @@ class TorchRule:
                 continue
             if not isinstance(value, torch.Tensor) or value.shape != param.shape:
                 raise ValueError(
-                    f"state {name} of torch's {type(self.optimizer).__name__} is a {type(value).__name__} that has not "
+                    f"state {name} of torch's {type(self.optimizer).__name__} is a {type(value).__name__} without "
                     "one number for each element of its parameter: use the optimizer's own state_dict"
                 )
             flat = flat_view(value)
@@ -201,7 +201,7 @@ class TorchRule:
         return [(Span(0, run.span.numel), self.optimizer.param_groups[self._stepped[run].number])]
 
     def step_counts(self) -> list[torch.Tensor]:
-        """Returns torch's counters of steps, none of a rule that has not stepped: [], fp32 each."""
+        """Returns torch's step counters; none for a rule that has not stepped: [], fp32 each."""
         counts = (self.optimizer.state.get(one.param, {}).get("step") for one in self._stepped.values())
         return [count for count in counts if isinstance(count, torch.Tensor)]
 
@@ -242,7 +242,7 @@ class TorchRule:
 
 
 class _ParamBuffer:
-    """One parameter in its own memory, as an optimizer sees a flat buffer; name: for messages."""
+    """One parameter in its own memory, presented to an optimizer as a flat buffer; name: used in messages."""
 
     def __init__(self, name: str, param: nn.Parameter) -> None:
         span = Span(0, param.numel())
@@ -262,7 +262,7 @@ class _ParamBuffer:
 
     @property
     def persistent_grads(self) -> list[torch.Tensor]:
-        """Nothing, since gradients are autograd's or a wrapper's."""
+        """Returns an empty list, because gradients belong to autograd or a wrapper."""
         return []
 
     def owned_spans(self) -> list[Span]:
@@ -272,7 +272,7 @@ class _ParamBuffer:
         return [self.grad_of(slot.span)]
 
     def grad_of(self, span: Span) -> torch.Tensor:
-        """Returns the parameter's main_grad, or else grad, in memory order; empty if it has none."""
+        """Returns the parameter's main_grad, or otherwise grad, in memory order; empty if it has none."""
         grad = persistent_gradient(self._param)
         if grad is None:
             return self.param_data[:0]
@@ -309,11 +309,11 @@ def _move_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, main: nn.
 
 
 def _divided(run: FlatParamRange, like: torch.Tensor, *, divisor: float | torch.Tensor) -> torch.Tensor | None:
-    """Returns the gradient of a range over the divisor: the shape, dtype and place of `like`, fp32 or fp64."""
+    """Divides the gradient of a range by the divisor: the shape, dtype and device of `like`, fp32 or fp64."""
     flat = run.grad
     if flat.numel() != run.model.numel():
         return None
-    # In place if no other dtype or device is needed, as a fused kernel does it too.
+    # In place if no dtype or device conversion is needed, as in a fused kernel.
     moved = flat.to(like)
     if not (isinstance(divisor, float) and divisor == 1.0):
         moved.div_(divisor)
@@ -322,10 +322,10 @@ def _divided(run: FlatParamRange, like: torch.Tensor, *, divisor: float | torch.
 
 def _check_param(name: str, param: nn.Parameter, *, masters: bool) -> None:
     if isinstance(param, DTensor):
-        raise ValueError(f"{name} is a DTensor: must be a whole parameter, or use get_megatron_optimizer")
+        raise ValueError(f"{name} is a DTensor: must be a whole parameter; otherwise use get_megatron_optimizer")
     if param.dtype.itemsize < 4 and not masters:
         raise ValueError(
-            f"{name} is {param.dtype}: must be float32 or float64 without masters, or use "
+            f"{name} is {param.dtype}: must be float32 or float64 without masters; for other dtypes use "
             "Float16OptimizerWithFloat16Params"
         )
     check_dense(name, param)

@@ -1,4 +1,4 @@
-"""Parameter groups: parameters that share learning rate and weight decay, and a script's overrides of both.
+"""Parameter groups, which share learning rate and weight decay, and a script's overrides of both.
 
 optimizer_param_scheduler.py computes the values of each step. flat_params.py joins parameters of a group in memory.
 """
@@ -25,9 +25,9 @@ _EMBEDDINGS = ("*embeddings.weight", "*output_layer.weight")
 class ParamGroupOverride:
     """Values for selected parameters that replace the configured ones; None leaves the configured value.
 
-    max_lr, min_lr: limits of the schedule's learning rate. start_wd, end_wd: weight decay at begin and end of training.
-    lr_mult, wd_mult: factors of learning rate and weight decay; wd_mult 0 turns decay off, 1 turns it on for biases and
-    norms too.
+    max_lr, min_lr: limits of the schedule's learning rate. start_wd, end_wd: weight decay at the beginning and end of
+    training. lr_mult, wd_mult: factors of learning rate and weight decay; wd_mult 0 turns decay off, 1 turns it on for
+    biases and norms too.
     """
 
     max_lr: float | None = None
@@ -52,13 +52,13 @@ _VOCABULARY_KEY = ParamKey(name=_VOCABULARY)
 
 
 def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride | Mapping[str, Any]]:
-    """Returns the overrides that hold without any given: biases and 1-D parameters do not decay, and --decoupled-lr.
+    """Returns the default overrides: no weight decay for biases and 1-D parameters, and the rates of --decoupled-lr.
 
-    A script adds its own to them; later ones win. Without decay are all but norms of queries and keys with
-    apply_wd_to_qk_layernorm.
+    A script adds its own overrides to them; later ones win. With apply_wd_to_qk_layernorm, norms of queries and keys do
+    decay.
     """
     exempt = (
-        ParamWithNamePredicate("no weight decay, but norms of heads", _is_exempt_but_head_norms)
+        ParamWithNamePredicate("no weight decay, except for norms of heads", _is_exempt_but_head_norms)
         if config.apply_wd_to_qk_layernorm
         else ParamWithNamePredicate("no weight decay", _is_exempt)
     )
@@ -66,7 +66,7 @@ def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, Par
         ParamKey(with_name_predicate=exempt): ParamGroupOverride(wd_mult=0.0)
     }
     if config.decoupled_lr is not None:
-        # decoupled_min_lr None means the common minimum, as in Megatron.
+        # With decoupled_min_lr None, the common minimum applies, as in Megatron.
         rates = ParamGroupOverride(max_lr=config.decoupled_lr, min_lr=config.decoupled_min_lr)
         standard[_VOCABULARY_KEY] = rates
     return standard
@@ -81,13 +81,13 @@ def _is_exempt_but_head_norms(param: torch.Tensor, name: str) -> bool:
 
 
 def as_override(value: ParamGroupOverride | Mapping[str, Any]) -> ParamGroupOverride:
-    """Returns an override given as a dictionary of its fields, or itself; raises ValueError for another key."""
+    """Returns an override given as a dictionary of its fields, or itself; raises ValueError for an unknown key."""
     if isinstance(value, ParamGroupOverride):
         return value
     names = [field.name for field in dataclasses.fields(ParamGroupOverride)]
     unknown = next((name for name in value if name not in names), None)
     if unknown is not None:
-        raise ValueError(f"config_overrides has the key {unknown!r}: must be one of {', '.join(names)}")
+        raise ValueError(f"config_overrides contains the key {unknown!r}: must be one of {', '.join(names)}")
     return ParamGroupOverride(**value)
 
 
@@ -102,7 +102,7 @@ class GroupKey:
     def values(self, config: OptimizerConfig) -> dict[str, Any]:
         """Returns a torch parameter group without its parameters, with Megatron's keys."""
         given = {name: value for name, value in vars(self.override).items() if value is not None}
-        # Initial values; the schedule replaces them, and multiplies by the factors itself.
+        # Initial values; the schedule replaces them, and applies the factors itself.
         lr_mult, wd_mult = given.get("lr_mult", 1.0), given["wd_mult"]
         decay = given.get("end_wd", config.weight_decay)
         values = {
@@ -124,7 +124,7 @@ class GroupKey:
 class ParamGrouping:
     """Assigns each parameter a group, from the settings and a script's overrides; later overrides win.
 
-    overrides: all of them; None means get_standard_config_overrides, and {} that every parameter decays.
+    overrides: all overrides; None means get_standard_config_overrides, and {} means that every parameter decays.
     """
 
     def __init__(self, config: OptimizerConfig, overrides: ConfigOverrides | None = None) -> None:
@@ -156,17 +156,20 @@ class ParamGrouping:
     def _with_width(
         self, override: ParamGroupOverride, name: str, width_mult: float, *, is_matrix: bool
     ) -> ParamGroupOverride:
-        """Returns the override with the learning rate of a matrix that sums over a width; one that is given stays."""
+        """Returns the override with the learning rate of a matrix that sums over a width; an explicitly given rate is
+        kept.
+        """
         if width_mult == 1 or override.lr_mult is not None:
             return override
         if self._config.optimizer == "sgd":
             raise ValueError(
-                f"OptimizerConfig.optimizer is sgd and use_mup has given {name} the relative width {width_mult}: its "
-                "rates are divided by the width, which is for adam, distributed_fused_adam or muon"
+                f"OptimizerConfig.optimizer is sgd and use_mup has given {name} the relative width {width_mult}: "
+                "its learning rate is divided by the width, which is supported for adam, distributed_fused_adam and "
+                "muon"
             )
         if not is_matrix:
             return dataclasses.replace(override, lr_mult=1 / width_mult)
-        # An orthogonal update keeps the size of what it acts on, but for the scale: sqrt(the wider side), or a ratio.
+        # An orthogonal update preserves the size of its operand, up to the scale: sqrt(the wider side), or a ratio.
         grows = self._config.muon_scale_mode == "spectral"
         return dataclasses.replace(override, lr_mult=width_mult**-0.5) if grows else override
 
@@ -182,24 +185,27 @@ class ParamGrouping:
         return keys
 
     def check_all_used(self, used: Collection[int]) -> None:
-        """Raises ValueError for an override that applies to no parameter; used: indices of those that do."""
+        """Raises ValueError for an override that applies to no parameter; used: indices of overrides that apply."""
         # A misspelt name would silently have no effect.
         for place, key in enumerate(self._overrides):
-            # A model may well have no bias.
+            # A model may legitimately have no bias.
             if place not in used and key not in self._standard:
                 raise ValueError(
-                    f"config_overrides has {key}, which matches no parameter that requires grad: must match one"
+                    f"config_overrides contains {key}, which matches no parameter that requires grad: must match at "
+                    "least one"
                 )
 
 
 def weight_decays(name: str, param: torch.Tensor) -> bool:
-    """Returns whether a parameter decays, any shape and dtype; biases and one-dimensional parameters do not."""
+    """Returns whether weight decay applies to a parameter, any shape and dtype; biases and 1-D parameters
+    are excluded.
+    """
     # Biases are found by name too, because one may be stored with several dimensions.
     return not (_is_bias(name) or param.dim() <= 1)
 
 
 def _is_bias(name: str) -> bool:
-    # bias1 and bias2 are those of the two layers of grouped experts.
+    # bias1 and bias2 belong to the two layers of grouped experts.
     return name.rpartition(".")[2] in ("bias", "bias1", "bias2")
 
 

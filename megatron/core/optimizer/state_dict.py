@@ -59,20 +59,20 @@ def state_prefix(kind: str) -> str:
 
 
 def is_state(key: str) -> bool:
-    """Returns whether a key of a checkpoint is one of optimizer state."""
+    """Returns whether a checkpoint key belongs to optimizer state."""
     return key.startswith("optimizer.")
 
 
 def parameter_key(key: str) -> str:
-    """Returns the parameter's key from a key of optimizer state."""
+    """Extracts the parameter's key from a key of optimizer state."""
     return key.split(".", 2)[2]
 
 
 def fresh_state(weights: Sequence[ShardedTensor], state: Iterable[tuple[str, torch.dtype]]) -> list[ShardedTensor]:
     """Returns initial state: masters are the weights, everything else is zero.
 
-    weights: boxes of parameters, any shapes and dtypes. state: keys and dtypes of all state, possibly of other
-    parameters too. Returns one box for each of `weights` and each kind of state of its parameter.
+    weights: boxes of parameters, any shapes and dtypes. state: keys and dtypes of all state, possibly including other
+    parameters. Returns one box for each of `weights` and each kind of state of its parameter.
     """
     by_parameter: dict[str, list[tuple[str, torch.dtype]]] = {}
     for key, dtype in sorted(state, key=str):
@@ -95,8 +95,9 @@ def _fresh(weight: torch.Tensor, dtype: torch.dtype, *, is_master: bool) -> torc
 class StateRange:
     """A range of a parameter, in the order of its memory, whose Adam state this rank holds.
 
-    index: the parameter's number, counted through the groups as torch's optimizers do. range: its span is the place in
-    the flat tensors of `adam` and starts at a multiple of 64; padding up to the next multiple belongs to no parameter.
+    index: the parameter's number, counted across the groups as in torch's optimizers. range: its span is the position
+    in the flat tensors of `adam` and starts at a multiple of 64; padding up to the next multiple belongs to no
+    parameter.
     """
 
     index: int
@@ -106,12 +107,12 @@ class StateRange:
 
 @dataclass(frozen=True)
 class AdamShard:
-    """One rank's part of an optimizer's state, for a single save or load.
+    """One rank's part of an optimizer's state, used for a single save or load.
 
     ranges: all ranges of this rank, in any order. Each element of a parameter with state is in a range of one rank, or
     in the same range of several. param_groups: the optimizer's groups. process_group: all ranks that own ranges of the
     parameters, or copies of them; None only without torch.distributed. without_state: numbers of parameters that are
-    not stepped and are in no range, the same on all ranks.
+    not updated and are in no range, the same on all ranks.
     """
 
     ranges: Sequence[StateRange]
@@ -131,8 +132,8 @@ def adam_state_dict(shard: AdamShard) -> dict[str, Any]:
 
     The format is that of torch.optim with masters added: {"state": {index: {"step", "exp_avg", "exp_avg_sq",
     "fp32_param"}}, "param_groups": [...]}, with the same keys on all ranks. Values have the parameters' shapes, in fp32
-    (fp64 if states are computed in it). Each rank holds some boxes of them, which are read only when they are saved.
-    Not collective, and copies no state. NOTE: waits for the device if hyper-parameters are tensors, which become
+    (fp64 if states are computed in it). Each rank holds some boxes of them, which are read only when they are saved. It
+    is not collective and copies no state. NOTE: waits for the device if hyper-parameters are tensors, which become
     numbers.
     """
     by_index: dict[int, list[StateRange]] = defaultdict(list)
@@ -150,7 +151,7 @@ def adam_state_dict(shard: AdamShard) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_adam_state_dict(shard: AdamShard, state_dict: Mapping[str, Any]) -> None:
-    """Loads a state dict of adam_state_dict, filled by torch.distributed.checkpoint.load or saved at the same layout.
+    """Loads a state dict of adam_state_dict, filled by torch.distributed.checkpoint.load or saved in the same layout.
 
     Also loads state dicts of torch.optim.Adam and AdamW, with full tensors of any float dtype. Collective.
 
@@ -182,8 +183,8 @@ def gather_torch_state_sync(shard: AdamShard) -> dict[str, Any] | None:
     """Returns a state dict for torch.optim.AdamW (Adam without adam_w_mode) on the group's rank 0; None on the others.
 
     Collective. Moments are on the host, [*parameter's shape] in its memory format, fp32 (fp64 if states are computed in
-    it); step counts are [], fp32. Only rank 0 holds more than its own part. Torch's optimizers have no masters, so save
-    the parameters as well. Raises ValueError for bias_correction=False, which torch's optimizers do not have.
+    it); step counts are [], fp32. Only rank 0 holds more than its own part. Torch's optimizers have no masters, so the
+    parameters must be saved as well. Raises ValueError for bias_correction=False, which torch's optimizers do not have.
     """
     groups = _groups_to_save_sync(shard.param_groups, adam_w_mode=shard.adam_w_mode)
     for number, group in enumerate(groups):
@@ -229,7 +230,7 @@ def _spread_state(param: nn.Parameter, parts: Sequence[StateRange]) -> dict[str,
     """Returns the state of one parameter, [*parameter's shape] each, and the step count, [], fp32."""
     dtype = parts[0].adam.wide if parts else torch.promote_types(param.dtype, torch.float32)
     if param.numel() == 0:
-        # No rank owns a range of it, but a checkpoint must have its key.
+        # No rank owns a range of it, but a checkpoint must contain its key.
         nothing = {kind: torch.zeros(param.shape, dtype=dtype) for kind in (EXP_AVG, EXP_AVG_SQ, MASTERS)}
         return {STEP: torch.zeros((), dtype=torch.float32), **nothing}
     state: dict[str, torch.Tensor] = {}
@@ -286,14 +287,14 @@ class _Source:
     def _common(self, box: Box) -> Iterator[tuple[Box, Box]]:
         for position in self._places.overlapping(box):
             common = intersection(self._boxes[position], box)
-            assert common is not None, "boxes that touch must share elements"
+            assert common is not None, "adjacent boxes must share elements"
             yield self._boxes[position], common
 
 
 class _Loaded:
     """The loaded entry of one parameter. sources: its values by kind.
 
-    MASTERS is absent if the state dict has no masters. They are then copied from the parameters.
+    MASTERS is missing if the state dict has no masters, which are then copied from the parameters.
     """
 
     def __init__(self, entry: _Entry, name: str) -> None:
@@ -327,9 +328,9 @@ def _check_steps_sync(ranges: Sequence[StateRange], loaded: Mapping[int, _Loaded
         other, index = seen.setdefault(id(part.adam), (step, part.index))
         if other != step:
             raise ValueError(
-                f"step of parameter {part.index} is {step:g} and that of parameter {index} is {other:g}: must be equal "
-                "for parameters that are stepped together; call init_params separately for the parameters of each "
-                "step count, before state_dict and load_state_dict"
+                f"step of parameter {part.index} is {step:g} and that of parameter {index} is {other:g}: must be "
+                "equal for parameters that are updated together; call init_params separately for the parameters of "
+                "each step count, before state_dict and load_state_dict"
             )
 
 
@@ -356,7 +357,7 @@ def _write(part: StateRange, stored: StoredFloats, *, source: _Source | None) ->
 
 
 def _descriptions(groups: _Groups) -> list[str]:
-    """Describes each parameter by number, name if there is one, and shape, for messages."""
+    """Describes each parameter by number, name if available, and shape, for messages."""
     named = [
         (name, param)
         for group in groups
@@ -369,7 +370,7 @@ def _descriptions(groups: _Groups) -> list[str]:
 
 
 def _groups_to_save_sync(groups: _Groups, *, adam_w_mode: bool) -> list[dict[str, Any]]:
-    """Returns the groups with numbers in place of parameters and tensors, and with all keys of torch.optim.Adam."""
+    """Returns the groups with numbers instead of parameters and tensors, and with all keys of torch.optim.Adam."""
     saved, first = [], 0
     for group in groups:
         numbers_of = list(range(first, first + len(group["params"])))
@@ -383,12 +384,12 @@ def _checked_groups_sync(groups: _Groups, state_dict: Any, *, adam_w_mode: bool)
     """Returns the new hyper-parameters of each group; raises ValueError if the groups of a state dict differ."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         has = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
-        raise ValueError(f"state_dict is {has}: must have 'state' and 'param_groups', on every rank")
+        raise ValueError(f"state_dict is {has}: must contain 'state' and 'param_groups', on every rank")
     saved, state = state_dict["param_groups"], state_dict["state"]
     if not isinstance(saved, (list, tuple)):
         raise ValueError(f"param_groups of the state dict is a {type(saved).__name__}: must be a list of dicts")
     if not isinstance(state, Mapping) or not all(isinstance(entry, Mapping) for entry in state.values()):
-        raise ValueError("state of the state dict must be a dict with a dict for each parameter")
+        raise ValueError("state of the state dict must be a dict with one dict per parameter")
     for number, group in enumerate(saved):
         if not isinstance(group, Mapping) or "params" not in group:
             raise ValueError(f"param group {number} of the state dict is {group}: must be a dict with 'params'")
@@ -405,7 +406,7 @@ def _checked_entries(
 ) -> dict[int, _Entry]:
     """Returns the entry of each parameter by its number in this optimizer; raises ValueError for invalid entries.
 
-    All entries must have masters, or none of them. without_state: numbers of parameters that may lack an entry. A torch
+    Either all entries must have masters, or none. without_state: numbers of parameters that may lack an entry. A torch
     optimizer that has never stepped has no entries; they are returned as zeros.
     """
     params = [param for group in groups for param in group["params"]]
@@ -414,7 +415,9 @@ def _checked_entries(
     known = set(saved_numbers)
     unknown = [key for key in state if key not in known]
     if unknown:
-        raise ValueError(f"state has {unknown[0]!r}: must be one of the {len(params)} parameters of its param_groups")
+        raise ValueError(
+            f"state contains {unknown[0]!r}: must be one of the {len(params)} parameters of its param_groups"
+        )
     kinds = {STEP, EXP_AVG, EXP_AVG_SQ}
     if any(MASTERS in entry for entry in state.values()):
         kinds.add(MASTERS)
@@ -426,8 +429,8 @@ def _checked_entries(
             entries[index] = _initial_entry(param)
         elif number not in state:
             raise ValueError(
-                f"state lacks {name}: must have {sorted(kinds)} of it; for a parameter that never had a gradient in "
-                "torch's optimizer, add the step of the others and zeros"
+                f"state lacks {name}: must contain its {sorted(kinds)}; for a parameter that never had a gradient "
+                "in torch's optimizer, add the step of the others and zeros"
             )
         else:
             entries[index] = _checked_entry(state[number], kinds, param=param, name=name)
@@ -474,11 +477,11 @@ def _initial_entry(param: nn.Parameter) -> _Entry:
 def _checked_entry(entry: Mapping[str, Any], kinds: set[str], *, param: nn.Parameter, name: str) -> _Entry:
     if entry.keys() != kinds:
         raise ValueError(f"state of {name} has {sorted(entry)}: must have {sorted(kinds)}")
-    # Old versions of torch's optimizers count steps in plain numbers.
+    # Old versions of torch's optimizers store step counts as plain numbers.
     step = entry[STEP]
     values = {**entry, STEP: torch.tensor(float(step), dtype=torch.float32) if isinstance(step, numbers.Real) else step}
     for kind, value in values.items():
-        # No box could be copied from other subclasses of tensor, such as DTensor.
+        # Boxes cannot be copied from other subclasses of tensor, such as DTensor.
         if type(value) not in (torch.Tensor, nn.Parameter, SpreadTensor):
             raise ValueError(
                 f"{kind} of {name} is a {type(value).__name__}: must be a torch.Tensor, or a value of this optimizer's "
@@ -486,7 +489,10 @@ def _checked_entry(entry: Mapping[str, Any], kinds: set[str], *, param: nn.Param
             )
         shape = [] if kind == STEP else list(param.shape)
         if list(value.shape) != shape or not value.dtype.is_floating_point:
-            raise ValueError(f"{kind} of {name} is {list(value.shape)}, {value.dtype}: must be {shape}, floating point")
+            raise ValueError(
+                f"{kind} of {name} has shape {list(value.shape)} and dtype {value.dtype}: must be "
+                f"{shape}, floating point"
+            )
     return values
 
 

@@ -1,4 +1,4 @@
-"""Bytes that persist on a rank between steps, computed from sizes and settings without reading tensors.
+"""Persistent bytes of a rank, computed from sizes and settings without reading tensors.
 
 Excludes activations and the temporary memory of collectives.
 """
@@ -19,7 +19,7 @@ from megatron.core.process_groups_config import group_size
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of the trained parameters and their state on one rank, without padding (below 64 elements a parameter)."""
+    """Bytes of trained parameters and their state on one rank, without padding (below 64 elements per parameter)."""
 
     parameters: float = 0
     gradients: float = 0
@@ -48,10 +48,10 @@ def state_bytes(
 ) -> StateBytes:
     """Returns the bytes of `num_params` parameters and their state on one rank, all of one dtype.
 
-    num_shards: ranks that shard the optimizer's state (use_distributed_optimizer); 1 if each rank has all of it.
+    num_shards: ranks that shard the optimizer's state (use_distributed_optimizer); 1 if each rank holds all of it.
     num_grad_shards: ranks that shard the gradients (shard_gradients), not counting buckets in flight in a backward.
     num_param_shards: ranks that shard the parameters (torch's fully_shard), not counting gathered units.
-    num_matrix_params: number of the parameters that Muon steps, which has one moment.
+    num_matrix_params: number of parameters updated by Muon, which has one moment.
     """
     # The dtype that the update computes in.
     wide = torch.promote_types(params_dtype, torch.float32).itemsize

@@ -1,9 +1,9 @@
 """StoredFloats: storage of an optimizer's numbers, possibly in fewer bits than it computes with.
 
-A form of storage is one of the classes Plain, Rounded, ScaledHalf and WithRemainder. Each is read and written as fp32
-or fp64, and has a multiple of BLOCK elements. Two functions choose the forms of Adam's moments: zeros_beside, here, for
-MegatronOptimizer by a dtype, and _storage in adam.py for DistributedFusedAdam by a StateForm. Masters are built by the
-functions *_masters here, and by _main_of in adam.py.
+The storage forms are the classes Plain, Rounded, ScaledHalf and WithRemainder. Each is read and written as fp32 or
+fp64, and has a multiple of BLOCK elements. Two functions choose the forms of Adam's moments: zeros_beside, in this
+file, by a dtype for MegatronOptimizer, and _storage in adam.py by a StateForm for DistributedFusedAdam. Masters are
+built by the functions *_masters here, and by _main_of in adam.py.
 """
 
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ import torch
 from megatron.core.device import host_bytes
 from megatron.core.distributed.layout import ALIGNMENT
 
-# Elements that share a scale. Equal to the grid on which ranks cut parameters, so that no cut changes a scale.
+# Elements that share a scale. Equal to the grid on which ranks split parameters, so that no split changes a scale.
 BLOCK = ALIGNMENT
 # The frexp exponent of a block's largest number after scaling. With 16, numbers near 2^16 would overflow fp16.
 TOP_EXPONENT = 15
 LOWEST_EXPONENT = -100
-# Elements that are converted at a time: four such tensors fit into a core's cache. On a GPU a piece is larger, so that
-# its kernels take longer than their launches.
+# Elements converted per iteration: four such tensors fit into a core's cache. On a GPU a piece is larger, so that its
+# kernels take longer than their launches.
 PIECE = 1 << 16
 _GPU_PIECE = 1 << 23
 
@@ -34,11 +34,13 @@ class StoredFloats(Protocol):
     def numel(self) -> int: ...
     @property
     def memory(self) -> list[torch.Tensor]:
-        """The tensors that hold the numbers, without the parameters: any shape and dtype."""
+        """The tensors that hold the numbers, excluding the parameters: any shape and dtype."""
         ...
 
     def read(self, start: int, end: int) -> torch.Tensor:
-        """Returns the numbers from start to end: [end - start], fp32 or fp64; a view of such storage, else a copy."""
+        """Returns the numbers from start to end: [end - start], fp32 or fp64; a view if stored in that dtype, else a
+        copy.
+        """
         ...
 
     def write(self, start: int, values: torch.Tensor) -> None:
@@ -47,14 +49,14 @@ class StoredFloats(Protocol):
 
 
 class _OneTensor:
-    """Base class of forms with one number in each element of a tensor, [N]."""
+    """Base class of forms with one number per element of a tensor, [N]."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensor."""
+        """Size of the tensor in bytes."""
         return self.tensor.nbytes
 
     @property
@@ -64,7 +66,7 @@ class _OneTensor:
 
     @property
     def numel(self) -> int:
-        """N."""
+        """Number of elements, N."""
         return self.tensor.numel()
 
 
@@ -76,17 +78,20 @@ class Plain(_OneTensor):
         return self.tensor[start:end]
 
     def write(self, start: int, values: torch.Tensor) -> None:
-        """Stores values from `start` on: [n], the tensor's dtype. Free if they are the view that `read` returned."""
+        """Stores values from `start` on: [n], the tensor's dtype. Costs nothing if they are the view returned by
+        `read`.
+        """
         own = self.tensor[start : start + values.numel()]
-        # `read` returned a view, so the values may be in place already.
+        # `read` returned a view, so the values may already be in place.
         if own.data_ptr() != values.data_ptr():
             own.copy_(values)
 
 
 class Rounded(_OneTensor):
-    """Numbers rounded to a narrower dtype than they are computed in; tensor: [N], any float dtype.
+    """Numbers rounded to a narrower dtype than the one they are computed in; tensor: [N], any float dtype.
 
-    wide: the dtype to read, fp32 or fp64. bf16 has the exponent range of fp32; fp16 rounds numbers below 3e-8 to zero.
+    wide: the dtype returned by `read`, fp32 or fp64. bf16 has the exponent range of fp32; fp16 rounds numbers below
+    3e-8 to zero.
     """
 
     def __init__(self, tensor: torch.Tensor, wide: torch.dtype = torch.float32) -> None:
@@ -103,7 +108,7 @@ class Rounded(_OneTensor):
 
 
 class ScaledHalf(_OneTensor):
-    """fp16 with one power of two for each block, so that small numbers keep their digits.
+    """fp16 with one power of two per block, which preserves the precision of small numbers.
 
     Squares of gradients are far below the range of fp16. tensor: [N], fp16. exponents: [N / 64], int8, the exponents of
     the factors that the numbers were multiplied by.
@@ -116,7 +121,7 @@ class ScaledHalf(_OneTensor):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensor and the scales."""
+        """Size of the tensor and the scales in bytes."""
         return super().num_bytes + self.exponents.nbytes
 
     @property
@@ -153,7 +158,7 @@ class WithRemainder:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in addition to the parameters."""
+        """Number of bytes in addition to the parameters."""
         return self.lower.nbytes
 
     @property
@@ -163,12 +168,12 @@ class WithRemainder:
 
     @property
     def numel(self) -> int:
-        """N."""
+        """Number of elements, N."""
         return self.lower.numel()
 
     def read(self, start: int, end: int) -> torch.Tensor:
         """Returns the numbers from start to end: [end - start], fp32, a copy with the bits that were written."""
-        # The lower half is signed: it subtracts what rounding added to the upper one.
+        # The lower half is signed: it subtracts what rounding added to the upper half.
         return (self.upper[start:end].int() << 16).add_(self.lower[start:end]).view(torch.float32)
 
     def write(self, start: int, values: torch.Tensor) -> None:
@@ -184,7 +189,7 @@ class WithRemainder:
 
 
 def piece_elements(stored: StoredFloats) -> int:
-    """Returns the number of elements that are converted at a time."""
+    """Returns the number of elements converted per iteration."""
     return PIECE if stored.read(0, 0).device.type == "cpu" else _GPU_PIECE
 
 
@@ -197,7 +202,7 @@ def pieces(stored: StoredFloats, *, start: int, end: int) -> Iterator[tuple[int,
 
 def full_masters(model: torch.Tensor) -> StoredFloats:
     """Builds masters as fp32 copies of 16-bit parameters, [N]; wider parameters are their own masters."""
-    # Updates below the last digit of a 16-bit weight would be lost without the copy.
+    # Without the copy, updates below the last digit of a 16-bit weight would be lost.
     return Plain(model if model.dtype.itemsize >= 4 else model.float())
 
 
@@ -222,14 +227,14 @@ def half_masters(model: torch.Tensor) -> StoredFloats:
 
 
 def remainder_masters(model: torch.Tensor) -> StoredFloats:
-    """Builds masters of bf16 parameters, [N], as fp32 remainders; of others as full_masters does."""
+    """Builds masters of bf16 parameters, [N], as fp32 remainders; for other dtypes like full_masters."""
     return WithRemainder(model) if model.dtype == torch.bfloat16 else full_masters(model)
 
 
 def zeros_beside(main: StoredFloats, dtype: torch.dtype) -> StoredFloats:
     """Returns zeros for a moment of `main`, stored as bf16, as scaled fp16, or in the dtype in which `main` is read.
 
-    For MegatronOptimizer; the moments of DistributedFusedAdam are chosen by a StateForm (adam.py).
+    Used by MegatronOptimizer; the moments of DistributedFusedAdam are chosen by a StateForm (adam.py).
     """
     like = main.read(0, 0)
     if dtype == torch.bfloat16:

@@ -1,13 +1,13 @@
-"""Triton kernel that steps a flat range in one pass: divides gradients, applies Adam, rounds to the stored forms.
+"""Triton kernel that updates a flat range in one pass: divides gradients, applies Adam, rounds to the stored forms.
 
-Arithmetic is in fp32 with one rounding per operation, in the order of torch's kernel for CPUs. Forms of storage are
-those of stored_floats.py, byte for byte.
+Arithmetic is in fp32 with one rounding per operation, in the order of torch's kernel for CPUs. Storage forms match
+stored_floats.py byte for byte.
 
 [Note: no fused multiply-add] The compiler would fuse multiplications and additions differently for each form. Without
-fusion all forms give the same bits, so that parameters with remainders equal those with fp32 masters in this kernel.
-That costs little, because memory bounds the time. adam_step uses the kernel for remainders and scaled states only.
-Torch's kernel, which steps the other forms on a GPU, rounds betas and their powers to fp32 before it subtracts them
-from 1: with the default betas its second moments may be off by 110 eps of fp32, where this kernel is off by 2. See
+fusion all forms are bit-identical, so parameters with remainders equal those with fp32 masters in this kernel. The cost
+is small, because the kernel is memory-bound. adam_step uses it only for remainders and scaled states. Torch's kernel,
+which updates the other forms on a GPU, rounds betas and their powers to fp32 before it subtracts them from 1: with the
+default betas its second moments may be off by 110 eps of fp32, where this kernel is off by 2. See
 tests/unit_tests/core/optimizer/adam_run.py.
 """
 # mypy: allow-untyped-defs
@@ -104,7 +104,7 @@ def adam_kernel(
     beta2, one_minus_beta1, one_minus_beta2, log_beta1, log_beta1_rest, log_beta2, log_beta2_rest, eps, weight_decay,
     IS_DECOUPLED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Steps tiles of a flat range with Adam; changes no byte if `skip` is not 0.
+    """Updates tiles of a flat range with Adam; changes no byte if `skip` is not 0.
 
     log_...: natural logarithms in two parts, minus infinity for no correction. step, lr, divisor, skip: one element
     each; divisor, skip and `out` may be None.
@@ -162,10 +162,10 @@ def step_run(
     divisor: torch.Tensor | None,
     skip: torch.Tensor | None,
 ) -> None:
-    """Steps one flat range in one launch; does not count the step.
+    """Updates one flat range in one launch; does not increment the step count.
 
     stored: masters and both moments, N numbers each, read as fp32. grad, out: [N], any float dtype. step: number of
-    steps taken before, [], fp32. lr, divisor, skip: [], fp32. The other settings are those of AdamRates.
+    previous steps, [], fp32. lr, divisor, skip: [], fp32. The other settings are as in AdamRates.
     """
     numel, device = grad.numel(), grad.device
     if numel == 0:
@@ -202,12 +202,12 @@ def _tensors(stored: StoredFloats) -> tuple[torch.Tensor, torch.Tensor | None]:
         return stored.tensor, stored.exponents
     if isinstance(stored, WithRemainder):
         return stored.upper, stored.lower
-    assert isinstance(stored, (Plain, Rounded)), f"{type(stored).__name__}: the kernel has no case for this form"
+    assert isinstance(stored, (Plain, Rounded)), f"{type(stored).__name__}: the kernel does not support this form"
     return stored.tensor, None
 
 
 def _log_parts(beta: float) -> tuple[float, float]:
-    """Returns two fp32 numbers whose sum is the logarithm."""
+    """Splits the logarithm into two fp32 numbers."""
     if beta == 0.0:
         return -math.inf, 0.0
     log = math.log(beta)
@@ -216,7 +216,9 @@ def _log_parts(beta: float) -> tuple[float, float]:
 
 
 def _tile_blocks(*item_bytes: int) -> int:
-    """Returns the blocks that a program steps at a time: 8 numbers per thread, 4 with fp64, to fit the registers."""
+    """Returns the blocks that a program updates per iteration: 8 numbers per thread, 4 with fp64, to fit
+    the registers.
+    """
     return 8 if max(item_bytes) == 8 else 16
 
 
@@ -249,7 +251,7 @@ def compile_cases() -> Iterator[CompileCase]:
 def _case(
     name: str, forms: tuple[tuple[str, str | None], tuple[str, str | None]], *, grad: str, out: str | None = None
 ) -> CompileCase:
-    """Builds a case; forms: one of masters, one of both moments."""
+    """Builds a case; forms: the form of masters, and the form of both moments."""
     (main, main_more), (moment, moment_more) = forms
     arguments = {"main": main, "main_more": main_more, "grad": f"*{grad}:16", "out": out and f"*{out}:16"}
     for moments in ("exp_avg", "exp_avg_sq"):

@@ -1,4 +1,4 @@
-"""Time cost and memory saving of a planned stash, and the reasons if it does not pay.
+"""Estimates the time cost and memory saving of a planned stash, and explains why it does not pay off if so.
 
 Letters: H hidden size, F ffn size of one expert. Rates of devices are in configs/devices.yaml. The stash's own
 page-exact arithmetic gives the bytes of a step.
@@ -90,7 +90,7 @@ class Machine:
 
     @classmethod
     def of(cls, device: Device, dtype: torch.dtype) -> "Machine":
-        """Returns a device's rates. Raises ValueError where configs/devices.yaml gives no rate for the dtype."""
+        """Returns a device's rates. Raises ValueError if configs/devices.yaml has no rate for the dtype."""
         return cls(
             flops=device.tflops(_DTYPES[dtype]) * 1e12 * device.attainable_matmul,
             copied_bytes=device.memory_gb_s * 1e9 * device.attainable_memory,
@@ -106,7 +106,7 @@ class Machine:
         return 4 * num_bytes / self.copied_bytes
 
     def host_seconds(self, num_bytes: float) -> float:
-        """Returns the seconds of one way between device and host."""
+        """Returns the seconds of a one-way copy between device and host."""
         return num_bytes / self.host_bytes
 
     def act_seconds(self, expert: ExpertShape, num_rows: int) -> float:
@@ -120,9 +120,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Costs of one stage on the rank with the largest value, in seconds of a step, as means over steps.
+    """Costs of one stage on the rank with the largest value, in seconds per step, as means over steps.
 
-    forward, backward: the experts' own products, during which copies can run. stash: copies into pages and back.
+    forward, backward: the experts' own products, with which copies can overlap. stash: copies into pages and back.
     spill: copies to the host, in one direction. act, gate_up: recomputation. waiting_groups: groups saved for backward
     at the peak. tail_share: share of the pages' bytes that hold no row. line: sentence on the memory saving.
     """
@@ -141,7 +141,7 @@ class StageCosts:
 
     @property
     def hides_spill(self) -> bool:
-        """Whether copies to and from the host fit into the time of the experts' own products."""
+        """Tells whether copies to and from the host fit into the time of the experts' own products."""
         return self.spill <= min(self.forward, self.backward)
 
     @property
@@ -152,7 +152,7 @@ class StageCosts:
 
 
 def stage_costs(run: PlannedRun, plan: Outlook, *, spans: Sequence[RoutingSpan], machine: Machine) -> list[StageCosts]:
-    """Returns the costs of each stage that stashes something."""
+    """Returns the costs of each stage that stashes tensors."""
     costs, expert = [], _expert_shape(run.flags)
     for number, stage in enumerate(plan.walk.stages):
         if not stage.layouts or not stage.layouts[-1]:
@@ -201,7 +201,7 @@ def _rows_of_steps(span: RoutingSpan, layers: Sequence[int]) -> np.ndarray:
 
 
 def _most(values: np.ndarray) -> float:
-    """Returns the mean over steps on the rank with the largest one. values: [S, N]."""
+    """Returns the mean over steps for the rank with the largest mean. values: [S, N]."""
     return float(values.mean(axis=0).max()) if values.size else 0.0
 
 
@@ -216,12 +216,13 @@ def verdict(
 ) -> tuple[bool, list[str]]:
     """Returns whether the stash saves memory on the fullest stage, and sentences with the reasons.
 
-    costs: costs of the plan, with every page on the device. others: costs of plans with fewer pages, by level.
+    costs: costs of the plan with every page on the device. others: costs of plans with fewer pages, by level.
     """
     if not costs:
         return False, [
-            "stashing has no effect: the backward of every expert group directly follows its forward, so that nothing "
-            "is saved in between; it needs several layers with experts, or pipeline stages with several micro-batches"
+            "stashing has no effect: the backward of every expert group directly follows its forward, so that "
+            "nothing is saved in between; it needs several MoE layers, or pipeline stages with several "
+            "micro-batches"
         ]
     worst = _fullest(costs)
     saving, factor = worst.footprint.saving, plan.flags.moe_expert_rank_capacity_factor or 1.0

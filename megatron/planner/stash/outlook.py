@@ -1,4 +1,4 @@
-"""Shares of a run's steps with each outcome for given factors, and the factors that suffice for most steps."""
+"""Predicts the share of a run's steps with each outcome for given factors, and factors that suffice for most steps."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ class Outlook:
     """Outcomes of a run's steps with these flags, without growth of buffers and pools.
 
     shares: share of the steps at each level. device_bytes, host_bytes: sizes of the largest pools. spilled_bytes,
-    largest_spill: mean and maximum over steps of the bytes spilled to the host, on the rank with most.
+    largest_spill: mean and maximum over steps of the bytes spilled to the host, on the rank with the most.
     """
 
     flags: StashFlags
@@ -72,7 +72,10 @@ def outlook(run: PlannedRun, flags: StashFlags, *, spans: Sequence[RoutingSpan])
 
 
 def enough_capacity(needs: Needs, wanted: float) -> float:
-    """Returns a capacity factor that uses half of the allowed failures. The other half is left for stash overflows."""
+    """Returns a capacity factor that uses half of the allowed failures.
+
+    The other half is reserved for stash overflows.
+    """
     return max(1.0, rounded_up(factor_at((1 + wanted) / 2, needs.rows.tolist())))
 
 
@@ -104,7 +107,7 @@ def recommended(
 
 
 def _smallest(of: Callable[[float], Outlook], level: StepLevel, *, wanted: float, top: float) -> Outlook | None:
-    """Searches the smallest factor, in hundredths, that suffices; None if four times the top does not."""
+    """Searches for the smallest sufficient factor, in hundredths. Returns None if four times the top is not enough."""
     low, high, best = 0, max(1, round(top / _STEP)), None
     while best is None:
         tried = of(round(high * _STEP, 2))

@@ -1,7 +1,7 @@
-"""Expert rows in the steps of a plan, from a routing trace or from a model of skewed routing.
+"""Provides the expert rows of a plan's steps, from a routing trace or from a model of skewed routing.
 
 Letters: S steps, M microbatches of a step, N expert ranks (of all planned groups; ranks of one group are adjacent), E
-experts. A block is the tokens of one rank's microbatch.
+experts. A block is the set of tokens of one rank's microbatch.
 """
 
 import math
@@ -15,9 +15,9 @@ import torch
 from megatron.planner.stash.stages import ExpertRanks, PlannedRun
 from megatron.training.callbacks.routing_trace import RoutingHeader, RoutingStep
 
-# Most numbers that a plan keeps in memory, of 4 bytes each.
+# Maximum number of values that a plan keeps in memory, 4 bytes each.
 _MAX_STORED_NUMBERS = 1 << 30
-# Maps a model of skew to the names of its numbers, in order, and an example.
+# Maps a model of skew to the names of its parameters, in order, and an example.
 _MODELS: dict[str, tuple[tuple[str, ...], str]] = {
     "balanced": ((), "balanced"),
     "dirichlet": (("CONCENTRATION",), "dirichlet:0.3"),
@@ -31,10 +31,10 @@ _MIN_NUMBER, _MAX_NUMBERS = 0.001, {"EXPONENT": 100.0, "SPREAD": 100.0, "CONCENT
 
 @dataclass(frozen=True)
 class RoutingSpan:
-    """Consecutive steps with the same number of micro-batches.
+    """Consecutive steps with the same number of microbatches.
 
-    rows: layer -> live rows of each pass, [M, S, N], int32. most_of_pair: most rows that one rank sends another in a
-    pass, [S], int64; 0 where they are not limited.
+    rows: maps a layer to the live rows of each forward, [M, S, N], int32. most_of_pair: most rows that one rank sends
+    to another in a forward, [S], int64; 0 if they are not limited.
     """
 
     num_microbatches: int
@@ -48,7 +48,7 @@ class RoutingSpan:
 
     @property
     def most_rows(self) -> np.ndarray:
-        """Most live rows of a pass on any rank, [S], int64."""
+        """Most live rows of a forward on any rank, [S], int64."""
         return np.max([rows.max(axis=(0, 2)) for rows in self.rows.values()], axis=0).astype(np.int64)
 
     def part(self, begin: int, end: int) -> "RoutingSpan":
@@ -59,7 +59,7 @@ class RoutingSpan:
 
 @dataclass(frozen=True)
 class Skew:
-    """Model of the experts' popularities, with its numbers.
+    """Model of the experts' popularities, with its parameters.
 
     balanced: all experts are equally popular. dirichlet: draws popularities for each step and layer; a larger
     concentration makes them more equal. zipf: the expert of rank k has popularity k ** -exponent, with ranks drawn for
@@ -75,7 +75,7 @@ class Skew:
 
 
 def check_size(run: PlannedRun, *, num_steps: int, num_groups: int) -> None:
-    """Raises ValueError if the rows of num_steps steps exceed the limit of memory."""
+    """Raises ValueError if the rows of num_steps steps exceed the memory limit."""
     passes = num_steps * len(run.layers) * run.num_microbatches
     numbers = passes * num_groups * run.ranks.expert_ranks
     if numbers > _MAX_STORED_NUMBERS:
@@ -89,9 +89,9 @@ def check_size(run: PlannedRun, *, num_steps: int, num_groups: int) -> None:
 def traced_spans(
     steps: Iterable[RoutingStep], run: PlannedRun, *, num_groups: int, seed: int
 ) -> tuple[list[RoutingSpan], list[str]]:
-    """Maps the steps of a trace to the ranks of the run. Returns them with sentences about guesses.
+    """Maps the steps of a trace to the ranks of the run. Returns them with sentences about the assumptions made.
 
-    If the trace has the run's ranks, tokens and micro-batches, its rows are used unchanged. Otherwise its blocks are
+    If the trace has the run's ranks, tokens and microbatches, its rows are used unchanged. Otherwise its blocks are
     joined or split to the run's tokens and fill the run's ranks in order. If a step has too few blocks, blocks are
     drawn from those of the step. Raises ValueError for the trace of another model.
     """
@@ -99,7 +99,7 @@ def traced_spans(
     planned = [mapper.step(step) for step in steps]
     if not planned:
         raise ValueError(
-            "the trace has no step yet: must be a file that --record-routing wrote in a run of at least one step"
+            "the trace has no step yet: use a file that --record-routing wrote in a run of at least one step"
         )
     check_size(run, num_steps=len(planned), num_groups=num_groups)
     spans = [_joined(list(equal)) for _, equal in groupby(planned, key=lambda one: one.num_microbatches)]
@@ -139,7 +139,7 @@ class _BlockMapper:
         return self._num_groups * self._ranks.num_sharing
 
     def _length(self, header: RoutingHeader, counts: np.ndarray) -> int:
-        """Returns the micro-batches of the planned step, those of the recorded step if the run has such steps."""
+        """Returns the number of microbatches of the planned step: the recorded one if the run has such steps."""
         return len(counts) if self._is_exact(header, counts) else self._run.num_microbatches
 
     def _is_exact(self, header: RoutingHeader, counts: np.ndarray) -> bool:
@@ -148,17 +148,17 @@ class _BlockMapper:
         return has_sizes and num_microbatches in self._run.lengths
 
     def _rearranged(self, step: RoutingStep, num_microbatches: int) -> dict[int, np.ndarray]:
-        """Returns the tokens of each expert, as layer -> [M, planned ranks, E], int64."""
+        """Returns the tokens of each expert by layer, [M, planned ranks, E], int64."""
         blocks = {layer: self._sized(of_layer, step.header) for layer, of_layer in step.tokens.items()}
         num_blocks, per_pass = len(next(iter(blocks.values()))), self._ranks.num_ranks
         if num_blocks >= num_microbatches * per_pass:
             places = np.arange(num_microbatches * per_pass).reshape(num_microbatches, per_pass)[:, : self._num_planned]
         else:
             self.guesses.add(
-                f"the trace has {num_blocks:,} blocks of {self._ranks.tokens:,} tokens in a step and the run needs "
-                f"{num_microbatches * per_pass:,}: blocks are drawn from those of the step"
+                f"the trace has {num_blocks:,} blocks of {self._ranks.tokens:,} tokens in a step, but the run "
+                f"needs {num_microbatches * per_pass:,}: blocks are drawn from those of the step"
             )
-            # The same blocks in all layers, since a block holds the same tokens in each layer.
+            # The same blocks are used in all layers, because a block holds the same tokens in each layer.
             places = self._random.integers(0, num_blocks, (num_microbatches, self._num_planned))
         return {layer: of_layer[places] for layer, of_layer in blocks.items()}
 
@@ -177,11 +177,11 @@ class _BlockMapper:
             return summed
         if recorded % wanted:
             raise ValueError(
-                f"a rank's micro-batch has {wanted} tokens, and {recorded} in the trace: one must be a multiple of the "
-                "other; give other --seq-length or --micro-batch-size"
+                f"a rank's micro-batch has {wanted} tokens in the run and {recorded} in the trace: one must be a "
+                "multiple of the other; give other --seq-length or --micro-batch-size"
             )
         self.guesses.add(
-            f"the trace counts {recorded:,} tokens together and a rank of the run has {wanted:,}: its tokens are "
+            f"the trace counts {recorded:,} tokens together, but a rank of the run has {wanted:,}: its tokens are "
             "drawn from them"
         )
         return self._split(blocks, recorded // wanted)
@@ -198,7 +198,7 @@ class _BlockMapper:
 
 
 def check_model(header: RoutingHeader, run: PlannedRun) -> None:
-    """Raises ValueError if the trace is of a model with other experts."""
+    """Raises ValueError if the trace comes from a model with other experts."""
     ranks = run.ranks
     for what, recorded, wanted in (
         ("--num-experts", header.num_experts, ranks.num_experts),
@@ -207,13 +207,13 @@ def check_model(header: RoutingHeader, run: PlannedRun) -> None:
     ):
         if recorded != wanted:
             raise ValueError(
-                f"the trace is of another model: {what} is {recorded} in it, and {wanted} in the run; give a "
+                f"the trace is of another model: {what} is {recorded} in the trace and {wanted} in the run; give a "
                 "file that --record-routing wrote for this model"
             )
 
 
 def rows_of_pairs(tokens: np.ndarray, ranks: ExpertRanks) -> np.ndarray:
-    """Returns the rows of each pass, [M, groups, from rank, to expert rank], int64. tokens: [M, R, E], int64."""
+    """Returns the rows of each forward, [M, groups, from rank, to expert rank], int64. tokens: [M, R, E], int64."""
     by_rank = tokens.reshape(
         len(tokens), -1, ranks.num_sharing, ranks.expert_ranks, tokens.shape[2] // ranks.expert_ranks
     )
@@ -245,15 +245,15 @@ def parse_skew(text: str) -> Skew:
         limits = " and ".join(f"{one} from {_MIN_NUMBER:g} to {_MAX_NUMBERS[one]:g}" for one in wanted)
         shape = ":".join([name, *wanted])
         raise ValueError(
-            f"--skew is {text!r}: must be {shape} with {limits}, as {example}"
+            f"--skew is {text!r}: must be {shape} with {limits}, for example {example}"
             if wanted
-            else f"--skew is {text!r}: must be {shape}, which has no numbers"
+            else f"--skew is {text!r}: must be {shape}, which has no parameters"
         )
     return Skew(name, numbers)
 
 
 def synthetic_spans(run: PlannedRun, skew: Skew, *, num_steps: int, num_groups: int, seed: int) -> list[RoutingSpan]:
-    """Draws num_steps steps with the run's last number of micro-batches. Raises ValueError for too many rows."""
+    """Draws num_steps steps with the run's last number of microbatches. Raises ValueError for too many rows."""
     check_size(run, num_steps=num_steps, num_groups=num_groups)
     rows, most_of_pair = {}, np.zeros(num_steps, dtype=np.int64)
     for layer in run.layers:
@@ -310,7 +310,7 @@ def inclusion(popularities: np.ndarray, topk: int) -> np.ndarray:
 
 
 def _drawn_rows(chances: np.ndarray, run: PlannedRun, *, num_groups: int, random: np.random.Generator) -> np.ndarray:
-    """Draws the live rows of each pass, [M, S, groups * ranks], int32. chances: [S, ranks, experts of a rank]."""
+    """Draws the live rows of each forward, [M, S, groups * ranks], int32. chances: [S, ranks, experts of a rank]."""
     ranks, (num_steps, num_ranks, num_local) = run.ranks, chances.shape
     tokens = ranks.tokens * ranks.num_sharing
     means, spreads = tokens * chances.sum(axis=2), (chances * (1 - chances)).sum(axis=2)
@@ -319,7 +319,7 @@ def _drawn_rows(chances: np.ndarray, run: PlannedRun, *, num_groups: int, random
     # The noise sums to zero over ranks, because every token chooses topk experts.
     share = spreads / spreads.sum(axis=1, keepdims=True).clip(_MIN_POPULARITY)
     noise -= share[:, None] * noise.sum(axis=3, keepdims=True)
-    # Rounds cumulative sums, so that rounding keeps the total.
+    # Cumulative sums are rounded, so that rounding keeps the total.
     ends = np.rint(np.cumsum(means[:, None] + noise, axis=3))
     found = np.diff(ends, axis=3, prepend=0.0).clip(0, tokens * min(ranks.topk, num_local))
     rows: np.ndarray = found.reshape(run.num_microbatches, num_steps, -1).astype(np.int32)
@@ -327,7 +327,7 @@ def _drawn_rows(chances: np.ndarray, run: PlannedRun, *, num_groups: int, random
 
 
 def _most_of_pairs(chances: np.ndarray, run: PlannedRun, *, num_groups: int, random: np.random.Generator) -> np.ndarray:
-    """Draws the most rows that one rank sends another in a layer's passes, as a maximum of draws: [S], int64."""
+    """Draws the most rows that one rank sends to another in a layer's forwards, as a maximum of draws: [S], int64."""
     ranks = run.ranks
     draws = run.num_microbatches * num_groups * ranks.num_sharing
     means, spreads = chances.sum(axis=2), (chances * (1 - chances)).sum(axis=2)

@@ -1,4 +1,5 @@
-"""Inputs of a stash plan: the expert passes of each pipeline stage, the ranks that share experts, and their buffers.
+"""Determines the inputs of a stash plan: the expert passes of each pipeline stage, the ranks that share experts, and
+their buffers.
 
 Reads them from the run's own model, built without memory.
 """
@@ -57,7 +58,7 @@ class StashFlags:
 
     @property
     def may_recompute(self) -> bool:
-        """Whether act and gate_up are recomputed if there are too few pages."""
+        """Tells whether act and gate_up are recomputed if there are too few pages."""
         return self.moe_paged_stash_overflow_policy == "recompute"
 
 
@@ -65,9 +66,9 @@ class StashFlags:
 class ExpertRanks:
     """The ranks of a stage that share experts.
 
-    num_experts, topk: experts of a layer, and experts per token. tokens: tokens of a rank's micro-batch. num_ranks:
+    num_experts, topk: experts of a layer, and experts per token. tokens: tokens of a rank's microbatch. num_ranks:
     ranks of the stage. num_sharing: ranks that share all experts. num_shards: ranks that share each expert. budget:
-    sizes of the ranks' buffers. limits_pairs: whether the rows from one rank to another are limited, too.
+    sizes of the ranks' buffers. limits_pairs: whether the rows from one rank to another are also limited.
     """
 
     num_experts: int
@@ -91,7 +92,7 @@ class ExpertRanks:
 
     @property
     def balanced_rows(self) -> int:
-        """Live rows of a pass under balanced routing."""
+        """Live rows of a forward under balanced routing."""
         return self.tokens * self.topk * self.num_shards
 
     def max_rows(self, capacity_factor: float) -> int:
@@ -103,8 +104,9 @@ class ExpertRanks:
 class PlannedStage:
     """Expert passes of a pipeline stage.
 
-    layers: numbers of the layers with experts, from 1. events: maps a number of micro-batches to the events of a step.
-    moves: maps numbers of micro-batches and prefetched groups to the page moves of a step.
+    layers: numbers of the MoE layers, from 1. events: maps a number of microbatches to the events of a step. moves:
+    maps
+    numbers of microbatches and prefetched groups to the page moves of a step.
     """
 
     layers: tuple[int, ...]
@@ -125,10 +127,10 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """The run that is planned.
+    """The run to be planned.
 
-    prefetch_groups: number of groups that are restored ahead of their backward. num_microbatches: micro-batches of the
-    run's last step, for which pools are sized. lengths: numbers of micro-batches of all its steps.
+    prefetch_groups: number of groups that are restored ahead of their backward. num_microbatches: microbatches of the
+    run's last step, for which pools are sized. lengths: numbers of microbatches of all its steps.
     """
 
     flags: StashFlags
@@ -140,7 +142,7 @@ class PlannedRun:
 
     @property
     def layers(self) -> list[int]:
-        """Numbers of all layers with experts, from 1."""
+        """Numbers of all MoE layers, from 1."""
         return sorted(layer for stage in self.stages for layer in stage.layers)
 
     def needs(self, flags: StashFlags, stage: int, *, num_microbatches: int, max_rows: int) -> StepNeeds:
@@ -161,7 +163,7 @@ def planned_run(args: argparse.Namespace, model_provider: Callable[..., nn.Modul
         stages.append(PlannedStage.of(schedule))
         if layers and found is None:
             found = config, layers[0].token_dispatcher
-    assert found is not None, "some stage has the layers with experts"
+    assert found is not None, "at least one stage has MoE layers"
     config, dispatcher = found
     assert isinstance(dispatcher, MoEStaticTokenDispatcher), "a capacity factor selects a static dispatcher"
     sizes = batch_sizes(args)

@@ -27,9 +27,10 @@ from megatron.core.transformer.moe.paged_stash.stash_order import GroupKey, laye
 from megatron.planner.stash.routing import RoutingSpan
 from megatron.planner.stash.stages import PlannedRun, StashFlags
 
-# Most attempts at one step. A run gives up earlier, but the growth of a plan is estimated and may need more attempts.
+# Maximum number of attempts at one step. A run gives up earlier, but the growth of a plan is estimated and may need
+# more attempts.
 _MAX_ATTEMPTS = 64
-# Array elements that are processed together, so that they fit into a core's cache.
+# Number of array elements that are processed together, so that they fit into a core's cache.
 _BLOCK_NUMBERS = 1 << 16
 _COUNTED = (
     Counter.VOID,
@@ -99,7 +100,7 @@ class StageSteps:
 
     balanced_pages: need of the run's last step, of which factors are multiples. layouts: pools of the ranks in each
     step, () without a stash. counters: counters of the pools, none without a stash. dropped_rows: live rows of groups
-    that dropped their gate_up or act. pages_wanted: peak of the pages if every tensor is stashed. Arrays are [S, N],
+    that dropped their gate_up or act. pages_wanted: peak number of pages if every tensor is stashed. Arrays are [S, N],
     int64.
     """
 
@@ -139,8 +140,8 @@ class Walk:
 def walk(run: PlannedRun, flags: StashFlags, *, spans: Sequence[RoutingSpan], grows: bool) -> Walk:
     """Simulates the steps of a run with these flags.
 
-    grows: whether buffers and pools grow after an overflow, as in a run, and the step's outcome is that of the last
-    attempt. Otherwise sizes stay, and every overflow counts.
+    grows: whether buffers and pools grow after an overflow, as in a run; the step's outcome is then that of the last
+    attempt. Otherwise sizes stay constant, and every overflow counts.
 
     Growth after an expert overflow is an estimate, because an attempt that loses rows in one layer has other routing
     than the recorded one in later layers. Everything else is exact.
@@ -153,7 +154,8 @@ def walk(run: PlannedRun, flags: StashFlags, *, spans: Sequence[RoutingSpan], gr
 class _Walker:
     """State of a simulated run: the stages' pools, the attempts so far, and the growth.
 
-    A walk repeats: plan pools, attempt a block of steps, learn from those before the first discarded one, grow.
+    The simulation repeats these actions: plan pools, attempt a block of steps, learn from the steps before the first
+    discarded one, grow.
     """
 
     run: PlannedRun
@@ -164,7 +166,7 @@ class _Walker:
     _found: "list[_Attempt]" = field(default_factory=list)
     _grown: LearnedSizes = LearnedSizes()
     _capacity_factor: float = field(init=False)
-    _planned: int | None = None  # micro-batches of the planned pools; None if sizes may have changed since
+    _planned: int | None = None  # microbatches of the planned pools; None if sizes may have changed since
 
     def __post_init__(self) -> None:
         assert self.flags.moe_expert_rank_capacity_factor is not None, "the run has static buffers"
@@ -235,7 +237,7 @@ class _Walker:
     def _grow(self, found: "_Attempt", step: int) -> None:
         """Grows rows or pages of all ranks after a discarded step."""
         part = found.span.part(step, step + 1)
-        # After an expert overflow the need for pages is unknown: later layers had other rows in that attempt.
+        # After an expert overflow the need for pages is unknown, because later layers had other rows in that attempt.
         sizes = [self._more_rows(part)] if found.over_capacity[step] else self._more_pages(found, step)
         self._grown = functools.reduce(LearnedSizes.merged, sizes, self._grown)
         self._capacity_factor = capacity_factor(self._capacity_factor, self._grown)
@@ -286,7 +288,7 @@ class _Walker:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """Attempt at some steps. over_capacity: expert overflows, [S], bool. outcomes, layouts, wanted: one per stage."""
+    """An attempt at some steps. over_capacity: overflows, [S], bool. outcomes, layouts, wanted: one per stage."""
 
     span: RoutingSpan
     over_capacity: np.ndarray
@@ -306,7 +308,7 @@ class _Attempt:
         for outcome, layouts in zip(self.outcomes, self.layouts, strict=True):
             if outcome is None:
                 continue
-            # Pages on the host are no spill if the device has none.
+            # Pages on the host do not count as spilled if the device has none.
             spills = Counter.SPILLED_PAGES if layouts[0].device_pages else None
             for level, counter in (
                 (StepLevel.HOST, spills),
@@ -335,7 +337,7 @@ class _Attempt:
 
 
 def factors_needed(span: RoutingSpan, run: PlannedRun) -> np.ndarray:
-    """Returns the least capacity factor with which each step loses no row, [S], fp64."""
+    """Returns the smallest capacity factor with which each step loses no row, [S], fp64."""
     ranks = run.ranks
     pairs = span.most_of_pair * ranks.num_sharing
     needed: np.ndarray = np.maximum(span.most_rows, pairs) / max(1, ranks.balanced_rows)
@@ -345,7 +347,7 @@ def factors_needed(span: RoutingSpan, run: PlannedRun) -> np.ndarray:
 class StageWalk:
     """The N ranks of one stage, from the start of a run.
 
-    1. plan: sizes the pools for steps of a number of micro-batches.
+    1. plan: sizes the pools for steps of a number of microbatches.
     2. outcomes: simulates the pools in some steps, without learning from them.
     3. learn: learns the rows of completed steps. requested_sizes: returns the sizes that a discarded step asks for.
     Attribute layouts: the pool of each rank, None without a stash.
@@ -355,7 +357,7 @@ class StageWalk:
         self._run, self._stage, self._flags, self._num_ranks = run, stage, flags, num_ranks
         self.layers = run.stages[stage].layers
         self.layouts: list[PoolLayout] | None = None
-        # Most rows of a pass in each layer and rank, relative to balanced routing.
+        # Most rows of a forward in each layer and rank, relative to balanced routing.
         self._shares = np.zeros((len(self.layers), num_ranks))
         # The same over all layers, in each recent step and in attempts at the next step.
         self._recent = np.zeros((0, num_ranks))
@@ -365,13 +367,13 @@ class StageWalk:
 
     @property
     def measures_first_step(self) -> bool:
-        """Whether pools are sized from the first step, which has not run yet."""
+        """Tells whether pools are sized from the first step, which has not run yet."""
         flags = self._flags
         factors = flags.moe_paged_stash_buffer_size_factor_cuda, flags.moe_paged_stash_buffer_size_factor_cpu
         return not self._is_measured and min(factors) < 0
 
     def plan(self, num_microbatches: int, *, grown: LearnedSizes, capacity_factor: float) -> None:
-        """Sizes pools for steps of num_microbatches micro-batches. Pools never shrink. grown: growth so far."""
+        """Sizes pools for steps of num_microbatches microbatches. Pools never shrink. grown: growth so far."""
         self._capacity_factor, self._num_microbatches = capacity_factor, num_microbatches
         self.needs = self._run.needs(
             self._flags, self._stage, num_microbatches=num_microbatches, max_rows=self._max_rows
@@ -390,7 +392,7 @@ class StageWalk:
         self.layouts = [_larger(one, other) for one, other in zip(layouts, old, strict=True)]
 
     def outcomes(self, part: RoutingSpan) -> PoolOutcomes | None:
-        """Simulates the pools in steps of the planned number of micro-batches; None without a stash."""
+        """Simulates the pools in steps of the planned number of microbatches; None without a stash."""
         if self.layouts is None:
             return None
         specs = self.needs.specs
@@ -417,7 +419,7 @@ class StageWalk:
         )
 
     def wanted_pages(self, part: RoutingSpan) -> np.ndarray:
-        """Returns the peak of the pages if every tensor is stashed, [S, N], int64."""
+        """Returns the peak number of pages if every tensor is stashed, [S, N], int64."""
         if self.layouts is None:
             return np.zeros((part.num_steps, self._num_ranks), dtype=np.int64)
         held = peak = np.zeros((part.num_steps, self._num_ranks), dtype=np.int64)
@@ -446,7 +448,7 @@ class StageWalk:
         self._has_learned[:] = True
 
     def requested_sizes(self, step: RoutingSpan, rank: int, *, used_share: float) -> LearnedSizes:
-        """Learns the rows of a step in which a rank's pool was too small, and returns the sizes that the rank asks for.
+        """Learns the rows of a step in which a rank's pool was too small, and returns the sizes that the rank needs.
 
         used_share: share of C for which the step reserved pages.
         """
@@ -495,7 +497,7 @@ class StageWalk:
         return replace(grown, rows_share=dict(zip(self.layers, shares)))
 
     def _shares_of(self, part: RoutingSpan) -> np.ndarray:
-        """Returns the most rows of a pass in each layer, relative to balanced routing, [S, N, layers]."""
+        """Returns the most rows of a forward in each layer, relative to balanced routing, [S, N, layers]."""
         most = np.stack([part.rows[layer].max(axis=0) for layer in self.layers], axis=2)
         shares: np.ndarray = most.astype(np.int64) / self._run.ranks.balanced_rows
         return shares
@@ -511,7 +513,7 @@ class StageWalk:
 
 
 def _reserve(needs: StepNeeds, num_rows: int) -> list[ReserveRow]:
-    """Returns the pages that each forward of a step leaves free if each pass has num_rows rows."""
+    """Returns the pages that each forward of a step leaves free if each forward has num_rows rows."""
     own = pages_for(needs.specs, num_rows, layout=PoolLayout(needs.page_bytes, 1))
     resident = resident_groups(needs.events)
 
@@ -537,7 +539,7 @@ def simulate_pools(
 ) -> PoolOutcomes:
     """Simulates S = num_steps steps of these moves. Each step starts with empty pools.
 
-    Equals arithmetic.py's PoolModel if no group has more rows than its buffers.
+    Gives the same results as arithmetic.py's PoolModel if no group has more rows than its buffers.
     """
     pools = _Pools(sizes, num_steps)
     held: dict[GroupKey, tuple[np.ndarray, np.ndarray]] = {}

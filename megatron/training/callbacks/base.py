@@ -1,4 +1,4 @@
-"""The interface of callbacks, and the reports that they receive at each moment of a run.
+"""Defines the interface of callbacks and the reports that they receive at each moment of a run.
 
 Callbacks observe. They never change parameters, gradients or the order of data.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimes:
-    """Milliseconds per step that the fastest and the slowest rank worked, without waits for other ranks."""
+    """Milliseconds of work per step on the fastest and on the slowest rank, excluding waits for other ranks."""
 
     min_ms: float
     min_rank: int
@@ -22,19 +22,18 @@ class RankTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolReport:
-    """Pages of the paged stash in the steps since the last log line.
+    """Page usage of the paged stash since the last log line.
 
-    These fields describe the fullest pool of any rank and step: rank, sizes of its tiers (device_pages, host_pages,
-    page_bytes), the most pages held at the same time (device_high_water, host_high_water), and timeline, see
-    stash_timeline in meters/stash.py. timeline is None if an earlier report has one of the same plan for a step that
-    was at least as full.
-    These fields are sums over ranks and steps: planned_pages, spilled_pages (planned pages without room on the device),
-    live_bytes in pages, tail_bytes that no row filled, and recomputed tensors (dropped_gate_up, dropped_act).
-    factor: device pages relative to the peak of a balanced step, for the longest step of the run and the rank with the
-    smallest factor. factors_needed: the factor that would have sufficed in each step, maximum over ranks, oldest first.
-    factor_to_keep_all: the factor with which none of these steps would have recomputed a tensor; 0 if no tensor was
-    recomputed for lack of pages. It includes the pages that gate_up and act leave free for later layers, and refers to
-    the host's pages if the device has none.
+    These fields describe the fullest pool of any rank and step: rank, the sizes of its tiers (device_pages, host_pages,
+    page_bytes), the peak number of pages in use (device_high_water, host_high_water), and timeline (see stash_timeline
+    in meters/stash.py). timeline is None if an earlier report has a timeline of the same plan for a step that was at
+    least as full. These fields are sums over ranks and steps: planned_pages, spilled_pages (planned pages that did not
+    fit on the device), live_bytes in pages, tail_bytes of pages not filled by rows, and the numbers of recomputed
+    tensors (dropped_gate_up, dropped_act). factor: number of device pages relative to the peak of a balanced step, for
+    the longest step of the run and the rank with the smallest factor. factors_needed: the factor that would have
+    sufficed in each step, as the maximum over ranks, oldest first. factor_to_keep_all: the factor with which none of
+    these steps would have recomputed a tensor; 0 if no tensor was recomputed for lack of pages. It includes the pages
+    that gate_up and act leave free for later layers, and refers to the host's pages if the device has none.
     """
 
     rank: int
@@ -57,13 +56,14 @@ class PoolReport:
 
 @dataclass(frozen=True, kw_only=True)
 class StashReport:
-    """Expert buffers of a fixed size in the steps since the last log line, over all ranks.
+    """Usage of the fixed-size expert buffers since the last log line, over all ranks.
 
-    steps: number of these steps. void_steps: number of discarded attempts at them. capacity_factor: factor of the
-    buffers now. factors_needed: smallest factor that would have sufficed in each step, oldest first.
-    balanced_rows: rows of a pass if all experts were chosen equally often. buffer_rows: rows of a buffer. rows: layer
-    number to the most live rows of a pass on any rank. rungs: counts of spilled_pages, dropped_act, dropped_gate_up and
-    void_steps in each step, oldest first, for those that occurred. pool: None without the paged stash.
+    steps: number of these steps. void_steps: number of discarded attempts at them. capacity_factor: the current factor
+    of the buffers. factors_needed: smallest factor that would have sufficed in each step, oldest first.
+    balanced_rows: rows of a forward pass if all experts were chosen equally often. buffer_rows: rows of a buffer. rows:
+    maps a layer number to the most live rows of a forward pass on any rank. rungs: maps spilled_pages, dropped_act,
+    dropped_gate_up and void_steps to their counts in each step, oldest first; counts that were always 0 are left out.
+    pool: None without the paged stash.
     """
 
     steps: int
@@ -79,21 +79,20 @@ class StashReport:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """The results of one training step, as plain numbers. None means not requested, or not known at this step.
+    """The results of one training step as plain numbers. None means not requested, or not known at this step.
 
     losses: mean over the global batch by name ("lm loss", "load_balancing_loss"). seconds: wall time of the step.
     grad_norm: global L2 norm before clipping; not finite if a gradient was not. params_norm: L2 norm of the weights
-    after the step. tflops: 10^12 operations per second of one device. mfu: their share of its peak. memory: bytes of
-    this rank by kind. timers: milliseconds per step of the slowest rank by timer, mean since the last log line.
-    overlap: overlap of communication with backward on this rank, see overlap_record.
-    expert_load: layer number to tokens per expert over all ranks. per_layer: name to layer number to value.
-    straggler: a rank that stays slower than the others, at log lines, see Straggler.
-    max_attention_logit: largest score of attention over layers, heads and ranks, scaled.
-    is_last: whether the run ends with this step. stash: figures of expert buffers, at log lines and at the last step.
-    routing: layer number to tokens per expert of each micro-batch and rank of a stage, [M, R, E] int64, on the first
-    rank only. Ranks that share experts are adjacent.
-    held: bytes by kind that ranks hold, see meters/memory.py.
-    notes: further lines for the console, printed after the step's line.
+    after the step. tflops: 10^12 operations per second of one device. mfu: model FLOP/s utilization, the share of the
+    device's peak. memory: bytes on this rank by kind. timers: milliseconds per step of the slowest rank by timer,
+    averaged since the last log line. overlap: overlap of communication with backward on this rank (see overlap_record).
+    expert_load: maps a layer number to the tokens per expert over all ranks. per_layer: maps a name to values by layer
+    number. straggler: a rank that stays slower than the others, at log lines (see Straggler). max_attention_logit:
+    largest scaled attention score over layers, heads and ranks. is_last: whether the run ends with this step. stash:
+    usage of expert buffers, at log lines and at the last step. routing: maps a layer number to the tokens per expert of
+    each microbatch and rank of a stage, [M, R, E] int64, on the first rank only. Ranks that share experts are
+    adjacent. held: bytes by kind that ranks hold (see meters/memory.py). notes: further lines for the console, printed
+    after the step's line.
     """
 
     iteration: int
@@ -130,7 +129,7 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationReport:
-    """Mean losses over an evaluation. split: "validation" or "test". final: whether training is over.
+    """Mean losses over an evaluation. split is "validation" or "test"; final tells whether training is over.
 
     set_name: the name of the validation set if there are several.
     """
@@ -156,13 +155,13 @@ class RunStart:
 
 
 class Callback:
-    """Base class of callbacks. Each method is called at a moment of the run and does nothing unless overridden."""
+    """Base class of callbacks. Each method is called at one moment of the run and does nothing unless overridden."""
 
     def on_train_start(self, start: RunStart) -> None:
         """Called before the first step."""
 
     def on_step_start(self, iteration: int) -> None:
-        """Called before each training step; `iteration` steps are done. A skipped step has no on_step_end."""
+        """Called before each training step, after `iteration` completed steps. A skipped step has no on_step_end."""
 
     def on_step_end(self, report: StepReport) -> None:
         """Called after each training step."""
@@ -171,7 +170,7 @@ class Callback:
         """Called before an evaluation."""
 
     def on_evaluation_end(self, report: EvaluationReport) -> None:
-        """Called after an evaluation, for each set."""
+        """Called after an evaluation, once for each set."""
 
     def on_save(self, iteration: int) -> None:
         """Called when a checkpoint is complete on disk."""

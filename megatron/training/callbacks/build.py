@@ -1,4 +1,4 @@
-"""Builds the callbacks of a run from its arguments: logs and display on rank 0, profiles on the selected ranks."""
+"""Builds the callbacks of a run from its arguments: logs and progress bar on rank 0, profiles on the selected ranks."""
 
 import argparse
 import functools
@@ -13,7 +13,7 @@ from rich.console import Console
 
 from megatron.core.device import default_device
 from megatron.training.callbacks import Callback, CallbackList
-from megatron.training.callbacks.console import ConsoleLog, ProgressBar
+from megatron.training.callbacks.console import CompactLines, ConsoleLog, ProgressBar
 from megatron.training.callbacks.lines import print_rank_0
 from megatron.training.callbacks.process import CpuMemoryHistory, CudaMemoryHistory, ManualGC, NsysProfile, TorchProfile
 from megatron.training.callbacks.routing_trace import RoutingHeader, RoutingLog
@@ -25,13 +25,13 @@ from megatron.training.config import GarbageCollectionConfig, LoggingConfig, Pro
 
 
 def setup_callbacks(args: argparse.Namespace, extra: Sequence[Callback] = (), *, size: tuple[int, int]) -> CallbackList:
-    """Builds all callbacks of this rank, followed by the script's; size: the result of count_parameters."""
+    """Builds all callbacks of this rank, followed by the script's own. size: the result of count_parameters."""
     own = (*_first_rank_callbacks(args, size), *_last_rank_callbacks(args), *_every_rank_callbacks(args))
     return CallbackList((*own, *extra))
 
 
 def _last_rank_callbacks(args: argparse.Namespace) -> list[Callback]:
-    """Returns the log of Weights & Biases, which the last rank writes as in Megatron-LM, so that scripts find it."""
+    """Returns the Weights & Biases logger on the last rank, where scripts of Megatron-LM expect it."""
     if args.wandb_project is None or dist.get_rank() != dist.get_world_size() - 1:
         return []
     return [WandbLog(config_from_args(LoggingConfig, args), args)]
@@ -56,13 +56,13 @@ def _memory_history(config: ProfilingConfig, *, log_interval: int, device: torch
         path = path.with_name(f"{path.stem}_rank{dist.get_rank()}{path.suffix}")
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise ValueError(
-            f"--memory-snapshot-path is {config.memory_snapshot_path}: must be a file in a folder that can be written"
+            f"--memory-snapshot-path is {config.memory_snapshot_path}: must be a file in a writable folder"
         )
     if device.type == "cuda":
         return CudaMemoryHistory(path, log_interval=log_interval)
     if config.profile:
         raise ValueError(
-            "--record-memory-history and --profile are both given: without a GPU both use torch's profiler; choose one"
+            "--record-memory-history and --profile cannot be combined without a GPU, because both use torch's profiler"
         )
     return CpuMemoryHistory(path, config)
 
@@ -71,7 +71,7 @@ def _profile(config: ProfilingConfig, args: argparse.Namespace, *, device: torch
     if not config.use_pytorch_profiler:
         if device.type == "cuda":
             return NsysProfile(config)
-        print_rank_0("note: --profile without a GPU: torch's profiler records, as with --use-pytorch-profiler")
+        print_rank_0("note: --profile without a GPU uses torch's profiler, like --use-pytorch-profiler")
     folder = args.tensorboard_dir or args.save
     if folder is None:
         raise ValueError("--profile needs --tensorboard-dir or --save: the trace is written there")
@@ -90,7 +90,8 @@ def _first_rank_callbacks(args: argparse.Namespace, size: tuple[int, int]) -> li
         callbacks.append(ProgressBar(console))
         # Writes through the bar's console, so that lines scroll above the bar.
         write = functools.partial(console.print, markup=False)
-    callbacks.append(ConsoleLog(logging.log_interval, write=write))
+    lines = CompactLines(minutes=args.exit_duration_in_mins or None) if logging.is_compact else None
+    callbacks.append(ConsoleLog(logging.log_interval, write=write, lines=lines))
     folder = logging.tensorboard_dir or args.save
     if folder is not None:
         callbacks += [RunFile(Path(folder), record=describe_run(args, size)), JsonlLog(Path(folder))]

@@ -1,11 +1,14 @@
-"""Console output of a run: training, validation and checkpoint lines, and a progress bar on terminals.
+"""Console output of a run: training, validation and checkpoint lines in two formats, and a progress bar on terminals.
 
-Fields and their order are Megatron-LM's, as users' parsers expect them.
+MegatronLines has the fields of Megatron-LM in their order, as users' parsers expect them. CompactLines is for reading.
+steps.jsonl has every number of both.
 """
 
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from datetime import datetime
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -14,13 +17,31 @@ from megatron.core.transformer.moe.paged_stash.sizing import rounded_up
 from megatron.training.callbacks.base import Callback, EvaluationReport, PoolReport, RunStart, StashReport, StepReport
 
 
-class ConsoleLog(Callback):
-    """Prints one line every `log_interval` iterations: means over the interval, counts since the last line."""
+class LogLines(Protocol):
+    """A format of the lines of a run."""
 
-    def __init__(self, log_interval: int, *, write: Callable[[str], None]) -> None:
+    def training(self, reports: Sequence[StepReport], train_iters: int) -> str:
+        """Formats consecutive steps, at least one."""
+        ...
+
+    def evaluation(self, report: EvaluationReport) -> str:
+        """Formats the losses of an evaluated split."""
+        ...
+
+    def saved(self, iteration: int) -> str:
+        """Formats that the checkpoint of an iteration is complete."""
+        ...
+
+
+class ConsoleLog(Callback):
+    """Prints one line every `log_interval` iterations, with means over the interval and counts since the last line."""
+
+    def __init__(self, log_interval: int, *, write: Callable[[str], None], lines: LogLines | None = None) -> None:
+        """lines: format of the lines; None means Megatron-LM's."""
         self.log_interval = log_interval
         self.train_iters = 0
         self.write = write
+        self.lines = MegatronLines() if lines is None else lines
         self._reports: list[StepReport] = []
 
     def on_train_start(self, start: RunStart) -> None:
@@ -29,7 +50,7 @@ class ConsoleLog(Callback):
         self._reports.clear()
 
     def on_step_end(self, report: StepReport) -> None:
-        """Collects the step; prints at the end of an interval."""
+        """Records the step, and prints a line at the end of an interval."""
         self._reports.append(report)
         if report.iteration % self.log_interval == 0:
             self._flush()
@@ -40,11 +61,11 @@ class ConsoleLog(Callback):
 
     def on_evaluation_end(self, report: EvaluationReport) -> None:
         """Prints loss and perplexity of the split."""
-        self.write(format_evaluation_line(report))
+        self.write(self.lines.evaluation(report))
 
     def on_save(self, iteration: int) -> None:
         """Prints that the checkpoint is on disk."""
-        self.write(f"  successfully saved checkpoint from iteration {iteration:7d}")
+        self.write(self.lines.saved(iteration))
 
     def on_train_end(self) -> None:
         """Prints the steps of the last, incomplete interval."""
@@ -56,14 +77,102 @@ class ConsoleLog(Callback):
 
     def _flush(self) -> None:
         if self._reports:
-            self.write(format_training_line(self._reports, self.train_iters))
+            self.write(self.lines.training(self._reports, self.train_iters))
             for note in (note for report in self._reports for note in report.notes):
                 self.write(note)
             self._reports.clear()
 
 
-def format_training_line(reports: list[StepReport], train_iters: int) -> str:
-    """Formats the log line of consecutive steps. Names and order of its fields are Megatron-LM's."""
+class MegatronLines:
+    """The lines of Megatron-LM."""
+
+    def training(self, reports: Sequence[StepReport], train_iters: int) -> str:
+        """Formats consecutive steps."""
+        return format_training_line(reports, train_iters)
+
+    def evaluation(self, report: EvaluationReport) -> str:
+        """Formats the losses of an evaluated split."""
+        return format_evaluation_line(report)
+
+    def saved(self, iteration: int) -> str:
+        """Formats that a checkpoint is complete."""
+        return f"  successfully saved checkpoint from iteration {iteration:7d}"
+
+
+class CompactLines:
+    """Short lines: step, loss, speed, gradient norm and the remaining time; further fields only if they are unusual."""
+
+    # Columns that a line fills at most.
+    WIDTH = 110
+
+    def __init__(self, *, minutes: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        """minutes: time limit of the run, from now; None means none."""
+        self._clock = clock
+        self._deadline = math.inf if minutes is None else clock() + 60 * minutes
+
+    def training(self, reports: Sequence[StepReport], train_iters: int) -> str:
+        """Formats consecutive steps."""
+        last, losses = reports[-1], mean_losses(reports)
+        seconds = sum(report.seconds for report in reports)
+        fields = [f"step {last.iteration:>{len(str(train_iters))}}/{train_iters}"]
+        if "lm loss" in losses:
+            fields.append(f"loss {losses.pop('lm loss'):.3f}")
+        fields.append(f"{sum(report.tokens for report in reports) / seconds:,.0f} tokens/s")
+        fields.append(f"grad norm {last.grad_norm:.3g}")
+        fields.append(f"ETA {self._remaining(train_iters - last.iteration, seconds / len(reports))}")
+        return _joined([*fields, *_unusual(reports)], width=self.WIDTH)
+
+    def evaluation(self, report: EvaluationReport) -> str:
+        """Formats the losses of an evaluated split."""
+        where = "after training" if report.final else f"at step {report.iteration}"
+        values = [
+            f"{name.removeprefix('lm ')} {value:.3f}" + (f", perplexity {perplexity(value):,.4g}" * is_loss(name))
+            for name, value in report.losses.items()
+        ]
+        return _joined([f"{report.label} {where}: {values[0]}", *values[1:]], width=self.WIDTH)
+
+    def saved(self, iteration: int) -> str:
+        """Formats that a checkpoint is complete."""
+        return f"saved the checkpoint of step {iteration}"
+
+    def _remaining(self, steps: int, step_seconds: float) -> str:
+        seconds = round(max(0.0, min(steps * step_seconds, self._deadline - self._clock())))
+        minutes, seconds = divmod(seconds, 60)
+        hours, minutes = divmod(minutes, 60)
+        days, hours = divmod(hours, 24)
+        if days:
+            return f"{days}d {hours}h"
+        return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def _unusual(reports: Sequence[StepReport]) -> list[str]:
+    """Returns fields for events that a normal step does not have: skipped and discarded steps, missing pages."""
+    last = reports[-1]
+    fields = []
+    if last.loss_scale != 1.0:
+        fields.append(f"loss scale {last.loss_scale:g}")
+    counts = {"skipped": sum(report.skipped for report in reports), "nan": sum(report.nan for report in reports)}
+    if last.stash is not None:
+        counts["discarded"] = last.stash.void_steps
+        pool = last.stash.pool
+        if pool is not None:
+            counts["spilled"] = pool.spilled_pages
+            counts["recomputed"] = pool.dropped_act + pool.dropped_gate_up
+    return [*fields, *(f"{name} {count}" for name, count in counts.items() if count)]
+
+
+def _joined(fields: Sequence[str], *, width: int) -> str:
+    """Joins fields; those at the end that would make the line wider are left out and replaced by an ellipsis."""
+    line = "  ".join(fields)
+    kept = len(fields)
+    while len(line) > width and kept > 1:
+        kept -= 1
+        line = "  ".join([*fields[:kept], "..."])
+    return line
+
+
+def format_training_line(reports: Sequence[StepReport], train_iters: int) -> str:
+    """Formats the log line of consecutive steps. Names and order of its fields follow Megatron-LM."""
     last = reports[-1]
     seconds = sum(report.seconds for report in reports)
     fields = [
@@ -113,7 +222,7 @@ def _pool_fields(pool: PoolReport) -> list[str]:
 
 
 def shortage_words(pool: PoolReport) -> str:
-    """Describes spilled and recomputed tensors since the last log line, and the reason; empty if there were none."""
+    """Describes the spilled and recomputed tensors since the last log line, with the cause; empty if none."""
     spilled = "1 page" if pool.spilled_pages == 1 else f"{pool.spilled_pages} pages"
     found = [f"{spilled} spilled to the host"] if pool.spilled_pages else []
     found += [
@@ -138,8 +247,8 @@ def shortage_words(pool: PoolReport) -> str:
     return ", ".join([*found[:num_explained], reason, *found[num_explained:]])
 
 
-def _throughput_fields(reports: list[StepReport], seconds: float) -> list[str]:
-    """Formats mean operations per second over the interval, if the steps report them."""
+def _throughput_fields(reports: Sequence[StepReport], seconds: float) -> list[str]:
+    """Formats the mean throughput over the interval, if the steps report it."""
     fields = []
     means = {
         name: sum((vars(report)[name] or 0.0) * report.seconds for report in reports) / seconds
@@ -155,8 +264,8 @@ def _throughput_fields(reports: list[StepReport], seconds: float) -> list[str]:
     return fields
 
 
-def mean_losses(reports: list[StepReport]) -> dict[str, float]:
-    """Returns the mean of each loss over the steps that report it, without skipped steps."""
+def mean_losses(reports: Sequence[StepReport]) -> dict[str, float]:
+    """Returns the mean of each loss over the steps that report it, excluding skipped steps."""
     values: dict[str, list[float]] = {}
     for report in reports:
         for name, value in ({} if report.skipped else report.losses).items():
@@ -179,7 +288,7 @@ def format_evaluation_line(report: EvaluationReport) -> str:
 
 
 def is_loss(name: str) -> bool:
-    """Whether a value is a loss, which has a perplexity: its name ends in "loss"."""
+    """Tells whether a value is a loss, and therefore has a perplexity: its name ends in "loss"."""
     return name.endswith("loss")
 
 
@@ -200,20 +309,20 @@ class ProgressBar(Callback):
         self._validation = ""
 
     def on_train_start(self, start: RunStart) -> None:
-        """Draws the bar at the first iteration of the run."""
+        """Draws the bar before the first step."""
         self._progress.start()
         self._task = self._progress.add_task(
             "training", total=start.train_iters, completed=start.iteration, figures="waiting for the first step"
         )
 
     def on_step_end(self, report: StepReport) -> None:
-        """Moves the bar."""
+        """Advances the bar."""
         loss = report.losses.get("lm loss", float("nan"))
         self._figures = f"loss {loss:.3f}  {report.tokens / report.seconds:,.0f} tokens/s"
         self._draw("training", completed=report.iteration)
 
     def on_evaluation_start(self, iteration: int) -> None:
-        """Shows that an evaluation runs."""
+        """Shows that an evaluation is running."""
         self._draw("evaluating", completed=iteration)
 
     def on_evaluation_end(self, report: EvaluationReport) -> None:

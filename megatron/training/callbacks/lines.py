@@ -1,4 +1,4 @@
-"""Line-based output: to the console from rank 0, and to files that stay valid on a full disk or after a kill."""
+"""Writes lines to the console from rank 0, and to files that stay valid when the disk fills up or the run is killed."""
 
 from pathlib import Path
 
@@ -6,15 +6,15 @@ import torch.distributed as dist
 
 
 def print_rank_0(message: str) -> None:
-    """Prints on the first rank only, and flushes."""
+    """Prints on the first rank only, and flushes the output."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(message, flush=True)
 
 
 class LineFile:
-    """Appends lines unbuffered, so that a killed run leaves complete lines, and perhaps part of the last one.
+    """Appends lines unbuffered, so that a killed run leaves complete lines and at most one partial last line.
 
-    While the disk is full, lines are kept in memory and the run continues.
+    While the disk is full, lines are buffered in memory and the run continues.
     """
 
     def __init__(self, path: Path) -> None:
@@ -25,7 +25,7 @@ class LineFile:
         self._is_failing = False
 
     def write(self, lines: bytes) -> None:
-        """Appends pending lines, then `lines`. Prints a warning when writes start to fail."""
+        """Appends pending lines, then `lines`. Prints a warning when writes begin to fail."""
         self._pending += lines
         try:
             while self._pending:
@@ -34,7 +34,8 @@ class LineFile:
         except OSError as error:
             if not self._is_failing:
                 print_rank_0(
-                    f"WARNING: cannot write {self._path}: {error}: keeping its lines in memory, training continues"
+                    f"WARNING: cannot write {self._path}: {error}; its lines are buffered in memory and training "
+                    "continues"
                 )
             self._is_failing = True
 

@@ -1,4 +1,4 @@
-"""Callbacks about the process: profiles and memory histories of chosen steps, and manual garbage collection."""
+"""Callbacks that act on the process: profiles and memory histories of selected steps, and manual garbage collection."""
 
 import gc
 import json
@@ -68,7 +68,7 @@ class TorchProfile(Callback):
 
 
 class NsysProfile(Callback):
-    """Marks the steps for `nsys profile --capture-range=cudaProfilerApi`, on GPUs only."""
+    """Marks the steps for `nsys profile --capture-range=cudaProfilerApi`. Works on GPUs only."""
 
     def __init__(self, config: ProfilingConfig) -> None:
         self.config = config
@@ -88,7 +88,7 @@ class NsysProfile(Callback):
 
 
 class CudaMemoryHistory(Callback):
-    """Writes the last 100,000 actions of the GPU's allocator at every log interval, for https://pytorch.org/memory_viz.
+    """Writes the last 100,000 events of the GPU allocator at every log interval, for https://pytorch.org/memory_viz.
 
     Not tested on a GPU yet.
     """
@@ -98,11 +98,11 @@ class CudaMemoryHistory(Callback):
         self.log_interval = log_interval
 
     def on_train_start(self, start: RunStart) -> None:
-        """Starts the record."""
+        """Starts recording."""
         start_cuda_memory_history()
 
     def on_step_end(self, report: StepReport) -> None:
-        """Replaces the file, so that a run that runs out of memory leaves the latest history."""
+        """Overwrites the file, so that a run that fails with out-of-memory leaves the latest history."""
         if report.iteration % self.log_interval == 0:
             self._write()
 
@@ -126,7 +126,7 @@ class CpuMemoryHistory(Callback):
         self._profile: Any = None
 
     def on_step_start(self, iteration: int) -> None:
-        """Starts the record after `profile_step_start` steps."""
+        """Starts recording after `profile_step_start` steps."""
         if iteration == self.config.profile_step_start:
             self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
             self._profile.start()
@@ -150,14 +150,14 @@ class CpuMemoryHistory(Callback):
 
 
 def snapshot_of_trace(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Converts the memory events of a profiler's trace to a snapshot in the format of torch.cuda.memory, in bytes.
+    """Converts the memory events of a profiler trace to a snapshot in the format of torch.cuda.memory, in bytes.
 
-    Each action has the names of the operators and ranges around it, innermost first.
+    Each event lists the operators and ranges around it, innermost first.
     """
     actions: list[dict[str, Any]] = []
     open_ranges: list[tuple[float, str]] = []  # end and name, of one thread at a time
     thread = None
-    # Outer ranges first: of ranges with the same start, the longer one is the outer.
+    # Outer ranges come first. Of two ranges with the same start, the longer one is the outer one.
     for event in sorted(filter(_is_of_interest, events), key=lambda e: (str(e["tid"]), e["ts"], -e.get("dur", 0))):
         if event["tid"] != thread:
             thread, open_ranges = event["tid"], []
@@ -220,5 +220,5 @@ class ManualGC(Callback):
             gc.collect(generation=0)
 
     def on_run_end(self) -> None:
-        """Enables automatic collection again."""
+        """Re-enables automatic garbage collection."""
         gc.enable()

@@ -1,13 +1,15 @@
-"""The routing trace, a file with the number of tokens that chose each expert: format, writing callback and reader.
+"""The routing trace, a file with the number of tokens that chose each expert: its format, writing callback and reader.
 
-The file has JSON lines, each compressed as a separate gzip member if the file's name ends in .gz. A header describes
-the steps that follow, until the next header; a run that resumes with other settings writes a new header. A step has
+The file has JSON lines, each compressed as a separate gzip member if the file name ends in .gz. A header describes
+the steps that follow, until the next header. A run that resumes with other settings writes a new header. The line of
+a step is
 
-    {"iteration": 7, "tokens": {"2": [M][R][E] whole numbers, ...}}
+    {"iteration": 7, "tokens": {"2": [M][R][E] integers, ...}}
 
-with the number of a layer, from 1, and the tokens that chose each of E experts, before a capacity drops any, in each of
-the M micro-batches on each of the R ranks of a pipeline stage. Ranks that share experts are adjacent: groups of n * t
-for expert-model-parallel size n and expert-tensor-parallel size t.
+Each key is a layer number, counted from 1. Its value holds the number of tokens that chose each of the E experts,
+before any are dropped for capacity, in each of the M microbatches on each of the R ranks of a pipeline stage. Ranks
+that share experts are adjacent: groups of n * t ranks for expert-model-parallel size n and expert-tensor-parallel size
+t.
 """
 
 import argparse
@@ -35,8 +37,8 @@ FORMAT = 1
 class RoutingHeader:
     """Model and layout of the steps that follow in a trace.
 
-    layers: numbers of the layers with experts, of num_layers. tokens_of_microbatch: per rank. capacity_factor:
-    moe_expert_rank_capacity_factor, or None. itemsize: bytes of a parameter.
+    layers: numbers of the MoE layers, out of num_layers. tokens_of_microbatch: tokens per rank. capacity_factor:
+    moe_expert_rank_capacity_factor, or None. itemsize: bytes per element of a parameter.
     """
 
     layers: list[int]
@@ -58,7 +60,7 @@ class RoutingHeader:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "RoutingHeader":
-        """Returns the header of a run with these arguments."""
+        """Builds the header of a run with these arguments."""
         has_experts = layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
         has_experts = with_mtp_layers(has_experts, args.mtp_num_layers)
         shared_by = args.tensor_model_parallel_size * args.context_parallel_size
@@ -82,25 +84,27 @@ class RoutingHeader:
         )
 
     def line(self, iteration: int) -> bytes:
-        """Returns the line of the header, for steps after `iteration`."""
+        """Formats the header as a line that precedes the steps after `iteration`."""
         return _line({"routing_trace": FORMAT, "iteration": iteration, **asdict(self)})
 
     @classmethod
     def from_record(cls, record: dict[str, Any], where: str) -> "RoutingHeader":
-        """Returns the header from the JSON of `line`; where: file and line. Raises ValueError for another format."""
+        """Parses the header from the JSON of its line. where: file and line, for errors. Raises ValueError for another
+        format.
+        """
         names = {field.name for field in fields(cls)}
         if record.get("routing_trace") != FORMAT or not names <= record.keys():
             raise ValueError(f"{where} is not the header of a routing trace of format {FORMAT}: {str(record)[:60]!r}")
         sizes = {field.name: record[field.name] for field in fields(cls) if field.type is int}
         wrong = {name: size for name, size in sizes.items() if type(size) is not int or size < 1}
         if wrong:
-            raise ValueError(f"{where} has {wrong}: must be whole numbers of at least 1")
+            raise ValueError(f"{where} has {wrong}: must be integers of at least 1")
         return cls(**{name: record[name] for name in names})
 
 
 @dataclass(frozen=True)
 class RoutingStep:
-    """A step of a trace. tokens: layer number to counts [M, R, E], int64."""
+    """One step of a trace. tokens: maps a layer number to counts [M, R, E], int64."""
 
     header: RoutingHeader
     iteration: int
@@ -108,16 +112,16 @@ class RoutingStep:
 
 
 def step_line(iteration: int, tokens: dict[int, Tensor]) -> bytes:
-    """Returns the line of a step; tokens: layer number to counts [M, R, E], int64, on the host."""
+    """Formats the line of a step. tokens: maps a layer number to counts [M, R, E], int64, on the host."""
     return _line(
         {"iteration": iteration, "tokens": {layer: counts.numpy().tolist() for layer, counts in tokens.items()}}
     )
 
 
 def read_routing(path: Path | str) -> Iterator[RoutingStep]:
-    """Yields the steps of a trace, and ignores a truncated last line.
+    """Yields the steps of a trace, ignoring a truncated last line.
 
-    Raises ValueError, which names the line, for a file that is not a trace, and OSError for an unreadable file.
+    Raises ValueError naming the line for a file that is not a trace, and OSError for an unreadable file.
     """
     header = None
     for number, line in enumerate(read_lines(Path(path)), 1):
@@ -128,7 +132,7 @@ def read_routing(path: Path | str) -> Iterator[RoutingStep]:
             record = None
         if not isinstance(record, dict) or not isinstance(record.get("iteration"), int):
             if header is None or line.endswith(b"\n"):
-                raise ValueError(f"{where} is not of a routing trace: {line[:60]!r}")
+                raise ValueError(f"{where} is not a line of a routing trace: {line[:60]!r}")
             return
         if header is None or "routing_trace" in record:
             header = RoutingHeader.from_record(record, where)
@@ -137,9 +141,9 @@ def read_routing(path: Path | str) -> Iterator[RoutingStep]:
 
 
 def _tokens_of(record: dict[str, Any], header: RoutingHeader, *, where: str) -> dict[int, np.ndarray]:
-    """Returns layer number to counts [M, R, E], int64. Raises ValueError for a record that step_line cannot write."""
+    """Returns the counts [M, R, E], int64, by layer number. Raises ValueError for an invalid record."""
     refusal = ValueError(
-        f"{where} must have, for each of the layers {header.layers}, tokens [M][R][{header.num_experts}], whole numbers"
+        f"{where} must have, for each of the layers {header.layers}, tokens [M][R][{header.num_experts}] as integers"
     )
     try:
         tokens = {int(layer): np.array(counts) for layer, counts in record["tokens"].items()}
@@ -153,10 +157,12 @@ def _tokens_of(record: dict[str, Any], header: RoutingHeader, *, where: str) -> 
 
 
 def last_header(path: Path) -> RoutingHeader | None:
-    """Returns the header that applies to steps appended to this trace; None without one. Raises like read_routing."""
+    """Returns the header that applies to steps appended to this trace, or None if it has none. Raises like
+    read_routing.
+    """
     found = None
     for number, line in enumerate(read_lines(path), 1):
-        # `line` writes this key first, so that steps, which are long, need not be parsed.
+        # `line` writes this key first, so that the long lines of steps need not be parsed.
         if line.startswith(b'{"routing_trace"'):
             found = RoutingHeader.from_record(json.loads(line), f"{path}, line {number}")
     return found
@@ -172,7 +178,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 
 def encoded(line: bytes, path: Path) -> bytes:
-    """Returns a line as it is appended to the file: as a separate gzip member if the name ends in .gz."""
+    """Encodes a line for appending to the file, as a separate gzip member if the name ends in .gz."""
     return gzip.compress(line, compresslevel=6, mtime=0) if path.suffix == ".gz" else line
 
 
@@ -181,25 +187,25 @@ def _line(record: dict[str, Any]) -> bytes:
 
 
 class RoutingLog(Callback):
-    """Writes a line per step, after dropping the lines past the iteration that a run resumes from."""
+    """Writes one line per step, after removing the lines of steps that a resumed run will repeat."""
 
     def __init__(self, path: Path, header: RoutingHeader) -> None:
-        """Raises ValueError for a path that cannot be written, and for an existing file that is not a trace."""
+        """Raises ValueError for an unwritable path and for an existing file that is not a trace."""
         self.path, self.header = path, header
         self._file: LineFile | None = None
         try:
             path.open("ab").close()
         except OSError as error:
             raise ValueError(
-                f"--record-routing is {path}: must be a file in a folder that can be written ({error.strerror})"
+                f"--record-routing is {path}: must be a file in a writable folder ({error.strerror})"
             ) from error
         if path.stat().st_size and last_header(path) is None:
             raise ValueError(
-                f"--record-routing is {path}: the file exists and is not a routing trace, give another name"
+                f"--record-routing is {path}: this file exists and is not a routing trace; choose another name"
             )
 
     def on_train_start(self, start: RunStart) -> None:
-        """Opens the file at the first iteration of the run, and writes the header unless it is still valid."""
+        """Opens the file at the first iteration of the run, and writes a header unless the last one still applies."""
         keep_lines_until(self.path, start.iteration, read=read_lines, encode=partial(encoded, path=self.path))
         is_described = self.path.exists() and last_header(self.path) == self.header
         self._file = LineFile(self.path)
@@ -207,13 +213,13 @@ class RoutingLog(Callback):
             self._write(self.header.line(start.iteration))
 
     def on_rewind(self, iteration: int) -> None:
-        """Drops the lines of steps that are repeated."""
+        """Removes the lines of steps that will be repeated."""
         self.on_run_end()
         self.on_train_start(RunStart(iteration=iteration, train_iters=iteration))
 
     def on_step_end(self, report: StepReport) -> None:
         """Writes the step's line."""
-        assert report.routing is not None, "a meter sets it on this rank"
+        assert report.routing is not None, "a meter sets the routing on this rank"
         self._write(step_line(report.iteration, report.routing))
 
     def on_run_end(self) -> None:
@@ -223,5 +229,5 @@ class RoutingLog(Callback):
             self._file = None
 
     def _write(self, line: bytes) -> None:
-        assert self._file is not None, "the file is opened by on_train_start"
+        assert self._file is not None, "on_train_start opens the file"
         self._file.write(encoded(line, self.path))

@@ -1,4 +1,5 @@
-"""Files in a run's folder: `run.json` with its settings, `steps.jsonl` with a line per step, and `progress.txt`.
+"""Writes the files in a run's folder: `run.json` with its settings, `steps.jsonl` with one line per step, and
+`progress.txt`.
 
 console.py prints to the console, and tensorboard.py writes files for TensorBoard.
 """
@@ -29,14 +30,14 @@ from megatron.training.compute.flops import num_floating_point_operations
 
 
 class RunFile(Callback):
-    """Writes `folder/run.json` at the start: the settings of the latest start, and time and place of all starts."""
+    """Writes `folder/run.json` at startup: the settings of the latest start, and the time and place of all starts."""
 
     def __init__(self, folder: Path, *, record: dict[str, Any]) -> None:
         self.path = folder / "run.json"
         self.record = record
 
     def on_train_start(self, start: RunStart) -> None:
-        """Replaces the file at step 0; a resumed run is added to the file's list of starts."""
+        """Overwrites the file at step 0. A resumed run adds an entry to the file's list of starts."""
         starts = _read_starts(self.path) if start.iteration > 0 else []
         started = datetime.now().astimezone().isoformat(timespec="seconds")
         environment = self.record["environment"]
@@ -48,7 +49,7 @@ class RunFile(Callback):
 
 
 def describe_run(args: argparse.Namespace, size: tuple[int, int]) -> dict[str, Any]:
-    """Returns environment, flags and size of the model as JSON values; size: the result of count_parameters."""
+    """Returns environment, flags and model size as JSON values. size: the result of count_parameters."""
     parameters, active = size
     flops_per_token = num_floating_point_operations(args, 1) / args.seq_length
     return {
@@ -59,7 +60,7 @@ def describe_run(args: argparse.Namespace, size: tuple[int, int]) -> dict[str, A
 
 
 def environment() -> dict[str, Any]:
-    """Returns the versions, device, host and number of processes of the run, and the commit of a git checkout."""
+    """Returns the run's versions, device, host, number of processes, and the commit of its git checkout."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -80,7 +81,7 @@ def _commit(folder: Path) -> str | None:
 
 
 def _read_starts(path: Path) -> list[Any]:
-    """Returns the recorded starts; an empty list if there is no file, or if it is not a run file."""
+    """Returns the recorded starts; empty if the file is missing or is not a run file."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):
@@ -89,7 +90,7 @@ def _read_starts(path: Path) -> list[Any]:
     return starts if isinstance(starts, list) else []
 
 
-# Fields of a report that are written under the same name unless they are None.
+# Report fields that are written under the same name unless they are None.
 _OPTIONAL = (
     "num_zeros",
     "params_norm",
@@ -109,7 +110,7 @@ _OPTIONAL = (
 
 
 class JsonlLog(Callback):
-    """Appends to `folder/steps.jsonl`, after dropping the lines past the iteration that a run resumes from."""
+    """Appends to `folder/steps.jsonl`, after removing the lines of steps that a resumed run will repeat."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "steps.jsonl"
@@ -122,7 +123,7 @@ class JsonlLog(Callback):
         self._file = LineFile(self.path)
 
     def on_rewind(self, iteration: int) -> None:
-        """Drops the lines of steps that are repeated."""
+        """Removes the lines of steps that will be repeated."""
         self.on_run_end()
         self.on_train_start(RunStart(iteration=iteration, train_iters=iteration))
 
@@ -151,9 +152,9 @@ class JsonlLog(Callback):
         )
 
     def on_evaluation_end(self, report: EvaluationReport) -> None:
-        """Writes the loss as `validation_loss` or `test_loss`, and a script's other values as `test_NAME`.
+        """Writes the loss as `validation_loss` or `test_loss`, and other values of a script as `test_NAME`.
 
-        The loss of one of several validation sets is `validation-SET_loss`.
+        With several validation sets, the key of each set is `validation-SET_loss`.
         """
         words = {name: "loss" if name == "lm loss" else name.replace(" ", "_") for name in report.losses}
         values = {f"{report.label}_{words[name]}": value for name, value in report.losses.items()}
@@ -166,12 +167,12 @@ class JsonlLog(Callback):
             self._file = None
 
     def _write(self, record: dict[str, Any]) -> None:
-        assert self._file is not None, "the log is opened by on_train_start"
+        assert self._file is not None, "on_train_start opens the log"
         self._file.write(json.dumps(_json_value(record)).encode() + b"\n")
 
 
 def _json_value(value: Any) -> Any:
-    """Converts numbers that JSON lacks to text, so that strict readers can parse the line."""
+    """Converts numbers that JSON cannot represent to strings, so that strict readers can parse the line."""
     if isinstance(value, dict):
         return {name: _json_value(inner) for name, inner in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
@@ -180,7 +181,7 @@ def _json_value(value: Any) -> Any:
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """Yields lines one at a time, because a log with the load of many experts may exceed memory."""
+    """Yields one line at a time, because a log with the load of many experts may not fit in memory."""
     with path.open("rb") as file:
         yield from file
 
@@ -192,7 +193,7 @@ def keep_lines_until(
     read: Callable[[Path], Iterable[bytes]] = lines_of,
     encode: Callable[[bytes], bytes] = bytes,
 ) -> None:
-    """Rewrites the log without lines of later iterations, and without a truncated last line.
+    """Rewrites the log without the lines of later iterations and without a truncated last line.
 
     encode: the inverse of read, for one line.
     """
@@ -221,14 +222,16 @@ _FLOPS = re.compile(r"Floating-point operations: ([\d.eE+]+)")
 
 @dataclass
 class Stretch:
-    """Consecutive jobs on the same number of devices. start: of the first job. flops: operations spent before it."""
+    """Consecutive jobs on the same number of devices. start: start time of the first job. flops: operations done before
+    it.
+    """
 
     start: datetime
     flops: float
 
 
 class ProgressFile(Callback):
-    """Appends a line to `progress.txt` at the start of a job and at each checkpoint, in Megatron-LM's columns."""
+    """Appends a line to `progress.txt` at the start of a job and at each checkpoint, in Megatron-LM's format."""
 
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
         self.path = folder / "progress.txt"
@@ -241,10 +244,10 @@ class ProgressFile(Callback):
         self._file: LineFile | None = None
 
     def on_train_start(self, start: RunStart) -> None:
-        """Writes the line of a job's start."""
+        """Writes the line for the start of a job."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = LineFile(self.path)
-        # The checkpoint, if any, is loaded by now.
+        # The checkpoint, if any, is already loaded.
         self._samples = self._args.consumed_train_samples
         self._job = Stretch(datetime.now(), self._samples * self._flops_per_sample)
         self._append("Starting job")
@@ -255,7 +258,7 @@ class ProgressFile(Callback):
         self._samples = report.consumed_samples
 
     def on_save(self, iteration: int) -> None:
-        """Writes throughput, operations and tokens up to the checkpoint."""
+        """Writes the throughput, operations and tokens up to the checkpoint."""
         flops = self._samples * self._flops_per_sample
         self._append(
             f"Saved checkpoint\tIteration: {iteration}\t"
@@ -276,15 +279,15 @@ class ProgressFile(Callback):
         return (flops - since.flops) / seconds / 1e12 / self.num_devices
 
     def _append(self, text: str) -> None:
-        # SLURM's job number, to find the log of the line.
+        # The SLURM job number, which leads from the line to the job's log.
         job = os.environ.get("SLURM_JOB_ID", "")
         line = f"{datetime.now().strftime(_TIME_FORMAT)}\tJob ID: {job}\t# GPUs: {self.num_devices}\t{text}\n"
-        assert self._file is not None, "the file is opened by on_train_start"
+        assert self._file is not None, "on_train_start opens the file"
         self._file.write(line.encode())
 
 
 def last_stretch(text: str, num_devices: int) -> Stretch | None:
-    """Returns the latest consecutive jobs on `num_devices` devices; None if the last job used another number."""
+    """Returns the latest consecutive jobs on `num_devices` devices, or None if the last job used another number."""
     stretch: Stretch | None = None
     flops = 0.0
     for found in map(_LINE.fullmatch, text.splitlines()):

@@ -9,7 +9,7 @@ from megatron.training.config import LoggingConfig
 
 
 class TensorBoardLog(Callback):
-    """Writes every `tensorboard_log_interval` iterations to `folder`."""
+    """Writes scalars to `folder` every `tensorboard_log_interval` iterations."""
 
     def __init__(self, folder: str, config: LoggingConfig) -> None:
         try:
@@ -17,7 +17,7 @@ class TensorBoardLog(Callback):
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ValueError(
-                f"--tensorboard-dir is {folder}: the package tensorboard is missing, install megatron-stash[report]"
+                f"--tensorboard-dir is {folder}: the package tensorboard is missing; install megatron-stash[report]"
             ) from error
 
         self.config = config
@@ -26,22 +26,22 @@ class TensorBoardLog(Callback):
         self._writer: SummaryWriter | None = None
 
     def on_train_start(self, start: RunStart) -> None:
-        """Opens the event file. `purge_step` hides the points of an earlier run past the start."""
+        """Opens the event file. `purge_step` hides the points that an earlier run wrote after the start iteration."""
         self._writer = self._open(
             self._folder, purge_step=start.iteration + 1, max_queue=self.config.tensorboard_queue_size
         )
 
     def on_rewind(self, iteration: int) -> None:
-        """Hides the points of steps that are repeated."""
+        """Hides the points of steps that will be repeated."""
         self.on_run_end()
         self.on_train_start(RunStart(iteration=iteration, train_iters=iteration))
 
     def on_step_end(self, report: StepReport) -> None:
-        """Writes the step's scalars at the configured interval, and those of expert buffers at every log line."""
+        """Writes the step's scalars at the configured interval, and those of the expert buffers at every log line."""
         self._add(step_scalars(report, self.config), step=report.iteration)
 
     def on_evaluation_end(self, report: EvaluationReport) -> None:
-        """Writes the values of the evaluated set, and the perplexity of losses if the flags request it."""
+        """Writes the values of the evaluated set, and the perplexity of its losses if requested."""
         self._add(evaluation_scalars(report, self.config), step=report.iteration)
 
     def on_run_end(self) -> None:
@@ -65,12 +65,13 @@ class TensorBoardLog(Callback):
         # The error has ended the writer's thread, so later calls would raise it again.
         self._writer = None
         print_rank_0(
-            f"WARNING: cannot write to {self._folder}: {error}: no more points for TensorBoard from this start"
+            f"WARNING: cannot write to {self._folder}: {error}; TensorBoard gets no more points until the run is "
+            "restarted"
         )
 
 
 def step_scalars(report: StepReport, config: LoggingConfig) -> dict[str, float]:
-    """Returns the scalars to log after a step, by tag; empty between the intervals of the flags."""
+    """Returns the scalars to log after a step by tag; empty between log intervals."""
     scalars: dict[str, float | None] = {**_stash_scalars(report)}
     if report.iteration % config.tensorboard_log_interval == 0:
         scalars |= {
@@ -116,9 +117,9 @@ def _optional_scalars(report: StepReport, config: LoggingConfig) -> dict[str, fl
 
 
 def _stash_scalars(report: StepReport) -> dict[str, float]:
-    """Returns scalars of expert buffers and the paged stash since the last log line.
+    """Returns the scalars of expert buffers and the paged stash since the last log line.
 
-    Layers count from 0, as in the tags of routers.
+    Layers are numbered from 0, as in the router tags.
     """
     stash = report.stash
     if stash is None:
@@ -145,7 +146,9 @@ def _stash_scalars(report: StepReport) -> dict[str, float]:
 
 
 def _layer_scalars(report: StepReport) -> dict[str, float]:
-    """Returns router losses and the busiest expert's tokens over the mean, by Megatron's tags (layers from 0)."""
+    """Returns router losses and the load imbalance (busiest expert over the mean), by Megatron's tags with layers from
+    0.
+    """
     scalars = {
         f"moe/{name}_layer_{number - 1}": value
         for name, values in (report.per_layer or {}).items()

@@ -1,9 +1,9 @@
-"""Logs scalars of a run to Weights & Biases, with the tags of tensorboard.py, through the package wandb.
+"""Logs scalars of a run to Weights & Biases through the package wandb, with the same tags as tensorboard.py.
 
-[Note: continued runs] Weights & Biases knows a run by its id, which the first start writes to `run_id.txt` in the
-run's folder. A start that continues from a checkpoint reads it and continues that run; a start at step 0 begins a new
-one. Points have the iteration as their step, which may only rise there: of an iteration that is repeated after a
-restart or a rewind, the first values remain.
+[Note: continued runs] Weights & Biases identifies a run by its id, which the first start writes to `run_id.txt` in the
+run's folder. A start from a checkpoint reads the id and continues that run. A start at step 0 begins a new run.
+Points use the iteration as their step, which must not decrease. If an iteration is repeated after a restart or a
+rewind, its first values remain.
 """
 
 import argparse
@@ -22,14 +22,15 @@ _ID_FILE = "run_id.txt"
 
 
 def wandb_folder(args: argparse.Namespace) -> Path:
-    """Returns the folder of the run's files: --wandb-save-dir, or `wandb` in --save, of which one is given."""
+    """Returns the folder of the run's files: --wandb-save-dir, or `wandb` in --save. One of the two is always given."""
     return Path(args.save) / "wandb" if args.wandb_save_dir is None else Path(args.wandb_save_dir)
 
 
 class WandbLog(Callback):
-    """Writes to a run of Weights & Biases every `tensorboard_log_interval` iterations, and after each evaluation.
+    """Logs to Weights & Biases every `tensorboard_log_interval` iterations and after each evaluation.
 
-    writer: the module `wandb`, whose `log` adds to the run from on_train_start on; Megatron-LM gives scripts the same.
+    writer: the module `wandb`, which has a `log` function after on_train_start. Megatron-LM gives scripts the same
+    object.
     """
 
     def __init__(self, config: LoggingConfig, args: argparse.Namespace) -> None:
@@ -38,7 +39,7 @@ class WandbLog(Callback):
             import wandb
         except ImportError as error:
             raise ValueError(
-                f"--wandb-project is {config.wandb_project}: the package wandb is missing, install "
+                f"--wandb-project is {config.wandb_project}: the package wandb is missing; install "
                 "megatron-stash[wandb]"
             ) from error
 
@@ -50,7 +51,7 @@ class WandbLog(Callback):
         self._last_step = 0
 
     def on_train_start(self, start: RunStart) -> None:
-        """Starts a run, or continues the one of the folder. See [Note: continued runs]."""
+        """Starts a run, or continues the one recorded in the folder. See [Note: continued runs]."""
         id_file = self._folder / _ID_FILE
         known = id_file.read_text(encoding="utf-8").strip() if start.iteration > 0 and id_file.is_file() else None
         run_id = os.environ.get("WANDB_RUN_ID") or known or self.writer.util.generate_id()
@@ -68,27 +69,27 @@ class WandbLog(Callback):
             )
         except self.writer.errors.Error as error:
             raise ValueError(
-                f"--wandb-project is {self.config.wandb_project}, and Weights & Biases cannot start: {error}. "
-                "WANDB_MODE=offline in the environment writes files that `wandb sync` sends later"
+                f"--wandb-project is {self.config.wandb_project}, but Weights & Biases cannot start: {error}. Set "
+                "WANDB_MODE=offline to write local files, and upload them later with `wandb sync`"
             ) from error
         publish_wandb(self.writer)
         id_file.write_text(f"{run_id}\n", encoding="utf-8")
 
     def on_step_end(self, report: StepReport) -> None:
-        """Logs the points that TensorBoard gets."""
+        """Logs the same points as TensorBoard."""
         self._log(step_scalars(report, self.config), step=report.iteration)
 
     def on_evaluation_end(self, report: EvaluationReport) -> None:
-        """Logs the points that TensorBoard gets."""
+        """Logs the same points as TensorBoard."""
         self._log(evaluation_scalars(report, self.config), step=report.iteration)
 
     def on_run_end(self) -> None:
-        """Sends or writes what is left, and marks the run as failed if an error ends it."""
+        """Uploads or writes the remaining points, and marks the run as failed if it ended with an error."""
         run, self._run = self._run, None
         publish_wandb(None)
         if run is not None:
             run.finish(exit_code=0 if sys.exc_info()[0] is None else 1)
-            # Waits for the package's own process, which writes the last points after `finish` has returned.
+            # Waits for wandb's background process, which writes the last points after `finish` has returned.
             self.writer.teardown()
 
     def _log(self, scalars: dict[str, float], *, step: int) -> None:

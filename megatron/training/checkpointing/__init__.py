@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: saving, loading, and their folders; this module only re-exports."""
+"""Saves and loads checkpoints of a training run. This module only re-exports."""
 
 from megatron.training.checkpointing.folder import (
     check_save_folder,

@@ -1,4 +1,4 @@
-"""The --save and --load folders: one folder for each iteration, and a tracker file that names the latest.
+"""Manages the --save and --load folders: one folder per iteration, and a tracker file that names the latest.
 
 saving.py defines the content of a checkpoint, and core/dist_checkpointing writes it.
 """
@@ -19,33 +19,34 @@ from megatron.core.dist_checkpointing.manifest import MANIFEST_FILE, read_manife
 from megatron.core.group_collectives import all_ranks_agree
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
-# Tracker text for initial weights, in place of a number.
+# Tracker text for initial weights, used instead of a number.
 RELEASE = "release"
-# Next to checkpoints: files of a model in another format, kept for the conversion back (tools/hugging_face).
+# Companion files of a checkpoint: files of a model in another format, kept for the conversion back
+# (tools/hugging_face).
 COMPANION_FOLDER = "hugging_face"
-# Names the format of a checkpoint that Megatron-Core wrote.
+# This file names the format of a checkpoint written by Megatron-Core.
 MEGATRON_CORE_FILE = "metadata.json"
-# One rank's file of Megatron's older format, and all of them in a checkpoint's folder.
+# The file of one rank in Megatron's older format, and the pattern of all such files in a checkpoint's folder.
 LEGACY_FILE = "model_optim_rng.pt"
 LEGACY_FILES = f"mp_rank_*/{LEGACY_FILE}"
-# Seven digits, or more after ten million steps, up to the largest 64-bit numbers.
+# Seven digits, or more after ten million steps, up to the largest 64-bit number.
 _ITERATION = r"iter_([0-9]{7,18})"
 
 
 class CheckpointFormat(enum.Enum):
-    """Formats of checkpoints that a run loads, with their names in messages.
+    """Checkpoint formats that a run can load, with their names in messages.
 
-    MEGATRON_CORE: its torch_dist. LEGACY: Megatron-LM's `torch`, with one file for each rank.
+    MEGATRON_CORE: Megatron-Core's torch_dist. LEGACY: Megatron-LM's `torch`, with one file for each rank.
     """
 
-    OURS = "our own format"
-    MEGATRON_CORE = "Megatron-Core's own format"
+    OURS = "this project's format"
+    MEGATRON_CORE = "Megatron-Core's torch_dist format"
     LEGACY = "Megatron's older format (--ckpt-format torch)"
 
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint to load; iteration 0 for a release, which provides initial weights."""
+    """A checkpoint to load. iteration is 0 for a release, which provides initial weights."""
 
     path: Path
     iteration: int
@@ -55,7 +56,7 @@ class FoundCheckpoint:
 
 
 def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:
-    """Returns the path of the file that holds the latest iteration in digits, or "release"."""
+    """Returns the path of the tracker file, which holds the latest iteration in digits, or "release"."""
     return os.path.join(checkpoints_path, TRACKER_FILE)
 
 
@@ -65,19 +66,19 @@ def iteration_folder(checkpoints_path: str | Path, iteration: int) -> Path:
 
 
 def read_tracker(root: Path) -> str | None:
-    """Returns the text of the tracker in the folder `root`, valid or not; None if there is none."""
+    """Returns the text of the tracker in the folder `root`, valid or not, or None if there is no tracker."""
     tracker = root / TRACKER_FILE
     return tracker.read_text(encoding="utf-8", errors="replace").strip() if tracker.is_file() else None
 
 
 def iteration_of_text(text: str) -> int | None:
-    """Returns the iteration that a tracker with this text names, or None."""
-    # Not isdecimal, which accepts digits of other scripts. Limited to the digits of a 64-bit number.
+    """Returns the iteration named by a tracker with this text, or None."""
+    # Not isdecimal, which accepts digits of other scripts. The length is limited to the digits of a 64-bit number.
     return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
 
 
 def check_save_folder(path: str, group: dist.ProcessGroup | None = None, *, flag: str = "--save") -> None:
-    """Creates the folder of `flag` and tests that it is writable, so that a run fails before its first step.
+    """Creates the folder given with `flag` and tests that it is writable, so that a run fails before its first step.
 
     Collective over `group` (None: all ranks); raises ValueError on every rank.
     """
@@ -85,7 +86,7 @@ def check_save_folder(path: str, group: dist.ProcessGroup | None = None, *, flag
         # Every rank tests, because every rank will write. The next save removes the file if this process is killed.
         probe = Path(path) / f"probe.incomplete-{folders.new_id()}"
         if probe.parent.exists() and not probe.parent.is_dir():
-            raise ValueError(f"{flag} {path} cannot be written: it is a file, must be a folder")
+            raise ValueError(f"{flag} {path} cannot be written: it is a file and must be a folder")
         try:
             probe.parent.mkdir(parents=True, exist_ok=True)
             disk.write_file(probe, b"can be written")
@@ -99,7 +100,7 @@ def refuse_checkpoints_of_another_run(
 ) -> None:
     """Raises ValueError on every rank if a new run would overwrite checkpoints in its --save folder.
 
-    continued_from: the --load folder of a run that continues its steps, which may replace its own checkpoints.
+    continued_from: the --load folder of a resumed run, which may overwrite its own checkpoints.
     """
     if is_same_folder(continued_from, save):
         return
@@ -107,13 +108,13 @@ def refuse_checkpoints_of_another_run(
         iterations = complete_iterations(Path(save))
         if iterations:
             raise ValueError(
-                f"--save {save} holds checkpoints of another run, up to iteration {iterations[-1]}: "
-                f"continue it with --load {save}, or choose another folder"
+                f"--save {save} holds checkpoints of another run, up to iteration {iterations[-1]}: continue it "
+                f"with --load {save}, or choose another folder"
             )
 
 
 def clean_save_folder(path: str) -> None:
-    """Removes leftovers of killed saves from a --save folder."""
+    """Removes leftovers of interrupted saves from a --save folder."""
     if Path(path).is_dir():
         folders.remove_incomplete(
             Path(path), name=rf"{_ITERATION}|{RELEASE}|{COMPANION_FOLDER}|probe|{re.escape(TRACKER_FILE)}"
@@ -131,12 +132,12 @@ def prune(path: str, *, latest: int, interval: int | None) -> None:
 
 
 def write_tracker(path: str, iteration: int) -> None:
-    """Names `iteration` as the latest; call once its checkpoint is complete."""
+    """Names `iteration` as the latest. Call it after the checkpoint is complete."""
     folders.replace_text(Path(get_checkpoint_tracker_filename(path)), str(iteration))
 
 
 def write_release_tracker(path: str) -> None:
-    """Names the checkpoint in the folder `release` as the one to start from; call once it is complete."""
+    """Names the checkpoint in the folder `release` as the initial weights. Call it after the checkpoint is complete."""
     folders.replace_text(Path(get_checkpoint_tracker_filename(path)), RELEASE)
 
 
@@ -149,7 +150,7 @@ def carry_companions(load: str, save: str) -> None:
 
 
 def is_same_folder(path: str | None, other: str | None) -> bool:
-    """Whether both paths are given and refer to the same folder."""
+    """Tells whether both paths are given and refer to the same folder."""
     return path is not None and other is not None and os.path.realpath(path) == os.path.realpath(other)
 
 
@@ -159,7 +160,8 @@ def find_checkpoint(
     """Returns the checkpoint of --ckpt-step, else the tracker's, else the newest complete one; None if there is none.
 
     damaged: iterations found to be damaged, with reasons; they are skipped. flag: the flag that names the folder, for
-    errors. Raises ValueError if the one of --ckpt-step is incomplete, or if there are checkpoints but none is complete.
+    errors. Raises ValueError if the checkpoint of --ckpt-step is incomplete, or if checkpoints exist but none is
+    complete.
     """
     root, problems = _root(load, flag), dict(damaged or {})
     theirs = _of_megatron(root, step)
@@ -167,7 +169,7 @@ def find_checkpoint(
         return theirs
     if step is not None:
         return _requested(root, f"--ckpt-step is {step}", iteration=step)
-    # A copied iteration folder has no tracker, and neither has a run killed during its first save.
+    # A copied iteration folder has no tracker. Neither does the folder of a run that was killed during its first save.
     tracker, text = root / TRACKER_FILE, read_tracker(root)
     if text == RELEASE:
         return FoundCheckpoint(folders.find_checkpoint(root / RELEASE), 0, is_release=True)
@@ -183,13 +185,13 @@ def find_checkpoint(
         why = f"{tracker} holds {text[:40]!r}: must be an iteration number or {RELEASE!r}"
     else:
         why = f"{tracker} names iteration {wanted}: {problems[wanted]}"
-    # Newest first. A tracker may have been set back on purpose, so later iterations are the last resort.
+    # Newest first. The tracker may have been set back on purpose, so later iterations are the last resort.
     by_preference = sorted(complete_iterations(root), key=lambda one: (wanted is not None and one > wanted, -one))
     return _fallback(root, why, candidates=by_preference, problems=problems)
 
 
 def format_of(folder: Path) -> CheckpointFormat:
-    """Returns the format of the checkpoint in a folder; OURS if nothing of another program's is there."""
+    """Returns the format of the checkpoint in a folder; OURS unless it contains files of another program."""
     if (folder / MANIFEST_FILE).is_file():
         return CheckpointFormat.OURS
     if (folder / MEGATRON_CORE_FILE).is_file():
@@ -198,7 +200,7 @@ def format_of(folder: Path) -> CheckpointFormat:
 
 
 def _of_megatron(root: Path, step: int | None) -> FoundCheckpoint | None:
-    """Returns the checkpoint of --ckpt-step, or the tracker's, if Megatron wrote it in a format of its own."""
+    """Returns the checkpoint of --ckpt-step, or the tracker's, if it has one of Megatron's formats."""
     text = read_tracker(root) if step is None else None
     if text == RELEASE:
         found, iteration = root / RELEASE, 0
@@ -215,14 +217,16 @@ def _root(load: str, flag: str) -> Path:
     root = Path(load)
     if root.exists() and not root.is_dir():
         raise ValueError(f"{flag} {load} is a file: give the folder that --save wrote")
-    # The user named a folder one level too deep. Silently starting from scratch would be costly.
+    # The user named a folder one level too deep. Starting from scratch without an error would be costly.
     if (root / MANIFEST_FILE).is_file():
-        raise ValueError(f"{flag} {load} is one checkpoint: give the folder that holds it, and --ckpt-step to choose")
+        raise ValueError(
+            f"{flag} {load} is a single checkpoint: give its parent folder, and choose the checkpoint with --ckpt-step"
+        )
     return root
 
 
 def _fallback(root: Path, why: str, *, candidates: list[int], problems: dict[int, str]) -> FoundCheckpoint | None:
-    """Returns the first complete candidate, with the problems of the skipped ones in its notice."""
+    """Returns the first complete candidate. Its notice lists the problems of the skipped ones."""
     for iteration in candidates:
         if iteration not in problems:
             problem = _problem(root, iteration)
@@ -230,19 +234,19 @@ def _fallback(root: Path, why: str, *, candidates: list[int], problems: dict[int
                 return FoundCheckpoint(
                     folders.find_checkpoint(iteration_folder(root, iteration)),
                     iteration,
-                    notice=f"{why}: taking iteration {iteration}, the newest complete checkpoint",
+                    notice=f"{why}: loading iteration {iteration} instead, the newest complete checkpoint",
                 )
             problems[iteration] = problem
         if problems[iteration] not in why:
             why = f"{why}; {problems[iteration]}"
-    # A run must not silently start from scratch in a folder that had checkpoints.
+    # A run must not start from scratch without an error in a folder that had checkpoints.
     if candidates or problems or TRACKER_FILE in {entry.name for entry in _entries(root)}:
         raise ValueError(f"{why}; complete iterations: none")
     return None
 
 
 def _problem(root: Path, iteration: int) -> str | None:
-    """Describes what is wrong with a checkpoint, without reading its tensors; None if nothing is found."""
+    """Describes the defect of a checkpoint without reading its tensors, or returns None if none is found."""
     try:
         folder = folders.find_checkpoint(iteration_folder(root, iteration))
         files = read_manifest(folder)

@@ -1,7 +1,7 @@
-"""Loads Megatron-LM's older checkpoints: shows the weights in its ranks' files as those of a checkpoint of ours.
+"""Loads Megatron-LM's older checkpoints by presenting the per-rank files as a checkpoint in this project's format.
 
-A run loads the result like its own checkpoint, in any layout, without optimizer state. Nothing is copied: the part of
-the model that each file's rank has says which boxes of logical tensors its parameters fill. legacy_files.py reads the
+A run loads the result like its own checkpoint, in any layout, without optimizer state. Nothing is copied: the model
+part of each rank determines which boxes of logical tensors its stored parameters fill. legacy_files.py reads the
 files, and tools/convert_legacy.py writes the result to disk.
 """
 
@@ -40,7 +40,7 @@ from megatron.training.checkpointing.megatron_objects import values_without_stat
 
 
 class BuildParts(Protocol):
-    """Builds the parts of the model of `args` that a rank of a layout has, without memory and in fp32 or 16 bits."""
+    """Builds the model parts of one rank of a layout for `args`, without allocating memory, in fp32 or 16 bits."""
 
     def __call__(
         self,
@@ -55,9 +55,9 @@ class BuildParts(Protocol):
 
 
 def legacy_values(folder: Path) -> dict[str, Any]:
-    """Reads what the common file of one of our checkpoints would hold; raises as LegacyFiles.open does.
+    """Reads the values that the common file of a native checkpoint would hold. Raises like LegacyFiles.open.
 
-    Also raises ValueError naming the value for a model that does not exist here.
+    Also raises ValueError naming the argument if the model is not supported.
     """
     first = LegacyFiles.open(folder).first
     try:
@@ -73,11 +73,11 @@ def as_checkpoint(
     *,
     process_group: dist.ProcessGroup | None = None,
 ) -> VerifiedCheckpoint:
-    """Reads all files once, shared among the ranks, and returns their weights under our keys. Collective.
+    """Presents the weights under native keys, after each file was read once by one of the ranks. Collective.
 
-    args: those of the model, with unpadded_vocab_size. process_group: None is all ranks, or this process alone. Raises
-    ValueError on every rank, naming the file, if it is missing or damaged, or if a weight of the model is missing, has
-    another shape, or belongs to no parameter.
+    args: arguments of the model, with unpadded_vocab_size. process_group: None means all ranks, or this process alone.
+    Raises ValueError on every rank, naming the file, if it is missing or damaged, or if a weight of the model is
+    missing, has another shape, or belongs to no parameter.
     """
     group = every_rank(process_group)
     with all_ranks_agree(group):
@@ -97,9 +97,9 @@ def as_checkpoint(
 
 @dataclass(frozen=True)
 class _StoredPart:
-    """A part of a logical tensor: a window of a parameter in a file.
+    """One part of a logical tensor, stored as a window of a parameter in a file.
 
-    file: name in the checkpoint's folder. chunk: virtual stage. name: parameter's name here.
+    file: file name in the checkpoint's folder. chunk: virtual stage. name: the parameter's name in this project.
     """
 
     file: str
@@ -111,19 +111,19 @@ class _StoredPart:
 
     @property
     def box(self) -> Box:
-        """The box of the logical tensor."""
+        """The part's box of the logical tensor."""
         return Box(self.piece.global_offset, self.piece.shape)
 
 
 def _stored_parts(
     files: LegacyFiles, rank: LegacyRank, chunks: list[nn.Module], args: argparse.Namespace
 ) -> Iterator[_StoredPart]:
-    """Checks the file of a rank, and yields all parts in it."""
+    """Checks the file of a rank, and yields all parts stored in it."""
     path = files.path(rank)
     file = read_legacy(path)
     check_legacy(path)
     if len(chunks) != len(file.chunks):
-        raise ValueError(f"{path} holds {len(file.chunks)} chunks of the model: must be {len(chunks)}")
+        raise ValueError(f"{path} holds {len(file.chunks)} model chunks: must be {len(chunks)}")
     num_experts = (args.num_experts or 0) // int(files.layout.get("expert_model_parallel_size", 1))
     for number, (chunk, stored) in enumerate(zip(chunks, file.chunks, strict=True)):
         facts = facts_of(chunk, num_experts=num_experts, hidden_size=args.hidden_size)
@@ -136,7 +136,7 @@ def _stored_parts(
 
 
 def facts_of(chunk: nn.Module, *, num_experts: int, hidden_size: int) -> ChunkFacts:
-    """Returns the facts of a part of the model. num_experts: of its rank."""
+    """Returns facts about a model part. num_experts: number of local experts."""
     layers = [int(found[1]) for name in chunk.state_dict() if (found := re.match(r"decoder\.layers\.(\d+)\.", name))]
     return ChunkFacts(min(layers, default=0), num_experts, hidden_size)
 
@@ -144,18 +144,19 @@ def facts_of(chunk: nn.Module, *, num_experts: int, hidden_size: int) -> ChunkFa
 def _check_names_and_shapes(wanted: dict[str, Tensor], state: dict[str, Tensor], *, path: Path) -> None:
     for name, tensor in wanted.items():
         if name not in state:
-            raise ValueError(f"{path} has no {name}, which the model of its arguments has")
+            raise ValueError(f"{path} has no {name}, which its arguments require")
         if state[name].shape != tensor.shape:
             raise ValueError(
-                f"{path} has {name} with shape {list(state[name].shape)}: must be {list(tensor.shape)} by its arguments"
+                f"{path} has {name} with shape {list(state[name].shape)}: must be {list(tensor.shape)} according "
+                "to its arguments"
             )
     unknown = sorted(state.keys() - wanted.keys())
     if unknown:
-        raise ValueError(f"{path} has {unknown[0]}, which the model of its arguments has not")
+        raise ValueError(f"{path} has {unknown[0]}, which does not belong to the model that its arguments describe")
 
 
 def _view(files: LegacyFiles, parts: list[_StoredPart]) -> VerifiedCheckpoint:
-    """Returns the checkpoint of all ranks' parts. Of equal parts, as replicas have, it reads the first."""
+    """Combines the parts of all ranks to a checkpoint. Reads only the first of identical parts, such as replicas."""
     by_key: dict[str, list[_StoredPart]] = {}
     for part in parts:
         by_key.setdefault(part.piece.key, []).append(part)
@@ -167,14 +168,14 @@ def _view(files: LegacyFiles, parts: list[_StoredPart]) -> VerifiedCheckpoint:
         for part in of_key:
             if (part.piece.global_shape, part.dtype) != (shape, dtype):
                 raise ValueError(
-                    f"{files.folder} holds {key} as {list(part.piece.global_shape)} of {part.dtype} in {part.file}: "
-                    f"must be {list(shape)} of {dtype} as in {of_key[0].file}"
+                    f"{files.folder} holds {key} as {list(part.piece.global_shape)} of {part.dtype} in "
+                    f"{part.file}: must be {list(shape)} of {dtype} as in {of_key[0].file}"
                 )
         entries[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks=[])
         found = disjoint_parts([part.box for part in of_key])
         num_elements = sum(box.volume for _, box in found)
         if num_elements != math.prod(shape):
-            raise ValueError(f"{num_elements} elements of {key} are in {files.folder}, out of {math.prod(shape)}")
+            raise ValueError(f"{files.folder} holds {num_elements} elements of {key}: must be {math.prod(shape)}")
         for index, box in found:
             piece = Piece(key, box, start=0, num_bytes=box.volume * dtype.itemsize, data_start=None, crc32=None)
             pieces.setdefault(key, []).append((of_key[index].file, piece))
@@ -184,23 +185,23 @@ def _view(files: LegacyFiles, parts: list[_StoredPart]) -> VerifiedCheckpoint:
 
 @dataclass(frozen=True)
 class _LegacyCheckpoint(VerifiedCheckpoint):
-    """A checkpoint under our keys, whose files are of ranks. sources: the part of the file for each piece."""
+    """A checkpoint under native keys, backed by per-rank files. sources: maps each piece to its part of a file."""
 
     sources: dict[tuple[str, Piece], _StoredPart]
 
     @property
     def common(self) -> dict[str, Any]:
-        """The values of `legacy_values`."""
+        """The result of `legacy_values`."""
         return legacy_values(self.folder)
 
     def open_file(self, name: str) -> AbstractContextManager[ReadsPieces]:
-        """Maps a rank's file into memory. Raises ValueError if it cannot be read any more."""
+        """Maps a rank's file into memory. Raises ValueError if it can no longer be read."""
         return nullcontext(_MappedFile(self, name, read_legacy(self.folder / name).chunks))
 
 
 @dataclass(frozen=True)
 class _MappedFile:
-    """A file of a rank, by virtual stages, whose tensors stay on disk until they are read."""
+    """The file of one rank, with its virtual stages. Its tensors stay on disk until they are read."""
 
     checkpoint: _LegacyCheckpoint
     name: str
@@ -209,7 +210,7 @@ class _MappedFile:
     def read(self, piece: Piece, window: Box, *, dtype: torch.dtype, target: Tensor) -> None:
         """Fills `target`, [*window shape], any strides, dtype and device, with the elements of `window`.
 
-        The file must hold them in `dtype`, as when it was checked.
+        The file must hold them in `dtype`, which is checked when it is opened.
         """
         source = self.checkpoint.sources[self.name, piece]
         tensor = to_names_here(self.chunks[source.chunk], source.facts)[source.name]

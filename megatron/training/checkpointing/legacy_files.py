@@ -4,7 +4,7 @@
     DIR/iter_0000100/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt
 
 Format and names are those of Megatron-LM's core models (`--ckpt-format torch`). Optimizer state is not read, because
-these files store it by position in lists. legacy.py shows the weights under the keys of our own checkpoints, and
+these files store it by position in lists. legacy.py presents the weights under native keys, and
 tools/legacy_checkpoint.py writes such files.
 """
 
@@ -30,7 +30,7 @@ _RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 # Earlier versions order the rows of query, key and value differently.
 _VERSIONS = (2.0, 3.0)
 _EMBEDDING = "embedding.word_embeddings.weight"
-# Arguments that divide a model into the files of ranks.
+# Arguments that determine how a model is divided among the ranks' files.
 LAYOUT = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -54,7 +54,7 @@ class LegacyRank:
     expert: int = 0
 
     def folder(self, *, num_stages: int, num_expert_ranks: int) -> str:
-        """Returns the name of its folder in a layout of the given sizes."""
+        """Returns the name of the rank's folder in a layout of the given sizes."""
         stage = f"_{self.pipeline:03d}" if num_stages > 1 else ""
         expert = f"_{self.expert:03d}" if num_expert_ranks > 1 else ""
         return f"mp_rank_{self.tensor:02d}{stage}{expert}"
@@ -62,9 +62,7 @@ class LegacyRank:
 
 @dataclass(frozen=True)
 class LegacyFile:
-    """Contents of one file. chunks: parameters of each virtual stage by Megatron's names, of any shape,
-    memory-mapped.
-    """
+    """Contents of one file. chunks: parameters of each virtual stage by Megatron's names, any shape, memory-mapped."""
 
     path: Path
     args: dict[str, Any]
@@ -74,7 +72,9 @@ class LegacyFile:
 
 @dataclass(frozen=True)
 class LegacyFiles:
-    """The files of an iteration, of which the first has been read. paths: by the names of their ranks' folders."""
+    """The files of an iteration, after the first one was read. paths: maps the names of the ranks' folders to file
+    paths.
+    """
 
     folder: Path
     first: LegacyFile
@@ -82,39 +82,43 @@ class LegacyFiles:
 
     @classmethod
     def open(cls, folder: Path) -> "LegacyFiles":
-        """Reads the first file. Raises ValueError naming the file as read_legacy does, or the folder if it has none."""
+        """Reads the first file. Raises ValueError naming the file like read_legacy, or the folder if it is empty."""
         found = sorted(folder.glob(LEGACY_FILES))
         paths = {path.parent.name: path for path in found if _RANK_FOLDER.fullmatch(path.parent.name)}
         if not paths:
             raise ValueError(
-                f"{folder} has no mp_rank_XX/{LEGACY_FILE}: it is no checkpoint of the older format "
+                f"{folder} has no mp_rank_XX/{LEGACY_FILE}: it is not a checkpoint in the older format "
                 "(--ckpt-format torch)"
             )
         return cls(folder, read_legacy(next(iter(paths.values()))), paths)
 
     @property
     def layout(self) -> dict[str, Any]:
-        """The arguments that divide the model into files. Raises ValueError for experts divided in another way."""
+        """Returns the arguments that divide the model into files. Raises ValueError if experts are divided in another
+        way.
+        """
         tensor, experts = self._size("tensor"), self.first.args.get("expert_tensor_parallel_size")
         if experts not in (None, tensor):
             raise ValueError(
-                f"{self.first.path}: expert_tensor_parallel_size is {experts!r:.60}: must be that of other layers, "
-                f"{tensor}"
+                f"{self.first.path}: expert_tensor_parallel_size is {experts!r:.60}: must equal "
+                f"tensor_model_parallel_size, {tensor}"
             )
         return {name: self.first.args[name] for name in LAYOUT if name in self.first.args}
 
     def ranks(self) -> list[LegacyRank]:
-        """Returns all ranks that have a file by the arguments. Raises ValueError naming the first file that is missing,
-        or an argument that is no size.
+        """Returns all ranks that have a file according to the arguments.
+
+        Raises ValueError naming the first missing file, or an argument that is not a valid size.
         """
         sizes = {name: self._size(name) for name in ("tensor", "pipeline", "expert")}
         found = []
-        # Lazy, because the sizes in a damaged file may be huge.
+        # Evaluated lazily, because the sizes in a damaged file may be huge.
         for rank in ranks_of_layout(**sizes):
             if self._name(rank) not in self.paths:
                 words = " x ".join(f"{name} {size}" for name, size in sizes.items())
                 raise ValueError(
-                    f"{self.folder} has no {self._name(rank)}/{LEGACY_FILE}, of the {words} ranks of its arguments"
+                    f"{self.folder} has no {self._name(rank)}/{LEGACY_FILE}, although its arguments describe "
+                    f"{words} ranks"
                 )
             found.append(rank)
         return found
@@ -124,16 +128,18 @@ class LegacyFiles:
         return self.paths[self._name(rank)]
 
     def vocabulary_rows(self, *, num_tokens: int) -> int:
-        """Returns the rows of the whole embedding, with padding. Raises ValueError if they are fewer than the tokens of
-        the tokenizer.
+        """Returns the number of rows of the whole embedding, including padding.
+
+        Raises ValueError if there are fewer rows than the tokenizer has tokens.
         """
         embedding = self.first.chunks[0].get(_EMBEDDING)
         if embedding is None or embedding.ndim != 2:
-            raise ValueError(f"{self.first.path} has no {_EMBEDDING} with rows")
+            raise ValueError(f"{self.first.path} has no {_EMBEDDING} with at least one row")
         rows = embedding.shape[0] * self._size("tensor")
         if not 0 < num_tokens <= rows:
             raise ValueError(
-                f"the vocabulary has {num_tokens} tokens: must be 1 to the {rows} rows of {_EMBEDDING} in {self.folder}"
+                f"the vocabulary has {num_tokens} tokens: must be from 1 to {rows}, the number of rows of "
+                f"{_EMBEDDING} in {self.folder}"
             )
         return rows
 
@@ -144,7 +150,7 @@ class LegacyFiles:
         name = f"{kind}_model_parallel_size"
         size = self.first.args.get(name, 1)
         if not is_count(size) or not size:
-            raise ValueError(f"{self.first.path}: {name} is {size!r:.60}: must be a whole number above 0")
+            raise ValueError(f"{self.first.path}: {name} is {size!r:.60}: must be a positive integer")
         return int(size)
 
 
@@ -159,13 +165,13 @@ def ranks_of_layout(*, tensor: int, pipeline: int, expert: int) -> Iterator[Lega
 def read_legacy(path: Path) -> LegacyFile:
     """Reads a file without running code: unpickles only tensors, arguments and counters.
 
-    Raises ValueError naming the file if it holds other objects, is damaged, or is of an older kind of model.
+    Raises ValueError naming the file if it holds other objects, is damaged, or stores an unsupported older model.
     """
     return _checked(path, load_allowed(path, path, allowed=ALLOWED, mmap=True))
 
 
 def check_legacy(path: Path) -> None:
-    """Reads all of a file and compares it with torch.save's checksums. Raises ValueError naming the file."""
+    """Reads a whole file and compares it with torch.save's checksums. Raises ValueError naming the file."""
     try:
         with zipfile.ZipFile(path) as archive:
             check_records(archive)
@@ -175,13 +181,16 @@ def check_legacy(path: Path) -> None:
 
 def _checked(path: Path, content: Any) -> LegacyFile:
     if not isinstance(content, dict) or not {"args", "iteration"} <= content.keys():
-        raise ValueError(f"{path} holds no training run's checkpoint: must have args and iteration")
+        raise ValueError(f"{path} is not a checkpoint of a training run: args and iteration are missing")
     args, iteration, version = content["args"], content["iteration"], content.get("checkpoint_version", 0)
     if not isinstance(args, (argparse.Namespace, types.SimpleNamespace)) or not is_count(iteration):
-        raise ValueError(f"{path} holds {args!r:.60} as args and {iteration!r:.60} as iteration: no training run's")
+        raise ValueError(
+            f"{path} is not a checkpoint of a training run: args is {args!r:.60} and iteration is {iteration!r:.60}"
+        )
     if type(version) not in (int, float) or version not in _VERSIONS:
         raise ValueError(
-            f"{path} is of checkpoint_version {version!r:.60}: must be 2.0 or 3.0, whose query, key and value lie alike"
+            f"{path} has checkpoint_version {version!r:.60}: must be 2.0 or 3.0, which share the order of query, "
+            "key and value rows"
         )
     chunks = _chunks(path, content)
     return LegacyFile(path, dict(vars(args)), iteration, [_tensors(path, chunk) for chunk in chunks])
@@ -191,10 +200,11 @@ def _chunks(path: Path, content: Mapping[str, Any]) -> list[dict[str, Any]]:
     names = ["model"] if "model" in content else sorted((n for n in content if _is_chunk(n)), key=_number)
     chunks = [content[name] for name in names]
     if any(not isinstance(chunk, dict) or not all(isinstance(name, str) for name in chunk) for chunk in chunks):
-        raise ValueError(f"{path} holds a model that has no parameters by name")
+        raise ValueError(f"{path} holds a model without named parameters")
     if not chunks or any("language_model" in chunk for chunk in chunks):
         raise ValueError(
-            f"{path} holds no core model (--use-mcore-models): convert it by the Megatron that wrote it first"
+            f"{path} does not hold a core model (--use-mcore-models): first convert it with the Megatron version "
+            "that wrote it"
         )
     return chunks
 
@@ -214,11 +224,11 @@ def _tensors(path: Path, chunk: Mapping[str, Any]) -> dict[str, Tensor]:
             raise ValueError(f"{path} holds a {type(value).__name__} as {name}: must be a tensor")
         if value.layout is not torch.strided or value.is_meta or not value.is_floating_point():
             kind = f"{value.dtype} {value.layout} tensor on {value.device}"
-            raise ValueError(f"{path} holds a {kind} as {name}: must be numbers with fractions, as weights are")
+            raise ValueError(f"{path} holds a {kind} as {name}: must be floating-point numbers")
     return kept
 
 
-# Parameter names: of files with either implementation of layers, and of models here.
+# Parameter names, in files of either layer implementation and in this project's models.
 
 LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _FUSED = re.compile(r"(.+)\.layer_norm_(weight|bias)")
@@ -228,8 +238,9 @@ _STACKED = re.compile(r"mlp\.experts\.weight([12])")
 
 @dataclass(frozen=True)
 class ChunkFacts:
-    """Facts that the names of a chunk lack. first_layer: index of its layer 0 in the model. num_experts: of this
-    rank.
+    """Facts about a model chunk that its parameter names do not contain.
+
+    first_layer: index in the model of the chunk's layer 0. num_experts: number of local experts.
     """
 
     first_layer: int
@@ -238,7 +249,7 @@ class ChunkFacts:
 
 
 def to_names_here(chunk: Mapping[str, Tensor], facts: ChunkFacts) -> dict[str, Tensor]:
-    """Returns views of a chunk's tensors, of any shape and dtype, by names of models here with sequential experts."""
+    """Returns views of a chunk's tensors, of any shape and dtype, under this project's names for sequential experts."""
     found: dict[str, Tensor] = {}
     for name, tensor in chunk.items():
         layer = LAYER_NAME.fullmatch(name)

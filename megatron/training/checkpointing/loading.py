@@ -1,4 +1,4 @@
-"""Loading a training run: picks a checkpoint, decides what each --load flag restores, and fills the run's objects.
+"""Loads a training run: picks a checkpoint, decides what each --load flag restores, and fills the run's objects.
 
 saving.py defines the content of checkpoints. core/dist_checkpointing reads the tensors, folder.py finds the folders,
 run_values.py checks the arguments, and partial_load.py handles models that differ on purpose.
@@ -78,11 +78,11 @@ def load_run(
 ) -> int:
     """Restores a run from config.load: fills all objects in place and returns the iteration.
 
-    Collective over all ranks, after the optimizer is built. If the folder has no checkpoints, loads the weights of
-    config.pretrained_checkpoint; without that it prints one line on rank 0, changes nothing and returns 0, or raises
+    Collective over all ranks; call it after the optimizer is built. If the folder has no checkpoints, loads the weights
+    of config.pretrained_checkpoint. Without these, prints one line on rank 0, changes nothing and returns 0, or raises
     ValueError under --exit-on-missing-checkpoint. Raises on every rank, with no tensor changed, if the checkpoint is
-    damaged, belongs to another model, or lacks requested state. build_parts: builds the parts of a model that a rank of
-    any layout has, without memory; checkpoints in formats of Megatron's need it.
+    damaged, belongs to another model, or lacks requested state. build_parts: builds the model parts of any rank in any
+    layout without allocating memory; required for checkpoints in Megatron's formats.
     """
     open_found = partial(_open, args=args, config=config, build_parts=build_parts)
     found, verified = _find(config, open_found)
@@ -91,7 +91,7 @@ def load_run(
         found, verified = _find(config, open_found, flag="--pretrained-checkpoint")
     if found is None or verified is None:
         return 0
-    # Checks arguments before tensors, because "--hidden-size is 128 here" is clearer than a mismatch of shapes.
+    # Arguments are checked before tensors, because "--hidden-size is 128 here" is clearer than a shape mismatch.
     with all_ranks_agree():
         common = checked_run_values(found.path, verified.common)
         plan = PartialLoadPlan.of(args, common["args"], may_upcycle=config.moe_use_upcycling)
@@ -120,14 +120,14 @@ def load_run(
     with all_ranks_agree():
         if config.save is not None and config.load is not None and is_rank_0():
             carry_companions(config.load, config.save)
-    weights_alone = "" if scope.position else ": its weights alone, training starts at iteration 0"
+    weights_alone = "" if scope.position else ": weights only, training starts at iteration 0"
     print_rank_0(f"  successfully loaded checkpoint from {config.load} at iteration {found.iteration}{weights_alone}")
     return train_state.iteration
 
 
 @dataclass(frozen=True)
 class _Scope:
-    """State that a load restores in addition to the weights."""
+    """The state that a load restores in addition to the weights."""
 
     position: bool
     optimizer: bool
@@ -135,7 +135,7 @@ class _Scope:
 
 
 def _pretrained(config: CheckpointConfig) -> CheckpointConfig:
-    """Returns the settings that load the weights of --pretrained-checkpoint. --ckpt-step belongs to --load if given."""
+    """Returns the settings that load the weights of --pretrained-checkpoint. A given --ckpt-step belongs to --load."""
     step = config.ckpt_step if config.load is None else None
     return replace(config, load=config.pretrained_checkpoint, finetune=True, ckpt_step=step)
 
@@ -147,13 +147,13 @@ def _open(
     config: CheckpointConfig,
     build_parts: legacy.BuildParts | None,
 ) -> VerifiedCheckpoint:
-    """Verifies a checkpoint; in a format of Megatron's, shows its tensors under our keys. Collective."""
+    """Verifies a checkpoint, and presents one in a format of Megatron under native keys. Collective."""
     if found.format is CheckpointFormat.OURS:
         return dist_checkpointing.verify(found.path)
     with all_ranks_agree():
         if build_parts is None:
             raise ValueError(
-                f"{found.path} is in {found.format.value}: pretrain() loads it; else convert it (docs/checkpoints.md)"
+                f"{found.path} is in {found.format.value}: load it with pretrain(), or convert it (docs/checkpoints.md)"
             )
     args_of_model = partial(_args_of_model, args, may_upcycle=config.moe_use_upcycling)
     if found.format is CheckpointFormat.LEGACY:
@@ -162,7 +162,7 @@ def _open(
 
 
 def _args_of_model(args: argparse.Namespace, values: Mapping[str, Any], *, may_upcycle: bool) -> argparse.Namespace:
-    """Returns the run's arguments with those of the model in a checkpoint with these values."""
+    """Returns the run's arguments, with the model arguments replaced by those in `values` of the checkpoint."""
     PartialLoadPlan.of(args, values["args"], may_upcycle=may_upcycle)
     # The checkpoint may lack experts or adapters on purpose, or tie its embeddings.
     return argparse.Namespace(**{**vars(args), **model_arguments(values["args"], here={})})
@@ -173,7 +173,7 @@ def _open_legacy(
     args_of_model: Callable[[Mapping[str, Any]], argparse.Namespace],
     build_parts: legacy.BuildParts,
 ) -> VerifiedCheckpoint:
-    """Opens a checkpoint with one file for each rank. args_of_model: by the checkpoint's values. Collective."""
+    """Opens a checkpoint with one file for each rank. args_of_model: maps its values to model arguments. Collective."""
     with all_ranks_agree():
         args = args_of_model(load_run_values(folder))
         files = LegacyFiles.open(folder)
@@ -185,7 +185,7 @@ def _open_megatron_core(
     args_of_model: Callable[[Mapping[str, Any]], argparse.Namespace],
     build_parts: legacy.BuildParts,
 ) -> VerifiedCheckpoint:
-    """Opens a checkpoint that Megatron-Core wrote. args_of_model: by the checkpoint's values. Collective."""
+    """Opens a checkpoint that Megatron-Core wrote. args_of_model: maps its values to model arguments. Collective."""
     with all_ranks_agree():
         files = MegatronCoreFiles.open(folder)
         values = checked_run_values(folder, megatron_core.values_of_files(files))
@@ -198,7 +198,7 @@ def _open_megatron_core(
 def _find(
     config: CheckpointConfig, open_found: Callable[[FoundCheckpoint], VerifiedCheckpoint], *, flag: str = "--load"
 ) -> tuple[FoundCheckpoint | None, VerifiedCheckpoint | None]:
-    """Finds the checkpoint in config.load, by decision of rank 0, and verifies it on all ranks; None if there is none.
+    """Finds the checkpoint in config.load on rank 0 and verifies it on all ranks. Returns None if there is none.
 
     flag: names the folder in errors.
     """
@@ -208,12 +208,12 @@ def _find(
         if found is None:
             weights = config.pretrained_checkpoint
             begin = "from scratch" if weights is None else f"with the weights of {weights}"
-            print_rank_0(f"There is no checkpoint in {config.load}: starting {begin}.")
+            print_rank_0(f"No checkpoint found in {config.load}: starting {begin}.")
             break
         try:
             verified = open_found(found)
         except (ValueError, OSError, RemoteRankError) as error:
-            # A checkpoint that the user named is not replaced by another. All ranks raise, whichever found the damage.
+            # A checkpoint that the user named is never replaced by another. All ranks raise if any rank found damage.
             if config.ckpt_step is not None or found.is_release or found.format is not CheckpointFormat.OURS:
                 raise
             damaged[found.iteration] = str(error)
@@ -228,25 +228,25 @@ def _found_by_rank_0(config: CheckpointConfig, damaged: dict[int, str], *, flag:
     found: list[FoundCheckpoint | None] = [None]
     with all_ranks_agree():
         if is_rank_0():
-            assert config.load is not None, "there is nothing to find without --load"
+            assert config.load is not None, "without --load there is no folder to search"
             found[0] = find_checkpoint(config.load, step=config.ckpt_step, damaged=damaged, flag=flag)
-        # Under --finetune, a missing checkpoint would silently mean training from scratch.
+        # Under --finetune, ignoring a missing checkpoint would mean training from scratch.
         needed_by = next((name for name in ("exit_on_missing_checkpoint", "finetune") if vars(config)[name]), None)
         if is_rank_0() and found[0] is None and flag != "--load":
-            raise ValueError(f"{flag} {config.load} holds no checkpoint: give the folder that a run's --save wrote")
+            raise ValueError(f"{flag} {config.load} holds no checkpoint: give the folder that a run wrote with --save")
         if is_rank_0() and found[0] is None and needed_by is not None and config.pretrained_checkpoint is None:
-            raise ValueError(f"--{needed_by.replace('_', '-')}: there is no checkpoint in --load {config.load}")
-    # All ranks use rank 0's answer, because the tracker may change in the meantime.
+            raise ValueError(f"--{needed_by.replace('_', '-')}: no checkpoint found in --load {config.load}")
+    # All ranks use rank 0's result, because the tracker may change in the meantime.
     if dist.is_initialized():
         dist.broadcast_object_list(found, src=0)
     return found[0]
 
 
 def _set_tracker_back(config: CheckpointConfig, iteration: int) -> None:
-    """Names the checkpoint of --ckpt-step as the latest, if the run saves into the same folder. Collective.
+    """Names the checkpoint of --ckpt-step as the latest if the run saves into the same folder. Collective.
 
     Restarts and rollbacks load the latest checkpoint, which must not be a later one from the abandoned part of the run.
-    Not called by runs that only evaluate.
+    Runs that only evaluate do not call it.
     """
     if config.ckpt_step is None:
         return
@@ -273,7 +273,7 @@ def _load_scope(
         if wanted and not common["contents"][name] and not gets_fresh_seeds:
             why = f"the checkpoint holds no {name} state"
             if found.format is CheckpointFormat.LEGACY:
-                why = f"{found.path} is in {found.format.value}, whose {name} state is not read"
+                why = f"{found.path} is in {found.format.value}, from which {name} state is not read"
             raise ValueError(f"{why}: add --no-load-{flag}, or --finetune")
     return scope
 
@@ -282,7 +282,7 @@ def _load_scope(
 class _Source:
     """A checkpoint, the ranks that read it together, and the handling of differences between the two models.
 
-    Tensors passed to its methods have the keys that `tying` gives them.
+    Tensors passed to its methods have the keys that `tying` assigns.
     """
 
     checkpoint: VerifiedCheckpoint
@@ -292,20 +292,20 @@ class _Source:
     tying: Tying
 
     def load(self, tensors: list[ShardedTensor]) -> None:
-        """Fills `tensors`: any shape and dtype. Collective."""
+        """Fills `tensors`, of any shape and dtype. Collective."""
         available, fill_rest = self.plan.substitute(tensors, self.checkpoint)
         dist_checkpointing.load_items(available, self.checkpoint, replicas=self.replicas)
         fill_rest()
 
     def holds(self, tensors: list[ShardedTensor]) -> bool:
-        """Whether the checkpoint has all of `tensors` with the same shapes and dtypes."""
+        """Tells whether the checkpoint has all of `tensors` with the same shapes and dtypes."""
         stored = self.checkpoint.tensors
         return all(stored.get(tensor.key) == (tensor.global_shape, tensor.data.dtype) for tensor in tensors)
 
 
 def _load_tensors(run: RunState, source: _Source, *, scope: _Scope, frozen: set[str]) -> None:
-    """Fills weights, optimizer state and random-number generators from the checkpoint."""
-    # With the optimizer, a run must continue bit for bit. Weights alone may change precision.
+    """Restores weights, optimizer state and random-number generators from the checkpoint."""
+    # A run that restores its optimizer must continue bit for bit. Weights alone may change precision.
     weights = ModelWeights(run.model, allow_cast=not scope.optimizer)
     rng = rng_sharded_state(run.groups) if scope.rng else []
     rng = rng if source.holds(rng) else []
@@ -317,13 +317,13 @@ def _load_tensors(run: RunState, source: _Source, *, scope: _Scope, frozen: set[
     if run.optimizer is None or not scope.optimizer:
         source.load(wanted)
         weights.copy_to_shards()
-        # Master weights still hold the values of the model's initialization.
+        # The master weights still hold the model's initial values.
         if run.optimizer is not None:
             run.optimizer.reload_model_params()
     else:
         fresh = frozen | {parameter_key(key) if is_state(key) else key for key in lacking}
         trained = set(map(source.tying.stored_key, run.trained_keys()))
-        # Rank 0 prints, and may have none of these parameters itself.
+        # Rank 0 prints, although it may hold none of these parameters itself.
         if union_over_model(frozen & trained, run.groups):
             print_rank_0("Parameters that were frozen in the checkpoint's run start with fresh optimizer state.")
         _load_with_optimizer(run, wanted, weights=weights, source=source, fresh=fresh)
@@ -336,25 +336,27 @@ def _change_tying(
 ) -> set[str]:
     """Reports the conversion between tied and untied vocabulary weights. Collective.
 
-    Raises ValueError if two weights to be joined differ. Returns the keys of parameters without optimizer state:
-    `frozen`, and the joined weight if either of the two has none.
+    Raises ValueError if the two weights to be tied differ. Returns the keys of parameters without optimizer state:
+    `frozen`, and the tied weight if either of the two has none.
     """
     if source.tying is Tying.SPLIT:
         state = ", with its optimizer state" if scope.optimizer else ""
-        print_rank_0(f"The checkpoint has one weight for embedding and output layer: both start from it{state}.")
+        print_rank_0(
+            f"The checkpoint has one weight for embedding and output layer: both are initialized from it{state}."
+        )
         return frozen
     wanted = weights.tensors
     if run.optimizer is not None and scope.optimizer:
         wanted = wanted + run.optimizer.sharded_state(run.pieces())
     require_same_two(wanted, source.checkpoint)
     print_rank_0(
-        "The checkpoint has two equal weights for embedding and output layer: the tied weight starts from them."
+        "The checkpoint has two equal weights for embedding and output layer: the tied weight is initialized from them."
     )
     return frozen | {EMBEDDING} if OUTPUT in frozen else frozen
 
 
 def _lacking(run: RunState, source: _Source, *, weights: ModelWeights, scope: _Scope) -> set[str]:
-    """Returns the keys that the load may leave out. Raises ValueError if --dist-ckpt-strictness forbids one."""
+    """Returns the keys that the load may leave out. Raises ValueError if --dist-ckpt-strictness forbids this."""
     wanted = list(weights.tensors)
     asks = source.strictness.tolerates_lacking or source.strictness.checks_unused
     if asks and run.optimizer is not None and scope.optimizer:
@@ -369,7 +371,8 @@ def _load_with_optimizer(
 ) -> None:
     """Loads `wanted` and the optimizer state, except for parameters that start with fresh state."""
     assert run.optimizer is not None
-    # Depends on the checkpoint alone, not on this rank's share of the state, because loading is collective.
+    # The decision depends on the checkpoint alone, not on this rank's share of the state, because loading is
+    # collective.
     if fresh:
         # The master weights of these parameters must be set from the loaded weights.
         source.load(wanted)
@@ -381,10 +384,10 @@ def _load_with_optimizer(
 
 
 def _reseed(groups: ProcessGroupCollection, *, seed: int, iteration: int) -> None:
-    """Seeds the generators differently at each resume, when the saved states belong to another layout of ranks."""
+    """Seeds the generators from the iteration, because the saved states belong to another layout of ranks."""
     print_rank_0(
-        "The checkpoint holds the random-number state of another layout of ranks or of other devices: "
-        "dropout continues with fresh seeds."
+        "The checkpoint holds the random-number state of another layout of ranks or of other devices: dropout "
+        "continues with fresh seeds."
     )
     # Depends on the iteration, so that the dropout masks of step 0 do not repeat.
     seed_ranks(seed + 7_919 * iteration, groups)

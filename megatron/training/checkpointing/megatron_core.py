@@ -1,4 +1,4 @@
-"""Loads Megatron-Core's own checkpoints: shows their tensors and values as those of a checkpoint of ours.
+"""Loads Megatron-Core's checkpoints by presenting their tensors and values as a checkpoint in this project's format.
 
 A run loads the result like its own checkpoint, in any layout, with optimizer state. Nothing is copied: each part of a
 stored tensor becomes a piece of a logical tensor, with its place in the same file. megatron_core_files.py reads and
@@ -39,21 +39,21 @@ _EXPERT = re.compile(r"(.*)mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.
 _NORM = re.compile(rf"(.*)({'|'.join(re.escape(norm) for norm in FUSED_NORMS.values())})\.(weight|bias)")
 _GATED = re.compile(r".*linear_fc1\.(weight|bias)")
 EMBEDDING = "embedding.word_embeddings.weight"
-# Their kinds of optimizer state and ours. The distributed optimizer calls masters `param`.
+# Maps Megatron-Core's kinds of optimizer state to native ones. Its distributed optimizer calls master weights `param`.
 _KINDS = {EXP_AVG: EXP_AVG, EXP_AVG_SQ: EXP_AVG_SQ, "fp32_param": MASTERS, "param": MASTERS}
 
-# Values.
+# Section: values.
 
 
 def megatron_core_values(folder: Path) -> dict[str, Any]:
-    """Reads the values of `values_of_files` from a folder; also raises as MegatronCoreFiles.open does."""
+    """Reads the result of `values_of_files` from a folder. Also raises like MegatronCoreFiles.open."""
     return values_of_files(MegatronCoreFiles.open(folder))
 
 
 def values_of_files(files: MegatronCoreFiles) -> dict[str, Any]:
-    """Returns what the common file of one of our checkpoints would hold.
+    """Returns the values that the common file of a native checkpoint would hold.
 
-    Raises ValueError naming file and value for a model that does not exist here, or an optimizer of uneven steps.
+    Raises ValueError naming file and value for an unsupported model, or for an optimizer with unequal step counts.
     """
     try:
         return _values(files)
@@ -73,12 +73,14 @@ def _values(files: MegatronCoreFiles) -> dict[str, Any]:
 
 
 def _optimizers(state: Any) -> Iterator[Mapping[str, Any]]:
-    """Yields the states of the optimizers of a chain, or the only one, which holds torch's as `optimizer`."""
+    """Yields the states of the optimizers of a chain, or of the only one. A wrapper stores torch's state as
+    `optimizer`.
+    """
     if isinstance(state, Mapping):
         if "optimizer" in state:
             yield state
         elif "param_groups" in state:
-            # The optimizer of fp32 parameters stores torch's state as it is.
+            # The optimizer of fp32 parameters stores torch's state directly.
             yield {"optimizer": state}
         else:
             for part in state.values():
@@ -86,7 +88,7 @@ def _optimizers(state: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _step_of(state: Any) -> int | None:
-    """Returns the number of updates, which is stored once for all parameters or for each group."""
+    """Returns the number of updates, which is stored once for all parameters or once per group."""
     counts = []
     for part in _optimizers(state):
         inner = part["optimizer"]
@@ -113,7 +115,7 @@ def _scheduler_of(state: Any) -> dict[str, Any] | None:
     return json_values(state) if isinstance(state, Mapping) and "num_steps" in state else None
 
 
-# Tensors.
+# Section: tensors.
 
 
 def as_checkpoint(
@@ -125,11 +127,11 @@ def as_checkpoint(
     with_state: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> VerifiedCheckpoint:
-    """Reads all files once, shared among the ranks, and returns their tensors under our keys. Collective.
+    """Reads all files once, shared among the ranks, and returns their tensors under native keys. Collective.
 
-    model: the unsharded model on the meta device, with ungrouped experts and the stored vocabulary size. values: those
-    of `values_of_files`, which become the result's `common`. with_masters: whether 16-bit parameters have fp32 masters;
-    an fp32 run has none, and its copies in the files are left out. with_state: whether to give optimizer state at all.
+    model: the unsharded model on the meta device, with ungrouped experts and the stored vocabulary size. values: the
+    result of `values_of_files`, which becomes the `common` values. with_masters: whether 16-bit parameters have fp32
+    masters; an fp32 run has none, and ignores the copies in the files. with_state: whether to include optimizer state.
     Raises ValueError naming the tensor if a weight is missing, has another shape, or belongs to no parameter.
     """
     places = places_of_model(files, model)
@@ -148,22 +150,25 @@ def as_checkpoint(
 
 @dataclass(frozen=True)
 class _TheirCheckpoint(VerifiedCheckpoint):
-    """Megatron-Core's files, read as one of our checkpoints. values: of `values_of_files`."""
+    """Megatron-Core's files, read like a native checkpoint. values: the result of `values_of_files`."""
 
     values: dict[str, Any]
 
     @property
     def common(self) -> dict[str, Any]:
-        """The values that it was opened with."""
+        """The values that the checkpoint was opened with."""
         return self.values
 
 
 def vocabulary_rows(files: MegatronCoreFiles, *, num_tokens: int) -> int:
-    """Returns the rows of the stored embedding. Raises ValueError if they are fewer than the tokenizer's tokens."""
+    """Returns the rows of the stored embedding. Raises ValueError if there are fewer rows than the tokenizer has
+    tokens.
+    """
     rows = files.shape(EMBEDDING)[0] if EMBEDDING in files.weights else 0
     if not 0 < num_tokens <= rows:
         raise ValueError(
-            f"the vocabulary has {num_tokens} tokens: must be 1 to the {rows} rows of {EMBEDDING} in {files.folder}"
+            f"the vocabulary has {num_tokens} tokens: must be from 1 to {rows}, the number of rows of {EMBEDDING} "
+            f"in {files.folder}"
         )
     return rows
 
@@ -186,10 +191,10 @@ class _View:
         prefix: str,
         keys: Mapping[str, str] | None,
     ) -> None:
-        """Adds the logical tensors of a parameter, or of a state of it.
+        """Adds the logical tensors of a parameter, or of one kind of its optimizer state.
 
-        parameter: its shape, which `places_of_model` has compared with the stored weights. keys: the stored keys of the
-        state by those of weights; None for the weights themselves.
+        parameter: its shape, which `places_of_model` has compared with the stored weights. keys: maps the stored keys
+        of weights to those of the state; None for the weights themselves.
         """
         for place in places:
             key = place.key
@@ -209,9 +214,9 @@ class _View:
 
 @dataclass(frozen=True)
 class Place:
-    """A box of a stored tensor with the shape of a parameter, or of the first or second half of its rows.
+    """A box of a stored tensor that holds a parameter, or the first or second half of its rows.
 
-    rows: layer, expert, or both: indices and sizes of the dimensions before those of the parameter.
+    rows: the layer, the expert, or both, as indices and sizes of the dimensions before those of the parameter.
     """
 
     key: str
@@ -229,8 +234,8 @@ def pieces_here(
 ) -> Iterator[Piece]:
     """Yields the parts of a stored piece that belong to a parameter, as pieces of its logical tensors.
 
-    parts: the parameter's logical pieces. parameter: its shape. The elements stay where they are in the file: each
-    result is contiguous there, so that a piece of several layers, or of query, key and value, gives several. See
+    parts: the parameter's logical pieces. parameter: its shape. The elements stay in place in the file. Each result is
+    contiguous there, so a piece that covers several layers, or query, key and value, yields several results. See
     [Note: from a stored box to file bytes].
     """
     found = _slice_of_place(piece, place, parameter, itemsize=itemsize)
@@ -242,11 +247,12 @@ def pieces_here(
 
 
 # [Note: from a stored box to file bytes]
-# A stored piece holds the qkv weights [4, H] of layers 0 and 1, stacked: a box of shape [2, 4, H]. Row by row, each
-# weight has two queries, a key and a value. For the parameter of layer 1:
-# 1. _slice_of_place selects the layer. Box: rows 0 to 4 of the parameter. byte_start: that of the piece, plus the bytes
-#    of layer 0, which are 4 * H * itemsize.
-# 2. _runs cuts the box into contiguous runs. Here it is one, of 4 * H elements.
+# A stored piece holds the qkv weights [4, H] of layers 0 and 1, stacked: a box of shape [2, 4, H]. The rows of each
+# weight are two queries, a key and a value. For the parameter of layer 1:
+# 1. _slice_of_place selects the layer. Its box is rows 0 to 4 of the parameter. Its byte_start is that of the piece
+#    plus
+#    the bytes of layer 0, which are 4 * H * itemsize.
+# 2. _runs cuts the box into contiguous runs. Here there is one run, of 4 * H elements.
 # 3. _split intersects runs with logical tensors: query is 2 * H elements from first_element 0, key is H from 2 * H, and
 #    value is H from 3 * H. Each begins at byte_start + first_element * itemsize in the file.
 
@@ -254,7 +260,7 @@ def pieces_here(
 def _slice_of_place(piece: Piece, place: Place, parameter: tuple[int, ...], *, itemsize: int) -> tuple[Box, int] | None:
     """Returns the box of the parameter that a stored piece holds, and the byte in the file where it begins.
 
-    None if the piece is of other layers or experts.
+    Returns None if the piece belongs to other layers or experts.
     """
     assert piece.box is not None and piece.data_start is not None, "a checked piece of a tensor"
     lead = len(place.rows)
@@ -276,15 +282,15 @@ def _slice_of_place(piece: Piece, place: Place, parameter: tuple[int, ...], *, i
 def _split(box: Box, parts: list[LogicalPiece], parameter: tuple[int, ...]) -> Iterator[tuple[str, Box, int]]:
     """Splits a box of the parameter among its logical tensors.
 
-    Yields key and box of each, and its first element, counted in the elements of `box`.
+    Yields key and box of each, and the index of its first element in `box`.
     """
     if len(parts) == 1 and _is_plain(parts[0], parameter):
-        # Stored as it is, possibly as one of several experts: any box stays one box.
+        # The tensor is stored as it is, possibly as one of several experts, so that any box stays one box.
         before = len(parts[0].shape) - len(parameter)
         yield parts[0].key, Box(parts[0].global_offset[:before] + box.offset, (1,) * before + box.shape), 0
         return
     for run in _runs(box, parameter):
-        # Of the parameter, row-major.
+        # Strides of the parameter, row-major.
         run_element = sum(o * math.prod(parameter[dim + 1 :]) for dim, o in enumerate(run.index))
         for part in parts:
             held = boxes_of_range(part, start=run_element, end=run_element + run.length)
@@ -303,9 +309,9 @@ def _is_plain(part: LogicalPiece, parameter: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True)
 class _Run:
-    """Elements that are contiguous both in a box and in the parameter.
+    """A run of elements that is contiguous both in a box and in the parameter.
 
-    index: of the first element in the parameter. start: its position among the elements of the box.
+    index: position of the first element in the parameter. start: its position among the elements of the box.
     """
 
     index: tuple[int, ...]
@@ -315,7 +321,8 @@ class _Run:
 
 def _runs(box: Box, parameter: tuple[int, ...]) -> Iterator[_Run]:
     """Yields the contiguous runs of a box of a parameter."""
-    # Dimensions from `dim` on are whole, so that they and one range of the dimension before them are contiguous.
+    # Dimensions from `dim` on are complete, so they form contiguous runs together with one range of the dimension
+    # before.
     dim = len(parameter)
     while dim > 0 and box.shape[dim - 1] == parameter[dim - 1]:
         dim -= 1
@@ -339,7 +346,7 @@ def _contiguous_boxes(box: Box, stride: tuple[int, ...]) -> Iterator[Box]:
 
 
 def places_of_model(files: MegatronCoreFiles, model: nn.Module) -> dict[str, list[Place]]:
-    """Returns the places of each parameter and buffer by its name here. Every stored weight must belong to one."""
+    """Returns the places of each parameter and buffer by its native name. Every stored weight must belong to one."""
     num_layers = len({found[1] for name, _ in model.named_parameters() if (found := _LAYER.fullmatch(name))})
     num_experts = len({found[2] for name, _ in model.named_parameters() if (found := _EXPERT.fullmatch(name))})
     places = {}
@@ -350,29 +357,33 @@ def places_of_model(files: MegatronCoreFiles, model: nn.Module) -> dict[str, lis
     unknown = sorted(files.weights - {place.key for found in places.values() for place in found})
     if unknown:
         more = f", and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-        raise ValueError(f"{files.folder} has {unknown[0]}{more}, which the model of its arguments has not")
+        raise ValueError(
+            f"{files.folder} has {unknown[0]}{more}, which does not belong to the model that its arguments describe"
+        )
     return places
 
 
 def require_shape(files: MegatronCoreFiles, key: str, wanted: tuple[int, ...]) -> None:
-    """Raises ValueError unless a stored tensor has the shape that the model's parameter needs."""
+    """Raises ValueError unless a stored tensor has the shape required by the model's parameter."""
     found = files.shape(key)
     if found != wanted:
-        raise ValueError(f"{files.folder} has {key} with shape {list(found)}: must be {list(wanted)} by its arguments")
+        raise ValueError(
+            f"{files.folder} has {key} with shape {list(found)}: must be {list(wanted)} according to its arguments"
+        )
 
 
 def _places(name: str, files: MegatronCoreFiles, *, num_layers: int, num_experts: int) -> list[Place]:
-    """Returns the first way to store a parameter whose keys exist."""
+    """Returns the first storage scheme of a parameter for which all keys exist."""
     ways = list(ways_to_store(name, num_layers=num_layers, num_experts=num_experts))
     for way in ways:
         if all(place.key in files.weights for place in way.places):
             return way.places
-    raise ValueError(f"{files.folder} has no {ways[0].places[0].key}, which is {name} of the model of its arguments")
+    raise ValueError(f"{files.folder} has no {ways[0].places[0].key}: parameter {name} of its model is missing")
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to store a parameter. places: one, or one for the gate and one for the up projection.
+    """One storage scheme of a parameter. places: one, or one each for gate and up projection.
 
     layers_stacked, experts_stacked: whether the tensor has a dimension of layers, or of experts. norm_is_fused: whether
     it is a norm inside the linear layer that follows it.
@@ -385,8 +396,9 @@ class Way:
 
 
 def ways_to_store(name: str, *, num_layers: int, num_experts: int) -> Iterator[Way]:
-    """Yields all ways to store a parameter: layers stacked or not, both names of a norm, and the same for experts, gate
-    and up.
+    """Yields all storage schemes of a parameter.
+
+    They differ in whether layers are stacked, in the name of a norm, and likewise for experts, gate and up.
     """
     for expert_key, expert_rows in _expert_keys(name, num_experts=num_experts):
         for norm_key in _norm_keys(expert_key):

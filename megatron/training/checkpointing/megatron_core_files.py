@@ -1,12 +1,12 @@
-"""Reads and checks distributed checkpoints written by Megatron-Core itself (its `torch_dist`).
+"""Reads and checks distributed checkpoints written by Megatron-Core itself (`torch_dist`).
 
     DIR/latest_checkpointed_iteration.txt
     DIR/iter_0000100/metadata.json           {"sharded_backend": "torch_dist", ...}
-                     common.pt               iteration, arguments and other values that are no tensors
+                     common.pt               iteration, arguments and other values that are not tensors
                      .metadata               torch.distributed.checkpoint's index of all tensors
                      __0_0.distcp, ...       tensors, and objects such as generator states
 
-megatron_core.py gives the tensors the keys of our own checkpoints.
+megatron_core.py maps the tensors to native keys.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from megatron.training.checkpointing.train_state import is_count
 
 COMMON_FILE = "common.pt"
 _BACKEND = "torch_dist"
-# Plans in torch's metadata, of Megatron-Core's or torch's own class. They add nothing about the tensors.
+# Save plans in torch's metadata, as classes of Megatron-Core or torch. They contain nothing more about the tensors.
 _PLANNER, _STRATEGY = "torch.distributed.checkpoint.planner", "megatron.core.dist_checkpointing.strategies.torch"
 STAND_INS: dict[tuple[str, str], type] = {
     **{(_PLANNER, name): Inert for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")},
@@ -52,21 +52,21 @@ STAND_INS: dict[tuple[str, str], type] = {
     (_STRATEGY, "MCoreSavePlan"): Inert,
     (_STRATEGY, "MCoreMetadata"): Metadata,
 }
-# Entries that belong to no parameter.
+# Entries that do not belong to a parameter.
 _RUN_STATE = re.compile(r"rng_state|rerun_state_machine")
-# Keys of optimizer state. An optimizer of dense and one of expert parameters are numbered.
+# Keys of optimizer state. The optimizers of dense and of expert parameters are numbered.
 STATE_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 _NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_LOCAL_HEADER_BYTES = 30  # of a record in a zip archive, before its name
+_LOCAL_HEADER_BYTES = 30  # precedes the name of a record in a zip archive
 
 
 @dataclass(frozen=True)
 class MegatronCoreFiles:
-    """A checkpoint whose index has been read.
+    """A checkpoint after its index was read.
 
-    common: content of common.pt. metadata, pieces: of weights and optimizer state, by key without wrappers' prefixes;
-    the pieces have not been compared with their checksums. num_left: number of entries that are neither. weights: keys
-    of all weights. states: by kind of optimizer state, such as exp_avg, its keys by the weights' keys.
+    common: content of common.pt. metadata, pieces: those of weights and optimizer state, by key without wrappers'
+    prefixes; the pieces have not been compared with their checksums. num_left: number of entries that are neither.
+    weights: keys of all weights. states: maps a kind of optimizer state, such as exp_avg, to its keys by weight key.
     """
 
     folder: Path
@@ -79,8 +79,10 @@ class MegatronCoreFiles:
 
     @classmethod
     def open(cls, folder: Path) -> "MegatronCoreFiles":
-        """Reads the index. Raises ValueError naming file and tensor for another format or contradictions; OSError if a
-        file cannot be read.
+        """Reads the index.
+
+        Raises ValueError naming file and tensor for another format or for contradictions, and OSError for an unreadable
+        file.
         """
         config = read_json(folder / MEGATRON_CORE_FILE)
         backend = config.get("sharded_backend") if isinstance(config, dict) else None
@@ -88,7 +90,7 @@ class MegatronCoreFiles:
             raise ValueError(f"{folder / MEGATRON_CORE_FILE}: sharded_backend is {backend!r:.60}: must be {_BACKEND!r}")
         common = _common_values(folder / COMMON_FILE)
         if not (folder / METADATA_FILE).is_file():
-            raise ValueError(f"{folder} has no {METADATA_FILE}, which says where tensors are")
+            raise ValueError(f"{folder} has no {METADATA_FILE}, the index of its tensors")
         metadata = read_metadata(folder, stand_ins=STAND_INS)
         num_entries = len(metadata.state_dict_metadata)
         kept = _tensors_alone(metadata, folder=folder)
@@ -103,13 +105,13 @@ class MegatronCoreFiles:
 
     @property
     def iteration(self) -> int | None:
-        """The training steps before the save; None if the program that saved did not say."""
+        """The training steps before the save, or None if they were not saved."""
         found: int | None = self.common.get("iteration")
         return found
 
     @property
     def args(self) -> dict[str, Any] | None:
-        """The arguments of the run; None if the program that saved has none."""
+        """The arguments of the run, or None if they were not saved."""
         args = self.common.get("args")
         return None if args is None else dict(vars(args))
 
@@ -127,9 +129,9 @@ class MegatronCoreFiles:
         return _tensor(self.metadata.state_dict_metadata[key]).properties.dtype
 
     def checked(self, process_group: dist.ProcessGroup | None = None) -> StoredPieces:
-        """Returns the pieces with the places of their elements, after comparing all with their checksums.
+        """Returns the pieces with the offsets of their elements, after verifying all checksums.
 
-        Collective over the group, whose ranks share the reading; None is all ranks, or this process alone. Raises
+        Collective over the group, which shares the reading; None means all ranks, or this process alone. Raises
         ValueError on every rank, naming file and tensor, for damaged data.
         """
         group = every_rank(process_group)
@@ -165,7 +167,7 @@ def _weights_and_states(metadata: Metadata) -> tuple[frozenset[str], dict[str, d
 
 
 def _common_values(path: Path) -> dict[str, Any]:
-    """Returns the content of common.pt, with iteration and arguments checked if present."""
+    """Returns the content of common.pt, after checking iteration and arguments if present."""
     if not path.is_file():
         raise ValueError(f"{path.parent} has no {path.name}")
     content = load_allowed(path, path, allowed=ALLOWED)
@@ -173,14 +175,14 @@ def _common_values(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} holds a {type(content).__name__}: must be a dict")
     iteration, args = content.get("iteration"), content.get("args")
     if iteration is not None and not is_count(iteration):
-        raise ValueError(f"{path} holds {iteration!r:.60} as iteration: must be a whole number from 0")
+        raise ValueError(f"{path} holds {iteration!r:.60} as iteration: must be a non-negative integer")
     if args is not None and not isinstance(args, (argparse.Namespace, types.SimpleNamespace)):
         raise ValueError(f"{path} holds {args!r:.60} as args: must be the Namespace of a run's arguments")
     return content
 
 
 def _tensors_alone(metadata: Metadata, *, folder: Path) -> Metadata:
-    """Returns only weights and optimizer state, with keys as the model names its parameters."""
+    """Selects weights and optimizer state, without wrapper prefixes, so that keys equal the model's parameter names."""
     kept: dict[str, Any] = {}
     for key, entry in metadata.state_dict_metadata.items():
         name = canonical_name(key)
@@ -193,15 +195,15 @@ def _tensors_alone(metadata: Metadata, *, folder: Path) -> Metadata:
             raise ValueError(f"{folder} holds an object as {key}: must be a tensor")
         if entry.properties.dtype not in _NUMBERS:
             raise ValueError(
-                f"{folder} holds {key} as {entry.properties.dtype}: must be fp64, fp32, bf16 or fp16; save it without "
-                "--fp8-param-gather"
+                f"{folder} holds {key} as {entry.properties.dtype}: must be fp64, fp32, bf16 or fp16; save it "
+                "without --fp8-param-gather"
             )
         if name in kept:
             raise ValueError(f"{folder} holds {name} twice, with and without a wrapper's prefix")
         kept[name] = entry
     stored = vars(metadata).get("storage_data")
     if not isinstance(stored, dict):
-        raise ValueError(f"{folder / METADATA_FILE} does not say where tensors are")
+        raise ValueError(f"{folder / METADATA_FILE} does not locate its tensors")
     places = {
         replace(index, fqn=canonical_name(index.fqn)): place
         for index, place in stored.items()
@@ -211,8 +213,8 @@ def _tensors_alone(metadata: Metadata, *, folder: Path) -> Metadata:
 
 
 def _checked_piece(path: Path, piece: Piece, *, dtype: torch.dtype) -> Piece:
-    """Returns a piece with the offset of its elements, after comparing them with torch.save's checksum."""
-    assert piece.box is not None, "an object is no weight"
+    """Returns a piece with the offset of its elements, after verifying torch.save's checksum."""
+    assert piece.box is not None, "weights are never objects"
     with open(path, "rb", buffering=0) as file:
         try:
             data_start = piece.start + _checked_data(io.BufferedReader(_Section(file.fileno(), piece)))
@@ -224,14 +226,12 @@ def _checked_piece(path: Path, piece: Piece, *, dtype: torch.dtype) -> Piece:
             tensor = load_allowed(section, f"{path}: {piece}")
     is_plain = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.is_contiguous()
     if not is_plain or (tuple(tensor.shape), tensor.dtype) != (piece.box.shape, dtype):
-        raise ValueError(f"{path} is corrupt: {piece} is another tensor than {METADATA_FILE} says")
+        raise ValueError(f"{path} is corrupt: {piece} does not match its entry in {METADATA_FILE}")
     return replace(piece, data_start=data_start + tensor.storage_offset() * dtype.itemsize)
 
 
 def _checked_data(section: io.BufferedReader) -> int:
-    """Returns the offset of the single tensor's elements in an archive of torch.save, after checking all of the
-    archive.
-    """
+    """Returns the offset of the single tensor's elements in a torch.save archive, after checking the whole archive."""
     with zipfile.ZipFile(section) as archive:
         records = [record for record in archive.infolist() if re.fullmatch(r"[^/]+/data/\d+", record.filename)]
         if len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED:
@@ -244,7 +244,7 @@ def _checked_data(section: io.BufferedReader) -> int:
 
 
 class _Section(io.RawIOBase):
-    """The bytes of a piece as a file."""
+    """Exposes the bytes of a piece as a file."""
 
     def __init__(self, descriptor: int, piece: Piece) -> None:
         self._descriptor, self._piece, self._place = descriptor, piece, 0

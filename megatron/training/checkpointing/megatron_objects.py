@@ -1,4 +1,4 @@
-"""Names, arguments and pickled objects in checkpoints that Megatron-LM and Megatron-Core write, in either format.
+"""Names, arguments and pickled objects in checkpoints of Megatron-LM and Megatron-Core.
 
 megatron_core_files.py and legacy_files.py read such files with these allow-lists.
 """
@@ -16,9 +16,9 @@ from megatron.core.enums import ModelType
 from megatron.core.transformer.enums import AttnBackend
 from megatron.training.checkpointing.train_state import TrainState
 
-# Entries of modules that are no weights: kernel states, counts of a step, recomputed values.
+# Module entries that are not weights: kernel states, step counts, recomputed values.
 NOT_WEIGHTS = ("_extra_state", "rotary_pos_emb.inv_freq", "local_tokens_per_expert")
-# Linear layers that a norm precedes, and that may contain it.
+# Linear layers that follow a norm and may contain it.
 FUSED_NORMS = {
     "self_attention.linear_qkv": "input_layernorm",
     "self_attention.linear_q_up_proj": "self_attention.q_layernorm",
@@ -28,7 +28,7 @@ FUSED_NORMS = {
 
 
 class Inert:
-    """Placeholder for one of Megatron's objects that holds no weights."""
+    """Placeholder for a Megatron object that holds no weights."""
 
     def __init__(self, *unused: Any) -> None:
         self.state: Any = None
@@ -37,7 +37,7 @@ class Inert:
         self.state = state
 
 
-# Megatron's names of classes that are replaced by Inert.
+# Names of Megatron classes that are replaced by Inert.
 _INERT = (
     "megatron.core.rerun_state_machine.RerunDiagnostic",
     "megatron.core.rerun_state_machine.RerunMode",
@@ -60,12 +60,12 @@ ALLOWED: list[Any] = [
 ]
 
 
-# The `origin` of values that Megatron wrote, in its files or converted ones. Its generators cannot be continued, so a
-# load seeds them from scratch and does not ask for --no-load-rng. Checkpoints of our runs have no origin.
+# The `origin` of values written by Megatron, in its files or converted from them. Its generators cannot be continued,
+# so a load reseeds them and does not require --no-load-rng. Native checkpoints have no origin.
 MEGATRON = "megatron"
 # Arguments in a checkpoint that count samples.
 SAMPLE_COUNTS = ("consumed_train_samples", "consumed_valid_samples")
-# With these flags the same weights are a model that does not exist here.
+# With these flags the same weights describe an unsupported model.
 _OTHER_MODELS = (
     "qk_l2_norm",
     "apply_residual_connection_post_layernorm",
@@ -73,8 +73,8 @@ _OTHER_MODELS = (
 )
 
 
-# Arguments that give equal weights another meaning, and their values where a checkpoint lacks them. Programs of users
-# often store few arguments, and a model with one of these would otherwise load such weights without a word.
+# Arguments that change the meaning of the same weights, and their values if a checkpoint lacks them. Users' programs
+# often store few arguments, and a model with one of these would otherwise load such weights without an error.
 _SILENT_ARGUMENTS = {
     "layernorm_zero_centered_gamma": False,
     "use_mup": False,
@@ -84,7 +84,9 @@ _SILENT_ARGUMENTS = {
 
 
 def _with_silent_arguments(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds the arguments that no weight shows. apply_layernorm_1p is an old name of layernorm_zero_centered_gamma."""
+    """Adds the arguments that leave no trace in the weights. apply_layernorm_1p is an old name of
+    layernorm_zero_centered_gamma.
+    """
     renamed = {"layernorm_zero_centered_gamma": args["apply_layernorm_1p"]} if "apply_layernorm_1p" in args else {}
     return {**_SILENT_ARGUMENTS, **renamed, **args}
 
@@ -103,14 +105,14 @@ def _is_json(value: Any) -> bool:
 
 
 def values_without_state(args: Mapping[str, Any], *, iteration: int) -> dict[str, Any]:
-    """Returns the common values of a checkpoint of ours that has weights, data position and arguments.
+    """Returns the common values of a native checkpoint that has weights, data position and arguments.
 
-    args: the arguments of the program that wrote the files. Raises ValueError naming the argument of a model that does
-    not exist here.
+    args: the arguments of the program that wrote the files. Raises ValueError naming an argument of an unsupported
+    model.
     """
     for name in _OTHER_MODELS:
         if args.get(name):
-            raise ValueError(f"{name} is {args[name]!r:.60}: such models are not known here, must be unset")
+            raise ValueError(f"{name} is {args[name]!r:.60}: must be unset, because such models are not supported")
     args = _with_silent_arguments(args)
     state = TrainState(iteration=iteration)
     state.load_state_dict({name: args.get(name) or 0 for name in SAMPLE_COUNTS})

@@ -1,6 +1,6 @@
 """Loads from a checkpoint of a deliberately different model: new experts or adapters, tied weights, other keys.
 
-run_values.py refuses all other differences, and loading.py performs the load.
+run_values.py rejects all other differences, and loading.py performs the load.
 """
 
 import argparse
@@ -22,21 +22,21 @@ from megatron.training.checkpointing.run_values import check_adapters, check_sam
 
 _EXPERTS, _DENSE = ".mlp.experts.", ".mlp."
 _ROUTER = ".mlp.router."
-# Arguments that a dense model leaves open.
+# Arguments that a dense model leaves unset.
 _EXPERT_ARGUMENTS = ("num_experts", "moe_layer_freq", "moe_ffn_hidden_size")
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 FLAG = "untie_embeddings_and_output_weights"
 _MAX_NAMED = 8
 
 
-# New experts and adapters.
+# Section: new experts and adapters.
 
 
 @dataclass(frozen=True)
 class PartialLoadPlan:
     """The parts of a model that its checkpoint lacks by design.
 
-    experts: copies of the checkpoint's dense layers. adapters: keep their initial values.
+    experts: initialized from the checkpoint's dense layers. adapters: keep their initial values.
     """
 
     experts: bool
@@ -55,14 +55,16 @@ class PartialLoadPlan:
         return cls(experts, adapters=vars(args).get("lora_rank") is not None and stored.get("lora_rank") is None)
 
     def check_position(self, *, restored: bool) -> None:
-        """Raises ValueError if the run restores its position, although its adapters are new."""
+        """Raises ValueError if the run restores its position although its adapters are new."""
         if self.adapters and restored:
-            raise ValueError("the checkpoint lacks the adapters of --lora-rank: add --finetune to start new ones")
+            raise ValueError("the checkpoint lacks the adapters of --lora-rank: add --finetune to start with new ones")
 
     def substitute(
         self, wanted: Sequence[ShardedTensor], checkpoint: VerifiedCheckpoint
     ) -> tuple[Sequence[ShardedTensor], Callable[[], None]]:
-        """Returns the tensors to load in place of `wanted`, any shape and dtype, and a function to call afterwards."""
+        """Returns the tensors to load instead of `wanted`, of any shape and dtype, and a function to call after the
+        load.
+        """
         if self.adapters:
             wanted = [tensor for tensor in wanted if not is_adapter(tensor.key)]
         return from_dense(wanted, checkpoint) if self.experts else (wanted, lambda: None)
@@ -89,11 +91,12 @@ def check_upcycling(args: argparse.Namespace, stored: Mapping[str, Any]) -> None
 def from_dense(
     wanted: Sequence[ShardedTensor], checkpoint: VerifiedCheckpoint
 ) -> tuple[list[ShardedTensor], Callable[[], None]]:
-    """Returns the dense tensors to load in place of experts, and a function that then fills all experts.
+    """Returns the dense tensors to load instead of experts, and a function that fills all experts after the load.
 
-    Sparse upcycling after Komatsuzaki et al. (2023): each expert starts as the feed-forward layer it replaces. This
-    rank's experts, [E, *], any dtype, are filled from the dense tensor, [*]. Routers keep their initial values. Other
-    tensors are loaded unchanged. Works under any two layouts, because it only uses the keys of logical tensors.
+    Implements sparse upcycling after Komatsuzaki et al. (2023): each expert starts as the feed-forward layer it
+    replaces. This rank's experts, [E, *], any dtype, are filled from the dense tensor, [*]. Routers keep their initial
+    values. Other tensors are loaded unchanged. Works under any two layouts, because it only uses the keys of logical
+    tensors.
     """
     available: list[ShardedTensor] = []
     copied: list[torch.Tensor] = []
@@ -102,7 +105,7 @@ def from_dense(
         if tensor.key in checkpoint.tensors or (dense == tensor.key and _ROUTER not in tensor.key):
             available.append(tensor)
         elif dense != tensor.key and len(tensor.data):
-            # Reads the first expert and copies it to the others, so that there is one read for any number of experts.
+            # Reads the first expert and copies it to the others, so that the dense layer is read only once.
             first = ShardedTensor.at(
                 dense,
                 tensor.data[0],
@@ -120,16 +123,16 @@ def from_dense(
     return available, fill
 
 
-# Tied weights.
+# Section: tied weights.
 
 
 class Tying(enum.Enum):
-    """Conversion between tied and untied vocabulary weights in a load.
+    """Conversion between tied and untied vocabulary weights during a load.
 
-    SPLIT: both weights of the run start from the checkpoint's single weight, and so does their optimizer state. Its
-    moments belong to the sum of two gradients. The first moment moves each weight as it would have moved the tied one.
-    The second moment is too large for each alone, which shortens the first steps; fresh moments would lengthen them.
-    JOIN: the run's single weight starts from the checkpoint's two, which must be equal.
+    SPLIT: both weights of the run start from the checkpoint's single weight, and so does their optimizer state. The
+    moments of that state belong to the sum of two gradients. The first moment moves each weight as it would have moved
+    the tied one. The second moment is too large for either weight alone, which shortens the first steps; fresh moments
+    would lengthen them. JOIN: the run's single weight starts from the checkpoint's two weights, which must be equal.
     """
 
     SAME = "same"
@@ -138,31 +141,31 @@ class Tying(enum.Enum):
 
     @classmethod
     def between(cls, stored: Mapping[str, Any], here: Mapping[str, Any]) -> "Tying":
-        """Returns the conversion from the arguments of a checkpoint to those of a run."""
+        """Determines the conversion from the arguments of a checkpoint and of a run."""
         if FLAG not in stored or FLAG not in here or bool(stored[FLAG]) == bool(here[FLAG]):
             return cls.SAME
         return cls.SPLIT if here[FLAG] else cls.JOIN
 
     def stored_key(self, key: str) -> str:
-        """Returns the checkpoint's key of one of the run's parameters or optimizer states."""
+        """Returns the checkpoint's key for one of the run's parameters or optimizer states."""
         is_output = (parameter_key(key) if is_state(key) else key) == OUTPUT
         return key.removesuffix(OUTPUT) + EMBEDDING if self is Tying.SPLIT and is_output else key
 
     def with_stored_keys(self, tensors: Sequence[ShardedTensor]) -> list[ShardedTensor]:
-        """Returns `tensors`, any shape and dtype, under the checkpoint's keys."""
+        """Returns `tensors`, of any shape and dtype, under the checkpoint's keys."""
         return [replace(tensor, key=self.stored_key(tensor.key)) for tensor in tensors]
 
 
 def require_same_two(tensors: Sequence[ShardedTensor], checkpoint: VerifiedCheckpoint) -> None:
-    """Raises ValueError on every rank unless the checkpoint's two weights are equal, in the boxes of `tensors`.
+    """Raises ValueError on every rank unless the checkpoint's two weights are equal in the boxes of `tensors`.
 
-    Collective. tensors: requested by a run with one weight, any shape and dtype. Each rank compares its own boxes.
+    Collective. tensors: requested by a run with tied weights, of any shape and dtype. Each rank compares its own boxes.
     """
     stored = checkpoint.tensors
     pairs = []
     for tensor in tensors:
         output = tensor.key.removesuffix(EMBEDDING) + OUTPUT
-        # Optimizer state of only one weight means that the other was frozen; it is not loaded.
+        # Optimizer state of only one weight means that the other was frozen. The state is not loaded.
         if tensor.key.endswith(EMBEDDING) and tensor.key in stored and output in stored:
             pairs.append(tuple(_empty(tensor, key, checkpoint=checkpoint) for key in (tensor.key, output)))
     dist_checkpointing.load_items([box for pair in pairs for box in pair], checkpoint)
@@ -171,8 +174,9 @@ def require_same_two(tensors: Sequence[ShardedTensor], checkpoint: VerifiedCheck
             if not torch.equal(one.data, other.data):
                 without = "; --no-load-optim or --finetune load only the weights" if is_state(one.key) else ""
                 raise ValueError(
-                    f"--untie-embeddings-and-output-weights is off here, on in the checkpoint, and {other.key} there "
-                    f"differs from {one.key}: a tied weight cannot start from both; give the flag{without}"
+                    "--untie-embeddings-and-output-weights is off here but on in the checkpoint, where "
+                    f"{other.key} differs from {one.key}: a tied weight cannot start from both; give the "
+                    f"flag{without}"
                 )
 
 
@@ -181,13 +185,13 @@ def _empty(tensor: ShardedTensor, key: str, *, checkpoint: VerifiedCheckpoint) -
     return tensor.with_data(key, torch.empty_like(tensor.data, dtype=dtype, device="cpu"))
 
 
-# Keys that only one of run and checkpoint has.
+# Section: keys that only the run or only the checkpoint has.
 
 
 class Strictness(enum.Enum):
     """Values of --dist-ckpt-strictness.
 
-    Like Megatron, it calls a key unexpected if the checkpoint lacks it, and missing if the run does not request it.
+    As in Megatron, a key is unexpected if the checkpoint lacks it, and missing if the run does not request it.
     """
 
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
@@ -199,36 +203,38 @@ class Strictness(enum.Enum):
 
     @property
     def tolerates_lacking(self) -> bool:
-        """Whether a load continues if the checkpoint lacks a key."""
+        """Tells whether a load continues if the checkpoint lacks a key."""
         return self in (Strictness.LOG_UNEXPECTED, Strictness.LOG_ALL, Strictness.IGNORE_ALL)
 
     @property
     def checks_unused(self) -> bool:
-        """Whether unused keys of the checkpoint are reported."""
+        """Tells whether unused keys of the checkpoint are reported."""
         return self in (Strictness.LOG_ALL, Strictness.RAISE_ALL)
 
 
 def lacking_keys(
     wanted: Sequence[ShardedTensor], checkpoint: VerifiedCheckpoint, *, strictness: Strictness
 ) -> set[str]:
-    """Returns the requested keys that the checkpoint lacks and the load may skip, and reports them. Collective.
+    """Reports and returns the requested keys that the checkpoint lacks and the load may skip. Collective.
 
-    wanted: any shape and dtype. Empty if the load may not skip any; it then fails with the names of the keys.
+    wanted: of any shape and dtype. Returns an empty set if the load must not skip keys; it then fails and names the
+    keys.
     """
     if not strictness.tolerates_lacking:
         return set()
     lacking = _of_all_ranks(tensor.key for tensor in wanted if tensor.key not in checkpoint.tensors)
     if lacking and strictness is not Strictness.IGNORE_ALL:
-        print_rank_0(f"The checkpoint lacks {_named(lacking)}: their initial values are kept.")
+        print_rank_0(f"The checkpoint lacks {_named(lacking)}, which keep their initial values.")
     return lacking
 
 
 def check_unused(
     wanted: Sequence[ShardedTensor], checkpoint: VerifiedCheckpoint, *, strictness: Strictness, optimizer: bool
 ) -> None:
-    """Reports the keys of the checkpoint that no rank requests, or raises ValueError. Collective.
+    """Reports the checkpoint keys that no rank requests, or raises ValueError. Collective.
 
-    wanted: any shape and dtype. optimizer: whether optimizer state is among them; if not, it is ignored.
+    wanted: of any shape and dtype. optimizer: whether `wanted` includes optimizer state; otherwise stored optimizer
+    state is ignored.
     """
     if not strictness.checks_unused:
         return

@@ -1,4 +1,4 @@
-"""Random-number generators of a rank: seeding, capture and restore, and their rows in a checkpoint.
+"""Seeds, captures and restores the random-number generators of a rank, and stores them as rows in a checkpoint.
 
 The generators are those of Python, NumPy and torch, and the streams of the tensor-parallel tracker.
 """
@@ -15,14 +15,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection, group_ra
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 _PREFIX = "rng."
-# In the order of rng_state_bytes; "cuda" only with a GPU.
+# In the order of rng_state_bytes. "cuda" exists only with a GPU.
 _TORCH = ("torch", "cuda")
-# All generators of this rank, by name: each [N], on the CPU, int64, float64 or uint8.
+# All generators of this rank by name: each [N], int64, float64 or uint8, on the CPU.
 RngState = dict[str, torch.Tensor]
 
 
 def seed_generators(seed: int, groups: ProcessGroupCollection) -> None:
-    """Seeds every generator identically on all data-parallel replicas and pipeline stages, to draw equal weights."""
+    """Seeds every generator identically on all data-parallel replicas and pipeline stages, for equal weights."""
     seed_all(seed)
     model_parallel_cuda_manual_seed(
         seed, tp_rank=group_rank(groups.tp), ep_rank=group_rank(groups.ep), etp_rank=group_rank(groups.expt_tp)
@@ -30,7 +30,8 @@ def seed_generators(seed: int, groups: ProcessGroupCollection) -> None:
 
 
 def seed_ranks(seed: int, groups: ProcessGroupCollection) -> None:
-    """Gives each replica, context-parallel rank and pipeline stage its own dropout; call after drawing the weights.
+    """Gives each replica, context-parallel rank and pipeline stage its own dropout. Call it after weight
+    initialization.
 
     Tensor-parallel ranks still share the default stream.
     """
@@ -40,11 +41,11 @@ def seed_ranks(seed: int, groups: ProcessGroupCollection) -> None:
 def rng_sharded_state(groups: ProcessGroupCollection) -> list[ShardedTensor]:
     """Returns this rank's generators as rows of global tensors.
 
-    The tensors are [data, pipeline, context, tensor parallel size, N], on the CPU, int64, float64 or uint8.
+    The tensors are [data, pipeline, context, tensor parallel size, N], int64, float64 or uint8, on the CPU.
     """
     axes = (groups.dp, groups.pp, groups.cp, groups.tp)
     sizes, place = tuple(map(group_size, axes)), tuple(map(group_rank, axes))
-    # Rows of one tensor, not a key for each rank: a load detects another layout by the shape.
+    # Rows of one tensor instead of a key for each rank, so that a load detects another layout from the shape.
     return [
         ShardedTensor.at(_PREFIX + name, row.view(1, 1, 1, 1, -1), (*sizes, row.numel()), (*place, 0))
         for name, row in capture_rng().items()
@@ -57,7 +58,7 @@ def load_rng(loaded: list[ShardedTensor]) -> None:
 
 
 def restore_rng(rows: RngState) -> None:
-    """Sets this rank's generators to a state from capture_rng, which can be restored any number of times."""
+    """Restores this rank's generators to a state from capture_rng, which can be reused any number of times."""
     python, numpy_state, gauss = rows["python"].tolist(), rows["numpy"].numpy(), rows["gauss"].tolist()
     # 3 is the version of the Mersenne Twister state since Python 3.2.
     random.setstate((3, tuple(python), None if math.isnan(gauss[0]) else gauss[0]))
@@ -70,15 +71,15 @@ def restore_rng(rows: RngState) -> None:
 
 
 def same_rng(one: RngState, other: RngState) -> bool:
-    """Whether two captured states are equal, i.e. nothing was drawn between them."""
-    # By bytes, because "gauss" uses NaN for an absent value.
+    """Tells whether two captured states are equal, i.e. no random number was drawn between them."""
+    # Compared as bytes, because "gauss" uses NaN for an absent value.
     return one.keys() == other.keys() and all(
         torch.equal(state.view(torch.uint8), other[name].view(torch.uint8)) for name, state in one.items()
     )
 
 
 def capture_rng() -> RngState:
-    """Captures this rank's generators: Python's, NumPy's, torch's, the device's, and the tracker's streams."""
+    """Captures this rank's generators: those of Python, NumPy, torch and the device, and the tracker's streams."""
     _, python, python_gauss = random.getstate()
     numpy_state = numpy.random.get_state(legacy=False)
     keys, position = numpy_state["state"]["key"], numpy_state["state"]["pos"]

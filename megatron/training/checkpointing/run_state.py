@@ -1,4 +1,4 @@
-"""The state of a run that checkpoints hold, as boxes of tensors: model weights, optimizer and scheduler.
+"""Collects the state of a run for checkpoints as boxes of tensors: model weights, optimizer and scheduler.
 
 rng_state.py has the random-number generators and train_state.py the counters. Optimizers provide their own state.
 """
@@ -28,7 +28,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 class CheckpointedOptimizer(Protocol):
-    """Interface of an optimizer to checkpoints: tensors by logical piece, and the rest as JSON."""
+    """Optimizer interface for checkpoints: tensors by logical piece, and the remaining state as JSON."""
 
     def sharded_state(self, model_pieces: dict[str, list[LogicalPiece]]) -> list[ShardedTensor]: ...
     def loading(self, model_pieces: dict[str, list[LogicalPiece]]) -> AbstractContextManager[list[ShardedTensor]]: ...
@@ -38,7 +38,7 @@ class CheckpointedOptimizer(Protocol):
 
 
 class CheckpointedScheduler(Protocol):
-    """Interface of a scheduler to checkpoints: its state as JSON."""
+    """Scheduler interface for checkpoints: its state as JSON."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
@@ -46,7 +46,7 @@ class CheckpointedScheduler(Protocol):
 
 @dataclass(frozen=True)
 class RunState:
-    """The objects whose state a checkpoint holds, and their process groups."""
+    """The objects whose state a checkpoint stores, and their process groups."""
 
     model: Sequence[torch.nn.Module]
     optimizer: CheckpointedOptimizer | None
@@ -63,7 +63,7 @@ class RunState:
         return union_over_model(self._keys(trained=False), self.groups)
 
     def trained_keys(self) -> set[str]:
-        """Returns the keys of this stage's parameters that the optimizer updates, on whichever rank."""
+        """Returns the keys of this stage's parameters that the optimizer updates on any rank."""
         return self._keys(trained=True)
 
     def _keys(self, *, trained: bool) -> set[str]:
@@ -74,7 +74,7 @@ class RunState:
 
 
 class ModelWeights:
-    """Parameters and buffers of model chunks as the boxes that a checkpoint holds, in the dtype of the modules.
+    """Parameters and buffers of model chunks as the boxes that a checkpoint stores, in the dtype of the modules.
 
     tensors: boxes to save, or to load in place. If FSDP2 shards are kept in a wider dtype, the boxes are copies.
     Training continues from the wider values in the optimizer's master weights, which are the shards. A load without the
@@ -107,7 +107,7 @@ class ModelWeights:
 
 
 def frozen_tensors(chunks: Sequence[nn.Module]) -> list[ShardedTensor]:
-    """Returns views of the parameters of this rank that no optimizer updates, any shape and dtype."""
+    """Returns views of this rank's parameters that no optimizer updates, of any shape and dtype."""
     tensors = []
     for chunk in chunks:
         pieces = model_logical_pieces(chunk)
@@ -124,5 +124,5 @@ def frozen_tensors(chunks: Sequence[nn.Module]) -> list[ShardedTensor]:
 
 
 def is_rank_0() -> bool:
-    """Whether this rank writes trackers and common files: rank 0, or a process on its own."""
+    """Tells whether this rank writes trackers and common files: rank 0, or the only process."""
     return not dist.is_initialized() or dist.get_rank() == 0

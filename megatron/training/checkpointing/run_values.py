@@ -1,4 +1,4 @@
-"""JSON values of a run in its checkpoints: validates them on load, and compares the run's arguments or adopts them.
+"""Validates the JSON values of a checkpoint, and compares its arguments with those of a run or adopts them.
 
 folder.py finds the checkpoint. Tensors are not handled here.
 """
@@ -20,7 +20,7 @@ from megatron.training.command_line.errors import is_first_rank
 from megatron.training.command_line.flags import MODEL_SHAPE_DESTS, Flag, flag_table
 
 _KINDS: dict[str, type] = {"iteration": int, "args": dict, "train_state": dict, "contents": dict, "frozen": list}
-# Derived arguments that models are built from.
+# Derived arguments that determine the model.
 _DERIVED = ("padded_vocab_size", "unpadded_vocab_size")
 _NUMBERS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float)}
 _ADAPTERS = ("lora_rank", "lora_alpha", "lora_target_modules")
@@ -29,7 +29,7 @@ _NOT_IN_WEIGHTS = (
     "group_query_attention",  # implied by num_query_groups
     "layernorm_epsilon",
     "rotary_base",
-    # Changed when a model is trained further on longer texts.
+    # Changes when a model is trained further on longer texts.
     "rotary_seq_len_interpolation_factor",
     "use_rope_scaling",
     "rope_scaling_factor",
@@ -52,7 +52,7 @@ _NOT_IN_WEIGHTS = (
     "moe_router_group_score",
     "moe_router_topk_scaling_factor",
     "untie_embeddings_and_output_weights",  # partial_load.py converts between the two
-    # A model may start new adapters, see check_adapters.
+    # A model may start with new adapters (see check_adapters).
     *_ADAPTERS,
 )
 # A different value means different weights, or weights with a different meaning.
@@ -66,7 +66,7 @@ _SAME_OPTIMIZER = ("optimizer", "fp16", "bf16")
 _SAME_STATES = {"adam", "distributed_fused_adam"}
 
 
-# Read and validate.
+# Section: read and validate.
 
 _READERS = {
     CheckpointFormat.OURS: load_common,
@@ -78,7 +78,7 @@ _READERS = {
 def load_run_values(folder: Path) -> dict[str, Any]:
     """Reads the JSON part of a checkpoint; raises ValueError if it was not written by a training run.
 
-    Those of Megatron's own formats have the same values under other names.
+    Checkpoints in Megatron's formats have the same values under other names.
     """
     return checked_run_values(folder, _READERS[format_of(folder)](folder))
 
@@ -86,11 +86,11 @@ def load_run_values(folder: Path) -> dict[str, Any]:
 def checked_run_values(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
     """Returns the JSON part of the checkpoint in a folder; raises ValueError if no training run wrote it."""
     if not values.keys() >= _KINDS.keys():
-        raise ValueError(f"{folder} is a checkpoint, but not one of a training run")
+        raise ValueError(f"{folder} is a checkpoint, but not of a training run")
     try:
         _check(values)
     except ValueError as error:
-        raise ValueError(f"{folder} holds a value that no training run writes: {error}") from error
+        raise ValueError(f"{folder} holds a value that training runs do not write: {error}") from error
     return values
 
 
@@ -113,18 +113,18 @@ def _check_optimizer(optimizer: Any, scheduler: Any) -> None:
     _require(is_count(optimizer.get("step")), "optimizer.step", value=optimizer.get("step"), right="int, 0 or more")
     scaler = optimizer.get("grad_scaler")
     is_right = scaler is None or _is_scaler(scaler)
-    _require(is_right, "optimizer.grad_scaler", value=scaler, right="finite numbers by name, the scale above 0")
+    _require(is_right, "optimizer.grad_scaler", value=scaler, right="finite numbers by name, with a scale above 0")
     is_right = scheduler is None or (isinstance(scheduler, dict) and is_count(scheduler.get("num_steps")))
     _require(is_right, "scheduler", value=scheduler, right="dict with a num_steps of 0 or more")
 
 
 def _is_scaler(scaler: Any) -> bool:
-    """Whether a value is the state of a loss scaler; its trackers may be negative after many bad steps."""
+    """Tells whether a value is the state of a loss scaler, whose trackers may be negative after many overflows."""
     return isinstance(scaler, dict) and all(map(_is_number, scaler.values())) and scaler.get("scale", 1) > 0
 
 
 def check_arguments(args: Mapping[str, Any]) -> None:
-    """Raises ValueError naming a stored argument whose type its flag cannot produce; ignores unknown ones."""
+    """Raises ValueError naming a stored argument of a type that its flag cannot produce; ignores unknown arguments."""
     for name, value in args.items():
         flag = flag_table().by_dest.get(name)
         if name in _DERIVED:
@@ -135,7 +135,7 @@ def check_arguments(args: Mapping[str, Any]) -> None:
 
 
 def _can_produce(flag: Flag, value: Any) -> bool:
-    """Whether a flag can produce a value of this type; bounds are checked where the value is used."""
+    """Tells whether a flag can produce a value of this type. Bounds are checked where the value is used."""
     if value is None:
         return True
     if flag.constant is not None:
@@ -148,7 +148,7 @@ def _can_produce(flag: Flag, value: Any) -> bool:
 
 
 def _describe_values(flag: Flag) -> str:
-    """Describes the values other than None that _can_produce accepts."""
+    """Describes the values that _can_produce accepts, except None."""
     if flag.constant is not None:
         return "bool"
     if flag.type_name not in (*_NUMBERS, "str"):
@@ -171,19 +171,19 @@ def _require(holds: bool, name: str, *, value: Any, right: str) -> None:
         raise ValueError(f"{name} is {value!r:.80}: must be {right}")
 
 
-# Compare with the run, or adopt.
+# Section: compare with the run, or adopt.
 
 
 def args_to_json(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns all arguments as JSON values; other values become text."""
-    # Round trip, so that values compare equal to stored ones (tuples become lists).
+    """Returns all arguments as JSON values. Values of other types become strings."""
+    # A round trip, so that values compare equal to stored ones (tuples become lists).
     return json.loads(json.dumps(vars(args), default=str))
 
 
 def load_args_from_checkpoint(args: argparse.Namespace) -> argparse.Namespace:
-    """Sets the arguments of `args` that define the model to those of the checkpoint that the run will load.
+    """Overwrites the arguments in `args` that define the model with those of the checkpoint that the run will load.
 
-    For --use-checkpoint-args: call between parse_args and validate_args on every rank; not collective. Raises
+    For --use-checkpoint-args: call it between parse_args and validate_args on every rank. Not collective. Raises
     ValueError if there is no checkpoint.
     """
     found = None if args.load is None else find_checkpoint(args.load, step=args.ckpt_step)
@@ -192,7 +192,7 @@ def load_args_from_checkpoint(args: argparse.Namespace) -> argparse.Namespace:
         found = find_checkpoint(args.pretrained_checkpoint, step=step, flag="--pretrained-checkpoint")
     if found is None:
         where = f"--load {args.load}" if args.pretrained_checkpoint is None else args.pretrained_checkpoint
-        raise ValueError(f"--use-checkpoint-args: there is no checkpoint in {where}")
+        raise ValueError(f"--use-checkpoint-args: no checkpoint found in {where}")
     stored = load_run_values(found.path)["args"]
     # The checkpoint overrides the command line, as the flag promises.
     vars(args).update(model_arguments(stored, here=vars(args)))
@@ -201,7 +201,7 @@ def load_args_from_checkpoint(args: argparse.Namespace) -> argparse.Namespace:
         if is_first_rank() and here is not None and stored.get(name, here) != here:
             flag = f"--{name.replace('_', '-')}"
             print(
-                f"note: {flag} is {vars(args)[name]}, in the checkpoint it is {stored[name]}",
+                f"note: {flag} is {vars(args)[name]}, replaced by {stored[name]} from the checkpoint",
                 file=sys.stderr,
                 flush=True,
             )
@@ -212,19 +212,19 @@ def model_arguments(stored: Mapping[str, Any], *, here: Mapping[str, Any]) -> di
     """Returns the stored arguments that a run with the arguments `here` needs to compute the checkpoint's model.
 
     These are MODEL_SHAPE_DESTS, the vocabulary size of a model with more ids than its tokenizer, and the load-balancing
-    type if only one of the two uses Sinkhorn. The run keeps its own adapters if it starts new ones, and its own experts
-    if it makes them from a dense model. Arguments newer than the checkpoint keep their defaults, with which it was
-    trained.
+    type if only one of the two uses Sinkhorn. A run that starts with new adapters keeps its adapter arguments, and a
+    run that creates its experts from a dense model keeps its expert arguments. Arguments newer than the checkpoint keep
+    their defaults, with which it was trained.
     """
     different = _uses_sinkhorn(stored) != _uses_sinkhorn(here)
     names = (*MODEL_SHAPE_DESTS, *_BALANCING) if different else MODEL_SHAPE_DESTS
-    # NullTokenizer has no file; its vocabulary size is an argument of the run.
+    # NullTokenizer has no file, so its vocabulary size is an argument of the run.
     if stored.get("tokenizer_type") != "NullTokenizer" and stored.get("vocab_size") is not None:
         names = (*names, "vocab_size")
     # Adopting the absence of adapters would turn --lora-rank off, and the run would train all weights.
     if here.get("lora_rank") is not None and stored.get("lora_rank") is None:
         names = tuple(name for name in names if name not in _ADAPTERS)
-    # Likewise a dense checkpoint must not turn off the experts that start from its layers.
+    # Likewise, a dense checkpoint must not turn off the experts that start from its layers.
     if here.get("moe_use_upcycling") and stored.get("num_experts") is None:
         names = tuple(name for name in names if name != "num_experts" and not name.startswith("moe_"))
     return {name: stored[name] for name in names if name in stored}
@@ -237,7 +237,7 @@ def _uses_sinkhorn(values: Mapping[str, Any]) -> bool:
 def check_same_model(args: argparse.Namespace, stored: Mapping[str, Any]) -> None:
     """Raises ValueError naming the arguments that make the checkpoint's model differ from this run's."""
     here, theirs = _model_of(args_to_json(args)), _model_of(stored)
-    # A width that one side leaves to follow from others shows in the shapes.
+    # A width that one side derives from other arguments is compared through the tensor shapes.
     names = tuple(
         name for name in _SAME_MODEL if name != "kv_channels" or None not in (here.get(name), theirs.get(name))
     )
@@ -248,10 +248,10 @@ def check_same_model(args: argparse.Namespace, stored: Mapping[str, Any]) -> Non
 
 
 def _advice(names: list[str]) -> str:
-    advice = [] if names == ["unpadded_vocab_size"] else ["--use-checkpoint-args takes its values"]
+    advice = [] if names == ["unpadded_vocab_size"] else ["--use-checkpoint-args adopts the checkpoint's values"]
     # --use-checkpoint-args does not include the tokenizer.
     if "unpadded_vocab_size" in names:
-        advice.append("give the tokenizer of its run")
+        advice.append("use the tokenizer of the checkpoint's run")
     return " and ".join(advice)
 
 
@@ -264,16 +264,16 @@ def check_adapters(args: argparse.Namespace, stored: Mapping[str, Any]) -> None:
     differences = _differences({"lora_rank": None, **here}, stored, names=names)
     if differences:
         raise ValueError(
-            f"checkpoint with other adapters: {', '.join(differences.values())}; give its values, or merge them into "
-            "the weights by tools/checkpoint.py merge"
+            f"checkpoint with other adapters: {', '.join(differences.values())}; use the checkpoint's values, or "
+            "merge its adapters into the weights with tools/checkpoint.py merge"
         )
 
 
 def check_same_optimizer(args: argparse.Namespace, stored: Mapping[str, Any]) -> None:
-    """Raises ValueError naming the arguments that make the checkpoint's optimizer state unusable here."""
+    """Raises ValueError naming the arguments that make the checkpoint's optimizer state unusable in this run."""
     names: tuple[str, ...] = _SAME_OPTIMIZER
     if stored.get("optimizer") == "sgd" and stored.get("sgd_momentum") == 0:
-        # SGD without momentum stores no state for a run with momentum to continue from.
+        # SGD without momentum stores no state from which a run with momentum could continue.
         names = (*names, "sgd_momentum")
     here = args_to_json(args)
     differences = _differences(here, stored, names=names)
@@ -282,13 +282,13 @@ def check_same_optimizer(args: argparse.Namespace, stored: Mapping[str, Any]) ->
     if differences:
         details = ", ".join(differences.values())
         raise ValueError(
-            f"checkpoint of another optimizer: {details}; with --no-load-optim or --finetune only its weights are "
-            "loaded, and converted"
+            f"checkpoint of another optimizer: {details}; use --no-load-optim or --finetune to load and convert "
+            "only its weights"
         )
 
 
 def _model_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments with dependent defaults filled in, and without those that have no effect."""
+    """Returns the arguments with dependent defaults filled in and arguments without effect removed."""
     model = dict(values)
     if not model.get("group_query_attention"):
         model["num_query_groups"] = model.get("num_attention_heads")
@@ -308,7 +308,7 @@ def _model_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _differences(here: Mapping[str, Any], stored: Mapping[str, Any], *, names: tuple[str, ...]) -> dict[str, str]:
-    # An argument that one side lacks is from another version; then only the tensors' shapes are compared.
+    # An argument that one side lacks comes from another version. Then only the tensor shapes are compared.
     different = [n for n in names if n in here and n in stored and here[n] != stored[n]]
     return {name: _describe(name, here=here[name], stored=stored[name]) for name in different}
 

@@ -1,4 +1,4 @@
-"""Saving a training run: the content of its checkpoints, the tracker, and failed or background saves.
+"""Saves a training run: the content of its checkpoints, the tracker, and failed or background saves.
 
 core/dist_checkpointing writes the tensors, loading.py restores them, and folder.py names and finds the folders.
 """
@@ -59,7 +59,7 @@ def save_run(
     config: CheckpointConfig,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> Path:
-    """Writes config.save/iter_NNNNNNN and then the tracker; returns the folder, complete and on disk.
+    """Writes config.save/iter_NNNNNNN and then the tracker. Returns the folder once it is complete and on disk.
 
     Collective over all ranks. pg_collection: None means the groups of parallel_state. A failure raises on every rank
     and leaves earlier checkpoints and the tracker unchanged.
@@ -90,13 +90,14 @@ def begin_save_checkpoint(
     pg_collection: ProcessGroupCollection | None = None,
     staging: StagingMemory | None = None,
 ) -> PendingSave:
-    """Starts a save like save_run's, and returns while it is still pending. Collective over all ranks.
+    """Starts the same save as save_run, and returns while it is still pending. Collective over all ranks.
 
-    With `staging`, the state may change on return. Without it nothing is written before PendingSave.finish, until which
-    the state must not change. The tracker is written, and older checkpoints are deleted, once this one is complete.
+    With `staging`, the state may change once this returns. Without it, nothing is written before PendingSave.finish,
+    and the state must not change until then. When the checkpoint is complete, the tracker is written and older
+    checkpoints are deleted.
     """
     if config.save is None:
-        raise ValueError("a checkpoint needs --save: give the folder for the checkpoints")
+        raise ValueError("saving a checkpoint needs --save: give the folder for the checkpoints")
     save: str = config.save
     run = RunState(model, optimizer, opt_param_scheduler, pg_collection or existing_process_groups())
     tensors, values = _content(run, config)
@@ -107,12 +108,12 @@ def begin_save_checkpoint(
             clean_save_folder(save)
 
     def make_latest() -> None:
-        # Called on completion: a tracker must never name an incomplete checkpoint.
+        # Called on completion, because a tracker must never name an incomplete checkpoint.
         write_tracker(save, iteration)
         try:
             prune(save, latest=iteration, interval=config.save_retain_interval)
         except OSError as error:
-            print_rank_0(f"WARNING: cannot delete a checkpoint that --save-retain-interval does not keep: {error}")
+            print_rank_0(f"WARNING: cannot delete an old checkpoint (--save-retain-interval): {error}")
 
     return dist_checkpointing.begin_save(
         tensors,
@@ -125,10 +126,10 @@ def begin_save_checkpoint(
 
 
 def _content(run: RunState, config: CheckpointConfig) -> tuple[list[ShardedTensor], dict[str, Any]]:
-    """Returns the tensors of the checkpoint, and the JSON state of the same objects."""
+    """Returns the tensors of the checkpoint and the JSON state of the same objects."""
     tensors, frozen = ModelWeights(run.model).tensors, run.frozen_keys()
     with_optimizer = run.optimizer is not None and not config.no_save_optim
-    # Records what is left out, so that a load can name the flag it needs instead of missing tensors.
+    # Records the omitted state, so that a load can name the flag it needs instead of missing tensors.
     values: dict[str, Any] = {"contents": {"optimizer": with_optimizer, "rng": not config.no_save_rng}}
     if run.optimizer is not None and with_optimizer:
         stepped, with_state = _optimizer_tensors(run, run.optimizer, has_frozen=bool(frozen))
@@ -144,10 +145,10 @@ def _content(run: RunState, config: CheckpointConfig) -> tuple[list[ShardedTenso
 def _optimizer_tensors(
     run: RunState, optimizer: CheckpointedOptimizer, *, has_frozen: bool
 ) -> tuple[list[ShardedTensor], set[str]]:
-    """Returns the optimizer's state, and the keys of the parameters that have any. Collective if has_frozen.
+    """Returns the optimizer's state and the keys of the parameters that have state. Collective if has_frozen.
 
     Frozen parameters that share a stored tensor with trained ones, such as experts, contribute fresh state, because the
-    tensor is stored whole.
+    tensor is stored as a whole.
     """
     tensors = optimizer.sharded_state(run.pieces())
     if not has_frozen:
@@ -159,10 +160,10 @@ def _optimizer_tensors(
 
 
 class RunSaves:
-    """Saves of a run: at most one is pending, and a failed periodic save does not end training.
+    """Manages the saves of a run: at most one is pending, and a failed periodic save does not end training.
 
     All methods except `abandon` are collective. `save` and `save_last` first finish a pending save. on_save: called
-    with the iteration on every rank, once its checkpoint is complete and on disk.
+    with the iteration on every rank, once the checkpoint is complete and on disk.
     """
 
     def __init__(self, *, in_background: bool, on_save: Callable[[int], None]) -> None:
@@ -172,7 +173,7 @@ class RunSaves:
         self._pending: tuple[int, PendingSave, float] | None = None
         # Iteration of the newest checkpoint that this run has written.
         self.latest: int | None = None
-        # Duration of the last periodic save until it was on disk, including steps that ran during it.
+        # Duration of the last periodic save until it was on disk, including the steps that ran meanwhile.
         self.seconds: float | None = None
 
     def save(self, iteration: int, begin: Callable[[StagingMemory | None], PendingSave]) -> None:
@@ -192,12 +193,14 @@ class RunSaves:
     def save_last(self, iteration: int, begin: Callable[[StagingMemory | None], PendingSave]) -> None:
         """Writes the final checkpoint of a run; raises CheckpointError on every rank if that fails."""
         self.finish()
-        # No staging copy, because no training remains to overlap with.
+        # No staging copy, because no training remains that could overlap with the write.
         begin(None).finish()
         self._complete(iteration)
 
     def poll(self) -> None:
-        """Finishes a pending save if its files are complete; call after each step. Free if no save is pending."""
+        """Finishes a pending save if its files are complete. Call it after each step; it costs nothing if no save is
+        pending.
+        """
         if self._pending is not None and self._pending[1].ranks_are_done():
             self.finish()
 
@@ -215,7 +218,7 @@ class RunSaves:
             self._complete(iteration)
 
     def abandon(self) -> None:
-        """Gives background threads some time to complete when an error ends the run. Local."""
+        """Gives background threads some time to complete when an error ends the run. Not collective."""
         if self._pending is not None:
             self._pending[1].abandon(seconds=_ABANDON_SECONDS)
 
@@ -225,4 +228,4 @@ class RunSaves:
 
 
 def _warn(error: CheckpointError) -> None:
-    print_rank_0(f"WARNING: {error}: earlier checkpoints are unchanged, and the next save tries again")
+    print_rank_0(f"WARNING: {error}: earlier checkpoints are unchanged, and the next save will try again")

@@ -1,6 +1,6 @@
-"""Checkpoint calls of scripts written for Megatron-LM, which read get_args(). Nothing inside megatron/ calls them.
+"""Provides the checkpoint functions for scripts written for Megatron-LM, which rely on get_args().
 
-saving.py and loading.py have the functions of the run.
+Nothing inside megatron/ calls them. saving.py and loading.py have the functions that a run uses.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from megatron.training.command_line.config_builder import config_from_args
 from megatron.training.command_line.published import get_args
 from megatron.training.config import CheckpointConfig
 
-_WHOLE_RUN = "a checkpoint has the state of the whole run, over parallel_state's groups"
+_WHOLE_RUN = "a checkpoint holds the state of the whole run, over the groups of parallel_state"
 
 
 def save_checkpoint(
@@ -56,9 +56,9 @@ def save_checkpoint(
     expt_dp_group: None = None,
     rng_state_key_prefix: str = "",
 ) -> None:
-    """Writes the checkpoint of a script's own loop under --save, and then the tracker. Collective over all ranks.
+    """Writes a checkpoint of a custom training loop to --save, and then the tracker. Collective over all ranks.
 
-    The data position is that of args.consumed_train_samples and args.consumed_valid_samples, which the loop advances.
+    The data position comes from args.consumed_train_samples and args.consumed_valid_samples, which the loop advances.
     train_data_iterator: no effect, because the position is a number of samples. A failure raises on every rank and
     leaves earlier checkpoints and the tracker unchanged.
     """
@@ -107,11 +107,11 @@ def load_checkpoint(
     expt_dp_group: None = None,
     rng_state_key_prefix: str = "",
 ) -> tuple[int, float]:
-    """Loads the checkpoint of --load into a script's objects; returns its iteration and its number of operations.
+    """Loads the checkpoint of --load into a script's objects. Returns its iteration and its number of operations.
 
     Sets args.consumed_train_samples and args.consumed_valid_samples. load_arg: the argument that names the folder.
     strict: False keeps the values of parameters that the checkpoint lacks, and prints their names. Returns (0, 0) if
-    there is no checkpoint. Collective over all ranks; errors are those of load_run.
+    there is no checkpoint. Collective over all ranks. Raises like load_run.
     """
     require_defaults(
         "load_checkpoint",
@@ -151,10 +151,11 @@ def get_checkpoint_name(
     return_base_dir: bool = False,
     basename: str = "model_optim_rng.pt",
 ) -> str:
-    """Returns the path of an iteration's folder, or of a rank's file in it as Megatron-LM's format `torch` has it.
+    """Returns the path of an iteration's folder, or of a rank's file in it as in Megatron-LM's format `torch`.
 
-    release: the folder of a release instead of an iteration's. Parameters that are None follow from parallel_state.
-    return_base_dir: the folder, which is what a checkpoint is here; no file of a rank has the other name.
+    release: selects the folder of a release instead of an iteration. Parameters that are None follow from
+    parallel_state. return_base_dir: returns the folder, which is the unit of a native checkpoint. Native rank files
+    have other names.
     """
     folder = os.path.join(checkpoints_path, RELEASE) if release else str(iteration_folder(checkpoints_path, iteration))
     if return_base_dir:

@@ -1,4 +1,4 @@
-"""TrainState: the counters that a training run advances and a checkpoint stores.
+"""Defines TrainState, the counters that a training run advances and a checkpoint stores.
 
 Weights, optimizer and random-number state are in run_state.py and rng_state.py.
 """
@@ -11,13 +11,13 @@ from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes
 
 @dataclasses.dataclass(kw_only=True)
 class TrainState:
-    """Progress of a run; every field is equal on all ranks.
+    """Progress of a run. Every field is equal on all ranks.
 
     iteration: completed training steps. consumed_train_samples, consumed_valid_samples: data position over all ranks.
     skipped_iterations: steps without an update since the start (loss-scale overflow). nan_iterations: steps with a
     non-finite loss. evaluated_iteration: step after which the validation split was last evaluated. learned_sizes: sizes
     to which the run grew the experts' buffers and pages. num_floating_point_operations_so_far: counted by scripts with
-    a loop of their own. recent_losses: reference for the detection of loss spikes.
+    a custom training loop. recent_losses: reference for the detection of loss spikes.
     """
 
     iteration: int = 0
@@ -55,7 +55,7 @@ class TrainState:
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value is an integer in the range of a counter: 0 or more, 63 bits."""
+    """Tells whether a value is an integer in the range of a counter: non-negative, 63 bits."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 

@@ -1,1 +1,3 @@
-"""The command line: flags generated from configuration dataclasses, configuration files, and checks of combinations."""
+"""Implements the command line: flags generated from configuration dataclasses, configuration files, and checks of
+combinations.
+"""

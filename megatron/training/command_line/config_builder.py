@@ -21,9 +21,9 @@ ConfigT = TypeVar("ConfigT")
 
 
 def config_from_args(config_class: type[ConfigT], args: argparse.Namespace) -> ConfigT:
-    """Builds a configuration from the arguments with its fields' names. Raises CommandLineError for invalid values.
+    """Builds a configuration from the arguments named like its fields. Raises CommandLineError for invalid values.
 
-    A field that is not on the command line also takes an argument of its name (`params_dtype`), unless it is None.
+    A field without a flag also takes the argument of its name (such as `params_dtype`), unless it is None.
     """
     with flags_named_in_errors():
         return config_class(**_field_values(config_class, args))
@@ -45,7 +45,7 @@ def core_transformer_config_from_args(
 
 
 def problems_of_call(call: Callable[[], object]) -> list[str]:
-    """Runs a call; returns the lines of its ValueError, with flags in place of fields, or an empty list."""
+    """Runs a call and returns the lines of its ValueError, with flags instead of fields, or an empty list."""
     try:
         with flags_named_in_errors():
             call()
@@ -55,12 +55,12 @@ def problems_of_call(call: Callable[[], object]) -> list[str]:
 
 
 def problems_of_config(config_class: type[Any], args: argparse.Namespace) -> list[str]:
-    """Returns the error lines of a configuration built from the arguments with its fields' names."""
+    """Returns the error lines of a configuration built from the arguments named like its fields."""
     return problems_of_call(partial(config_from_args, config_class, args))
 
 
 def problems_of_configs(args: argparse.Namespace) -> list[str]:
-    """Builds every configuration; returns all their error lines."""
+    """Builds every configuration and returns all their error lines."""
     builders: list[Callable[[argparse.Namespace], Any]] = [
         partial(core_transformer_config_from_args, config_class=config_class)
         if issubclass(config_class, TransformerConfig)
@@ -71,11 +71,11 @@ def problems_of_configs(args: argparse.Namespace) -> list[str]:
 
 
 def invalid_values(args: argparse.Namespace) -> dict[str, str]:
-    """Returns, by argument name, an error message for each value that no other argument could make valid."""
+    """Returns, by argument name, an error message for each value that is invalid whatever the other arguments are."""
     wrong = {}
     for config_class in CONFIG_CLASSES:
         dests = {field.name: field_dest(field) for field in dataclasses.fields(config_class)}
-        # None means not given; check_required reports missing values.
+        # None means not given. check_required reports missing values.
         values = {name: value for name, value in _field_values(config_class, args).items() if value is not None}
         problems = field_problems(config_class, values)
         wrong.update({dests[name]: with_flag_names(message, flag_table()) for name, message in problems.items()})
@@ -87,9 +87,9 @@ def _field_values(config_class: Any, args: argparse.Namespace) -> dict[str, Any]
     for field in dataclasses.fields(config_class):
         spec, dest = field_spec(field), field_dest(field)
         if field.metadata.keys() & {"unsupported", "no_effect"}:
-            continue  # the command line has judged a flag of that name itself
+            continue  # the command line has already checked a flag of that name
         on_command_line = spec is not None and spec.flags != ()
-        # None for a field that has no flag means that nothing has set it, so the class default applies.
+        # None for a field without a flag means that nothing has set it, so the class default applies.
         if field.init and (on_command_line or vars(args).get(dest) is not None):
             values[field.name] = vars(args)[dest]
     return values
@@ -97,17 +97,17 @@ def _field_values(config_class: Any, args: argparse.Namespace) -> dict[str, Any]
 
 @contextmanager
 def flags_named_in_errors() -> Iterator[None]:
-    """Turns a ValueError of the body, which names fields, into a CommandLineError that names flags."""
+    """Converts a ValueError of the body, which names fields, to a CommandLineError that names flags."""
     try:
         yield
-    # A CommandLineError names flags already.
+    # A CommandLineError already names flags.
     except CommandLineError:
         raise
     except ValueError as error:
         raise CommandLineError(with_flag_names(str(error), flag_table())) from None
 
 
-# Flags of fields that have no flag of the same name.
+# Flags for fields that have no flag of the same name.
 _DERIVED_FIELDS = {
     "grad_reduce_in_fp32": "--accumulate-allreduce-grads-in-fp32",
     "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
@@ -115,7 +115,9 @@ _DERIVED_FIELDS = {
 
 
 def with_flag_names(message: str, table: FlagTable) -> str:
-    """Replaces fields by flags: `OptimizerConfig.min_lr is 2` becomes `--min-lr is 2`. Leaves code and other words."""
+    """Replaces fields by flags: `OptimizerConfig.min_lr is 2` becomes `--min-lr is 2`. Leaves code and other words
+    unchanged.
+    """
     flags = dict(_DERIVED_FIELDS)
     for flag in table.in_state(FlagState.WORKS):
         assert flag.field is not None
@@ -124,7 +126,7 @@ def with_flag_names(message: str, table: FlagTable) -> str:
         config, _, name = flag.field.partition(".")
         flags[name] = flag.flags[0] if flag.constant is not False else name
     message = re.sub(r"\b[A-Z]\w*Config\.(\w+)", lambda match: flags.get(match[1], match[1]), message)
-    # A field of one word is replaced at the start of a line only; inside a sentence it is an ordinary word.
+    # A one-word field is replaced at the start of a line only. Inside a sentence it is an ordinary word.
     message = re.sub(r"^([a-z]+)(?= is | has )", lambda match: flags.get(match[1], match[1]), message, flags=re.M)
-    # Not inside paths, assignments or attributes, which are code or files.
+    # Excludes paths, assignments and attributes, which are code or files.
     return re.sub(r"(?<![-\w/.])([a-z0-9]+_\w+)\b(?![=/]|\.\w)", lambda match: flags.get(match[1], match[1]), message)

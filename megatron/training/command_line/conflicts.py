@@ -1,4 +1,4 @@
-"""Conflicts of CUDA graphs, FSDP2, gradient-sharding optimizers and policies for bad steps with other flags.
+"""Checks CUDA graphs, FSDP2, gradient-sharding optimizers and policies for bad steps for conflicts with other flags.
 
 Each check yields a line for each conflicting flag. Checks of flags within one area are in validation.py.
 """
@@ -14,7 +14,7 @@ from megatron.training.command_line.config_builder import problems_of_config
 
 
 def check_graphs(args: argparse.Namespace) -> Iterator[str]:
-    """Yields flags under which captured work would synchronize with the host, or would change from step to step."""
+    """Yields flags under which captured work would synchronize with the host or would change from step to step."""
     if args.cuda_graph_modules and args.cuda_graph_impl != "local":
         yield (
             f"--cuda-graph-modules is {' '.join(args.cuda_graph_modules)} and --cuda-graph-impl is "
@@ -41,15 +41,16 @@ def check_optimizer_graph(args: argparse.Namespace) -> Iterator[str]:
         return
     if args.cuda_graph_impl != "full_iteration":
         yield (
-            f"--optimizer-cuda-graph is given and --cuda-graph-impl is {args.cuda_graph_impl}: the step is a part of "
-            "the whole iteration's graph; set --cuda-graph-impl full_iteration, or drop --optimizer-cuda-graph"
+            f"--optimizer-cuda-graph is given and --cuda-graph-impl is {args.cuda_graph_impl}: the optimizer step "
+            "is captured as part of the full-iteration graph; set --cuda-graph-impl full_iteration, or drop "
+            "--optimizer-cuda-graph"
         )
         return
     start, end = args.start_weight_decay, args.end_weight_decay
     if args.weight_decay_incr_style != "constant" and start != end:
         yield (
-            f"--start-weight-decay is {start} and --end-weight-decay is {end}: with --optimizer-cuda-graph weight "
-            "decay stays as captured, so use only --weight-decay"
+            f"--start-weight-decay is {start} and --end-weight-decay is {end}: --optimizer-cuda-graph captures a "
+            "constant weight decay; use only --weight-decay"
         )
 
 
@@ -61,24 +62,25 @@ def graph_modules(args: argparse.Namespace) -> list[str]:
 
 
 def _graph_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
-    """Returns flags that one or both kinds of graphs cannot support: name, whether it is set, and why not."""
+    """Returns flags that one or both kinds of graphs cannot support: name, whether it is set, and the reason."""
     draws = args.hidden_dropout > 0 or args.attention_dropout > 0 or args.moe_input_jitter_eps is not None
     common: list[tuple[str, Any, str]] = [
         (
             "recompute_granularity",
             (args.recompute_granularity is not None or args.recompute_activations) and draws,
-            "recomputation must draw the same numbers for dropout or jitter, which a graph cannot; set "
-            "--hidden-dropout 0 and --attention-dropout 0 without --moe-input-jitter-eps, or recompute nothing",
+            "recomputation must draw the same numbers for dropout or jitter, which is impossible in a graph; set "
+            "--hidden-dropout 0 and --attention-dropout 0 without --moe-input-jitter-eps, or disable "
+            "recomputation",
         ),
         (
             "cpu_offloading_num_layers",
             args.cpu_offloading_num_layers,
-            "memory for activations on the host is allocated during a step; leave it out",
+            "host memory for activations is allocated during a step; leave it out",
         ),
         (
             "fine_grained_activation_offloading",
             args.fine_grained_activation_offloading,
-            "memory for activations on the host is allocated during a step; leave it out, or use --moe-paged-stash",
+            "host memory for activations is allocated during a step; leave it out, or use --moe-paged-stash",
         ),
     ]
     if args.cuda_graph_impl == "local":
@@ -101,7 +103,7 @@ def _graph_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
         (
             "moe_enable_routing_replay",
             args.moe_enable_routing_replay,
-            "the host says in each pass whether routers record or replay; replay without graphs",
+            "the host selects in each forward whether routers record or replay; replay without graphs",
         ),
     ]
 
@@ -119,8 +121,9 @@ def _dispatch_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
         (
             "expert_model_parallel_size",
             reads_counts and args.expert_model_parallel_size > 1,
-            "with --expert-model-parallel-size above 1 the host reads how many tokens each rank gets; give the "
-            "experts' buffers a fixed size by --moe-expert-rank-capacity-factor (2, say, with --moe-paged-stash)",
+            "with --expert-model-parallel-size above 1 the host reads the number of tokens of each rank; give the "
+            "expert buffers a fixed size with --moe-expert-rank-capacity-factor (for example 2 with "
+            "--moe-paged-stash)",
         ),
         (
             "moe_flex_dispatcher_backend",
@@ -136,17 +139,26 @@ def _module_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
     has_experts = layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
     of_experts = sorted(modules & OF_EXPERTS)
     return [
-        ("cuda_graph_modules", of_experts and not any(has_experts), f"no layer has experts for {' '.join(of_experts)}"),
-        ("cuda_graph_modules", "mlp" in modules and all(has_experts), "no layer is dense for mlp; give moe"),
+        (
+            "cuda_graph_modules",
+            of_experts and not any(has_experts),
+            f"{' '.join(of_experts)} needs MoE layers, and no layer has experts",
+        ),
+        (
+            "cuda_graph_modules",
+            "mlp" in modules and all(has_experts),
+            "mlp needs dense layers, and no layer is dense; give moe",
+        ),
         (
             "cuda_graph_modules",
             "moe" in modules and len(of_experts) > 1,
-            f"moe is the whole layer, with {' '.join(sorted(set(of_experts) - {'moe'}))} in it; leave one of them out",
+            f"moe captures the whole layer, which includes {' '.join(sorted(set(of_experts) - {'moe'}))}; leave "
+            "one of them out",
         ),
         (
             "cuda_graph_modules",
             "moe_preprocess" in modules and "moe_router" not in modules,
-            "moe_preprocess uses the router's choice, and needs it in the same graph; add moe_router",
+            "moe_preprocess uses the router's choice and needs it in the same graph; add moe_router",
         ),
         *(_dispatch_conflicts(args) if modules & {"moe", "moe_preprocess", "experts"} else []),
         (
@@ -158,7 +170,7 @@ def _module_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
         (
             "recompute_granularity",
             args.recompute_granularity == "full",
-            "whole layers, with their graphs, would be recomputed in backward; choose selective",
+            "whole layers, including their graphs, would be recomputed in backward; choose selective",
         ),
         (
             "record_routing",
@@ -168,26 +180,27 @@ def _module_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
         (
             "moe_enable_routing_replay",
             args.moe_enable_routing_replay and modules & {"moe", "moe_router"},
-            "the host says in each pass whether routers record or replay; leave the router eager by "
+            "the host selects in each forward whether routers record or replay; leave the router eager by "
             "--cuda-graph-modules attn experts",
         ),
     ]
 
 
-_OFFLOADED = "saved tensors are offloaded to the host, including gathered parameters whose memory is released by then"
+_OFFLOADED = "saved tensors are offloaded to the host, including gathered parameters whose memory is already released"
 
 
 def check_fully_sharded(args: argparse.Namespace) -> Iterator[str]:
-    """Yields flags that need whole parameters or gradient buckets, which --use-torch-fsdp2 does not have."""
+    """Yields flags that need whole parameters or gradient buckets, which do not exist under --use-torch-fsdp2."""
     if not args.use_torch_fsdp2:
         if not args.torch_fsdp2_reshard_after_forward:
             yield (
-                "--torch-fsdp2-no-reshard-after-forward is given without --use-torch-fsdp2: add it, or drop the first"
+                "--torch-fsdp2-no-reshard-after-forward is given without --use-torch-fsdp2: add "
+                "--use-torch-fsdp2, or drop the flag"
             )
         if args.init_model_with_meta_device:
             yield (
-                "--init-model-with-meta-device is given without --use-torch-fsdp2: in all other modes each rank holds "
-                "whole parameters; add it, or drop the first"
+                "--init-model-with-meta-device is given without --use-torch-fsdp2: other modes keep whole "
+                "parameters on each rank; add --use-torch-fsdp2, or drop the flag"
             )
         return
     for words, is_set, why in _fully_sharded_conflicts(args):
@@ -203,12 +216,12 @@ def _fully_sharded_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, s
         (
             f"--pipeline-model-parallel-size is {stages}",
             stages > 1,
-            "each microbatch of each stage would gather all of its parameters",
+            "each micro-batch of each stage would gather all of its parameters",
         ),
         (
             f"--optimizer is {args.optimizer}",
             args.optimizer == "distributed_fused_adam",
-            "that optimizer shards gradients in its own buckets, and fully_shard shards them by module",
+            "this optimizer shards gradients in its own buckets, whereas fully_shard shards them by module",
         ),
         (
             "--optimizer is muon",
@@ -234,7 +247,7 @@ def _fully_sharded_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, s
 
 
 def check_optimizer(args: argparse.Namespace) -> Iterator[str]:
-    """Sets the arguments that distributed_fused_adam and --optimizer-in-backward imply; yields contradicting flags."""
+    """Sets the arguments implied by distributed_fused_adam and --optimizer-in-backward; yields conflicting flags."""
     yield from _check_in_backward(args)
     args.shard_gradients = args.optimizer == "distributed_fused_adam"
     if not args.shard_gradients:
@@ -250,12 +263,13 @@ def check_optimizer(args: argparse.Namespace) -> Iterator[str]:
         (
             "--ddp-debug is given",
             args.ddp_debug,
-            "it checks gradients that are persistent in buffers and reduced once a step",
+            "it checks gradients that persist in buffers and are reduced once per step",
         ),
         (
             "--ddp-param-name-patterns-for-fp32-local-accumulation is " + " ".join(patterns),
             patterns,
-            "micro-batches are reduced before they accumulate, --accumulate-allreduce-grads-in-fp32 reduces in fp32",
+            "micro-batches are reduced before they accumulate, and --accumulate-allreduce-grads-in-fp32 reduces "
+            "in fp32",
         ),
     ]
     for words, is_set, why in contradictions:
@@ -273,7 +287,7 @@ def _check_in_backward(args: argparse.Namespace) -> Iterator[str]:
     clip, patterns = args.optimizer_in_backward_clip, args.ddp_param_name_patterns_for_fp32_local_accumulation
     refused = [
         (f"--cuda-graph-impl is {args.cuda_graph_impl}", args.cuda_graph_impl != "none", "graphs need persistent ones"),
-        ("--ddp-debug is given", args.ddp_debug, "it checks gradients that are persistent in buffers"),
+        ("--ddp-debug is given", args.ddp_debug, "it checks gradients that persist in buffers"),
         (
             "--ddp-param-name-patterns-for-fp32-local-accumulation is " + " ".join(patterns),
             patterns,
@@ -284,7 +298,7 @@ def _check_in_backward(args: argparse.Namespace) -> Iterator[str]:
         if is_set:
             yield (
                 f"{words} and --optimizer-in-backward is given: gradients are allocated during each backward, and "
-                f"{why}; leave out one of the two"
+                f"{why}; leave one of them out"
             )
     if clip == "exact":
         return
@@ -292,12 +306,12 @@ def _check_in_backward(args: argparse.Namespace) -> Iterator[str]:
         (
             "--calculate-per-token-loss is given",
             args.calculate_per_token_loss,
-            "gradients are divided by the number of tokens, which is known when backward ends",
+            "gradients are divided by the number of tokens, which is known only after backward",
         ),
         (
             f"--moe-expert-rank-capacity-factor is {args.moe_expert_rank_capacity_factor}",
             args.moe_expert_rank_capacity_factor is not None,
-            "a step with expert overflow is retried, and must have changed nothing",
+            "a step with expert overflow is retried, and must not have changed any state",
         ),
         (
             f"--tensor-model-parallel-size is {args.tensor_model_parallel_size}",
@@ -309,13 +323,13 @@ def _check_in_backward(args: argparse.Namespace) -> Iterator[str]:
         if is_set:
             chosen = "not given" if clip is None else clip
             yield (
-                f"{words} and --optimizer-in-backward-clip is {chosen}: {why}; it must be exact, or "
-                "leave out --optimizer-in-backward"
+                f"{words} and --optimizer-in-backward-clip is {chosen}: {why}; use exact, or leave out "
+                "--optimizer-in-backward"
             )
 
 
 def check_faults(args: argparse.Namespace) -> Iterator[str]:
-    """Yields flags that prevent skipping steps, rewinding to a checkpoint, or comparing replicas.
+    """Yields flags that prevent skipped steps, rewinds to a checkpoint, or comparisons of replicas.
 
     Sets --timing-log-level 1 where --log-straggler needs it.
     """
@@ -334,23 +348,31 @@ def check_faults(args: argparse.Namespace) -> Iterator[str]:
         rewinds.append(f"--loss-spike-rewind is {args.loss_spike_rewind:g}")
     for words in rewinds:
         if args.save is None or args.save_interval is None:
-            yield f"{words}: needs --save and --save-interval: it rewinds to a checkpoint"
+            yield f"{words}: needs --save and --save-interval, because it rewinds to a checkpoint"
         if args.no_save_optim or args.no_save_rng:
-            yield f"{words}: needs whole checkpoints, leave out --no-save-optim and --no-save-rng"
+            yield f"{words}: needs complete checkpoints; leave out --no-save-optim and --no-save-rng"
         if args.cuda_graph_impl != "none":
-            yield f"{words} and --cuda-graph-impl is given: loading a checkpoint invalidates graphs, leave one out"
+            yield (
+                f"{words} and --cuda-graph-impl is given: loading a checkpoint invalidates graphs; leave one of "
+                "them out"
+            )
         if args.dataloader_type == "external":
-            yield f"{words} and --dataloader-type is external: a script's iterators cannot go back, leave one out"
+            yield (
+                f"{words} and --dataloader-type is external: a script's iterators cannot be rewound; leave one "
+                "of them out"
+            )
 
 
 def _check_policy(args: argparse.Namespace, words: str) -> Iterator[str]:
     if not args.check_for_nan_in_loss_and_grad:
         yield f"{words} and --no-check-for-nan-in-loss-and-grad is given: leave one of them out"
     if args.cuda_graph_impl != "none":
-        yield f"{words} and --cuda-graph-impl is given: the host cannot inspect a captured step, leave one out"
+        yield (
+            f"{words} and --cuda-graph-impl is given: the host cannot inspect a captured step; leave one of them out"
+        )
     clip = args.optimizer_in_backward_clip
     if args.optimizer_in_backward and clip != "exact" and args.non_finite_policy == "skip":
         yield (
             f"{words} and --optimizer-in-backward-clip is {clip}: parameters are updated before all gradients are "
-            "known to be finite, must be exact"
+            "known to be finite; use exact"
         )

@@ -1,6 +1,6 @@
-"""The table of all flags: those of configuration fields, which work, and the other flags of known_flags.json.
+"""Builds the table of all flags: working flags of configuration fields, and the remaining flags of known_flags.json.
 
-parser.py parses them. refusals.py has the advice for flags that do not work.
+parser.py parses them. refusals.py has the advice for unsupported flags.
 """
 
 import dataclasses
@@ -49,8 +49,8 @@ KNOWN_FLAGS_FILE = Path(__file__).with_name("known_flags.json")
 class KnownFlag:
     """A row of known_flags.json.
 
-    tier: 1 works, 2 is accepted, 3 is refused. owner: short name of the issue that makes a tier-1
-    flag work. action: `store`, `store_true`, `store_false` or `boolean_optional`, as argparse has them.
+    tier: 1 works, 2 is accepted without effect, 3 is rejected. owner: short name of the work item that implements a
+    tier-1 flag. action: `store`, `store_true`, `store_false` or `boolean_optional`, as in argparse.
     """
 
     flags: tuple[str, ...]
@@ -67,22 +67,22 @@ class KnownFlag:
 
 @dataclass(frozen=True)
 class KnownFlags:
-    """All rows in file order."""
+    """The rows of known_flags.json, in file order."""
 
     flags: tuple[KnownFlag, ...]
 
 
 @functools.cache
 def load_known_flags() -> KnownFlags:
-    """Reads known_flags.json, once per process."""
-    # ASCII, because a flag with another character in its name could not be typed.
+    """Reads known_flags.json once per process."""
+    # ASCII, because a flag with another character in its name would be hard to type.
     content = json.loads(KNOWN_FLAGS_FILE.read_text(encoding="ascii"))
     return KnownFlags(tuple(known_flag(row) for row in content["flags"]))
 
 
 def known_flag(row: dict[str, Any]) -> KnownFlag:
     """Converts a JSON row to a KnownFlag."""
-    # JSON has no tuples; rows are compared and hashed.
+    # JSON has no tuples, but rows are compared and hashed.
     lists = {key: tuple(row[key]) for key in ("flags", "choices") if row.get(key) is not None}
     return KnownFlag(**{**row, **lists})
 
@@ -92,22 +92,22 @@ class FlagState(enum.Enum):
 
     WORKS = "works"
     NO_EFFECT = "no effect"
-    DEFAULT_ONLY = "refused but for its default"
+    DEFAULT_ONLY = "rejected unless it has its default value"
     REFUSED = "refused"
 
 
-# Stored constants of flags without a value, by argparse action.
+# Values stored by flags that take no argument, by argparse action.
 _CONSTANTS = {"store_true": True, "store_false": False, "boolean_optional": True}
 _WORD_PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """A flag as the parser, the YAML reader, help and docs use it.
+    """A flag as used by the parser, the YAML reader, the help and the docs.
 
     constant: stored by a flag that takes no value, else None. parse: converts one word to one value.
     unwraps: a list of one value becomes that value. choices: allowed values after parsing. field: qualified name of
-    the configuration field of a flag that works. known: the row of known_flags.json; None if it has no such row.
+    the configuration field of a working flag. known: the row of known_flags.json; None if it has no such row.
     """
 
     flags: tuple[str, ...]
@@ -136,7 +136,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class FlagTable:
-    """All flags: working ones first, in the order of their classes. `by_dest` excludes refused flags."""
+    """All flags: working ones first, in the order of their classes. `by_dest` excludes rejected flags."""
 
     flags: tuple[Flag, ...]
 
@@ -156,7 +156,7 @@ class FlagTable:
 
 
 def build_flag_table(config_classes: Iterable[type], known: KnownFlags) -> FlagTable:
-    """Joins the fields of `config_classes` with the known flags; a known flag works if a field has its name."""
+    """Joins the fields of `config_classes` with the known flags. A known flag works if a field has its name."""
     known_by_word = {word: row for row in known.flags for word in row.flags}
     working: dict[str, Flag] = {}
     for config_class in config_classes:
@@ -173,7 +173,7 @@ def build_flag_table(config_classes: Iterable[type], known: KnownFlags) -> FlagT
 
 
 def _is_opposite(flag: Flag | None, row: KnownFlag) -> bool:
-    """Whether a known flag sets the field of a working flag to its default."""
+    """Tells whether a known flag sets the field of a working flag to its default."""
     return flag is not None and _CONSTANTS.get(row.action) is (not flag.constant)
 
 
@@ -183,7 +183,7 @@ def _opposite(flag: Flag, row: KnownFlag) -> Flag:
 
 
 def flags_of_class(config_class: type, known_by_word: dict[str, KnownFlag]) -> list[Flag]:
-    """Returns the flags of a configuration class: of its own fields, then of inherited ones."""
+    """Returns the flags of a configuration class: its own fields first, then inherited ones."""
     hints = type_hints(config_class)
     flags: list[tuple[int, Flag]] = []
     for field in dataclasses.fields(config_class):
@@ -193,12 +193,12 @@ def flags_of_class(config_class: type, known_by_word: dict[str, KnownFlag]) -> l
             flag = _flag_of_field(owner, field, hint=hints[field.name])
             known = next((known_by_word[word] for word in flag.flags if word in known_by_word), None)
             flags.append((config_class.__mro__.index(owner), dataclasses.replace(flag, known=known)))
-    # Own fields first: readers of --help look for num-layers before mixtures of experts.
+    # Own fields first, because readers of --help look for num-layers before MoE flags.
     return [flag for _, flag in sorted(flags, key=lambda pair: pair[0])]
 
 
 def field_dest(field: "dataclasses.Field[Any]") -> str:
-    """Name of the field's value in the parsed arguments."""
+    """Returns the argument name of a field's value."""
     spec = field_spec(field)
     return spec.dest if spec is not None and spec.dest is not None else field.name
 
@@ -237,7 +237,7 @@ def _derived_flags(name: str, default: Any) -> tuple[str, ...]:
 def _shape_of_hint(hint: Any, spec: FieldSpec, *, default: Any) -> dict[str, Any]:
     """Returns the arguments of Flag that follow from a field's annotation: number of words, type and parser."""
     kinds = [one for one in _alternatives(hint) if one is not type(None)]
-    # Two states need no value, whatever the default; `bool | None` counts as two.
+    # Two states need no value, whatever the default. `bool | None` counts as two.
     if bool in kinds:
         return {"type_name": "flag", "constant": default is not True}
     common: dict[str, Any] = {"nargs": spec.nargs, "choices": spec.choices}
@@ -253,7 +253,7 @@ def _shape_of_hint(hint: Any, spec: FieldSpec, *, default: Any) -> dict[str, Any
 
 
 def _typed_default(default: Any, type_name: str) -> Any:
-    # A default written as 1000 for a float prints as 1000.0, as it would after a round trip through a file.
+    # A float default written as 1000 prints as 1000.0, as it would after a round trip through a file.
     return float(default) if type_name == "float" and isinstance(default, int) else default
 
 
@@ -287,12 +287,12 @@ def _state_of_known(row: KnownFlag) -> FlagState:
     return FlagState.NO_EFFECT if row.flags[0] in HARMLESS else FlagState.DEFAULT_ONLY
 
 
-# Defaults that replace Megatron-LM's, because its default would train another model.
+# Defaults that replace those of Megatron-LM, which would train another model.
 _DEFAULTS_HERE = {"--muon-coefficient-type": "simple"}
 
 
 def _flag_of_known(row: KnownFlag) -> Flag:
-    # All flags of the form --x/--no-x are refused, so the two forms need not be distinguished.
+    # All flags of the form --x/--no-x are rejected, so the two forms need not be distinguished.
     takes_no_value = row.action in _CONSTANTS
     return Flag(
         flags=row.flags,
@@ -334,7 +334,7 @@ CONFIG_CLASSES: tuple[type, ...] = (
     DryRunConfig,
 )
 
-# Arguments that --use-checkpoint-args takes from the checkpoint, because they determine the shape of the weights.
+# Arguments that --use-checkpoint-args adopts from the checkpoint, because they determine the shape of the weights.
 MODEL_SHAPE_DESTS: tuple[str, ...] = (
     "num_layers",
     "hidden_size",
@@ -412,12 +412,12 @@ MODEL_SHAPE_DESTS: tuple[str, ...] = (
 
 @functools.cache
 def flag_table() -> FlagTable:
-    """The table of all flags, built once per process."""
+    """Returns the table of all flags, built once per process."""
     return build_flag_table(CONFIG_CLASSES, load_known_flags())
 
 
 def refusal(flag: Flag) -> str:
-    """Returns why a flag is refused and what to use instead, without "not supported"."""
+    """Returns the reason why a flag is rejected and its replacement, without "not supported"."""
     for pattern, sentence in MISSING if flag.state is FlagState.DEFAULT_ONLY else REFUSALS:
         if re.match(pattern, flag.flags[0]):
             return sentence
@@ -428,4 +428,4 @@ def no_effect_notice(flags: list[Flag]) -> str:
     """Returns a line that names accepted flags without an effect."""
     hints = [(flag.flags[0], NO_EFFECT_HINTS.get(flag.flags[0])) for flag in flags]
     names = [name if hint is None else f"{name} ({hint})" for name, hint in hints]
-    return f"note: no effect here: {', '.join(names)}"
+    return f"note: accepted without effect: {', '.join(names)}"

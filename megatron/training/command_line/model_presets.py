@@ -1,4 +1,4 @@
-"""Named models for --model, each with its flags in a file in configs/, and their tiny versions for --model-scale.
+"""Defines the named models of --model, whose flags are files in configs/, and their tiny versions for --model-scale.
 
 arguments.py defines the precedence of other flags.
 """
@@ -14,7 +14,7 @@ from megatron.core.transformer.moe_config import layers_with_experts
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.parser import did_you_mean
 
-PRESETS = Path(__file__).resolve().parents[3] / "configs"
+PRESETS = Path(__file__).resolve().parents[2] / "configs"
 INDEX_FILE = "index.yaml"
 
 # Sizes of a tiny model: wide enough for every kernel, and with at least two layers of each kind.
@@ -40,7 +40,7 @@ _TINY_WINDOW = 8
 
 @dataclass(frozen=True)
 class KnownModel:
-    """An entry of configs/index.yaml: source of the settings, and numbers of all and of active parameters."""
+    """An entry of configs/index.yaml: the source of the settings, and the numbers of all and of active parameters."""
 
     name: str
     source: str
@@ -55,15 +55,17 @@ def known_models() -> list[KnownModel]:
 
 
 def preset_file(name: str) -> str:
-    """Returns the file of a preset. Raises CommandLineError, with the nearest name, for an unknown one."""
+    """Returns the file of a preset. Raises CommandLineError with the nearest name for an unknown one."""
     names = [model.name for model in known_models()]
     if name not in names:
-        raise CommandLineError(f"--model is {name}: not known{did_you_mean(name, names)}; --list-models names all")
+        raise CommandLineError(
+            f"--model is {name}: unknown model{did_you_mean(name, names)}; --list-models prints all names"
+        )
     return str(PRESETS / f"{name}.yaml")
 
 
 def table_of_models() -> str:
-    """Returns the text of --list-models."""
+    """Formats the output of --list-models."""
     rows = [("name", "parameters", "active", "source")]
     for model in known_models():
         rows.append((model.name, f"{model.parameters:,}", f"{model.active_parameters:,}", model.source))
@@ -72,7 +74,7 @@ def table_of_models() -> str:
 
 
 def tiny(preset: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the flags of a model of a few hundred thousand parameters that has every feature of a preset.
+    """Returns the flags of a model with a few hundred thousand parameters that has every feature of a preset.
 
     It keeps the ratio of query heads to key heads, the rotated share of a head, dense layers before expert layers,
     expert groups, the number of shared experts, and the order of layers with sliding windows.
@@ -115,7 +117,7 @@ def _tiny_experts(preset: Mapping[str, Any]) -> dict[str, Any]:
         "moe_router_topk": min(preset.get("moe_router_topk", 2), experts // 2),
     }
     if groups is not None:
-        # Four experts per group, enough for group scores of two experts and for the choice of a token.
+        # Four experts per group, enough for group scores of two experts and for the top-k choice of a token.
         values |= {"moe_router_num_groups": experts // 4, "moe_router_group_topk": experts // 8}
     if shared is not None:
         width = preset.get("moe_ffn_hidden_size") or preset["ffn_hidden_size"]

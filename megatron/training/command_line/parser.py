@@ -1,4 +1,4 @@
-"""The argument parser: arity and type of every known flag, help for flags that work, and errors with advice.
+"""Implements the argument parser: arity and type of every known flag, help for working flags, and errors with advice.
 
 arguments.py defines the precedence of configuration files. validation.py and conflicts.py check flags against others.
 """
@@ -33,25 +33,25 @@ class FlagParser(argparse.ArgumentParser):
         # argparse writes `argument --lr/--rate: ...`.
         message = message.removeprefix("argument ")
         name, explicit, _ = message.partition(": ignored explicit argument")
-        raise CommandLineError(f"{name}: takes no value" if explicit else message)
+        raise CommandLineError(f"{name}: does not take a value" if explicit else message)
 
     def print_help(self, file: Any = None) -> None:
         if is_first_rank():
             super().print_help(file)
 
 
-# Arguments of released versions of Megatron-LM whose flags no longer exist there. Scripts still read them.
+# Arguments of released versions of Megatron-LM whose flags were removed there. Scripts still read them.
 _FORMER_ARGUMENTS = {"use_legacy_models": False, "moe_use_legacy_grouped_gemm": False}
 
 
 class RunArguments(argparse.Namespace):
-    """Parsed arguments. An argument whose flag is refused reads as its default, and is not among `vars`.
+    """Parsed arguments. An argument of a rejected flag reads as its default, and is not among `vars`.
 
-    Scripts written for Megatron-LM read such arguments, to pass them on or to take another path.
+    Scripts written for Megatron-LM read such arguments to pass them on or to select a code path.
     """
 
     def __getattr__(self, name: str) -> Any:
-        """Returns the default of a refused flag. Called for absent attributes only."""
+        """Returns the default of a rejected flag. Called for absent attributes only."""
         defaults = _refused_defaults()
         if name not in defaults:
             raise _AbsentArgument(name, tuple(vars(self)))
@@ -75,7 +75,7 @@ def _refused_defaults() -> dict[str, Any]:
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Help formatter with wider lines and without line breaks inside flags."""
+    """Formats help with wider lines and without line breaks inside flags."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=36, width=110)
@@ -88,10 +88,10 @@ REFUSED = "refused_flags"
 
 
 class _Refuse(argparse.Action):
-    """Collects the refusals of given flags in the argument REFUSED."""
+    """Collects rejection messages of given flags in the argument REFUSED."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, *, flag: Flag, **spec: Any) -> None:
-        # Accepts any number of words, so that the error is the refusal rather than a missing value.
+        # Accepts any number of words, so that the error is the rejection rather than a missing value.
         super().__init__(option_strings, dest, nargs="*", default=argparse.SUPPRESS, help=argparse.SUPPRESS, **spec)
         self.flag = flag
 
@@ -108,7 +108,7 @@ class _StoreUnwrapped(argparse.Action):
         self.flag = flag
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        # A plain list would make `--moe-aux-loss-coeff 0.1` differ from the default 0.1 in kind.
+        # A plain list would make `--moe-aux-loss-coeff 0.1` differ in type from the default 0.1.
         vars(namespace)[self.dest] = self.flag.unwrapped(values)
 
 
@@ -118,14 +118,14 @@ def build_parser(
     """Builds a parser for all flags of `table` and those that a script adds.
 
     Returns the parser, the names of the script's arguments, and the list to which the parser appends messages about
-    invalid values. A script may define a flag that does not work here. For a flag that works, argparse reports a
+    invalid values. A script may define a flag that is not supported here. For a working flag, argparse reports a
     conflict.
     """
     others = len(table.flags) - len(table.in_state(FlagState.WORKS))
     own = FlagParser(
         prog=Path(sys.argv[0]).name,
         usage="%(prog)s [--config FILE] [flags]",
-        epilog=f"{others} more Megatron flags are known; docs/flags.md says what each of them does here.",
+        epilog=f"{others} more Megatron flags are known; docs/flags.md describes how each of them is treated.",
         # A new flag could make an abbreviation ambiguous.
         allow_abbrev=False,
         formatter_class=_HelpFormatter,
@@ -139,7 +139,7 @@ def build_parser(
     ours = {action.dest for action in parser._actions}
     if extra_args_provider is not None:
         parser = extra_args_provider(parser) or parser
-    # Flags that do not work here are added last, so that scripts can define them.
+    # Unsupported flags are added last, so that scripts can define them.
     script_dests = frozenset(action.dest for action in parser._actions) - ours
     for flag in table.flags:
         if flag.state is not FlagState.WORKS:
@@ -184,7 +184,7 @@ def _argparse_type(flag: Flag, mistakes: list[str]) -> Callable[[str], Any]:
 
 
 def flag_help(flag: Flag) -> str:
-    """Help text with the default, for working flags; hidden for the others."""
+    """Returns the help text with the default for working flags; hides other flags."""
     if flag.state is not FlagState.WORKS:
         return argparse.SUPPRESS
     # argparse formats help with %.
@@ -195,21 +195,21 @@ def flag_help(flag: Flag) -> str:
 
 
 def problems_of_leftovers(leftovers: Sequence[str], parser: argparse.ArgumentParser, *, table: FlagTable) -> list[str]:
-    """Returns error messages for unused words: unknown flags with the nearest known one, or else the first word."""
+    """Returns error messages for unused words: unknown flags with the nearest known one, else the first word."""
     names = [word.partition("=")[0] for word in leftovers if word.startswith("-")]
     if leftovers and not names:
-        return [f"unexpected word {leftovers[0]!r}: it belongs to no flag"]
+        return [f"unexpected word {leftovers[0]!r}: it does not belong to a flag"]
     return [f"unknown flag {name}{did_you_mean(name, _known_words(parser, table))}" for name in names]
 
 
 def _known_words(parser: argparse.ArgumentParser, table: FlagTable) -> list[str]:
-    # A suggested flag must not be refused next.
+    # A suggested flag must not be rejected in turn.
     refused = {word for flag in table.in_state(FlagState.REFUSED) for word in flag.flags}
     return [word for action in parser._actions for word in action.option_strings if word not in refused]
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """Returns the end of an error about an unknown name, with the nearest candidate; empty without one."""
+    """Returns the suffix of an error about an unknown name, with the nearest candidate; empty if none is near."""
     names = list(candidates)
     # A prefix of a candidate is preferred, even if another candidate is closer in edit distance.
     begun = difflib.get_close_matches(name, [one for one in names if one.startswith(name)], n=1)

@@ -1,7 +1,8 @@
-"""The arguments, timers, tokenizer and writers of this process's run, for scripts: megatron.training.global_vars.
+"""Publishes the arguments, timers, tokenizer and writers of this process's run to scripts, through
+megatron.training.global_vars.
 
-Nothing inside megatron/ reads them, apart from the calls for scripts in scripts.py and checkpointing/scripts.py.
-get_tensorboard_writer is also what pretrain() passes to a script's process_non_loss_data_func.
+Nothing inside megatron/ reads them, apart from the functions for scripts in scripts.py and checkpointing/scripts.py.
+pretrain() also passes the result of get_tensorboard_writer to a script's process_non_loss_data_func.
 """
 
 import argparse
@@ -26,7 +27,7 @@ _HOLDER = _Holder()
 
 
 def publish_run(args: argparse.Namespace | None) -> None:
-    """Publishes the arguments of a run that starts; None when it has ended."""
+    """Publishes the arguments of a run at its start, or None after its end."""
     if _HOLDER.tensorboard is not None:
         _HOLDER.tensorboard.close()
     _HOLDER.args, _HOLDER.tokenizer, _HOLDER.timers, _HOLDER.tensorboard = args, None, None, None
@@ -52,21 +53,21 @@ def get_args() -> argparse.Namespace:
 def get_timers() -> Timers:
     """Returns the run's timers. Raises RuntimeError before pretrain() or initialize_megatron() has created them."""
     if _HOLDER.timers is None:
-        raise RuntimeError("timers do not exist yet: pretrain() or initialize_megatron() makes them")
+        raise RuntimeError("timers do not exist yet: pretrain() or initialize_megatron() creates them")
     return _HOLDER.timers
 
 
 def get_tokenizer() -> Any:
     """Returns the run's tokenizer. Raises RuntimeError before pretrain() or initialize_megatron() has created it."""
     if _HOLDER.tokenizer is None:
-        raise RuntimeError("the tokenizer does not exist yet: pretrain() or initialize_megatron() makes it")
+        raise RuntimeError("the tokenizer does not exist yet: pretrain() or initialize_megatron() creates it")
     return _HOLDER.tokenizer
 
 
 def get_tensorboard_writer() -> Any:
-    """Returns a SummaryWriter in the folder of --tensorboard-dir on the last rank, as in Megatron-LM; else None.
+    """Returns a SummaryWriter for the --tensorboard-dir folder on the last rank, as in Megatron-LM; else None.
 
-    The first call opens it. The run's own scalars are written by the first rank, through another writer.
+    The first call opens it. The run's own scalars are written by the first rank through another writer.
     """
     args = get_args()
     is_last = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
@@ -81,14 +82,14 @@ def get_tensorboard_writer() -> Any:
 
 
 def get_wandb_writer() -> Any:
-    """Returns the module `wandb` during a run that logs to Weights & Biases, on the rank that does; else None.
+    """Returns the module `wandb` on the rank that logs to Weights & Biases, during such a run; else None.
 
-    Its `log` adds points to the run. As in Megatron-LM that is the last rank.
+    Its `log` adds points to the run. As in Megatron-LM, the last rank logs.
     """
     get_args()
     return _HOLDER.wandb
 
 
 def publish_wandb(writer: Any) -> None:
-    """Publishes the module `wandb` when it has a run; None when the run has ended."""
+    """Publishes the module `wandb` when it has a run, or None when the run has ended."""
     _HOLDER.wandb = writer

@@ -1,9 +1,9 @@
-"""Advice for each flag that is refused, and the reason for each flag that is accepted without an effect.
+"""Advice for each rejected flag, and the reason for each flag that is accepted without an effect.
 
-Patterns are tried in order against the flag's first option string; the first match counts. A flag that is in neither a
-configuration nor HARMLESS is refused, unless its value is the default.
+Patterns are tried in order against the flag's first option string, and the first match counts. A flag that is in
+neither a configuration nor HARMLESS is rejected, unless its value is the default.
 
-When a capability arrives, edit megatron/core/absent_config.py (configuration fields), this file (flags),
+When a feature is added, edit megatron/core/absent_config.py (configuration fields), this file (flags),
 tools/translations.yaml (flags in launch scripts) and tools/megatron_api_unsupported.yaml (all other names).
 """
 
@@ -13,36 +13,36 @@ _INFERENCE = (
     "serving is outside this framework: train here, export the checkpoint and serve it with an inference engine"
 )
 _RL = "RL training is outside this framework: train here, then use the checkpoint in your RL trainer"
-_HYBRID = "only transformer layers exist here: Mamba, GDP and hybrid patterns do not exist"
-_VISION = "only text models are trained here: remove the vision flags"
-_RETRIEVAL = "only GPT models are trained here: BERT, ICT and retriever training do not exist"
-_ENCODER = "only decoder models exist here: use --num-layers and --seq-length"
-_TE_OVERLAP = "tensor-parallel overlap inside Transformer Engine's kernels is not used here: remove it"
-_NO_FP8 = "8- and 4-bit training does not exist here: use --bf16"
+_HYBRID = "only transformer layers are supported: there are no Mamba, GDP or hybrid layer patterns"
+_VISION = "only text models are supported: remove the vision flags"
+_RETRIEVAL = "only GPT models are supported: BERT, ICT and retriever training are not"
+_ENCODER = "only decoder models are supported: use --num-layers and --seq-length"
+_TE_OVERLAP = "overlap of tensor-parallel communication inside Transformer Engine's kernels is not used: remove it"
+_NO_FP8 = "8- and 4-bit training is not supported: use --bf16"
 _OTHER_MODEL = "models that need it cannot be trained here"
-_VARIANT = f"no --experimental-attention-variant exists here: {_OTHER_MODEL}"
-_DSA = "sparse attention with an indexer does not exist here: remove the --dsa flags"
-_MTP = "multi-token prediction is set only by --mtp-num-layers and --mtp-loss-scaling-factor"
+_VARIANT = f"no --experimental-attention-variant is supported: {_OTHER_MODEL}"
+_DSA = "sparse attention with an indexer is not supported: remove the --dsa flags"
+_MTP = "multi-token prediction is configured only by --mtp-num-layers and --mtp-loss-scaling-factor"
 _RESTART = "restarts are the launcher's task: use torchrun --max-restarts and --load, which resume bit for bit"
 _FLIGHT = "set PyTorch's own TORCH_NCCL_TRACE_BUFFER_SIZE and TORCH_FR_BUFFER_SIZE environment variables instead"
-_ONE_LOGGER = "this logging service is not used here: use --tensorboard-dir"
-_MSC = "only file systems are read and written: mount the object store and give a path"
+_ONE_LOGGER = "this logging service is not supported: use --tensorboard-dir"
+_MSC = "only file systems are supported: mount the object store and give a path"
 _ASYNC_TUNING = "asynchronous saves have no further settings: use only --async-save"
-_CANONICAL = "checkpoints here are independent of the layout (--ckpt-format torch_dist) and need no such setting"
-_FSDP = "Megatron-FSDP does not exist here: use --use-torch-fsdp2 or --use-distributed-optimizer"
-_GTP = "generalised tensor parallelism does not exist here: use --tensor-model-parallel-size"
+_CANONICAL = "checkpoints are independent of the layout (--ckpt-format torch_dist) and need no such setting"
+_FSDP = "Megatron-FSDP is not supported: use --use-torch-fsdp2 or --use-distributed-optimizer"
+_GTP = "generalised tensor parallelism is not supported: use --tensor-model-parallel-size"
 _DUMPS = "the training loop does not dump tensors at intervals: read them from the checkpoints of --save-interval"
 _NCCL = "set it through NCCL's environment variables (NCCL_*) instead"
-_DISTILL = "distillation from stored logits does not exist here: train on the data itself"
-_MHC = "hyper-connections do not exist here: layers have one residual stream"
+_DISTILL = "distillation from stored logits is not supported: train on the data itself"
+_MHC = "hyper-connections are not supported: layers have a single residual stream"
 _DATA_LISTS = "give the paths themselves: --data-path, or --train-data-path, --valid-data-path and --test-data-path"
-_FIM_TOKENS = "fill-in-the-middle data is not made here: prepare it before tools/preprocess_data.py"
+_FIM_TOKENS = "fill-in-the-middle samples are not generated: prepare them before tools/preprocess_data.py"
 _TOKENIZER_FILE = "the tokenizer is used as its file defines it: put the setting into the file of --tokenizer-model"
-_CHATS = "tools/preprocess_data.py makes tokens and loss masks of chats (docs/chats.md), --data-path reads them"
+_CHATS = "tools/preprocess_data.py turns chats into tokens and loss masks (docs/chats.md), and --data-path reads them"
 _ROUTING_TRACE = "use --record-routing, which writes the routing of a run to a file"
-_FUSED_KERNELS = "kernels are chosen by the device here, not by flags: remove it"
-_DEEPEP = "the dispatcher is chosen by --moe-token-dispatcher-type; its back ends have no flags of their own here"
-_OFFLOAD_PINNED = "host copies always live in pinned memory with a GPU: remove it"
+_FUSED_KERNELS = "kernels are chosen by the device, not by flags: remove it"
+_DEEPEP = "the dispatcher is chosen by --moe-token-dispatcher-type, and its back ends have no flags of their own"
+_OFFLOAD_PINNED = "with a GPU, host copies are always in pinned memory: remove it"
 
 REFUSALS: tuple[tuple[str, str], ...] = (
     # Old names of working flags.
@@ -51,7 +51,7 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     (r"--warmup$", "it is the old name of --lr-warmup-fraction"),
     (r"--checkpoint-activations$", "it is the old name of --recompute-activations"),
     (r"--encoder-num-layers$|--decoder-num-layers$|--(en|de)coder-seq-length$", _ENCODER),
-    (r"--use-dist-ckpt$", "checkpoints always are distributed ones: remove it"),
+    (r"--use-dist-ckpt$", "checkpoints are always distributed: remove it"),
     (r"--dist-ckpt-format$", "it is the old name of --ckpt-format"),
     (r"--enable-cuda-graph$", "use --cuda-graph-impl local"),
     (r"--external-cuda-graph$", "use --cuda-graph-impl transformer_engine or local"),
@@ -59,16 +59,19 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     (r"--moe-enable-deepep$", "use --moe-token-dispatcher-type flex with --moe-flex-dispatcher-backend deepep"),
     (r"--moe-router-padding-for-", _NO_FP8),
     (r"--record-shapes$", "use --use-pytorch-profiler"),
-    (r"--disable-msc$", "the multi-storage client is never used here: remove it"),
+    (r"--disable-msc$", "the multi-storage client is not used: remove it"),
     (r"--enable-msc$", _MSC),
     (r"--local-rank$", "torchrun gives the local rank through the LOCAL_RANK environment variable"),
     (r"--exit-signal-handler-for-", "there is one handler for the whole run: use --exit-signal-handler"),
     (r"--use-mp-args-from-checkpoint-args$", _CANONICAL),
     (
         r"--no-use-tokenizer-model-from-checkpoint-args$",
-        "--use-checkpoint-args takes the model's shape only: remove it",
+        "--use-checkpoint-args adopts only the model's shape: remove it",
     ),
-    (r"--no-weight-decay-cond-type$", "biases and vectors are never decayed, everything else always: remove it"),
+    (
+        r"--no-weight-decay-cond-type$",
+        "biases and vectors are never decayed, and all other parameters always are: remove it",
+    ),
     # Families of flags that span several groups.
     (r"--(rl|grpo|langrl)-|--perform-rl-step|--refit-method", _RL),
     (r"--inference-rng-tracker|--inference-|--flash-decode|--batch-invariant-|--mamba-inference-", _INFERENCE),
@@ -81,7 +84,7 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     (r"--mtp-", _MTP),
     (r"--dsa-|--no-dsa-", _DSA),
     (r"--(no-)?tp-comm-", _TE_OVERLAP),
-    (r"--qk-l2-norm", "queries and keys are kept small by --qk-layernorm here"),
+    (r"--qk-l2-norm", "use --qk-layernorm, which limits the size of queries and keys"),
     (r"--(no-)?fp8-|--fp4-|--num-layers-at-|--te-precision|--moe-(dispatch-fwd|combine-bwd)-dtype", _NO_FP8),
     (r"--reuse-grad-buf-for-mxfp8|--keep-fp8-transpose-cache", _NO_FP8),
     (r"--(use-)?kitchen-attention|--flash-attention-version", "choose the attention kernel by --attention-backend"),
@@ -91,7 +94,7 @@ REFUSALS: tuple[tuple[str, str], ...] = (
         r"--mrope-section|--no-rope-freq",
         "positions rotate in all layers: use only --position-embedding-type rope",
     ),
-    (r"--relative-attention-", "relative positions do not exist here: use --position-embedding-type rope"),
+    (r"--relative-attention-", "relative positions are not supported: use --position-embedding-type rope"),
     (r"--(max-seqlen-per-dp-cp-rank|hybrid-context-parallel)", "context is split evenly: use --context-parallel-size"),
     (r"--heterogeneous-", "all layers have one shape: use --num-layers and --moe-layer-freq"),
     (r"--moe-(deepep|hybridep|flex-dispatcher|permute-fusion-into|ncclep)", _DEEPEP),
@@ -105,12 +108,12 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     (r"--straggler-|--disable-straggler-", "--log-straggler needs no settings of its own: remove it"),
     (r"--run-workload-inspector-server", "inspect a run with --profile and --tensorboard-dir"),
     (r"--log-(device-memory-used|memory-interval)", "use --log-memory-to-tensorboard"),
-    (r"--log-energy", "energy is not measured here: read it from nvidia-smi or the cluster"),
+    (r"--log-energy", "energy is not measured: read it from nvidia-smi or the cluster"),
     (r"--sft|--chat-template", _CHATS),
     (r"--(no-)?flight-recorder-", _FLIGHT),
     (r"--async-ckpt-", _ASYNC_TUNING),
     (r"--(no-)?ckpt-|--dist-ckpt-|--no-strict-fsdp-dtensor-load|--replication|--non-persistent-local-", _CANONICAL),
-    (r"--no-save-tokenizer-assets", "checkpoints never hold tokenizer files: remove it"),
+    (r"--no-save-tokenizer-assets", "checkpoints never contain tokenizer files: remove it"),
     (r"--save-", _DUMPS),
     (r"--(use-)?megatron-fsdp|--fsdp-|--enable-full-sharding-in-hsdp|--create-all-gather-group", _FSDP),
     (r"--(use-sharp|sharp-|nccl-communicator|disable-symmetric|high-priority-|pipeline-model-parallel-comm)", _NCCL),
@@ -122,7 +125,7 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     (r"--(tokenizer-|tiktoken-num-|no-tokenizer-)", _TOKENIZER_FILE),
     (
         r"--trust-remote-code",
-        "code that comes with a tokenizer is never run: give its tokenizer.json as --tokenizer-model",
+        "code that comes with a tokenizer is never executed: give its tokenizer.json as --tokenizer-model",
     ),
     (r"--use-gigatoken", "use --tokenizer-type HuggingFaceTokenizer with a tokenizer.json"),
     (r"--no-pad-vocab-size", "use --make-vocab-size-divisible-by 1"),
@@ -134,42 +137,42 @@ REFUSALS: tuple[tuple[str, str], ...] = (
         r"--overlap-dispatch-backward|--ep-overlap-early",
         "experts overlap only with their own dispatch: remove it",
     ),
-    (r"--use-ring-exchange-p2p", "pipeline stages send and receive in one way: remove it"),
+    (r"--use-ring-exchange-p2p", "all pipeline stages use the same send and receive calls: remove it"),
     (r"--openai-gelu", "the activations are gelu, --swiglu, --quick-geglu, --squared-relu"),
     (r"--disable-bf16-reduced", "set torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction in your script"),
     (r"--(use-fused-weighted-squared-relu|fused-residual-rmsnorm|use-te-activation-func)", _FUSED_KERNELS),
     (r"--(mla-down-proj-fusion|disable-jit-fuser|muon-use-syrk|muon-fp32-matmul-prec)", _FUSED_KERNELS),
-    (r"--use-grouped-gemm-for-", "only routed experts use grouped matrix products: use --moe-grouped-gemm"),
+    (r"--use-grouped-gemm-for-", "grouped matrix products are used only for routed experts: use --moe-grouped-gemm"),
     (
         r"--moe-(use-grouped-tensor|single-grouped)",
-        "--moe-grouped-gemm always keeps one weight for all experts: remove it",
+        "--moe-grouped-gemm always stores the experts in one weight: remove it",
     ),
     (
         r"--moe-(shared-expert-glu|mlp-glu)-interleave",
-        "gate rows precede up rows: convert the checkpoint, remove this",
+        "gate rows always precede up rows: convert the checkpoint and remove this",
     ),
     (r"--moe-router-quantile", "use --moe-router-enable-expert-bias with --moe-router-bias-update-rate"),
     (r"--moe-router-force-biased", "use --moe-router-force-load-balancing"),
-    (r"--moe-apply-probs-on-input", "probabilities weigh the experts' outputs: remove it"),
+    (r"--moe-apply-probs-on-input", "probabilities weight the experts' outputs, not their inputs: remove it"),
     (r"--moe-latent-size", "experts read the full hidden size: use --moe-ffn-hidden-size for smaller ones"),
     (r"--no-clone-scatter-output", "embeddings need no such setting: remove it"),
     (r"--config-logger-dir", "use --print-config, which prints the whole configuration"),
-    (r"--mlp-chunks-for-training", "use --recompute-granularity to save memory of the MLP"),
-    (r"--onnx-safe", "models are not exported to ONNX here: export the checkpoint elsewhere"),
+    (r"--mlp-chunks-for-training", "use --recompute-granularity to save the MLP's activation memory"),
+    (r"--onnx-safe", "ONNX export is not supported: export the checkpoint with another tool"),
     (r"--pytorch-profiler-collect-chakra", "use --use-pytorch-profiler, whose trace can be converted"),
     (r"--gpu-sniff-test-interval", "test GPUs before the run, with the cluster's health check"),
-    (r"--result-rejected-tracker-filename", "no results are rejected and rerun here: remove it"),
+    (r"--result-rejected-tracker-filename", "results are never rejected and recomputed: remove it"),
     (r"--dump-param-to-param-group-map", "print the optimizer's param_groups in your script"),
     (r"--freeze-all-layers", "set requires_grad in your model_provider instead"),
     (r"--output-logit-dtype", "logits have the model's precision and the loss is computed in fp32: remove it"),
-    (r"--lazy-mpu-init", "process groups are always made at the start: remove it"),
+    (r"--lazy-mpu-init", "process groups are always created at startup: remove it"),
     (
         r"--distributed-timeout-seconds-after-init",
-        "one timeout holds for the whole run: use --distributed-timeout-minutes",
+        "a single timeout applies to the whole run: use --distributed-timeout-minutes",
     ),
-    (r"--mid-level-dataset-surplus", "blends need no surplus: remove it"),
+    (r"--mid-level-dataset-surplus", "blends need no surplus samples: remove it"),
     (r"--allow-ambiguous-pad-tokens", "samples are never padded: remove it"),
-    (r"--no-barrier-with-level-1-timing", "timers are set only by --timing-log-level: remove it"),
+    (r"--no-barrier-with-level-1-timing", "timers are configured only by --timing-log-level: remove it"),
     (r"--check-for-spiky-loss", "watch the loss in the log; steps with NaN or Inf stop the run by default"),
 )
 
@@ -178,39 +181,42 @@ GROUP_REFUSALS = {"biencoder": _RETRIEVAL, "vision": _VISION, "rl": _RL, "infere
 # Values of Megatron-LM that are deliberately not supported, with advice.
 VALUE_REFUSALS = {
     ("--tokenizer-type", "SFTTokenizer"): f"give the tokenizer itself; {_CHATS}",
-    ("--optimizer", "dist_muon"): "give muon, with --use-distributed-optimizer to shard it",
+    ("--optimizer", "dist_muon"): "give muon, and --use-distributed-optimizer to shard its state",
 }
 
-# Advice for flags without a configuration field, which are refused unless they have their default value.
+# Advice for flags without a configuration field, which are rejected unless they have their default value.
 MISSING: tuple[tuple[str, str], ...] = (
-    (r"--fp8-|--first-last-layers-bf16$", f"{_NO_FP8}, and remove this one"),
+    (r"--fp8-|--first-last-layers-bf16$", f"{_NO_FP8}, and remove this flag"),
     (r"--experimental-attention-variant$|--linear-", _VARIANT),
     (r"--dsa-", _DSA),
     (
         r"--apply-residual-connection-post-layernorm$",
-        f"norms precede attention and feed-forward layers: {_OTHER_MODEL}",
+        f"norms always precede attention and feed-forward layers: {_OTHER_MODEL}",
     ),
-    (r"--apply-query-key-layer-scaling$", "scores are not scaled by the layer's number: use --bf16, or remove it"),
-    (r"--fp16-lm-cross-entropy$", "the loss is computed in fp32: remove it"),
-    (r"--data-parallel-random-init$", "all replicas start from the values of --seed: remove it"),
+    (
+        r"--apply-query-key-layer-scaling$",
+        "attention scores are not scaled by the layer number: use --bf16, or remove it",
+    ),
+    (r"--fp16-lm-cross-entropy$", "the loss is always computed in fp32: remove it"),
+    (r"--data-parallel-random-init$", "all replicas are initialized from --seed: remove it"),
     (r"--fim-", _FIM_TOKENS),
-    (r"--vocab-extra-ids$", "give the size with extra tokens by --vocab-size, or a --tokenizer-model that has them"),
-    (r"--eval-micro-batch-size$", "evaluations have the --micro-batch-size of training: use --eval-global-batch-size"),
-    (r"--test-mode$", "use --skip-train to only evaluate"),
+    (r"--vocab-extra-ids$", "include the extra tokens in --vocab-size, or in the --tokenizer-model"),
+    (r"--eval-micro-batch-size$", "evaluations use the --micro-batch-size of training: use --eval-global-batch-size"),
+    (r"--test-mode$", "use --skip-train to evaluate only"),
     (
         r"--load-main-params-from-ckpt$",
-        "master weights are loaded with the optimizer's state, or else copied from the weights: remove it",
+        "master weights are loaded with the optimizer state, or else copied from the weights: remove it",
     ),
-    (r"--non-persistent-", "there is one kind of checkpoint: set --save-interval, with --save-retain-interval"),
-    (r"--ckpt-convert-", "convert it before the run, by tools/convert_megatron_core.py (docs/checkpoints.md)"),
+    (r"--non-persistent-", "all checkpoints are of one kind: set --save-interval and --save-retain-interval"),
+    (r"--ckpt-convert-", "convert it before the run with tools/convert_megatron_core.py (docs/checkpoints.md)"),
     (r"--override-ckpt-iteration$", "use --ckpt-step, which names the iteration to load"),
-    (r"--muon-coefficient-type$", "Newton-Schulz steps have the coefficients of torch.optim.Muon: give simple"),
-    (r"--muon-scalar-optimizer$", "parameters that Muon does not update use AdamW: remove it"),
-    (r"--yaml-cfg$", "use --config, which takes a file of flags"),
-    (r"--error-injection-rate$", "errors are not injected here: remove it"),
+    (r"--muon-coefficient-type$", "Newton-Schulz steps use the coefficients of torch.optim.Muon: give simple"),
+    (r"--muon-scalar-optimizer$", "AdamW updates the parameters that Muon does not: remove it"),
+    (r"--yaml-cfg$", "use --config, which reads flags from a file"),
+    (r"--error-injection-rate$", "errors are never injected: remove it"),
 )
 
-# Accepted flags whose purpose another flag serves here.
+# Accepted flags that another flag replaces.
 NO_EFFECT_HINTS = {
     "--use-flash-attn": "use --attention-backend",
 }
@@ -218,9 +224,9 @@ NO_EFFECT_HINTS = {
 
 @dataclass(frozen=True)
 class Harmless:
-    """Why a flag is accepted without an effect: the end of a sentence that starts with the flag.
+    """The reason why a flag is accepted without an effect, as the end of a sentence that starts with the flag.
 
-    changes_speed: the flag makes a run of Megatron-LM's faster or slower, or changes its memory, and none of ours.
+    changes_speed: the flag changes the speed or memory of a Megatron-LM run, and has no effect on a run here.
     """
 
     reason: str
@@ -228,14 +234,12 @@ class Harmless:
 
 
 _KERNELS = Harmless("chooses a kernel: kernels are chosen by the device here", changes_speed=True)
-_SCHEDULE = Harmless(
-    "chooses an overlap, for which there are other flags here; results are the same", changes_speed=True
-)
+_SCHEDULE = Harmless("chooses an overlap that other flags control here; results are the same", changes_speed=True)
 _MEMORY = Harmless("trades time for memory, with the same results", changes_speed=True)
-_LOG = Harmless("only adds to the log, which has --tensorboard-dir and the --log flags here")
-_SAVING = Harmless("tunes how checkpoints are written, not what is in them")
-_ALWAYS = Harmless("requests what is always done here")
-_WITH_MEGATRON_FSDP = Harmless("is read only with --use-megatron-fsdp, which is refused")
+_LOG = Harmless("only adds to the log: use --tensorboard-dir and the --log flags")
+_SAVING = Harmless("tunes how checkpoints are written, not their content")
+_ALWAYS = Harmless("requests something that is always done")
+_WITH_MEGATRON_FSDP = Harmless("is read only with --use-megatron-fsdp, which is not supported")
 _RERUN = Harmless("chooses how suspect results are examined: steps with NaN or Inf stop the run here")
 
 _FLAGS_BY_REASON = {
@@ -291,9 +295,9 @@ _FLAGS_BY_REASON = {
         "--te-rng-tracker",
         "--verify-integrity",
     ),
-    Harmless("tunes how the index of a corpus is built, not what is in it"): ("--num-dataset-builder-threads",),
-    Harmless("allows what needs no permission here"): ("--enable-experimental",),
-    Harmless("is read only by --optimizer lion, which is refused"): ("--lion-beta1", "--lion-beta2"),
+    Harmless("tunes how the index of a corpus is built, not its content"): ("--num-dataset-builder-threads",),
+    Harmless("permits something that needs no permission here"): ("--enable-experimental",),
+    Harmless("is read only by --optimizer lion, which is not supported"): ("--lion-beta1", "--lion-beta2"),
     _WITH_MEGATRON_FSDP: (
         "--megatron-fsdp-grad-comm-dtype",
         "--megatron-fsdp-main-grads-dtype",
@@ -303,5 +307,5 @@ _FLAGS_BY_REASON = {
     _RERUN: ("--error-injection-type", "--rerun-mode"),
 }
 
-# By the first word of each flag.
+# Keyed by the first word of each flag.
 HARMLESS = {word: reason for reason, words in _FLAGS_BY_REASON.items() for word in words}

@@ -1,6 +1,6 @@
 """Validates and completes the arguments: derived sizes, layout, batches, model, schedules, checkpoints and launcher.
 
-A configuration class checks its own fields. conflicts.py checks modes that exclude other flags.
+Each configuration class checks its own fields. conflicts.py checks modes that exclude other flags.
 """
 
 import argparse
@@ -42,10 +42,10 @@ _MOST_PLANNED_RANKS = 1 << 18
 
 
 def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> argparse.Namespace:
-    """Completes and checks the arguments in place; `defaults` fill arguments that are None.
+    """Completes and checks the arguments in place. `defaults` fill arguments that are None.
 
-    Raises CommandLineError (a ValueError) with a line for each problem, which names the flags and what to do. Every
-    rank raises the same. After an error the arguments must not be used.
+    Raises CommandLineError (a ValueError) with one line per problem, which names the flags and the correction. Every
+    rank raises the same error. After an error the arguments must not be used.
     """
     # A script's default never replaces a given value.
     for name, value in (defaults or {}).items():
@@ -63,7 +63,9 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
 
 
 def _replace(args: argparse.Namespace, values: Mapping[str, int | None]) -> list[str]:
-    """Sets arguments, to the default for None, so that other checks can continue; returns their flags."""
+    """Sets arguments, or resets them to their defaults for None, so that other checks can continue. Returns their
+    flags.
+    """
     table = flag_table()
     for name, value in values.items():
         vars(args)[name] = table.by_dest[name].default if value is None else value
@@ -75,7 +77,7 @@ def _names_any(flags: Iterable[str], problem: str) -> bool:
 
 
 def _derive_and_check(args: argparse.Namespace) -> list[str]:
-    """Fills in derived arguments; returns a message for each contradiction."""
+    """Fills in derived arguments, and returns a message for each contradiction."""
     problems = [*check_checkpoints(args), *check_data(args), *_check_sizes(args)]
     settle_tokenizer(args)
     settle_meanings(args)
@@ -99,7 +101,7 @@ def _derive_and_check(args: argparse.Namespace) -> list[str]:
     # Configurations are built last, because they need the derived values.
     found = problems_of_configs(args)
     found = found or problems_of_call(partial(check_flex_backend, args))
-    # Configurations repeat some of the checks above with other messages. Keeps one message per leading flag.
+    # Configurations repeat some of the checks above with other messages. Only one message per leading flag is kept.
     reported = {_first_flag(problem) for problem in problems}
     return problems + [problem for problem in found if _first_flag(problem) not in reported]
 
@@ -109,15 +111,15 @@ def _first_flag(problem: str) -> str:
 
 
 def _is_set(args: argparse.Namespace, name: str) -> bool:
-    # A value equal to the default may come from a file of --print-config.
+    # A value equal to the default may come from a file written by --print-config.
     return bool(vars(args)[name] != flag_table().by_dest[name].default)
 
 
-# Required sizes, data and tokenizer.
+# Section: required sizes, data and tokenizer.
 
 
 def check_required(args: argparse.Namespace) -> Iterator[str]:
-    """Yields missing sizes of model, sequence and batch and, for a training run, missing length and learning rate."""
+    """Yields missing model, sequence and batch sizes and, for training runs, a missing length and learning rate."""
     needed = _needed(args)
     all_needed = needed if args.skip_train else [*needed, "lr"]
     missing = [f"--{name.replace('_', '-')}" for name in all_needed if vars(args)[name] is None]
@@ -145,31 +147,31 @@ def check_data(args: argparse.Namespace) -> Iterator[str]:
     # Megatron's scripts read the type from the arguments.
     args.dataloader_type = args.dataloader_type or "single"
     if args.dataloader_type == "external":
-        # The script's own data needs no flags.
+        # A script with its own data needs no data flags.
         return
     if not config_from_args(DataConfig, args).names_data():
-        yield "no data: give --data-path PREFIX, or --mock-data to train on made-up tokens"
+        yield "no data: give --data-path PREFIX, or --mock-data to train on synthetic tokens"
     needs_train = args.valid_data_path is not None or args.test_data_path is not None
     if needs_train and args.train_data_path is None and not args.skip_train:
         yield "--valid-data-path and --test-data-path need --train-data-path: add it, or --skip-train"
 
 
 def settle_tokenizer(args: argparse.Namespace) -> None:
-    """Sets the tokenizer's type if scripts give only its files."""
+    """Infers the tokenizer type for scripts that give only its files."""
     if args.tokenizer_type is None and args.vocab_file is not None and args.merge_file is not None:
         args.tokenizer_type = "GPT2BPETokenizer"
 
 
-# Layout, batches and length.
+# Section: layout, batches and length.
 
 
 def _check_sizes(args: argparse.Namespace) -> list[str]:
-    """Runs checks that depend on each other, in order; returns the messages of the first that fails."""
+    """Runs dependent checks in order, and returns the messages of the first check that fails."""
     return [*check_layout(args)] or check_batches(args) or [*derive_length(args)]
 
 
 def check_layout(args: argparse.Namespace) -> Iterator[str]:
-    """Derives data_parallel_size and virtual_pipeline_model_parallel_size; yields sizes that do not divide.
+    """Derives data_parallel_size and virtual_pipeline_model_parallel_size, and yields sizes that do not divide evenly.
 
     After an error the first is 1 or the second is None, so that other checks can continue.
     """
@@ -178,7 +180,7 @@ def check_layout(args: argparse.Namespace) -> Iterator[str]:
     args.sequence_parallel = args.sequence_parallel and tensor_size > 1
     yield from problems_of_call(partial(_derive_replicas, args))
     if context_size > 1:
-        # Each rank holds an early and a late chunk, so that all attend to the same number of keys.
+        # Each rank holds an early and a late chunk, so that all ranks attend to the same number of keys.
         yield from _uneven("seq_length", args.seq_length, of="2 x context_parallel_size", size=2 * context_size)
     if args.sequence_parallel:
         parts = "context_parallel_size x tensor_model_parallel_size"
@@ -189,13 +191,14 @@ def check_layout(args: argparse.Namespace) -> Iterator[str]:
         )
     if context_size > 1 and args.reset_attention_mask and args.create_attention_mask_in_dataloader:
         yield (
-            f"--reset-attention-mask makes masks of whole sequences, and --context-parallel-size is {context_size}: "
-            "add --no-create-attention-mask-in-dataloader, which passes document boundaries instead"
+            "--reset-attention-mask creates masks of whole sequences, but --context-parallel-size is "
+            f"{context_size}: add --no-create-attention-mask-in-dataloader, which passes document boundaries "
+            "instead"
         )
     if args.optimizer == "muon" and max(tensor_size, args.expert_tensor_parallel_size or tensor_size) > 1:
         yield (
-            f"--optimizer is muon and --tensor-model-parallel-size is {tensor_size}: muon needs whole matrices, so it "
-            "and --expert-tensor-parallel-size must be 1"
+            f"--optimizer is muon and --tensor-model-parallel-size is {tensor_size}: muon needs whole matrices, so "
+            "--tensor-model-parallel-size and --expert-tensor-parallel-size must be 1"
         )
     yield from derive_virtual_stages(args)
 
@@ -211,7 +214,7 @@ def _uneven(name: str, value: int, *, of: str, size: int) -> list[str]:
 
 
 def layout_sizes(args: argparse.Namespace) -> dict[str, int]:
-    """Returns the sizes of the rank grids, by the argument names of initialize_model_parallel."""
+    """Returns the parallel sizes by the argument names of initialize_model_parallel."""
     tensor_size = args.tensor_model_parallel_size
     return {
         "tensor_model_parallel_size": tensor_size,
@@ -223,7 +226,7 @@ def layout_sizes(args: argparse.Namespace) -> dict[str, int]:
 
 
 def derive_virtual_stages(args: argparse.Namespace) -> Iterator[str]:
-    """Sets the virtual pipeline size from one of its flags; None without virtual stages, or if flags contradict."""
+    """Derives the virtual pipeline size from one of its flags; None without virtual stages, or if flags contradict."""
     layers, pieces = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
     stages, layout = args.pipeline_model_parallel_size, args.pipeline_model_parallel_layout
     args.virtual_pipeline_model_parallel_size = None
@@ -240,7 +243,7 @@ def derive_virtual_stages(args: argparse.Namespace) -> Iterator[str]:
                 if pieces is None
                 else "--num-virtual-stages-per-pipeline-rank"
             )
-            yield f"--pipeline-model-parallel-layout defines the layers of every virtual stage: drop {flag}"
+            yield (f"--pipeline-model-parallel-layout already defines the layers of every virtual stage: drop {flag}")
             return
         wrong = problems_of_call(lambda: _check_stages_of_layout(layout, stages))
         if wrong:
@@ -271,7 +274,7 @@ def _check_stages_of_layout(layout: str, stages: int) -> None:
 
 
 def check_batches(args: argparse.Namespace) -> list[str]:
-    """Sets the global batch if unset; checks every batch size of the run."""
+    """Sets the global batch size if unset, and checks every batch size of the run."""
 
     def derive() -> None:
         if args.global_batch_size is None and args.step_batch_size_schedule is None:
@@ -291,7 +294,7 @@ def _check_evaluation_batch(args: argparse.Namespace) -> Iterator[str]:
 
 
 def batch_sizes(args: argparse.Namespace) -> NumMicroBatches:
-    """Returns the batch sizes of a run with these arguments. Raises CommandLineError for an impossible one."""
+    """Returns the batch sizes of a run with these arguments. Raises CommandLineError for an impossible size."""
     with flags_named_in_errors():
         schedule = build_batch_schedule(
             args.global_batch_size,
@@ -305,12 +308,15 @@ def batch_sizes(args: argparse.Namespace) -> NumMicroBatches:
 
 
 def derive_length(args: argparse.Namespace) -> Iterator[str]:
-    """Sets --train-iters from --train-samples; yields schedules in another unit than the run's length."""
+    """Sets --train-iters from --train-samples, and yields schedules in another unit than the run's length."""
     if args.train_samples is not None:
         iterations = batch_sizes(args).running.iterations_within(args.train_samples)
-        # Equal after a first validation of the same arguments.
+        # Equal after an earlier validation of the same arguments.
         if args.train_iters not in (None, iterations):
-            yield f"--train-iters is {args.train_iters} and --train-samples is {args.train_samples}: give one of them"
+            yield (
+                f"--train-iters is {args.train_iters} and --train-samples is {args.train_samples}: give only one "
+                "of them"
+            )
         if iterations < 1:
             yield f"--train-samples is {args.train_samples}: must be at least one global batch"
         args.train_iters = iterations
@@ -329,7 +335,7 @@ def check_units(args: argparse.Namespace, *, other: str, unit: str) -> Iterator[
             )
 
 
-# Flags whose value follows from other flags.
+# Section: flags whose value follows from other flags.
 
 
 def settle_meanings(args: argparse.Namespace) -> None:
@@ -345,7 +351,7 @@ def settle_meanings(args: argparse.Namespace) -> None:
         _settle_adapters,
     )
     notes = [note for settle in settled if (note := settle(args))]
-    # Causal attention needs no mask of S x S, and scripts pass the argument on to the datasets they build.
+    # Causal attention needs no S x S mask, and scripts pass the argument on to the datasets they build.
     args.create_attention_mask_in_dataloader &= args.reset_attention_mask
     # An evaluation of random weights is meaningless.
     args.exit_on_missing_checkpoint |= args.skip_train
@@ -379,7 +385,9 @@ def _settle_context(args: argparse.Namespace) -> str | None:
     if size == 1 or args.attention_dropout == 0 or _is_set(args, "cp_comm_type") or not splits:
         return None
     args.cp_comm_type = "a2a"
-    return f"--cp-comm-type is a2a, as p2p has no dropout and --attention-dropout is {args.attention_dropout}"
+    return (
+        f"--cp-comm-type is set to a2a, because p2p has no dropout and --attention-dropout is {args.attention_dropout}"
+    )
 
 
 def _settle_positions(args: argparse.Namespace) -> str | None:
@@ -388,14 +396,17 @@ def _settle_positions(args: argparse.Namespace) -> str | None:
     before, args.position_embedding_type = args.position_embedding_type, "rope"
     if args.use_rotary_position_embeddings:
         return None
-    return f"--position-embedding-type is rope, as --multi-latent-attention rotates: there is no table as of {before}"
+    return (
+        "--position-embedding-type is set to rope, because --multi-latent-attention uses rotary positions; "
+        f"{before} does not apply"
+    )
 
 
 def _settle_scale(args: argparse.Namespace) -> str | None:
     given = [name for name in ("loss_scale", "min_loss_scale", "initial_loss_scale") if _is_set(args, name)]
     if not given or args.fp16:
         return None
-    return f"{', '.join(flag_table().by_dest[name].flags[0] for name in given)} without --fp16 has no effect"
+    return f"{', '.join(flag_table().by_dest[name].flags[0] for name in given)} has no effect without --fp16"
 
 
 def _settle_warmup(args: argparse.Namespace) -> str | None:
@@ -409,23 +420,23 @@ def _settle_wandb(args: argparse.Namespace) -> str | None:
     if not given or args.wandb_project is not None:
         return None
     names = ", ".join(flag_table().by_dest[name].flags[0] for name in given)
-    return f"{names} without --wandb-project has no effect: nothing is logged to Weights & Biases"
+    return f"{names} has no effect without --wandb-project: nothing is logged to Weights & Biases"
 
 
 def _settle_adapters(args: argparse.Namespace) -> str | None:
-    """Notes adapter flags without an effect. Refuses none, because the arguments of a merged checkpoint have them."""
+    """Notes adapter flags without an effect. Rejects none, because merged checkpoints have them."""
     given = [name for name in ("lora_alpha", "lora_target_modules") if _is_set(args, name)]
     if not given or args.lora_rank is not None:
         return None
     names = ", ".join(flag_table().by_dest[name].flags[0] for name in given)
-    return f"{names} without --lora-rank has no effect: there are no adapters, all weights are trained"
+    return f"{names} has no effect without --lora-rank: there are no adapters, and all weights are trained"
 
 
-# The model.
+# Section: the model.
 
 
 def check_rotation(args: argparse.Namespace) -> Iterator[str]:
-    """Sets the kind of positions from its older flag; yields settings of rotary positions without them."""
+    """Sets the position-embedding type from its older flag, and yields rotary settings without rotary positions."""
     if args.use_rotary_position_embeddings:
         args.position_embedding_type = "rope"
     if _is_set(args, "rope_scaling_factor") and not args.use_rope_scaling:
@@ -435,7 +446,7 @@ def check_rotation(args: argparse.Namespace) -> Iterator[str]:
         return
     # Old scripts give it in addition to rope, where it has no effect.
     if not args.add_position_embedding and args.position_embedding_type != "none":
-        yield "--no-position-embedding is no longer enough: add --position-embedding-type none"
+        yield "--no-position-embedding alone is no longer supported: add --position-embedding-type none"
     names = ("rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling")
     for name in (*names, "rope_type"):
         if _is_set(args, name):
@@ -444,14 +455,14 @@ def check_rotation(args: argparse.Namespace) -> Iterator[str]:
 
 
 def name_yarn_once(args: argparse.Namespace) -> Iterator[str]:
-    """Sets --rope-type if --position-embedding-type is yarn, which is a kind of rope."""
+    """Sets --rope-type if --position-embedding-type is yarn, which is a variant of rope."""
     if args.position_embedding_type == "yarn":
         if args.rope_type == "rope":
             yield "--position-embedding-type is yarn and --rope-type is rope: drop one of them"
         args.position_embedding_type, args.rope_type = "rope", "yarn"
     if args.rope_type == "yarn" and args.use_rope_scaling:
         yield (
-            "--use-rope-scaling and --rope-type yarn both stretch frequencies: give one of them; yarn takes "
+            "--use-rope-scaling and --rope-type yarn both scale the frequencies: give only one of them; yarn uses "
             "--rotary-scaling-factor"
         )
 
@@ -475,31 +486,32 @@ def check_positions(args: argparse.Namespace) -> Iterator[str]:
 def check_attention(args: argparse.Namespace) -> Iterator[str]:
     if args.multi_latent_attention and args.position_embedding_type != "rope":
         yield (
-            f"--multi-latent-attention has rotary positions and --position-embedding-type is "
-            f"{args.position_embedding_type}: add --position-embedding-type rope"
+            "--multi-latent-attention uses rotary positions, but --position-embedding-type is "
+            f"{args.position_embedding_type}: use --position-embedding-type rope"
         )
     if args.multi_latent_attention and args.rotary_percent != 1:
         yield (
-            f"--rotary-percent is {args.rotary_percent}: with --multi-latent-attention all of --qk-pos-emb-head-dim "
-            "rotate, drop it"
+            f"--rotary-percent is {args.rotary_percent}: drop it, because --multi-latent-attention rotates all "
+            "dimensions of --qk-pos-emb-head-dim"
         )
     if args.apply_wd_to_qk_layernorm and not args.qk_layernorm:
-        yield "--apply-wd-to-qk-layernorm needs --qk-layernorm: add it, or drop the decay of its norms"
+        yield "--apply-wd-to-qk-layernorm needs --qk-layernorm: add it, or drop --apply-wd-to-qk-layernorm"
     # 1 is Megatron-LM's default, which scripts that print their arguments pass along. It means "not given".
     if not args.group_query_attention and args.num_query_groups not in (None, 1):
         yield (
-            f"--num-query-groups is {args.num_query_groups} without --group-query-attention: add it or drop the groups"
+            f"--num-query-groups is {args.num_query_groups} without --group-query-attention: add it, or drop "
+            "--num-query-groups"
         )
 
 
 def check_experts(args: argparse.Namespace) -> Iterator[str]:
-    """Yields flags of expert layers in a dense model, and a router that could not learn."""
+    """Yields expert flags of a dense model, and a router that cannot learn."""
     if args.num_experts is not None:
         yield from _check_layer_pattern(args)
         if not problems_of_config(RouterConfig, args) and config_from_args(RouterConfig, args).has_constant_weights:
             yield (
-                "--moe-router-topk is 1: the weight of a single expert is always 1, so its router would not learn; "
-                "must be at least 2, or add --moe-router-pre-softmax or --moe-router-score-function sigmoid"
+                "--moe-router-topk is 1: the weight of a single expert is always 1, so its router cannot learn; "
+                "use at least 2, or add --moe-router-pre-softmax or --moe-router-score-function sigmoid"
             )
         return
     for flag in flags_of_class(MoEConfig, {}):
@@ -508,7 +520,7 @@ def check_experts(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _check_layer_pattern(args: argparse.Namespace) -> list[str]:
-    """Checks which layers have experts; after an error sets them for every layer, so that other checks can continue."""
+    """Checks which layers have experts. After an error assumes every layer, to continue other checks."""
     if problems_of_config(MoEConfig, args):
         return []
     wrong = problems_of_call(lambda: validate_moe_layer_freq(config_from_args(MoEConfig, args), args.num_layers))
@@ -518,22 +530,22 @@ def _check_layer_pattern(args: argparse.Namespace) -> list[str]:
 
 
 def check_flex_backend(args: argparse.Namespace) -> None:
-    """Checks the dispatcher's back end, also on ranks without expert layers, which would wait for the others."""
+    """Checks the dispatcher's back end on all ranks, including those without experts, which would otherwise hang."""
     with without_memory() if args.dry_run else nullcontext():
         require_flex_backend(core_transformer_config_from_args(args))
 
 
 def check_upcycling_flags(args: argparse.Namespace) -> Iterator[str]:
-    """Yields the flags that --moe-use-upcycling needs: experts, and a checkpoint to build them from."""
+    """Yields missing flags that --moe-use-upcycling needs: experts, and a checkpoint to build them from."""
     if not args.moe_use_upcycling:
         return
     for flag, value in (("--num-experts", args.num_experts), ("--load", args.load or args.pretrained_checkpoint)):
         if value is None:
-            yield f"--moe-use-upcycling needs {flag}: give it, or drop the flag"
+            yield f"--moe-use-upcycling needs {flag}: add it, or drop --moe-use-upcycling"
 
 
 def derive_shapes(args: argparse.Namespace) -> Iterator[str]:
-    """Sets head width and feed-forward width, which scripts expect to be set."""
+    """Sets head width and feed-forward width, because scripts expect them to be set."""
     if args.kv_channels is None and args.multi_latent_attention:
         args.kv_channels = args.qk_head_dim + args.qk_pos_emb_head_dim
     if args.kv_channels is None:
@@ -547,7 +559,7 @@ def derive_shapes(args: argparse.Namespace) -> Iterator[str]:
         args.ffn_hidden_size = default_ffn_hidden_size(args.hidden_size, swiglu=args.swiglu)
 
 
-# Schedules, logs and checkpoints.
+# Section: schedules, logs and checkpoints.
 
 
 def check_schedule(args: argparse.Namespace) -> Iterator[str]:
@@ -556,8 +568,7 @@ def check_schedule(args: argparse.Namespace) -> Iterator[str]:
     for unit in ("iters", "samples"):
         if vars(args)[f"lr_wsd_decay_{unit}"] is not None and args.lr_decay_style != "WSD":
             yield (
-                f"--lr-wsd-decay-{unit} belongs to --lr-decay-style WSD, which is {args.lr_decay_style}: "
-                "change one of them"
+                f"--lr-wsd-decay-{unit} needs --lr-decay-style WSD, which is {args.lr_decay_style}: change one of them"
             )
         warmup, length = vars(args)[f"lr_warmup_{unit}"], vars(args)[f"train_{unit}"]
         # The schedule checks warm-up against --lr-decay. Without it, the schedule has the run's length, checked here.
@@ -572,14 +583,14 @@ def check_logging(args: argparse.Namespace) -> Iterator[str]:
     if args.wandb_project is not None and args.wandb_exp_name is None:
         yield f"--wandb-project is {args.wandb_project} without --wandb-exp-name: give the run a name"
     if args.wandb_project is not None and args.wandb_save_dir is None and args.save is None:
-        yield f"--wandb-project is {args.wandb_project}: its files need --wandb-save-dir or --save"
+        yield (f"--wandb-project is {args.wandb_project}: needs --wandb-save-dir or --save as the folder for its files")
     if args.log_progress and args.save is None:
         yield "--log-progress needs --save: progress.txt is written to that folder"
     if args.record_routing is not None and args.num_experts is None:
-        yield f"--record-routing is {args.record_routing} but --num-experts is not set: a dense model routes nothing"
+        yield (f"--record-routing is {args.record_routing} but --num-experts is not set: a dense model has no routing")
     absent = [rank for rank in args.profile_ranks if rank >= args.world_size]
     if args.profile and absent:
-        yield f"--profile-ranks has {absent[0]}: must be below the {args.world_size} processes there are"
+        yield f"--profile-ranks has {absent[0]}: must be below the number of processes ({args.world_size})"
 
 
 def check_checkpoints(args: argparse.Namespace) -> Iterator[str]:
@@ -590,14 +601,14 @@ def check_checkpoints(args: argparse.Namespace) -> Iterator[str]:
         if value is not None and value is not False and not loads:
             yield f"--{name.replace('_', '-')} needs --load: give the folder of the checkpoint"
     if args.skip_train and not loads:
-        yield "--skip-train evaluates what --load holds: give the folder of the checkpoint"
+        yield "--skip-train evaluates the checkpoint of --load: give the folder of the checkpoint"
     for name in ("save_interval", "async_save", "save_retain_interval"):
         if vars(args)[name] and args.save is None:
             yield f"--{name.replace('_', '-')} needs --save: give the folder for the checkpoints"
     if args.ckpt_format == "torch" and args.save is not None:
         yield (
-            f"--ckpt-format is torch with --save {args.save}: that format is only read; give torch_dist, with which "
-            "--load still detects and reads it"
+            f"--ckpt-format is torch with --save {args.save}: that format can only be read; use torch_dist, with "
+            "which --load still detects and reads it"
         )
 
 
@@ -606,7 +617,10 @@ def derive_run_state(args: argparse.Namespace) -> Iterator[str]:
     if args.fp16 and args.bf16:
         yield "--fp16 and --bf16 are both given: choose one precision"
     if args.fp32_residual_connection and not (args.fp16 or args.bf16):
-        yield "--fp32-residual-connection needs --bf16 or --fp16: in fp32 the residual stream is fp32 anyway, remove it"
+        yield (
+            "--fp32-residual-connection needs --bf16 or --fp16: in fp32 training the residual stream is always "
+            "fp32; remove it"
+        )
     args.params_dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
     # Loading a checkpoint sets these to its position. Training does not change them.
     args.iteration = 0
@@ -614,17 +628,17 @@ def derive_run_state(args: argparse.Namespace) -> Iterator[str]:
     args.consumed_valid_samples = 0
 
 
-# The launcher, read before validation.
+# Section: the launcher, read before validation.
 
 
 def read_launcher(args: argparse.Namespace) -> None:
-    """Sets rank and number of processes from torchrun's environment; a single process is rank 0 of 1."""
+    """Sets rank and world size from torchrun's environment; a single process is rank 0 of 1."""
     args.rank = _launcher_number("RANK", default=0)
     started = _launcher_number("WORLD_SIZE", default=1)
     if args.world_size not in (None, started) and not (args.dry_run or args.fake_process_group):
         raise CommandLineError(
-            f"--world-size is {args.world_size} where {started} ranks were started: it is for --dry-run and "
-            "--fake-process-group; torchrun sets the number of training ranks"
+            f"--world-size is {args.world_size} but {started} ranks were started: use --world-size only with "
+            "--dry-run or --fake-process-group, because torchrun sets the number of training ranks"
         )
     # Checked before tables of all ranks are built, which would take minutes for more ranks.
     if args.world_size is not None and not 1 <= args.world_size <= _MOST_PLANNED_RANKS:
@@ -639,15 +653,15 @@ def check_fake_rank(args: argparse.Namespace) -> None:
     """Raises CommandLineError if a single process cannot be that rank, or would save or load its invalid weights."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise CommandLineError(
-            "--fake-process-group runs one process as a rank of many: start it with python, not with torchrun"
+            "--fake-process-group runs a single process as one of many ranks: start it with python, not with torchrun"
         )
     if args.rank >= args.world_size:
-        raise CommandLineError(f"RANK is {args.rank}: must be below the {args.world_size} ranks of --world-size")
+        raise CommandLineError(f"RANK is {args.rank}: must be below --world-size ({args.world_size})")
     for name in ("save", "load", "pretrained_checkpoint"):
         if vars(args)[name] is not None:
             raise CommandLineError(
-                f"--{name.replace('_', '-')} and --fake-process-group are both given: a single rank has no complete "
-                "checkpoint, and its weights are invalid without the others"
+                f"--{name.replace('_', '-')} and --fake-process-group are both given: a single rank has no "
+                "complete checkpoint, and its weights are invalid without the other ranks"
             )
     # Without the other ranks' parts, sums are wrong and may be NaN.
     args.check_for_nan_in_loss_and_grad = False

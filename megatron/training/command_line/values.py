@@ -1,4 +1,4 @@
-"""Converts words of the command line and scalars of YAML files to values of flags, and values back to text.
+"""Converts words of the command line and scalars of YAML files to flag values, and values back to text.
 
 The configuration dataclass that receives a value checks its bounds.
 """
@@ -18,7 +18,7 @@ def value_of_word(flag: Flag, word: str) -> Any:
         value = flag.parse(word)
     except ValueError as error:
         kind = _KIND_NAMES.get(flag.type_name)
-        # Messages of a field's parser start with the field's name, and the caller adds the flag's.
+        # Messages of a field's parser start with the field's name, and the caller adds the flag's name.
         reason = str(error).removeprefix(f"{flag.dest} is ")
         raise ValueError(f"{word!r} is not {kind}" if kind else _choice_error(flag, word) or reason) from None
     if flag.choices is not None and value not in flag.choices:
@@ -27,7 +27,7 @@ def value_of_word(flag: Flag, word: str) -> Any:
 
 
 def _choice_error(flag: Flag, word: str) -> str | None:
-    """Returns why a value that Megatron-LM accepts is not available; None for a value that is unknown there too."""
+    """Explains why a value that Megatron-LM accepts is unavailable, or returns None for a value unknown there too."""
     advice = VALUE_REFUSALS.get((flag.flags[0], word))
     if advice is not None:
         return f"{word!r} is not available here; {advice}"
@@ -89,8 +89,8 @@ def _list_of_yaml(flag: Flag, items: list[Any]) -> Any:
 def _word_of_yaml(flag: Flag, data: Any) -> str:
     if isinstance(data, str):
         return data
-    # YAML reads 1e-4 as a string, which value_of_word converts to a number. A number in place of a string is a mistake
-    # unless the field has its own parser (`moe_layer_freq: [0, 1, 1]`).
+    # YAML reads 1e-4 as a string, which value_of_word converts to a number. A number where a string is expected is a
+    # mistake, unless the field has its own parser (`moe_layer_freq: [0, 1, 1]`).
     if flag.type_name == "str":
         raise ValueError(f"{data!r} is not a string; put it in quotes")
     if flag.parse in (int, float) and not _is_number(data):

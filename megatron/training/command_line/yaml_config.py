@@ -1,7 +1,7 @@
-"""Configuration files: reads `--config file.yaml` and writes the output of `--print-config`.
+"""Reads configuration files of `--config file.yaml`, and writes the output of `--print-config`.
 
 Keys are the names that flags have in the parsed arguments, flat or below the group titles of --help. Files contain
-names, lists, numbers and words; the rest of YAML is refused, and their size is limited.
+names, lists, numbers and words. All other YAML features are rejected, and the size of files is limited.
 """
 
 import argparse
@@ -27,7 +27,7 @@ _MERGE = f"{_PREFIX}merge"
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """SafeLoader that limits nesting, and refuses duplicate keys, of which YAML would use the last."""
+    """SafeLoader that limits nesting and rejects duplicate keys, of which YAML would use the last."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -54,7 +54,7 @@ class _PlainLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def check(self, node: yaml.Node, sizes: dict[yaml.Node, int | None]) -> int:
-        """Returns the number of values that a node expands to; sizes: of visited nodes, None while visiting."""
+        """Returns the number of values that a node expands to. sizes: those of visited nodes, None while visiting."""
         if node in sizes:
             size = sizes[node]
             if size is None:
@@ -67,7 +67,7 @@ class _PlainLoader(yaml.SafeLoader):
             raise _error(f"{node.tag} is not available: must be lists and names with values", node.start_mark)
         total = 1 + sum(self.check(inner, sizes) for inner in _inside(node))
         if total > _MAX_VALUES:
-            raise _error(f"it stands for more than {_MAX_VALUES} values", node.start_mark)
+            raise _error(f"it expands to more than {_MAX_VALUES} values", node.start_mark)
         sizes[node] = total
         return total
 
@@ -76,10 +76,10 @@ class _PlainLoader(yaml.SafeLoader):
             return
         if node.tag not in _SCALARS:
             kind = node.tag.removeprefix(_PREFIX)
-            raise _error(f"{node.value!r:.60} is a {kind} to YAML: put it in quotes", node.start_mark)
+            raise _error(f"YAML reads {node.value!r:.60} as a {kind}: put it in quotes", node.start_mark)
         # For scalars with an explicit type tag.
         if node.tag not in (self.resolve(yaml.ScalarNode, node.value, (True, False)), f"{_PREFIX}str"):
-            raise _error(f"{node.value!r:.60} is no {node.tag.removeprefix(_PREFIX)}", node.start_mark)
+            raise _error(f"{node.value!r:.60} is not a valid {node.tag.removeprefix(_PREFIX)}", node.start_mark)
 
 
 def plain_values(text: str) -> Any:
@@ -112,7 +112,7 @@ def _error(problem: str, mark: Any) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(None, None, problem, mark)
 
 
-# Flags that are not part of a configuration, because they say how to use it.
+# Flags that are not part of a configuration, because they control how it is used.
 NOT_IN_FILES = ("config", "print_config", "list_models", "dry_run", "world_size")
 
 
@@ -126,10 +126,10 @@ _InlineListDumper.add_representer(
 
 
 def read_config_file(path: str, *, table: FlagTable, script_dests: Set[str]) -> dict[str, Any]:
-    """Reads a file; returns values by their names in the parsed arguments.
+    """Reads a file and returns its values by their names in the parsed arguments.
 
     script_dests: names that a script added to the parser. Raises CommandLineError for an unreadable file, and with a
-    line for each unknown or refused key and each value of the wrong type.
+    line for each unknown or rejected key and each value of the wrong type.
     """
     aliases = _aliases(table)
     values: dict[str, Any] = {}
@@ -138,7 +138,7 @@ def read_config_file(path: str, *, table: FlagTable, script_dests: Set[str]) -> 
         # Keys may be copied flags, with dashes.
         name = key.replace("-", "_")
         try:
-            # argparse turns a string default into the type that the script asked for.
+            # argparse converts a string default to the type that the script requested.
             if name in script_dests:
                 dest, value = name, data
             else:
@@ -150,7 +150,7 @@ def read_config_file(path: str, *, table: FlagTable, script_dests: Set[str]) -> 
         except ValueError as error:
             problems.append(f"{path}: {flag.dest}: {error}")
             continue
-        # Given both flat and below a title, or under two of its names.
+        # The key is given both flat and below a title, or under two of its names.
         if dest in values:
             problems.append(f"{path}: {dest} is given twice")
         values[dest] = value
@@ -174,7 +174,7 @@ def _load(path: str) -> dict[Any, Any]:
 
 
 def _flatten(content: dict[Any, Any], *, path: str, table: FlagTable) -> Iterator[tuple[str, Any]]:
-    # Includes the groups of flags that do not work, whose keys have a better message than "unknown group".
+    # Includes the groups of unsupported flags, whose keys have a better message than "unknown group".
     titles = {flag.group for flag in table.flags}
     for key, data in content.items():
         if not isinstance(key, str):
@@ -183,7 +183,7 @@ def _flatten(content: dict[Any, Any], *, path: str, table: FlagTable) -> Iterato
             # A title without keys, as in a file whose lines are commented out, is not a flag.
             if not (data is None and key in titles):
                 yield key, data
-        # Titles may be written with underscores in place of spaces.
+        # Titles may be written with underscores instead of spaces.
         elif key in titles or key.replace("_", " ") in titles:
             yield from ((str(name), inner) for name, inner in data.items())
         else:
@@ -191,11 +191,11 @@ def _flatten(content: dict[Any, Any], *, path: str, table: FlagTable) -> Iterato
 
 
 def _aliases(table: FlagTable) -> dict[str, Flag]:
-    """Returns flags by every name that a file may use: of the argument, of the field, or of the flag."""
+    """Returns flags by every name that a file may use: that of the argument, of the field, or of the flag."""
     # Names of arguments take precedence over spellings, and working flags over others, hence reversed.
     aliases = {flag.dest: flag for flag in reversed(table.flags)}
     for flag in table.flags:
-        # Flags that disable something use the argument's name, because `disable_bias_linear: true` would be confusing.
+        # Flags that disable a feature use the argument's name, because `disable_bias_linear: true` would be confusing.
         words = [] if flag.constant is False else [word.strip("-").replace("-", "_") for word in flag.flags]
         field_names = [flag.field.rpartition(".")[2]] if flag.field else []
         for name in (*words, *field_names):
@@ -229,12 +229,12 @@ def config_text(args: argparse.Namespace, *, table: FlagTable, script_dests: Set
 
 
 def shown_flags(args: argparse.Namespace, table: FlagTable) -> list[Flag]:
-    """Returns the flags that make up a configuration: flags that work, and others that are not at their default."""
+    """Returns the flags that make up a configuration: working flags, and others that differ from their default."""
     flags = [flag for flag in table.flags if flag.state is not FlagState.REFUSED and flag.dest not in NOT_IN_FILES]
     return [flag for flag in flags if flag.state is FlagState.WORKS or vars(args)[flag.dest] != flag.default]
 
 
-# Arguments that hold the progress of a run or the rank of a process, which are not settings.
+# Arguments that hold the progress of a run or the rank of a process are not settings.
 _NOT_SETTINGS = ("rank", "local_rank", "iteration", "consumed_train_samples", "consumed_valid_samples")
 
 

@@ -1,1 +1,1 @@
-"""Floating-point operations of a model, and figures of the devices that execute them."""
+"""Counts the floating-point operations of a model, and provides the figures of the devices that execute them."""

@@ -1,29 +1,37 @@
-"""Table of devices: peak operations, memory and links, from configs/devices.yaml and the file of MEGATRON_DEVICES.
+"""Loads the table of devices: peak operations, memory and links, from configs/devices.yaml and MEGATRON_DEVICES.
 
-benchmarks/device_figures.py measures the machine it runs on, and writes its entry.
+The device "here" is this machine: its GPU's entry, or the CPU, which is measured in about a second.
+benchmarks/device_figures.py also measures messages between processes, and writes an entry for the file.
 """
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.nn.functional as F
 
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.parser import did_you_mean
 from megatron.training.command_line.yaml_config import plain_values
 
-DEVICES_FILE = Path(__file__).resolve().parents[3] / "configs" / "devices.yaml"
+DEVICES_FILE = Path(__file__).resolve().parents[2] / "configs" / "devices.yaml"
 # Environment variables: a file whose entries override those of DEVICES_FILE, and the device that plans are for.
 FILE_VARIABLE, NAME_VARIABLE = "MEGATRON_DEVICES", "MEGATRON_PLAN_DEVICE"
 DEFAULT_NAME, CPU_NAME = "H100", "cpu"
+# The name that stands for the machine of this process.
+HERE = "here"
 _MAY_BE_NONE = ("bf16_tflops", "fp8_tflops")
 _SHARES = "attainable_"
-# Units by suffix of a field's name. A value above _MOST must be in another unit.
+# Units by suffix of a field's name. A value above _MOST must have been given in another unit.
 _UNITS = {
-    "_tflops": "10^12 operations a second",
+    "_tflops": "10^12 operations per second",
     "_gib": "GiB",
-    "_gb_s": "10^9 bytes a second",
+    "_gb_s": "10^9 bytes per second",
     "_us": "microseconds",
 }
 _MOST = 1_000_000
@@ -53,30 +61,29 @@ class Device:
 
     @property
     def memory_bytes(self) -> int:
-        """All memory of the device."""
+        """Total memory of the device."""
         return int(self.memory_gib * 2**30)
 
     @property
     def host_bytes_s(self) -> float:
-        """Attainable bytes per second of a copy between device and host, in one direction."""
+        """Attainable bytes per second of a copy between device and host in one direction."""
         return self.host_gb_s * 1e9 * self.attainable_link
 
     def tflops(self, dtype: str) -> float:
-        """Peak 10^12 operations per second of dense bf16, fp16, fp8 or fp32 products. Raises ValueError without one."""
+        """Peak 10^12 operations per second of dense bf16, fp16, fp8 or fp32 products. Raises ValueError if unknown."""
         value = {"bf16": self.bf16_tflops, "fp16": self.bf16_tflops, "fp8": self.fp8_tflops, "fp32": self.fp32_tflops}
         if dtype not in value:
             raise ValueError(f"dtype is {dtype}: must be one of {', '.join(value)}")
         peak = value[dtype]
         if peak is None:
-            raise ValueError(f"{self.name} has no peak of {dtype} products: must be a device that computes in {dtype}")
+            raise ValueError(f"{self.name} has no peak of {dtype} products: choose a device that computes in {dtype}")
         return peak
 
 
 def known_devices(environment: Mapping[str, str] | None = None) -> list[Device]:
     """Returns the devices of the file that MEGATRON_DEVICES names, then the others of configs/devices.yaml, in order.
 
-    environment: the process's own by default. Raises CommandLineError that names file, entry, field and value of a
-    mistake.
+    environment: the process's own by default. Raises CommandLineError naming file, entry, field and value of a mistake.
     """
     path = (os.environ if environment is None else environment).get(FILE_VARIABLE)
     own = devices_of_file(Path(path)) if path else []
@@ -84,23 +91,34 @@ def known_devices(environment: Mapping[str, str] | None = None) -> list[Device]:
 
 
 def planned_device(environment: Mapping[str, str] | None = None) -> Device:
-    """Returns the device of MEGATRON_PLAN_DEVICE, H100 by default. Raises CommandLineError for unknown names."""
+    """Returns the device of MEGATRON_PLAN_DEVICE, H100 by default; "here" means this machine.
+
+    Raises CommandLineError for unknown names.
+    """
     environment = os.environ if environment is None else environment
     name = environment.get(NAME_VARIABLE) or DEFAULT_NAME
     return device_of_name(name, source=NAME_VARIABLE, environment=environment)
 
 
 def device_of_name(name: str, *, source: str, environment: Mapping[str, str] | None = None) -> Device:
-    """Returns the device of a name. Raises CommandLineError for unknown names; source: flag or variable to blame."""
+    """Returns the device of a name, which may be "here".
+
+    Raises CommandLineError for unknown names; source: flag or variable to blame.
+    """
     devices = {device.name: device for device in known_devices(environment)}
+    if name == HERE:
+        return _device_here(devices, source=source)
     if name not in devices:
         names = list(devices)
-        raise CommandLineError(f"{source} is {name}: not known{did_you_mean(name, names)}; known: {', '.join(names)}")
+        raise CommandLineError(
+            f"{source} is {name}: unknown device{did_you_mean(name, names)}; known: {', '.join(names)}, and {HERE} for "
+            "this machine"
+        )
     return devices[name]
 
 
 def peak_bf16_tflops(product: str) -> float | None:
-    """Returns the peak 10^12 dense bf16 operations per second of a GPU product; None if the table lacks it.
+    """Returns the peak 10^12 dense bf16 operations per second of a GPU, or None if the table lacks it.
 
     Raises CommandLineError for a mistake in the file of MEGATRON_DEVICES.
     """
@@ -109,15 +127,18 @@ def peak_bf16_tflops(product: str) -> float | None:
 
 
 def devices_of_file(path: Path) -> list[Device]:
-    """Reads the entries of a file, in order. Raises CommandLineError that names file, entry, field and value."""
+    """Reads the entries of a file in order.
+
+    Raises CommandLineError naming file, entry, field and value of a mistake.
+    """
     try:
         entries = plain_values(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CommandLineError(f"{path}: {error.strerror}: must be a file with devices, as {DEVICES_FILE}") from None
+        raise CommandLineError(f"{path}: {error.strerror}: must be a file of devices like {DEVICES_FILE}") from None
     except ValueError as error:
         raise CommandLineError(f"{path}: {error}") from None
     if not isinstance(entries, dict) or not entries:
-        raise CommandLineError(f"{path} has no devices: must have names with figures, as {DEVICES_FILE}")
+        raise CommandLineError(f"{path} has no devices: must have names with figures like {DEVICES_FILE}")
     return [_device(str(name), figures, path=path) for name, figures in entries.items()]
 
 
@@ -127,7 +148,7 @@ def _device(name: str, figures: Any, *, path: Path) -> Device:
         raise CommandLineError(f"{path}: {name} is {figures!r}: must have {', '.join(names)}")
     for wrong in figures:
         if wrong not in names:
-            raise CommandLineError(f"{path}: {name}.{wrong} is not known{did_you_mean(str(wrong), names)}")
+            raise CommandLineError(f"{path}: {name}.{wrong} is unknown{did_you_mean(str(wrong), names)}")
     for missing in names:
         if missing not in figures:
             raise CommandLineError(f"{path}: {name}.{missing} is missing: {_right(missing)}")
@@ -158,3 +179,80 @@ def _right(field: str) -> str:
     least = "of at least 0" if field.endswith("_us") else "above 0"
     none = ", or null for none" if field in _MAY_BE_NONE else ""
     return f"must be a number {least} and up to {_MOST}, in {unit}{none}"
+
+
+# --- This machine ---
+
+
+def _device_here(devices: Mapping[str, Device], *, source: str) -> Device:
+    if not torch.cuda.is_available():
+        # The entry of the table has the links, which one process cannot measure.
+        return replace(devices[CPU_NAME], **cpu_figures(rounds=3))
+    product = torch.cuda.get_device_name()
+    found = next((one for name, one in devices.items() if name != CPU_NAME and name in product), None)
+    if found is None:
+        raise CommandLineError(
+            f"{source} is {HERE}: this machine's {product} is not known; known: {', '.join(devices)}; add an entry in "
+            f"the file of {FILE_VARIABLE}"
+        )
+    return found
+
+
+def cpu_figures(rounds: int) -> dict[str, Any]:
+    """Measures one thread of this machine's CPU: fields of a Device, without those of links between processes.
+
+    rounds: runs of each measurement, of which the median counts. Peaks are those that products and copies reach.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        peaks = {f"{name}_tflops": _product_tflops(dtype, rounds) for name, dtype in _DTYPES.items()}
+        large = torch.ones(_LARGE_ELEMENTS, dtype=torch.float32)
+        result = torch.empty_like(large)
+        copy = _median_seconds(lambda: torch.add(large, 1.0, out=result), rounds)
+        few = torch.ones(8, dtype=torch.float32)
+        launches = _median_seconds(lambda: [few + 1.0 for _ in range(1000)], rounds)
+        attention = _attention_tflops(rounds)
+    finally:
+        torch.set_num_threads(threads)
+    return {
+        **peaks,
+        "fp8_tflops": None,
+        "attainable_matmul": 1.0,
+        "attainable_attention": min(1.0, attention / peaks["fp32_tflops"]),
+        "attainable_memory": 1.0,
+        "memory_gib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30,
+        "memory_gb_s": 2 * large.nbytes / copy / 1e9,
+        "host_gb_s": large.nbytes / copy / 1e9,
+        "devices_per_node": os.cpu_count() or 1,
+        "kernel_us": launches * 1e3,
+    }
+
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# Larger than any cache.
+_LARGE_ELEMENTS = 1 << 24
+_MATRIX_SIZE = 512
+
+
+def _product_tflops(dtype: torch.dtype, rounds: int) -> float:
+    left = right = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE, dtype=dtype)
+    return 2 * _MATRIX_SIZE**3 / _median_seconds(lambda: left @ right, rounds) / 1e12
+
+
+def _attention_tflops(rounds: int) -> float:
+    batch, heads, tokens, size = 4, 4, 256, 64
+    query = torch.ones(batch, heads, tokens, size, dtype=torch.float32)
+    seconds = _median_seconds(lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True), rounds)
+    # Two products of 2 operations each; the causal mask halves them.
+    return 2 * batch * heads * tokens**2 * size / seconds / 1e12
+
+
+def _median_seconds(run: Callable[[], object], rounds: int) -> float:
+    run()
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)

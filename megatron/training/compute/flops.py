@@ -32,8 +32,8 @@ def num_floating_point_operations(
     Counts the matrix products, and half of attention's score matrix because of the causal mask. Ignores sliding
     windows, boundaries of packed samples, dropped tokens and recomputation. With --lora-rank, weights have no gradients
     and adapters are ignored. seqlen_squared_sum_in_batch, total_real_tokens_in_batch: the sum of squared lengths of
-    packed documents, to which attention's scores are proportional, and the number of tokens without padding; None means
-    whole samples of --seq-length.
+    packed documents, to which the cost of attention scores is proportional, and the number of tokens without padding;
+    None means whole samples of --seq-length.
     """
     has_experts = layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
     has_experts = with_mtp_layers(has_experts, args.mtp_num_layers)
@@ -99,9 +99,9 @@ def _moe_products(args: argparse.Namespace) -> int:
 def count_parameters(
     model: Sequence[nn.Module], args: argparse.Namespace, *, mp_group: dist.ProcessGroup | None = None
 ) -> tuple[int, int]:
-    """Returns the numbers of all parameters and of active ones, with only top-k routed experts. Collective.
+    """Returns the numbers of all parameters and of active parameters, with only top-k routed experts. Collective.
 
-    model: this rank's chunks. mp_group: the ranks that hold the other parts. Padding of the vocabulary is not counted.
+    model: this rank's chunks. mp_group: the ranks that hold the other parts. Vocabulary padding is not counted.
     """
     own = parameters_by_key(model)
     everyone: list[Any] = [own]
@@ -123,7 +123,7 @@ def parameters_by_key(model: Sequence[nn.Module]) -> dict[str, int]:
 
 
 def count_of(sizes: Mapping[str, int], args: argparse.Namespace) -> tuple[int, int]:
-    """Returns the numbers of all and of active parameters; sizes: parameters_by_key of the whole model."""
+    """Returns the numbers of all and of active parameters. sizes: parameters_by_key of the whole model."""
     routed = sum(size for key, size in sizes.items() if ".mlp.experts." in key)
     total = sum(sizes.values())
     idle = routed * (args.num_experts - args.moe_router_topk) // args.num_experts if args.num_experts else 0

@@ -1,4 +1,4 @@
-"""Settings of the training program, as dataclasses from which flags are generated.
+"""Defines the settings of the training program as dataclasses from which flags are generated.
 
 Settings of the model, the optimizer and the data are defined in megatron/core, next to the code that uses them.
 """

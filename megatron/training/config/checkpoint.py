@@ -1,4 +1,4 @@
-"""Settings of checkpoints: where they are written, where they are loaded from, and what they contain."""
+"""Checkpoint settings: folders to save to and load from, and the content of checkpoints."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -27,7 +27,7 @@ class CheckpointConfig:
     )
     save_retain_interval: int | None = config_field(
         None,
-        help="Delete checkpoints before the latest unless their step is a multiple of this; unset: none.",
+        help="Delete checkpoints before the latest unless their step is a multiple of this; unset: keep all.",
         at_least=1,
     )
     ckpt_fully_parallel_save: bool = config_field(
@@ -36,7 +36,7 @@ class CheckpointConfig:
         help="Let the lowest rank that holds a tensor write it, instead of spreading writes over all such ranks.",
     )
     ckpt_fully_parallel_load: bool = config_field(
-        False, help="Let one of the ranks that need the same tensor read it, and send it to the others."
+        False, help="Let only one of the ranks that need the same tensor read it, and send it to the others."
     )
     dist_ckpt_strictness: str = config_field(
         "assume_ok_unexpected",
@@ -48,39 +48,40 @@ class CheckpointConfig:
             "raise_all",
             "ignore_all",
         ),
-        help="Handling of keys that the checkpoint lacks (unexpected), and of keys that nothing uses (missing).",
+        help="Handling of keys that the checkpoint lacks (unexpected) and of keys that the run does not use (missing).",
     )
     dist_ckpt_optim_fully_reshardable: bool = config_field(
-        False, help="Accepted without an effect: the optimizer's state always loads under any layout."
+        False, help="Accepted without an effect: the optimizer state always loads under any layout."
     )
     load: str | None = config_field(
-        None, help="Folder to continue from; if it is empty or absent, the run starts from scratch."
+        None, help="Folder to continue from. If it is empty or absent, the run starts from scratch."
     )
     pretrained_checkpoint: str | None = config_field(
         None,
-        help="Folder of a checkpoint whose weights the run starts from at step 0, unless --load holds a checkpoint.",
+        help="Folder of a checkpoint with the initial weights of a new run; ignored if --load holds a checkpoint.",
     )
     finetune: bool = config_field(
         False, help="Load the weights only: start at step 0 with a fresh optimizer, RNG and data order."
     )
     moe_use_upcycling: bool = config_field(
         False,
-        help="Start a model with experts from the dense checkpoint in --load: each expert copies the dense layer.",
+        help="Initialize an MoE model from the dense checkpoint in --load: each expert is a copy of the dense layer.",
     )
     ckpt_step: int | None = config_field(None, help="Load this step instead of the latest.", at_least=0)
-    use_checkpoint_args: bool = config_field(False, help="Take the model's shape from the checkpoint in --load.")
+    use_checkpoint_args: bool = config_field(False, help="Adopt the model's shape from the checkpoint in --load.")
     exit_on_missing_checkpoint: bool = config_field(
-        False, help="Stop if --load holds no checkpoint instead of starting from scratch."
+        False, help="Stop if --load holds no checkpoint, instead of starting from scratch."
     )
     ckpt_format: str = config_field(
         "torch_dist",
         choices=("torch_dist", "torch"),
-        help="Format of saved checkpoints, independent of the parallel layout. torch, with Megatron-LM's file for each "
-        "rank, is only read; --load detects it by itself, so runs without --save accept it.",
+        help="Format of saved checkpoints, independent of the parallel layout. torch, Megatron-LM's format with "
+        "one file per rank, can only be read. --load detects it automatically, so runs without --save accept "
+        "it.",
     )
-    no_save_optim: bool = config_field(False, help="Leave the optimizer's state out of checkpoints.")
+    no_save_optim: bool = config_field(False, help="Leave the optimizer state out of checkpoints.")
     no_save_rng: bool = config_field(False, help="Leave the random-number state out of checkpoints.")
-    no_load_optim: bool = config_field(False, help="Do not load the optimizer's state.")
+    no_load_optim: bool = config_field(False, help="Do not load the optimizer state.")
     no_load_rng: bool = config_field(False, help="Do not load the random-number state.")
 
     def __post_init__(self) -> None:

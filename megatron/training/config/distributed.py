@@ -1,4 +1,4 @@
-"""Settings of the processes of a run: virtual pipeline stages, process groups, and data parallelism."""
+"""Settings of a run's processes: virtual pipeline stages, process groups, and data parallelism."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,7 +8,7 @@ from megatron.core.config_field import config_field, validate_fields
 
 @dataclass(kw_only=True)
 class VirtualStagesConfig:
-    """Virtual stages of a pipeline stage, by layers or by number."""
+    """Virtual stages of a pipeline stage, by number of layers or of stages."""
 
     cli_group: ClassVar[str] = "parallel layout"
 
@@ -38,15 +38,15 @@ class DistributedConfig:
     use_gloo_process_groups: bool = config_field(
         True,
         flags=("--disable-gloo-process-groups",),
-        help="With GPUs, use NCCL only; otherwise errors and file lists use gloo, without the GPU.",
+        help="With GPUs, use NCCL only. Otherwise errors and file lists are exchanged over gloo, without the GPU.",
     )
     use_tp_pp_dp_mapping: bool = config_field(
         False, help="Order ranks by pipeline stage before data-parallel rank, which places stages closer together."
     )
     fake_process_group: bool = config_field(
         False,
-        help="Run one rank (RANK, 0) of --world-size or WORLD_SIZE alone, without communication: memory "
-        "and time are real, losses are not.",
+        help="Run a single rank (RANK, default 0) of --world-size or WORLD_SIZE ranks without communication. "
+        "Memory and time are real, losses are not.",
     )
 
     def __post_init__(self) -> None:
@@ -55,13 +55,13 @@ class DistributedConfig:
 
 @dataclass(kw_only=True)
 class ShardedParametersConfig:
-    """Whether parameters are sharded over data-parallel ranks. FullyShardConfig has the details."""
+    """Selects sharding of parameters over data-parallel ranks. FullyShardConfig has the details."""
 
     cli_group: ClassVar[str] = "data parallelism"
 
     use_torch_fsdp2: bool = config_field(
         False,
-        help="Shard parameters, gradients and optimizer state over the data-parallel ranks by torch's fully_shard.",
+        help="Shard parameters, gradients and optimizer state over the data-parallel ranks with torch's fully_shard.",
     )
 
     def __post_init__(self) -> None:
@@ -70,11 +70,13 @@ class ShardedParametersConfig:
 
 @dataclass(kw_only=True)
 class GradientReductionConfig:
-    """Flags for gradients that DistributedDataParallelConfig has under other names."""
+    """Gradient-reduction flags that DistributedDataParallelConfig has under other names."""
 
     cli_group: ClassVar[str] = "data parallelism"
 
-    grad_reduce_in_bf16: bool = config_field(False, help="Reduce gradients in bf16, the parameters' type, not in fp32.")
+    grad_reduce_in_bf16: bool = config_field(
+        False, help="Reduce gradients in bf16, the dtype of the parameters, instead of fp32."
+    )
     accumulate_allreduce_grads_in_fp32: bool = config_field(
         False, help="Accumulate and reduce gradients in fp32, which is the default without --grad-reduce-in-bf16."
     )

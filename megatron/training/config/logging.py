@@ -1,4 +1,4 @@
-"""Settings of what a run reports: log, TensorBoard, timers, profiles, memory; and of Python's garbage collection."""
+"""Settings of reports (log, TensorBoard, timers, profiles, memory) and of Python's garbage collection."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,20 +13,28 @@ class LoggingConfig:
     cli_group: ClassVar[str] = "logging"
 
     log_interval: int = config_field(100, help="Steps between log lines.", at_least=1)
+    log_format: str = config_field(
+        "megatron",
+        help="megatron: log lines with all fields of Megatron-LM, for parsers; compact: step, loss, tokens/s, gradient "
+        "norm and remaining time in at most 110 columns. Both write the same steps.jsonl.",
+        choices=("megatron", "compact"),
+    )
     log_throughput: bool = config_field(
-        False, help="Log operations per second and device (TFLOP/s), and their share of a known GPU's bf16 peak."
+        False, help="Log TFLOP/s per device, and the share of the bf16 peak of a known GPU."
     )
     log_params_norm: bool = config_field(False, help="Log the 2-norm of all parameters after each step.")
-    log_num_zeros_in_grad: bool = config_field(False, help="Log how many elements of the gradient are exactly zero.")
-    log_progress: bool = config_field(False, help="Append starts and checkpoints to progress.txt in --save.")
+    log_num_zeros_in_grad: bool = config_field(False, help="Log the number of gradient elements that are exactly zero.")
+    log_progress: bool = config_field(
+        False, help="Append a line to progress.txt in --save at each start and each checkpoint."
+    )
     timing_log_level: int = config_field(
         0,
-        help="0: no timers; 1: the parts of a step; 2: also each micro-batch's forward, backward and data.",
+        help="0: no timers; 1: the parts of a step; 2: also forward, backward and data of each micro-batch.",
         choices=(0, 1, 2),
     )
     timing_log_option: str = config_field(
         "minmax",
-        help="Times in the log: the slowest rank's, the fastest and slowest ranks', or all ranks'.",
+        help="Ranks whose times are logged: the slowest, the fastest and the slowest, or all.",
         choices=("max", "minmax", "all"),
     )
     tensorboard_dir: str | None = config_field(None, help="Folder for TensorBoard files; unset: none are written.")
@@ -45,10 +53,10 @@ class LoggingConfig:
     )
     log_memory_to_tensorboard: bool = config_field(False, help="Write memory by kind to TensorBoard.")
     wandb_project: str | None = config_field(
-        None, help="Project of Weights & Biases to log to, with the names of TensorBoard's points; unset: none."
+        None, help="Weights & Biases project to log to, with the same names as in TensorBoard; unset: none."
     )
     wandb_exp_name: str | None = config_field(
-        None, help="Name of the run in --wandb-project, which requires it; a resumed run continues the same run."
+        None, help="Name of the run in --wandb-project, which requires it. A resumed run continues the same run."
     )
     wandb_save_dir: str | None = config_field(
         None, help="Folder for the files of Weights & Biases; unset: the folder `wandb` in --save."
@@ -58,7 +66,7 @@ class LoggingConfig:
     )
     record_routing: str | None = config_field(
         None,
-        help="File to append each step's tokens per expert to, by layer, micro-batch and rank, for "
+        help="File that receives each step's tokens per expert, by layer, micro-batch and rank, for "
         "tools/plan_stash.py; compressed if its name ends in .gz.",
     )
     log_world_size_to_tensorboard: bool = config_field(False, help="Write the number of processes to TensorBoard.")
@@ -66,34 +74,39 @@ class LoggingConfig:
     def __post_init__(self) -> None:
         validate_fields(self)
 
+    @property
+    def is_compact(self) -> bool:
+        """Whether the console shows short lines, without notes that every run has."""
+        return self.log_format == "compact"
+
 
 @dataclass(kw_only=True)
 class ProfilingConfig:
-    """Profiles and memory histories of chosen steps and ranks."""
+    """Profiles and memory histories of selected steps and ranks."""
 
     cli_group: ClassVar[str] = "profiling"
 
     profile: bool = config_field(
-        False, help="Record steps: with --use-pytorch-profiler to a file, else for nsys (cudaProfilerApi)."
+        False, help="Profile steps, with --use-pytorch-profiler to a file, otherwise for nsys (cudaProfilerApi)."
     )
     profile_step_start: int = config_field(10, help="Completed steps before recording starts.", at_least=0)
-    profile_step_end: int = config_field(12, help="The last step that is recorded.", at_least=1)
+    profile_step_end: int = config_field(12, help="Last step to record.", at_least=1)
     profile_ranks: list[int] = config_field(
         default_factory=list, help="Ranks that record; unset: rank 0.", at_least=0, nargs="+"
     )
     use_pytorch_profiler: bool = config_field(
-        False, help="Record with torch's profiler into the folder `profile` of --tensorboard-dir or --save."
+        False, help="Profile with torch's profiler into the folder `profile` of --tensorboard-dir or --save."
     )
     pytorch_profiler_collect_shapes: bool = config_field(False, help="Record the shapes of operators' inputs.")
     pytorch_profiler_collect_callstack: bool = config_field(False, help="Record the Python call stacks of operators.")
 
     record_memory_history: bool = config_field(
         False,
-        help="Record allocations and releases of memory: on a GPU in all steps, on a CPU in the profiled steps.",
+        help="Record memory allocations and releases: on a GPU in all steps, on a CPU in the profiled steps.",
     )
     memory_snapshot_path: str = config_field(
         "snapshot.pickle",
-        help="File of --record-memory-history; with several ranks, the rank is added to the name.",
+        help="File for --record-memory-history. With several ranks, the rank is added to the name.",
     )
 
     def __post_init__(self) -> None:
@@ -110,7 +123,7 @@ class ProfilingConfig:
 
 @dataclass(kw_only=True)
 class GarbageCollectionConfig:
-    """When Python's cyclic garbage collector runs."""
+    """Schedule of Python's cyclic garbage collector."""
 
     cli_group: ClassVar[str] = "training"
 

@@ -9,7 +9,7 @@ from megatron.core.config_field import config_field, validate_fields
 
 @dataclass(kw_only=True)
 class CommandLineConfig:
-    """Other sources of settings, and printing the result."""
+    """Other sources of settings, and flags that print settings or models."""
 
     cli_group: ClassVar[str] = "configuration file"
 
@@ -18,22 +18,22 @@ class CommandLineConfig:
     )
     print_config: bool = config_field(False, help="Print all settings as YAML that --config reads back, and exit.")
     model: str | None = config_field(
-        None, help="Name of a model to take the flags of; --config and the command line take precedence."
+        None, help="Name of a model whose flags to use; --config and the command line take precedence."
     )
     model_scale: str | None = config_field(
         None, choices=("full", "tiny"), help="tiny: a small model with every feature of --model, for tests."
     )
-    list_models: bool = config_field(False, help="Print the models that --model knows, and exit.")
+    list_models: bool = config_field(False, help="Print the models that --model accepts, and exit.")
 
     def __post_init__(self) -> None:
         validate_fields(self)
 
 
 def parse_signal(word: str) -> int:
-    """Returns the number of a signal given by name (`SIGTERM`, `term`) or number (`15`)."""
+    """Parses a signal given by name (`SIGTERM`, `term`) or number (`15`)."""
     number = _signal_number(word)
     if number in (signal.SIGKILL, signal.SIGSTOP):
-        raise ValueError(f"{word!r} cannot be caught by any program; examples: SIGTERM, SIGUSR1, 15")
+        raise ValueError(f"{word!r} cannot be caught by a program; examples: SIGTERM, SIGUSR1, 15")
     return number
 
 
@@ -50,17 +50,17 @@ def _signal_number(word: str) -> int:
 
 @dataclass(kw_only=True)
 class TrainingConfig:
-    """Length of training, batches, and when to stop or evaluate."""
+    """Length of training, batch sizes, and conditions to stop or evaluate."""
 
     cli_group: ClassVar[str] = "training"
 
-    micro_batch_size: int | None = config_field(None, help="Samples per forward pass of one model copy.", at_least=1)
+    micro_batch_size: int | None = config_field(None, help="Samples per forward pass of one model replica.", at_least=1)
     global_batch_size: int | None = config_field(
-        None, help="Samples per training step over all ranks; unset: micro batch x data-parallel size.", at_least=1
+        None, help="Samples per training step over all ranks; unset: micro-batch size x data-parallel size.", at_least=1
     )
     train_iters: int | None = config_field(None, help="Number of training steps.", at_least=0)
     train_samples: int | None = config_field(
-        None, help="Train on this many samples instead of --train-iters; schedules are then in samples too.", at_least=1
+        None, help="Train on this many samples instead of --train-iters. Schedules are then in samples too.", at_least=1
     )
     exit_interval: int | None = config_field(
         None, help="Save and exit after a step whose number is a multiple of this.", at_least=1
@@ -70,28 +70,30 @@ class TrainingConfig:
     )
     exit_signal_handler: bool = config_field(False, help="Save and exit on --exit-signal.")
     exit_signal: int = config_field(
-        int(signal.SIGTERM), help="Signal, name or number, that --exit-signal-handler waits for.", parse=parse_signal
+        int(signal.SIGTERM),
+        help="Signal that --exit-signal-handler waits for, as a name or number.",
+        parse=parse_signal,
     )
     check_for_nan_in_loss_and_grad: bool = config_field(
         True,
         flags=("--no-check-for-nan-in-loss-and-grad",),
-        help="Do not stop at a loss or gradient that is not finite.",
+        help="Do not stop when a loss or gradient is not finite.",
     )
     seed: int = config_field(1234, help="Seed of weights, dropout and data order.", at_least=0, at_most=2**32 - 1)
     skip_train: bool = config_field(False, help="Do not train: only evaluate the loaded model.")
     eval_iters: int = config_field(100, help="Batches per evaluation; 0: never evaluate.", at_least=0)
     eval_interval: int | None = config_field(
-        None, help="Steps between evaluations; unset: evaluate after the last step only.", at_least=1
+        None, help="Steps between evaluations; unset: evaluate only after the last step.", at_least=1
     )
     start_eval_at_iter: int | None = config_field(
-        None, help="No evaluation at --eval-interval before this step; unset: from the start.", at_least=0
+        None, help="First step at which --eval-interval applies; unset: from the start.", at_least=0
     )
     eval_global_batch_size: int | None = config_field(
         None, help="Samples per batch of an evaluation over all ranks; unset: the last --global-batch-size.", at_least=1
     )
     iterations_to_skip: list[int] = config_field(
         default_factory=list,
-        help="Numbers of completed steps after which a step is skipped: its batches are read, but not trained on.",
+        help="Skip the step after each of these numbers of completed steps: its batches are read but not trained on.",
         at_least=0,
         nargs="+",
     )
@@ -101,7 +103,7 @@ class TrainingConfig:
     transformer_impl: str = config_field(
         "local",
         choices=("local", "transformer_engine"),
-        help="Layers to use: this project's, or those of the package transformer_engine, which needs a GPU.",
+        help="Layer implementation: this project's, or that of the package transformer_engine, which needs a GPU.",
     )
 
     def __post_init__(self) -> None:
@@ -110,19 +112,22 @@ class TrainingConfig:
 
 @dataclass(kw_only=True)
 class BatchScheduleConfig:
-    """Growth of the global batch size; at most one of the two schedules."""
+    """Growth of the global batch size by at most one of two schedules."""
 
     cli_group: ClassVar[str] = "training"
 
     rampup_batch_size: list[int] | None = config_field(
-        None, nargs=3, help="START INCREMENT SAMPLES: raise the batch from START to --global-batch-size over SAMPLES."
+        None,
+        nargs=3,
+        help="START INCREMENT SAMPLES: increase the batch size from START to --global-batch-size over SAMPLES.",
     )
     step_batch_size_schedule: str | None = config_field(
         None,
-        help='"0:256 500:512 ...": each batch size from this number of samples on; numbers such as 60B are tokens.',
+        help='"0:256 500:512 ...": use each batch size from this number of samples on. Numbers such as 60B '
+        "count tokens.",
     )
     decrease_batch_size_if_needed: bool = config_field(
-        False, help="Round batch sizes down to what --micro-batch-size and the number of processes divide."
+        False, help="Round batch sizes down to a multiple of --micro-batch-size times the data-parallel size."
     )
 
     def __post_init__(self) -> None:
@@ -131,29 +136,27 @@ class BatchScheduleConfig:
 
 @dataclass(kw_only=True)
 class FaultConfig:
-    """Handling of losses and gradients that are not finite, loss spikes, differing replicas, and slow ranks."""
+    """Handling of non-finite losses and gradients, loss spikes, differing replicas, and slow ranks."""
 
     cli_group: ClassVar[str] = "faults"
 
     non_finite_policy: str = config_field(
         "stop",
         choices=("stop", "skip", "rewind"),
-        help="After a step with a loss or gradient that is not finite: end the run; update nothing; or rewind "
-        "to the last checkpoint and skip that step's data.",
+        help="Action after a step with a non-finite loss or gradient: end the run, skip the update, or rewind to "
+        "the last checkpoint and skip that step's data.",
     )
     loss_spike_rewind: float | None = config_field(
         None,
-        help="Rewind to the last checkpoint, and skip the data since, when a loss is more than this many times the "
+        help="Rewind to the last checkpoint, and skip the data since, when a loss exceeds this many times the "
         "median of the last 100 steps; unset: never.",
         more_than=1,
     )
-    max_rewinds: int = config_field(
-        3, help="Number of rewinds after which the next such step ends the run.", at_least=1
-    )
+    max_rewinds: int = config_field(3, help="Maximum number of rewinds. The next bad step ends the run.", at_least=1)
     check_weight_hash_across_dp_replicas_interval: int | None = config_field(
         None, help="Steps between comparisons of the weights of all replicas; unset: none.", at_least=1
     )
-    log_straggler: bool = config_field(False, help="Log ranks that stay slower than others; sets --timing-log-level 1.")
+    log_straggler: bool = config_field(False, help="Log ranks that stay slower than others. Sets --timing-log-level 1.")
 
     def __post_init__(self) -> None:
         validate_fields(self)
@@ -161,12 +164,12 @@ class FaultConfig:
 
 @dataclass(kw_only=True)
 class DryRunConfig:
-    """Memory plans, which are printed instead of training."""
+    """Memory plans that are printed instead of training."""
 
     cli_group: ClassVar[str] = "plan"
 
     dry_run: bool = config_field(
-        False, help="Do not train: print the memory of a rank of each pipeline stage, by kind, and exit."
+        False, help="Do not train: print the memory of one rank of each pipeline stage by kind, and exit."
     )
     world_size: int | None = config_field(
         None, help="Number of ranks that --dry-run plans for; unset: the number of started ranks.", at_least=1

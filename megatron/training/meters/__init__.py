@@ -1,1 +1,1 @@
-"""Meters: measurements that flags request, made on every rank and added to the report of a step."""
+"""Meters: measurements requested by flags, taken on every rank and added to the report of a step."""

@@ -1,4 +1,4 @@
-"""Memory of a run: the bytes that ranks hold, by kind, and whether weights and states fit a device.
+"""Measures the memory of a run: the bytes that ranks hold by kind, and whether weights and states fit a device.
 
 planner/plan.py predicts the same kinds of memory before a run starts.
 """
@@ -6,7 +6,7 @@ planner/plan.py predicts the same kinds of memory before a run starts.
 import argparse
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,7 @@ def gradient_tensors(model: Sequence[nn.Module]) -> Iterator[Tensor]:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Returns the bytes of the tensors' storages, each counted once; of a DTensor only this rank's part.
+    """Returns the bytes of the tensors' storages, each counted once. For a DTensor, counts only this rank's part.
 
     tensors: any shape, any dtype.
     """
@@ -55,7 +55,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 def held_bytes(
     model: Sequence[nn.Module], optimizer: MegatronOptimizer, *, memory: ExpertMemory | None = None
 ) -> dict[str, int]:
-    """Returns the bytes that this rank holds, by kind, as in RankPlan.
+    """Returns the bytes that this rank holds by kind, as in RankPlan.
 
     memory: the expert memory, whose stash may have pages.
     """
@@ -71,8 +71,16 @@ def held_bytes(
     }
 
 
-def persistent_fit(model: Sequence[nn.Module], args: argparse.Namespace) -> str:
-    """Formats a line that states whether weights, gradients and optimizer states fit the device. Collective.
+@dataclass(frozen=True)
+class PersistentFit:
+    """Whether weights, gradients and optimizer states fit the device, and a line that states it."""
+
+    fits: bool
+    line: str
+
+
+def persistent_fit(model: Sequence[nn.Module], args: argparse.Namespace) -> PersistentFit:
+    """Compares weights, gradients and optimizer states with the memory of the device. Collective.
 
     Called before the optimizer is built, because its allocation may fail; its states are estimated. Compares the rank
     that holds the most with this rank's device. Ranks on CPUs share the memory of their machine.
@@ -92,9 +100,10 @@ def persistent_fit(model: Sequence[nn.Module], args: argparse.Namespace) -> str:
     name = device_name(device) if device.type == "cuda" else "this machine"
     what = "weights" if args.skip_train else "weights, gradients and optimizer states"
     more = f"--dry-run --world-size {args.world_size}"
+    found = f"{fit_in_words(name, needed, memory)} for {what}"
     if needed > memory:
-        return f"{fit_in_words(name, needed, memory)} for {what}; add {more} to find flags that fit"
-    return f"{fit_in_words(name, needed, memory)} for {what}; activations are not counted, see {more}"
+        return PersistentFit(False, f"{found}; run with {more} to find flags that fit")
+    return PersistentFit(True, f"{found}, without activations; see {more}")
 
 
 class HeldMemoryMeter:
@@ -143,7 +152,7 @@ class HeldMemoryMeter:
     def _largest_sync(self, own: list[int]) -> list[list[int]]:
         """Returns the first rank's numbers, then the maximum over the ranks of each stage.
 
-        NOTE: reads the device, once a log line. Collective.
+        NOTE: reads the device once per log line. Collective.
         """
         rows = torch.zeros(1 + self._num_stages, len(own), dtype=torch.int64)
         rows[1 + self._stage] = torch.tensor(own, dtype=torch.int64)
@@ -168,14 +177,17 @@ _MEMORY_WORDS = {
 class MemoryMeter:
     """Measures bytes by kind on this rank at each log line, and adds notes below the first one.
 
-    state: planned bytes of weights, gradients and optimizer states; None for a run that only evaluates.
+    state: planned bytes of weights, gradients and optimizer states; None for a run that only evaluates. has_notes:
+    whether the notes are added.
     """
 
-    def __init__(self, device: torch.device, interval: int, *, state: StateBytes | None = None) -> None:
+    def __init__(
+        self, device: torch.device, interval: int, *, state: StateBytes | None = None, has_notes: bool = True
+    ) -> None:
         self._device = device
         self._interval = interval
         self._state = state
-        self._has_noted = False
+        self._has_noted = not has_notes
 
     def measure(self, report: StepReport) -> StepReport:
         """Sets memory."""
@@ -209,20 +221,20 @@ _KEPT_FREE = 0.1
 
 
 def fit_in_words(device: str, num_bytes: int, memory: int) -> str:
-    """Formats whether a rank that needs num_bytes fits a device with that memory."""
+    """Describes whether a rank that needs num_bytes fits a device with that memory."""
     verdict = "fits" if num_bytes <= memory else "does NOT fit"
     return f"{verdict} {device}: {gib(num_bytes)} of {gib(memory)} GiB per rank"
 
 
 def room_in_words(num_bytes: int, memory: int) -> str:
-    """Returns a warning if num_bytes fits with little room to spare; empty if there is room, or if it does not fit."""
+    """Returns a warning if num_bytes fits only narrowly; empty if there is room, or if it does not fit."""
     if num_bytes > memory or not is_tight(num_bytes, memory):
         return ""
     return f"less than {_KEPT_FREE:.0%} left for the CUDA context and the allocator"
 
 
 def is_tight(num_bytes: int, memory: int) -> bool:
-    """Whether less than the reserved share of the memory would be left."""
+    """Tells whether the free memory would be less than the reserved share."""
     return num_bytes > (1 - _KEPT_FREE) * memory
 
 
@@ -245,15 +257,18 @@ def check_weights_fit(config: TransformerConfig, vocab_size: int) -> None:
     available = total_memory_bytes(torch.device("cpu"))
     if needed > available:
         raise ValueError(
-            f"the weights of a rank take {needed / 2**30:.1f} GiB or more, this machine has {available / 2**30:.1f}: "
-            f"num_layers ({config.num_layers}), hidden_size ({config.hidden_size}), ffn_hidden_size "
-            f"({config.ffn_hidden_size}) or the vocabulary ({vocab_size}) must be smaller, or tensor, pipeline and "
-            "expert parallel sizes larger"
+            f"the weights of a rank need at least {needed / 2**30:.1f} GiB, but this machine has "
+            f"{available / 2**30:.1f} GiB: reduce num_layers ({config.num_layers}), hidden_size "
+            f"({config.hidden_size}), ffn_hidden_size ({config.ffn_hidden_size}) or the vocabulary ({vocab_size}), "
+            "or increase the tensor, pipeline or expert parallel size"
         )
 
 
 def _weights_of_a_rank(config: TransformerConfig, vocab_size: int) -> int:
-    """Elements of the large matrices, without the second matrix of gated layers, keys, values and output layer."""
+    """Returns the number of elements of the large matrices of a rank.
+
+    Leaves out the second matrix of gated layers, keys, values and the output layer.
+    """
     hidden, tp = config.hidden_size, config.tensor_model_parallel_size
     num_experts = config.num_moe_experts or 0
     moe_layers = sum(layers_with_experts(num_experts or None, config.moe_layer_freq, num_layers=config.num_layers))
@@ -270,7 +285,7 @@ _OUT_OF_MEMORY = ("can't allocate memory", "Storage size calculation overflowed"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed with this error."""
+    """Tells whether this error means that an allocation failed."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(message in str(error) for message in _OUT_OF_MEMORY)

@@ -1,4 +1,4 @@
-"""Meters: each adds one measurement that a flag requests to the report of a step.
+"""Defines the meters, each of which adds one measurement requested by a flag to the report of a step.
 
 Meters run on every rank after each step and may be collective. Callbacks print and write the reports.
 """
@@ -69,7 +69,7 @@ def build_meters(
     """
     chunks = [chunk for chunk in model if isinstance(chunk, _BaseDataParallel)]
     state = None if optimizer is None else state_bytes_of(chunks, optimizer.config)
-    meters: list[Meter] = [MemoryMeter(device, logging.log_interval, state=state)]
+    meters: list[Meter] = [MemoryMeter(device, logging.log_interval, state=state, has_notes=not logging.is_compact)]
     groups = get_process_groups()
     if optimizer is not None:
         meters.append(
@@ -132,7 +132,7 @@ _SLOW_FACTOR, _INTERVALS = 1.1, 3
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """A rank that stays slower than the others; times are means per step.
+    """A rank that stays slower than the others. Times are means per step.
 
     work_ms: work of the rank. median_ms: work of the median rank. waits_ms: time that the median rank waits for others.
     intervals: number of consecutive log intervals in which the rank was the slowest.
@@ -146,9 +146,9 @@ class Straggler:
 
     def __str__(self) -> str:
         return (
-            f"straggler: rank {self.rank} works {self.work_ms:.1f} ms a step, {self.work_ms / self.median_ms:.2f} "
-            f"times the median of {self.median_ms:.1f} ms, for {self.intervals} log intervals; the median rank waits "
-            f"{self.waits_ms:.1f} ms a step"
+            f"straggler: rank {self.rank} works {self.work_ms:.1f} ms per step, "
+            f"{self.work_ms / self.median_ms:.2f} times the median of {self.median_ms:.1f} ms, for "
+            f"{self.intervals} log intervals; the median rank waits {self.waits_ms:.1f} ms per step"
         )
 
 
@@ -160,9 +160,9 @@ class StragglerWatch:
         self._intervals = 0
 
     def observe(self, work_ms: Sequence[float], *, step_ms: float) -> Straggler | None:
-        """Adds the mean times of a log interval; returns the rank that has been slow for long enough, if any.
+        """Adds the mean times of a log interval, and returns the rank that has been slow for long enough, if any.
 
-        work_ms: by rank, without waits for other ranks. step_ms: with these waits.
+        work_ms: by rank, excluding waits for other ranks. step_ms: including these waits.
         """
         # The lower median, because the slower of two ranks would otherwise be compared with itself.
         median, slowest = statistics.median_low(work_ms), max(range(len(work_ms)), key=work_ms.__getitem__)
@@ -223,7 +223,7 @@ class TimerMeter:
 
 
 def rank_times(milliseconds: Sequence[Sequence[float]]) -> RankTimes:
-    """Returns the fastest and the slowest rank by the sum over timers; milliseconds: [timers][ranks]."""
+    """Returns the fastest and the slowest rank by the sum over timers. milliseconds: [timers][ranks]."""
     totals = [sum(column) for column in zip(*milliseconds, strict=True)]
     fastest, slowest = (totals.index(choose(totals)) for choose in (min, max))
     return RankTimes(min_ms=totals[fastest], min_rank=fastest, max_ms=totals[slowest], max_rank=slowest)

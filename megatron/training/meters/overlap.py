@@ -21,7 +21,7 @@ from megatron.training.callbacks import StepReport
 
 
 class OverlapMeter:
-    """Records the communication events of the steps that have a log line; other steps cost nothing."""
+    """Records the communication events of the steps that have a log line. Other steps have no overhead."""
 
     def __init__(self, model: Sequence[nn.Module], interval: int, *, device: torch.device) -> None:
         self._interval = interval
@@ -47,7 +47,7 @@ class OverlapMeter:
 
 
 def overlap_record(step: StepTimes) -> dict[str, Any]:
-    """Converts the times of a step to a JSON record, with each bucket's times in milliseconds in "transfers"."""
+    """Converts the times of a step to a JSON record, with each bucket's times in milliseconds under "transfers"."""
     exposed = {
         word: 1e3 * sum(exposed_seconds(one) for one in step.transfers if (one.traffic is Traffic.GATHER) == gathers)
         for word, gathers in (("reduce", False), ("gather", True))
@@ -80,7 +80,7 @@ def overlap_record(step: StepTimes) -> dict[str, Any]:
 def overlap_line(overlap: dict[str, Any]) -> str:
     """Formats the console line about overlap."""
     share, buckets = overlap["hidden_share"], overlap["could_be_early"] + 1
-    hidden = "nothing to hide" if share is None else f"hidden under backward: {100 * share:.0f}% of what fits"
+    hidden = "nothing to overlap" if share is None else f"hidden under backward: {100 * share:.0f}% of what fits"
     early = f"{overlap['launched_early']} of {overlap['could_be_early']}" if buckets > 1 else "a single one"
     return (
         f"[Rank 0] communication | {hidden} | buckets sent before the next was complete: {early} | "

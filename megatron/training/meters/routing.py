@@ -1,4 +1,4 @@
-"""Gathers tokens per expert of each micro-batch, layer and rank on the first rank once per step, for routing traces."""
+"""Gathers tokens per expert of each microbatch, layer and rank on the first rank once per step, for routing traces."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,20 +15,20 @@ from megatron.training.callbacks import StepReport
 
 
 class RoutingMeter:
-    """Keeps the counts of each pass on the device until the step ends, then gathers and reads them once."""
+    """Keeps the counts of each forward on the device until the step ends, then gathers and reads them once."""
 
     def __init__(
         self, model: Sequence[nn.Module], groups: ProcessGroupCollection, *, samples_of_microbatch: int
     ) -> None:
-        """Makes the model's routers record their counts from now on. Collective.
+        """Enables recording of counts in the model's routers. Collective.
 
-        samples_of_microbatch: number of samples of a micro-batch over the data-parallel ranks.
+        samples_of_microbatch: number of samples of a microbatch over the data-parallel ranks.
         """
         self._samples_of_microbatch = samples_of_microbatch
         routers = [part for chunk in model for part in chunk.modules() if isinstance(part, TopKRouter)]
         for router in routers:
             router.keep_passes()
-        # Routers of a rank may share a recorder, which returns its passes only once.
+        # Routers of a rank may share a recorder, which returns its records only once.
         self._recorders = list(dict.fromkeys(router.aux_losses for router in routers))
         self._layers = sorted(router.layer_number for router in routers)
         group = dist.group.WORLD if dist.is_initialized() else None
@@ -50,7 +50,7 @@ class RoutingMeter:
         passes: dict[int, list[Tensor]] = {}
         for recorder in self._recorders:
             passes |= recorder.take_passes()
-        # A pipeline stage may have no layer with experts.
+        # A pipeline stage may have no MoE layer.
         num_microbatches = report.global_batch_size // self._samples_of_microbatch
         own = torch.zeros(
             self._most_layers, num_microbatches, self._num_experts, dtype=torch.int64, device=self._device
@@ -70,7 +70,7 @@ class RoutingMeter:
     def _gather_sync(self, own: Tensor) -> Tensor | None:
         """Gathers `own`, [L, M, E], int64, as [ranks, L, M, E] on the host of the first rank; returns None on others.
 
-        NOTE: waits for the device, once a step. Collective.
+        NOTE: waits for the device once per step. Collective.
         """
         if self._world_size == 1:
             return own.cpu().unsqueeze(0)
@@ -81,7 +81,7 @@ class RoutingMeter:
 
 @dataclass(frozen=True)
 class _Place:
-    """The place of a rank: its stage, the ranks that share its experts (itself among them), and the stage's layers."""
+    """A rank's pipeline stage, the ranks that share its experts (including itself), and the stage's layers."""
 
     stage: int
     sharing: list[int]
@@ -90,7 +90,7 @@ class _Place:
 
 
 def _stages_of(places: Sequence[_Place]) -> list[tuple[list[int], list[int]]]:
-    """Returns the ranks, in the order of the trace, and the layers of each stage; places: of each rank."""
+    """Returns the ranks, in the order of the trace, and the layers of each stage. places: those of each rank."""
     stages: dict[int, tuple[list[int], list[int]]] = {}
     for rank, place in enumerate(places):
         ranks, _ = stages.setdefault(place.stage, ([], place.layers))

@@ -25,13 +25,13 @@ _UNTYPICAL_STEPS = 50
 
 
 class KnowsLastStep(Protocol):
-    """Provides the figures of the last step."""
+    """Provider of the last step's figures."""
 
     last_step: StepFigures | None
 
 
 class _Totals(NamedTuple):
-    """Sums over steps."""
+    """Sums of one rank's counters over steps."""
 
     planned_pages: int = 0
     spilled_pages: int = 0
@@ -62,17 +62,17 @@ class _Pool(NamedTuple):
 
     @property
     def fullness(self) -> float:
-        """Share of the pages that were held. Tiers may have been fullest at different moments."""
+        """Share of the pages that were in use. The tiers may have been fullest at different moments."""
         return (self.device_high_water + self.host_high_water) / max(1, self.device_pages + self.host_pages)
 
     @property
     def plan(self) -> "_Pool":
-        """Sizes of the pool and its plan, which are equal for steps with the same pool and number of micro-batches."""
+        """Sizes of the pool and its plan, which are equal for steps with the same pool and number of microbatches."""
         return self._replace(device_high_water=0, host_high_water=0)
 
 
 class _Buffers(NamedTuple):
-    """Sizes of expert buffers, and how often steps were discarded."""
+    """Sizes of expert buffers, and the number of discarded steps."""
 
     capacity_factor: float = 0.0
     balanced_rows: int = 0
@@ -99,7 +99,7 @@ class _Interval:
         counters = Multiset(step.counters)
         own = _Totals(
             planned_pages=counters[Counter.PLANNED_PAGES],
-            # Without pages on the device, pages on the host are not spilled.
+            # Without pages on the device, pages on the host do not count as spilled.
             spilled_pages=counters[Counter.SPILLED_PAGES] if step.layout and step.layout.device_pages else 0,
             live_bytes=counters[Counter.LIVE_BYTES],
             tail_bytes=step.tail_bytes,
@@ -168,7 +168,7 @@ class _Rank:
 
     @classmethod
     def of(cls, numbers: list[float], num_layers: int) -> "_Rank":
-        """Splits the list that _Interval.numbers joined."""
+        """Splits a list that _Interval.numbers joined."""
         rest = iter(numbers)
 
         def take(count: int) -> list[int]:
@@ -196,7 +196,7 @@ class StashMeter:
         self._has_advised = False
 
     def measure(self, report: StepReport) -> StepReport:
-        """Sets stash at log lines; adds a note once if at least half of the steps recompute, after the first steps."""
+        """Sets stash at log lines. Adds a note once if at least half of the steps recompute, after the first steps."""
         step = self._memory.last_step
         assert step is not None, "a step has ended"
         self._since.add(step)
@@ -236,7 +236,7 @@ class StashMeter:
     def _with_timeline(
         self, pool: PoolReport | None, ranks: list[_Rank], *, own: StepFigures | None
     ) -> PoolReport | None:
-        """Adds a timeline, which is long, only for a new plan or a step fuller than all before. Collective.
+        """Adds the long timeline only for a new plan or a step fuller than all previous ones. Collective.
 
         own: the fullest step on this rank.
         """
@@ -251,7 +251,7 @@ class StashMeter:
 
 
 def _recomputes_often(stash: StashReport) -> bool:
-    """Whether at least half of the steps recomputed a tensor, and more pages would have kept all of them."""
+    """Tells whether at least half of the steps recomputed a tensor, and more pages would have avoided all of it."""
     if stash.pool is None or not stash.pool.factor_to_keep_all:
         return False
     none = [0] * stash.steps
@@ -260,21 +260,21 @@ def _recomputes_often(stash: StashReport) -> bool:
 
 
 def advice_line(pool: PoolReport, *, steps: int, in_bytes: bool) -> str:
-    """Formats a line about the cost of recomputing, and the flag that would have avoided it in these steps.
+    """Formats a line about the cost of recomputation and the flag that would have avoided it in these steps.
 
     in_bytes: whether the device's pages were given in bytes, by a flag that overrides the factor.
     """
     tier = "cuda" if pool.device_pages else "cpu"
     instead = " instead of --moe-paged-stash-buffer-bytes" if in_bytes and pool.device_pages else ""
     return (
-        "  paged stash: recomputing changes no result, and costs little time for act, more for gate_up; "
-        f"--moe-paged-stash-buffer-size-factor-{tier} {rounded_up(pool.factor_to_keep_all):.2f}{instead} would have "
-        f"kept all tensors of the last {steps} steps; later ones may need more"
+        "  paged stash: recomputation does not change results; it costs little time for act and more for gate_up; "
+        f"--moe-paged-stash-buffer-size-factor-{tier} {rounded_up(pool.factor_to_keep_all):.2f}{instead} would "
+        f"have kept all tensors of the last {steps} steps; later steps may need more"
     )
 
 
 def _most_by_step(ranks: list[list[float]]) -> tuple[float, ...]:
-    """Returns the largest value of all ranks for each step, to seven digits, which keeps log lines short."""
+    """Returns the largest value over ranks for each step, rounded to seven digits to keep log lines short."""
     return tuple(float(f"{max(step):.7g}") for step in zip(*ranks, strict=True))
 
 
@@ -292,7 +292,7 @@ def _counts_by_level(ranks: list[list[_LevelCounts]]) -> dict[str, list[int]]:
 
 
 def _factor_to_keep_all(step: StepFigures) -> float:
-    """Returns the factor of the device, or of the host if the device has no pages, with which nothing is recomputed.
+    """Returns the factor with which nothing is recomputed, for the device, or for the host if the device has no pages.
 
     Returns 0 if more pages would not have helped, because the order of the step was not known yet.
     """
@@ -323,10 +323,10 @@ def _pool_report(ranks: list[_Rank]) -> PoolReport | None:
 
 
 def _timeline_of(rank: int, own: StepFigures | None) -> dict[str, Any]:
-    """Returns the timeline of that rank's fullest step, on all ranks. Collective."""
+    """Returns that rank's timeline of its fullest step on all ranks. Collective."""
     found: list[Any] = [None]
     if not dist.is_initialized() or dist.get_rank() == rank or is_fake(dist.group.WORLD):
-        assert own is not None, "it has a pool"
+        assert own is not None, "this rank has a pool"
         found = [stash_timeline(own)]
     if dist.is_initialized() and not is_fake(dist.group.WORLD):
         dist.broadcast_object_list(found, src=rank)
@@ -335,7 +335,7 @@ def _timeline_of(rank: int, own: StepFigures | None) -> dict[str, Any]:
 
 
 def stash_timeline(step: StepFigures) -> dict[str, Any]:
-    """Returns when a step allocated and released pages, computed from its live rows by the rules of the pool.
+    """Simulates from a step's live rows, by the rules of the pool, when the step allocated and released pages.
 
     "passes": in order, the number of the layer that ran forward, or its negative for backward.
     "changes": [place in passes, layer, pages on the device, pages on the host] each, negative if they were released, in
@@ -359,7 +359,7 @@ def stash_timeline(step: StepFigures) -> dict[str, Any]:
 def pages_to_keep_all(step: StepFigures) -> int:
     """Returns the size of the smallest pool, in pages of both tiers, with which the step recomputes nothing.
 
-    It may be more than pages_wanted, because gate_up and act leave the pages of the reserve free.
+    It may exceed pages_wanted, because gate_up and act leave the pages of the reserve free.
     """
     assert step.layout is not None, "without a pool there are no pages"
     rows = rows_by_group(step.passes, step.rows)

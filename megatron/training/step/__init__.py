@@ -1,1 +1,3 @@
-"""One training step: passes, statistics over ranks, update, and expert memory, which grows after an overflow."""
+"""Implements one training step: forward and backward passes, statistics over ranks, update, and expert memory, which
+grows after an overflow.
+"""

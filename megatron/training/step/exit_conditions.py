@@ -22,7 +22,7 @@ from megatron.training.config import TrainingConfig
 
 
 class ExitReason(enum.Enum):
-    """Reason why a run stops early. If several hold, the first in this order counts."""
+    """Reason why a run stops early. If several apply, the first in this order counts."""
 
     SIGNAL = "the exit signal"
     DURATION = "--exit-duration-in-mins"
@@ -52,7 +52,7 @@ class ExitConditions:
         return [self._signalled, out_of_time]
 
     def signalled_anywhere_sync(self) -> bool:
-        """Whether any rank has received the exit signal; costs nothing without --exit-signal-handler. Collective.
+        """Tells whether any rank has received the exit signal. Costs nothing without --exit-signal-handler. Collective.
 
         NOTE: reads the reduced flag, which is on the host if a group can send from there.
         """
@@ -63,18 +63,18 @@ class ExitConditions:
         return bool(flag)
 
     def warn_of_slow_save(self, *, step_seconds: float, save_seconds: float | None) -> None:
-        """Prints a warning, once, if torchrun would kill the ranks before a step and a save are done."""
+        """Prints a warning once if torchrun would kill the ranks before a step and a save are done."""
         if save_seconds is None or step_seconds + save_seconds <= self._shutdown_seconds:
             return
         print_rank_0(
-            f"WARNING: a save took {save_seconds:.1f} s and a step {step_seconds:.1f} s, but torchrun kills the ranks "
-            f"{self._shutdown_seconds:g} s after SIGTERM (--exit-signal-handler): set TORCH_ELASTIC_SHUTDOWN_TIMEOUT "
-            f"above {math.ceil(step_seconds + save_seconds)}"
+            f"WARNING: a save took {save_seconds:.1f} s and a step {step_seconds:.1f} s, but torchrun kills the "
+            f"ranks {self._shutdown_seconds:g} s after SIGTERM (--exit-signal-handler): set "
+            f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT above {math.ceil(step_seconds + save_seconds)}"
         )
         self._shutdown_seconds = math.inf
 
     def at_interval(self, iteration: int) -> bool:
-        """Whether --exit-interval ends the run after `iteration`."""
+        """Tells whether --exit-interval ends the run after `iteration`."""
         interval = self.config.exit_interval
         return interval is not None and iteration % interval == 0
 

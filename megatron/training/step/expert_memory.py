@@ -1,4 +1,4 @@
-"""ExpertMemory: plans, checks and grows the buffers and pages of a rank's static expert layers from step to step.
+"""Defines ExpertMemory, which plans, checks and grows the buffers and pages of a rank's static expert layers.
 
 expert_step.py has the work of a layer within a step, sizing.py computes sizes, step_runner.py decides on retries.
 """
@@ -66,8 +66,8 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.command_line.config_builder import flags_named_in_errors
 from megatron.training.step.step_runner import ExpertOverflowError
 
-# Number of plans to keep, one per number of microbatches. Enough for numbers that alternate; those of a ramp-up never
-# return.
+# Number of plans to keep, one per number of microbatches. Enough for numbers that alternate; those of a ramp-up
+# never return.
 _MAX_PLANS = 8
 
 
@@ -76,15 +76,14 @@ class StepFigures:
     """Figures of a complete training step on this rank, on the host. meters/stash.py gathers them over ranks.
 
     rows: live rows of each expert forward, in order. passes: layer numbers of these forwards, from 1. balanced_rows:
-    live rows of a pass if all experts were chosen equally often. capacity_factor: factor of this step's buffers.
+    live rows of a forward if all experts were chosen equally often. capacity_factor: factor of this step's buffers.
     factor_needed: the smallest factor that would have sufficed. buffer_rows: C; 0 on a stage without experts.
-    num_discards: how often the step was discarded and retried.
-    With a stash: layout: sizes of the pool. counters: values at the end of the step. tail_bytes: unused bytes of the
-    pages that the step allocated. pages_wanted: peak of held pages if every tensor had got pages. balanced_pages: that
-    peak for the longest step planned so far, if every pass had balanced_rows. events: passes of expert groups, in
-    order. specs: tensors that a group stashes. reserve: pages that each forward leaves free; () for none.
-    prefetch_groups: number of groups that release their pages ahead of their backward. Without a stash, layout is None
-    and the others are empty or 0.
+    num_discards: how often the step was discarded and retried. With a stash: layout: sizes of the pool. counters:
+    values at the end of the step. tail_bytes: unused bytes of the pages that the step allocated. pages_wanted: peak
+    number of pages in use if every tensor had got pages. balanced_pages: that peak for the longest step planned so far,
+    if every forward had balanced_rows. events: passes of expert groups, in order. specs: tensors that a group stashes.
+    reserve: pages that each forward leaves free; () for none. prefetch_groups: number of groups that release their
+    pages ahead of their backward. Without a stash, layout is None and the others are empty or 0.
     """
 
     layout: PoolLayout | None
@@ -130,12 +129,15 @@ class Shortfall(NamedTuple):
 
 
 class ExpertSchedule:
-    """The layers with experts of a rank's model chunks, and their order in a step."""
+    """The MoE layers of a rank's model chunks, and their order in a step."""
 
     def __init__(
         self, chunks: Sequence[nn.Module], groups: ProcessGroupCollection, *, microbatch_group_size: int | None
     ) -> None:
-        """microbatch_group_size: as in the configuration; only interleaved schedules use it."""
+        """Determines the layers of the chunks and their order.
+
+        microbatch_group_size: as in the configuration; only interleaved schedules use it.
+        """
         self.layers = [[part for part in chunk.modules() if isinstance(part, MoELayer)] for chunk in chunks]
         self._layer_map = [[layer.router.layer_number for layer in layers] for layers in self.layers]
         self._recomputed = _recomputed_layers(chunks)
@@ -171,7 +173,7 @@ def _recomputed_layers(chunks: Sequence[nn.Module]) -> dict[int, int]:
 def build_expert_memory(
     model: Sequence[nn.Module], args: argparse.Namespace, *, groups: ProcessGroupCollection
 ) -> "ExpertMemory | None":
-    """Builds the expert memory of the model's chunks on this rank; None where experts are dropless."""
+    """Builds the expert memory of the model's chunks on this rank. Returns None if experts are dropless."""
     config: TransformerConfig = get_model_config(model[0])
     if config.num_moe_experts is None or config.moe_expert_rank_capacity_factor is None:
         return None
@@ -207,7 +209,9 @@ class ExpertMemory:
     def __init__(
         self, schedule: ExpertSchedule, config: TransformerConfig, *, tokens_per_rank: int, expert_ranks: int
     ) -> None:
-        """tokens_per_rank: T of a microbatch. expert_ranks: number of ranks that share the experts."""
+        """Creates the memory without pages. tokens_per_rank: T of a microbatch. expert_ranks: number of
+        expert-parallel ranks.
+        """
         assert config.moe_expert_rank_capacity_factor is not None, "dropless experts have no buffers of a fixed size"
         self.last_step: StepFigures | None = None
         self.epoch = 0
@@ -223,8 +227,8 @@ class ExpertMemory:
             self._dispatchers.append(layer.token_dispatcher)
         self._balanced_rows = tokens_per_rank * config.moe_router_topk * (config.expert_tensor_parallel_size or 1)
         self._learned = LearnedSizes(expert_ranks=expert_ranks)
-        # Largest number of rows of a pass, relative to balanced routing: in each recent step, in the discarded attempts
-        # at the current step, and in the steps before the loaded checkpoint.
+        # Largest number of rows of a forward, relative to balanced routing: in each recent step, in the discarded
+        # attempts at the current step, and in the steps before the loaded checkpoint.
         self._recent_shares: deque[float] = deque(maxlen=RESERVE_STEPS)
         self._attempted_share = self._share_before = 0.0
         self._capacity_factor = config.moe_expert_rank_capacity_factor
@@ -236,7 +240,7 @@ class ExpertMemory:
         # Number of microbatches that the stash is planned for; None if sizes may have changed since.
         self._num_microbatches: int | None = None
         self._plans: dict[int, _Plan] = {}  # over one pool, by number of microbatches, the latest at the end
-        # Peak of held pages in the longest planned step with balanced routing. Pool factors are multiples of it.
+        # Peak number of pages in the longest planned step with balanced routing. Pool factors are multiples of it.
         self._longest_pages = 0
         self.needs = self._needs(None)
 
@@ -246,7 +250,7 @@ class ExpertMemory:
         return self.step.stash
 
     def prepare(self, learned: LearnedSizes, *, num_microbatches: int, pp_group: dist.ProcessGroup | None) -> list[str]:
-        """Allocates the pool for steps of that many microbatches; learned: sizes from a checkpoint. Collective.
+        """Allocates the pool for steps of that many microbatches. learned: sizes from a checkpoint. Collective.
 
         Returns log lines with the memory that the stash of each stage saves. Raises ValueError on all ranks if the
         stash could never have an effect, or if a rank has too little memory for it.
@@ -311,7 +315,7 @@ class ExpertMemory:
             stash.set_reserved_share(self._expected_share())
 
     def grow_sync(self, *, iteration: int) -> str:
-        """Grows buffers or pools on all ranks, after any rank overflowed; returns a line for the log. Collective.
+        """Grows buffers or pools on all ranks after any rank overflowed; returns a line for the log. Collective.
 
         Raises ExpertOverflowError on all ranks under the policy "error". NOTE: reads the device.
         """
@@ -323,7 +327,7 @@ class ExpertMemory:
         if self._config.moe_paged_stash_overflow_policy == "error":
             raise ExpertOverflowError(
                 f"iteration {iteration} overflowed: {shortfalls}. --moe-paged-stash-overflow-policy is error: give "
-                f"{_as_flags(grown, self._config)}, or another policy"
+                f"{_as_flags(grown, self._config)}, or choose another policy"
             )
         self.adopt(grown)
         growth = _as_flags(grown, self._config) or "more pages are reserved for the experts' inputs"
@@ -342,7 +346,7 @@ class ExpertMemory:
         self._num_microbatches = None
 
     def learned_sync(self) -> LearnedSizes:
-        """Returns the sizes that all ranks learned so far, for a checkpoint. Collective."""
+        """Returns the sizes that all ranks have learned so far, for a checkpoint. Collective."""
         return functools.reduce(LearnedSizes.merged, gather_objects(self._learned, dist.group.WORLD))
 
     @property
@@ -431,7 +435,7 @@ class ExpertMemory:
 
     @property
     def _recomputes(self) -> bool:
-        """Whether tensors without pages are recomputed, so that only missing inputs overflow."""
+        """Tells whether tensors without pages are recomputed, so that only missing inputs overflow."""
         return self._config.moe_paged_stash_overflow_policy == "recompute"
 
     @property
@@ -440,7 +444,7 @@ class ExpertMemory:
         return 0 if self._config.captures_experts else self._config.moe_paged_stash_prefetch_layers
 
     def _expected_share(self) -> float:
-        """Returns the share of the C rows that a pass is expected to fill."""
+        """Returns the share of the C rows that a forward is expected to fill."""
         # The first steps of a resumed run rely on those before its checkpoint.
         before = self._share_before if len(self._recent_shares) < RESERVE_STEPS else 0.0
         most = max(before, self._attempted_share, *self._recent_shares)
@@ -519,7 +523,7 @@ class ExpertMemory:
     def _learn_rows(self, rows: Iterable[int]) -> float:
         """Learns each layer's largest number of rows relative to balanced routing; returns the maximum over layers.
 
-        rows: live rows of each expert forward of the step, in order. Returns 0 for a step without passes.
+        rows: live rows of each expert forward of the step, in order. Returns 0 for a step without forwards.
         """
         shares: dict[int, float] = {}
         for layer, live in zip(self.step.passes, rows):
@@ -551,14 +555,14 @@ _CUDA, _CPU = "moe_paged_stash_buffer_size_factor_cuda", "moe_paged_stash_buffer
 def open_pool(device: torch.device, layout: PoolLayout | None, *, config: PagedStashConfig) -> PagePool | None:
     """Allocates this rank's pool; returns None for a stage without a layout, which stashes nothing. Collective.
 
-    Raises on every rank if one has too little memory: there a ValueError that names the flag to change, on the others a
-    RemoteRankError.
+    Raises on every rank if one has too little memory: on that rank a ValueError naming the flag to change, on the
+    others a RemoteRankError.
     """
     pool = None
     with all_ranks_agree(), flags_named_in_errors():
         try:
             if layout is not None:
-                # Setup has called it before. It is called here for its result.
+                # Setup has called it before. Here it is called for its result.
                 is_kept = device.type == "cpu" and keep_cpu_heap()
                 pool = PagePool(device, layout, keeps_restored=not is_kept)
         except TierMemoryError as error:
@@ -578,8 +582,8 @@ def _advice(error: TierMemoryError, config: PagedStashConfig) -> str:
     name = _CUDA if given is None else "moe_paged_stash_buffer_bytes"
     asked = config.moe_paged_stash_buffer_size_factor_cuda if given is None else given
     return (
-        f"{name} is {asked}: {wanted} for pages cannot be allocated on the device; give a smaller one, and {_CPU} for "
-        "pages on the host"
+        f"{name} is {asked}: {wanted} for pages cannot be allocated on the device; give a smaller value, and "
+        f"{_CPU} for pages on the host"
     )
 
 

@@ -40,7 +40,10 @@ def build_step_graph(
     timers: Timers,
     memory: ExpertMemory | None,
 ) -> FullCudaGraphWrapper | CudaGraphManager | None:
-    """Builds the graph of whole training steps, or of parts of layers; returns None unless the flags request one."""
+    """Builds the CUDA graph of whole training steps or of parts of layers.
+
+    Returns None unless the flags request one.
+    """
     if device is None:
         return None
     graph: FullCudaGraphWrapper | CudaGraphManager
@@ -122,8 +125,8 @@ def build_step_update(
         return StepUpdate(finalize, optimizer, timers=timers)
     if not finalize.is_default:
         raise ValueError(
-            "--optimizer-cuda-graph is given, and the model's configuration has a finalize_model_grads_func, which may "
-            "wait for the device: leave one of them out"
+            "--optimizer-cuda-graph is given, but the model's configuration has a finalize_model_grads_func, "
+            "which may wait for the device: leave one of them out"
         )
     return GraphedUpdate(
         finalize,
@@ -135,12 +138,14 @@ def build_step_update(
 
 
 def graph_device() -> GraphDevice:
-    """Returns the GraphDevice of this process's GPU, with the model's random streams; CommandLineError without one."""
+    """Returns the GraphDevice of this process's GPU, with the model's random streams. Raises CommandLineError without a
+    GPU.
+    """
     if default_device().type != "cuda":
         raise CommandLineError(
-            "--cuda-graph-impl is given: CUDA graphs need a GPU, and this process has none. Leave it out, or set it to "
-            "none, to train here with the same results; tools/check_capture.py with these flags says here whether a "
-            "GPU could capture them"
+            "--cuda-graph-impl is given, but this process has no GPU. Leave it out, or set it to none, to train "
+            "here with the same results; run tools/check_capture.py with these flags to check whether a GPU could "
+            "capture them"
         )
     return CudaGraphs(default_device(), generators=get_cuda_rng_tracker().generators)
 

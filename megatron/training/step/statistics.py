@@ -1,4 +1,4 @@
-"""Statistics of a step over all ranks: losses, overflows and reasons to stop, in one small all-reduce.
+"""Reduces the statistics of a step over all ranks (losses, overflows, reasons to stop) in one small all-reduce.
 
 The data-parallel wrapper reduces gradients.
 """
@@ -27,7 +27,7 @@ Totals = dict[str, torch.Tensor]
 
 @runtime_checkable
 class RecordsAuxLosses(Protocol):
-    """A model whose layers record auxiliary losses. A script's model need not implement it."""
+    """Interface of a model whose layers record auxiliary losses. A script's model need not implement it."""
 
     aux_losses: AuxLossRecorder
     config: TransformerConfig
@@ -60,8 +60,9 @@ class Overflow:
 class StepStatistics:
     """Mean losses over the global batch, and the reason of any rank to stop; None to continue.
 
-    overflow: if it occurred, the other fields are meaningless. per_layer: name to layer number, from 1, to value.
-    expert_load: layer number to tokens per expert of this step over all ranks. Both are None unless requested.
+    overflow: if it occurred, the other fields are meaningless. per_layer: maps a name to values by layer number, from
+    1. expert_load: maps a layer number to the tokens per expert of this step over all ranks. Both are None unless
+    requested.
     """
 
     losses: dict[str, float]
@@ -106,7 +107,7 @@ class StatisticsExchange:
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """group: all ranks of the run; None for a single process."""
+        """Creates the exchange. group: all ranks of the run; None for a single process."""
         self._group = group
         self._names: tuple[str, ...] = ()
 
@@ -146,13 +147,13 @@ class StatisticsExchange:
         Ranks may have different names, because stages before the last have no losses of the loss function.
         Tensor-parallel ranks have the same names and values, which multiplies sums and counts by the same factor and
         leaves means unchanged. A loss over no token is 0, because all tokens were masked. An `optional` loss over no
-        token is omitted, because the model does not have it (a model without experts has no z-loss).
-        exit_reasons: which of LOCAL_REASONS hold on this rank. layers: records of each layer, if they are requested.
-        overflow_flags: [2], fp64, on the device, in the order of Overflow, 1 if this rank overflowed; None on all ranks
-        if nothing can overflow.
-        NOTE: reads the device. A step reads it here for all losses together, for the gradient norm (clip_grads.py), for
-        the agreement of the collective scheduler (iteration.py) and, unless the check for NaN is off, for this rank's
-        gradients (consistency.py). If logged, the zeros of gradients and the parameters' norm take one read each.
+        token is omitted, because the model does not have it (a model without experts has no z-loss). exit_reasons:
+        which of LOCAL_REASONS hold on this rank. layers: records of each layer, if they are requested. overflow_flags:
+        [2], fp64, on the device, in the order of Overflow, 1 if this rank overflowed; None on all ranks if nothing can
+        overflow. NOTE: reads the device. A step reads it here for all losses together, for the gradient norm
+        (clip_grads.py), for the agreement of the collective scheduler (iteration.py) and, unless the check for NaN is
+        off, for this rank's gradients (consistency.py). If logged, the zeros of gradients and the parameters' norm take
+        one read each.
         """
         required = totals.keys() - set(optional)
         extras = [] if overflow_flags is None else [overflow_flags]
@@ -225,7 +226,7 @@ def _take_auxiliary_losses(model: Sequence[nn.Module], *, with_load: bool) -> tu
     for chunk in unwrap_model(list(model)):
         if not isinstance(chunk, RecordsAuxLosses):
             continue
-        # Before take_totals, which clears both. A chunk's rows for layers of other chunks are zero.
+        # Called before take_totals, which clears both. A chunk's rows for layers of other chunks are zero.
         wants_losses = chunk.config.moe_per_layer_logging
         if wants_losses or (with_load and chunk.config.num_moe_experts):
             own = chunk.aux_losses.layer_totals() if wants_losses else chunk.aux_losses.load_totals()
@@ -253,7 +254,7 @@ def _layer_figures(
 
 
 def raise_non_finite_loss(reports: Reports, group: dist.ProcessGroup | None, *, iteration: int) -> None:
-    """Raises NonFiniteLossError, which names each rank and microbatch with a non-finite loss. Collective.
+    """Raises NonFiniteLossError naming each rank and microbatch with a non-finite loss. Collective.
 
     reports: as for total_reports, fp32.
     """
@@ -264,8 +265,8 @@ def raise_non_finite_loss(reports: Reports, group: dist.ProcessGroup | None, *, 
         dist.all_gather_object(everyone, bad, group=group)
     where = "; ".join(f"rank {rank}: {', '.join(found)}" for rank, found in enumerate(everyone) if found)
     raise NonFiniteLossError(
-        f"loss is not finite at iteration {iteration}: {where or 'an auxiliary loss'}. "
-        "The model was not updated; --no-check-for-nan-in-loss-and-grad continues regardless"
+        f"loss is not finite at iteration {iteration}: {where or 'an auxiliary loss'}. The model was not updated; "
+        "--no-check-for-nan-in-loss-and-grad continues regardless"
     )
 
 

@@ -1,4 +1,4 @@
-"""StepRunner: runs forward and backward of a step, and retries them from the same start while any rank overflowed.
+"""Defines StepRunner, which runs forward and backward of a step and retries them while any rank overflows.
 
 expert_memory.py implements StepMemory, which detects overflows and grows. update.py runs the optimizer's step.
 
@@ -76,7 +76,7 @@ class StepGraph(Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Why a capture failed; None if none has failed."""
+        """The reason why a capture failed; None if none has failed."""
         ...
 
     @property
@@ -87,9 +87,9 @@ class StepGraph(Protocol):
     def __call__(
         self, *, data_iterator: Any, num_microbatches: int, forward_only: bool = False, **keywords: Any
     ) -> list[Any]:
-        """Runs a step as get_forward_backward_func's function does.
+        """Runs a step like get_forward_backward_func's function.
 
-        Raises CaptureFailedError, on all ranks, with nothing executed.
+        Raises CaptureFailedError on all ranks, with nothing executed.
         """
         ...
 
@@ -257,8 +257,9 @@ class StepRunner:
             return run()
         except CaptureFailedError as error:
             print_rank_0(
-                f"  iteration {iteration} could not be captured as a CUDA graph ({error}): it and all that follow run "
-                "without one. tools/check_capture.py with these flags names the lines"
+                f"  iteration {iteration} could not be captured as a CUDA graph ({error}): it and all later "
+                "iterations run without one. Run tools/check_capture.py with these flags to find the lines that "
+                "prevent it"
             )
         self.discard_gradients()
         start.restore()
@@ -328,13 +329,13 @@ class StepRunner:
 
 @contextmanager
 def _error_if_data_ends(num_microbatches: int) -> Iterator[None]:
-    """Turns the end of a script's iterator into an error for its user. Datasets never end."""
+    """Converts the end of a script's iterator to an error for its user. Datasets never end."""
     try:
         yield
     except StopIteration as error:
         raise DataError(
-            f"the data ended within a step of {num_microbatches} micro-batches: the iterators of the dataset provider "
-            "must provide all that --train-iters and --eval-iters read"
+            f"the data ended within a step of {num_microbatches} micro-batches: the dataset provider's iterators "
+            "must supply enough data for --train-iters and --eval-iters"
         ) from error
 
 
@@ -391,7 +392,7 @@ def with_own_containers(batch: Any) -> Any:
 
 def _growth_failed(overflow: Overflow, grown: Sequence[str], *, iteration: int) -> str:
     return (
-        f"iteration {iteration} still overflows after {len(grown)} retries ({overflow}); it updated nothing. Growing "
-        f"did not help: {'; '.join(grown)}. Raise --moe-expert-rank-capacity-factor against expert overflow, "
-        "--moe-paged-stash-buffer-size-factor-cuda or -cpu against stash overflow"
+        f"iteration {iteration} still overflows after {len(grown)} retries ({overflow}), and updated nothing. "
+        f"Growing did not help: {'; '.join(grown)}. Raise --moe-expert-rank-capacity-factor against expert "
+        "overflow, --moe-paged-stash-buffer-size-factor-cuda or -cpu against stash overflow"
     )

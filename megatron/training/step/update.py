@@ -26,7 +26,7 @@ class DeferredFinalizer:
     """Replaces finalize_model_grads in the schedule, and defers its work until losses are known to be finite."""
 
     def __init__(self, finalize: Callable[..., None] | None) -> None:
-        """finalize: the function of a script; None for finalize_model_grads."""
+        """Creates the finalizer. finalize: the function of a script; None for finalize_model_grads."""
         self._finalize, self.is_default = finalize or finalize_model_grads, finalize is None
         self._handed_over: tuple[Any, ...] | None = None
 
@@ -98,10 +98,10 @@ class GraphedUpdate(StepUpdate, GraphParticipant):
         super().__init__(finalize, optimizer, timers=timers)
         self._overflow_flags, self._checks_losses = overflow_flags, checks_losses
         self._captured: DeviceStep | None = None
-        self._done: DeviceStep | None = None  # set by a replay until run_sync settles it
+        self._done: DeviceStep | None = None  # set by a replay until run_sync completes it
 
     def run_sync(self) -> tuple[bool, float, float | None]:
-        """Runs the update, or settles the one that the graph has done; returns the result of MegatronOptimizer.step.
+        """Runs the update, or completes the one in the graph; returns the result of MegatronOptimizer.step.
 
         Collective. NOTE: reads the device.
         """

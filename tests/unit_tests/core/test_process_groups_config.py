@@ -109,7 +109,7 @@ def test_a_tied_weight_on_two_stages_needs_their_group() -> None:
 def test_dispatchers_take_what_a_rank_has_of_the_experts(dispatcher: type) -> None:
     config = small_config(**EXPERTS)
     assert dispatcher(4, [0, 1, 2, 3], config)
-    with pytest.raises(ValueError, match=r"local_expert_indices are \[2, 3\]: this rank has 4, \[0, 1, 2, 3\]"):
+    with pytest.raises(ValueError, match=r"\[2, 3\]: this rank holds 4 experts, \[0, 1, 2, 3\]"):
         dispatcher(4, [2, 3], config)
 
 
@@ -149,7 +149,7 @@ def test_the_groups_of_parallel_state_are_copied_into_a_new_collection() -> None
         assert existing.tp is not None
         some = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp", "hcp", "dp_cp_gtp_remat"])
         assert some == ProcessGroupCollection(cp=existing.cp, hcp=existing.hcp)
-        with pytest.raises(ValueError, match="required_pgs has world: must be among tp, pp"):
+        with pytest.raises(ValueError, match="required_pgs contains world: must be among tp, pp"):
             ProcessGroupCollection.use_mpu_process_groups(["tp", "world"])
 
 

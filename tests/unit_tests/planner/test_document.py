@@ -162,7 +162,7 @@ def test_the_line_of_the_devices_memory_stands_where_its_gibibytes_are() -> None
 def test_notes_name_the_stages_that_do_not_fit() -> None:
     small = replace(planned_device({}), memory_gib=16.0)
     notes = " ".join(_document(device=small)["notes"])
-    assert "Memory of stages 0, 1, 2 is more than the H100 has (16 GiB)." in notes
+    assert "The memory of stages 0, 1, 2 exceeds that of the H100 (16 GiB)." in notes
     assert "is more than" not in " ".join(_document()["notes"])
 
 
@@ -250,7 +250,7 @@ def _tiny(flags: Flags, *, ranks: int) -> argparse.Namespace:
 def test_place_of_numbers_the_pipelines() -> None:
     args = _tiny({"pipeline-model-parallel-size": 2}, ranks=8)
     assert [pipeline_number_of(args, rank) for rank in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
-    with pytest.raises(ValueError, match="RANK is 8 in the environment: must be from 0 to 7, of --world-size"):
+    with pytest.raises(ValueError, match="RANK is 8 in the environment: must be from 0 to 7 for this --world-size"):
         pipeline_number_of(args, 8)
 
 

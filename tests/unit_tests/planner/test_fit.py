@@ -137,7 +137,7 @@ def test_suggested_flags_make_the_plan_fit(name: str, verdict: Verdict, tmp_path
 def test_a_plan_that_never_fits_names_the_smallest_change(verdict: Verdict, tmp_path: Path) -> None:
     line = verdict("dense", {}, ranks=2, memory=GIB // 10_000)
     found = re.search(
-        r"; with (.*), the smallest found, it needs ([\d.]+) GiB: use more GPUs or a larger --tensor", line
+        r"; even with (.*), the smallest option found, it needs ([\d.]+) GiB: use more GPUs or a larger --tensor", line
     )
     assert found is not None and line.endswith("(tools/plan_layout.py FLAGS --gpus N finds a layout)"), line
     words = tuple(found[1].split())

@@ -63,7 +63,7 @@ def test_padded_expert_rows_are_counted() -> None:
 
 def test_a_stash_without_effect_is_refused_as_in_a_run() -> None:
     flags: Flags = {"moe-paged-stash": True, "moe-expert-rank-capacity-factor": 2.0, "num-layers": 1}
-    with pytest.raises(ValueError, match="--moe-paged-stash is True but can have no effect"):
+    with pytest.raises(ValueError, match="--moe-paged-stash is True but has no effect"):
         planned("moe", flags)
 
 

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.tools import preprocess_data
+from megatron.tools.generate import load_model
+from megatron.tools.preprocess_data import Chat, packed
 from tests.functional_tests.case import command_line, read_bases
 from tests.functional_tests.launch import run_program
-from tools import preprocess_data
-from tools.generate import load_model
-from tools.preprocess_data import Chat, packed
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"

@@ -7,8 +7,8 @@ import torch
 
 from megatron.core.dist_checkpointing import ShardedTensor, save_items
 from megatron.core.dist_checkpointing.manifest import read_manifest
+from megatron.tools.checkpoint import main
 from megatron.training.checkpointing.folder import complete_iterations, iteration_folder, write_tracker
-from tools.checkpoint import main
 
 LAYER = "decoder.layers.0.mlp.linear_fc2.weight"
 TENSORS = {
@@ -82,7 +82,7 @@ def test_diff_names_tensors_and_the_largest_difference(tmp_path: Path, capsys: p
     a = write(tmp_path / "a", 3)
     same = write(tmp_path / "same", 3)
     assert main(["diff", str(a), str(same)]) == 0
-    assert "All tensors are the same" in capsys.readouterr().out
+    assert "All tensors are bitwise equal" in capsys.readouterr().out
     changed = TENSORS[LAYER].clone()
     changed[1, 2] += 0.5
     b = write(tmp_path / "b", 3, {LAYER: changed, "rng.torch": torch.ones(5), "more": torch.ones(1)})
@@ -95,7 +95,7 @@ def test_diff_names_tensors_and_the_largest_difference(tmp_path: Path, capsys: p
     capsys.readouterr()
     assert main(["diff", str(a), str(b), "--ignore", "decoder.*"]) == 1
     output = capsys.readouterr().out
-    assert "2 tensors differ, none in its values alone" in output and "largest difference is" not in output
+    assert "2 tensors differ, none of them only in its values" in output and "largest difference is" not in output
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.0])
@@ -144,7 +144,7 @@ def test_prune_of_one_checkpoint_asks_for_the_folder_that_holds_it(
     folder = write(tmp_path, 3)
     with pytest.raises(SystemExit):
         main(["prune", str(folder), "--keep-latest", "1"])
-    assert f"{folder} is one checkpoint: give the folder that holds it" in capsys.readouterr().err
+    assert f"{folder} is a single checkpoint: give its parent folder" in capsys.readouterr().err
 
 
 def test_prune_deletes_nothing_while_the_newest_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,14 +161,14 @@ def test_prune_deletes_nothing_while_the_newest_is_damaged(tmp_path: Path, capsy
     [
         (
             "--from hf --to megatron --target-tensor-parallel-size 2",
-            "--target-tensor-parallel-size is 2: belongs to --to torch or torch_dist_mcore, which is megatron here",
+            "--target-tensor-parallel-size is 2: needs --to torch or torch_dist_mcore, but --to is megatron",
         ),
         (
             "--from hf --to megatron --vocab-size 300",
-            "--vocab-size is 300: belongs to --from torch or torch_dist_mcore",
+            "--vocab-size is 300: needs --from torch or torch_dist_mcore",
         ),
-        ("--from hf --to megatron --hf-reference x", "--hf-reference is x: belongs to --to hf, which is megatron here"),
-        ("--from torch --to torch_dist --dtype bf16", "--dtype is bf16: belongs to --from hf or --to hf alone"),
+        ("--from hf --to megatron --hf-reference x", "--hf-reference is x: needs --to hf, but --to is megatron"),
+        ("--from torch --to torch_dist --dtype bf16", "--dtype is bf16: needs --from hf or --to hf"),
     ],
 )
 def test_an_option_of_another_conversion_is_refused(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tools.compare_api import (
+from megatron.tools.compare_api import (
     UNKNOWN,
     Comparison,
     Verdict,
@@ -21,7 +21,7 @@ from tools.compare_api import (
     load_unsupported,
     read_names,
 )
-from tools.write_migration_docs import MARK, PAGE, shown_reason, with_table
+from megatron.tools.write_migration_docs import MARK, PAGE, shown_reason, with_table
 
 LIST = """
 # A comment
@@ -122,7 +122,7 @@ def verdicts(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Verdict, str]]:
         ("Options.names", Verdict.SAME, ""),
         ("Options.depth", Verdict.SAME, ""),
         ("Options.lost", Verdict.MISSING, "not here"),
-        ("elsewhere.thing", Verdict.MISSING, "its module or class is not here"),
+        ("elsewhere.thing", Verdict.MISSING, "its module or class does not exist here"),
     ],
 )  # fmt: skip
 def test_verdicts(verdicts: dict[str, tuple[Verdict, str]], name: str, verdict: Verdict, why: str) -> None:
@@ -152,7 +152,7 @@ def test_the_page_says_of_a_field_what_its_declaration_says() -> None:
             continue
         phrase = shown_reason(row)
         assert ("only with its default" in phrase) == ("unsupported" in metadata), row.name.path
-        assert ("accepted, without effect" in phrase) == ("no_effect" in metadata), row.name.path
+        assert ("accepted without effect" in phrase) == ("no_effect" in metadata), row.name.path
         reason = metadata.get("unsupported") or metadata.get("no_effect") or ""
         assert reason.replace("|", "\\|") in phrase, row.name.path
         kinds |= set(metadata)
@@ -185,7 +185,7 @@ def test_names_with_one_verdict_for_one_reason_share_a_row() -> None:
     ]
     table = with_table(f"By hand.\n{MARK}old", rows)
     assert table.startswith(
-        f"By hand.\n{MARK}\nOf 4 names, 0 belong to features we do not have. Of the other 4, 3 (75.0%)"
+        f"By hand.\n{MARK}\nOf 4 names, 0 belong to unsupported features. Of the other 4, 3 (75.0%)"
     )
     assert "| `C`: `the class`, `one`, `three` | same |  |\n| `C`: `two` | thin | no x\\|y |\n" in table
 

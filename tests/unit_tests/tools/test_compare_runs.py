@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tools import compare_runs
-from tools.report_figures import run_names
-from tools.run_log import read_run
+from megatron.tools import compare_runs
+from megatron.tools.report_figures import run_names
+from megatron.tools.run_log import read_run
 
 
 def write_run(folder: Path, steps: range, *, flags: dict | None = None, **changed: dict[int, object]) -> Path:
@@ -31,15 +31,19 @@ def write_run(folder: Path, steps: range, *, flags: dict | None = None, **change
 @pytest.mark.parametrize(
     "changed, rtol, status, expected",
     [
-        ({}, 0, 0, ["All 20 common steps are equal, bit for bit"]),
+        ({}, 0, 0, ["All 20 common steps are bitwise equal"]),
         (
             {"lm_loss": {7: 5.2, 9: 5.5}, "grad_norm": {7: 1.0}, "seconds": {1: 99.0}},
             0,
             1,
-            ["part at iteration 7, first in lm_loss; 6 common steps before", "grad_norm: 0.142857", "2 of 20"],
+            [
+                "diverge at iteration 7, first in lm_loss; the 6 common steps before it",
+                "grad_norm: 0.142857",
+                "2 of 20",
+            ],
         ),
-        ({"lm_loss": {8: 1.0}, "learning_rate": {8: 0.5}}, 0, 1, ["part at iteration 8, first in learning_rate"]),
-        ({"lm_loss": {8: 5.125 * (1 + 1e-9)}}, 1e-6, 0, ["part at iteration 8", "1.00e-09"]),
+        ({"lm_loss": {8: 1.0}, "learning_rate": {8: 0.5}}, 0, 1, ["diverge at iteration 8, first in learning_rate"]),
+        ({"lm_loss": {8: 5.125 * (1 + 1e-9)}}, 1e-6, 0, ["diverge at iteration 8", "1.00e-09"]),
         ({"lm_loss": {8: 5.125 * (1 + 1e-5)}}, 1e-6, 1, ["1.00e-05"]),
         ({"lm_loss": {8: "NaN"}}, 1e6, 1, ["lm_loss: 5.125 | nan (relative inf)"]),
         (
@@ -67,7 +71,7 @@ def test_common_steps_count_and_the_others_are_named(tmp_path: Path, capsys) -> 
     assert "All 8 common steps" in printed and "Only in A: 2 steps (1 to 2) Only in B: 20 steps (11 to 30)" in printed
     assert "flags lr 0.1 0.2" in printed and "flags new not set None" in printed and "torch" not in printed
     assert compare_runs.main([str(a), str(write_run(tmp_path / "c", range(40, 45)))]) == 1
-    assert "No step is in both logs" in capsys.readouterr().out
+    assert "The logs have no step in common" in capsys.readouterr().out
     assert compare_runs.main([str(a), str(tmp_path)]) == 2
     assert "holds 3 runs: give one of" in capsys.readouterr().err
 

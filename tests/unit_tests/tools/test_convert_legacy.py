@@ -12,12 +12,12 @@ from torch import Tensor
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import model_sharded_tensors
+from megatron.tools import convert_legacy
+from megatron.tools.checkpoint import main
+from megatron.tools.legacy_checkpoint import write_legacy
 from megatron.training.checkpointing.legacy_files import read_legacy
 from tests.unit_tests.tools.harmful import Harmful
 from tests.unit_tests.tools.rank_files import ITERATION, SHAPE, files_of, whole_model, write_files
-from tools import convert_legacy
-from tools.checkpoint import main
-from tools.legacy_checkpoint import write_legacy
 
 LATENT: dict[str, Any] = {
     **SHAPE,
@@ -147,9 +147,9 @@ def test_what_is_no_such_checkpoint_is_named(
     for changes, message in (
         ({"args": 3}, "holds 3 as args"),
         ({"iteration": "x"}, "'x' as iteration"),
-        ({"checkpoint_version": torch.ones(2)}, "is of checkpoint_version tensor"),
-        ({"model": 3}, "has no parameters by name"),
-        ({"model": {3: torch.ones(1)}}, "has no parameters by name"),
+        ({"checkpoint_version": torch.ones(2)}, "has checkpoint_version tensor"),
+        ({"model": 3}, "holds a model without named parameters"),
+        ({"model": {3: torch.ones(1)}}, "holds a model without named parameters"),
         ({"model": {key: torch.ones(16, 8).to_sparse()}}, f"torch.sparse_coo tensor on cpu as {key}"),
         ({"model": {key: torch.ones(16, 8).int()}}, f"int32 torch.strided tensor on cpu as {key}"),
     ):

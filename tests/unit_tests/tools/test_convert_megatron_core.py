@@ -19,12 +19,12 @@ from torch import Tensor
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import model_sharded_tensors
 from megatron.core.models.gpt import GPTModel
+from megatron.tools.checkpoint import main
+from megatron.tools.convert_legacy import model_args
 from megatron.training.checkpointing.megatron_core import megatron_core_values
 from megatron.training.gpt_builder import build_gpt
 from tests.unit_tests.tools.harmful import Harmful
 from tests.unit_tests.tools.megatron_core_writer import Boxes, write_megatron_core
-from tools.checkpoint import main
-from tools.convert_legacy import model_args
 
 FACTS: dict[str, Any] = json.loads((Path(__file__).parent / "megatron_core_facts.json").read_text())["cases"]
 SINGLE = "experts, each piece by itself"
@@ -109,7 +109,7 @@ def test_checkpoints_in_the_layouts_of_the_real_package_load_bit_for_bit(
     write_megatron_core(source, tensors, args=FACTS[case]["args"], iteration=ITERATION)
     (source.parent / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
     convert(source.parent, tmp_path / "ours")
-    assert "not converted: 3 entries that are no weights" in capsys.readouterr().out
+    assert "not converted: 3 entries that are not weights" in capsys.readouterr().out
     folder = tmp_path / "ours" / source.name
     state = loaded(case, folder)
     assert [name for name, tensor in model.state_dict().items() if not torch.equal(state[name], tensor)] == []
@@ -204,9 +204,9 @@ def in_eight_bits(tensors: Tensors) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without, f"has no {NORM}, which is {NORM} of the model"),
-        (with_more, "has decoder.other.weight, which the model of its arguments has not"),
-        (narrower, f"has {NORM} with shape [31]: must be [32] by its arguments"),
+        (without, f"has no {NORM}: parameter {NORM} of its model is missing"),
+        (with_more, "has decoder.other.weight, which does not belong to the model that its arguments describe"),
+        (narrower, f"has {NORM} with shape [31]: must be [32] according to its arguments"),
         (in_eight_bits, f"holds {OUTPUT} as torch.float8_e4m3fn: must be fp64, fp32, bf16 or fp16"),
     ],
 )
@@ -250,7 +250,7 @@ def test_damaged_files_and_other_formats_are_named(
     assert "no file has this range" in refused_with(data, None)
     config, common, account = (folder / name for name in ("metadata.json", "common.pt", ".metadata"))
     assert "sharded_backend is 'zarr': must be 'torch_dist'" in refused_with(config, b'{"sharded_backend": "zarr"}')
-    assert f"--load is {folder}: there is no checkpoint in it" in refused_with(config, None)
+    assert f"--load is {folder}: no checkpoint found" in refused_with(config, None)
     assert f"{config} is corrupt" in refused_with(config, b"{")
     assert "has no common.pt" in refused_with(common, None)
     assert "has no .metadata" in refused_with(account, None)
@@ -261,18 +261,18 @@ def test_damaged_files_and_other_formats_are_named(
     assert not (tmp_path / "harm").exists()
     # What is in common.pt.
     for content, message in (
-        ({"iteration": -1}, "holds -1 as iteration: must be a whole number from 0"),
+        ({"iteration": -1}, "holds -1 as iteration: must be a non-negative integer"),
         ({"iteration": ITERATION, "args": 3}, "holds 3 as args: must be the Namespace"),
     ):
         torch.save(content, common)
         assert message in refused_with(common, common.read_bytes())
     # Arguments.
     for changes, message in (
-        ({"qk_l2_norm": True}, "qk_l2_norm is True: such models are not known"),
+        ({"qk_l2_norm": True}, "qk_l2_norm is True: must be unset"),
         ({"hidden_size": "64"}, "args.hidden_size is '64'"),
-        ({"hidden_size": 64}, "must be [128, 64] by its arguments"),
-        ({"vocab_size": None}, "does not say how many tokens the tokenizer has: give --vocab-size"),
-        ({"vocab_size": 129}, "the vocabulary has 129 tokens: must be 1 to the 128 rows"),
+        ({"hidden_size": 64}, "must be [128, 64] according to its arguments"),
+        ({"vocab_size": None}, "does not contain the number of tokens of the tokenizer: give --vocab-size"),
+        ({"vocab_size": 129}, "the vocabulary has 129 tokens: must be from 1 to 128, the number of rows"),
         (None, "has no arguments: give --model-config"),
     ):
         write_common(common, None if changes is None else {**args, **changes})
@@ -286,7 +286,7 @@ def test_damaged_files_and_other_formats_are_named(
     convert(folder, tmp_path / "ours")
     with pytest.raises(SystemExit):
         convert(folder, tmp_path / "ours")
-    assert "is there already, and is not overwritten; give a new folder" in capsys.readouterr().err
+    assert "already exists and is not overwritten; give a new folder" in capsys.readouterr().err
 
 
 def test_expert_parallel_ranks_of_a_dense_model_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

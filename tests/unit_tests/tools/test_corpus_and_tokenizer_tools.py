@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.tokenizers.library_tokenizers import HuggingFaceTokenizer
-from tools import python_corpus, train_tokenizer
+from megatron.tools import python_corpus, train_tokenizer
 
 
 def lines(path: Path) -> list[dict[str, str]]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.launch_scripts import ScriptError, read_script
+from megatron.tools.launch_scripts import ScriptError, read_script
 
 # A script of Megatron users' kind; each part of the language that the reader follows is in one of these.
 ARRAYS = """
@@ -147,7 +147,7 @@ def test_shifted_arguments_are_those_of_bash(count: str) -> None:
 @pytest.mark.parametrize(("count", "shown"), [("$N", "${N}"), ("x", "x"), ("-1", "-1")])
 def test_a_shift_by_no_number_is_noted(count: str, shown: str) -> None:
     script = read_script(f'set -- a b\nshift {count}\ntorchrun pretrain_gpt.py --rest "$@"\n', {}, name="run.sh")
-    assert script.notes == (f"line 2: shift {shown} is left out, because {shown} is not a number",)
+    assert script.notes == (f"line 2: shift {shown} is ignored, because {shown} is not a number",)
     assert script.launches[0].words == ("--rest", "a", "b")
 
 
@@ -165,7 +165,7 @@ def test_a_command_for_a_scheduler_is_found_in_its_string() -> None:
 
 def test_conditions_that_depend_on_files_are_named() -> None:
     script = "if [ -f /there ]; then A=1; fi\ntorchrun pretrain_gpt.py --lr 1\n"
-    assert read_script(script, {}, name="run.sh").notes == ("line 1: the condition '-f /there' is taken as false",)
+    assert read_script(script, {}, name="run.sh").notes == ("line 1: the condition '-f /there' is assumed to be false",)
 
 
 def test_nothing_is_executed(tmp_path: Path) -> None:
@@ -245,9 +245,9 @@ def test_values_are_those_of_bash(lines: str) -> None:
         ("N=2; (( N += 1 ))", "(( N += 1 )) is not followed"),
         ("N=2; let N=N+1", "let is not followed"),
         ("N=2; source env.sh", "source is not followed"),
-        ("N=2; LR=abc; LR=${LR^^}", "is taken as"),
-        ("N=2; if [ -f list ]; then N=3; fi", "is taken as false"),
-        ("N=2; [ -d list ] && N=3", "is taken as false"),
+        ("N=2; LR=abc; LR=${LR^^}", "is assumed to be"),
+        ("N=2; if [ -f list ]; then N=3; fi", "is assumed to be false"),
+        ("N=2; [ -d list ] && N=3", "is assumed to be false"),
     ],
 )
 def test_what_may_have_changed_a_command_is_a_doubt(lines: str, construct: str) -> None:

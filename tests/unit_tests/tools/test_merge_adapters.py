@@ -9,10 +9,10 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import model_sharded_tensors
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.tools import checkpoint
+from megatron.tools.merge_adapters import merge_adapters
 from megatron.training.checkpointing.train_state import TrainState
 from tests.unit_tests.core.models.small_models import LATENT, LLAMA_LIKE, loss_of, small_config, small_model
-from tools import checkpoint
-from tools.merge_adapters import merge_adapters
 
 RANK, ALPHA = 4, 8.0
 LATENT_KEYS = ["linear_kv_down_proj", "linear_kv_up_proj", "linear_proj"]
@@ -59,11 +59,11 @@ def test_a_merged_model_computes_what_the_adapted_one_does(fields: dict[str, Any
 
 
 def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there is no checkpoint in it"):
+    with pytest.raises(ValueError, match="no checkpoint found"):
         merge_adapters(tmp_path / "none", tmp_path / "merged")
     save_run(build(rank=None), tmp_path / "run", rank=None)
     with pytest.raises(ValueError, match="its checkpoint has no adapters to merge"):
         merge_adapters(tmp_path / "run", tmp_path / "merged")
     save_run(build(rank=RANK), tmp_path / "adapted", rank=RANK)
-    with pytest.raises(ValueError, match="there are checkpoints in it already"):
+    with pytest.raises(ValueError, match="it already holds checkpoints"):
         merge_adapters(tmp_path / "adapted", tmp_path / "run")

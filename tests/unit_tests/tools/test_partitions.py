@@ -12,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset, loss_mask_prefix
+from megatron.core.datasets.table_files import Columns
 from megatron.core.datasets.text_files import BadLine
+from megatron.tools import preprocess_data
+from megatron.tools.partitions import cut, documents
 from tests.counts import long_count
-from tools import preprocess_data
-from tools.partitions import cut, documents
 
+TEXT = Columns(("text",))
 TEMPLATE = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
 
 
@@ -43,8 +45,8 @@ def test_each_document_is_in_one_partition_and_knows_its_line(tmp_path_factory, 
     files = [folder / f"{number}.jsonl" for number in range(len(sizes))]
     for path, size in zip(files, sizes):
         path.write_bytes(("\n".join(lines[size:]) + "\n" * ends).encode())
-    whole = list(documents(cut(files, 1)[0]))
-    parts = [list(documents(pieces)) for pieces in cut(files, count)]
+    whole = list(documents(cut(files, 1)[0], TEXT))
+    parts = [list(documents(pieces, TEXT)) for pieces in cut(files, count)]
     assert len(parts) == count
     found = list(itertools.chain.from_iterable(parts))
     assert [(raw.path, raw.data) for raw in found] == [(raw.path, raw.data) for raw in whole]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import pretrain_gpt
+from megatron.tools import plan_layout
 from tests.harness import ROOT
-from tools import plan_layout
 
 TINY = "--model-scale tiny --seq-length 64 --global-batch-size 32".split()
 
@@ -101,7 +101,7 @@ def test_where_nothing_fits_the_nearest_layout_says_what_it_lacks_whatever_the_m
         nearest, text = json.loads(path.read_text())["nearest"], capsys.readouterr().out
         assert " layouts of 2 x A100 compared" in text
         over = nearest["bytes"] - memory + 1000
-        assert f"nothing fits: the layout that needs least needs {over:,} bytes" in text
+        assert f"no layout fits: the smallest one needs {over:,} bytes" in text
         assert "--tensor-model-parallel-size 2" in text or "--pipeline-model-parallel-size 2" in text
         found.append(nearest["words"])
     assert found[0] == found[1]
@@ -113,11 +113,11 @@ def test_where_nothing_fits_the_nearest_layout_says_what_it_lacks_whatever_the_m
         (["--model", "llama3.2-1b"], "missing --gpus: give the number of ranks of the run"),
         (
             ["--model", "llama3.2-1b", "--gpus", "8", "--memory", "80"],
-            "--memory is 80, .* must have one, such as 80GB",
+            "--memory is 80, .* add the unit, for example 80GB",
         ),
         (
             ["--model", "llama3.2-1b", "--gpus", "8", "--world-size=8"],
-            "--world-size belongs to .* plan of one layout.* --gpus",
+            "--world-size belongs to .* plan of a single layout.* --gpus",
         ),
         (["--model", "llama3.2-1b", "--gpus", "8", "--json", "absent/x.json"], "--json is absent/x.json: its folder"),
         (

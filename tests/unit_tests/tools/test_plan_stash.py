@@ -16,6 +16,8 @@ from megatron.planner.stash.outlook import outlook
 from megatron.planner.stash.routing import traced_spans
 from megatron.planner.stash.stages import planned_run
 from megatron.planner.stash.walk import StepLevel, walk
+from megatron.tools.plan_stash import main, read_flags, stash_plan
+from megatron.tools.stash_report import NAMES, as_page, paste
 from megatron.training.callbacks.routing_trace import RoutingHeader, RoutingStep, read_routing
 from tests.browser import (
     FIGURE_PROBLEMS,
@@ -26,8 +28,6 @@ from tests.browser import (
 )
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.routing_traces import write_trace
-from tools.plan_stash import main, read_flags, stash_plan
-from tools.stash_report import NAMES, as_page, paste
 
 FLAGS: Flags = {
     "num-layers": 4,
@@ -168,7 +168,7 @@ def test_text_and_json_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixtur
     words = ["--skew", "zipf:0.8", "--plan-steps", "20", "--json", str(path), "--plan-factors", "0.5", "1.5"]
     assert main([*argv(*words), "--plan-page-sizes", "2", "--plan-host-factors", "0", "0.5"]) == 0
     text, plan = capsys.readouterr().out, json.loads(path.read_text())
-    assert text.startswith("plan of the paged stash: 2 stages, 4 layers with experts, 2 ranks share 4 experts; 4 micro")
+    assert text.startswith("plan of the paged stash: 2 stages, 4 MoE layers, 2 ranks share 4 experts; 4 micro")
     assert len(plan["table"]) == 4 and len(plan["given"]["rungs"]) == plan["steps"] == 20
     for row in plan["table"]:
         assert sum(row["shares"].values()) == pytest.approx(1)
@@ -270,27 +270,39 @@ def test_bad_input_is_one_line_that_names_flags_or_the_place_in_the_file(
     (tmp_path / "text.gz").write_text("words\n")
     for words, flags, message in (
         ([], {}, "no routing: give --trace FILE"),
-        (["--trace", trace, "--skew", "zipf:1"], {}, "--trace is {trace} and --skew is zipf:1: give one of them"),
+        (["--trace", trace, "--skew", "zipf:1"], {}, "--trace is {trace} and --skew is zipf:1: give only one of them"),
         (
             ["--trace", str(tmp_path / "none")],
             {},
             "none: No such file or directory: give a file that --record-routing wrote",
         ),
         (["--trace", str(tmp_path / "text.gz")], {}, "text.gz: Not a gzipped file"),
-        (["--trace", str(tmp_path / "text")], {}, "text, line 1 is not of a routing trace"),
+        (["--trace", str(tmp_path / "text")], {}, "text, line 1 is not a line of a routing trace"),
         (["--trace", str(tmp_path / "empty")], {}, "the trace has no step yet"),
-        (["--trace", str(tmp_path / "of topk 1")], {}, "another model: --moe-router-topk is 1 in it, and 2 in the run"),
-        (["--trace", trace], {"num-experts": 8}, "another model: --num-experts is 4 in it, and 8 in the run"),
-        (["--trace", trace], {"num-layers": 2}, "layers with experts is [1, 2, 3, 4] in it, and [1, 2] in the run"),
-        (["--trace", trace], {"seq-length": 24}, "has 24 tokens, and 32 in the trace: one must be a multiple"),
+        (
+            ["--trace", str(tmp_path / "of topk 1")],
+            {},
+            "another model: --moe-router-topk is 1 in the trace and 2 in the run",
+        ),
+        (["--trace", trace], {"num-experts": 8}, "another model: --num-experts is 4 in the trace and 8 in the run"),
+        (
+            ["--trace", trace],
+            {"num-layers": 2},
+            "layers with experts is [1, 2, 3, 4] in the trace and [1, 2] in the run",
+        ),
+        (
+            ["--trace", trace],
+            {"seq-length": 24},
+            "has 24 tokens in the run and 32 in the trace: one must be a multiple",
+        ),
         (["--skew", "even"], {}, "--skew is 'even': must be one of balanced, dirichlet:0.3"),
         (["--skew", "drift:1e300:3"], {}, "must be drift:SPREAD:STEPS with SPREAD from 0.001 to 100 and STEPS from"),
         (["--skew", "zipf:1", "--wanted-probability", "1.5"], {}, "--wanted-probability is 1.5: must be above 0"),
         (["--skew", "zipf:1", "--plan-steps", "0"], {}, "--plan-steps has 0: must be above 0"),
         (["--skew", "zipf:1", "--plan-factors", "1", "-2"], {}, "--plan-factors has -2: must be at least 0"),
         (["--skew", "zipf:1", "--plan-page-sizes", "48"], {}, "--plan-page-sizes has 48: must be powers of two"),
-        (["--skew", "zipf:1", "--plan-page-sizes", "1024"], {}, "has 1024: must be at most 128, as buffers have "),
-        (["--skew", "zipf:1", "--plan-factors", "0"], {}, "--plan-factors and --plan-host-factors have 0 alone"),
+        (["--skew", "zipf:1", "--plan-page-sizes", "1024"], {}, "has 1024: must be at most 128, because buffers have "),
+        (["--skew", "zipf:1", "--plan-factors", "0"], {}, "--plan-factors and --plan-host-factors have only 0"),
         (["--skew", "zipf:1", "--plan-groups", "2"], {}, "--plan-groups is 2: must be at most 1"),
         (["--skew", "zipf:1"], {"moe-paged-stash-page-size": 3}, "--moe-paged-stash-page-size is 3: must be a power"),
         (["--skew", "zipf:1"], {"moe-grouped-gemm": False}, "--moe-grouped-gemm"),

@@ -1,11 +1,20 @@
-"""What `make train` decides before it trains: shares of the documents, and whose tokens a folder holds."""
+"""Tests of what `make train` decides and prints: shares of documents, the source of tokens, the plan, the prompt."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from megatron.core.datasets.utils import split_documents
-from tools.quickstart import Workspace, check_source, split_of
+from megatron.tools import preprocess_data, train_tokenizer
+from megatron.tools.quickstart import (
+    Workspace,
+    check_source,
+    held_out_passage,
+    indented,
+    plan_words,
+    split_of,
+)
 
 
 @pytest.mark.parametrize("num_documents", [3, 5, 30, 1172, 100_000])
@@ -37,3 +46,34 @@ def test_another_text_replaces_tokens_but_never_a_trained_run(tmp_path: Path) ->
     text.write_text("yet another")
     with pytest.raises(SystemExit, match="was made from"):
         check_source(workspace)
+
+
+@pytest.mark.parametrize("separator", [" ", "\n"])
+def test_the_prompt_is_a_passage_of_a_test_document(tmp_path: Path, separator: str) -> None:
+    texts = [
+        f"Document {number} tells of {name}.{separator}" * 60 for number, name in enumerate(("rivers", "hills", "seas"))
+    ]
+    source = tmp_path / "text.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    workspace = Workspace(tmp_path, source)
+    files = ["--input", str(source), "--output"]
+    assert train_tokenizer.main([*files, str(workspace.tokenizer), "--vocab-size", "300"]) == 0
+    flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(workspace.tokenizer), "--append-eod"]
+    assert preprocess_data.main(["--input", str(source), "--output-prefix", str(tmp_path / "tokens"), *flags]) == 0
+    found = held_out_passage(workspace, split=split_of(3))
+    assert found in texts[2] and 20 < len(found) < len(texts[2]) / 2
+    # A whole line begins the passage if there are lines.
+    assert separator == " " or found.startswith("Document 2 tells of seas.\n")
+
+
+def test_generated_lines_are_marked() -> None:
+    assert indented("one\ntwo\nthree\n", prompt="one\nt") == "    one\n    two\n  | three"
+
+
+def test_the_line_of_the_plan_is_for_this_machine() -> None:
+    stages = [{"peak": 2**30}, {"peak": 3 * 2**29}]
+    plan = {"stages": stages, "world_size": 2, "step": {"seconds": 0.4321}}
+    cpu = {"name": "cpu", "memory_gib": 23.54}
+    assert plan_words({**plan, "device": cpu}) == "2 x 1.50 of the 23.5 GiB of this machine, about 0.43 s a step"
+    gpu = {"name": "H100", "memory_gib": 79.6}
+    assert plan_words({**plan, "device": gpu}) == "1.50 of the 79.6 GiB of H100, about 0.43 s a step"

@@ -16,12 +16,12 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
+from megatron.tools import report
+from megatron.tools.report_server import MAX_VERSIONS, LiveReport, ReportServer, changes
+from megatron.tools.run_log import LogReader, RunFollower, read_run
 from tests.browser import Page, needs_browser, opened_browser
 from tests.harness import launch_on_ranks
 from tests.unit_tests.tools.report_logs import HELD, PAGE_FACTS, RECORD, write_log
-from tools import report
-from tools.report_server import MAX_VERSIONS, LiveReport, ReportServer, changes
-from tools.run_log import LogReader, RunFollower, read_run
 
 LINE = '{{"iteration": {step}, "lm_loss": {loss}, "consumed_samples": {step}, "stray_{step}": 1}}\n'
 
@@ -263,7 +263,7 @@ def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert report.main([folder, "--serve", "--port", str(port)]) == 1
-    assert f"error: --port is {port}: another program listens there" in capsys.readouterr().err
+    assert f"error: --port is {port}: another program listens on it" in capsys.readouterr().err
     assert report.main([folder, "--serve", "--port", "0", "--host", "203.0.113.7"]) == 1
     assert "error: --host is 203.0.113.7: " in capsys.readouterr().err
     assert report.main([str(tmp_path / "gone"), "--serve"]) == 1
@@ -296,8 +296,8 @@ def test_it_serves_a_folder_without_a_log_and_ends_cleanly_on_signals(tmp_path: 
     numbers = [signal.SIGINT, signal.SIGTERM]
     for outcome in launch_on_ranks(_serve_and_end, 2, tmp_path, numbers, backend=None, timeout=60):
         assert (outcome.error, outcome.value) == (None, 0)
-        assert outcome.stdout.startswith("Report: http://") and outcome.stdout.endswith("\nReport: ended\n")
-        assert outcome.stderr.startswith("WARNING: --host is 0.0.0.0: whoever reaches")
+        assert outcome.stdout.startswith("Report: http://") and outcome.stdout.endswith("\nReport: stopped\n")
+        assert outcome.stderr.startswith("WARNING: --host is 0.0.0.0: anyone who can reach")
         assert len(outcome.stderr.splitlines()) == 1
 
 

@@ -9,7 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tools.safetensors_files import INDEX_FILE, ONE_FILE, TensorFiles, TensorKind, new_folder, write_tensor_files
+from megatron.tools.safetensors_files import (
+    INDEX_FILE,
+    ONE_FILE,
+    TensorFiles,
+    TensorKind,
+    new_folder,
+    write_tensor_files,
+)
 
 TENSORS = {
     "b": torch.randn(3, 5).bfloat16(),
@@ -61,7 +68,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     for content, error in ((b"", "header too small"), (b"\x05" + bytes(7) + b"{abcd", "invalid JSON in header")):
         (tmp_path / ONE_FILE).write_bytes(content)
         with pytest.raises(
-            ValueError, match=f"{ONE_FILE} is no safetensors file, or is truncated or corrupt: .*{error}"
+            ValueError, match=f"{ONE_FILE} is not a safetensors file, or is truncated or corrupt: .*{error}"
         ):
             TensorFiles(tmp_path)
     header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}).encode()
@@ -74,7 +81,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"{ONE_FILE}.*{error}"):
             TensorFiles(tmp_path)
     (tmp_path / INDEX_FILE).write_text("{}")
-    with pytest.raises(ValueError, match="is no index of safetensors files"):
+    with pytest.raises(ValueError, match="is not an index of safetensors files"):
         TensorFiles(tmp_path)
 
 
@@ -94,7 +101,9 @@ def test_a_header_that_cannot_be_is_named(tmp_path: Path, changes: dict[str, Any
     entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     header = json.dumps({"a": entry, "b": {**entry, "data_offsets": [8, 16], **changes}}).encode()
     (tmp_path / ONE_FILE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(16) + tail)
-    with pytest.raises(ValueError, match=f"{ONE_FILE} is no safetensors file, or is truncated or corrupt: .*{error}"):
+    with pytest.raises(
+        ValueError, match=f"{ONE_FILE} is not a safetensors file, or is truncated or corrupt: .*{error}"
+    ):
         TensorFiles(tmp_path)
 
 
@@ -130,5 +139,5 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     with new_folder(tmp_path / "new") as folder:
         write(folder, max_shard_bytes=1)
         assert not (tmp_path / "new").exists()
-    with pytest.raises(ValueError, match="it is there already"), new_folder(tmp_path / "new"):
+    with pytest.raises(ValueError, match="it already exists"), new_folder(tmp_path / "new"):
         pass

@@ -13,12 +13,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from tools import same_losses
-from tools.gate import cases as gate_cases
-from tools.gate import jobs, worker
-from tools.gate import verdict as judging
-from tools.gate.cases import CASES, Case, cases_named
-from tools.gate.verdict import Left, Verdict, compare, digests_of, judge, judge_new, read_log
+from megatron.tools import same_losses
+from megatron.tools.gate import cases as gate_cases
+from megatron.tools.gate import jobs, worker
+from megatron.tools.gate import verdict as judging
+from megatron.tools.gate.cases import CASES, Case, cases_named
+from megatron.tools.gate.verdict import Left, Verdict, compare, digests_of, judge, judge_new, read_log
 
 Change = Callable[[list[dict[str, Any]]], None]
 
@@ -86,12 +86,12 @@ DIFFERENCES: dict[str, tuple[Change, str]] = {
     "not a number": (_set(0, grad_norm=float("nan")), "differs from iteration 1: grad_norm"),
     "type": (_set(3, skipped=0), "differs from iteration 4: skipped (skipped: false -> 0)"),
     "evaluation": (_set(4, validation_loss=4.5), "differs from iteration 4: validation_loss"),
-    "field lost": (_drop("grad_norm"), "logged in base alone: grad_norm"),
-    "field added": (_set(2, num_zeros=3), "logged in head alone: num_zeros"),
+    "field lost": (_drop("grad_norm"), "logged only in base: grad_norm"),
+    "field added": (_set(2, num_zeros=3), "logged only in head: num_zeros"),
     "field lost in a step": (lambda lines: lines[1].pop("grad_norm"), "differs from iteration 2: grad_norm"),
-    "steps lost": (lambda lines: lines.__delitem__(slice(3, 5)), "other steps: 4 in base, 3 in head"),
+    "steps lost": (lambda lines: lines.__delitem__(slice(3, 5)), "different number of steps: 4 in base, 3 in head"),
     "evaluation twice": (lambda lines: lines.append(dict(lines[4])), "logged at other iterations"),
-    "everything lost": (lambda lines: lines.clear(), "logs no step: 4 in base, 0 in head"),
+    "everything lost": (lambda lines: lines.clear(), "no steps logged: 4 in base, 0 in head"),
 }
 
 
@@ -121,11 +121,11 @@ def test_a_new_field_may_be_in_the_head_alone_and_is_compared_once_both_have_it(
         for line in lines[:4]:
             line["news"] = 1
 
-    assert "logged in head alone: news" in _verdict_after(tmp_path / "without", add).text
+    assert "logged only in head: news" in _verdict_after(tmp_path / "without", add).text
     monkeypatch.setattr(judging, "NEW_FIELDS", {"news", "grad_norm"})
     assert _verdict_after(tmp_path / "with", add).is_same
     assert "differs from" in _verdict_after(tmp_path / "other", _set(1, grad_norm=0.123)).text
-    assert "logged in base alone: grad_norm" in _verdict_after(tmp_path / "lost", _drop("grad_norm")).text
+    assert "logged only in base: grad_norm" in _verdict_after(tmp_path / "lost", _drop("grad_norm")).text
 
 
 def test_a_failing_rank_is_named_with_its_own_error(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_failing_rank_is_named_with_its_own_error(tmp_path: Path) -> None:
     assert judge(head, base).text.startswith("fails in base: ")
     assert judge_new(base, head).text.startswith("new in head, and fails: rank 1")
     assert judge_new(head, base) == Verdict(True, "new in head, runs: 4 steps, not compared")
-    assert "the base runs it, too" in judge_new(base, base).text
+    assert "the base can run it, too" in judge_new(base, base).text
 
 
 def test_flags_that_the_base_does_not_know_are_a_failure_that_says_so(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_flags_that_the_base_does_not_know_are_a_failure_that_says_so(tmp_path: 
 def test_a_case_that_was_not_run_is_a_failure(tmp_path: Path) -> None:
     assert (
         judge(tmp_path / "base", tmp_path / "head").text
-        == "fails in base: it was not run; fails in head: it was not run"
+        == "fails in base: it did not run; fails in head: it did not run"
     )
 
 
@@ -163,7 +163,7 @@ def test_final_checkpoints_are_compared_entry_by_entry() -> None:
     changed = compare(Left(log, saved), Left(log, {**saved, "moment": "c"}))
     assert changed == Verdict(False, "the final checkpoint differs: moment")
     dropped = compare(Left(log, saved), Left(log, {"weight": "a"}))
-    assert dropped == Verdict(False, "saved in base alone: moment")
+    assert dropped == Verdict(False, "saved only in base: moment")
 
 
 def test_every_excluded_field_has_a_reason_and_is_not_read(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_every_excluded_field_has_a_reason_and_is_not_read(tmp_path: Path) -> No
 def test_a_run_that_skips_every_step_compares_nothing(tmp_path: Path) -> None:
     lines = [{**line, "skipped": True} if "skipped" in line else line for line in _lines()]
     verdict = judge(_write(tmp_path / "base", lines), _write(tmp_path / "head", lines))
-    assert verdict == Verdict(False, "skips every step in base: no update is compared")
+    assert verdict == Verdict(False, "all steps are skipped in base, so no update is compared")
 
 
 def test_objects_of_checkpoints_are_compared_by_value(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_a_commit_has_the_numbers_of_these_files_and_a_changed_one_is_found(
     assert same_losses.main(["HEAD", *only, "--keep", str(keep)]) == 0
     printed = capsys.readouterr().out
     assert "same: 6 steps" in printed and "resumed from the base's step 4" in printed
-    assert "2 of 2 cases are the same" in printed
+    assert "2 of 2 cases equal those" in printed
     base, head = (keep / tree / "experts_grouped_bf16" for tree in ("base", "head"))
     log = head / "steps.jsonl"
     log.write_text(log.read_text().replace('"grad_norm": 0', '"grad_norm": 1', 1))

@@ -5,7 +5,7 @@ import argparse
 import pytest
 import torch
 
-from tools.generate import check_options, parse_options, sample
+from megatron.tools.generate import check_options, parse_options, sample
 
 LOGITS = torch.log(torch.tensor([0.05, 0.5, 0.15, 0.3]))
 

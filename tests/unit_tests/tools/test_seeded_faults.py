@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.gate import cases as gate_cases
-from tools.seeded_faults import ROOT, GateFault, read_faults
+from megatron.tools.gate import cases as gate_cases
+from megatron.tools.seeded_faults import ROOT, GateFault, read_faults
 
 
 def test_every_fault_has_its_place_in_these_files_and_cases_to_notice_it() -> None:
@@ -22,7 +22,7 @@ def test_a_fault_changes_its_text_alone(tmp_path: Path) -> None:
     fault = GateFault("name", "kind", file="a.py", old="two\n", new="2\n", cases=("llama-like",))
     fault.put_into(tmp_path)
     assert (tmp_path / "a.py").read_text() == "one\n2\nthree\n"
-    with pytest.raises(ValueError, match="its text is 0 times in a.py, must be 1"):
+    with pytest.raises(ValueError, match="its text occurs 0 times in a.py, must be 1"):
         fault.put_into(tmp_path)
 
 

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.command_line.flags import FlagState, flag_table, load_known_flags
-from tests.functional_tests.launch import run_program
-from tools.launch_scripts import Launch, ScriptError
-from tools.translate_flags import (
+from megatron.tools.launch_scripts import Launch, ScriptError
+from megatron.tools.translate_flags import (
     VERDICTS,
     Effect,
     Setting,
@@ -20,6 +18,8 @@ from tools.translate_flags import (
     problems_of,
     translate,
 )
+from megatron.training.command_line.flags import FlagState, flag_table, load_known_flags
+from tests.functional_tests.launch import run_program
 
 MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16".split()
 RUN = "--micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 0.001".split()
@@ -181,7 +181,7 @@ def test_flags_of_a_script_of_the_users_own_stay(tmp_path: Path, capsys: pytest.
 
 @pytest.mark.parametrize("program", ["pretrain_mamba.py", "/opt/megatron/pretrain_vlm.py", "train_rl.py"])
 def test_programs_that_train_something_else_are_refused(program: str) -> None:
-    with pytest.raises(ScriptError, match="does not exist here"):
+    with pytest.raises(ScriptError, match="trains an unsupported model"):
         translate(Launch((), program, ("--num-layers", "2")))
 
 
@@ -190,7 +190,7 @@ def test_one_of_several_commands_must_be_chosen(tmp_path: Path, capsys: pytest.C
     words = shlex.join([*MODEL, *RUN, *DATA])
     script.write_text(f"for s in 1 2; do torchrun pretrain_gpt.py {words} --seed $s; done\n", encoding="utf-8")
     assert main([str(script)]) == 2
-    assert "choose one by --launch N (1: line 1, 2: line 1)" in capsys.readouterr().err
+    assert "choose one with --launch N (1: line 1, 2: line 1)" in capsys.readouterr().err
     assert main([str(script), "--launch", "2"]) == 0
     assert "--seed 2" in capsys.readouterr().out
 

@@ -4,8 +4,8 @@ from itertools import islice
 
 import pytest
 
-from tools import write_plan_checks
-from tools.write_plan_checks import PARAMETERS, Row, activation_rows, documented, rows, table
+from megatron.tools import write_plan_checks
+from megatron.tools.write_plan_checks import PARAMETERS, Row, activation_rows, documented, rows, table
 
 # Models whose attention, experts and ends differ; the smallest of each kind. The others are planned in `make soak`.
 FEW = ("llama3.2-1b", "qwen2-7b", "deepseek-v2-lite", "gpt-oss-20b")

@@ -75,11 +75,11 @@ def test_words_become_values(words: str, dest: str, value: object) -> None:
         ("--num-layer 3", ["unknown flag --num-layer;", "did you mean --num-layers?"]),
         ("--num_layers=3", ["unknown flag --num_layers;", "--num-layers?"]),
         ("--seq 8", ["unknown flag --seq"]),  # no abbreviations
-        ("books", ["'books'", "no flag"]),
+        ("books", ["'books'", "does not belong to a flag"]),
         ("--num-layers", ["--num-layers", "expected one argument"]),
         ("--num-layers two", ["--num-layers: 'two' is not an integer"]),
         ("--lr fast", ["--lr: 'fast' is not a number"]),
-        ("--bf16=1", ["--bf16: takes no value"]),
+        ("--bf16=1", ["--bf16: does not take a value"]),
         ("--exit-signal SIGNOT", ["--exit-signal", "SIGTERM"]),
         ("--moe-layer-freq [0", ["--moe-layer-freq: '[0'"]),
         ("--normalization GroupNorm", ["'GroupNorm' is not one of LayerNorm, RMSNorm"]),
@@ -87,7 +87,7 @@ def test_words_become_values(words: str, dest: str, value: object) -> None:
         ("--optimizer lion", ["'lion' is not available here", "adam, sgd"]),
         (
             "--optimizer dist_muon",
-            ["'dist_muon' is not available here; give muon, with --use-distributed-optimizer to shard it"],
+            ["'dist_muon' is not available here; give muon, and --use-distributed-optimizer to shard its state"],
         ),
         ("--rl-profile", ["--rl-profile: not supported", "RL trainer"]),
         ("--batch-size 4", ["--micro-batch-size"]),

@@ -14,7 +14,7 @@ from megatron.training.command_line.flags import CONFIG_CLASSES, flag_table
 from megatron.training.command_line.validation import check_layout
 
 LOCAL = "--cuda-graph-impl local --cuda-graph-modules "
-MLA_NOTE = "--position-embedding-type is rope, as --multi-latent-attention rotates: there is no table as of learned"
+MLA_NOTE = "--position-embedding-type is set to rope, because --multi-latent-attention uses rotary positions; learned"
 OFFLOADED = (
     "--num-experts 2 --moe-grouped-gemm --disable-bias-linear --min-offloaded-tensor-size 1 "
     "--fine-grained-activation-offloading --offload-modules "
@@ -50,15 +50,15 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
         ("--micro-batch-size 0", "", ["--micro-batch-size is 0: must be at least 1"]),
         ("--hidden-size=-32", "", ["--hidden-size is -32: must be at least 1"]),
         ("--num-layers 2147483648", "", ["--num-layers is 2147483648: must be at most 100000"]),
-        ("--vocab-size 99999999999999999999", "", ["--vocab-size is 99999999999999999999: must fit into 64 bits"]),
+        ("--vocab-size 99999999999999999999", "", ["--vocab-size is 99999999999999999999: must fit in 64 bits"]),
         (
             "--distributed-timeout-minutes 9223372036854775807",
             "",
             ["--distributed-timeout-minutes is", "at most 1000000"],
         ),
         ("--num-layers-per-virtual-pipeline-stage 0", "", ["--num-layers-per-virtual-pipeline-stage is 0: must be at"]),
-        ("--global-batch-size=--", "", ["--global-batch-size: '--' is no value"]),
-        ("--num-experts 4 --moe-layer-freq " + "(" * 500, "", ["more than 50 parentheses inside each other"]),
+        ("--global-batch-size=--", "", ["--global-batch-size: '--' is not a value"]),
+        ("--num-experts 4 --moe-layer-freq " + "(" * 500, "", ["more than 50 nested parentheses"]),
         ("--train-iters 0", "", ["--train-iters is 0: must be at least 1", "--skip-train"]),
         ("--ffn-hidden-size 0", "", ["--ffn-hidden-size is 0: must be at least 1"]),
         ("--lr inf", "", ["--lr is inf: must be finite"]),
@@ -109,11 +109,11 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
             ["--yarn-beta-fast is 1.0: must be more than --yarn-beta-slow (1.0)"],
         ),
         ("--apply-wd-to-qk-layernorm", "", ["--apply-wd-to-qk-layernorm needs --qk-layernorm"]),
-        ("--q-lora-rank 8", "", ["--q-lora-rank is 8: needs --multi-latent-attention"]),
+        ("--q-lora-rank 8", "", ["--q-lora-rank is 8: requires --multi-latent-attention"]),
         (
             "--multi-latent-attention --position-embedding-type none",
             "",
-            ["--multi-latent-attention has rotary", "--position-embedding-type is none"],
+            ["--multi-latent-attention uses rotary", "--position-embedding-type is none"],
         ),
         ("--multi-latent-attention --rotary-percent 0.5", "", ["--rotary-percent is 0.5", "--qk-pos-emb-head-dim"]),
         (
@@ -176,28 +176,35 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
             ["becomes 3: must be a multiple of --micro-batch-size"],
         ),
         ("--step-batch-size-schedule 5:2", "", ["--step-batch-size-schedule is '5:2'", "must start at 0"]),
-        ("--decoupled-min-lr 0.1", "", ["--decoupled-min-lr is 0.1: needs --decoupled-lr"]),
+        ("--decoupled-min-lr 0.1", "", ["--decoupled-min-lr is 0.1: requires --decoupled-lr"]),
         ("--decoupled-lr 0.1 --decoupled-min-lr 1", "", ["--decoupled-lr is 0.1: must be at least its minimum, 1.0"]),
-        ("--optimizer-cuda-graph", "", ["--cuda-graph-impl is none: the step is a part", "set --cuda-graph-impl full"]),
+        (
+            "--optimizer-cuda-graph",
+            "",
+            ["--cuda-graph-impl is none: the optimizer step is captured", "set --cuda-graph-impl full"],
+        ),
         (
             "--optimizer-cuda-graph --cuda-graph-impl full_iteration --start-weight-decay 0.1 --end-weight-decay 0.2 "
             "--weight-decay-incr-style linear",
             "",
-            ["--end-weight-decay is 0.2: with --optimizer-cuda-graph", "use only --weight-decay"],
+            ["--end-weight-decay is 0.2: --optimizer-cuda-graph captures", "use only --weight-decay"],
         ),
         (
             "--optimizer-cuda-graph --cuda-graph-impl full_iteration --optimizer muon",
             "",
-            ["--optimizer is muon, which needs a decision of the host"],
+            ["--optimizer is muon, which requires a host decision"],
         ),
         ("--cuda-graph-modules mlp", "", ["--cuda-graph-modules is mlp and --cuda-graph-impl is none"]),
         (
             LOCAL + "moe",
             "",
-            ["--cuda-graph-modules is moe and --cuda-graph-impl is local", "no layer has experts for moe"],
+            [
+                "--cuda-graph-modules is moe and --cuda-graph-impl is local",
+                "moe needs MoE layers, and no layer has experts",
+            ],
         ),
-        (LOCAL + "mlp --num-experts 2", "", ["no layer is dense for mlp; give moe"]),
-        (LOCAL + "moe experts --num-experts 2", "", ["moe is the whole layer, with experts in it"]),
+        (LOCAL + "mlp --num-experts 2", "", ["mlp needs dense layers, and no layer is dense; give moe"]),
+        (LOCAL + "moe experts --num-experts 2", "", ["moe captures the whole layer, which includes experts"]),
         (LOCAL + "moe_preprocess --num-experts 2", "", ["in the same graph; add moe_router"]),
         (LOCAL + "attn mlp --reset-attention-mask", "", ["leave attention eager by --cuda-graph-modules mlp"]),
         (
@@ -226,9 +233,9 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
             ["--num-layers-per-virtual-pipeline-stage is 1 and --num-virtual-stages-per-pipeline-rank is 2: give one"],
         ),
         ("--finetune", "", ["--finetune needs --load"]),
-        ("--skip-train", "", ["--skip-train evaluates what --load holds"]),
+        ("--skip-train", "", ["--skip-train evaluates the checkpoint of --load"]),
         ("--ckpt-step 0", "", ["--ckpt-step needs --load"]),
-        ("--ckpt-format torch --save x", "", ["--ckpt-format is torch with --save x", "give torch_dist"]),
+        ("--ckpt-format torch --save x", "", ["--ckpt-format is torch with --save x", "use torch_dist"]),
         ("--use-checkpoint-args", "--num-layers", ["--use-checkpoint-args needs --load"]),
         ("--save-interval 5", "", ["--save-interval needs --save"]),
         ("--tokenizer-type NullTokenizer", "", ["--vocab-size"]),
@@ -279,8 +286,8 @@ def test_all_contradictions_are_told_at_once() -> None:
         "--moe-token-dispatcher-type is flex but --moe-expert-rank-capacity-factor is not set",
         "world size is 1: must be a multiple of --tensor-model-parallel-size",
         "--num-attention-heads is 4: must be a multiple of --tensor-model-parallel-size (3)",
-        "--overlap-param-gather is set: needs --use-distributed-optimizer",
-        "--profile-ranks has 9: must be below the 1 processes",
+        "--overlap-param-gather is set: requires --use-distributed-optimizer",
+        "--profile-ranks has 9: must be below the number of processes (1)",
         "--optimizer-cuda-graph is given and --cuda-graph-impl is none",
         "--non-finite-policy is rewind: needs --save and --save-interval",
         "--log-progress needs --save",
@@ -322,8 +329,8 @@ def test_a_wrong_value_is_told_once_and_not_as_a_contradiction() -> None:
     [
         ("--recompute-num-layers 1", "recompute_num_layers", None, "--recompute-num-layers 1 has no effect without"),
         ("--multi-latent-attention --max-position-embeddings 32", "position_embedding_type", "rope", MLA_NOTE),
-        ("--loss-scale 128 --bf16", "loss_scale", 128, "--loss-scale without --fp16 has no effect"),
-        ("--lora-alpha 16", "lora_rank", None, "--lora-alpha without --lora-rank has no effect: there are no adapters"),
+        ("--loss-scale 128 --bf16", "loss_scale", 128, "--loss-scale has no effect without --fp16"),
+        ("--lora-alpha 16", "lora_rank", None, "--lora-alpha has no effect without --lora-rank: there are no adapters"),
         ("--skip-train --load /nowhere", "exit_on_missing_checkpoint", True, None),
         (
             OFFLOADED + "expert_fc1 qkv_linear --recompute-granularity selective --recompute-modules moe",
@@ -335,7 +342,7 @@ def test_a_wrong_value_is_told_once_and_not_as_a_contradiction() -> None:
             "--context-parallel-size 2 --attention-dropout 0.1",
             "cp_comm_type",
             "a2a",
-            "--cp-comm-type is a2a, as p2p",
+            "--cp-comm-type is set to a2a, because p2p",
         ),
         ("--context-parallel-size 2 --attention-dropout 0", "cp_comm_type", "p2p", None),
     ],

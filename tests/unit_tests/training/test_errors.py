@@ -41,13 +41,13 @@ def fail_again(error: Exception) -> None:
         (
             lambda: fail_with(KeyboardInterrupt()),
             130,
-            "interrupted: a run with --save continues from its last checkpoint with --load\n",
+            "interrupted: continue a run that had --save from its last checkpoint with --load\n",
         ),
         (lambda: open("/nothing/here"), 1, "error: [Errno 2] No such file or directory: '/nothing/here'\n"),
         (
             lambda: fail_with(RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc:1] Connection closed by peer [::1]")),
             1,
-            "error: the connection to another rank was lost: that rank has ended, its own messages say why\n",
+            "error: the connection to another rank was lost: that rank has ended; its own messages name the cause\n",
         ),
     ],
     ids=["value", "raised again", "flag", "other rank", "overflow", "Ctrl-C", "file", "lost rank"],
@@ -114,4 +114,4 @@ def test_a_reader_that_leaves_is_one_line() -> None:
     process.stdout.close()
     assert process.wait(60) == 1
     written = process.stderr.read()
-    assert written.startswith("error: the output pipe was closed") and written.count("\n") == 1
+    assert written.startswith("error: the reader of the output pipe has closed it") and written.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Wrappers and optimizers of the library around any module: trains the case that the command line names."""
+"""Trains any module with the library's wrappers and optimizers, in the case named on the command line."""
 
 import sys
 from collections.abc import Callable
@@ -66,7 +66,10 @@ def main(name: str) -> None:
 
 
 def backward(model: Any, *, step: int, rank: int) -> list[Tensor]:
-    """Every microbatch of a step, of which the last one reduces; the losses, each [] fp32. model: wrapped."""
+    """Runs every microbatch of a step, of which the last one reduces gradients. Returns the losses, each [] fp32.
+
+    model: the wrapped model.
+    """
     losses = []
     for number in range(MICROBATCHES):
         pictures, labels = batch(step, rank, number=number)

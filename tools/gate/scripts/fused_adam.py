@@ -1,4 +1,4 @@
-"""DistributedFusedAdam in a training loop of its own: the settings of the case that the command line names."""
+"""Trains with DistributedFusedAdam in a custom training loop, with the settings of the case on the command line."""
 
 import argparse
 import sys
@@ -25,9 +25,11 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a case. adam: of the optimizer's constructor. scale: of the loss, at first; step 3 overflows.
-    unscaled_by: who divides by it before gradients are clipped; None: they are clipped as they are, which torch asks of
-    fp16 parameters. grid: sizes of the group that shares each state, and of that which holds copies of it.
+    """Settings of a case.
+
+    adam: arguments of the optimizer's constructor. scale: initial loss scale; step 3 overflows. unscaled_by: what
+    divides gradients by the scale before clipping; None clips scaled gradients, which torch requires for fp16
+    parameters. grid: sizes of the group that shares each state, and of the group that holds copies of it.
     """
 
     adam: dict[str, Any] = field(default_factory=dict)
@@ -41,7 +43,7 @@ class Settings:
 
 
 def _two_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Weights, and the rest without decay at another rate."""
+    """Returns two parameter groups: weights, and other parameters without decay at another rate."""
     params = list(model.parameters())
     weights = [param for param in params if param.dim() > 1]
     others = [param for param in params if param.dim() <= 1]
@@ -72,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Trains the case, logs losses, norms and parameters of each step, and saves after SAVED_STEP."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("case", choices=CASES)
-    parser.add_argument("--load", help="checkpoint of SAVED_STEP to go on from")
+    parser.add_argument("--load", help="checkpoint of SAVED_STEP to continue from")
     options = parser.parse_args(argv)
     settings = CASES[options.case]
     rank, _ = start()
@@ -100,12 +102,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def state_of(model: nn.Module, optimizer: DistributedFusedAdam) -> dict[str, Any]:
-    """State that torch.distributed.checkpoint saves and fills."""
+    """Returns the state that torch.distributed.checkpoint saves and fills."""
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 
 def load(folder: str, model: nn.Module, *, optimizer: DistributedFusedAdam) -> None:
-    """Goes on from a checkpoint."""
+    """Continues from a checkpoint."""
     state = state_of(model, optimizer)
     dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])
@@ -113,7 +115,7 @@ def load(folder: str, model: nn.Module, *, optimizer: DistributedFusedAdam) -> N
 
 
 def update(optimizer: DistributedFusedAdam, scaler: "torch.amp.GradScaler | None", *, settings: Settings) -> Tensor:
-    """Clips and steps; the norm before it, [], fp32."""
+    """Clips gradients and updates parameters. Returns the norm before clipping, [], fp32."""
     if scaler is None:
         norm = optimizer.clip_grad_norm(CLIP)
         optimizer.step()
@@ -132,7 +134,7 @@ def update(optimizer: DistributedFusedAdam, scaler: "torch.amp.GradScaler | None
 
 
 def build(settings: Settings) -> tuple[nn.Module, DistributedFusedAdam]:
-    """A model and its optimizer; the same weights in every call of the first kind."""
+    """Builds a model and its optimizer. Every call with the same settings draws the same weights."""
     torch.manual_seed(1234)
     model = Network().to(dtype=settings.dtype, memory_format=settings.memory_format)
     groups = {} if settings.grid is None else grid_groups(settings.grid)
@@ -149,7 +151,7 @@ def backward(
     step: int,
     rank: int,
 ) -> list[Tensor]:
-    """Every microbatch of a step, of which the last one reduces; the losses, each [] fp32."""
+    """Runs every microbatch of a step, of which the last one reduces gradients. Returns the losses, each [] fp32."""
     losses = []
     for number in range(settings.microbatches):
         pictures, labels = batch(step, rank, number=number)
@@ -164,7 +166,7 @@ def backward(
 
 
 def grid_groups(sizes: tuple[int, int]) -> dict[str, Any]:
-    """Groups of a grid over all ranks, whose neighbours share each state."""
+    """Returns the groups of a grid over all ranks, whose neighbours share each state."""
     shards, copies = sizes
     ranks = torch.arange(shards * copies).view(copies, shards)
     distributed, _ = dist.new_subgroups_by_enumeration(ranks.tolist())

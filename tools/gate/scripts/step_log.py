@@ -1,4 +1,4 @@
-"""Model, batches and step log that the scripts of the gate share. No program."""
+"""Provides the model, batches and step log that the scripts of the gate share."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ PIXELS, CLASSES, BATCH = 8, 5, 4
 
 
 class Network(nn.Module):
-    """Two convolutions and two linear layers, in members of a list, so that wrappers find units."""
+    """Two convolutions and two linear layers, as members of a list, so that wrappers find units."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Network(nn.Module):
         self.classify = nn.Linear(13, CLASSES)
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """pictures: [B, 3, PIXELS, PIXELS], any float dtype -> logits [B, CLASSES], same dtype."""
+        """Maps pictures, [B, 3, PIXELS, PIXELS], any float dtype, to logits, [B, CLASSES], same dtype."""
         for convolution in self.convolutions:
             pictures = nn.functional.max_pool2d(torch.relu(convolution(pictures)), 2)
         hidden = pictures.flatten(1)
@@ -36,7 +36,7 @@ class Network(nn.Module):
 
 
 def start() -> tuple[int, int]:
-    """Joins the process group if there are several ranks, and seeds the weights; rank and number of ranks."""
+    """Joins the process group if there are several ranks, and seeds the weights. Returns rank and number of ranks."""
     if int(os.environ["WORLD_SIZE"]) > 1:
         dist.init_process_group("gloo")
     torch.manual_seed(1234)
@@ -44,16 +44,16 @@ def start() -> tuple[int, int]:
 
 
 def batch(step: int, rank: int, *, number: int = 0) -> tuple[Tensor, Tensor]:
-    """This rank's pictures of a microbatch, [B, 3, PIXELS, PIXELS], fp32; and their classes, [B], int64."""
+    """Returns this rank's pictures of a microbatch, [B, 3, PIXELS, PIXELS], fp32, and their classes, [B], int64."""
     generator = torch.Generator().manual_seed(10_000 * step + 100 * rank + number)
     pictures = torch.randn(BATCH, 3, PIXELS, PIXELS, generator=generator)
     return pictures, torch.randint(CLASSES, (BATCH,), generator=generator)
 
 
 def log_step(step: int, losses: Iterable[Tensor], *, params: Iterable[Tensor], **more: Any) -> None:
-    """Appends a line to steps.jsonl: the losses, each [] of any float dtype, of all ranks, and a digest of parameters.
+    """Appends a line to steps.jsonl: the losses of all ranks, each [] of any float dtype, and a digest of parameters.
 
-    params: any shape and float dtype, on every rank those that it holds. more: numbers of this rank. Collective.
+    params: any shape and float dtype, on every rank the ones that it holds. more: numbers of this rank. Collective.
     """
     mine = {"losses": [float(loss) for loss in losses], "params": digest(params), **more}
     every: list[Any] = [mine]

@@ -1,4 +1,4 @@
-"""pretrain_gpt.py on the CPU with tapes instead of CUDA graphs, whose captures and replays steps.jsonl counts.
+"""Runs pretrain_gpt.py on the CPU with tapes instead of CUDA graphs, and counts captures and replays in steps.jsonl.
 
 Ends with an error if nothing was captured.
 """
@@ -19,12 +19,12 @@ try:
 except ModuleNotFoundError:  # a version from before the package
     from megatron.core.graphs.tape import Tape, TapeGraphs
 
-# Modules that look up `graph_device`, what captures on a GPU; the newest first. Add to it when the name moves.
+# Modules that look up `graph_device`, the capture device of a GPU, newest first. Add the new module when it moves.
 PLACES = ("megatron.training.setup",)
 
 
 class CountedTapes(TapeGraphs):
-    """Counts captures and replays: a run that replays nothing has the same losses."""
+    """Tapes that count captures and replays, because a run without replays would have the same losses."""
 
     num_captures = num_replays = 0
 
@@ -43,7 +43,7 @@ class CountedTapes(TapeGraphs):
 
 
 def use_tapes() -> None:
-    """Lets flags that ask for CUDA graphs get tapes."""
+    """Makes flags that request CUDA graphs use tapes."""
     for place in PLACES:
         module = importlib.import_module(place)
         if hasattr(module, "graph_device"):
@@ -56,7 +56,7 @@ if __name__ == "__main__":
     use_tapes()
     pretrain_gpt.main(sys.argv[1:])
     if CountedTapes.num_captures == 0:
-        raise SystemExit("error: the flags ask for graphs, and nothing was captured")
+        raise SystemExit("error: the flags request graphs, but nothing was captured")
     if os.environ["RANK"] == "0":
         counts = {"graphs": {"captures": CountedTapes.num_captures, "replays": CountedTapes.num_replays}}
         with Path("steps.jsonl").open("a", encoding="utf-8") as log:

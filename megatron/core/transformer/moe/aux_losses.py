@@ -1,27 +1,26 @@
-"""Auxiliary losses of routers, and everything else that keeps the loads of experts even.
+"""Auxiliary losses of the router, and the other mechanisms that balance expert loads.
 
-For losses: which ones a router adds, their formulas, how backward reaches them, and the record that the log reads.
-Without losses: the update of the routing bias, and noise in place of logits for benchmarks. The router itself is in
-router.py.
+Losses: which ones a router adds, their formulas, how backward reaches them, and the recorder that logging reads.
+Without losses: the update of the routing bias, and random logits for benchmarks. The router itself is in router.py.
 
 T tokens, E experts, K top-k, S positions, B sequences, L layers.
 
 [Note: auxiliary losses in backward]
 An auxiliary loss belongs to a layer deep inside the model, and pipeline stages before the last never see the main loss.
-So it is not added to the main loss. Instead, `attach` connects it to an activation of the layer in the autograd graph.
-When backward reaches that activation, the loss receives the gradient `backward_scale`: the factor by which the schedule
-also scales the main loss (number of microbatches, loss scale). The values of the forward are unchanged.
+It is therefore not added to the main loss. Instead, `attach` connects it to an activation of the layer in the autograd
+graph. When backward reaches that activation, the loss receives the gradient `backward_scale`, the factor by which the
+schedule also scales the main loss (number of microbatches, loss scale). The forward values are unchanged.
 
 [Note: recomputed layers]
-With activation recompute the forward of a layer runs a second time during backward. Its losses must be attached again,
-but sums and counts must not be recorded twice: `recomputing` stops recording. The global-batch loss depends on the
-counts so far, which by then include later microbatches of a pipeline. The first forward therefore stores its average
-for the second one. Microbatches run backward in the order of their forwards, so a queue per layer suffices.
+With activation recompute, the forward of a layer runs a second time during backward. Its losses must be attached again,
+but sums and counts must not be recorded twice, so `recomputing` stops recording. The global-batch loss depends on the
+counts accumulated so far, which by then include later microbatches of a pipeline. The first forward therefore stores
+its average for the second one. Microbatches run backward in the order of their forwards, so a queue per layer suffices.
 
 [Note: groups of counts]
 Tokens per expert are counted on each rank and summed over one of three groups. `tp_cp`: ranks that hold parts of the
 same sequences, for the losses of a micro-batch and of its sequences. `tp_dp_cp`: all ranks of the global batch, for the
-global-batch loss. The group passed to `finalize_step`: all ranks that see different tokens, for the routing bias.
+global-batch loss. The group passed to `finalize_step`: all ranks that process different tokens, for the routing bias.
 """
 
 import functools
@@ -48,11 +47,11 @@ SEQ_LOAD_BALANCING_LOSS = "seq_load_balancing_loss"
 GLOBAL_LOAD_BALANCING_LOSS = "global_load_balancing_loss"
 Z_LOSS = "z_loss"
 _ROUTER_LOSSES = (LOAD_BALANCING_LOSS, SEQ_LOAD_BALANCING_LOSS, GLOBAL_LOAD_BALANCING_LOSS, Z_LOSS)
-_NOT_FUSED = "the loss is computed by torch's operators"
+_NOT_FUSED = "the loss is computed with torch operators"
 MTP_LOSS = "mtp_{} loss"  # the loss of one depth of multi-token prediction
 
 
-# --- The losses of one micro-batch ---
+# --- Losses of one micro-batch ---
 
 
 class BalancingLoss(NamedTuple):
@@ -68,9 +67,9 @@ class Routed:
     """The routing of one micro-batch of T = S x B tokens, position before sequence.
 
     logits: [T, E], fp32 or fp64. scores: [T, E], same dtype, the normalised scores if the route computed them. indices:
-    [T, K], int64. group: `tp_cp`, the ranks that hold the other positions of
-    the micro-batch. average_counts: turns this rank's counts [E] into their mean over the micro-batches of all ranks in
-    the step so far. valid: [T], bool, tokens that count; None means all.
+    [T, K], int64. group: `tp_cp`, the ranks that hold the other positions of the micro-batch. average_counts: turns
+    this rank's counts [E] into their mean over the micro-batches of all ranks in the step so far. valid: [T], bool,
+    tokens included in the losses; None means all.
     """
 
     logits: Tensor
@@ -88,7 +87,7 @@ class Routed:
 
     @functools.cached_property
     def num_valid(self) -> Tensor | None:
-        """Number of tokens that count: scalar, int64, on the device; None means all."""
+        """Number of tokens included in the losses: scalar, int64, on the device; None means all."""
         return None if self.valid is None else self.valid.sum()
 
 
@@ -96,12 +95,15 @@ class LoadBalancing:
     """The load-balancing losses that a configuration enables."""
 
     def __init__(self, config: TransformerConfig, normalised_scores: Callable[[Tensor], Tensor]) -> None:
-        """normalised_scores: turns logits [T, E] into scores of the same shape that sum to one per token."""
+        """Selects the enabled losses.
+
+        normalised_scores: turns logits [T, E] into scores of the same shape that sum to one per token.
+        """
         assert config.num_moe_experts is not None
         self.num_experts, self.topk = config.num_moe_experts, config.moe_router_topk
         self.normalised_scores = normalised_scores
-        # The losses train the scores. With a bias or expert groups the actual choice differs from that of the scores,
-        # so the losses count the choice that the scores alone would make.
+        # Gradients of the losses flow to the scores. A routing bias or expert groups can make the actual choice differ
+        # from the top-k of the scores, so the losses count the top-k choice of the scores.
         self.counts_actual_choice = not config.moe_router_enable_expert_bias and config.moe_router_num_groups is None
         kinds = (
             ("aux_loss", LOAD_BALANCING_LOSS, self._of_microbatch),
@@ -129,7 +131,7 @@ class LoadBalancing:
         return self._switch_loss(scores, counts, routed, coefficient=coefficient)
 
     def _of_sequences(self, scores: Tensor, routed: Routed, *, coefficient: float) -> Tensor:
-        """Averages the losses of the individual sequences; each (sequence, expert) pair is a column."""
+        """Computes the mean loss over individual sequences; each (sequence, expert) pair is a column."""
         num_sequences = routed.num_sequences
         sequence = torch.arange(len(scores), device=scores.device).remainder(num_sequences).unsqueeze(1)  # [T, 1]
         pairs = num_sequences * self.num_experts
@@ -138,7 +140,7 @@ class LoadBalancing:
         if routed.valid is None:
             by_sequence = scores.view(-1, len(counts))  # [S, B * E]
             return self._switch_loss(by_sequence, counts, routed, coefficient=coefficient) / num_sequences
-        # Sequences have different numbers of tokens, so each has a factor of its own.
+        # Sequences can have different numbers of tokens, so each has its own factor.
         valid = routed.valid.view(-1, num_sequences)  # [S, B]
         lengths = summed_counts(valid.sum(dim=0), routed.group).clamp(min=1).to(scores.dtype)
         means = (scores.view(-1, num_sequences, self.num_experts) * valid.unsqueeze(-1)).sum(dim=0)  # [B, E]
@@ -178,10 +180,10 @@ def switch_load_balancing_loss_func(
 
     probs: [T, E], softmax over all experts, fp32 or more; tokens_per_expert: [E], any integer or float dtype.
     total_num_tokens: an int, or a scalar on the device. fused: must be False. padding_mask: [T], bool, True for tokens
-    whose probs do not count, as the other arguments must not count them either. Returns a scalar of the probs' dtype,
-    which equals `coeff` when tokens and probabilities are spread evenly. Where several ranks share the tokens, each
-    passes its own probs with the tokens_per_expert and total_num_tokens of all ranks; the results of the ranks then sum
-    to the loss.
+    whose probs are ignored; the counts passed in must exclude them as well. Returns a scalar of the probs' dtype, which
+    equals `coeff` when tokens and probabilities are spread evenly. Where several ranks share the tokens, each passes
+    its own probs with the tokens_per_expert and total_num_tokens of all ranks; the results of the ranks then sum to the
+    loss.
     """
     if fused:
         require_defaults("switch_load_balancing_loss_func", _NOT_FUSED, fused=(fused, False))
@@ -194,7 +196,7 @@ def switch_load_balancing_loss_func(
 def z_loss_func(logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None = None) -> Tensor:
     """Computes coeff * mean(logsumexp(logits)^2); logits: [T, E], fp32 or more. Returns a scalar of the same dtype.
 
-    padding_mask: [T], bool, True for tokens that the mean leaves out; 0 if it leaves out all.
+    padding_mask: [T], bool, True for tokens excluded from the mean. The result is 0 if all are excluded.
     """
     squares = torch.logsumexp(logits, dim=-1).square()
     if padding_mask is None:
@@ -206,7 +208,7 @@ def z_loss_func(logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None
 def count_tokens(expert_indices: Tensor, num_experts: int, *, valid: Tensor | None = None) -> Tensor:
     """Counts the assignments to each expert; expert_indices: [T, K], int64 -> [E], int64, same device, no sync.
 
-    valid: [T], bool, tokens that count; None means all.
+    valid: [T], bool, tokens to count; None means all.
     """
     slots = expert_indices.reshape(-1)
     ones = torch.ones_like(slots) if valid is None else valid.unsqueeze(1).expand_as(expert_indices).reshape(-1).long()
@@ -215,9 +217,9 @@ def count_tokens(expert_indices: Tensor, num_experts: int, *, valid: Tensor | No
 
 
 def summed_counts(tokens: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Returns the sum over the group's ranks; tokens: any shape, int64, which a single rank gets back. Collective.
+    """Returns the sum over the group's ranks; tokens: any shape, int64. Collective.
 
-    See [Note: groups of counts] for the groups of its callers.
+    A group of one rank returns its input. See [Note: groups of counts] for the groups in use.
     """
     if group_size(group) == 1:
         return tokens
@@ -227,12 +229,12 @@ def summed_counts(tokens: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return total
 
 
-# --- The record of a step ---
+# --- The record of one step ---
 
 
 @dataclass(frozen=True)
 class LayerTotals:
-    """Losses and expert loads of a model's layers in a step, on the device, in the order of layers.
+    """Losses and expert loads of a model's layers in one step, on the device, in layer order.
 
     losses: [names, L, 2], fp64: sum and count of each layer. tokens_per_expert: [L, E], int64.
     """
@@ -242,15 +244,15 @@ class LayerTotals:
     tokens_per_expert: Tensor
 
     def plus(self, other: "LayerTotals") -> "LayerTotals":
-        """Adds the totals of another chunk of the same model, which recorded other layers."""
+        """Adds the totals of another chunk of the same model, which covers other layers."""
         return LayerTotals(self.names, self.losses + other.losses, self.tokens_per_expert + other.tokens_per_expert)
 
 
 class AuxLossRecorder(Recorder, LossRecorder, nn.Module):
     """Records a model chunk's auxiliary losses and expert loads during a step, and scales the losses' gradients.
 
-    The routers of a model chunk share one; its tensors are on the device. Losses accumulate until `take_totals`, tokens
-    per expert until `finalize_step`. groups: see [Note: groups of counts].
+    The routers of a model chunk share one recorder, whose tensors are on the device. Losses accumulate until
+    `take_totals`, tokens per expert until `finalize_step`. groups: see [Note: groups of counts].
     """
 
     backward_scale: Tensor
@@ -270,7 +272,10 @@ class AuxLossRecorder(Recorder, LossRecorder, nn.Module):
         groups: ProcessGroupCollection | None = None,
         more_names: Sequence[str] = (),
     ) -> None:
-        """dtype: dtype of the sums of losses. more_names: names of losses that no router adds."""
+        """Allocates the sums and counts on the device.
+
+        dtype: dtype of the loss sums. more_names: names of losses recorded by modules other than routers.
+        """
         super().__init__()
         device = device or default_device()
         self.names = (*_ROUTER_LOSSES, *more_names)
@@ -318,8 +323,8 @@ class AuxLossRecorder(Recorder, LossRecorder, nn.Module):
     def recomputing(self) -> Iterator[None]:
         """Stops recording inside the block, where a layer's forward is recomputed for its backward.
 
-        Losses are still attached. The first forward must run with gradients enabled, since routers record nothing
-        without. See [Note: recomputed layers].
+        Losses are still attached. The first forward must run with gradients enabled, because routers record nothing
+        under no_grad. See [Note: recomputed layers].
         """
         recorded, self._recording = self._recording, False
         try:
@@ -328,12 +333,14 @@ class AuxLossRecorder(Recorder, LossRecorder, nn.Module):
             self._recording = recorded
 
     def record(self, name: str, value: Tensor, *, layer_number: int, count: Tensor | int = 1) -> None:
-        """Adds one microbatch's value, or a sum of `count`; both scalar, float, on the device; layer_number: from 1."""
+        """Adds one microbatch's value, or a sum over `count` values; both scalar, float, on the device; layer_number:
+        from 1.
+        """
         if not self._recording:
             return
         row = self.names.index(name)  # sums and counts are [names, layers]
         self.recorded_names.add(name)
-        # Additions to entries by += would copy the sums to where they are already.
+        # An in-place += on an indexed entry would copy the sums onto themselves.
         self.sums[row, layer_number - 1].add_(value.detach())
         self.counts[row, layer_number - 1].add_(count)
 
@@ -348,8 +355,8 @@ class AuxLossRecorder(Recorder, LossRecorder, nn.Module):
     def average_counts(self, tokens_per_expert: Tensor, *, layer_number: int, runs_again: bool = True) -> Tensor:
         """Returns the mean of the counts over the micro-batches of all ranks in the step so far. Collective.
 
-        tokens_per_expert: [E], int64; layer_number: from 1. Returns [E], fp64. A recomputed forward gets the result of
-        the first one. runs_again: whether the layer may be recomputed; if not, the result is not stored.
+        tokens_per_expert: [E], int64; layer_number: from 1. Returns [E], fp64. A recomputed forward returns the result
+        of the first one. runs_again: whether the layer may be recomputed; if not, the result is not stored.
         """
         layer, averages = layer_number - 1, self._averages[layer_number]
         if self._recording:
@@ -362,7 +369,7 @@ class AuxLossRecorder(Recorder, LossRecorder, nn.Module):
         return averages.popleft()
 
     def keep_passes(self) -> None:
-        """Starts to record the tokens of each microbatch separately, in addition to their sum."""
+        """Starts recording the tokens of each microbatch separately, in addition to their sum."""
         self._passes = {}
 
     # Between steps
@@ -376,14 +383,14 @@ class AuxLossRecorder(Recorder, LossRecorder, nn.Module):
     def update_bias_with(self, update: Callable[[Tensor], None], *, layer_number: int) -> None:
         """Registers `update`, which each `finalize_step` calls with the layer's tokens per expert over all ranks.
 
-        update: takes [E], int64. layer_number: from 1.
+        update: receives [E], int64. layer_number: from 1.
         """
         self._bias_updates[layer_number] = update
 
     def finalize_step(self, group: dist.ProcessGroup | None) -> None:
         """Ends a step after its last microbatch: updates the routing biases and clears the tokens. Collective.
 
-        group: all ranks that see different tokens, whose counts are summed; None means this rank alone.
+        group: all ranks that process different tokens, whose counts are summed; None means this rank only.
         """
         if self._bias_updates:
             totals = summed_counts(self.tokens_per_expert, group)
@@ -392,7 +399,7 @@ class AuxLossRecorder(Recorder, LossRecorder, nn.Module):
         self._forget_tokens()
 
     def forget_step(self) -> None:
-        """Clears the records of a step that is discarded."""
+        """Clears the records of a discarded step."""
         self.forget_losses()
         self._forget_tokens()
         self._forget_passes()
@@ -418,12 +425,12 @@ class AuxLossRecorder(Recorder, LossRecorder, nn.Module):
             self._passes = {}
 
     def layer_losses(self) -> dict[str, Tensor]:
-        """Returns the sums of the losses that were recorded, by name: [L], the recorder's dtype, views."""
+        """Returns the sums of the recorded losses by name: [L], the recorder's dtype, views."""
         rows = {name: self.sums[self.names.index(name)] for name in sorted(self.recorded_names)}
         return {name: row for name, row in rows.items() if name in _ROUTER_LOSSES}
 
     def forget_averages(self, *, layer_number: int) -> None:
-        """Clears the counts of a layer's global-batch loss in the step so far; layer_number: from 1."""
+        """Clears the running counts of a layer's global-batch loss in this step; layer_number: from 1."""
         self.global_tokens_per_expert[layer_number - 1].zero_()
         self.num_microbatches[layer_number - 1].zero_()
         self._averages[layer_number].clear()
@@ -442,7 +449,7 @@ class AuxLossRecorder(Recorder, LossRecorder, nn.Module):
 class _AttachLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, activation: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
-        # save_for_backward would refuse the scale, which the schedule writes between forward and backward.
+        # save_for_backward would reject the scale, because the schedule writes it between forward and backward.
         ctx.scale, ctx.loss_dtype = scale, loss.dtype
         # A view, because only the graph changes, not the activation.
         return activation.view_as(activation)
@@ -454,35 +461,38 @@ class _AttachLoss(torch.autograd.Function):
 
 
 class MoEAuxLossAutoScaler(torch.autograd.Function):
-    """Attaches a loss of a module of the user's own: output = MoEAuxLossAutoScaler.apply(output, aux_loss).
+    """Attaches an auxiliary loss of a user's own module: output = MoEAuxLossAutoScaler.apply(output, aux_loss).
 
-    See [Note: auxiliary losses in backward]. The gradient of the loss is the factor that the schedule, or else
-    set_loss_scale, set last in this process, and 1 before that.
+    The loss receives the gradient factor last set in this process by the schedule or set_loss_scale; the default is 1.
+    See [Note: auxiliary losses in backward].
     """
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, aux_loss: Tensor) -> Tensor:
-        """output: any shape, float; aux_loss: any shape, float. Returns output."""
+        """Returns `output` unchanged and saves aux_loss for backward; output, aux_loss: any shape, float."""
         ctx.save_for_backward(aux_loss)
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
-        """grad_output: any shape, float. Returns it, and the factor in the shape of aux_loss."""
+        """Passes grad_output through: any shape, float. The gradient of aux_loss is the factor, in the shape of
+        aux_loss.
+        """
         (aux_loss,) = ctx.saved_tensors
         scale, grad = default_tracker().scale, torch.ones_like(aux_loss)
         return grad_output, grad if scale is None else grad * scale.to(grad.device, grad.dtype)
 
     @staticmethod
     def set_loss_scale(scale: Tensor) -> None:
-        """Sets the factor of auxiliary losses' gradients, also of our routers; scale: scalar or [1], any float dtype.
+        """Sets the gradient factor of auxiliary losses, including those of built-in routers; scale: scalar or [1], any
+        float dtype.
 
-        A schedule of megatron.core.pipeline_parallel sets it for each microbatch.
+        The schedules of megatron.core.pipeline_parallel set it for each microbatch.
         """
         default_tracker().set_scale(scale)
 
 
-# --- Even loads without a loss ---
+# --- Balanced loads without a loss ---
 
 
 def get_updated_expert_bias(
@@ -494,8 +504,9 @@ def get_updated_expert_bias(
     """Returns the routing bias after a step: higher for experts with fewer tokens than the mean, lower for others.
 
     tokens_per_expert: [*, E], integer or float, summed over the global batch, or, with tp_dp_cp_group, this rank's
-    share of it; expert_bias: [*, E], fp32. tp_dp_cp_group: the ranks to sum over; None means that this is done.
-    Returns [*, E], fp32; an entry changes by expert_bias_update_rate or not at all.
+    share of it; expert_bias: [*, E], fp32. tp_dp_cp_group: the ranks to sum over; None means that the counts are
+    already summed. Returns [*, E], fp32. An entry changes by expert_bias_update_rate, or not at all if its count equals
+    the mean.
     """
     with torch.no_grad():
         tokens_per_expert = summed_counts(tokens_per_expert, tp_dp_cp_group)
@@ -505,10 +516,10 @@ def get_updated_expert_bias(
 
 
 def with_even_loads(logits: Tensor, *, seed: int) -> Tensor:
-    """Replaces the logits by uniform noise, and passes gradients on to them.
+    """Replaces the logits by uniform noise and passes their gradients through.
 
-    logits: [T, E], fp32 or fp64. Returns [T, E], same dtype. The noise depends only on `seed` and the position. It uses
-    no random generator and is the same in each step and on each device.
+    logits: [T, E], fp32 or fp64. Returns [T, E], same dtype. The noise is a hash of `seed` and the position. It uses no
+    random generator and is identical in every step and on every device.
     """
     mask = 0xFFFFFFFF
     numbers = torch.arange(logits.numel(), device=logits.device) + (seed * 0x9E3779B9 & mask)
@@ -520,7 +531,7 @@ def with_even_loads(logits: Tensor, *, seed: int) -> Tensor:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Returns the second tensor, and passes its gradient to the first."""
+    """Returns the second tensor in forward, and passes its gradient to the first."""
 
     @staticmethod
     def forward(ctx: object, logits: Tensor, noise: Tensor) -> Tensor:

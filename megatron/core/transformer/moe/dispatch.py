@@ -32,11 +32,11 @@ class DispatchedTokens(NamedTuple):
 
 
 class RowDemand(NamedTuple):
-    """The routing's demand on this rank's static buffers.
+    """The demand of one routing on this rank's static buffers.
 
     rows_missing: [1], int64, on the device: above 0 if the buffers were too small and rows were dropped. factor_needed:
-    [1], fp32, on the device: the smallest capacity factor that would have dropped none. can_lose: whether any routing
-    could make these buffers drop rows.
+    [1], fp32, on the device: the smallest capacity factor that would have dropped no rows. can_lose: whether any
+    routing could overflow these buffers.
     """
 
     rows_missing: Tensor
@@ -54,9 +54,9 @@ class MoETokenDispatcher(ABC):
     5. `token_combine` sends them back.
     6. `combine_postprocess` returns the tokens in the shape that step 1 received.
 
-    Steps 4 to 6 sum the rows of a token; the experts have applied the weights. Between the steps the dispatcher keeps
-    the order of the rows, so one forward ends before the next begins. All ranks of the experts' groups (expert and
-    expert-tensor) call together. config: of the layer. shared_experts: see set_shared_experts.
+    Steps 4 to 6 sum the rows of a token; the experts have already applied the weights. Between the steps the dispatcher
+    stores the order of the rows, so one forward must end before the next begins. All ranks of the expert and
+    expert-tensor groups must call each step. config: the layer's configuration. shared_experts: see set_shared_experts.
     """
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
@@ -67,25 +67,29 @@ class MoETokenDispatcher(ABC):
         self.shared_experts: Callable[[Tensor], Any] | None = None
         self._demand: RowDemand | None = None
         self._tokens: Tensor | None
-        self._shape, self._tokens = torch.Size(), None  # as step 1 received them; tokens for a shared expert
+        self._shape, self._tokens = (
+            torch.Size(),
+            None,
+        )  # shape of the tokens passed to step 1; tokens for a shared expert
         self._shared_output: Tensor | None = None
-        self._passage: Any = None  # the order of the rows of the running forward, of each dispatcher's own type
+        self._passage: Any = None  # row order of the current forward, in a type specific to each dispatcher
 
     def order_rows(self, tokens: Tensor, routing: Routing) -> Any:
-        """Does the work of step 1 that a CUDA graph may capture; returns the second argument of `begin`.
+        """Runs the part of step 1 that a CUDA graph may capture; returns the second argument of `begin`.
 
-        tokens: [T, H], any float dtype. In the result, tensors that require gradients are in tuples, never in other
+        tokens: [T, H], any float dtype. In the result, tensors that require gradients must be in tuples, never in other
         containers. The default returns the fields of the routing, for dispatchers whose shapes depend on it.
         """
         return routing.weights, routing.indices, routing.has_absent
 
     def begin(self, tokens: Tensor, ordered: Any) -> tuple[Tensor, Tensor]:
-        """Does the rest of step 1 and returns its result.
+        """Runs the rest of step 1 and returns its result.
 
-        tokens: [*, H], any float dtype. ordered: what order_rows returned for the same tokens.
+        tokens: [*, H], any float dtype. ordered: the result of order_rows for the same tokens.
         """
         rows = as_rows(tokens)
-        # Kept only for whom they serve: a forward that backward repeats for its saved tensors may stop before `_end`.
+        # Kept only if a shared expert needs them: a forward that is recomputed for its saved tensors may stop before
+        # `_end`.
         self._shape, self._tokens = tokens.shape, None if self.shared_experts is None else rows
         self._shared_output = None
         return self._begin(rows, ordered)
@@ -95,40 +99,40 @@ class MoETokenDispatcher(ABC):
         """Sets _passage and returns the rows and weights that step 2 sends; tokens: [T, H]."""
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns what token_dispatch sends: rows, or tokens with all their choices, and their weights.
+        """Returns the input of token_dispatch: rows, or tokens with all their choices, and their weights.
 
-        tokens: [*, H], any float dtype. routing_map and probs: a router's tables [T, E], bool and float, or the
-        experts of each token [T, K], int64, and their weights [T, K]. NOTE: tables synchronize with the device, since
-        the largest number of experts of a token is a shape.
+        tokens: [*, H], any float dtype. routing_map and probs: a router's tables [T, E], bool and float, or the experts
+        of each token [T, K], int64, and their weights [T, K]. NOTE: tables synchronize with the device, because the
+        largest number of experts per token determines a shape.
         """
         routing = Routing.of(probs, routing_map, num_experts=self.config.num_moe_experts)
         return self.begin(tokens, self.order_rows(as_rows(tokens), routing))
 
     @abstractmethod
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Sends rows [*, H], any float dtype, and weights, as dispatch_preprocess returned them. Collective.
+        """Sends rows [*, H], any float dtype, and weights, as returned by dispatch_preprocess. Collective.
 
-        Returns those that arrived.
+        Returns the received rows and weights.
         """
 
     @abstractmethod
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sorts what token_dispatch returned by expert; take_demand then returns the demand.
+        """Sorts the received rows by expert; afterwards take_demand returns the demand.
 
         Returns rows [R, H], tokens_per_expert [e], int64, on the device, and the weight of each row [R].
         """
 
     @abstractmethod
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """hidden_states: [R, H], any float dtype, sorted by expert and weighted. Returns the rows to send back."""
+        """Returns the rows to send back; hidden_states: [R, H], any float dtype, sorted by expert and weighted."""
 
     @abstractmethod
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Sends rows back, [*, H], any float dtype; returns those that arrived. Collective."""
+        """Sends rows back, [*, H], any float dtype; returns the received rows. Collective."""
 
     @abstractmethod
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """Returns the tokens in their first shape: [*, H], any float dtype, sums of rows over experts and ranks."""
+        """Returns the tokens in their original shape: [*, H], any float dtype, sums of rows over experts and ranks."""
 
     def set_shared_experts(self, shared_experts: Callable[[Tensor], Any]) -> None:
         """Makes token_dispatch run a shared expert while rows are sent; combine_postprocess then adds its result.
@@ -140,19 +144,19 @@ class MoETokenDispatcher(ABC):
         self.shared_experts = shared_experts
 
     def get_expert_zero_copy_buffers(self) -> tuple[None, None]:
-        """Returns no output buffer and no buffer for gradients: experts write to tensors of their own here."""
+        """Returns no output buffer and no gradient buffer, because experts allocate their own tensors here."""
         return None, None
 
     def take_demand(self) -> RowDemand | None:
-        """Returns the demand that step 3 found, once; None where no row can be dropped."""
-        # It is not kept, since a CUDA graph may hold the forward.
+        """Returns the demand computed in step 3 and clears it; None if no row can be dropped."""
+        # The demand is cleared because a CUDA graph may own its memory.
         demand, self._demand = self._demand, None
         return demand
 
     def _run_shared_experts(self) -> None:
-        """Called by token_dispatch while rows are on their way."""
+        """Runs the shared expert; token_dispatch calls it while rows are in transit."""
         if self.shared_experts is not None:
-            assert self._tokens is not None, "dispatch_preprocess comes first"
+            assert self._tokens is not None, "dispatch_preprocess must be called first"
             result = self.shared_experts(self._tokens)
             if isinstance(result, tuple):
                 output, bias = result
@@ -160,7 +164,9 @@ class MoETokenDispatcher(ABC):
             self._shared_output = result
 
     def _end(self, tokens: Tensor) -> Tensor:
-        """Adds the shared expert's result to tokens: [T, H], forgets the forward, and returns them as [*, H]."""
+        """Adds the shared expert's result to tokens: [T, H], clears the state of the forward, and returns them as [*,
+        H].
+        """
         shape = self._shape
         if self._shared_output is not None:
             tokens = tokens + self._shared_output
@@ -199,11 +205,11 @@ def own_experts(
     config: TransformerConfig,
     ep_group: ProcessGroup | None,
 ) -> range:
-    """Returns local_experts' range; raises ValueError where the caller's number or indices differ from it."""
+    """Returns the range of local_experts; raises ValueError if the caller's number or indices differ from it."""
     local = local_experts(config, ep_group)
     if num_local_experts != len(local) or list(local_expert_indices) != list(local):
         raise ValueError(
             f"num_local_experts is {num_local_experts} and local_expert_indices are {list(local_expert_indices)}: "
-            f"this rank has {len(local)}, {list(local)}"
+            f"this rank holds {len(local)} experts, {list(local)}"
         )
     return local

@@ -1,7 +1,7 @@
 """Token dispatch by all-gather: each rank gathers all tokens and keeps the rows of its experts.
 
-The way back is a reduce-scatter. Every token is sent to every rank, which is efficient for few ranks, or if tokens
-choose many experts. dispatch_alltoall.py is the alternative.
+Combining uses a reduce-scatter. Every token is sent to every rank, which is efficient for few ranks, or if each token
+chooses many experts. dispatch_alltoall.py is the alternative.
 """
 
 from collections.abc import Sequence
@@ -36,9 +36,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class Choices:
     """Choices of tokens, of this rank or of all ranks in rank order, [N, K], int64.
 
-    0 is the first expert of all, or, once they are gathered, of this rank. Slots of other ranks' experts, and slots
-    without an expert, are then outside the range of this rank's experts. capacity: slots of each rank that an expert
-    keeps; None means all. has_absent: whether slots have no expert.
+    Before the gather, indices count from the first expert of the layer; after it, from this rank's first expert. Slots
+    of other ranks' experts, and slots without an expert, are then outside the range of this rank's experts. capacity:
+    slots of each rank that an expert keeps; None means all. has_absent: whether some slots have no expert.
     """
 
     expert_indices: Tensor
@@ -47,9 +47,9 @@ class Choices:
 
 
 class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
-    """Gathers tokens over the experts' ranks, then sorts the rows by expert; a single rank gathers nothing.
+    """Gathers tokens over the expert ranks, then sorts the rows by expert; a single rank gathers nothing.
 
-    Each rank has the same number of tokens. With a capacity, each rank selects the slots to drop among its own.
+    Each rank has the same number of tokens. With a capacity, each rank selects which of its own slots to drop.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
         probs, expert_indices, has_absent = ordered
         limited = self.limit(probs, expert_indices)
         if limited is not None:
-            # One past the last expert, which no rank has; so are slots without an expert.
+            # One past the last expert, an index that no rank holds. Slots without an expert are equally ignored.
             expert_indices = expert_indices.where(limited.kept, self.num_experts)
         self._passage = Choices(expert_indices, None if limited is None else limited.capacity, has_absent)
         return tokens, probs
@@ -120,7 +120,7 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
         return reduce_scatter_to_sequence_parallel_region(hidden_states, self.group)
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """hidden_states: [T, H], any float dtype. Returns it in the tokens' first shape, [*, H]."""
+        """Reshapes the tokens to their original shape; hidden_states: [T, H], any float dtype. Returns [*, H]."""
         return self._end(hidden_states)
 
 
@@ -131,13 +131,13 @@ def _order_all(gathered: Choices, *, num_experts: int) -> tuple[PermutationMap, 
 
 
 def _order_own_sync(gathered: Choices, *, num_experts: int) -> tuple[PermutationMap, Tensor]:
-    """Gives the slots of this rank's experts a row each. NOTE: synchronizes, since the number of rows is a shape."""
+    """Assigns a row to each slot of this rank's experts. NOTE: synchronizes, because the number of rows is a shape."""
     here = _is_local(gathered.expert_indices, num_experts)
     return order_kept_slots_sync(gathered.expert_indices, here, num_experts=num_experts)
 
 
 def _order_padded(gathered: Choices, *, num_experts: int, num_ranks: int) -> tuple[PermutationMap, Tensor]:
-    """Gives each expert `capacity` rows for every rank, so that the host knows the number of rows."""
+    """Assigns `capacity` rows per rank to each expert, so that the host knows the number of rows."""
     assert gathered.capacity is not None, "padding needs a capacity"
     indices, num_tokens = gathered.expert_indices, len(gathered.expert_indices)
     rank_of_token = torch.arange(num_ranks, device=indices.device).repeat_interleave(num_tokens // num_ranks)

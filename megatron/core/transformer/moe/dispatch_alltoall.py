@@ -1,7 +1,7 @@
-"""Token dispatch by all-to-all: each row is sent to the rank of its expert, and its result back.
+"""Token dispatch by all-to-all: each row is sent to the rank of its expert, and its result is sent back.
 
-A token is sent once for each chosen expert, and to each rank that holds a part of that expert. First the dispatcher,
-then the exchange of rows that it uses. dispatch_allgather.py is the alternative.
+A token is sent once for each chosen expert, and to each rank that holds a part of that expert. The dispatcher is
+defined first, then the row exchange that it uses. dispatch_allgather.py is the alternative.
 
 [Note: overlapped exchanges]
 A row exchange is two autograd functions, `start` and `wait`. Other work between them, such as a shared expert, overlaps
@@ -42,7 +42,7 @@ class RowSplits:
     """Numbers of rows that are exchanged with each rank.
 
     counts: [ranks, e], int64, on the device: rows from each rank for each local expert. num_received: their sum. send,
-    receive: rows to and from each rank; None means the same number for all.
+    receive: rows to and from each rank; None means the same number for every rank.
     """
 
     counts: Tensor
@@ -53,9 +53,9 @@ class RowSplits:
 
 @dataclass(frozen=True)
 class AllToAllPassage:
-    """The orders of rows that the way back undoes.
+    """Row orders of one forward, which combine reverses.
 
-    permutation: order in which this rank's tokens are sent. splits: of the dispatch; the exchange back swaps send and
+    permutation: order in which this rank's tokens are sent. splits: row counts of the dispatch; combine swaps send and
     receive. by_expert: order of the received rows; None if they arrive sorted by expert, or before they arrive.
     """
 
@@ -67,8 +67,8 @@ class AllToAllPassage:
 class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
     """Sorts rows by expert, sends them, and sorts the received rows by expert; a single rank sends nothing.
 
-    An expert that is split over expert-tensor ranks receives its rows on each of them, where its part counts as an
-    expert of its own. `combine_postprocess` sums the parts with the rows of a token's other experts.
+    An expert that is split over expert-tensor ranks receives its rows on each of them, where its part is treated as a
+    separate expert. `combine_postprocess` sums the parts with the rows of a token's other experts.
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.num_shards, self.num_local_experts = group_size(groups.expt_tp), num_local_experts
         self.num_experts, self.local_expert_indices = config.num_moe_experts, list(local)
         self.is_padded = config.moe_pad_expert_input_to_capacity
-        # Over all ranks, since a rank sorts its tokens before it sends them.
+        # Counts experts of all ranks, because a rank sorts its tokens before it sends them.
         self.row_order = build_row_order(config, self.num_ranks * num_local_experts)
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
-        """Returns the rows that each expert of this rank will receive: [e], int64, on the device. Collective.
+        """Returns the number of rows that each expert of this rank will receive: [e], int64, on the device. Collective.
 
-        routing_map: this rank's choices, as a table [T, E], bool, or as indices [T, K], int64. Capacities, which need
-        weights too, are not applied.
+        routing_map: this rank's choices, as a table [T, E], bool, or as indices [T, K], int64. Ignores capacities,
+        which would also require the weights.
         """
         counts = self._counts(
             Routing.of(torch.zeros_like(routing_map, dtype=torch.float32), routing_map, num_experts=self.num_experts)
@@ -105,7 +105,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         _, indices = to_every_shard(
             routing.weights, routing.indices, num_local_experts=self.num_local_experts, num_shards=self.num_shards
         )
-        # One more for slots without an expert.
+        # One extra entry for slots without an expert.
         counts = count_tokens(indices.clamp(max=num_experts), num_experts + 1)[:num_experts]
         return counts.view(self.num_ranks, self.num_local_experts)
 
@@ -129,7 +129,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         return super().dispatch_preprocess(hidden_states, routing_map, probs)
 
     def token_dispatch(self, permutated_local_input_tokens: Tensor, permuted_probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Sends rows and their weights to the ranks of their experts; returns those that this rank receives.
+        """Sends rows and their weights to the ranks of their experts; returns the rows and weights received.
 
         permutated_local_input_tokens: [*, H], any float dtype; permuted_probs: [*]. Collective.
         """
@@ -143,7 +143,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
             self._passage = passage
         first, second = (RowExchange(self.transport, passage.splits.send, passage.splits.receive) for _ in range(2))
         rows, weights = first.start(rows), second.start(weights)
-        # Overlaps with the rows that are being sent, in backward too.
+        # Overlaps with the exchange of rows, in backward too.
         self._run_shared_experts()
         return first.wait(rows), second.wait(weights)
 
@@ -169,7 +169,8 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
     ) -> Tensor:
         """Sends the results back; hidden_states: [R, H], any float dtype. Returns the results of this rank's rows.
 
-        Collective. async_finish, allocate_on_comm_stream: must be True; the process group chooses stream and memory.
+        Collective. async_finish, allocate_on_comm_stream: must be True, because the process group chooses stream and
+        memory.
         """
         require_own_stream("MoEAlltoAllTokenDispatcher.token_combine", async_finish, allocate_on_comm_stream)
         if self.num_ranks == 1:
@@ -179,19 +180,21 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         return back.wait(back.start(hidden_states))
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
-        """Sums each token's rows and returns them in the tokens' first shape, [*, H].
+        """Sums each token's rows and returns the tokens in their original shape, [*, H].
 
-        permutated_local_input_tokens: the rows that token_combine returned, any float dtype.
+        permutated_local_input_tokens: the rows returned by token_combine, any float dtype.
         """
         return self._end(unpermute_tokens(permutated_local_input_tokens, self._passage.permutation))
 
 
 def require_own_stream(call: str, async_finish: bool, allocate_on_comm_stream: bool) -> None:
-    """Raises ValueError unless both are True: torch's process group chooses stream and memory of an exchange."""
+    """Raises ValueError unless both are True, because torch's process group chooses the stream and memory of an
+    exchange.
+    """
     if not (async_finish and allocate_on_comm_stream):
         require_defaults(
             call,
-            "rows are exchanged on the stream of the process group, which also waits",
+            "rows are exchanged on the process group's stream, and the process group waits for them",
             async_finish=(async_finish, True),
             allocate_on_comm_stream=(allocate_on_comm_stream, True),
         )
@@ -214,9 +217,9 @@ def to_every_shard(
 
 
 def _splits_sync(counts: Tensor, group: dist.ProcessGroup) -> RowSplits:
-    """Exchanges numbers of rows; counts: [ranks, e], int64, of the rows that this rank sends. Collective.
+    """Exchanges row counts; counts: [ranks, e], int64, of the rows that this rank sends. Collective.
 
-    NOTE: synchronizes with the device, since numbers of rows are shapes. A layer has no other such wait.
+    NOTE: synchronizes with the device, because row counts determine shapes. This is the only such wait in a layer.
     """
     received = exchange_counts(counts, group)
     send, receive = torch.stack([counts.sum(dim=1), received.sum(dim=1)]).tolist()
@@ -224,7 +227,7 @@ def _splits_sync(counts: Tensor, group: dist.ProcessGroup) -> RowSplits:
 
 
 def _expert_order(splits: RowSplits) -> PermutationMap:
-    """Orders received rows by expert, then sender; they arrive by sender, then expert."""
+    """Orders received rows by expert, then sender. They arrive by sender, then expert."""
     num_ranks, num_experts = splits.counts.shape
     experts = torch.arange(num_experts, device=splits.counts.device).repeat(num_ranks)
     # Without output_size, the host would wait for the sum of the counts.
@@ -232,14 +235,14 @@ def _expert_order(splits: RowSplits) -> PermutationMap:
     return sort_by_expert(expert_of_row.unsqueeze(1), num_experts)[0]
 
 
-# --- The exchange of rows ---
+# --- Row exchange ---
 
 
 @dataclass(frozen=True)
 class RowsUnderWay:
-    """An exchange that is running; sent: [R, *], received: [R', *], any dtype.
+    """A running exchange; sent: [R, *], received: [R', *], any dtype.
 
-    Once every one of `works` was waited for, the current stream may read `received`.
+    After all `works` have been waited for, the current stream may read `received`.
     """
 
     sent: Tensor
@@ -253,16 +256,19 @@ class RowTransport(Protocol):
     def launch(self, rows: Tensor, *, send: list[int] | None, receive: list[int] | None) -> RowsUnderWay:
         """Starts to send rows: [R, *], any dtype, contiguous, sorted by receiver. Collective.
 
-        send, receive: rows to and from each rank; None means the same number for all.
+        send, receive: rows to and from each rank; None means the same number for every rank.
         """
 
     def reserve(self, num_bytes: int) -> None:
-        """Allocates memory for exchanges of num_bytes on each rank. Collective. No graph may use the old memory."""
+        """Allocates memory for exchanges of num_bytes on each rank. Collective.
+
+        CUDA graphs that use the previous memory must not be replayed any more.
+        """
 
 
 @dataclass(frozen=True)
 class CollectiveTransport:
-    """Sends rows by torch's all-to-all over `group`."""
+    """Sends rows with torch's all-to-all over `group`."""
 
     group: dist.ProcessGroup
 
@@ -275,24 +281,25 @@ class CollectiveTransport:
         return RowsUnderWay(rows, received, (work,))
 
     def reserve(self, num_bytes: int) -> None:
-        """Does nothing: each exchange allocates its own memory."""
+        """Does nothing, because each exchange allocates its own memory."""
 
 
 @dataclass
 class RowExchange:
     """One all-to-all of rows, and in backward one of their gradients. `start` launches it, `wait` completes it.
 
-    send, receive: rows to and from each rank; None means the same number for all. See [Note: overlapped exchanges].
+    send, receive: rows to and from each rank; None means the same number for every rank. See [Note: overlapped
+    exchanges].
     """
 
     transport: RowTransport
     send: list[int] | None = None
     receive: list[int] | None = None
-    # Refers to the sent rows too: without it their memory could be reused while they are still being read.
+    # Also keeps a reference to the sent rows. Without it, their memory could be reused while it is still being read.
     _running: RowsUnderWay | None = field(init=False, default=None)
 
     def start(self, rows: Tensor) -> Tensor:
-        """Launches the exchange; rows: [R, *], float, sorted by receiver. Returns `wait`'s argument. Collective."""
+        """Launches the exchange; rows: [R, *], float, sorted by receiver. Returns the input of `wait`. Collective."""
         return _Start.apply(rows, self)
 
     def wait(self, started: Tensor) -> Tensor:
@@ -315,7 +322,7 @@ class RowExchange:
 
 
 class _Start(torch.autograd.Function):
-    """Launches in forward; backward completes the exchange that _Wait's backward launched."""
+    """Launches the exchange in forward; backward completes the exchange that _Wait's backward launched."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: RowExchange) -> Tensor:
@@ -329,7 +336,7 @@ class _Start(torch.autograd.Function):
 
 
 class _Wait(torch.autograd.Function):
-    """Completes in forward; backward launches the exchange of the gradients, which _Start's backward completes."""
+    """Completes the exchange in forward; backward launches the gradient exchange, which _Start's backward completes."""
 
     @staticmethod
     def forward(ctx: Any, started: Tensor, exchange: RowExchange) -> Tensor:

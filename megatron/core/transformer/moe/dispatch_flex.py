@@ -1,7 +1,7 @@
-"""Dispatchers of --moe-token-dispatcher-type flex: libraries that move tokens in their own way.
+"""Dispatchers of --moe-token-dispatcher-type flex, which move tokens with a communication library.
 
-First the choice of a back end and its requirements on the machine, then the back ends: DeepEP, and torch's symmetric
-memory. Both fill the static buffers of dispatch_static.py. Neither has run on a GPU yet.
+The file starts with the choice of a backend and its hardware requirements, followed by the backends: DeepEP, and
+torch's symmetric memory. Both fill the static buffers of dispatch_static.py. Neither has run on a GPU yet.
 
 T tokens of this rank, N tokens that this rank receives, H hidden, K choices of a token, C rows of the buffer.
 """
@@ -33,7 +33,7 @@ from megatron.core.transformer.moe.dispatch_static import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-# The device of a run that is planned without memory, for another machine; see without_memory.
+# Device of a run that is planned without memory, for another machine; see without_memory.
 _PLANNED = "meta"
 
 
@@ -41,8 +41,8 @@ _PLANNED = "meta"
 class FlexBackend:
     """A library that moves tokens.
 
-    dispatcher: None for a back end that is not supported. missing: describes the requirements of
-    these settings that this machine does not meet; empty if it meets all.
+    dispatcher: None for an unsupported backend. missing: describes the requirements of these settings that this machine
+    does not meet; empty if it meets all.
     """
 
     dispatcher: "type[MoEFlexTokenDispatcher] | None"
@@ -50,9 +50,10 @@ class FlexBackend:
 
 
 def require_flex_backend(config: TransformerConfig, backend: str | None = None) -> None:
-    """Raises ValueError, identically on every rank, where this machine lacks the back end that the settings select.
+    """Raises ValueError, identically on every rank, if this machine lacks the backend that the settings select.
 
-    backend: one that is used whatever moe_token_dispatcher_type says; None means the one that the type selects, if any.
+    backend: name of the backend to check, regardless of moe_token_dispatcher_type; None means the backend selected by
+    that type, if any.
     """
     if backend is None:
         if config.num_moe_experts is None or config.moe_token_dispatcher_type != "flex":
@@ -61,19 +62,20 @@ def require_flex_backend(config: TransformerConfig, backend: str | None = None) 
     missing = FLEX_BACKENDS[backend].missing(config)
     if missing:
         raise ValueError(
-            f"moe_token_dispatcher_type is flex with moe_flex_dispatcher_backend {backend}, "
-            f"which needs {', '.join(missing)}: give --moe-token-dispatcher-type alltoall, which needs none of this"
+            f"moe_token_dispatcher_type is flex with moe_flex_dispatcher_backend {backend}, which requires "
+            f"{', '.join(missing)}: give --moe-token-dispatcher-type alltoall, which has no such requirements"
         )
 
 
 class MoEFlexTokenDispatcher(MoEStaticTokenDispatcher):
-    """The dispatcher of the selected back end, which require_flex_backend accepts, and its base class.
+    """Base class of the dispatchers for each backend; its constructor returns an instance of the selected one.
 
     On the device without memory, where no library runs, torch's all-to-all fills the same buffers. The buffers have a
-    fixed size, so that a routing may exceed it; the last five methods tell and change that between steps. Collective.
+    fixed size, which a routing may exceed. The last five methods report overflow and change the size between steps.
+    Collective.
     """
 
-    _num_tokens = 0  # T of the last dispatch
+    _num_tokens = 0  # number of tokens T in the last dispatch
 
     def __new__(
         cls,
@@ -83,12 +85,12 @@ class MoEFlexTokenDispatcher(MoEStaticTokenDispatcher):
         pg_collection: ProcessGroupCollection | None = None,
         **settings: Any,
     ) -> "MoEFlexTokenDispatcher":
-        """Chooses the subclass; raises ValueError for settings or a machine without its back end."""
-        # A copy, by deepcopy or pickle, has its subclass already and gives no arguments.
+        """Chooses the subclass; raises ValueError for unsupported settings or a machine that lacks the backend."""
+        # A copy made by deepcopy or pickle already has its subclass and passes no arguments.
         if cls is MoEFlexTokenDispatcher and config is not None:
             if config.moe_expert_rank_capacity_factor is None:
                 raise ValueError(
-                    "moe_expert_rank_capacity_factor is None: dispatchers of type flex fill buffers of a fixed size, "
+                    "moe_expert_rank_capacity_factor is None: dispatchers of type flex fill fixed-size buffers, so "
                     "set the factor"
                 )
             require_flex_backend(config, config.moe_flex_dispatcher_backend)
@@ -98,7 +100,7 @@ class MoEFlexTokenDispatcher(MoEStaticTokenDispatcher):
         return super().__new__(cls)
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Step of MoETokenDispatcher; hidden_states: [*, H], any float dtype."""
+        """Prepares tokens to be sent, see MoETokenDispatcher; hidden_states: [*, H], any float dtype."""
         return super().dispatch_preprocess(hidden_states, routing_map, probs)
 
     @abstractmethod
@@ -109,18 +111,19 @@ class MoEFlexTokenDispatcher(MoEStaticTokenDispatcher):
         async_finish: bool = True,
         allocate_on_comm_stream: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """Sends what dispatch_preprocess returned; async_finish, allocate_on_comm_stream: must be True. Collective.
+        """Sends the result of dispatch_preprocess; async_finish, allocate_on_comm_stream: must be True. Collective.
 
-        hidden_states: [*, H], any float dtype; probs: float, None is refused. Returns what arrived.
+        hidden_states: [*, H], any float dtype; probs: float, None raises ValueError. Returns the received rows and
+        weights.
         """
 
     @abstractmethod
     def token_combine(
         self, hidden_states: Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
     ) -> Tensor:
-        """Sends back what combine_preprocess returned; the other arguments must be True. Collective.
+        """Sends back the result of combine_preprocess; the other arguments must be True. Collective.
 
-        hidden_states: [*, H], any float dtype. Returns what arrived.
+        hidden_states: [*, H], any float dtype. Returns the received rows.
         """
 
     def _record(self, demand: RowDemand, num_tokens: int) -> None:
@@ -132,7 +135,9 @@ class MoEFlexTokenDispatcher(MoEStaticTokenDispatcher):
 
     @functools.cached_property
     def _dispatched(self) -> tuple[Tensor, Tensor]:
-        """The most missing rows and the largest factor of any dispatch: [1], int64, and [1], fp32, on the device."""
+        """Returns the most missing rows and the largest factor of any dispatch: [1], int64, and [1], fp32, on the
+        device.
+        """
         device = default_device()
         return (
             torch.zeros(1, dtype=torch.int64, device=device),
@@ -144,39 +149,43 @@ class MoEFlexTokenDispatcher(MoEStaticTokenDispatcher):
         return self._dispatched[0] > 0
 
     def check_required_capacity(self) -> Tensor:
-        """Returns the rows of this rank's buffer with which no dispatch since reset_over_budget would have dropped any.
+        """Returns the smallest buffer size, in rows, with which no dispatch since reset_over_budget would have dropped
+        rows.
 
         Returns [1], int64, on the device.
         """
         return (self._dispatched[1].double() * self.budget.balanced_rows(self._num_tokens)).ceil().long()
 
     def grow_ep_recv_capacity(self, new_capacity: int) -> None:
-        """Makes the buffers of the following dispatches hold new_capacity rows, at least. No graph may use old ones.
+        """Grows the buffers of subsequent dispatches to at least new_capacity rows. Existing CUDA graphs become
+        invalid.
 
-        Raises ValueError before the first dispatch, which sets the number of tokens, and for fewer rows than now.
+        Raises ValueError before the first dispatch, which determines the number of tokens, and for fewer rows than now.
         """
         if not self._num_tokens:
-            raise ValueError("new_capacity needs the number of tokens of a dispatch: call it after the first one")
+            raise ValueError(
+                "new_capacity depends on the number of tokens per dispatch: call this after the first dispatch"
+            )
         now = self.budget.rows_of_rank(self._num_tokens)
         if new_capacity < now:
-            raise ValueError(f"new_capacity is {new_capacity}: must be at least the {now} rows of the buffer now")
+            raise ValueError(f"new_capacity is {new_capacity}: must be at least the current {now} rows of the buffer")
         self.set_capacity_factor(new_capacity / self.budget.balanced_rows(self._num_tokens))
         self.reserve(self._num_tokens, row_bytes=self.config.hidden_size * self.config.params_dtype.itemsize)
 
     def invalidate_ep_bootstrap(self) -> None:
-        """Forgets dispatches, as after a change of ranks; the process group owns the buffers of exchanges."""
+        """Clears recorded dispatches after a change of ranks; the process group owns the exchange buffers."""
         self.reset_over_budget()
         self._num_tokens = 0
 
     def reset_over_budget(self) -> None:
-        """Forgets which rows were dropped so far, and how many were needed."""
+        """Clears the record of dropped rows and required capacity."""
         for number in self._dispatched:
             number.zero_()
 
 
 def _missing_for_symm_mem(config: TransformerConfig) -> list[str]:
     device = default_device()
-    return [] if device.type in ("cuda", _PLANNED) else [f"a CUDA device (here is {device.type})"]
+    return [] if device.type in ("cuda", _PLANNED) else [f"a CUDA device (the current device is {device.type})"]
 
 
 def _missing_for_deepep(config: TransformerConfig) -> list[str]:
@@ -184,14 +193,14 @@ def _missing_for_deepep(config: TransformerConfig) -> list[str]:
     if default_device().type != _PLANNED and importlib.util.find_spec("deep_ep") is None:
         missing.append("the package deep_ep (not installed)")
     if config.params_dtype is not torch.bfloat16:
-        missing.append("--bf16 (it sends no other tokens)")
+        missing.append("--bf16 (it sends bf16 tokens only)")
     if config.moe_router_dtype == "fp64":
-        missing.append("--moe-router-dtype fp32 (it sends weights in fp32)")
+        missing.append("--moe-router-dtype fp32 (it sends fp32 weights only)")
     return missing
 
 
 def _missing_for_unsupported(config: TransformerConfig) -> list[str]:
-    return ["support that this version has not"]
+    return ["support that this version does not have"]
 
 
 # --- DeepEP ---
@@ -199,9 +208,9 @@ def _missing_for_unsupported(config: TransformerConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class DeepEPPassage:
-    """Choices of this rank's tokens [T, K] over the ranks' experts, then what arrived for this rank's.
+    """Choices of this rank's tokens [T, K] over the ranks' experts, and after dispatch the order of received tokens.
 
-    handle: deep_ep's, for the way back. rows: of the received tokens in this rank's buffer.
+    handle: deep_ep's handle, needed by combine. rows: order of the received tokens in this rank's buffer.
     """
 
     experts: Tensor
@@ -211,9 +220,9 @@ class DeepEPPassage:
 
 
 class MoEDeepEPTokenDispatcher(MoEFlexTokenDispatcher):
-    """Dispatches by the package deep_ep (DeepEP 1.0.0), which sends a token to each rank once.
+    """Dispatches with the package deep_ep (DeepEP 1.0.0).
 
-    A token is sent to a rank once, even if several of its experts are there, and each rank sums the results of its
+    A token is sent to each rank once, even if several of its experts are there, and each rank sums the results of its
     experts before it sends them back. Received tokens fill the static buffer in expert order. In deep_ep the number of
     received tokens is a shape, for which the host waits once per layer.
     """
@@ -227,9 +236,9 @@ class MoEDeepEPTokenDispatcher(MoEFlexTokenDispatcher):
         *,
         row_alignment: int = 1,
     ) -> None:
-        """row_alignment: see [Note: row alignment] in dispatch_static.py.
+        """Gets the communication buffer of the group. Collective for the first layer of a model, which allocates it.
 
-        Collective for the first layer of a model, which allocates the buffer.
+        row_alignment: see [Note: row alignment] in dispatch_static.py.
         """
         super().__init__(num_local_experts, local_expert_indices, config, pg_collection, row_alignment=row_alignment)
         self.buffer = deep_ep_buffer(self.group, config.hidden_size * torch.bfloat16.itemsize)
@@ -241,7 +250,7 @@ class MoEDeepEPTokenDispatcher(MoEFlexTokenDispatcher):
             probs, expert_indices, num_local_experts=num_experts, num_shards=budget.num_shards
         )
         if has_absent:
-            # deep_ep's mark of a slot without an expert.
+            # deep_ep's marker of a slot without an expert.
             experts = experts.masked_fill(experts >= budget.num_ranks * num_experts, -1)
         self._passage = DeepEPPassage(experts.contiguous(), len(tokens))
         return tokens, probs
@@ -300,17 +309,18 @@ class MoEDeepEPTokenDispatcher(MoEFlexTokenDispatcher):
         return _Return.apply(hidden_states, self.buffer, self._passage.handle)
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """hidden_states: [T, H], bf16. Returns it in the tokens' first shape, [*, H]."""
+        """Reshapes the tokens to their original shape; hidden_states: [T, H], bf16. Returns [*, H]."""
         return self._end(hidden_states)
 
 
 # A buffer occupies GPU memory, so the layers of a model, which have the same ranks and width, share one. The cache
-# holds the last one. A call for another group or width drops it, and it is freed with the last layer that uses it.
+# holds the most recent buffer. A call for another group or width evicts it, and it is freed with the last layer that
+# uses it.
 @functools.lru_cache(maxsize=1)
 def deep_ep_buffer(group: ProcessGroup, hidden_bytes: int) -> Any:
     """Returns deep_ep's buffer of `group` for tokens of hidden_bytes bytes. Collective when it allocates one.
 
-    Raises ValueError for a number of ranks without settings in deep_ep, and where deep_ep cannot be imported.
+    Raises ValueError if deep_ep has no settings for this number of ranks, or cannot be imported.
     """
     try:
         import deep_ep
@@ -325,7 +335,7 @@ def deep_ep_buffer(group: ProcessGroup, hidden_bytes: int) -> Any:
         configs = deep_ep.Buffer.get_dispatch_config(num_ranks), deep_ep.Buffer.get_combine_config(num_ranks)
     except AssertionError as error:
         raise ValueError(
-            f"moe_flex_dispatcher_backend is deepep with {num_ranks} ranks of experts: {error}; give another "
+            f"moe_flex_dispatcher_backend is deepep with {num_ranks} expert-parallel ranks: {error}; give another "
             "expert_model_parallel_size, or --moe-token-dispatcher-type alltoall"
         ) from error
     return deep_ep.Buffer(
@@ -381,7 +391,7 @@ class _Return(torch.autograd.Function):
 def _send_sync(buffer: Any, tokens: Tensor, *, weights: Tensor, experts: Tensor, num_experts: int) -> _Sent:
     """Sends tokens: [T, H], bf16, weights: [T, K], fp32, and experts: [T, K], int64, over all ranks; returns N tokens.
 
-    NOTE: deep_ep waits on the host for N.
+    NOTE: deep_ep synchronizes with the host to read N.
     """
     per_rank, per_rdma_rank, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(experts, num_experts)
     received, received_experts, received_weights, _, handle, _ = buffer.dispatch(
@@ -402,26 +412,26 @@ def _send_sync(buffer: Any, tokens: Tensor, *, weights: Tensor, experts: Tensor,
 class SymmetricTransport:
     """A RowTransport over memory that the GPUs of one machine can read directly, in place of torch's all-to-all.
 
-    Each rank copies its rows into its buffer, and the other ranks copy their part from there. All layers share the
-    buffer that torch allocates for `group`, since rows are in it only during `launch`. Its two barriers are kernels of
-    the current stream, so that the host does not wait. Received rows are copies, which autograd may save for backward.
+    Each rank copies its rows into its buffer, and the other ranks read their part from it. All layers share the buffer
+    that torch allocates for `group`, since rows are in it only during `launch`. The two barriers are kernels on the
+    current stream, so the host does not wait. Received rows are copies, which autograd may save for backward.
 
-    A larger buffer replaces the old one, whose memory is freed, but a CUDA graph goes on using the old one. So once a
-    graph has been captured, only `reserve` makes the buffer grow.
+    A larger buffer replaces the old one, whose memory is freed, but existing CUDA graphs would still use the old one.
+    After a graph has been captured, only `reserve` may therefore grow the buffer.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
-        self._num_bytes = 0  # of the buffer, as far as this layer has asked for it
+        self._num_bytes = 0  # bytes of the buffer that this layer has requested so far
         self._is_in_graphs = False
 
     def launch(self, rows: Tensor, *, send: list[int] | None, receive: list[int] | None) -> RowsUnderWay:
         """Sends rows: [ranks x P, *], any dtype, P to each rank, through the shared buffer. Collective.
 
-        Before a capture, the buffer grows for a larger size than any before, which synchronizes the hosts of the ranks.
-        Raises RuntimeError for a larger size during a capture or after one.
+        Before a capture, a larger size than before grows the buffer, which synchronizes the hosts of the ranks. Raises
+        RuntimeError for a larger size during or after a capture.
         """
-        assert send is None and receive is None, "symmetric memory carries the same number of rows for each rank"
+        assert send is None and receive is None, "symmetric memory requires the same number of rows for each rank"
         received = rows.new_empty(rows.shape)
         part = rows.unflatten(0, (group_size(self.group), -1))[0]
         if part.numel():
@@ -433,34 +443,35 @@ class SymmetricTransport:
             here = buffer.rank * part.numel()
             for sender, target in enumerate(received.chunk(group_size(self.group))):
                 target.copy_(buffer.get_buffer(sender, part.shape, rows.dtype, here))
-            # All ranks have read their rows. Without this, the next exchange could overwrite rows that are being read.
+            # All ranks have read their rows. Without this barrier, the next exchange could overwrite rows that are
+            # being read.
             buffer.barrier()
         return RowsUnderWay(rows, received)
 
     def reserve(self, num_bytes: int) -> None:
         """Makes the buffer large enough for exchanges of num_bytes on each rank. Collective.
 
-        If that is more than before, the caller has dropped all graphs.
+        If this grows the buffer, the caller must have dropped all graphs.
         """
         if num_bytes > self._num_bytes:
             self._is_in_graphs, self._num_bytes = False, num_bytes
             self.workspace(num_bytes)
 
     def workspace(self, num_bytes: int) -> Any:
-        """Returns the group's buffer with at least num_bytes bytes on each rank. Collective when it grows.
+        """Returns the group's buffer, with at least num_bytes bytes on each rank. Collective when it grows.
 
-        Raises RuntimeError where the GPUs of the group cannot read each other's memory.
+        Raises RuntimeError if the GPUs of the group cannot read each other's memory.
         """
         return symmetric_memory.get_symm_mem_workspace(self.group.group_name, num_bytes)
 
     def _check_size(self, num_bytes: int, *, is_captured: bool) -> None:
-        """Grows `_num_bytes`; raises RuntimeError where a graph uses the buffer that is there, or is about to."""
+        """Grows `_num_bytes`; raises RuntimeError if an existing or pending graph uses the current buffer."""
         if num_bytes > self._num_bytes and (is_captured or self._is_in_graphs):
             raise RuntimeError(
-                f"moe_flex_dispatcher_backend is symm_mem: an exchange of {num_bytes} bytes needs a larger buffer than "
-                f"the {self._num_bytes} bytes that CUDA graphs use, which cannot grow while they exist: keep to "
-                "microbatches of at most the tokens of seq_length x micro_batch_size, or set "
-                "--moe-token-dispatcher-type alltoall or --cuda-graph-impl none"
+                f"moe_flex_dispatcher_backend is symm_mem: an exchange of {num_bytes} bytes needs a larger buffer "
+                f"than the {self._num_bytes} bytes that CUDA graphs use, which cannot grow while graphs exist: "
+                "limit microbatches to seq_length x micro_batch_size tokens, or set --moe-token-dispatcher-type "
+                "alltoall or --cuda-graph-impl none"
             )
         self._num_bytes = max(self._num_bytes, num_bytes)
         self._is_in_graphs = self._is_in_graphs or is_captured
@@ -478,15 +489,15 @@ class MoESymmetricTokenDispatcher(MoEStaticAlltoAllTokenDispatcher, MoEFlexToken
         *,
         row_alignment: int = 1,
     ) -> None:
-        """Raises ValueError where the GPUs of the group cannot read each other's memory. Collective."""
+        """Raises ValueError if the GPUs of the group cannot read each other's memory. Collective."""
         groups = pg_collection or existing_process_groups()
         transport = SymmetricTransport(or_alone(groups.tp_ep))
         try:
             transport.workspace(1)
         except RuntimeError as error:
             raise ValueError(
-                f"moe_flex_dispatcher_backend is symm_mem, but the GPUs of the experts share no memory ({error}): give "
-                "--moe-token-dispatcher-type alltoall"
+                "moe_flex_dispatcher_backend is symm_mem, but the GPUs of the expert group share no memory "
+                f"({error}): give --moe-token-dispatcher-type alltoall"
             ) from error
         super().__init__(
             num_local_experts,
@@ -495,18 +506,18 @@ class MoESymmetricTokenDispatcher(MoEStaticAlltoAllTokenDispatcher, MoEFlexToken
             pg_collection,
             row_alignment=row_alignment,
             transport=transport,
-            # The only layout with the same number of rows for each rank.
+            # The only layout with the same number of rows for every rank.
             layout=padded_rank_rows,
         )
 
 
 class MoEPlannedTokenDispatcher(MoEStaticAlltoAllTokenDispatcher, MoEFlexTokenDispatcher):
-    """Stands for any back end on the device without memory."""
+    """Substitute for any backend on the device without memory."""
 
 
-# --- The registry ---
+# --- Registry ---
 
-# Back ends by the value of --moe-flex-dispatcher-backend.
+# Backends by the value of --moe-flex-dispatcher-backend.
 FLEX_BACKENDS = {
     "deepep": FlexBackend(MoEDeepEPTokenDispatcher, _missing_for_deepep),
     "hybridep": FlexBackend(None, _missing_for_unsupported),

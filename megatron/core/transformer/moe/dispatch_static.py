@@ -1,4 +1,5 @@
-"""Token dispatch into buffers of a fixed size: no shape depends on the routing, and the host reads nothing back.
+"""Token dispatch into buffers of a fixed size: no shape depends on the routing, and the host reads nothing from the
+device.
 
 From top to bottom: the sizes of the buffers, rows in a buffer, the dispatcher that gathers tokens, the rows that a pair
 of ranks exchanges, and the dispatcher that sends rows. Only the device knows how many rows are live.
@@ -71,9 +72,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class StaticBudget:
     """Sizes of the static buffers, and the demand of a routing on them. See [Note: rows of a fixed size].
 
-    factor: multiple of the balanced number of rows. alignment: each expert's rows are padded to a multiple of this;
-    see [Note: row alignment]. num_experts: experts of one rank. num_ranks: ranks of all experts, of which num_shards
-    share each expert.
+    factor: multiple of the balanced number of rows. alignment: each expert's rows are padded to a multiple of this
+    number; see [Note: row alignment]. num_experts: experts per rank. num_ranks: ranks of all experts, of which
+    num_shards share each expert.
     """
 
     factor: float
@@ -85,16 +86,16 @@ class StaticBudget:
 
     @property
     def largest_factor(self) -> float:
-        """The factor with which no routing drops rows, even if all tokens go to one rank. Ignores alignment."""
+        """The factor at which no routing drops rows, even if all tokens go to one rank. Ignores alignment."""
         return self.num_ranks * self._most(1) / self.balanced_rows(1)
 
     def rows_of_rank(self, num_tokens: int) -> int:
-        """Returns C, the rows of one rank's experts; num_tokens: T, of each rank."""
+        """Returns C, the rows of one rank's experts; num_tokens: T, tokens per rank."""
         rows = min(math.ceil(self.balanced_rows(num_tokens) * self.factor), self._most_of_rank(num_tokens))
         return math.ceil(rows / self.alignment) * self.alignment
 
     def rows_of_pair(self, num_tokens: int) -> int:
-        """Returns P, the rows from one rank to another; num_tokens: T, of each rank."""
+        """Returns P, the rows from one rank to another; num_tokens: T, tokens per rank."""
         balanced = self.balanced_rows(num_tokens) / self.num_ranks
         return min(math.ceil(balanced * self.factor), self._most(num_tokens))
 
@@ -112,7 +113,7 @@ class StaticBudget:
         return RowDemand(missing, rows_needed.float() / (balanced or 1), can_lose)
 
     def balanced_rows(self, num_tokens: int) -> int:
-        """Returns the rows of a rank if all ranks receive the same number."""
+        """Returns the rows of a rank if all ranks receive the same number of rows."""
         return num_tokens * self.topk * self.num_shards
 
     def _most_of_rank(self, num_tokens: int) -> int:
@@ -120,7 +121,9 @@ class StaticBudget:
         return self.num_ranks * self._most(num_tokens) + self.num_experts * (self.alignment - 1)
 
     def _most(self, num_tokens: int) -> int:
-        """Returns the most rows that one rank's tokens can need on another; a token chooses an expert at most once."""
+        """Returns the most rows that one rank's tokens can need on another rank; a token chooses an expert at most
+        once.
+        """
         return num_tokens * min(self.topk, self.num_experts)
 
 
@@ -137,7 +140,7 @@ class StaticRows:
     def take(self, tokens: Tensor, probs: Tensor) -> DispatchedTokens:
         """Fills the buffer; tokens: [N, H], probs: [N, K], float -> [C, H] and [C].
 
-        Rows beyond num_rows hold any bytes.
+        Rows beyond num_rows are undefined.
         """
         order = self.order
         rows = gather_live_rows(tokens, order.token_of_row, row_of_slot=order.row_of_slot, num_rows=self.num_rows)
@@ -156,7 +159,7 @@ class StaticRows:
 
 
 class MoEStaticTokenDispatcher(MoETokenDispatcher):
-    """Base class of the static dispatchers: the budget, and rows by expert in the buffer of C rows."""
+    """Base class of the static dispatchers, with the budget and the expert-ordered rows of the C-row buffer."""
 
     def __init__(
         self,
@@ -167,7 +170,10 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
         *,
         row_alignment: int = 1,
     ) -> None:
-        """row_alignment: see [Note: row alignment]."""
+        """Computes the budget from the configuration.
+
+        row_alignment: see [Note: row alignment].
+        """
         super().__init__(config, pg_collection)
         groups = pg_collection or existing_process_groups()
         local = own_experts(num_local_experts, local_expert_indices, config=config, ep_group=groups.ep)
@@ -184,24 +190,24 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
         )
 
     def _record(self, demand: RowDemand, num_tokens: int) -> None:
-        """Keeps the demand of a dispatch for take_demand; num_tokens: T, of each rank."""
+        """Stores the demand of a dispatch for take_demand; num_tokens: T, tokens per rank."""
         self._demand = demand
 
     def set_capacity_factor(self, factor: float) -> None:
-        """Replaces moe_expert_rank_capacity_factor for the following dispatches."""
+        """Replaces moe_expert_rank_capacity_factor for subsequent dispatches."""
         self.budget = replace(self.budget, factor=factor)
 
     def reserve(self, num_tokens: int, *, row_bytes: int) -> None:
-        """Allocates memory that dispatches keep, before a CUDA graph holds one of them. Collective; here it needs none.
+        """Allocates persistent memory of dispatches before a CUDA graph captures one of them. Collective.
 
-        num_tokens: T, of each rank. row_bytes: of one token's H elements. No graph may use the memory of a smaller
-        factor or T any more.
+        num_tokens: T, tokens per rank. row_bytes: size of one token's H elements. Graphs that use the memory of a
+        smaller factor or T must not be replayed any more. The base class needs no memory.
         """
 
     def by_expert(self, expert_indices: Tensor, *, num_tokens: int, first_expert: int = 0) -> StaticRows:
         """Orders rows in the buffer of C rows; expert_indices: [N, K], int64 or int32.
 
-        num_tokens: T, of each rank. first_expert: the index of this rank's first expert.
+        num_tokens: T, tokens per rank. first_expert: the index of this rank's first expert.
         """
         order = order_by_expert(
             expert_indices,
@@ -217,7 +223,7 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
 
 
 class MoEStaticAllGatherTokenDispatcher(MoEStaticTokenDispatcher):
-    """Gathers all tokens on every rank, which keeps the rows of its experts; a single rank gathers nothing."""
+    """Gathers all tokens on every rank, each of which keeps the rows of its experts; a single rank gathers nothing."""
 
     def order_rows(self, tokens: Tensor, routing: Routing) -> tuple[Tensor, StaticRows]:
         """Gathers the choices of all ranks' routers and orders the rows of this rank's experts.
@@ -259,16 +265,16 @@ class MoEStaticAllGatherTokenDispatcher(MoEStaticTokenDispatcher):
         return reduce_scatter_to_sequence_parallel_region(hidden_states, self.group)
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """hidden_states: [T, H], any float dtype. Returns it in the tokens' first shape, [*, H]."""
+        """Reshapes the tokens to their original shape; hidden_states: [T, H], any float dtype. Returns [*, H]."""
         return self._end(hidden_states)
 
 
-# --- The rows that a pair of ranks exchanges ---
+# --- Rows that a pair of ranks exchanges ---
 
 
 @dataclass(frozen=True)
 class RankRows:
-    """Rows by the rank that they are sent to, and by the rank that they arrive from.
+    """Rows grouped by the rank that they are sent to, and by the rank that they arrive from.
 
     sent: this rank's slots in the rows that it sends. experts: [received rows, 1], int32, on the device: the local
     expert of each received row, e for padding. counts: [ranks, e], int64, on the device: slots of each rank for each
@@ -284,7 +290,7 @@ class RankRows:
 
 @dataclass(frozen=True)
 class RankRowSizes:
-    """The ranks of `group`, the experts of each, and the rows of a pair of ranks, P."""
+    """The ranks of `group`, the number of experts per rank, and P, the rows exchanged by a pair of ranks."""
 
     group: dist.ProcessGroup
     num_ranks: int
@@ -292,7 +298,7 @@ class RankRowSizes:
     rows_per_pair: int
 
     def order(self, expert_indices: Tensor) -> StaticOrder:
-        """Gives each rank P rows; expert_indices: [T, K], int64."""
+        """Assigns P rows to each rank; expert_indices: [T, K], int64."""
         return order_by_rank(
             expert_indices,
             self.num_ranks * self.num_experts,
@@ -315,7 +321,7 @@ def rank_row_layout(device: torch.device) -> RankRowLayout:
 
 
 def padded_rank_rows(expert_indices: Tensor, sizes: RankRowSizes) -> RankRows:
-    """Lays out P rows for each rank, filled or not: [ranks * P, H] travels. Collective.
+    """Lays out P rows for each rank, filled or not, so [ranks * P, H] is sent. Collective.
 
     expert_indices: [T, K], int64, over all ranks' experts.
     """
@@ -325,14 +331,14 @@ def padded_rank_rows(expert_indices: Tensor, sizes: RankRowSizes) -> RankRows:
 
 
 def packed_rank_rows_sync(expert_indices: Tensor, sizes: RankRowSizes) -> RankRows:
-    """Lays out the filled rows alone, at most P for each rank. Collective.
+    """Lays out the filled rows only, at most P for each rank. Collective.
 
     expert_indices: [T, K], int64, over all ranks' experts. NOTE: reads counts on the host. They are on the CPU, so
     nothing waits.
     """
     padded = padded_rank_rows(expert_indices, sizes)
     is_sent, is_received = padded.sent.slot_of_row >= 0, padded.experts < sizes.num_experts
-    # One more entry, -1, to which the slots without a row point.
+    # One extra entry, -1, for the slots without a row.
     rows = torch.cat([is_sent.cumsum(0, dtype=torch.int32) - 1, padded.experts.new_full((1,), -1)])
     order = replace(
         padded.sent,
@@ -349,7 +355,7 @@ def packed_rank_rows_sync(expert_indices: Tensor, sizes: RankRowSizes) -> RankRo
 
 @dataclass(frozen=True)
 class StaticExchange:
-    """The orders that the way back undoes.
+    """Row orders of one forward, which combine reverses.
 
     sent: this rank's tokens by receiving rank. num_tokens: T. received: the received rows by expert, None before they
     arrive.
@@ -375,9 +381,10 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
         transport: RowTransport | None = None,
         layout: RankRowLayout | None = None,
     ) -> None:
-        """row_alignment: see [Note: row alignment].
+        """Chooses the layout of rows between ranks.
 
-        transport: None means torch's collectives. layout: None means the device's, see rank_row_layout.
+        row_alignment: see [Note: row alignment]. transport: None means torch's collectives. layout: None means the
+        device's default, see rank_row_layout.
         """
         super().__init__(num_local_experts, local_expert_indices, config, pg_collection, row_alignment=row_alignment)
         self.transport = transport or CollectiveTransport(self.group)
@@ -387,7 +394,7 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
         self.transport.reserve(self.budget.num_ranks * self.budget.rows_of_pair(num_tokens) * row_bytes)
 
     def order_rows(self, tokens: Tensor, routing: Routing) -> tuple[DispatchedTokens, tuple[RankRows, StaticRows]]:
-        """Exchanges numbers of rows and copies tokens into the rows to send; returns those rows and their order.
+        """Exchanges row counts and copies tokens into the rows to send; returns these rows and their order.
 
         tokens: [T, H], any float dtype.
         """
@@ -423,7 +430,7 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
         probs = require_probs(probs)
         exchanges = self._exchange(), self._exchange()
         rows, weights = exchanges[0].start(hidden_states), exchanges[1].start(probs.unsqueeze(1))
-        # Overlaps with the rows that are being sent, in backward too.
+        # Overlaps with the exchange of rows, in backward too.
         self._run_shared_experts()
         return exchanges[0].wait(rows), exchanges[1].wait(weights).squeeze(1)
 
@@ -440,7 +447,7 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
         return rows.hidden_states, received.order.rows_per_group, rows.probs
 
     def _demand_of_both(self, sent: StaticExchange) -> RowDemand:
-        """Returns the larger of the demands on the rows of a pair and on the buffer of this rank.
+        """Returns the larger of the demands on the pairwise rows and on this rank's buffer.
 
         This rank's demand includes slots that were not sent because they exceeded P rows.
         """
@@ -462,9 +469,9 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
     def token_combine(
         self, hidden_states: Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
     ) -> Tensor:
-        """Sends the results back; hidden_states: [*, H] of combine_preprocess, any float dtype. Collective.
+        """Sends the results back; hidden_states: [*, H], the result of combine_preprocess, any float dtype. Collective.
 
-        async_finish, allocate_on_comm_stream: must be True; the process group chooses stream and memory.
+        async_finish, allocate_on_comm_stream: must be True, because the process group chooses stream and memory.
         """
         require_own_stream(f"{type(self).__name__}.token_combine", async_finish, allocate_on_comm_stream)
         rows: RankRows = self._passage.rank_rows
@@ -472,7 +479,7 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
         return back.wait(back.start(hidden_states))
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """Sums each token's rows and returns them in the tokens' first shape: [*, H], any float dtype."""
+        """Sums each token's rows and returns the tokens in their original shape: [*, H], any float dtype."""
         sent: StaticRows = self._passage.sent
         return self._end(sent.give_back(hidden_states))
 
@@ -484,5 +491,7 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
 def require_probs(probs: Tensor | None) -> Tensor:
     """Returns probs: [*], float; raises ValueError for None, since the weights are sent with the rows."""
     if probs is None:
-        raise ValueError("probs is None: give the weights that dispatch_preprocess returned, which rows are sent with")
+        raise ValueError(
+            "probs is None: pass the weights returned by dispatch_preprocess, which are sent with the rows"
+        )
     return probs

@@ -1,14 +1,14 @@
-"""ExpertStep: the record of a step that expert layers with static buffers share, on the device.
+"""ExpertStep: the record of one step, on the device, which the expert layers with static buffers share.
 
 It records whether any buffer dropped rows and how many rows each layer had, and it opens the stash's contexts around
 the experts. training/ begins and ends steps, reads the record, and discards a step that dropped rows. The stash itself
 is in paged_stash/.
 
 [Note: captured experts]
-A CUDA graph replays the device's work of a layer but not the host's. Each captured part of a layer therefore has a
+A CUDA graph replays a layer's device work but not its host work. Each captured part of a layer therefore has a
 CapturedForward. During capture it collects the records that the host would have made: the rows of each layer, as
-tensors in the graph's memory, and the stash's account. `replaying`, `replayed` and `replaying_backward` then do the
-host's work of each replay.
+tensors in the graph's memory, and the stash's account. `replaying`, `replayed` and `replaying_backward` then perform
+the host work of each replay.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,9 +34,9 @@ from megatron.core.transformer.recompute import Recorder
 
 @dataclass
 class CapturedForward:
-    """The host's account of a captured part of a layer. See [Note: captured experts].
+    """Host-side record of a captured part of a layer. See [Note: captured experts].
 
-    stashed: the stash's account, None without a stash. rows: layer number and live rows, [1], int64, on the device, in
+    stashed: the stash's account; None without a stash. rows: layer number and live rows, [1], int64, on the device, in
     the graph's memory.
     """
 
@@ -47,27 +47,29 @@ class CapturedForward:
 class ExpertStep(Recorder, torch.nn.Module):
     """Records the demand and the live rows of a step's expert layers, and runs the experts under the stash.
 
-    A layer creates its own; a trainer replaces it by one for all layers of its rank. Before the first `begin`, live
-    rows are not recorded.
-    rows_missing: [1], int64, the largest number of rows that any buffer lacked; above 0 if rows were dropped.
-    factor_needed: [1], fp32, the smallest moe_expert_rank_capacity_factor that would have dropped none. passes: layer
-    numbers of the forwards, in order; rows: [n], int64, the live rows of each. Neither includes recomputed forwards or
-    forwards without gradients. stash: None if autograd saves whole buffers for backward.
+    Each layer creates its own instance; a trainer replaces it by one instance for all layers of its rank. Live rows are
+    recorded from the first `begin` on.
+
+    rows_missing: [1], int64, the largest number of rows by which any buffer was too small; above 0 if rows were
+    dropped. factor_needed: [1], fp32, the smallest moe_expert_rank_capacity_factor that would have dropped no rows.
+    passes: layer numbers of the forwards, in order; rows: [n], int64, the live rows of each. Neither includes
+    recomputed forwards or forwards without gradients. stash: None if autograd saves whole buffers for backward.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        # Persistent memory, to which CUDA graphs write. Plain attributes, since casts of the model change buffers.
+        # Persistent memory, to which CUDA graphs write. Plain attributes, because casts of the model would convert
+        # buffers.
         self.rows_missing = torch.zeros(1, dtype=torch.int64, device=device)
         self.factor_needed = torch.zeros(1, dtype=torch.float32, device=device)
         self.rows = torch.zeros(0, dtype=torch.int64, device=device)
         self.passes: list[int] = []
         self.stash: PagedStash | None = None
         self._recording, self._has_begun = True, False
-        self._part: CapturedForward | None = None  # while it is being captured
+        self._part: CapturedForward | None = None  # set during capture
 
     def __reduce__(self) -> Any:
-        """Makes a copy of a model start with a new record, which shares nothing with the original's steps."""
+        """Gives a copy of a model a new, empty record that is independent of the original's steps."""
         return ExpertStep, (self.rows.device,)
 
     def begin(self) -> None:
@@ -77,13 +79,13 @@ class ExpertStep(Recorder, torch.nn.Module):
         self.passes, self._has_begun = [], True
 
     def record_demand(self, demand: RowDemand) -> None:
-        """Adds a dispatcher's demand. Raises RuntimeError where rows could be lost and no step has begun."""
+        """Records a dispatcher's demand. Raises RuntimeError if rows could be dropped and no step has begun."""
         if demand.can_lose and not self._has_begun:
             raise RuntimeError(
-                "buffers of moe_expert_rank_capacity_factor may be too small for the routing, and lost rows would go "
-                "unnoticed: train with megatron.training, or call begin() of the layers' expert_step before each step "
-                "and, where rows_missing is above 0 on any rank, retry the step with a larger factor by "
-                "set_capacity_factor of their token_dispatcher; see docs/library.md"
+                "buffers of moe_expert_rank_capacity_factor may be too small for the routing, and dropped rows "
+                "would go unnoticed: train with megatron.training, or call begin() of the layers' expert_step "
+                "before each step and, if rows_missing is above 0 on any rank, retry the step with a larger factor "
+                "by set_capacity_factor of their token_dispatcher; see docs/library.md"
             )
         torch.maximum(self.rows_missing, demand.rows_missing, out=self.rows_missing)
         torch.maximum(self.factor_needed, demand.factor_needed, out=self.factor_needed)
@@ -115,12 +117,12 @@ class ExpertStep(Recorder, torch.nn.Module):
     # Parts in CUDA graphs. See [Note: captured experts].
 
     def new_part(self) -> CapturedForward:
-        """Creates the account of a part that is about to be captured."""
+        """Creates the record of a part that is about to be captured."""
         return CapturedForward(None if self.stash is None else self.stash.new_part())
 
     @contextmanager
     def capturing(self, part: CapturedForward) -> Iterator[None]:
-        """Wraps a part's forward, then its backward, while they are captured."""
+        """Wraps a part's forward, then its backward, during capture."""
         self._part = part
         try:
             if self.stash is None or part.stashed is None:
@@ -148,7 +150,7 @@ class ExpertStep(Recorder, torch.nn.Module):
 
     def _count(self, layer_number: int, num_rows: Tensor) -> None:
         if self._part is not None:
-            # The place in `rows` is a number of the host, so a graph would write to the same place in each replay.
+            # The index into `rows` is a host number, so a graph would write to the same entry in each replay.
             self._part.rows.append((layer_number, num_rows))
             return
         place = len(self.passes)
@@ -160,7 +162,7 @@ class ExpertStep(Recorder, torch.nn.Module):
 
 
 class GraphedExperts(PartParticipant):
-    """Keeps the row counts and the stash of static experts correct while their part runs from graphs."""
+    """Keeps the row counts and the stash of static experts correct while their part runs from CUDA graphs."""
 
     def __init__(self, step_of_layer: Callable[[], ExpertStep | None]) -> None:
         self._step_of_layer = step_of_layer
@@ -175,7 +177,7 @@ class GraphedExperts(PartParticipant):
         return self._step.new_part()
 
     def capturing(self, account: CapturedForward) -> AbstractContextManager[None]:
-        """Records rows and pages of the block in the account, instead of in the current step."""
+        """Redirects the rows and pages recorded inside the block to `account`, instead of the current step."""
         return self._step.capturing(account)
 
     def replaying(self, account: CapturedForward) -> Any:
@@ -193,7 +195,7 @@ class GraphedExperts(PartParticipant):
 
     @property
     def _step(self) -> ExpertStep:
-        # Read each time, since a trainer replaces the layer's own ExpertStep by one for all layers.
+        # Read on each call, because a trainer replaces the layer's own ExpertStep by one for all layers.
         step = self._step_of_layer()
         assert step is not None, "only layers with static buffers have this participant"
         return step

@@ -1,19 +1,19 @@
 """The experts of one rank, over rows that are sorted by expert: GroupedMLP, and its reference SequentialMLP.
 
-GroupedMLP computes all experts by grouped matrix products, SequentialMLP runs one MLP after the other. Below them are
-ExpertShard, which says which experts a rank holds, low-rank adapters of grouped experts, and products over static
-buffers. A token dispatcher (dispatch.py) provides the rows.
+GroupedMLP computes all experts with grouped matrix products; SequentialMLP runs one MLP after the other. The rest of
+the file holds ExpertShard, which describes the experts of a rank, low-rank adapters of grouped experts, and products
+over static buffers. A token dispatcher (dispatch.py) provides the rows.
 
 Shapes: R rows, H hidden, F width of one expert, e experts of this rank, E experts of all ranks, r width of adapters.
 
 [Note: static experts]
-With moe_expert_rank_capacity_factor the rows lie in a buffer of C rows. R of them are live, and only the device knows
-R. The products read R from the offsets on the device. The activation receives it as num_rows and is an operator of the
-stash, since a plain activation would compute all C rows. Rows from R on hold any bytes, and so do their gradients.
-A stash saves the live rows for backward in pages. If the pool has no pages left, it drops tensors that backward can
-recompute: first act, from gate_up and the weights, then gate_up, from the rows. `_static_forward` declares the rows to
-the stash and tells it how to recompute them. A recomputed gate_up has the same bits, because recompute_gate_up runs the
-same operations in the same order as `_static_fc1`.
+With moe_expert_rank_capacity_factor the rows are stored in a buffer of C rows. R of them are live, and only the device
+knows R. The products read R from the offsets on the device. The activation receives R as num_rows and is an operator of
+the stash, because a plain activation would compute all C rows. Rows from R on are undefined, and so are their
+gradients. A stash saves the live rows for backward in pages. If the pool has no pages left, it drops tensors that
+backward can recompute: first act, from gate_up and the weights, then gate_up, from the rows. `_static_forward`
+registers the rows with the stash, together with functions that recompute them. A recomputed gate_up is bit-identical,
+because recompute_gate_up runs the same operations in the same order as `_static_fc1`.
 """
 
 import math
@@ -64,14 +64,14 @@ _BIAS1, _BIAS2 = "linear_fc1.bias", "linear_fc2.bias"
 
 @dataclass
 class GroupedMLPSubmodules:
-    """Specs of the low-rank adapters of both products; None: no adapter."""
+    """Specs of the low-rank adapters of both products; None means no adapter."""
 
     linear_fc1: Any = None
     linear_fc2: Any = None
 
 
 class GroupedMLP(MegatronModule):
-    """All experts of a rank by grouped matrix products.
+    """All experts of a rank, computed with grouped matrix products.
 
     1. fc1, a product for each expert: rows [R, H] -> gate_up [R, 2F] (F without a gated activation).
     2. The activation, times the routing weight of each row: act [R, F].
@@ -94,10 +94,11 @@ class GroupedMLP(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
         name: str | None = None,
     ) -> None:
-        """submodules: adapters of the products; the products themselves cannot be replaced.
+        """Allocates the weights and builds the adapters.
 
-        pg_collection: the groups of this rank; None means those of parallel_state, if there are any. name: for users'
-        own records. Raises ValueError for submodules that are no adapters.
+        submodules: adapters of the products; the products themselves cannot be replaced. pg_collection: the groups of
+        this rank; None means the groups of parallel_state, if there are any. name: for users' own records. Raises
+        ValueError for submodules other than adapters.
         """
         super().__init__(config)
         self.name = name
@@ -110,7 +111,7 @@ class GroupedMLP(MegatronModule):
         is_static = config.moe_expert_rank_capacity_factor is not None
         self.static_activation = static_activation(config) if is_static else None
         hidden = config.hidden_size
-        # These are Megatron's shapes. The memory is that of [e, H, 2F] and [e, F, H].
+        # Megatron's shapes. The memory layout is [e, H, 2F] and [e, F, H].
         self.weight1 = empty_parameter(hidden, num_local_experts * self.fc1_width, config=config)
         self.weight2 = empty_parameter(num_local_experts * self.ffn_hidden_size, hidden, config=config)
         set_tensor_model_parallel_attributes(self.weight1, True, 1, 1)
@@ -134,15 +135,15 @@ class GroupedMLP(MegatronModule):
         kind = get_module(spec)
         if not (isinstance(kind, type) and issubclass(kind, ExpertAdapter)):
             raise ValueError(
-                f"submodules has {kind!r}: the experts multiply by grouped products of their own, so that linear_fc1 "
-                "and linear_fc2 must be None or ExpertAdapter; use SequentialMLP for linear layers of another class"
+                f"submodules has {kind!r}: GroupedMLP uses its own grouped products, so linear_fc1 and linear_fc2 "
+                "must be None or ExpertAdapter; use SequentialMLP for linear layers of another class"
             )
         return build_module(spec, self.shard, self.num_local_experts, config=self.config, sizes=sizes)
 
     def init_methods(self) -> dict[str, InitMethod]:
         """Returns the init methods of this module's own parameters, by name."""
         assert self.config.init_method is not None and self.config.output_layer_init_method is not None
-        # The matrices of one expert, of all the ranks that share it.
+        # Logical matrices of one expert, over all ranks that share it.
         parts, hidden = self.shard.num_parts, self.config.hidden_size
         methods = {
             "weight1": init_of_matrix(self.config.init_method, parts * self.fc1_width, hidden),
@@ -160,16 +161,17 @@ class GroupedMLP(MegatronModule):
         *,
         group: StashGroup | None = None,
     ) -> tuple[Tensor, None]:
-        """Computes the weighted results of rows, and no bias that is still to be added.
+        """Computes the weighted results of rows. The bias is already included.
 
         permuted_local_hidden_states: [R, H], parameter dtype; tokens_per_expert: [e], int64, on the device;
         permuted_probs: [R], fp32 or parameter dtype. output_buffer, grad_input_buffer: must be None. group: saves the
-        rows of a static buffer for backward. Returns [R, H], parameter dtype. With a static buffer, C replaces R.
+        rows of a static buffer for backward. Returns [R, H], parameter dtype, and None for the bias. With a static
+        buffer, C replaces R.
         """
         if output_buffer is not None or grad_input_buffer is not None:
             require_defaults(
                 "GroupedMLP.forward",
-                "results and gradients are written to tensors of their own",
+                "results and gradients are written to newly allocated tensors",
                 output_buffer=(output_buffer, None),
                 grad_input_buffer=(grad_input_buffer, None),
             )
@@ -203,10 +205,10 @@ class GroupedMLP(MegatronModule):
 
     @property
     def _bias2_share(self) -> float:
-        # Each rank of an expert holds all of bias2 and adds a share, since the results of these ranks are summed.
+        # Each rank of an expert holds all of bias2 and adds its share, because the results of these ranks are summed.
         return 1 / self.shard.num_parts
 
-    # The same over a static buffer. See [Note: static experts].
+    # The same computation over a static buffer. See [Note: static experts].
 
     def _static_forward(
         self, rows: Tensor, weights: Tensor, *, offsets: Tensor, form: ActivationForm, group: StashGroup | None
@@ -224,8 +226,9 @@ class GroupedMLP(MegatronModule):
         if group is not None:
             group.rows(gate_up, *low)
 
-        # num_rows is an argument: a runner that computes the part again keeps its arguments as autograd keeps saved
-        # tensors, and CUDA graphs keep their memory. Nobody would keep the memory of a tensor in a closure.
+        # num_rows is passed as an argument: a runner that recomputes the part saves its arguments for backward as
+        # autograd does, and CUDA graphs keep their memory alive. Nothing would keep the memory of a tensor in a closure
+        # alive.
         def activation(gate_up: Tensor, weights: Tensor, num_rows: Tensor) -> Tensor:
             return gated_activation(gate_up, weights, num_rows=num_rows, **fields)
 
@@ -245,9 +248,9 @@ class GroupedMLP(MegatronModule):
 
     @part("expert_fc1")
     def _static_fc1(self, rows: Tensor, *, offsets: Tensor, is_recomputed: bool) -> tuple[Tensor, ...]:
-        """Returns gate_up [C, 2F] and, with an adapter, the product of the rows with its A [C, r].
+        """Computes gate_up [C, 2F] and, with an adapter, the product of the rows with its A [C, r].
 
-        is_recomputed: a stash may compute gate_up again.
+        is_recomputed: whether a stash may recompute gate_up.
         """
         product = _product(rows, self.weight1, offsets=offsets, is_static=True, is_recomputed=is_recomputed)
         if self.bias1 is not None:
@@ -281,7 +284,7 @@ class GroupedMLP(MegatronModule):
         all_experts, first = self.shard.num_experts, self.shard.first_expert
         all_ffn, first_ffn = ffn * self.shard.num_parts, ffn * self.shard.part
         halves = (".gate", ".up") if self.config.gated_linear_unit else ("",)
-        # Stored with the output before the input, as in dense layers and Hugging Face: a transposed view.
+        # Stored as [output, input], as in dense layers and Hugging Face: a transposed view.
         fc1_stride = (hidden * self.fc1_width, 1, self.fc1_width)
         pieces = {
             "weight1": [
@@ -319,7 +322,7 @@ class GroupedMLP(MegatronModule):
         return {**pieces, "bias1": gate_up, "bias2": [bias2]}
 
     def weight_matrices(self) -> dict[str, list[MatrixWindow]]:
-        """Returns the windows of each expert's fc1 (gate over up) and fc2, which are stored transposed."""
+        """Returns the windows of each expert's fc1 (gate, then up) and fc2, which are stored transposed."""
         hidden, ffn, width = self.config.hidden_size, self.ffn_hidden_size, self.fc1_width
         experts = range(self.num_local_experts)
         return {
@@ -328,12 +331,12 @@ class GroupedMLP(MegatronModule):
         }
 
 
-# Megatron's name for grouped experts. There it is a module of Transformer Engine, here this framework's own.
+# Megatron's name for grouped experts. There it is a Transformer Engine module, here this framework's own.
 TEGroupedMLP = GroupedMLP
 
 
 class SequentialMLP(MegatronModule):
-    """One MLP for each expert, run one after the other: the reference for GroupedMLP."""
+    """One MLP for each expert, run one after the other: the reference implementation for GroupedMLP."""
 
     def __init__(
         self,
@@ -343,9 +346,10 @@ class SequentialMLP(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
         name: str | None = None,
     ) -> None:
-        """pg_collection: the groups of this rank; None means those of parallel_state, if there are any.
+        """Builds an MLP for each expert.
 
-        name: for users' own records.
+        pg_collection: the groups of this rank; None means the groups of parallel_state, if there are any. name: for
+        users' own records.
         """
         super().__init__(config)
         self.name = name
@@ -357,25 +361,25 @@ class SequentialMLP(MegatronModule):
         mark_experts(self)
         for bias in (expert.linear_fc2.bias for expert in experts):
             if bias is not None and self.shard.num_parts > 1:
-                # Each rank of an expert holds the whole bias and adds a share of it in forward. The gradient of the
-                # whole bias is num_parts times the gradient of the share.
+                # Each rank of an expert holds the whole bias and adds its share in forward. The gradient of the whole
+                # bias is num_parts times the gradient of the share.
                 bias.register_hook(partial(torch.mul, self.shard.num_parts))
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """Computes the weighted results of rows, and no bias that is still to be added.
+        """Computes the weighted results of rows. The bias is already included.
 
         permuted_local_hidden_states: [R, H], parameter dtype; tokens_per_expert: [e], int64, on the device;
-        permuted_probs: [R], fp32 or parameter dtype. Returns [R, H], parameter dtype.
+        permuted_probs: [R], fp32 or parameter dtype. Returns [R, H], parameter dtype, and None for the bias.
         """
         sizes = _counts_sync(tokens_per_expert)
-        # An expert without tokens runs on zero rows, so that its parameters get gradients, which are zero.
+        # An expert without tokens runs on zero rows, so that its parameters receive zero gradients.
         inputs, weights = permuted_local_hidden_states.split(sizes), permuted_probs.split(sizes)
         outputs = []
         for expert, rows, scale in zip(self.local_experts, inputs, weights, strict=True):
             output, bias = expert(rows, scale)
-            # Each rank of an expert adds a share of the bias, since the results of these ranks are summed.
+            # Each rank of an expert adds its share of the bias, because the results of these ranks are summed.
             outputs.append(output if bias is None else output + bias / self.shard.num_parts)
         return torch.cat(outputs), None
 
@@ -388,7 +392,7 @@ class SequentialMLP(MegatronModule):
         }
 
     def _of_expert(self, part: LogicalPiece, index: int, *, prefix: str) -> LogicalPiece:
-        """Turns the piece of one expert's tensor into a row of the stacked tensor."""
+        """Turns one expert's piece into a row of the stacked tensor."""
         return LogicalPiece(
             key=prefix + part.key,
             shape=(1, *part.shape),
@@ -405,14 +409,14 @@ def _counts_sync(tokens_per_expert: Tensor) -> list[int]:
     return counts
 
 
-# --- Which experts a rank holds ---
+# --- Experts of a rank ---
 
 
 @dataclass(frozen=True)
 class ExpertShard:
-    """The experts that a rank holds, starting at first_expert, and which of num_parts parts of each it holds.
+    """The experts that a rank holds, from first_expert on, and which of num_parts parts of each expert.
 
-    num_experts: experts of the whole layer.
+    num_experts: number of experts in the layer.
     """
 
     num_experts: int
@@ -432,7 +436,7 @@ class ExpertShard:
 
 
 def mark_experts(experts: nn.Module) -> None:
-    """Marks every parameter as an expert's, whose gradient is summed over the ranks with the same experts."""
+    """Marks every parameter as an expert parameter, whose gradient is summed over the ranks with the same experts."""
     for parameter in experts.parameters():
         mark_expert(parameter)
 
@@ -441,16 +445,19 @@ def mark_experts(experts: nn.Module) -> None:
 
 
 class ExpertAdapter(MegatronModule):
-    """The low-rank adapters of all experts of a rank for one of the products. Adds alpha / r B A x to the product.
+    """Low-rank adapters of all experts of a rank for one of the two products. Adds alpha / r B A x to the product.
 
     lora_a: [e, I, r], random; lora_b: [e, r, O], initially zero. I and O are the widths of the product's input and
-    output. Checkpoint keys are the same as for adapters of sequential experts. lora.py has adapters of linear layers.
+    output. Checkpoint keys are the same as for adapters of sequential experts. Adapters of linear layers are in
+    lora.py.
     """
 
     def __init__(
         self, shard: ExpertShard, num_local_experts: int, *, config: TransformerConfig, sizes: tuple[int, int]
     ) -> None:
-        """sizes: I and O, which is 2F for a gated fc1. Raises ValueError for experts that are split over ranks."""
+        """Allocates A and B; sizes: I and O, which is 2F for a gated fc1. Raises ValueError for experts split over
+        ranks.
+        """
         super().__init__(config)
         require_whole_experts(shard.num_parts)
         rank, self.scale = rank_and_scale(config)
@@ -464,7 +471,7 @@ class ExpertAdapter(MegatronModule):
         return {"lora_a": init_of_a(self.sizes[0]), "lora_b": ConstantInit(0)}
 
     def forward(self, product: Tensor, rows: Tensor, *, offsets: Tensor) -> Tensor:
-        """Adds to the product in place and returns it.
+        """Adds the adapter's result to the product in place and returns it.
 
         product: [R, O], the weights' product with rows: [R, I], both parameter dtype; offsets: [e], int32, on the
         device: the end of each expert's rows.
@@ -473,9 +480,10 @@ class ExpertAdapter(MegatronModule):
         return add_low_rank(product, low, weight=self.lora_b, offsets=offsets, scale=self.scale)
 
     def pieces(self, key: str, halves: tuple[str, ...]) -> dict[str, list[LogicalPiece]]:
-        """Returns this rank's pieces of the stored tensors, output before input: A [E, r, I], and B [E, O, r].
+        """Returns this rank's pieces of the stored tensors, as [output, input]: A [E, r, I], and B [E, O, r].
 
-        key: the linear layer's name with a trailing dot. halves: suffixes of B, which is stored as one tensor for each.
+        key: the linear layer's name with a trailing dot. halves: suffixes of B, which is stored as one tensor per
+        suffix.
         """
         (inputs, outputs), rank, experts = self.sizes, self.rank, self.num_local_experts
         all_experts, first = self.shard.num_experts, self.shard.first_expert
@@ -513,7 +521,7 @@ class ExpertAdapter(MegatronModule):
 
 # --- Static buffers: activations and products of live rows ---
 
-# (activation_func, gated_linear_unit) -> the name of this combination in the kernels.
+# (activation_func, gated_linear_unit) -> the kernels' name for this combination.
 _ACTIVATIONS = {
     (F.silu, True): "swiglu",
     (F.gelu, True): "geglu",

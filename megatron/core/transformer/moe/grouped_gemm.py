@@ -1,13 +1,13 @@
-"""Grouped matrix products: rows that are sorted by expert, times the matrix of their expert. experts.py uses them.
+"""Grouped matrix products: rows that are sorted by expert, times the matrix of their expert. Used by experts.py.
 
 Shapes: R rows, e experts, I and O the widths of input and output rows.
 
-[Note: kernels of products] torch's grouped_mm is the faster one where it has a kernel: for bf16 on GPUs of generations
-9 and 10, for widths that 8 divides. Elsewhere it reads the offsets on the host, which makes each layer wait for the
-device and cannot be captured, so the Triton kernel of the stash (triton_grouped_gemm.py) multiplies fp32, fp16 and bf16
-there. It also multiplies what a stash may have to recompute, with the same bits, and on a GPU it adds gradients of
-weights to the memory of their owner, whichever kernel multiplied: torch's would write a tensor of the weights' size in
-between. fp64 on a GPU waits for the device.
+[Note: kernels of products] torch's grouped_mm is faster where it has a kernel: for bf16 on GPUs of compute capability 9
+and 10, with widths divisible by 8. Elsewhere it reads the offsets on the host, which makes each layer wait for the
+device and cannot be captured, so the Triton kernel of the stash (triton_grouped_gemm.py) handles fp32, fp16 and bf16
+there. That kernel also computes products that a stash may have to recompute, with identical bits. On a GPU it
+accumulates weight gradients directly into the memory of their owner, whichever kernel ran the forward. torch's kernel
+would first write a temporary of the weights' size. fp64 on a GPU synchronizes with the device.
 """
 
 import enum
@@ -43,12 +43,12 @@ def product_kernel(
     """Chooses the kernel of a product of rows and weights.
 
     widths: of input and output rows. is_static: rows are in a static buffer. is_recomputed: a stash may recompute the
-    product and needs the same bits.
+    product, which must be bit-identical.
     """
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return ProductKernel.TORCH
     if device.type == "meta" and is_static:
-        return ProductKernel.STASH  # torch's takes no other dtype than bf16 there
+        return ProductKernel.STASH  # torch's kernel supports only bf16 there
     if device.type != "cuda" or not HAS_TRITON:
         return ProductKernel.TORCH
     is_fast = dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (9, 10)
@@ -69,8 +69,8 @@ def grouped_gemm(
 
     rows: [R, I], sorted by expert; weight: any shape with the memory of [e, I, O], same float dtype; offsets: [e],
     int32, on the device: the end of each expert's rows. kernel: see product_kernel. Returns [R, O], same dtype. Rows
-    after the last expert's are not read; the result and the gradient hold any bytes there. NOTE: on a GPU, fp64 waits
-    for the device, and so do kernels of torch other than that for bf16.
+    after the last expert's are not read; the result and the gradient are undefined there. NOTE: on a GPU, fp64
+    synchronizes with the device, and so do all torch kernels except the bf16 one.
     """
     if kernel is ProductKernel.STASH or has_grad_owner(weight):
         output: Tensor = _GroupedGemm.apply(rows, weight, offsets, kernel)
@@ -81,7 +81,7 @@ def grouped_gemm(
 class _GroupedGemm(torch.autograd.Function):
     """Grouped product whose backward passes the weight's gradient to its owner, if it has one.
 
-    With torch's kernel it supports double backward.
+    torch's kernel supports double backward.
     """
 
     @staticmethod
@@ -94,12 +94,12 @@ class _GroupedGemm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         if ctx.kernel is ProductKernel.STASH and torch.is_grad_enabled():
-            raise RuntimeError("the stash's kernel of grouped products has no second derivative: call backward once")
+            raise RuntimeError("the stash's grouped product kernel has no second derivative: call backward only once")
         rows, weight, offsets = ctx.saved_tensors
         grad_rows = grad_weight = None
         if weight is not None:
             matrices = weight.view(offsets.shape[0], -1, grad.shape[1]).transpose(1, 2)
-            # Nothing recomputes gradients.
+            # Gradients are never recomputed.
             kernel = product_kernel(grad.dtype, grad.device, widths=tuple(matrices.shape[1:]), is_static=True)
             grad_rows = _multiply(grad, matrices, offsets=offsets, kernel=kernel)
         if rows is not None:
@@ -110,7 +110,7 @@ class _GroupedGemm(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _ExpertGrads:
-    """WeightGrad, computed from rows: [R, I], and the output's gradient: [R, O]. shape: the weight's."""
+    """A WeightGrad computed from rows: [R, I], and the output's gradient: [R, O]. shape: the weight's."""
 
     rows: Tensor
     grad: Tensor
@@ -165,14 +165,15 @@ def _multiply(
     rows: Tensor, matrices: Tensor, *, offsets: Tensor, kernel: ProductKernel = ProductKernel.TORCH
 ) -> Tensor:
     if rows.shape[0] == 0:
-        # No expert of this rank has a row. All gradients must be zeros; torch's grouped product fails here (2.13).
+        # No expert of this rank has a row. All gradients must be zero; torch's grouped product fails in this case
+        # (2.13).
         return rows @ matrices[0]
     if kernel is ProductKernel.STASH:
         out = rows.new_empty(rows.shape[0], matrices.shape[2])
         ops.grouped_gemm(rows, matrices, offsets=offsets, out=out)
         return out
     if rows.dtype == torch.float64:
-        # torch's grouped product does not support fp64 (2.13), which is used as a reference only.
+        # torch's grouped product does not support fp64 (2.13), which serves as a reference only.
         products = [part @ matrix for part, matrix in zip(_split_sync(rows, offsets), matrices)]
         return F.pad(torch.cat(products), (0, 0, 0, len(rows) - sum(map(len, products))))
     return F.grouped_mm(rows, matrices, offs=offsets)

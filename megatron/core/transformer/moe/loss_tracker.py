@@ -1,8 +1,8 @@
-"""The losses of all routers of this process under Megatron's names: values by layer, which a script may read and log.
+"""Losses of all routers of this process under Megatron's names, by layer, for scripts to read and log.
 
-Recorders (aux_losses.py) belong to models. A script that logs the losses itself does not know them, so each recorder
-adds itself to default_tracker(), which reads them when asked. Losses that a module of the user's own saves are kept
-here. The functions of moe_utils are thin over this.
+Recorders (aux_losses.py) belong to models. A script that logs the losses itself has no access to them, so each recorder
+registers with default_tracker(), which reads it on request. Losses saved by users' own modules are stored here. The
+functions of moe_utils are thin wrappers.
 """
 
 import weakref
@@ -21,7 +21,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection, group_si
 
 
 class LossRecorder(ABC):
-    """A recorder of a model chunk's losses, as the tracker reads it; recorded_names: since it was made."""
+    """Interface through which the tracker reads a recorder of a model chunk's losses.
+
+    recorded_names: names recorded since the recorder was created.
+    """
 
     recorded_names: set[str]
 
@@ -35,12 +38,12 @@ class LossRecorder(ABC):
 
     @abstractmethod
     def set_backward_scale(self, scale: Tensor) -> None:
-        """Sets the factor of the losses' gradients; scale: scalar or [1], any float dtype."""
+        """Sets the gradient factor of the losses; scale: scalar or [1], any float dtype."""
 
 
 @dataclass
 class TrackedLoss:
-    """Sums of one loss by layer: [L], float. The ranks that sum and that average it; None means none.
+    """Sums of one loss by layer: [L], float, and the ranks that sum and that average it; None means no ranks.
 
     reduce_group_has_dp: whether reduce_group covers the data-parallel ranks, which then do not average it again.
     """
@@ -52,9 +55,9 @@ class TrackedLoss:
 
 
 class AuxLossTracker:
-    """Losses by name: saved ones, plus those of all live recorders.
+    """Losses by name: the saved ones, plus the losses of all live recorders.
 
-    scale: the factor of auxiliary losses' gradients that was set last: scalar or [1], float, on the device.
+    scale: the most recent gradient factor of auxiliary losses: scalar or [1], float, on the device.
     """
 
     def __init__(self) -> None:
@@ -63,11 +66,11 @@ class AuxLossTracker:
         self._saved: dict[str, TrackedLoss] = {}
 
     def watch(self, recorder: LossRecorder) -> None:
-        """Adds a recorder, which is not kept alive."""
+        """Registers a recorder, without keeping it alive."""
         self._recorders.add(recorder)
 
     def set_scale(self, scale: Tensor) -> None:
-        """Sets the factor of gradients, of all recorders too; scale: scalar or [1], any float dtype."""
+        """Sets the gradient factor, also in all recorders; scale: scalar or [1], any float dtype."""
         for recorder in self._recorders:
             recorder.set_backward_scale(scale)
         self.scale = scale
@@ -92,7 +95,7 @@ class AuxLossTracker:
         tracked.reduce_group_has_dp = reduce_group_has_dp
 
     def entry(self, name: str, num_layers: int, *, device: torch.device | None = None) -> TrackedLoss:
-        """Returns the saved losses of a name, zeros for a new one, with num_layers layers at least."""
+        """Returns the saved losses of a name, for at least num_layers layers; a new name starts at zero."""
         if name not in self._saved:
             self._saved[name] = TrackedLoss(
                 torch.zeros(num_layers, dtype=torch.float32, device=device or default_device())
@@ -103,7 +106,7 @@ class AuxLossTracker:
         return tracked
 
     def losses(self) -> dict[str, TrackedLoss]:
-        """Returns all losses by name. Values that a recorder has are copies."""
+        """Returns all losses by name. Values read from recorders are copies."""
         found = dict(self._saved)
         for name, values in self._recorded().items():
             saved = found.get(name)
@@ -111,14 +114,14 @@ class AuxLossTracker:
         return found
 
     def clear(self) -> None:
-        """Sets all losses to zero, in the recorders too."""
+        """Sets all losses to zero, including those in the recorders."""
         for recorder in self._recorders:
             recorder.forget_losses()
         for tracked in self._saved.values():
             tracked.values.zero_()
 
     def reduce(self, names: Iterable[str] | None, groups: ProcessGroupCollection) -> None:
-        """Sums and averages losses over the ranks, in place. Takes them from the recorders. Collective.
+        """Sums and averages losses over the ranks, in place. Clears them in the recorders. Collective.
 
         names: None means all. Pipeline stages have different layers, whose values are summed. A recorder's values are
         averaged over all ranks that see different tokens or parts of sequences.
@@ -128,7 +131,7 @@ class AuxLossTracker:
             recorder.forget_losses()
         for name, values in recorded.items():
             tracked = self.entry(name, len(values), device=values.device)
-            # The recorders' values are whole losses of this rank's part, so that their mean is the loss.
+            # The recorders' values are whole losses of this rank's part, so their mean is the loss.
             tracked.values = tracked.values + _mean(values.to(tracked.values.dtype), groups.tp_dp_cp)
             tracked.reduce_group, tracked.avg_group, tracked.reduce_group_has_dp = None, None, True
         for name in self._saved if names is None else names:

@@ -31,7 +31,7 @@ class ExpertsInterface(Protocol):
     def forward(
         self, dispatched_input: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor, /
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the weighted results of rows [R, H], and None: a bias must be added already.
+        """Returns the weighted results of rows [R, H], and None: any bias must already be added.
 
         dispatched_input: [R, H], parameter dtype, sorted by expert; tokens_per_expert: [e], int64, on the device;
         permuted_probs: [R], the weight of each row.
@@ -44,14 +44,16 @@ class ExpertsBuilder(Protocol):
     def __call__(
         self, num_local_experts: int, config: TransformerConfig, /, *, pg_collection: ProcessGroupCollection
     ) -> ExpertsInterface:
-        """num_local_experts: e. pg_collection: the groups of this rank."""
+        """Builds e experts; num_local_experts: e. pg_collection: the groups of this rank."""
 
 
 class SharedExpertsInterface(Protocol):
     """The shared expert, as MoELayer calls it."""
 
     def forward(self, hidden_states: Tensor, /) -> Tensor | tuple[Tensor, Tensor | None]:
-        """hidden_states: [T, H], parameter dtype. Returns [T, H], same dtype, alone or with a bias to add."""
+        """Runs the shared expert; hidden_states: [T, H], parameter dtype. Returns [T, H], optionally with a bias to
+        add.
+        """
 
 
 class SharedExpertsBuilder(Protocol):
@@ -60,20 +62,20 @@ class SharedExpertsBuilder(Protocol):
     def __call__(
         self, *, config: TransformerConfig, gate: bool, pg_collection: ProcessGroupCollection
     ) -> SharedExpertsInterface:
-        """gate: whether its result is multiplied with a gate. pg_collection: the groups of this rank."""
+        """Builds the module; gate: whether a gate multiplies its result. pg_collection: the groups of this rank."""
 
 
 class RouterInterface(Protocol):
-    """A router, as MoELayer calls it. One that is given padding also takes padding_mask after `input`."""
+    """A router, as MoELayer calls it. If the layer is given padding, it passes padding_mask after `input`."""
 
     def forward(self, input: Tensor, /) -> Sequence[Tensor]:
         """Routes tokens: [S, B, H], parameter dtype.
 
-        Returns weights [T, E], float, 0 where not chosen, and the chosen [T, E], bool; or a Routing.
+        Returns weights [T, E], float, 0 where not chosen, and the choice [T, E], bool; or a Routing.
         """
 
     def set_layer_number(self, layer_number: int) -> None:
-        """layer_number: of its layer, from 1."""
+        """Sets the number of its layer; layer_number: from 1."""
 
 
 class RouterBuilder(Protocol):
@@ -82,12 +84,12 @@ class RouterBuilder(Protocol):
     def __call__(
         self, config: TransformerConfig, /, pg_collection: ProcessGroupCollection, is_mtp_layer: bool = False
     ) -> RouterInterface:
-        """pg_collection: the groups of this rank. is_mtp_layer: whether the layer predicts further tokens."""
+        """Builds the router; pg_collection: the groups of this rank. is_mtp_layer: whether it is in an MTP layer."""
 
 
 @dataclass
 class MoESubmodules:
-    """The experts that the router chooses from, the shared expert, and the router: classes or specs of them."""
+    """Classes or specs of the routed experts, the shared expert, and the router."""
 
     experts: Any = None
     shared_experts: Any = None
@@ -95,7 +97,7 @@ class MoESubmodules:
 
 
 class BaseMoELayer(MegatronModule, ABC):
-    """The ranks' share of the experts, and the number of the layer; subclasses build router, experts and dispatcher."""
+    """Holds this rank's experts and the layer number; subclasses build the router, experts and dispatcher."""
 
     has_experts = True
 
@@ -106,9 +108,10 @@ class BaseMoELayer(MegatronModule, ABC):
         pg_collection: ProcessGroupCollection | None = None,
         is_mtp_layer: bool = False,
     ) -> None:
-        """layer_number: from 1, under which the router records its losses; a model sets it when it builds its layers.
+        """Determines this rank's experts.
 
-        pg_collection: the groups of this rank; None means the groups of parallel_state, if there are any.
+        layer_number: from 1, the number under which the router records its losses; a model sets it when it builds its
+        layers. pg_collection: the groups of this rank; None means the groups of parallel_state, if there are any.
         is_mtp_layer: whether the layer predicts further tokens; passed on to the router.
         """
         super().__init__(config)
@@ -127,10 +130,13 @@ class BaseMoELayer(MegatronModule, ABC):
 
     @abstractmethod
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
-        """hidden_states: [S, B, H], parameter dtype. Returns [S, B, H], same dtype, and a bias to add, or None."""
+        """Runs the layer; hidden_states: [S, B, H], parameter dtype.
+
+        Returns [S, B, H], same dtype, and a bias to add, or None.
+        """
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Sets the number of the layer, from 1, and of its router."""
+        """Sets the number of the layer, from 1, also for its router."""
         self.layer_number = layer_number
         self.router.set_layer_number(layer_number)
 
@@ -148,7 +154,7 @@ class MoELayer(BaseMoELayer):
        in step 3, while rows are sent; see [Note: overlapped exchanges] in dispatch_alltoall.py.
 
     R is T x K on a single rank without a capacity. Methods that are decorated with `part` may be recomputed, offloaded,
-    or replayed from CUDA graphs. Between steps 2 and 6 the dispatcher keeps the order of the rows.
+    or replayed from CUDA graphs. Between steps 2 and 6 the dispatcher stores the order of the rows.
     """
 
     def __init__(
@@ -160,9 +166,9 @@ class MoELayer(BaseMoELayer):
         is_mtp_layer: bool = False,
         name: str | None = None,
     ) -> None:
-        """Builds the layer; the arguments are those of BaseMoELayer, and name, for users' own records.
+        """Builds the layer; the arguments are those of BaseMoELayer, plus a name for users' own records.
 
-        Raises ValueError without submodules, and where they lack the experts that the configuration needs.
+        Raises ValueError without submodules, or if they lack the experts that the configuration needs.
         """
         if submodules is None or submodules.experts is None:
             raise ValueError(
@@ -196,14 +202,14 @@ class MoELayer(BaseMoELayer):
     ) -> tuple[Tensor, Tensor | None]:
         """Runs the steps; hidden_states: [S, B, H], parameter dtype.
 
-        padding_mask: [B, S], bool, or None: True for tokens that losses and loads do not count; they are routed as
-        others are. intermediate_tensors: must be None. Returns [S, B, H], same dtype, and a bias to add, or None.
-        Raises ValueError for a mask of another shape.
+        padding_mask: [B, S], bool, or None: True for tokens that losses and loads ignore; they are still routed.
+        intermediate_tensors: must be None. Returns [S, B, H], same dtype, and a bias to add, or None. Raises ValueError
+        for a mask of another shape.
         """
         if intermediate_tensors is not None:
             require_defaults(
                 "MoELayer.forward",
-                "a CUDA graph runs parts of the layer inside its forward, which therefore never resumes in the middle",
+                "a CUDA graph runs parts of the layer inside its forward, so the forward never resumes in the middle",
                 intermediate_tensors=(intermediate_tensors, None),
             )
         if padding_mask is not None:
@@ -219,10 +225,10 @@ class MoELayer(BaseMoELayer):
     def router_and_preprocess(
         self, hidden_states: Tensor, padding_mask: Tensor | None = None, *, tokens: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Runs `route` and `preprocess`, as one part; hidden_states: [S, B, H], parameter dtype.
+        """Runs `route` and `preprocess` as one part; hidden_states: [S, B, H], parameter dtype.
 
-        padding_mask: as of `route`. tokens: hidden_states as [T, H], the view that the shared expert reads too. Returns
-        what `preprocess` returns.
+        padding_mask: see `route`. tokens: hidden_states as [T, H], the view that the shared expert reads too. Returns
+        the result of `preprocess`.
         """
         ordered = self._route_and_order(hidden_states, padding_mask)
         begun: tuple[Tensor, Tensor] = self.token_dispatcher.begin(hidden_states if tokens is None else tokens, ordered)
@@ -236,7 +242,7 @@ class MoELayer(BaseMoELayer):
     def route(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> Routing:
         """Runs the router; hidden_states: [S, B, H], parameter dtype; padding_mask: [S, B], bool, see forward.
 
-        Returns a Routing, which unpacks as weights [T, E], fp32 (fp64 in fp64 models), and the chosen [T, E], bool.
+        Returns a Routing, which unpacks as weights [T, E], fp32 (fp64 in fp64 models), and the choice [T, E], bool.
         """
         weights, indices, has_absent = self._run_router(hidden_states, padding_mask)
         return Routing(weights, indices, self.config.num_moe_experts or 0, has_absent)
@@ -246,21 +252,21 @@ class MoELayer(BaseMoELayer):
         masks = () if padding_mask is None else (padding_mask,)
         routed = self.router(hidden_states, *masks)
         if not isinstance(routed, Routing):
-            # A router of the user's own.
+            # A router provided by the user.
             routed = Routing.of(*routed, num_experts=self.config.num_moe_experts)
         return routed.weights, routed.indices, routed.has_absent
 
     def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
-        """Orders rows; hidden_states: [S, B, H] or [T, H], parameter dtype; probs, routing_map: of `route`.
+        """Orders rows; hidden_states: [S, B, H] or [T, H], parameter dtype; probs, routing_map: the result of `route`.
 
-        Returns what `dispatch` sends: the dispatcher's rows or tokens, and their weights. See
+        Returns the input of `dispatch`: the dispatcher's rows or tokens, and their weights. See
         MoETokenDispatcher.dispatch_preprocess, also for the cost of tables.
         """
         ordered: tuple[Tensor, Tensor] = self.token_dispatcher.dispatch_preprocess(hidden_states, routing_map, probs)
         return ordered
 
     def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Sends what `preprocess` returned to the ranks of the experts; returns what arrived. Collective.
+        """Sends the result of `preprocess` to the ranks of the experts; returns the received rows. Collective.
 
         hidden_states: [*, H], parameter dtype; probs: float.
         """
@@ -268,10 +274,10 @@ class MoELayer(BaseMoELayer):
         return sent
 
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Sorts what `dispatch` returned by expert and runs this rank's experts.
+        """Sorts the result of `dispatch` by expert and runs this rank's experts.
 
         hidden_states: [*, H], parameter dtype; probs: float. Returns the rows to send back, [*, H], parameter dtype,
-        each times its weight, and a bias to add, or None.
+        each multiplied by its weight, and a bias to add, or None.
         """
         rows, tokens_per_expert, probs = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
         if self.expert_step is not None:
@@ -292,7 +298,7 @@ class MoELayer(BaseMoELayer):
     def combine(self, output: Tensor) -> Tensor:
         """Sends results back to the ranks of their tokens. Collective.
 
-        output: [*, H], parameter dtype, of routed_experts_compute. Returns what arrived.
+        output: [*, H], parameter dtype, the result of routed_experts_compute. Returns the received rows.
         """
         combined: Tensor = self.token_dispatcher.token_combine(output)
         return combined
@@ -300,8 +306,8 @@ class MoELayer(BaseMoELayer):
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
         """Sums the rows of each token and adds the shared expert's result.
 
-        output: [*, H], parameter dtype, of `combine`. shared_expert_output: of shared_experts_compute, or None. Returns
-        the shape that `preprocess` got.
+        output: [*, H], parameter dtype, the result of `combine`. shared_expert_output: the result of
+        shared_experts_compute, or None. Returns the shape of the input to `preprocess`.
         """
         tokens: Tensor = self.token_dispatcher.combine_postprocess(output)
         return tokens if shared_expert_output is None else tokens + in_shape(shared_expert_output, tokens.shape)
@@ -309,7 +315,7 @@ class MoELayer(BaseMoELayer):
     def shared_experts_compute(self, hidden_states: Tensor) -> Tensor | None:
         """Runs the shared expert; hidden_states: [*, H], parameter dtype. Returns the same shape and dtype.
 
-        Returns None without a shared expert, and with moe_shared_expert_overlap, where the dispatcher runs it.
+        Returns None without a shared expert, or if moe_shared_expert_overlap lets the dispatcher run it.
         """
         if self.shared_experts is None or self.shared_expert_overlap:
             return None
@@ -335,18 +341,18 @@ class MoELayer(BaseMoELayer):
 
 
 def _by_position(padding_mask: Tensor, hidden_states: Tensor) -> Tensor:
-    """Returns padding in the order of tokens; padding_mask: [B, S], bool; hidden_states: [S, B, H] -> [S, B], bool."""
+    """Reorders padding to match the tokens; padding_mask: [B, S], bool; hidden_states: [S, B, H] -> [S, B], bool."""
     num_positions, num_sequences = hidden_states.shape[:2]
     if padding_mask.shape != (num_sequences, num_positions):
         raise ValueError(
-            f"padding_mask has shape {list(padding_mask.shape)}: must have that of sequences and positions, "
-            f"[{num_sequences}, {num_positions}]"
+            f"padding_mask has shape {list(padding_mask.shape)}: must have one entry for each sequence and "
+            f"position, [{num_sequences}, {num_positions}]"
         )
     return padding_mask.t()
 
 
 def require_expert_ranks(config: TransformerConfig, groups: ProcessGroupCollection) -> None:
-    """Raises ValueError where the sizes of the experts' groups are not those of the configuration."""
+    """Raises ValueError if the sizes of the expert groups differ from the configuration."""
     ep, etp = config.expert_model_parallel_size, config.expert_tensor_parallel_size or 1
     require_group_sizes(
         groups,

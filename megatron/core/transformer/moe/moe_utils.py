@@ -1,7 +1,7 @@
-"""Functions of mixture-of-experts layers under Megatron's names, for scripts and layers of the user's own.
+"""Functions of mixture-of-experts layers under Megatron's names, for scripts and users' own layers.
 
-They work on dense tables [T, E], where the layers here work on indices [T, K]. Those that layers here use too are
-defined in the files that use them: the routes in router.py, losses in aux_losses.py, capacities in permutation.py.
+They work on dense tables [T, E], whereas the layers here work on indices [T, K]. Functions that the layers share are
+defined in the files that use them: routes in router.py, losses in aux_losses.py, capacities in permutation.py.
 
 T tokens, H hidden, E experts, K top-k, R rows.
 """
@@ -69,7 +69,7 @@ __all__ = [
     "z_loss_func",
 ]
 
-_NOT_FUSED = "there is no fused kernel of this function here; torch's operators give the same numbers"
+_NOT_FUSED = "there is no fused kernel of this function here; torch operators give the same result"
 
 
 # --- Routing ---
@@ -89,13 +89,13 @@ def topk_routing_with_score_function(
     dense_output: bool = False,
     precomputed_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Routes every token; returns weights and choice as tables.
+    """Routes every token; returns the weights and the choice as tables.
 
     logits: [T, E], any float dtype; expert_bias: [E], fp32, only with sigmoid and sqrtsoftplus. fused: must be False.
-    router_replay: records or forces the choice. precomputed_indices: [T, K], integer, the choice itself, in place of
-    the best scores. Returns weights [T, E], the logits' dtype, zero where not chosen, and the map of the chosen [T, E],
-    bool; with dense_output the weights [T, K] and the indices [T, K], int64. Raises ValueError where the configuration
-    of a router with these settings would.
+    router_replay: records or forces the choice. precomputed_indices: [T, K], integer, the choice to use instead of the
+    top-k of the scores. Returns weights [T, E], the logits' dtype, zero where not chosen, and the routing map [T, E],
+    bool; with dense_output the weights [T, K] and the indices [T, K], int64. Raises ValueError for settings that a
+    router's configuration would reject.
     """
     require_defaults("topk_routing_with_score_function", _NOT_FUSED, fused=(fused, False))
     settings = RouterConfig(
@@ -111,8 +111,8 @@ def topk_routing_with_score_function(
     if precomputed_indices is not None:
         if precomputed_indices.shape != (len(logits), topk):
             raise ValueError(
-                f"precomputed_indices is {list(precomputed_indices.shape)}: must be {topk} experts for each of the "
-                f"{len(logits)} tokens"
+                f"precomputed_indices has shape {list(precomputed_indices.shape)}: must be {topk} experts for each "
+                f"of the {len(logits)} tokens"
             )
         choose = partial(_choose_given, indices=precomputed_indices.long())
     route = build_route(
@@ -140,11 +140,11 @@ def _choose_given(scores: Tensor, *, indices: Tensor) -> tuple[Tensor, Tensor]:
 def compute_routing_scores_for_aux_loss(
     logits: Tensor, topk: int, score_function: str, fused: bool = False, padding_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the choice that the scores alone make, and the scores, for the balancing losses.
+    """Computes the scores and their top-k choice, for the balancing losses.
 
-    logits: [T, E], any float dtype. fused: must be False. padding_mask: [T], bool, True for tokens that do not count,
-    whose rows are then zero in both results. Returns the map of the K best [T, E], bool, and scores [T, E], fp32 or
-    more, which sum to one for each token.
+    logits: [T, E], any float dtype. fused: must be False. padding_mask: [T], bool, True for tokens to ignore, whose
+    rows are then zero in both results. Returns the map of the K best [T, E], bool, and scores [T, E], fp32 or more,
+    which sum to one for each token.
     """
     require_defaults("compute_routing_scores_for_aux_loss", _NOT_FUSED, fused=(fused, False))
     if score_function not in ("softmax", "sigmoid", "sqrtsoftplus"):
@@ -163,11 +163,11 @@ def get_tokens_per_expert_and_token_count(
     topk: int | None = None,
     with_padding_mask: bool = False,
 ) -> tuple[Tensor, Tensor | int, Tensor | int]:
-    """Counts the assignments of all ranks to each expert, this rank's tokens, and those of all ranks. Collective.
+    """Counts the assignments of all ranks to each expert, this rank's tokens, and all ranks' tokens. Collective.
 
-    routing_map: [T, E], bool. with_padding_mask: whether rows of tokens that do not count are zero in the map; their
-    number then follows from topk, the experts of each other token. Returns [E], int64, and two numbers, as scalars on
-    the device if they depend on the map.
+    routing_map: [T, E], bool. with_padding_mask: whether ignored tokens have zero rows in the map; the number of
+    remaining tokens is then computed from topk, the number of experts of each. Returns [E], int64, and two numbers, as
+    scalars on the device if they depend on the map.
     """
     own = routing_map.sum(dim=0)
     everywhere = summed_counts(own, reduce_group)
@@ -186,11 +186,11 @@ def apply_router_token_dropping(
     drop_policy: str = "probs",
     pad_to_capacity: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Drops the assignments beyond each expert's capacity; returns both tables without them.
+    """Drops the assignments beyond each expert's capacity; returns both tables after dropping.
 
     routing_probs: [T, E], float; routing_map: [T, E], bool. drop_policy: probs keeps the largest weights of an expert,
     position its first tokens. pad_to_capacity: the map then gives each expert as many tokens as its capacity, at most
-    T, where further ones have weight 0.
+    T; the added tokens have weight 0.
     """
     if drop_policy not in ("probs", "position"):
         raise ValueError(f"drop_policy is {drop_policy!r}: must be probs or position")
@@ -206,10 +206,10 @@ def apply_router_token_dropping(
 
 
 def pad_routing_map(routing_map: Tensor, pad_multiple: int) -> Tensor:
-    """Adds tokens to each expert's column until their number is a multiple of pad_multiple; the first free ones.
+    """Pads each expert's column with its first unassigned tokens until the count is a multiple of pad_multiple.
 
-    routing_map: [T, E], bool or integer. Returns the same shape and dtype; a column that has not enough other tokens
-    gets all.
+    routing_map: [T, E], bool or integer. Returns the same shape and dtype. A column without enough unassigned tokens
+    selects all tokens.
     """
     if pad_multiple < 1:
         raise ValueError(f"pad_multiple is {pad_multiple}: must be at least 1")
@@ -220,13 +220,16 @@ def pad_routing_map(routing_map: Tensor, pad_multiple: int) -> Tensor:
 
 
 def qb_dual_update(scores: Tensor, k: int, beta: Tensor, update_beta: bool = True) -> tuple[Tensor, Tensor]:
-    """Does one step of quantile balancing: thresholds of the tokens, then of the experts.
+    """Performs one step of quantile balancing: thresholds of the tokens, then of the experts.
 
-    The choice of k experts for each token with the largest sum of scores, where all experts get the same number of
-    tokens, is a linear program. Its duals are a threshold alpha of each token and beta of each expert: a token chooses
-    the experts with scores - beta > alpha. alpha is the (k + 1)-th largest of scores - beta over the experts, and beta
-    the (T k / E + 1)-th largest of scores - alpha over the tokens, so that k, or T k / E, lie above.
-    scores: [T, E], float; beta: [E], float. update_beta: whether beta is computed too. Returns alpha [T] and beta [E].
+    Choosing k experts per token with the largest sum of scores, such that all experts get the same number of tokens, is
+    a linear program. Its duals are a threshold alpha for each token and beta for each expert: a token chooses the
+    experts with scores - beta > alpha. alpha is the (k + 1)-th largest value of scores - beta over the experts, and
+    beta the (T k / E + 1)-th largest value of scores - alpha over the tokens, so that k, or T k / E, values are above
+    the threshold.
+
+    scores: [T, E], float; beta: [E], float. update_beta: whether to compute beta as well. Returns alpha [T] and beta
+    [E].
     """
     num_tokens, num_experts = scores.shape
     if not 0 < k < num_experts:
@@ -252,17 +255,17 @@ def permute(
     align_size: int = 0,
     return_batch_invariant_inverse_map: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Copies each token once per expert that it is routed to; the rows are sorted by expert.
+    """Copies each token once per assigned expert; the rows are sorted by expert.
 
     tokens: [T, H], any float dtype; routing_map: [T, E], bool; probs: [T, E], float, or None. Returns rows [R, H],
-    their weights [R] or None, and the token of each row [R], int64, all on the device.
-    num_out_tokens: R, where the caller knows it. NOTE: without it the host synchronizes with the device to count.
-    drop_and_pad: each expert gets num_out_tokens / E rows: its tokens in their order, then tokens that are not routed
-    to it. tokens_per_expert: [E], is not needed. fused, align_size, return_batch_invariant_inverse_map: their defaults.
+    their weights [R] or None, and the token of each row [R], int64, all on the device. num_out_tokens: R, if the caller
+    knows it. NOTE: without it the host synchronizes with the device to count rows. drop_and_pad: each expert gets
+    num_out_tokens / E rows: its tokens in their order, then tokens that are not routed to it. tokens_per_expert: [E],
+    unused. fused, align_size, return_batch_invariant_inverse_map: must have their defaults.
     """
     require_defaults(
         "permute",
-        "rows are copied by torch's operators, without padding between experts",
+        "rows are copied with torch operators, without padding between experts",
         fused=(fused, False),
         align_size=(align_size, 0),
         return_batch_invariant_inverse_map=(return_batch_invariant_inverse_map, False),
@@ -271,7 +274,8 @@ def permute(
     if drop_and_pad:
         if num_out_tokens is None or num_out_tokens % num_experts:
             raise ValueError(
-                f"num_out_tokens is {num_out_tokens}: drop_and_pad needs a multiple of the {num_experts} experts"
+                f"num_out_tokens is {num_out_tokens}: with drop_and_pad it must be a multiple of the {num_experts} "
+                "experts"
             )
         slots = _padded_slots(routing_map, capacity=num_out_tokens // num_experts)
     elif num_out_tokens is None:
@@ -303,14 +307,14 @@ def unpermute(
     """
     require_defaults(
         "unpermute",
-        "rows are summed by torch's operators, without padding between experts",
+        "rows are summed with torch operators, without padding between experts",
         fused=(fused, False),
         pad_offsets=(pad_offsets, None),
         batch_invariant_inverse_map=(batch_invariant_inverse_map, None),
     )
     if probs is not None:
         if routing_map is None:
-            raise ValueError("probs is given but routing_map is not: the map selects the weights of the rows")
+            raise ValueError("probs is given but routing_map is not: the map selects the rows' weights")
         _, weights, _ = permute(
             permuted_tokens.new_empty(probs.shape[0], 0),
             routing_map,
@@ -319,7 +323,7 @@ def unpermute(
             drop_and_pad=drop_and_pad,
         )
         assert weights is not None
-        # fp32 weights would promote half-precision rows, but the sum must be in the rows' dtype, as without weights.
+        # fp32 weights would promote half-precision rows, but the sum must keep the rows' dtype, as without weights.
         permuted_tokens = (permuted_tokens * weights.unsqueeze(-1)).to(permuted_tokens.dtype)
     restored = permuted_tokens.new_zeros(restore_shape)
     return restored.index_add(0, sorted_indices, permuted_tokens)
@@ -332,10 +336,10 @@ def sort_chunks_by_idxs(
     probs: Tensor | None = None,
     fused: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Cuts rows into chunks and puts the chunks into another order.
+    """Splits rows into chunks and reorders the chunks.
 
     input: [R, *], any dtype; split_sizes: rows of each chunk; sorted_idxs: the chunks in their new order; probs: [R],
-    float, or None, sorted in the same way. fused: must be False. Returns both. NOTE: sizes and order are read on the
+    float, or None, reordered in the same way. fused: must be False. Returns both. NOTE: sizes and order are read on the
     host, which waits for tensors on a device.
     """
     require_defaults("sort_chunks_by_idxs", _NOT_FUSED, fused=(fused, False))
@@ -349,29 +353,30 @@ def sort_chunks_by_idxs(
 
 
 def _padded_slots(routing_map: Tensor, *, capacity: int) -> Tensor:
-    """Returns the slots of `capacity` tokens of each expert, its own first: [E * capacity], int64."""
+    """Returns `capacity` slots for each expert, starting with its own tokens: [E * capacity], int64."""
     num_tokens, num_experts = routing_map.shape
     if capacity > num_tokens:
-        raise ValueError(f"num_out_tokens asks for {capacity} rows of an expert: at most the {num_tokens} tokens")
+        raise ValueError(f"num_out_tokens asks for {capacity} rows per expert: must be at most the {num_tokens} tokens")
     by_expert = routing_map.t().to(torch.uint8).sort(dim=1, descending=True, stable=True).indices[:, :capacity]
     first = torch.arange(num_experts, device=routing_map.device).unsqueeze(1) * num_tokens
     return (by_expert + first).reshape(-1)
 
 
 def _true_positions_sync(by_expert: Tensor) -> Tensor:
-    # The number of positions is a shape, so the host waits for the device.
+    # The number of positions is a shape, so the host synchronizes with the device.
     return by_expert.nonzero().view(-1)
 
 
 def _whole_numbers_sync(numbers: Tensor | list[int]) -> list[int]:
-    # Sizes of chunks are shapes.
+    # Chunk sizes are shapes.
     return [int(number) for number in (numbers.tolist() if isinstance(numbers, Tensor) else numbers)]
 
 
 def maybe_move_tensor_to_cpu_sync(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Returns a tensor in the host's memory, as an array with as_numpy; anything else unchanged.
+    """Copies a tensor to host memory, as an array with as_numpy; returns anything else unchanged.
 
-    tensor: any shape and dtype. record_stream: keeps its memory until the copy has run. NOTE: waits for a device.
+    tensor: any shape and dtype. record_stream: keeps its memory until the copy has completed. NOTE: synchronizes with
+    the device.
     """
     if not isinstance(tensor, Tensor):
         return tensor
@@ -382,7 +387,7 @@ def maybe_move_tensor_to_cpu_sync(tensor: Any, as_numpy: bool = False, record_st
     return tensor.detach().numpy() if as_numpy else tensor
 
 
-# Megatron's name; the rule of this code base is that a wait for the device shows in the name.
+# Megatron's name. In this code base, the name of a function that waits for the device says so.
 maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu_sync
 
 
@@ -402,7 +407,7 @@ def save_to_aux_losses_tracker(
 
     loss: scalar, float; layer_number: from 1, or None, which saves nothing. reduce_group, avg_group: the ranks that
     reduce_aux_losses_tracker_across_ranks sums and averages over. reduce_group_has_dp: whether reduce_group covers the
-    data-parallel ranks; if not, these average the loss too.
+    data-parallel ranks; if not, they average the loss as well.
     """
     if layer_number is not None:
         default_tracker().save(
@@ -417,25 +422,25 @@ def save_to_aux_losses_tracker(
 
 
 def clear_aux_losses_tracker() -> None:
-    """Sets all losses of this process to zero, those that routers have recorded too."""
+    """Sets all losses of this process to zero, including those that routers have recorded."""
     default_tracker().clear()
 
 
 def reduce_aux_losses_tracker_across_ranks(
     track_names: list[str] | None = None, pg_collection: ProcessGroupCollection | None = None
 ) -> None:
-    """Sums and averages the losses over ranks, in the tracker, which takes them from the routers. Collective.
+    """Sums and averages the losses over ranks, in the tracker, and clears them in the routers. Collective.
 
-    track_names: None means all; every rank must have the same ones.
+    track_names: None means all; every rank must have the same names.
     """
     default_tracker().reduce(track_names, pg_collection or existing_process_groups())
 
 
 def get_moe_layer_wise_logging_tracker() -> dict[str, dict[str, Any]]:
-    """Returns the losses of this process by name, as a dict each.
+    """Returns the losses of this process by name, each as a dict.
 
-    values: [L], fp32 or fp64, sums by layer since they were cleared; reduce_group, avg_group, reduce_group_has_dp: see
-    save_to_aux_losses_tracker. Losses that routers recorded are copies.
+    values: [L], fp32 or fp64, sums by layer since they were last cleared; reduce_group, avg_group, reduce_group_has_dp:
+    see save_to_aux_losses_tracker. Losses recorded by routers are copies.
     """
     return {name: dict(vars(tracked)) for name, tracked in default_tracker().losses().items()}
 
@@ -457,18 +462,18 @@ def track_moe_metrics(
 ) -> None:
     """Reduces the losses over ranks, logs the mean of each over layers, and clears them. Collective.
 
-    loss_scale: factor of the sums, such as 1 / number of microbatches. writer: TensorBoard's, or None. wandb_writer:
-    has log(dict, iteration), or None. total_loss_dict: sums by name, scalars, any float dtype, to which each mean is
-    added. per_layer_logging: logs each layer as well. force_initialize: makes losses of track_names that this rank has
-    not, with num_layers layers, so that a pipeline stage without experts takes part. num_moe_layers: divides the sum
-    over layers; None means what moe_layer_freq (every n-th layer, or 0 or 1 for each) says of num_layers, and without
-    both all layers. mtp_num_layers: further layers.
+    loss_scale: factor of the sums, such as 1 / number of microbatches. writer: a TensorBoard writer, or None.
+    wandb_writer: has log(dict, iteration), or None. total_loss_dict: sums by name, scalars, any float dtype, to which
+    each mean is added. per_layer_logging: logs each layer as well. force_initialize: creates missing losses of
+    track_names, with num_layers layers, so that a pipeline stage without experts takes part. num_moe_layers: divides
+    the sum over layers. None means the number of MoE layers that moe_layer_freq (every n-th layer, or 0 or 1 for each)
+    selects among num_layers, or all layers if these are not given. mtp_num_layers: number of additional layers.
     """
     tracker = default_tracker()
     names = [track_names] if isinstance(track_names, str) else track_names
     if force_initialize:
         if names is None or num_layers is None:
-            raise ValueError("force_initialize is True: track_names and num_layers are needed")
+            raise ValueError("force_initialize is True: give track_names and num_layers")
         for name in names:
             tracker.entry(name, num_layers + (mtp_num_layers or 0))
     tracker.reduce(names, pg_collection or existing_process_groups())
@@ -508,54 +513,54 @@ def _count_moe_layers(
     return count + (mtp_num_layers or 0)
 
 
-# --- Logits of benchmarks ---
+# --- Random logits for benchmarks ---
 
 
 class RandomSTE(torch.autograd.Function):
-    """Replaces logits by noise, and passes gradients on to them."""
+    """Replaces logits by noise and passes their gradients through."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
-        """logits: [T, E], float. Returns normal numbers of the same shape and dtype, from torch's generator."""
+        """Draws normal numbers from torch's generator; logits: [T, E], float. Returns the same shape and dtype."""
         return torch.randn_like(logits)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Tensor:
-        """grad_output: [T, E], float. Returns it."""
+        """Passes grad_output through unchanged: [T, E], float."""
         return grad_output
 
 
 def apply_random_logits(logits: Tensor) -> Tensor:
-    """Replaces logits by noise, so that loads are about even; logits: [T, E], float. Gradients pass on to them."""
+    """Replaces logits by noise, so that loads are about even, and passes gradients through; logits: [T, E], float."""
     return RandomSTE.apply(logits)
 
 
 class RandomSTEShared(torch.autograd.Function):
-    """Adds one row of noise to the logits of all tokens, and passes gradients on to them."""
+    """Adds one row of noise to the logits of all tokens, and passes gradients through."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, std: float, layer_number: int | None) -> Tensor:
-        """logits: [T, E], float. Returns the same shape and dtype, with normal numbers of deviation std added.
+        """Adds normal numbers with standard deviation std; logits: [T, E], float. Returns the same shape and dtype.
 
-        The noise depends on layer_number and E alone, so that all ranks prefer the same experts.
+        The noise depends only on layer_number and E, so that all ranks prefer the same experts.
         """
         uniform = with_even_loads(logits.new_zeros(1, logits.shape[-1], dtype=torch.float32), seed=layer_number or 0)
         return logits + (torch.special.ndtri(uniform.clamp(1e-6, 1 - 1e-6)) * std).to(logits.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
-        """grad_output: [T, E], float. Returns it."""
+        """Passes grad_output through unchanged: [T, E], float."""
         return grad_output, None, None
 
 
 def apply_biased_logits(logits: Tensor, std: float, layer_number: int | None = None) -> Tensor:
-    """Adds a random bias of deviation std, the same for all tokens and ranks, so that loads are uneven.
+    """Adds a random bias with standard deviation std, identical for all tokens and ranks, so that loads are uneven.
 
-    logits: [T, E], float. layer_number: gives each layer its own bias. Gradients pass on to the logits.
+    logits: [T, E], float. layer_number: gives each layer its own bias. Gradients are passed through to the logits.
     """
     return RandomSTEShared.apply(logits, std, layer_number)
 
 
 def get_default_pg_collection() -> ProcessGroupCollection:
-    """Returns the groups of parallel_state, or of this rank alone if there are none."""
+    """Returns the groups of parallel_state, or the groups of a single rank if there are none."""
     return existing_process_groups()

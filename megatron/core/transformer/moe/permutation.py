@@ -1,9 +1,9 @@
-"""Rows by expert: the choices of tokens, which row each choice gets, and moving tokens into rows and back.
+"""Rows by expert: assigns rows to the choices of tokens, and moves tokens into rows and back.
 
-The orders are index maps, computed on the device. There are three kinds: a row for every choice, a row for the choices
-that an expert with a capacity keeps, and a fixed number of rows for each expert. The movements are two autograd
-functions, each the gradient of the other. static_rows.py has the rows of buffers of a fixed size. There is no
-communication and no matrix product here.
+The orders are index maps, computed on the device. There are three kinds: a row for every choice, a row for each choice
+that an expert with a capacity keeps, and a fixed number of rows for each expert. Movement consists of two autograd
+functions, each the gradient of the other. Rows of fixed-size buffers are in static_rows.py. This file contains no
+communication and no matrix products.
 
 T tokens, H hidden, E experts, K choices of a token, R rows. A slot is one choice of one token: slot t * K + k.
 """
@@ -25,9 +25,9 @@ from megatron.core.transformer.moe_config import CapacityConfig
 class Routing(Sequence[Tensor]):
     """The experts of each token and their weights, which unpack as Megatron's tables: probs, routing_map = routing.
 
-    weights: [T, K], float. indices: [T, K], int64, distinct for a token. has_absent: whether slots have no expert;
-    their index is num_experts and their weight 0. Tables are made when asked for: probs [T, E], the weights' dtype, 0
-    where not chosen, and routing_map [T, E], bool.
+    weights: [T, K], float. indices: [T, K], int64, distinct for a token. has_absent: whether some slots have no expert;
+    their index is num_experts and their weight 0. Tables are built on access: probs [T, E], the weights' dtype, 0 where
+    not chosen, and routing_map [T, E], bool.
     """
 
     weights: Tensor
@@ -37,27 +37,28 @@ class Routing(Sequence[Tensor]):
 
     @classmethod
     def of(cls, probs: Tensor, routing_map: Tensor, *, num_experts: int | None) -> "Routing":
-        """Returns the routing of Megatron's tables, or of the compact form of both.
+        """Builds a routing from Megatron's tables, or from the compact form of both.
 
         probs, routing_map: [T, E], float and bool, or [T, K], float and int64. Raises ValueError for other shapes.
         """
         if num_experts is None or probs.shape != routing_map.shape or probs.dim() != 2:
             raise ValueError(
-                f"probs is {list(probs.shape)} and routing_map is {list(routing_map.shape)}: both must be tables of "
-                f"tokens and experts [T, {num_experts}], or both [T, K] with the indices of experts as routing_map"
+                f"probs has shape {list(probs.shape)} and routing_map {list(routing_map.shape)}: both must be "
+                f"tables of tokens and experts [T, {num_experts}], or both [T, K] with the indices of experts as "
+                "routing_map"
             )
         if routing_map.dtype is torch.int64:
             return cls(probs, routing_map, num_experts)
         if routing_map.dtype is not torch.bool or routing_map.shape[1] != num_experts:
             raise ValueError(
-                f"routing_map is {list(routing_map.shape)}, {routing_map.dtype}: must be bool [T, {num_experts}], or "
-                "int64 [T, K] with the indices of experts"
+                f"routing_map has shape {list(routing_map.shape)} and dtype {routing_map.dtype}: must be bool [T, "
+                f"{num_experts}], or int64 [T, K] with the indices of experts"
             )
         return cls._of_tables_sync(probs, routing_map)
 
     @classmethod
     def _of_tables_sync(cls, probs: Tensor, routing_map: Tensor) -> "Routing":
-        # The largest number of experts of a token is a shape, so the host waits for the device.
+        # The largest number of experts per token is a shape, so the host synchronizes with the device.
         num_experts, counts = routing_map.shape[1], routing_map.sum(dim=1)
         if not len(counts):
             return cls(probs, torch.empty_like(routing_map, dtype=torch.int64), num_experts)
@@ -72,7 +73,7 @@ class Routing(Sequence[Tensor]):
     @property
     def probs(self) -> Tensor:
         """The weights as a table: [T, E], float, 0 where an expert is not chosen."""
-        # One more column for slots without an expert.
+        # One extra column for slots without an expert.
         width = self.num_experts + int(self.has_absent)
         table = self.weights.new_zeros(len(self.weights), width).scatter(1, self.indices, self.weights)
         return table[:, : self.num_experts]
@@ -94,7 +95,7 @@ class Routing(Sequence[Tensor]):
     def __getitem__(self, place: slice) -> Sequence[Tensor]: ...
 
     def __getitem__(self, place: int | slice) -> Tensor | Sequence[Tensor]:
-        """Returns the table of weights for 0, that of the chosen for 1; a slice gives a tuple of both."""
+        """Returns the weight table for 0 and the choice table for 1; a slice gives a tuple of both."""
         if isinstance(place, slice):
             return (self.probs, self.routing_map)[place]
         return (lambda: self.probs, lambda: self.routing_map)[place]()
@@ -104,9 +105,10 @@ class Routing(Sequence[Tensor]):
 class PermutationMap:
     """Maps between slots and rows, which are sorted by expert. R is T * K if every slot has a row.
 
-    token_of_row, slot_of_row: [R], int64. row_of_slot: [T, K], int64, the inverse. All on the tokens' device.
-    kept: [T, K], bool: slots that have a row; the others point to row 0 and count as zero. None if every slot has one.
-    filled: [R], bool: rows that belong to a slot; the others copy token 0 with weight 0. None if every row does.
+    token_of_row, slot_of_row: [R], int64. row_of_slot: [T, K], int64, the inverse. All on the tokens' device. kept: [T,
+    K], bool: slots that have a row; the others point to row 0 and are excluded from sums. None if every slot has a row.
+    filled: [R], bool: rows that belong to a slot; the others copy token 0 with weight 0. None if every row belongs to a
+    slot.
     """
 
     token_of_row: Tensor
@@ -141,12 +143,12 @@ def build_row_order(config: CapacityConfig, num_experts: int) -> RowOrder:
 
 
 def sort_by_expert(expert_indices: Tensor, num_experts: int) -> tuple[PermutationMap, Tensor]:
-    """Gives every slot a row, by a stable sort.
+    """Assigns a row to every slot, by a stable sort.
 
     expert_indices: [T, K], int64. Returns the map and tokens_per_expert: [E], int64, on the same device.
     """
     sorted_experts, slot_of_row = torch.sort(expert_indices.reshape(-1), stable=True)
-    # The inverse permutation by one scatter.
+    # Computes the inverse permutation with one scatter.
     row_of_slot = torch.empty_like(slot_of_row)
     row_of_slot[slot_of_row] = torch.arange(slot_of_row.numel(), device=slot_of_row.device)
     token_of_row = slot_of_row // expert_indices.shape[1]
@@ -155,7 +157,7 @@ def sort_by_expert(expert_indices: Tensor, num_experts: int) -> tuple[Permutatio
 
 
 def order_kept_slots_sync(expert_indices: Tensor, kept: Tensor, *, num_experts: int) -> tuple[PermutationMap, Tensor]:
-    """Gives the kept slots a row each. NOTE: synchronizes with the device, since the number of rows is a shape.
+    """Assigns a row to each kept slot. NOTE: synchronizes with the device, because the number of rows is a shape.
 
     expert_indices: [T, K], int64; kept: [T, K], bool. Returns the map and tokens_per_expert [E], int64, on the device.
     """
@@ -171,7 +173,7 @@ def order_kept_slots_sync(expert_indices: Tensor, kept: Tensor, *, num_experts: 
 def order_padded_slots(
     expert_indices: Tensor, kept: Tensor, *, num_experts: int, capacity: int
 ) -> tuple[PermutationMap, Tensor]:
-    """Gives each expert `capacity` rows, independent of the routing, so that the host knows every shape.
+    """Assigns `capacity` rows to each expert, independent of the routing, so that the host knows every shape.
 
     expert_indices: [T, K], int64; kept: [T, K], bool, at most `capacity` for each expert. Returns the map and
     tokens_per_expert [E], int64, on the device.
@@ -202,7 +204,7 @@ def order_padded_slots(
 def count_sorted(sorted_experts: Tensor, num_experts: int) -> Tensor:
     """Counts the rows of each expert; sorted_experts: [R], int64, ascending -> [E], int64, same device, no sync."""
     experts = torch.arange(num_experts, device=sorted_experts.device)
-    # An expert without rows ends where the expert before it ends.
+    # An expert without rows ends where the previous expert ends.
     row_ends = torch.searchsorted(sorted_experts, experts, right=True)
     return row_ends.diff(prepend=row_ends.new_zeros(1))
 
@@ -213,11 +215,14 @@ def place_in_group(sorted_groups: Tensor) -> Tensor:
     return place - torch.searchsorted(sorted_groups, sorted_groups)
 
 
-# --- Capacity: which slots an expert keeps (GShard, arXiv 2006.16668) ---
+# --- Capacity: the slots that an expert keeps (GShard, arXiv 2006.16668) ---
 
 
 class KeptSlots(NamedTuple):
-    """kept: [T, K], bool, on the device: slots that get a row. capacity: the most slots that an expert keeps."""
+    """The slots that receive a row: [T, K], bool, on the device.
+
+    capacity: the most slots that an expert keeps.
+    """
 
     kept: Tensor
     capacity: int
@@ -234,7 +239,7 @@ def get_capacity(num_tokens: int, num_experts: int, capacity_factor: float, min_
 
 
 def build_capacity_limit(config: CapacityConfig, num_experts: int) -> CapacityLimit:
-    """Builds the function that selects the kept slots; it returns None where the configuration drops no token."""
+    """Builds the function that selects the kept slots; it returns None if the configuration drops no tokens."""
     factor = config.moe_expert_capacity_factor
     if factor is None:
         return lambda probs, expert_indices: None
@@ -243,7 +248,7 @@ def build_capacity_limit(config: CapacityConfig, num_experts: int) -> CapacityLi
 
     def within_capacity(probs: Tensor, expert_indices: Tensor) -> KeptSlots:
         num_tokens = expert_indices.shape[0]
-        # A token chooses an expert at most once, so that a capacity above the number of tokens is never used.
+        # A token chooses an expert at most once, so a capacity above the number of tokens is never used.
         capacity = min(get_capacity(expert_indices.numel(), num_experts, min(factor, num_experts)), num_tokens)
         return KeptSlots(kept_slots(rank(probs), expert_indices, capacity=capacity), capacity)
 
@@ -273,7 +278,7 @@ def permute_tokens(tokens: Tensor, permutation: PermutationMap) -> Tensor:
 
 def permute_probs(probs: Tensor, permutation: PermutationMap) -> Tensor:
     """Returns the weight of each row; probs: [T, K], any float dtype -> [R]."""
-    slots = probs.reshape(-1, 1)  # [T * K, 1], one weight a slot
+    slots = probs.reshape(-1, 1)  # [T * K, 1], one weight per slot
     kept = None if permutation.kept is None else permutation.kept.view(-1, 1)
     weights = _GatherRows.apply(slots, permutation.slot_of_row, permutation.row_of_slot.view(-1, 1), kept).view(-1)
     return weights if permutation.filled is None else weights * permutation.filled
@@ -303,7 +308,7 @@ class _GatherRows(torch.autograd.Function):
 
 
 class _SumRows(torch.autograd.Function):
-    """Computes out[t], the sum of x[row_of_slot[t, k]] over the kept k. Backward is the gather."""
+    """Computes out[t], the sum of x[row_of_slot[t, k]] over the kept k. Backward is a gather."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, token_of_row: Tensor, row_of_slot: Tensor, kept: Tensor | None) -> Tensor:
@@ -322,7 +327,7 @@ def _sum_rows(x: Tensor, row_of_slot: Tensor, *, kept: Tensor | None) -> Tensor:
     if row_of_slot.shape[1] == 1 and kept is None:
         return x.index_select(0, row_of_slot.view(-1))
     if x.shape[0] == 0:
-        # No slot has a row, so there is no row 0.
+        # No slot has a row, so row 0 does not exist.
         return x.new_zeros(len(row_of_slot), *x.shape[1:])
     # embedding_bag sums rows of a table for each bag: the table is x, and a bag is a token's K rows.
     weights = None if kept is None else kept.to(x.dtype)

@@ -1,7 +1,7 @@
-"""The router: scores every expert for every token, chooses K of them, and weighs the choice.
+"""The router, which scores every expert for every token, chooses K experts, and computes their weights.
 
-From top to bottom: the router with its weights and bias, then the routes, which are pure functions from logits to the
-choice. Losses and everything else that keeps loads even are in aux_losses.py.
+The router with its weights and bias comes first. The routes, pure functions from logits to the choice, follow. Losses
+and the other mechanisms that balance loads are in aux_losses.py.
 
 T tokens, H hidden, E experts, K top-k, G groups of experts.
 """
@@ -49,7 +49,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class Choice(NamedTuple):
     """A route's result: weights [T, K], the logits' dtype, and expert indices [T, K], int64.
 
-    scores: [T, E], the weights' dtype: the scores of all experts, normalised, if the route computes them too.
+    scores: [T, E], the weights' dtype: the normalised scores of all experts, if the route computes them too.
     """
 
     weights: Tensor
@@ -59,7 +59,7 @@ class Choice(NamedTuple):
 
 # (logits [T, E], expert bias [E] or None) -> the choice.
 Route = Callable[[Tensor, Tensor | None], Choice]
-# The launcher, which has the operator's name.
+# The launcher, named like the operator.
 _LAUNCHERS: tuple[Callable[..., Any], ...] = ()
 if importlib.util.find_spec("triton") is not None:
     from megatron.core.transformer.moe import triton_router
@@ -84,10 +84,11 @@ class Router(MegatronModule, Drawing):
         pg_collection: ProcessGroupCollection | None = None,
         is_mtp_layer: bool = False,
     ) -> None:
-        """pg_collection: the groups of this rank; None means those of parallel_state, if there are any.
+        """Allocates the weight and the bias.
 
-        is_mtp_layer: whether the layer predicts further tokens. Nothing here depends on it: a model gives each of its
-        layers a number of its own.
+        pg_collection: the groups of this rank; None means the groups of parallel_state, if there are any. is_mtp_layer:
+        whether the layer predicts further tokens. It is unused here, because a model gives each of its layers a
+        distinct number.
         """
         super().__init__(config)
         assert config.num_moe_experts is not None and config.init_method is not None
@@ -106,7 +107,7 @@ class Router(MegatronModule, Drawing):
 
     @property
     def draws_numbers(self) -> bool:
-        """Whether the router multiplies tokens with random numbers (moe_input_jitter_eps)."""
+        """Whether the router multiplies tokens by random numbers (moe_input_jitter_eps)."""
         return self.jitter_eps > 0
 
     def init_methods(self) -> dict[str, InitMethod]:
@@ -114,12 +115,12 @@ class Router(MegatronModule, Drawing):
         return {"weight": self.init_method, **({} if self.bias is None else {"bias": ConstantInit(0)})}
 
     def reset_parameters(self) -> None:
-        """Initialises the weight again, and sets the bias to zero."""
+        """Reinitialises the weight and sets the bias to zero."""
         for name, init_method in self.init_methods().items():
             initialize_weight(self.get_parameter(name), init_method, config=self.config)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """layer_number: of the layer, from 1."""
+        """Sets the number of the layer; layer_number: from 1."""
         self.layer_number = layer_number
 
     def gating(self, input: Tensor) -> Tensor:
@@ -136,20 +137,20 @@ class Router(MegatronModule, Drawing):
     def routing(self, logits: Tensor) -> Any:
         """Chooses experts for each token; logits: [S, B, E] or [T, E], fp32 or fp64.
 
-        Returns a Routing, or weights [T, E], float, and the chosen [T, E], bool.
+        Returns a Routing, or weights [T, E], float, and the choice [T, E], bool.
         """
 
     def forward(self, input: Tensor) -> Any:
-        """Routes tokens; input: [S, B, H] or [T, H], parameter dtype. Returns what `routing` returns."""
+        """Routes tokens; input: [S, B, H] or [T, H], parameter dtype. Returns the result of `routing`."""
         tokens = input.reshape(-1, input.shape[-1])
         return self.routing(self.gating(tokens).view(*input.shape[:-1], self.num_experts))
 
 
 class TopKRouter(Router):
-    """Chooses the K best experts of each token and weighs them by their scores, in the way the configuration selects.
+    """Chooses the K best experts of each token and weighs them by their scores, as configured.
 
     expert_bias: [E], fp32, added to the scores for the choice only. At the end of each step it is raised for experts
-    with few tokens and lowered for those with many. None without moe_router_enable_expert_bias.
+    with few tokens and lowered for experts with many. None without moe_router_enable_expert_bias.
     """
 
     expert_bias: Tensor | None
@@ -160,14 +161,15 @@ class TopKRouter(Router):
         pg_collection: ProcessGroupCollection | None = None,
         is_mtp_layer: bool = False,
     ) -> None:
-        """Arguments are those of Router."""
+        """Builds the routes and losses that the configuration selects; the arguments are those of Router."""
         super().__init__(config, pg_collection, is_mtp_layer)
         self.topk = config.moe_router_topk
         groups = pg_collection or existing_process_groups()
-        # Ranks of sequence_group, the tp_cp group, hold parts of the same sequences. Each computes a share of a loss,
-        # and the gradients of the shares must be summed. Tensor-parallel ranks do sum the router's gradients. Context-
-        # parallel ranks average them together with data-parallel ones, so a share is multiplied by the number of
-        # context-parallel ranks, num_averaged, as it is attached. Over data-parallel ranks the average is correct.
+        # Ranks of sequence_group, the tp_cp group, hold parts of the same sequences. Each computes its share of a loss,
+        # and the gradients of the shares must be summed. Tensor-parallel ranks do sum the router's gradients.
+        # Context-parallel ranks average them together with data-parallel ranks, so a share is multiplied by
+        # num_averaged, the number of context-parallel ranks, when it is attached. Over data-parallel ranks the average
+        # is correct.
         self.sequence_group, self.num_shares = groups.tp_cp, group_size(groups.tp_cp)
         self.num_averaged = group_size(groups.cp)
         self.balancing = LoadBalancing(
@@ -188,7 +190,7 @@ class TopKRouter(Router):
         self.set_layer_number(1)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Creates a recorder for this router alone, so that a layer works outside a model; a model replaces it."""
+        """Creates a recorder for this router, so that a layer works outside a model; a model replaces it."""
         own = AuxLossRecorder(
             num_layers=layer_number,
             device=device_for_buffers(self.weight),
@@ -198,7 +200,7 @@ class TopKRouter(Router):
         self.report_to(own, layer_number=layer_number)
 
     def report_to(self, recorder: AuxLossRecorder, *, layer_number: int, runs_again: bool = True) -> None:
-        """Sets the recorder of losses and counts; layer_number: from 1.
+        """Sets the recorder for losses and counts; layer_number: from 1.
 
         runs_again: whether activation recompute may run the router's forward a second time.
         """
@@ -207,7 +209,7 @@ class TopKRouter(Router):
             recorder.update_bias_with(self.update_expert_bias, layer_number=layer_number)
 
     def keep_passes(self) -> None:
-        """Makes the recorder also record the tokens of each training microbatch separately from now on."""
+        """Makes the recorder also record the tokens of each subsequent training microbatch separately."""
         self.aux_losses.keep_passes()
 
     def update_expert_bias(self, tokens_per_expert: Tensor) -> None:
@@ -219,8 +221,8 @@ class TopKRouter(Router):
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> Routing:
         """Routes tokens; input: [S, B, H] or [T, H], parameter dtype.
 
-        padding_mask: [S, B] or [T], bool, or None: True for tokens that losses and loads do not count. Returns a
-        Routing with weights in fp32 (fp64 in fp64 models), which unpacks as weights and the chosen, both [T, E].
+        padding_mask: [S, B] or [T], bool, or None: True for tokens that losses and loads ignore. Returns a Routing with
+        weights in fp32 (fp64 in fp64 models), which unpacks as weights and choice, both [T, E].
         """
         tokens = self.apply_input_jitter(input.reshape(-1, input.shape[-1]))
         logits = self.gating(tokens).view(*input.shape[:-1], self.num_experts)
@@ -233,16 +235,16 @@ class TopKRouter(Router):
         return Routing(weights, routing.indices, self.num_experts, routing.has_absent)
 
     def apply_input_jitter(self, input: Tensor) -> Tensor:
-        """Multiplies tokens with uniform noise of moe_input_jitter_eps, in training; input: any shape, float."""
+        """Multiplies tokens by uniform noise of moe_input_jitter_eps during training; input: any shape, float."""
         if not self.training or self.jitter_eps == 0:
             return input
         return input * torch.empty_like(input).uniform_(1 - self.jitter_eps, 1 + self.jitter_eps)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Routing:
-        """Chooses experts, and in training attaches losses and records loads.
+        """Chooses experts. During training it also attaches losses and records loads.
 
-        logits: [S, B, E] or [T, E], fp32 or fp64; [T, E] counts as one sequence. padding_mask: see forward. Returns a
-        Routing with weights [T, K], same dtype.
+        logits: [S, B, E] or [T, E], fp32 or fp64; [T, E] is treated as one sequence. padding_mask: see forward. Returns
+        a Routing with weights [T, K], same dtype.
         """
         num_sequences = logits.shape[1] if logits.dim() == 3 else 1
         valid = None if padding_mask is None else _valid_tokens(padding_mask, logits)
@@ -274,17 +276,17 @@ class TopKRouter(Router):
     # Losses
 
     def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
-        """Returns the weight of a load-balancing loss, such as seq_aux_loss; 0 where the type is not used."""
+        """Returns the coefficient of a load-balancing loss, such as seq_aux_loss; 0 if the type is not used."""
         return self.config.aux_loss_coefficient(aux_loss_type)
 
     def is_aux_loss_enabled(self) -> bool:
-        """Tells whether training adds any load-balancing loss."""
+        """Returns whether training adds any load-balancing loss."""
         return bool(self.balancing.wanted)
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Attaches the z-loss in training, with moe_z_loss_coeff; logits: [T, E], fp32 or fp64.
+        """Attaches the z-loss during training, with moe_z_loss_coeff; logits: [T, E], fp32 or fp64.
 
-        padding_mask: see forward. Returns logits, through which backward also reaches the loss.
+        padding_mask: see forward. Returns the logits, through which backward also reaches the loss.
         """
         if not (self.training and torch.is_grad_enabled()):
             return logits
@@ -296,7 +298,7 @@ class TopKRouter(Router):
         loss = z_loss_func(logits, self.z_loss_coeff, None if valid is None else ~valid)
         num_valid = None
         if valid is not None:
-            # Ranks have different numbers of tokens that count, so a rank's mean is weighted by its number.
+            # Ranks can differ in their number of unpadded tokens, so a rank's mean is weighted by its number.
             num_valid = valid.sum()
             loss = loss * num_valid / summed_counts(num_valid, self.sequence_group).clamp(min=1)
         elif self.num_shares > 1:
@@ -323,7 +325,7 @@ class TopKRouter(Router):
         )
 
     def reset_global_aux_loss_tracker(self) -> None:
-        """Forgets the counts of this layer's global-batch loss in the step so far."""
+        """Clears the running counts of this layer's global-batch loss in this step."""
         self.aux_losses.forget_averages(layer_number=self.layer_number)
 
     def attach_and_log_load_balancing_loss(
@@ -339,18 +341,19 @@ class TopKRouter(Router):
         """Records a loss and attaches it; activation: [T, E] or [T, K], float; aux_loss: [], with its coefficient.
 
         aux_loss_name: one of the recorder's names. reduce_group: the ranks whose shares sum to the loss; aux_loss is
-        this rank's. needs_dp_avg: the log averages over ranks in any case, which changes nothing where they agree.
-        valid_token_count: the tokens of activation that count, a tensor [], int64, if ranks differ; None means all.
-        Returns the activation, through which backward also reaches the loss. Collective if ranks may differ.
+        this rank's share. needs_dp_avg: has no effect, because the log always averages over ranks, which does not
+        change equal values. valid_token_count: the unpadded tokens of the activation, a tensor [], int64, if ranks
+        differ; None means all. Returns the activation, through which backward also reaches the loss. Collective if
+        ranks may differ.
         """
         num_shares = group_size(reduce_group)
-        # The log averages over ranks, so a share is scaled to a whole loss.
+        # The log averages over ranks, so a share is scaled up to a whole loss.
         self.aux_losses.record(
             aux_loss_name, _times(aux_loss / aux_loss_coeff, num_shares), layer_number=self.layer_number
         )
         if self.config.calculate_per_token_loss:
-            # The main loss is then a sum over tokens, and gradients are divided by their number at the end of the step.
-            # Their number over the ranks of the group, of which each has a share.
+            # The main loss is then a sum over tokens, and gradients are divided by the number of tokens at the end of
+            # the step. num_tokens is the number over the ranks of the group, each of which has a share.
             if isinstance(valid_token_count, Tensor):
                 count: Tensor | int = summed_counts(valid_token_count, reduce_group)
             else:
@@ -362,17 +365,17 @@ class TopKRouter(Router):
 
 
 def _valid_tokens(padding_mask: Tensor, logits: Tensor) -> Tensor:
-    """Returns the tokens that are no padding: [T], bool; padding_mask: [S, B] or [T], bool."""
+    """Returns the tokens that are not padding: [T], bool; padding_mask: [S, B] or [T], bool."""
     if padding_mask.numel() != logits[..., 0].numel() or padding_mask.dtype is not torch.bool:
         raise ValueError(
-            f"padding_mask is {list(padding_mask.shape)}, {padding_mask.dtype}: must be bool, with one entry for each "
-            f"token of {list(logits.shape[:-1])}"
+            f"padding_mask has shape {list(padding_mask.shape)} and dtype {padding_mask.dtype}: must be bool, with "
+            f"one entry for each token of {list(logits.shape[:-1])}"
         )
     return ~padding_mask.reshape(-1)
 
 
 def _times(loss: Tensor, factor: int) -> Tensor:
-    # A product with 1 would launch kernels forward and backward.
+    # Multiplying by 1 would launch kernels in forward and backward.
     return loss if factor == 1 else loss * factor
 
 
@@ -381,7 +384,7 @@ class RouterGatingLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, inp: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: torch.dtype) -> Tensor:
-        """inp: [*, H]; weight: [E, H]; bias: [E] or None, all float. Returns [*, E], router_dtype."""
+        """Computes the logits [*, E], router_dtype; inp: [*, H]; weight: [E, H]; bias: [E] or None, all float."""
         ctx.save_for_backward(inp, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
         return F.linear(inp.to(router_dtype), weight.to(router_dtype), None if bias is None else bias.to(router_dtype))
@@ -389,7 +392,7 @@ class RouterGatingLinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        """grad_output: [*, E], float. Returns the gradients of inp, weight and bias, in their dtypes."""
+        """Returns the gradients of inp, weight and bias, in their dtypes; grad_output: [*, E], float."""
         inp, weight = ctx.saved_tensors
         grad = grad_output
         grad_inp = (grad @ weight.to(grad.dtype)).to(inp.dtype) if ctx.needs_input_grad[0] else None
@@ -404,7 +407,7 @@ class RouterGatingLinearFunction(torch.autograd.Function):
 def router_gating_linear(inp: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: torch.dtype) -> Tensor:
     """Returns inp @ weight.T + bias, computed in router_dtype: [*, E].
 
-    inp: [*, H]; weight: [E, H]; bias: [E] or None, all float.
+    inp: [*, H]; weight: [E, H]; bias: [E] or None; all float.
     """
     return RouterGatingLinearFunction.apply(inp, weight, bias, router_dtype)
 
@@ -413,20 +416,20 @@ def router_gating_linear(inp: Tensor, weight: Tensor, bias: Tensor | None, route
 
 
 def _softmax_of_chosen(logits: Tensor, expert_bias: Tensor | None, *, choose: Choose) -> Choice:
-    """Weighs by a softmax over the chosen experts, so that the K weights of a token sum to one."""
-    assert expert_bias is None, "RouterConfig refuses a bias for softmax scores"
+    """Computes weights with a softmax over the chosen experts, so that the K weights of a token sum to one."""
+    assert expert_bias is None, "RouterConfig rejects a bias for softmax scores"
     chosen, indices = choose(logits)
     return Choice(chosen.softmax(dim=-1), indices)
 
 
 def _softmax_of_chosen_and_all(logits: Tensor, expert_bias: Tensor | None, *, choose: Choose) -> Choice:
-    """Weighs as _softmax_of_chosen does, and scores all experts for the balancing losses."""
-    assert expert_bias is None, "RouterConfig refuses a bias for softmax scores"
+    """Computes weights as _softmax_of_chosen does, and scores all experts for the balancing losses."""
+    assert expert_bias is None, "RouterConfig rejects a bias for softmax scores"
     return Choice(*_ChosenAndAll.apply(logits, choose))
 
 
 def _build_routes(config: TransformerConfig, *, has_losses: bool, replay: RouterReplay | None) -> tuple[Route, Route]:
-    """Returns the routes for training and for evaluation; has_losses: whether training adds balancing losses."""
+    """Builds the routes for training and for evaluation; has_losses: whether training adds balancing losses."""
     if config.uses_sinkhorn:
         return build_sinkhorn_routes(config.moe_router_topk, replay=replay)
     build = partial(
@@ -458,8 +461,8 @@ def build_route(
 ) -> Route:
     """Builds the route that the options describe, so that no option is tested in forward.
 
-    softmax_of_chosen: the route of softmax scores without pre_softmax. replay: records or forces the choice. choose:
-    replaces the choice of the K best.
+    softmax_of_chosen: the route for softmax scores without pre_softmax. replay: records or forces the choice. choose:
+    replaces top-k.
     """
     if choose is None:
         choose = partial(torch.topk, k=topk, dim=-1)
@@ -472,7 +475,8 @@ def build_route(
     if score_function == "softmax" and not pre_softmax:
         route: Route = partial(softmax_of_chosen, choose=choose)
     else:
-        # Softmax scores are used as they are; they sum to one over all experts. Others are normalised over the chosen.
+        # Softmax scores are used unchanged, since they sum to one over all experts. Other scores are normalised over
+        # the chosen experts.
         share = score_function != "softmax" and topk > 1
         route = partial(
             _scores_of_chosen,
@@ -488,7 +492,7 @@ def _replayed(choose: Choose, replay: RouterReplay | None) -> Choose:
 
 
 def build_sinkhorn_routes(topk: int, *, replay: RouterReplay | None = None) -> tuple[Route, Route]:
-    """Builds the route for training, which balances each micro-batch, and the route for evaluation, which does not."""
+    """Builds the training route, which balances each micro-batch, and the evaluation route, which does not."""
     score = _SCORES["sigmoid" if topk == 1 else "softmax"]
     plain = _replayed(partial(torch.topk, k=topk, dim=-1), replay)
     evaluation = partial(_scores_of_chosen, score=score, choose=plain, finish=_unchanged)
@@ -507,13 +511,13 @@ def group_limited_topk(
 ) -> tuple[Tensor, Tensor]:
     """Chooses the K best experts within the group_topk best groups of each token.
 
-    A group is ranked by the sum of its scores_per_group best scores, topk // group_topk if None. scores: [T, E], fp32
-    or fp64, with T num_tokens and E num_experts; a group is E / G consecutive experts. Returns the scores of the chosen
-    [T, K], same dtype, and their indices [T, K], int64. Raises ValueError for scores of another shape.
+    A group is ranked by the sum of its scores_per_group best scores; None means topk // group_topk. scores: [T, E],
+    fp32 or fp64, with T num_tokens and E num_experts; a group is E / G consecutive experts. Returns the scores of the
+    chosen [T, K], same dtype, and their indices [T, K], int64. Raises ValueError for scores of another shape.
     """
     if scores.shape != (num_tokens, num_experts):
         raise ValueError(
-            f"scores is {list(scores.shape)}: must be num_tokens ({num_tokens}) by num_experts ({num_experts})"
+            f"scores has shape {list(scores.shape)}: must be num_tokens ({num_tokens}) by num_experts ({num_experts})"
         )
     counted = topk // group_topk if scores_per_group is None else scores_per_group
     return _best_of_groups(scores, topk=topk, num_groups=num_groups, group_topk=group_topk, scores_per_group=counted)
@@ -530,7 +534,7 @@ def _best_of_groups(
 
 
 def normalised_scores(logits: Tensor, score_function: str) -> Tensor:
-    """Scores all experts so that the scores of a token sum to one, for the balancing losses.
+    """Computes scores of all experts that sum to one per token, for the balancing losses.
 
     logits: [T, E], fp32 or fp64. Returns [T, E], same dtype.
     """
@@ -539,7 +543,7 @@ def normalised_scores(logits: Tensor, score_function: str) -> Tensor:
 
 
 def sinkhorn(cost: Tensor, tol: float = 1e-4, *, max_iterations: int = 50) -> Tensor:
-    """Scales rows and columns of exp(cost) in turn until the experts share the tokens evenly.
+    """Alternately scales rows and columns of exp(cost) until the experts share the tokens evenly.
 
     cost: [T, E], fp32 or fp64. Returns [T, E], same dtype: rows sum to 1 / T, columns to about 1 / E. Once the factors
     of the columns change by less than `tol` on average, all factors are frozen; the device decides this without a sync.
@@ -575,7 +579,7 @@ def _scores_of_chosen(
 def _sinkhorn_route(
     logits: Tensor, expert_bias: Tensor | None, *, score: Callable[[Tensor], Tensor], choose: Choose
 ) -> Choice:
-    assert expert_bias is None, "RouterConfig refuses a bias for softmax scores"
+    assert expert_bias is None, "RouterConfig rejects a bias for softmax scores"
     with torch.no_grad():
         _, indices = choose(sinkhorn(logits))
     return Choice(score(logits).gather(1, indices), indices)
@@ -615,14 +619,14 @@ _SCORES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class _ChosenAndAll(torch.autograd.Function):
-    """Chooses experts; returns the softmax over the chosen, their indices, and the softmax over all.
+    """Chooses experts; returns the softmax over the chosen experts, their indices, and the softmax over all experts.
 
-    One node for both softmaxes, since their gradients of the logits are then one kernel, without a sum after it.
+    One autograd node computes both softmaxes, so that one kernel computes their gradient without a separate sum.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, choose: Choose) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.set_materialize_grads(False)  # which would fill one for the indices
+        ctx.set_materialize_grads(False)  # avoids a zero-filled gradient for the indices
         chosen, indices = choose(logits)
         weights, scores = chosen.softmax(dim=-1), logits.softmax(dim=-1)
         ctx.save_for_backward(weights, indices, scores)
@@ -658,10 +662,10 @@ def _like_scores(
 def choice_grad(
     grad_weights: Tensor, weights: Tensor, indices: Tensor, *, grad_scores: Tensor, scores: Tensor
 ) -> Tensor:
-    """Computes the gradient of logits from those of two softmaxes, over the chosen experts and over all.
+    """Computes the gradient of the logits from the gradients of two softmaxes, over the chosen experts and over all.
 
-    grad_weights, weights: [T, K], fp32 or fp64; indices: [T, K], int64, distinct for a token; grad_scores, scores:
-    [T, E], same dtype, of any strides. Returns [T, E], same dtype.
+    grad_weights, weights: [T, K], fp32 or fp64; indices: [T, K], int64, distinct for a token; grad_scores, scores: [T,
+    E], same dtype, of any strides. Returns [T, E], same dtype.
     """
     of_chosen = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
     of_all = torch._softmax_backward_data(grad_scores, scores, -1, scores.dtype)

@@ -1,8 +1,9 @@
 """RouterReplay: records the experts that routers choose, and forces them in other forward passes.
 
-A use is to train with the routing that another program had for the same tokens, such as the one that generated them.
-Weights are then those of the current scores, and only the choice is replayed. Routers with moe_enable_routing_replay
-have one RouterReplay each. The file that --record-routing writes holds counts of a run, not choices.
+One use is training with the routing that another program, such as the one that generated the tokens, computed for the
+same tokens. Only the choice is replayed; the weights are computed from the current scores. Routers with
+moe_enable_routing_replay have one RouterReplay each. The file written by --record-routing holds counts of a run, not
+choices.
 
     RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
     model(tokens)
@@ -36,12 +37,13 @@ class RouterReplayAction(Enum):
 
 
 class RouterReplay:
-    """The choices of one router: recorded ones, those to replay, and those that recomputed forwards repeat.
+    """The choices of one router: the recorded choice, the choice to replay, and the choices that recomputed forwards
+    repeat.
 
-    RECORD: chooses as always and records it; the last forward counts. REPLAY_FORWARD: chooses the target indices.
-    REPLAY_BACKWARD: chooses what the oldest forward chose whose recomputation has not run yet. None: chooses as always.
-    A forward that records or replays is remembered for its recomputation until that has run, or until clear_indices.
-    The static methods act on all instances of the process, in the order in which they were created.
+    RECORD: routes normally and records the choice of the last forward. REPLAY_FORWARD: uses the target indices.
+    REPLAY_BACKWARD: repeats the choice of the oldest forward that has not been recomputed yet. None: routes normally. A
+    forward that records or replays is remembered until its recomputation has run, or until clear_indices. The static
+    methods act on all instances of the process, in the order in which they were created.
     """
 
     def __init__(self) -> None:
@@ -52,14 +54,14 @@ class RouterReplay:
         _references().append(weakref.ref(self, _references().remove))
 
     def __reduce__(self) -> Any:
-        """Makes a copy of a model have instances of its own, without choices."""
+        """Gives a copy of a model its own instances, without choices."""
         return RouterReplay, ()
 
     # All instances
 
     @staticmethod
     def instances() -> "list[RouterReplay]":
-        """Returns the instances that are alive, in the order in which they were created."""
+        """Returns the live instances, in creation order."""
         alive = (reference() for reference in _references())
         return [instance for instance in alive if instance is not None]
 
@@ -71,7 +73,7 @@ class RouterReplay:
 
     @staticmethod
     def clear_global_router_replay_action() -> None:
-        """Makes all routers choose as always."""
+        """Makes all routers choose normally."""
         for instance in RouterReplay.instances():
             instance.clear_router_replay_action()
 
@@ -79,7 +81,7 @@ class RouterReplay:
     def set_replay_data(all_layers_topk_indices: Sequence[Tensor]) -> None:
         """Sets the target indices of all instances: [T, K], integer, for each, in the order of instances.
 
-        Raises ValueError for another number of tensors than of instances.
+        Raises ValueError if the number of tensors differs from the number of instances.
         """
         instances = RouterReplay.instances()
         if len(all_layers_topk_indices) != len(instances):
@@ -92,55 +94,57 @@ class RouterReplay:
 
     @staticmethod
     def get_recorded_data() -> list[Tensor | None]:
-        """Returns the recorded indices of all instances: [T, K], int64, on the device; None where there are none."""
+        """Returns the recorded indices of all instances: [T, K], int64, on the device, or None if there are none."""
         return [instance.get_recorded_indices() for instance in RouterReplay.instances()]
 
     @staticmethod
     def clear_global_indices() -> None:
-        """Forgets recorded and target indices of all instances, and those kept for recomputation."""
+        """Clears recorded and target indices of all instances, and those kept for recomputation."""
         for instance in RouterReplay.instances():
             instance.clear_indices()
 
     # One instance
 
     def set_router_replay_action(self, router_replay_action: RouterReplayAction) -> None:
-        """Sets the action; raises ValueError for another type."""
+        """Sets the action; raises ValueError for any other type."""
         if not isinstance(router_replay_action, RouterReplayAction):
             actions = ", ".join(map(str, RouterReplayAction))
             raise ValueError(f"router_replay_action is {router_replay_action!r}: must be one of {actions}")
         self.router_replay_action = router_replay_action
 
     def clear_router_replay_action(self) -> None:
-        """Makes the router choose as always."""
+        """Makes the router choose normally."""
         self.router_replay_action = None
 
     def record_indices(self, topk_indices: Tensor) -> None:
-        """Records a choice in place of the last one; topk_indices: [T, K], int64, on the device."""
+        """Records a choice, replacing the previous one; topk_indices: [T, K], int64, on the device."""
         self.recorded_topk_idx = topk_indices
 
     def get_recorded_indices(self) -> Tensor | None:
-        """Returns the choice that was recorded last: [T, K], int64, on the device, or None."""
+        """Returns the most recently recorded choice: [T, K], int64, on the device, or None."""
         return self.recorded_topk_idx
 
     def set_target_indices(self, topk_indices: Tensor) -> None:
-        """Sets the choice to replay: [T, K], any integer dtype, on any device. Raises ValueError for another form."""
+        """Sets the choice to replay: [T, K], any integer dtype, on any device. Raises ValueError for other shapes or
+        dtypes.
+        """
         if topk_indices.dim() != 2 or topk_indices.is_floating_point() or topk_indices.is_complex():
             raise ValueError(
-                f"topk_indices is {list(topk_indices.shape)}, {topk_indices.dtype}: must be the experts of each token, "
-                "[T, K], of an integer dtype"
+                f"topk_indices has shape {list(topk_indices.shape)} and dtype {topk_indices.dtype}: must be the "
+                "experts of each token, [T, K], of an integer dtype"
             )
         self.target_topk_idx = topk_indices
 
     def clear_indices(self) -> None:
-        """Forgets recorded and target indices, and those kept for recomputation."""
+        """Clears recorded and target indices, and those kept for recomputation."""
         self.recorded_topk_idx = self.target_topk_idx = None
         self._for_backward.clear()
 
     def get_replay_topk(self, scores: Tensor, choose: Choose) -> tuple[Tensor, Tensor]:
-        """Chooses experts as the action says; scores: [T, E], fp32 or fp64.
+        """Chooses experts according to the action; scores: [T, E], fp32 or fp64.
 
-        choose: makes the usual choice. Returns the scores of the chosen [T, K], same dtype, and their indices [T, K],
-        int64. Raises ValueError where the indices to replay are missing or belong to other tokens.
+        choose: makes the normal choice. Returns the scores of the chosen experts [T, K], same dtype, and their indices
+        [T, K], int64. Raises ValueError if the indices to replay are missing or belong to other tokens.
         """
         action = self.router_replay_action
         if action is None:
@@ -155,8 +159,8 @@ class RouterReplay:
             self._for_backward.append(indices)
         elif not self._for_backward:
             raise ValueError(
-                "router_replay_action is REPLAY_BACKWARD, but no forward was recorded or replayed whose recomputation "
-                "has not run yet"
+                "router_replay_action is REPLAY_BACKWARD, but every recorded or replayed forward has already been "
+                "recomputed"
             )
         else:
             indices = self._for_backward.popleft()
@@ -165,17 +169,17 @@ class RouterReplay:
     def _targets_of(self, scores: Tensor) -> Tensor:
         if self.target_topk_idx is None:
             raise ValueError(
-                "router_replay_action is REPLAY_FORWARD, but there are no target indices: call set_replay_data before"
+                "router_replay_action is REPLAY_FORWARD, but there are no target indices: call set_replay_data first"
             )
         if len(self.target_topk_idx) != len(scores):
             raise ValueError(
-                f"the target indices are of {len(self.target_topk_idx)} tokens: must be of the {len(scores)} that this "
-                "router routes"
+                f"the target indices are for {len(self.target_topk_idx)} tokens: must be for the {len(scores)} "
+                "tokens that this router routes"
             )
         return self.target_topk_idx.to(scores.device, dtype=scores.new_empty(0).long().dtype)
 
 
 @cache
 def _references() -> "list[weakref.ref[RouterReplay]]":
-    """Returns the one list of the process, to which instances add themselves. It keeps none alive."""
+    """Returns the process-wide list to which instances add themselves. It holds weak references only."""
     return []

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class SharedExpertMLP(MLP):
-    """A dense feed-forward layer of width moe_shared_expert_intermediate_size, the sum of all shared experts' widths.
+    """A dense feed-forward layer of width moe_shared_expert_intermediate_size, the total width of all shared experts.
 
     gate_weight: [1, H]; each token's result is multiplied by sigmoid(gate_weight x), as in Qwen2-MoE. It is None
     without `gate`.
@@ -35,8 +35,10 @@ class SharedExpertMLP(MLP):
         pg_collection: ProcessGroupCollection | None = None,
         name: str | None = None,
     ) -> None:
-        """gate: whether each token's result is multiplied by a gate. pg_collection: the groups of this rank; None means
-        those of parallel_state, if there are any. name: for users' own records.
+        """Builds the projections and the gate.
+
+        gate: whether each token's result is multiplied by a gate. pg_collection: the groups of this rank; None means
+        the groups of parallel_state, if there are any. name: for users' own records.
         """
         if config.moe_shared_expert_intermediate_size is None:
             raise ValueError("moe_shared_expert_intermediate_size is None: a shared expert needs a width")
@@ -47,7 +49,7 @@ class SharedExpertMLP(MLP):
             pg_collection=pg_collection,
         )
         self.name = name
-        # Between the steps of a caller that runs them one by one.
+        # State between the steps, for a caller that runs them one by one.
         self._input: Tensor | None = None
         self._gate: Tensor | None = None
         self._result: Tensor | None = None
@@ -61,14 +63,15 @@ class SharedExpertMLP(MLP):
             initialize_weight(self.gate_weight, config.init_method, config=config)
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """Returns the init methods of this module's own parameters, by name, without those of the projections."""
+        """Returns the init methods of this module's own parameters, by name, excluding the projections."""
         assert self.config.init_method is not None
         return {} if self.gate_weight is None else {"gate_weight": self.config.init_method}
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden_states: [*, H], parameter dtype; per_token_scale: [*] or None, multiplied with the gate.
+        """Runs the layer; hidden_states: [*, H], parameter dtype; per_token_scale: [*] or None, multiplied with the
+        gate.
 
         Returns [*, H], same dtype, and the bias that is still to be added: [H], with a gate [*, H], or None.
         """
@@ -81,43 +84,43 @@ class SharedExpertMLP(MLP):
         if self.gate_weight is None:
             return None
         gate = F.linear(hidden_states, self.gate_weight).sigmoid().squeeze(-1)
-        # The gate scales activations, which under sequence parallelism have all positions and this rank's columns.
+        # The gate scales activations, which under sequence parallelism hold all positions and this rank's columns.
         return gather_from_sequence_parallel_region(gate, group=self.sequence_group)
 
-    # The steps of `forward` one by one, for a dispatcher of the user's own that runs them between its exchanges. The
+    # The steps of `forward` one by one, for a user's own dispatcher that runs them between its exchanges. The
     # projections include their communication, which runs on the current stream.
 
     def wait_current_stream(self) -> None:
-        """Does nothing: the steps run on the current stream, so there is no other stream that could be ahead."""
+        """Does nothing, because the steps run on the current stream and need no synchronization."""
 
     def pre_forward_comm(self, input: Tensor, wait_current_stream: bool = True) -> None:
-        """Begins a forward, with the gate; input: [*, H], parameter dtype. wait_current_stream: of no effect here."""
+        """Begins a forward, with the gate; input: [*, H], parameter dtype. wait_current_stream: has no effect here."""
         self._gate, self._input, self._result = self._gate_of(input), input, None
 
     def linear_fc1_forward_and_act(self, overlapped_comm_output: Tensor | None = None) -> None:
-        """Runs the first projection and the activation; overlapped_comm_output: any shape and dtype, not read."""
+        """Runs the first projection and the activation; overlapped_comm_output: any shape and dtype, ignored."""
         scale = None if self._gate is None else self._gate.unsqueeze(-1)
         intermediate, bias = self.linear_fc1(_begun(self._input, "pre_forward_comm"))
         self._input = self.activation(intermediate, bias=bias, scale=scale)
 
     def linear_fc2_forward(self, overlapped_comm_output: Tensor | None = None) -> None:
-        """Runs the second projection; overlapped_comm_output: any shape and dtype, not read."""
+        """Runs the second projection; overlapped_comm_output: any shape and dtype, ignored."""
         output, bias = self.linear_fc2(_begun(self._input, "linear_fc1_forward_and_act"))
         if bias is not None:
             output = output + (bias if self._gate is None else (bias * self._gate.unsqueeze(-1)).to(output.dtype))
         self._result, self._input, self._gate = output, None, None
 
     def post_forward_comm(self) -> None:
-        """Ends the forward: the second projection has summed its result over ranks already."""
+        """Ends the forward. The second projection has already summed its result over ranks."""
         _begun(self._result, "linear_fc2_forward")
 
     def get_output(self) -> Tensor:
-        """Returns the result of the steps, once, with its bias: [*, H], parameter dtype."""
+        """Returns the result of the steps with its bias, and clears it: [*, H], parameter dtype."""
         output, self._result = _begun(self._result, "linear_fc2_forward"), None
         return output
 
 
 def _begun(tensor: Tensor | None, step: str) -> Tensor:
     if tensor is None:
-        raise RuntimeError(f"the shared expert has no input for this step: call {step} before")
+        raise RuntimeError(f"the shared expert has no input for this step: call {step} first")
     return tensor

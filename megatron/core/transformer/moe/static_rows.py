@@ -1,9 +1,9 @@
 """Rows by expert in buffers of a fixed size, where only the device knows how many rows are live.
 
-As in permutation.py, the orders come first, which give each slot a row, then the movements: two autograd functions,
+As in permutation.py, the orders, which assign rows to slots, come first. The movements follow: two autograd functions,
 each the gradient of the other. Their operators have a CPU version here and a Triton kernel in triton_rows.py. No shape
 depends on the routing. The orders never read the device on the host, and the movements never read rows beyond the live
-ones, so those rows may hold any bytes.
+ones, so those rows are undefined.
 
 A slot is one choice of one token: slot t * K + k. T tokens, K choices, e experts of a rank, C rows of the buffer, of
 which the first R are live, W elements in a row.
@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from megatron.core.transformer.moe.paged_stash.operator_library import operator
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-# The launchers, which have the operators' names.
+# The launchers, named like the operators.
 _LAUNCHERS: tuple[Callable[..., Any], ...] = ()
 if HAS_TRITON:
     from megatron.core.transformer.moe import triton_rows
@@ -43,11 +43,10 @@ class StaticOrder:
 
     slot_of_row, token_of_row: [C], int32, -1 for padding. row_of_slot: [T, K], int32, -1 for a slot without a row.
     rows_per_group: int64, one count per expert, with a meaning that depends on the order. From order_by_expert it is
-    [e]: the rows that each expert of this rank has in the buffer, alignment included. From order_by_rank it is
-    [ranks * e]: the slots that chose each expert of each rank, including slots that got no row.
-    rows_needed: [1], int64: the smallest buffer, or from order_by_rank the smallest part of each rank, that would have
-    a row for every slot.
-    num_rows: [1], int64: the rows that hold a slot, and from order_by_expert also the padding of each expert.
+    [e]: the rows that each expert of this rank has in the buffer, alignment included. From order_by_rank it is [ranks *
+    e]: the slots that chose each expert of each rank, including slots that got no row. rows_needed: [1], int64: the
+    smallest buffer, or from order_by_rank the smallest part per rank, with a row for every slot. num_rows: [1], int64:
+    the number of rows that hold a slot, including from order_by_expert the padding of each expert.
     """
 
     slot_of_row: Tensor
@@ -78,7 +77,7 @@ def order_by_expert(
 
 
 def order_by_rank(expert_indices: Tensor, num_experts: int, *, num_ranks: int, rows_per_rank: int) -> StaticOrder:
-    """Gives each rank a part of rows_per_rank rows. Within a part rows are sorted by expert, and padding is last.
+    """Assigns each rank a part of rows_per_rank rows, in which rows are sorted by expert and padding comes last.
 
     expert_indices: [T, K], int64 or int32; slots outside 0 to num_experts - 1 get no row. Each rank has the same number
     of experts, numbered consecutively.
@@ -95,7 +94,7 @@ def order_by_rank(expert_indices: Tensor, num_experts: int, *, num_ranks: int, r
 
 
 def expert_of_received_rows(rows_per_group: Tensor, *, rows_per_rank: int) -> Tensor:
-    """Returns the local expert of each row that the ranks sent, and e for padding.
+    """Returns the local expert of each row received from other ranks, and e for padding.
 
     rows_per_group: [ranks, e], int64: the slots of each rank for each expert; a rank sent its first rows_per_rank
     slots. Returns [ranks * rows_per_rank, 1], int32.
@@ -105,7 +104,7 @@ def expert_of_received_rows(rows_per_group: Tensor, *, rows_per_rank: int) -> Te
 
 
 def aligned_rows(counts: Tensor, alignment: int) -> Tensor:
-    """Rounds each count up to a multiple of `alignment`; counts: [e], int64, on the device -> the same."""
+    """Rounds each count up to a multiple of `alignment`; counts: [e], int64, on the device. Returns the same form."""
     return (counts + (alignment - 1)).div(alignment, rounding_mode="floor") * alignment
 
 
@@ -113,7 +112,7 @@ def aligned_rows(counts: Tensor, alignment: int) -> Tensor:
 
 
 def gather_live_rows(x: Tensor, source_of_row: Tensor, *, row_of_slot: Tensor, num_rows: Tensor) -> Tensor:
-    """Copies x[source_of_row[r]] into row r of a buffer, or zeros if the source is -1; rows from R on hold any bytes.
+    """Copies x[source_of_row[r]] into row r of a buffer, or zeros if the source is -1; rows from R on are undefined.
 
     x: [T, W], any float dtype; source_of_row: [C], int32; row_of_slot: [T, K], int32, the inverse, -1 for none;
     num_rows: [1], int64, R; all on one device. Returns [C, W], x's dtype.
@@ -124,8 +123,8 @@ def gather_live_rows(x: Tensor, source_of_row: Tensor, *, row_of_slot: Tensor, n
 def sum_live_rows(rows: Tensor, row_of_slot: Tensor, *, source_of_row: Tensor, num_rows: Tensor) -> Tensor:
     """Sums rows[row_of_slot[t, k]] over k into row t, leaving out entries of -1.
 
-    rows: [C, W], any float dtype, half precision is summed in fp32; row_of_slot, source_of_row, num_rows: as in
-    gather_live_rows. Returns [T, W], the rows' dtype. In backward, the gradient of rows from R on holds any bytes.
+    rows: [C, W], any float dtype, with half precision summed in fp32; row_of_slot, source_of_row, num_rows: as in
+    gather_live_rows. Returns [T, W], the rows' dtype. In backward, the gradient of rows from R on is undefined.
     """
     return _SumLiveRows.apply(rows, row_of_slot, source_of_row, num_rows)
 
@@ -208,7 +207,7 @@ def order_slots(
     rows_per_part: int,
     alignment: int,
 ) -> tuple[Tensor, ...]:
-    """Gives slots rows by expert, in parts of the buffer that each have the same number of experts and of rows.
+    """Assigns rows to slots by expert, in parts of the buffer with equal numbers of experts and rows.
 
     Slots of one expert keep their order. Within a part, the rows of each expert begin at a multiple of `alignment`, and
     rows beyond rows_per_part are dropped. expert_indices: [T, K], int64 or int32; slots outside the num_experts experts
@@ -219,7 +218,7 @@ def order_slots(
     """
     flat = expert_indices.reshape(-1) - first_expert
     experts, slots = flat.where((flat >= 0) & (flat < num_experts), num_experts).int().sort(stable=True)
-    # The last count is of slots without a row.
+    # The last count is the number of slots without a row.
     counts = torch.bincount(experts, minlength=num_experts + 1)
     wanted = counts[:num_experts].clone()
     aligned = aligned_rows(wanted, alignment).view(num_parts, -1)
@@ -298,16 +297,16 @@ def sum_rows(rows: Tensor, row_of_slot: Tensor) -> Tensor:
         return (
             rows.index_select(0, row_of_slot.view(-1)) if one_each else F.embedding_bag(row_of_slot, rows, mode="sum")
         )
-    # One bag for each token, with as many rows as the token has.
+    # One bag per token, with as many rows as the token has.
     ends = there.sum(dim=1).cumsum(0)
     return F.embedding_bag(row_of_slot[there], rows, F.pad(ends[:-1], (1, 0)), mode="sum")
 
 
 def _live_rows_sync(num_rows: Tensor, rows: Tensor) -> int:
-    """Returns R, at most the rows of the buffer. NOTE: reads memory of the CPU, so nothing waits for a device."""
+    """Returns R, at most the rows of the buffer. NOTE: reads CPU memory, so nothing waits for a device."""
     return max(0, min(int(num_rows.item()), rows.shape[0]))
 
 
 def _padding_rows_sync(live: Tensor) -> Tensor:
-    # The number of padding rows is a shape, but nothing waits on the CPU. The Triton kernel writes zeros row by row.
+    # The number of padding rows is a shape, but on the CPU nothing waits. The Triton kernel writes zeros row by row.
     return (live < 0).nonzero().view(-1)

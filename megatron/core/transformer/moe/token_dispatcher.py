@@ -1,6 +1,6 @@
-"""The choice of a token dispatcher, and the dispatchers' names under the path that Megatron users import.
+"""The choice of a token dispatcher, and the dispatchers under the import path that Megatron users expect.
 
-The code of the dispatchers is in dispatch_*.py, their interface in dispatch.py.
+The dispatchers are implemented in dispatch_*.py, their interface in dispatch.py.
 """
 
 from typing import Any
@@ -28,15 +28,15 @@ __all__ = [
 def build_token_dispatcher(
     experts: range, *, config: TransformerConfig, groups: ProcessGroupCollection
 ) -> MoETokenDispatcher:
-    """Builds the dispatcher that the configuration selects; experts: this rank's. Collective with type flex.
+    """Builds the dispatcher that the configuration selects; experts: this rank's experts. Collective with type flex.
 
-    Raises ValueError where this machine lacks the back end of type flex.
+    Raises ValueError if this machine lacks the backend of type flex.
     """
     require_flex_backend(config)
     is_static = config.moe_expert_rank_capacity_factor is not None
     kind = config.moe_token_dispatcher_type
     if is_static and group_size(groups.tp_ep) == 1:
-        # One rank sends nothing. Gathering then moves each row once, where sending would move it twice.
+        # A single rank sends nothing. Gathering then moves each row once, whereas sending would move it twice.
         kind = "allgather"
     build: Any
     match kind, is_static:
@@ -51,7 +51,7 @@ def build_token_dispatcher(
         case "flex", True:
             build = MoEFlexTokenDispatcher
         case _:
-            raise AssertionError(f"moe_token_dispatcher_type is {kind}, which MoEConfig refuses")
+            raise AssertionError(f"moe_token_dispatcher_type is {kind}, which MoEConfig rejects")
     # The class of type flex chooses a subclass, which is not abstract.
     dispatcher: MoETokenDispatcher = build(len(experts), list(experts), config=config, pg_collection=groups)
     return dispatcher

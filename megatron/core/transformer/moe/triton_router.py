@@ -1,4 +1,4 @@
-"""Triton kernel of router.py's operator, and its launcher, which has the operator's name."""
+"""Triton kernel of router.py's operator, and its launcher, which is named like the operator."""
 # mypy: allow-untyped-defs
 
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
 
-# Gradients that a program computes.
+# Gradients computed per program.
 _TILE = 2048
 _WARPS = {"num_warps": 4}
 
@@ -34,10 +34,10 @@ def choice_grad_kernel(
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """Computes the gradient of a token's logits from those of its scores s and of its chosen weights w.
+    """Computes the gradient of a token's logits from the gradients of its scores s and of its chosen weights w.
 
     For gradients g of s and h of w it is s (g - <s, g>), plus w (h - <w, h>) at the chosen experts. token_stride and
-    expert_stride are those of grad_scores; all others are contiguous.
+    expert_stride are the strides of grad_scores; all other tensors are contiguous.
     """
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, EXPERTS)
@@ -65,10 +65,10 @@ def choice_grad_kernel(
 def choice_grad(
     grad_weights: Tensor, weights: Tensor, indices: Tensor, *, grad_scores: Tensor, scores: Tensor
 ) -> Tensor:
-    """Computes the gradient of logits from those of two softmaxes, over the chosen experts and over all.
+    """Computes the gradient of the logits from the gradients of two softmaxes, over the chosen experts and over all.
 
-    grad_weights, weights: [T, K], fp32 or fp64; indices: [T, K], int64, distinct for a token; grad_scores, scores:
-    [T, E], same dtype, of any strides. Returns [T, E], same dtype.
+    grad_weights, weights: [T, K], fp32 or fp64; indices: [T, K], int64, distinct for a token; grad_scores, scores: [T,
+    E], same dtype, of any strides. Returns [T, E], same dtype.
     """
     scores = scores.contiguous()
     (num_tokens, num_experts), choices = scores.shape, weights.shape[1]
@@ -94,13 +94,13 @@ def choice_grad(
 
 
 def residencies(num_warps: int) -> Mapping[str, Residency]:
-    """Returns the residency that the launcher assumes, by kernel: none, because each tile has a program."""
+    """Returns the launcher's residency by kernel, which is empty because each tile has its own program."""
     assert num_warps == _WARPS["num_warps"]
     return {"choice_grad_kernel": Residency()}
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """Yields few and many experts, with the gradient of a balancing loss, which is the same for all tokens."""
+    """Yields cases with few and many experts and a balancing-loss gradient, which is the same for all tokens."""
     for name, num_experts in (("fp32", 8), ("fp32", 256), ("fp64", 256)):
         data = dict.fromkeys(("grad_weights", "weights", "grad_scores", "scores", "grad_logits"), f"*{name}:16")
         yield compile_case(

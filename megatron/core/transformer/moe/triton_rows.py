@@ -1,15 +1,14 @@
-"""Triton kernels of static_rows.py's operators, and their launchers, which have the operators' names.
+"""Triton kernels of static_rows.py's operators, and their launchers, which are named like the operators.
 
-Kernels are not specialized on numbers of rows, so another number causes no compilation.
-
-static_rows.py says what slots, parts, rows and padding are.
+Kernels are not specialized on row counts, so a different count causes no compilation. static_rows.py defines slots,
+parts, rows and padding.
 
 [Note: order of slots]
-Slots are ordered by expert as by a stable sort, in two launches. First each program counts the experts of a run of
-slots, and all rows are marked as padding. Then each program adds up the counts of all programs, gives the slots of its
-run their rows, and overwrites the marks of these rows. In one launch, programs would have to wait for the counts of
-others, which can block unless all of them run at the same time. Rows depend on sums of integers alone and never on the
-order of atomic operations, so they are the same in each run.
+Slots are ordered by expert as by a stable sort, in two launches. In the first launch, each program counts the experts
+of a run of slots, and all rows are marked as padding. In the second launch, each program adds up the counts of all
+programs, assigns rows to the slots of its run, and overwrites the marks of these rows. In a single launch, programs
+would have to wait for the counts of others, which can deadlock unless all of them are resident. Rows depend only on
+sums of integers and never on the order of atomic operations, so they are the same in each run.
 """
 # mypy: allow-untyped-defs
 
@@ -29,14 +28,14 @@ _WARPS = {"num_warps": 4}
 
 # Slots that a program orders per iteration. It compares all pairs of them.
 _SLOTS = 64
-# A program has this many slots, or more once there would be more than the most programs, of which each reads the
-# counts of all others.
+# Slots per program. Once the maximum number of programs is reached, programs get more slots, because each program reads
+# the counts of all others.
 _SLOTS_OF_PROGRAM, _MOST_PROGRAMS = 512, 256
 
 
 @triton.jit
 def _keys(experts, slot, end, first_expert, num_experts):
-    # num_experts for slots that get no row.
+    # num_experts for slots without a row.
     expert = tl.load(experts + slot, mask=slot < end, other=-1) - first_expert
     is_here = (slot < end) & (expert >= 0) & (expert < num_experts)
     return tl.where(is_here, expert, num_experts).to(tl.int32)
@@ -55,7 +54,7 @@ def count_kernel(
     BINS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Counts the slots of each expert in the run of slots of each program, and marks all rows as padding."""
+    """Counts the slots of each expert in each program's run of slots, and marks all rows as padding."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     total = tl.zeros((BINS,), dtype=tl.int32)
     run = tl.cdiv(num_slots, programs)
@@ -96,7 +95,7 @@ def order_kernel(
     SLOTS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """Scans the counts and gives each slot its row. Every program computes the starts of all experts."""
+    """Scans the counts and assigns a row to each slot. Every program computes the starts of all experts."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     bins = tl.arange(0, BINS)
     total = tl.zeros((BINS,), dtype=tl.int32)
@@ -188,7 +187,7 @@ def order_slots(
     rows_per_part: int,
     alignment: int,
 ) -> tuple[Tensor, ...]:
-    """Gives slots rows by expert, by two launches, whatever the sizes: counts, then rows. See [Note: order of slots].
+    """Assigns rows to slots by expert in two launches, counts then rows. See [Note: order of slots].
 
     expert_indices: [T, K], int64 or int32. Returns slot_of_row, token_of_row: [num_parts * rows_per_part], int32;
     row_of_slot: [T, K], int32; wanted, kept: [num_experts], int64; rows_needed, num_rows: [1], int64.
@@ -243,7 +242,7 @@ def order_slots(
 
 
 def experts_of_rows(rows_per_group: Tensor, *, rows_per_rank: int) -> Tensor:
-    """Finds the expert of each row that a rank sent, e for padding.
+    """Finds the expert of each row received from other ranks, e for padding.
 
     rows_per_group: [ranks, e], int64. Returns [ranks * rows_per_rank, 1], int32.
     """
@@ -279,7 +278,7 @@ def sum_rows(rows: Tensor, row_of_slot: Tensor) -> Tensor:
     another dtype.
     """
     if rows.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"{rows.dtype} on {rows.device}: only fp32, bf16 and fp16 have kernels")
+        raise ValueError(f"{rows.dtype} on {rows.device} is not supported: only fp32, bf16 and fp16 have kernels")
     (num_tokens, choices), width = row_of_slot.shape, rows.shape[1]
     out = rows.new_empty(num_tokens, width)
     if out.numel():
@@ -291,14 +290,14 @@ def sum_rows(rows: Tensor, row_of_slot: Tensor) -> Tensor:
 
 
 def residencies(num_warps: int) -> Mapping[str, Residency]:
-    """Returns the residency that the launchers assume, by kernel: none, because each tile has a program."""
+    """Returns the launchers' residency by kernel, which is empty because each tile has its own program."""
     assert num_warps == _WARPS["num_warps"]
     names = ("count_kernel", "order_kernel", "experts_kernel", "gather_kernel", "sum_kernel")
     return dict.fromkeys(names, Residency())
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """Yields orders of few and of many experts, wide rows in half precision, and weights: fp32, one element."""
+    """Yields orders of few and of many experts, wide rows in half precision, and fp32 weights of one element."""
     for num_experts in (8, 256):
         yield from _order_cases(num_experts)
     for name, width, tile in (("bf16", "i32:16", _tile(4096)), ("fp32", 1, _tile(1))):
@@ -371,7 +370,7 @@ def _order_cases(num_experts: int) -> Iterator[CompileCase]:
 
 
 def _programs_at_once(bins: int) -> int:
-    """Returns the programs whose counts are added per iteration, 16 numbers for each thread."""
+    """Returns the number of programs whose counts are added per iteration, 16 numbers per thread."""
     return max(1, min(2 * _TILE // bins, 64))
 
 

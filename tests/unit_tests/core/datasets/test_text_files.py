@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.core.datasets.table_files import Columns
 from megatron.core.datasets.text_files import (
     LONGEST_TEXT,
     SHORTEST_TEXT,
@@ -15,6 +16,7 @@ from megatron.core.datasets.text_files import (
     read_raw_documents,
 )
 
+TEXT = Columns(("text",))
 LINES = st.lists(
     st.sampled_from(["", " ", "a", "e\u0301\U0001f600" * 3, "x" * 5000, "\u00e9" * 70000, "\r"]), max_size=30
 )
@@ -25,7 +27,7 @@ def test_documents_of_a_text_file_are_the_file(tmp_path_factory, lines, newline,
     text = newline.join(lines) + newline * ends
     path = tmp_path_factory.mktemp("text") / "a.txt"
     path.write_bytes(text.encode("utf-8-sig" if mark else "utf-8"))
-    documents = list(read_raw_documents(path))
+    documents = list(read_raw_documents(path, TEXT))
     decoded = [decode_document(document, json_key="text") for document in documents]
     assert "".join(text for text, _ in decoded) == text and not any(bad for _, bad in decoded)
     assert all(SHORTEST_TEXT <= len(document.data) < 2 * LONGEST_TEXT + 3 for document in documents[:-1])
@@ -36,7 +38,7 @@ def test_documents_of_a_text_file_are_the_file(tmp_path_factory, lines, newline,
 def test_a_wrong_byte_costs_one_line_of_a_text_file(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"one\ntwo \xff\nthree\n")
-    text, bad = decode_document(next(read_raw_documents(path)), json_key="text")
+    text, bad = decode_document(next(read_raw_documents(path, TEXT)), json_key="text")
     assert text == "one\nthree\n"
     assert [str(line) for line in bad] == [f"{path}:2: not UTF-8: byte 0xff at column 5"]
 
@@ -57,7 +59,7 @@ def test_a_wrong_byte_costs_one_line_of_a_text_file(tmp_path: Path) -> None:
 def test_a_bad_json_line_is_named_with_its_reason(tmp_path: Path, line: bytes, reason: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "good"}\n\n' + line + b'\n{"text": "last"}')
-    results = [decode_document(document, json_key="text") for document in read_raw_documents(path)]
+    results = [decode_document(document, json_key="text") for document in read_raw_documents(path, TEXT)]
     assert [text for text, _ in results] == ["good", "", "last"]
     (bad,) = results[1][1]
     assert str(bad).startswith(f"{path}:3: {reason}")
@@ -76,5 +78,5 @@ def test_files_of_folders_come_sorted_and_others_are_refused(tmp_path: Path) -> 
     with pytest.raises(FileNotFoundError, match="none.txt does not exist"):
         find_text_files([str(tmp_path / "none.txt")])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="empty has no file that ends in"):
+    with pytest.raises(ValueError, match="empty contains no file that ends in"):
         find_text_files([str(tmp_path / "empty")])

@@ -143,7 +143,7 @@ def test_pieces_with_gaps_are_no_checksum_of_a_file():
         (lambda m: m.state_dict_metadata.update({3: None}), "3 is neither"),
         (lambda m: vars(m.state_dict_metadata["w"]).update(size=(4, -3)), "w has the size"),
         (lambda m: vars(m.state_dict_metadata["w"]).update(size=torch.Size([2**62, 2**62])), "w has the size"),
-        (lambda m: vars(m.state_dict_metadata["w"].properties).update(dtype=torch.quint8), "which is not stored here"),
+        (lambda m: vars(m.state_dict_metadata["w"].properties).update(dtype=torch.quint8), "which is not supported"),
         (lambda m: vars(m.state_dict_metadata["w"]).update(properties=None), "w has the dtype None"),
         (lambda m: [m, Harm()], "refers to posix.mkdir"),
     ],

@@ -8,8 +8,8 @@ from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyS
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_distributed_optimizer_instances": 2}, "instances is 2: needs use_distributed_optimizer"),
-        ({"bucket_size": 8, "num_buckets": 2}, "bucket_size is 8 and num_buckets is 2: give one of them"),
+        ({"num_distributed_optimizer_instances": 2}, "instances is 2: requires use_distributed_optimizer"),
+        ({"bucket_size": 8, "num_buckets": 2}, "bucket_size is 8 and num_buckets is 2: give only one of them"),
     ],
 )
 def test_contradictions_are_named_with_their_values(settings: dict[str, int], message: str) -> None:
@@ -20,7 +20,7 @@ def test_contradictions_are_named_with_their_values(settings: dict[str, int], me
 @pytest.mark.parametrize("name", ["overlap_param_gather", "shard_gradients", "use_distributed_optimizer"])
 def test_fsdp2_refuses_settings_of_buckets_without_asking_for_others(name: str) -> None:
     with pytest.raises(
-        ValueError, match=f"^TorchFullyShardedDataParallelConfig.{name} is True .* anyway; leave it out$"
+        ValueError, match=f"^TorchFullyShardedDataParallelConfig.{name} is True .* anyway; do not set it$"
     ):
         TorchFullyShardedDataParallelConfig(**{name: True})
     with pytest.raises(ValueError, match=f"(?s)^[^\n]*{name} is True [^\n]*\n[^\n]*_instances is 2 .*must be 1$"):

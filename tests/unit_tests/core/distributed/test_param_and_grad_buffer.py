@@ -131,7 +131,7 @@ def test_a_kernel_may_add_to_main_grad_itself():
     buffer.reset()
     assert not model.weight.grad_added_to_main_grad
     model(torch.ones(1, 3)).sum().backward()
-    with pytest.raises(RuntimeError, match="parameter weight has gradients of autograd and others"):
+    with pytest.raises(RuntimeError, match="parameter weight has both autograd gradients and gradients added"):
         grads_of_bucket.mark_added(model.weight)
 
 
@@ -251,7 +251,7 @@ def test_shard_buffer_returns_the_shard_of_each_rank():
     shards = shard_buffer(flat, 2)
     assert [shard.tolist() for shard in shards] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert shards[1].data_ptr() == flat[4:].data_ptr()
-    with pytest.raises(ValueError, match="has 8 elements: must be a multiple of 3 ranks"):
+    with pytest.raises(ValueError, match="has 8 elements: must be a multiple of the 3 ranks"):
         shard_buffer(flat, 3)
 
 

@@ -180,8 +180,8 @@ def test_a_weight_decay_that_moves_after_a_step_on_the_device_is_an_error():
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"optimizer": "muon"}, "optimizer is muon, which needs a decision of the host"),
-        ({"optimizer_cpu_offload": True}, "optimizer_cpu_offload is set, so that the host updates"),
+        ({"optimizer": "muon"}, "optimizer is muon, which requires a host decision"),
+        ({"optimizer_cpu_offload": True}, "optimizer_cpu_offload is set, so updates run on the host"),
         ({**PRECISE, "main_params_dtype": "fp16"}, "main_params_dtype is fp16: .* must be fp32$"),
     ],
 )

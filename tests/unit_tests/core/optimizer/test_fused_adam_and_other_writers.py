@@ -124,7 +124,7 @@ def test_a_share_of_states_fits_an_optimizer_that_has_not_stepped_whatever_its_o
     [
         ((nn.Linear(2, 2),), "params is a Linear: must be parameters"),
         (([nn.Parameter(torch.ones(2))], "1e-3"), "lr is '1e-3': must be a number"),
-        (([{"lr": 1.0}],), "group 0 of params has lr: must have its parameters as params"),
+        (([{"lr": 1.0}],), "group 0 of params has lr: must contain its parameters as params"),
         (([nn.Parameter(torch.ones(2, device="meta"))],), "on the meta device: must be a whole tensor"),
         (
             ([nn.Parameter(torch.ones(2))], torch.tensor([1.0, 2.0])),

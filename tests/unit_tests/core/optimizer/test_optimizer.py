@@ -248,7 +248,7 @@ def test_precision_chooses_the_class():
         ({"fp16": True, "bf16": True}, "fp16 and bf16 are both set"),
         ({"min_loss_scale": 2.0, "initial_loss_scale": 1.0}, "min_loss_scale is 2.0"),
         ({"clip_grad": -1.0}, "clip_grad is -1.0: must be at least 0"),
-        ({"overlap_cpu_optimizer_d2h_h2d": True}, "needs optimizer_cpu_offload as well"),
+        ({"overlap_cpu_optimizer_d2h_h2d": True}, "requires optimizer_cpu_offload as well"),
     ],
 )
 def test_settings_that_cannot_be_honoured_are_refused(settings, message):
@@ -260,7 +260,7 @@ def test_builder_asks_for_a_learning_rate_and_a_wrapper():
     with pytest.raises(ValueError, match="lr is None"):
         get_megatron_optimizer(OptimizerConfig(), [wrap(tiny_model())])
     of_names = DistributedDataParallelConfig(param_name_patterns_for_fp32_local_accumulation=["0.*", "nothing*"])
-    with pytest.raises(ValueError, match=r"accumulation has nothing\*: must match"):
+    with pytest.raises(ValueError, match=r"accumulation contains nothing\*: must match"):
         ddp = DistributedDataParallel(ModelParallelConfig(), of_names, tiny_model(torch.bfloat16))
         get_megatron_optimizer(OptimizerConfig(lr=0.1), [ddp])
     with pytest.raises(ValueError, match="model_chunks is empty"):
@@ -290,7 +290,7 @@ def test_settings_have_megatrons_defaults_and_read_dtypes_and_their_names():
         OptimizerConfig(**precise, exp_avg_dtype=torch.uint8)
     with pytest.raises(ValueError, match="main_grads_dtype is torch.float16|main_grads_dtype is 'fp16'"):
         OptimizerConfig(**precise, main_grads_dtype=torch.float16)
-    with pytest.raises(ValueError, match="decoupled_weight_decay is False: .*AdamW.*leave it at True"):
+    with pytest.raises(ValueError, match="decoupled_weight_decay is False: .*AdamW.*keep the default True"):
         OptimizerConfig(lr=0.1, decoupled_weight_decay=False)
 
 

@@ -29,7 +29,7 @@ CLIP = "OptimizerConfig.optimizer_in_backward_clip"
             {**IN_BACKWARD, "clip_grad": 0.0, "optimizer_in_backward_clip": "per-bucket"},
             f"{CLIP} is per-bucket and .*0",
         ),
-        ({"optimizer_in_backward_clip": "exact"}, f"{CLIP} is exact: needs OptimizerConfig.optimizer_in_backward"),
+        ({"optimizer_in_backward_clip": "exact"}, f"{CLIP} is exact: requires OptimizerConfig.optimizer_in_backward"),
         ({**IN_BACKWARD, "clip_grad": 0.0, "fp16": True}, f"fp16 and .* both set: .*{CLIP} must be exact"),
         (
             {**IN_BACKWARD, "clip_grad": 0.0, "optimizer": "muon"},

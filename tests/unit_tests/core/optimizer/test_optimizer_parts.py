@@ -242,7 +242,7 @@ def test_state_that_is_not_elementwise_is_refused_by_name():
                 self.state[param]["rows"] = torch.zeros(len(param))
 
     optimizer = FP32Optimizer(Odd(tiny_model().parameters(), lr=0.1), config(), None)
-    with pytest.raises(ValueError, match="state rows of torch's Odd is a Tensor that has not one number"):
+    with pytest.raises(ValueError, match="state rows of torch's Odd is a Tensor without one number"):
         optimizer.state_dict()
 
 
@@ -331,9 +331,9 @@ def test_chains_that_would_disagree_are_refused():
         ChainedOptimizer([one(clip_grad=1.0), one(clip_grad=2.0)])
     with pytest.raises(ValueError, match="chained_optimizers is empty"):
         ChainedOptimizer([])
-    with pytest.raises(TypeError, match="chained_optimizers has a int"):
+    with pytest.raises(TypeError, match="chained_optimizers contains a int"):
         ChainedOptimizer([3])
-    with pytest.raises(ValueError, match="no optimizer of the chain steps shards"):
+    with pytest.raises(ValueError, match="no optimizer of the chain updates shards"):
         ChainedOptimizer([one()]).save_parameter_state("x")
 
 

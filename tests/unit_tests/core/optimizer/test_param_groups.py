@@ -114,7 +114,7 @@ def test_overrides_that_cannot_be_honoured_are_refused():
         ParamGroupOverride(wd_mult=-1.0)
     with pytest.raises(ValueError, match="give both or neither"):
         ParamGroupOverride(end_wd=0.1)
-    with pytest.raises(ValueError, match="decoupled_min_lr is 0.1: needs"):
+    with pytest.raises(ValueError, match="decoupled_min_lr is 0.1: requires"):
         OptimizerConfig(decoupled_min_lr=0.1)
 
 
@@ -136,7 +136,7 @@ def test_no_overrides_exempt_biases_and_norms_and_empty_ones_exempt_nothing():
 def test_a_mapping_replaces_the_standard_overrides_and_may_hold_dictionaries():
     found = decays_of({ParamKey(name="0.*"): {"wd_mult": 0.0}, ParamKey(name="*.bias"): {"wd_mult": 2.0}})
     assert found["0.weight"] == 0.0 and found["0.bias"] == 0.02 and found["1.weight"] == 0.01
-    with pytest.raises(ValueError, match="config_overrides has the key 'wd': must be one of max_lr, min_lr"):
+    with pytest.raises(ValueError, match="config_overrides contains the key 'wd': must be one of max_lr, min_lr"):
         decays_of({ParamKey(name="0.*"): {"wd": 0.0}})
 
 

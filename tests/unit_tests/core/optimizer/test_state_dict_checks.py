@@ -22,7 +22,7 @@ def of_torch(state_dict: dict) -> None:
 
 # (what is wrong, how it comes about, what the error says)
 WRONG = [
-    ("no dict", lambda d: d.clear(), r"state_dict is \[\]: must have 'state' and 'param_groups', on every rank"),
+    ("no dict", lambda d: d.clear(), r"state_dict is \[\]: must contain 'state' and 'param_groups', on every rank"),
     ("a group", lambda d: d["param_groups"].pop(), r"have \[4\] parameters: must be \[4, 5\]"),
     ("sizes", lambda d: d["param_groups"][0]["params"].pop(), r"have \[3, 5\] parameters: must be \[4, 5\]"),
     ("no params", lambda d: d["param_groups"][1].pop("params"), "group 1 .* is {.*}: must be a dict with 'params'"),
@@ -37,18 +37,22 @@ WRONG = [
     (
         "entry",
         lambda d: d["state"].pop(5),
-        r"state lacks parameter 5 out \[6, 9\]: must have \['exp_avg', 'exp_avg_sq'",
+        r"state lacks parameter 5 out \[6, 9\]: must contain its \['exp_avg', 'exp_avg_sq'",
     ),
-    ("more", lambda d: d["state"].update({9: {}}), "state has 9: must be one of the 9 parameters"),
+    ("more", lambda d: d["state"].update({9: {}}), "state contains 9: must be one of the 9 parameters"),
     ("kind", lambda d: d["state"][4].pop(EXP_AVG), r"parameter 4 conv \[2, 3, 5, 4\] has \['exp_avg_sq', 'fp32_param'"),
     ("masters", lambda d: d["state"][0].pop(MASTERS), r"parameter 0 \[7, 5\] has \['exp_avg', 'exp_avg_sq', 'step'\]"),
     ("max", lambda d: d["state"][0].update(max_exp_avg_sq=0), r"parameter 0 \[7, 5\] has .*'max_exp_avg_sq'.*: must"),
     (
         "shape",
         lambda d: d["state"][5].update(exp_avg=torch.zeros(9, 6)),
-        r"exp_avg of parameter 5 out \[6, 9\] is \[9, 6\], torch.float32: must be \[6, 9\], floating",
+        r"exp_avg of parameter 5 out \[6, 9\] has shape \[9, 6\] and dtype torch.float32: must be",
     ),
-    ("step", lambda d: d["state"][5].update(step=torch.ones(1)), r"step of .* 5 out \[6, 9\] is \[1\].*must be \[\]"),
+    (
+        "step",
+        lambda d: d["state"][5].update(step=torch.ones(1)),
+        r"step of .* 5 out \[6, 9\] has shape \[1\].*must be \[\]",
+    ),
     (
         "dtype",
         lambda d: d["state"][1].update(exp_avg=torch.ones(64).int()),

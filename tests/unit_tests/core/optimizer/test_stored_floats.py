@@ -100,7 +100,7 @@ def test_norm_of_parameters_and_reload_read_any_form() -> None:
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"exp_avg_dtype": "bf16"}, "exp_avg_dtype is bf16: needs use_precision_aware_optimizer"),
+        ({"exp_avg_dtype": "bf16"}, "exp_avg_dtype is bf16: requires use_precision_aware_optimizer"),
         ({"use_precision_aware_optimizer": True, "exp_avg_sq_dtype": "fp8"}, "exp_avg_sq_dtype is fp8: must be fp32"),
         (
             {"use_precision_aware_optimizer": True, "optimizer": "sgd"},

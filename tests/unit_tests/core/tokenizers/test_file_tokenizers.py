@@ -140,11 +140,11 @@ def _lines(*pairs: tuple[int, bytes]) -> bytes:
     "kind, content, message",
     [
         ("SentencePieceTokenizer", b"", "it is empty"),
-        ("Llama2Tokenizer", b"{}", "is no SentencePiece model"),
+        ("Llama2Tokenizer", b"{}", "is not a SentencePiece model"),
         ("SentencePieceTokenizer", {"eos_id": -1}, "has no </s>"),
         ("Llama2Tokenizer", {"bos_id": -1}, "has no <s>"),
-        ("SentencePieceTokenizer", None, "must name a SentencePiece .model file"),
-        ("TikTokenizer", None, "must name a .json or .tiktoken vocabulary"),
+        ("SentencePieceTokenizer", None, "must be a SentencePiece .model file"),
+        ("TikTokenizer", None, "must be a .json or .tiktoken vocabulary"),
         ("TikTokenizer", b"[{}]", "is no tiktoken vocabulary"),
         ("TikTokenizer", b"a b c", "is no tiktoken vocabulary"),
         ("TikTokenizer", b"not*base64 0", "is no tiktoken vocabulary"),
@@ -165,7 +165,7 @@ def test_unusable_files_are_named(tmp_path: Path, kind: str, content: object, me
 @pytest.mark.parametrize(
     "vocab, merges, message",
     [
-        (None, "", "--vocab-file must name"),
+        (None, "", "--vocab-file must be"),
         ("[]", "", "is no vocab.json"),
         ("{}", "", "has no <.endoftext.>"),
         ('{"<|endoftext|>": 0, "a": 1}', "", "lacks 255 of the 256 byte tokens"),

@@ -65,7 +65,7 @@ def test_unset_fields_follow_from_others() -> None:
                 "moe_router_load_balancing_type": ["sinkhorn", "aux_loss"],
                 "moe_aux_loss_coeff": [0.0, 0.0],
             },
-            "sinkhorn must stand alone",
+            "sinkhorn cannot be combined",
         ),
         (
             {
@@ -175,7 +175,7 @@ def test_unset_fields_follow_from_others() -> None:
         ),
         (
             {"tensor_model_parallel_size": 2, "num_moe_experts": 2},
-            "tensor_model_parallel_size is 2 and num_moe_experts is 2: experts need --sequence-parallel",
+            "tensor_model_parallel_size is 2 and num_moe_experts is 2: experts also require --sequence-parallel",
         ),
         ({"bf16": True, "fp16": True}, "choose one precision"),
     ],
@@ -263,7 +263,7 @@ def test_fields_of_what_does_not_exist_here_are_accepted_at_their_defaults_alone
     sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
     TransformerConfig(**sizes, fp8=None, fp8_recipe="delayed", mamba_state_dim=128, bias_dropout_fusion=True)
     with pytest.raises(
-        ValueError, match=r"TransformerConfig\.fp8 is 'hybrid': 8- and 4-bit training .*; leave it at None"
+        ValueError, match=r"TransformerConfig\.fp8 is 'hybrid': 8- and 4-bit training .*; keep the default None"
     ):
         TransformerConfig(**sizes, fp8="hybrid")
     with pytest.raises(ValueError, match="cpu_offloading is True and cpu_offloading_num_layers is 0"):

@@ -87,14 +87,14 @@ def test_rows_grow_with_skew_and_depend_on_the_seed() -> None:
     ("text", "words"),
     [
         ("even", "--skew is 'even': must be one of balanced, dirichlet:0.3, zipf:1.1, drift:0.5:50"),
-        ("zipf", "must be zipf:EXPONENT with EXPONENT from 0.001 to 100, as zipf:1.1"),
+        ("zipf", "must be zipf:EXPONENT with EXPONENT from 0.001 to 100, for example zipf:1.1"),
         ("zipf:-1", "must be zipf:EXPONENT with EXPONENT from 0.001 to 100"),
         ("dirichlet:nan", "must be dirichlet:CONCENTRATION"),
         (
             "drift:1",
             "must be drift:SPREAD:STEPS with SPREAD from 0.001 to 100 and STEPS from 0.001 to",
         ),
-        ("balanced:1", "must be balanced, which has no numbers"),
+        ("balanced:1", "must be balanced, which has no parameters"),
     ],
 )
 def test_invalid_skews_are_refused(text: str, words: str) -> None:

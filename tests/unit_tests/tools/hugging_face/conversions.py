@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tools.checkpoint import main
+from megatron.tools.checkpoint import main
 
 
 def convert(source: Path, target: Path, *words: str, back: bool = False) -> Path:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from megatron.tools.safetensors_files import TensorFiles
 from tests.unit_tests.tools.hugging_face.known_configs import KNOWN_CONFIGS
-from tools.safetensors_files import TensorFiles
 
 VOCABULARY, POSITIONS, LAYERS = 300, 64, 4
 _WIDTHS: dict[str, Any] = {

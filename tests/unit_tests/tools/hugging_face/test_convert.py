@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.core.dist_checkpointing import list_tensors, load_common, verify
+from megatron.tools.checkpoint import main
+from megatron.tools.safetensors_files import INDEX_FILE, TensorFiles
 from megatron.training.checkpointing.folder import find_checkpoint
 from megatron.training.checkpointing.run_values import load_run_values
 from tests.unit_tests.tools.hugging_face.conversions import contents, convert, told
 from tests.unit_tests.tools.hugging_face.small_hub import LAYERS, SMALL, saved, small_model
-from tools.checkpoint import main
-from tools.safetensors_files import INDEX_FILE, TensorFiles
 
 # One with experts, one tied: what does not depend on the family is shown with them.
 SPARSE, TIED = "qwen3-30b-a3b", "llama3.2-1b"
@@ -46,7 +46,7 @@ def test_logits_are_compared(tmp_path: Path, name: str, capsys: pytest.CaptureFi
     convert(run, tmp_path / "back", "--verify", back=True)
     assert capsys.readouterr().out.count("random tokens agree") == 2
     # A model of other weights is found out.
-    with patch("tools.checkpoint.from_hub", lambda *_, **__: run):
+    with patch("megatron.tools.checkpoint.from_hub", lambda *_, **__: run):
         other = small_model(name)
         other.model.norm.weight.data.mul_(1.01)
         saved(other, tmp_path / "other")
@@ -168,7 +168,7 @@ def test_a_missing_shard_or_tensor_is_named(tmp_path: Path, capsys: pytest.Captu
     shard.unlink()
     assert f"{hub} has no {shard.name}" in told(capsys, hub, tmp_path / "run")
     shard.write_bytes(content[:-10])
-    assert f"{shard} is no safetensors file, or is truncated or corrupt" in told(capsys, hub, tmp_path / "run")
+    assert f"{shard} is not a safetensors file, or is truncated or corrupt" in told(capsys, hub, tmp_path / "run")
     tensors = load_file(sorted(hub.glob("*.safetensors"))[0])
     first = sorted(tensors)[0]
     shard.write_bytes(content)
@@ -180,11 +180,11 @@ def test_a_missing_shard_or_tensor_is_named(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"num_hidden_layers": LAYERS - 1}, "nothing takes model.layers.3."),
+        ({"num_hidden_layers": LAYERS - 1}, "unused model.layers.3."),
         ({"num_hidden_layers": LAYERS + 1}, "there is no model.layers.4.input_layernorm.weight"),
         ({"num_key_value_heads": 1}, r"model.layers.0.self_attn.k_proj.weight has shape [48, 64]: must be [24, 64]"),
-        ({"vocab_size": 299}, "has shape [300, 64]: the vocabulary has 299 ids by vocab_size of config.json"),
-        ({"tie_word_embeddings": True}, "nothing takes lm_head.weight"),
+        ({"vocab_size": 299}, "has shape [300, 64]: config.json has vocab_size 299"),
+        ({"tie_word_embeddings": True}, "unused lm_head.weight"),
         ({"num_local_experts": 4}, "mlp.gate.weight has shape [8, 64]: must be [4, 64]"),
         ({"architectures": ["LlamaForCausalLM"]}, "there is no model.layers.0.mlp.gate_proj.weight"),
         ({"architectures": ["BertModel"]}, "the architecture is BertModel: must be one of"),
@@ -196,7 +196,7 @@ def test_a_missing_shard_or_tensor_is_named(tmp_path: Path, capsys: pytest.Captu
         ({"mlp_only_layers": 2}, "mlp_only_layers is 2: must be a list of layers"),
         ({"rope_parameters": {"rope_type": "linear", "factor": "4"}}, "factor is '4': must be a number above 0"),
         ({"layer_types": ["chunked_attention"] * LAYERS}, "must be a list of full_attention and sliding_attention"),
-        ({"layer_types": ["full_attention"]}, "layer_types names 1 layers: num_hidden_layers is 4"),
+        ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, but num_hidden_layers is 4"),
     ],
 )
 def test_a_config_json_of_another_model_is_named(
@@ -214,26 +214,26 @@ def test_a_tensor_too_many_is_named(tmp_path: Path, name: str, capsys: pytest.Ca
     hub = saved(small_model(TIED), tmp_path / "hub", max_shard_size="1GB")
     tensors = load_file(hub / "model.safetensors")
     save_file({**tensors, name: torch.zeros(1)}, hub / "model.safetensors")
-    assert f"nothing takes {name}" in told(capsys, hub, tmp_path / "run")
+    assert f"unused {name}" in told(capsys, hub, tmp_path / "run")
 
 
 def test_wrong_folders_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hub = saved(small_model(TIED), tmp_path / "hub")
     run = convert(hub, tmp_path / "run")
-    assert f"--save is {run}: there are checkpoints in it already" in told(capsys, hub, run)
-    assert f"--save is {hub}: it is there already" in told(capsys, run, hub, back=True)
+    assert f"--save is {run}: it already holds checkpoints" in told(capsys, hub, run)
+    assert f"--save is {hub}: it already exists" in told(capsys, run, hub, back=True)
     assert f"{run} has no config.json" in told(capsys, run, tmp_path / "other")
-    assert f"--load is {hub}: there is no checkpoint in it" in told(capsys, hub, tmp_path / "other", back=True)
+    assert f"--load is {hub}: no checkpoint found" in told(capsys, hub, tmp_path / "other", back=True)
     assert f"{tmp_path / 'none'} has no config.json" in told(capsys, tmp_path / "none", tmp_path / "other")
     # The companions of another model.
     other = saved(small_model("qwen3-8b"), tmp_path / "qwen")
     error = told(capsys, run, tmp_path / "back", "--hf-reference", str(other), back=True)
-    assert "Qwen3ForCausalLM of the files beside the checkpoint has other" in error and "--qk-layernorm" in error
+    assert "Qwen3ForCausalLM of the files next to the checkpoint has other" in error and "--qk-layernorm" in error
     (hub / "config.json").write_text("[")
     assert f"{hub / 'config.json'} is not a JSON object" in told(capsys, hub, tmp_path / "other")
     with pytest.raises(SystemExit):
         main(["convert", "--from", "hf", "--to", "torch", "--load", str(hub), "--save", str(tmp_path / "other")])
-    assert "hf is converted to and from megatron alone" in capsys.readouterr().err
+    assert "hf can only be converted to and from megatron" in capsys.readouterr().err
 
 
 def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_norms_stored_minus_one_get_their_one_back(tmp_path: Path, name: str) ->
         values = load_run_values(path)
         return {**values, "args": {**values["args"], "layernorm_zero_centered_gamma": True}}
 
-    with patch("tools.hugging_face.convert.load_run_values", as_stored_minus_one):
+    with patch("megatron.tools.hugging_face.convert.load_run_values", as_stored_minus_one):
         moved = load_one(convert(run, tmp_path / "moved", back=True))
     for key, tensor in plain.items():
         if "norm" in key:
@@ -322,7 +322,7 @@ def test_factors_of_the_width_are_named(tmp_path: Path, capsys: pytest.CaptureFi
         values = load_run_values(path)
         return {**values, "args": {**values["args"], "use_mup": True, "mup_width_mult": 2.0}}
 
-    with patch("tools.hugging_face.convert.load_run_values", as_wide):
+    with patch("megatron.tools.hugging_face.convert.load_run_values", as_wide):
         assert "--use-mup (False, True here), --mup-width-mult (1.0, 2.0 here)" in told(
             capsys, run, tmp_path / "back", back=True
         )

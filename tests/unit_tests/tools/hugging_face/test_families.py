@@ -7,18 +7,18 @@ import torch
 from transformers import AutoConfig
 
 from megatron.core.dist_checkpointing import model_sharded_tensors
-from megatron.training.arguments import parse_args
-from megatron.training.command_line.model_presets import known_models
-from megatron.training.gpt_builder import build_gpt
-from tests.unit_tests.tools.hugging_face.known_configs import KNOWN_CONFIGS
-from tests.unit_tests.tools.hugging_face.small_hub import LAYERS, SMALL, model_on, small_settings
-from tools.hugging_face.names import hub_tensors
-from tools.hugging_face.settings import (
+from megatron.tools.hugging_face.names import hub_tensors
+from megatron.tools.hugging_face.settings import (
     comparable_settings,
     config_of_settings,
     family_of_config,
     settings_of_config,
 )
+from megatron.training.arguments import parse_args
+from megatron.training.command_line.model_presets import known_models
+from megatron.training.gpt_builder import build_gpt
+from tests.unit_tests.tools.hugging_face.known_configs import KNOWN_CONFIGS
+from tests.unit_tests.tools.hugging_face.small_hub import LAYERS, SMALL, model_on, small_settings
 
 
 @pytest.mark.parametrize("name", KNOWN_CONFIGS)
@@ -117,14 +117,14 @@ def test_a_config_json_is_kept_where_it_says_the_same_and_put_right_where_not() 
     assert config_of_settings(settings, dtype="float32", carried=carried) == {**carried, "torch_dtype": "float32"}
     longer = config_of_settings({**settings, "rotary_base": 5000000}, dtype="bfloat16", carried=carried)
     assert longer["rope_theta"] == 5000000 and longer["bos_token_id"] == 151643
-    with pytest.raises(ValueError, match="beside the checkpoint has other --swiglu"):
+    with pytest.raises(ValueError, match="next to the checkpoint has other --swiglu"):
         config_of_settings({**settings, "swiglu": False}, dtype="bfloat16", carried=carried)
 
 
 def test_settings_without_an_architecture_are_named() -> None:
     settings = {**settings_of_config(KNOWN_CONFIGS["llama3-8b"]), "normalization": "LayerNorm"}
     with pytest.raises(
-        ValueError, match=r"no architecture can be found: .* has other --normalization \(RMSNorm, LayerN"
+        ValueError, match=r"no architecture supports these settings: .* has other --normalization \(RMSNorm, LayerN"
     ):
         config_of_settings(settings, dtype="float32")
 

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from megatron.tools.hugging_face.quantized import PlainFiles
+from megatron.tools.safetensors_files import ONE_FILE, TensorFiles
 from tests.unit_tests.tools.hugging_face.conversions import contents, convert, told
 from tests.unit_tests.tools.hugging_face.small_hub import saved, small_model
-from tools.hugging_face.quantized import PlainFiles
-from tools.safetensors_files import ONE_FILE, TensorFiles
 
 BLOCK = 24  # divides no width of the model
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}

@@ -96,7 +96,7 @@ def test_scripts_log_through_the_writer_and_an_error_marks_the_run_as_failed(tmp
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(
-        ValueError, match=r"--wandb-project is p: the package wandb is missing, .*megatron-stash\[wandb\]"
+        ValueError, match=r"--wandb-project is p: the package wandb is missing; .*megatron-stash\[wandb\]"
     ):
         log_of(arguments(tmp_path))
 
@@ -107,5 +107,7 @@ def test_a_service_that_refuses_is_an_error_with_advice(tmp_path: Path, monkeypa
 
     log = log_of(arguments(tmp_path))
     monkeypatch.setattr(log.writer, "init", refuse)
-    with pytest.raises(ValueError, match="--wandb-project is p, and .* cannot start: no API key. WANDB_MODE=offline"):
+    with pytest.raises(
+        ValueError, match="--wandb-project is p, but .* cannot start: no API key. Set WANDB_MODE=offline"
+    ):
         log.on_train_start(RunStart(iteration=0, train_iters=9))

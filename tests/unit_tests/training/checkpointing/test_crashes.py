@@ -181,7 +181,7 @@ def test_a_flipped_bit_in_any_tensor_names_it_and_the_checkpoint_before_is_taken
         )
         fresh = SmallRun()
         assert fresh.load(tmp_path) == 1
-        assert f"{name} is corrupt: {piece}: taking iteration 1" in capsys.readouterr().out
+        assert f"{name} is corrupt: {piece}: loading iteration 1 instead" in capsys.readouterr().out
         (folder / name).write_bytes(whole)
     snapshot = fresh.snapshot()
     assert all(torch.equal(snapshot[key], value) for key, value in expected.items() if key != "draws")
@@ -205,7 +205,7 @@ def test_any_damaged_file_is_named_and_the_checkpoint_before_is_taken(tmp_path, 
             (folder / name).unlink()
         assert SmallRun().load(tmp_path) == 1
         said = capsys.readouterr().out
-        assert name in said and ": taking iteration 1, the newest complete checkpoint" in said
+        assert name in said and ": loading iteration 1 instead, the newest complete checkpoint" in said
         with pytest.raises(ValueError, match=name):
             SmallRun().load(tmp_path, ckpt_step=3)
         (folder / name).write_bytes(whole)

@@ -42,7 +42,7 @@ def test_without_tracker_the_newest_complete_one_is_taken_and_named(tmp_path):
     make(tmp_path, 5, 10)
     (tmp_path / "iter_0000020").mkdir()
     found = find_checkpoint(str(tmp_path))
-    assert found is not None and found.iteration == 10 and "taking iteration 10" in (found.notice or "")
+    assert found is not None and found.iteration == 10 and "loading iteration 10" in (found.notice or "")
 
 
 def test_release_is_iteration_zero(tmp_path):
@@ -74,7 +74,7 @@ def test_instead_of_what_is_not_whole_the_newest_complete_one_is_taken_and_named
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
     found = find_checkpoint(str(tmp_path))
     assert found is not None and found.iteration == 5
-    assert re.search(f"{message}.*: taking iteration 5, the newest complete checkpoint$", found.notice)
+    assert re.search(f"{message}.*: loading iteration 5 instead, the newest complete checkpoint$", found.notice)
     with pytest.raises(ValueError, match=f"{message}.*iter_0000005 is on a bad disk; complete iterations: none"):
         find_checkpoint(str(tmp_path), damaged={5: "iter_0000005 is on a bad disk"})
     with pytest.raises(ValueError, match="--ckpt-step is 20: .*not a complete checkpoint"):
@@ -120,9 +120,9 @@ def test_a_wrong_step_or_folder_says_what_would_be_right(tmp_path):
     make(tmp_path, 5)
     with pytest.raises(ValueError, match="--ckpt-step is 6: .* complete iterations: 5"):
         find_checkpoint(str(tmp_path), step=6)
-    with pytest.raises(ValueError, match="is one checkpoint: give the folder that holds it"):
+    with pytest.raises(ValueError, match="is a single checkpoint: give its parent folder"):
         find_checkpoint(str(tmp_path / "iter_0000005"))
-    with pytest.raises(ValueError, match="not one of a training run"):
+    with pytest.raises(ValueError, match="not of a training run"):
         load_run_values(tmp_path / "iter_0000005")
 
 
@@ -184,7 +184,7 @@ def test_model_shape_comes_from_the_checkpoint_and_nothing_else_does(tmp_path):
     plain, sinkhorn = ({"moe_router_load_balancing_type": kind} for kind in ("aux_loss", ["sinkhorn"]))
     assert [model_arguments(plain, here=here) for here in ({}, sinkhorn)] == [{}, plain]
     assert [model_arguments(sinkhorn, here=here) for here in (plain, sinkhorn)] == [sinkhorn, {}]
-    with pytest.raises(ValueError, match="--use-checkpoint-args: there is no checkpoint in --load"):
+    with pytest.raises(ValueError, match="--use-checkpoint-args: no checkpoint found in --load"):
         load_args_from_checkpoint(Args(load=str(tmp_path / "empty"), pretrained_checkpoint=None, ckpt_step=None))
 
 

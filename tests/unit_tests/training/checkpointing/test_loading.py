@@ -54,9 +54,7 @@ def test_weights_alone_may_change_precision_and_the_masters_follow(tmp_path):
     saved = SmallRun().train(3)
     saved.save(tmp_path)
     low = SmallRun(dtype=torch.bfloat16)
-    with pytest.raises(
-        ValueError, match="--bf16 is on here, off in the checkpoint; with --no-load-optim or --finetune"
-    ):
+    with pytest.raises(ValueError, match="--bf16 is on here, off in the checkpoint; use --no-load-optim or --finetune"):
         low.load(tmp_path)
     assert low.load(tmp_path, no_load_optim=True) == 3
     weight = saved.model.module[0].weight.bfloat16()
@@ -107,9 +105,15 @@ def test_another_model_is_named_by_its_arguments_before_any_tensor(tmp_path):
 @pytest.mark.parametrize(
     ("other", "advice"),
     [
-        ({"hidden_size": 16}, "; --use-checkpoint-args takes its values$"),
-        ({"unpadded_vocab_size": 5}, "vocabulary is 5 here, 9 in the checkpoint; give the tokenizer of its run$"),
-        ({"hidden_size": 16, "unpadded_vocab_size": 5}, "--use-checkpoint-args .* and give the tokenizer of its run$"),
+        ({"hidden_size": 16}, "; --use-checkpoint-args adopts the checkpoint's values$"),
+        (
+            {"unpadded_vocab_size": 5},
+            "vocabulary is 5 here, 9 in the checkpoint; use the tokenizer of the checkpoint's run$",
+        ),
+        (
+            {"hidden_size": 16, "unpadded_vocab_size": 5},
+            "--use-checkpoint-args .* and use the tokenizer of the checkpoint's run$",
+        ),
     ],
 )
 def test_another_model_comes_with_the_advice_that_helps(other, advice):
@@ -123,8 +127,8 @@ def test_a_folder_without_checkpoints_starts_from_scratch_and_says_so(tmp_path, 
     before = run.snapshot()
     assert run.load(tmp_path / "new") == 0
     assert_equal(run.snapshot(), before, but=["draws"])
-    assert capsys.readouterr().out == f"There is no checkpoint in {tmp_path}/new: starting from scratch.\n"
-    with pytest.raises(ValueError, match="--exit-on-missing-checkpoint: there is no checkpoint"):
+    assert capsys.readouterr().out == f"No checkpoint found in {tmp_path}/new: starting from scratch.\n"
+    with pytest.raises(ValueError, match="--exit-on-missing-checkpoint: no checkpoint found"):
         run.load(tmp_path / "new", exit_on_missing_checkpoint=True)
     assert not (tmp_path / "new").exists()
 
@@ -164,7 +168,7 @@ def test_saving_prints_nothing_and_loading_what_it_took(tmp_path, capfd):
     loaded = f"  successfully loaded checkpoint from {tmp_path} at iteration 1"
     assert capfd.readouterr() == (f"{loaded}\n", "")
     SmallRun().load(tmp_path, finetune=True)
-    assert capfd.readouterr() == (f"{loaded}: its weights alone, training starts at iteration 0\n", "")
+    assert capfd.readouterr() == (f"{loaded}: weights only, training starts at iteration 0\n", "")
 
 
 def test_a_run_that_goes_on_from_an_earlier_step_of_its_folder_has_that_as_the_latest(tmp_path):

@@ -55,7 +55,7 @@ def test_a_value_of_another_type_is_named_before_anything_is_loaded(saved, place
     try:
         (saved / "common.json").write_text(json.dumps(values))
         vouch(saved)
-        with pytest.raises(ValueError, match=rf"holds a value that no training run writes: .*{named}.*: must "):
+        with pytest.raises(ValueError, match=rf"holds a value that training runs do not write: .*{named}.*: must "):
             load_run_values(saved)
     finally:
         (saved / "common.json").write_text(whole)

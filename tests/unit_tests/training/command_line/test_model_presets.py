@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import model_sharded_tensors
+from megatron.tools.write_plan_checks import PARAMETERS
 from megatron.training.arguments import parse_args
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.model_presets import PRESETS, KnownModel, known_models
 from megatron.training.compute.devices import DEVICES_FILE
 from megatron.training.gpt_builder import build_gpt
-from tools.write_plan_checks import PARAMETERS
 
 NAMES = [model.name for model in known_models()]
 

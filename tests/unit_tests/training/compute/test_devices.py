@@ -1,8 +1,10 @@
 """Tests of the device table: the shipped file, users' files, and errors about invalid ones."""
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from megatron.training.compute.devices import (
@@ -53,8 +55,21 @@ def test_plans_are_for_an_h100_unless_another_is_named() -> None:
         ValueError, match=r"MEGATRON_PLAN_DEVICE is H10O: not known; did you mean H100\?; known: GB200, B2"
     ):
         planned_device({"MEGATRON_PLAN_DEVICE": "H10O"})
-    with pytest.raises(ValueError, match="A100 has no peak of fp8 products: must be a device that computes in fp8"):
+    with pytest.raises(ValueError, match="A100 has no peak of fp8 products: choose a device that computes in fp8"):
         planned_device({"MEGATRON_PLAN_DEVICE": "A100"}).tflops("fp8")
+
+
+def test_here_is_this_machine() -> None:
+    device = planned_device({"MEGATRON_PLAN_DEVICE": "here"})
+    if torch.cuda.is_available():
+        assert device.name in torch.cuda.get_device_name()
+        return
+    table = planned_device({"MEGATRON_PLAN_DEVICE": "cpu"})
+    assert device.name == "cpu" and device.devices_per_node == os.cpu_count()
+    assert device.memory_bytes == pytest.approx(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    # Links are those of the table, products and copies are measured.
+    assert device.node_gb_s == table.node_gb_s and device.fp32_tflops != table.fp32_tflops
+    assert 1e-4 < device.fp32_tflops < 100 and 0 < device.attainable_attention <= 1 and device.kernel_us > 0
 
 
 def test_figures_of_ones_own_go_before_those_that_come_along(tmp_path: Path) -> None:
@@ -71,25 +86,25 @@ def test_figures_of_ones_own_go_before_those_that_come_along(tmp_path: Path) -> 
         (
             "fp32_tflops",
             "fast",
-            "H100.fp32_tflops is 'fast': must be a number above 0 and up to 1000000, in 10^12 operations a second",
+            "H100.fp32_tflops is 'fast': must be a number above 0 and up to 1000000, in 10^12 operations per second",
         ),
         (
             "bf16_tflops",
             0,
-            "H100.bf16_tflops is 0: must be a number above 0 and up to 1000000, in 10^12 operations a second, "
+            "H100.bf16_tflops is 0: must be a number above 0 and up to 1000000, in 10^12 operations per second, "
             "or null for none",
         ),
         (
             "fp32_tflops",
             None,
-            "H100.fp32_tflops is None: must be a number above 0 and up to 1000000, in 10^12 operations a second",
+            "H100.fp32_tflops is None: must be a number above 0 and up to 1000000, in 10^12 operations per second",
         ),
         ("attainable_link", 80, "H100.attainable_link is 80: must be a number above 0 and up to 1"),
         ("memory_gib", float("nan"), "H100.memory_gib is nan: must be a number above 0 and up to 1000000, in GiB"),
         (
             "memory_gb_s",
             True,
-            "H100.memory_gb_s is True: must be a number above 0 and up to 1000000, in 10^9 bytes a second",
+            "H100.memory_gb_s is True: must be a number above 0 and up to 1000000, in 10^9 bytes per second",
         ),
         (
             "memory_gib",
@@ -101,9 +116,9 @@ def test_figures_of_ones_own_go_before_those_that_come_along(tmp_path: Path) -> 
         (
             "memory_gb_s",
             3.35e12,
-            "H100.memory_gb_s is 3350000000000.0: must be a number above 0 and up to 1000000, in 10^9 bytes a second",
+            "H100.memory_gb_s is 3350000000000.0: must be a number above 0 and up to 1000000, in 10^9 bytes per second",
         ),
-        ("memory_gbs", 80, "H100.memory_gbs is not known; did you mean memory_gb_s?"),
+        ("memory_gbs", 80, "H100.memory_gbs is unknown; did you mean memory_gb_s?"),
     ],
 )
 def test_a_wrong_figure_is_named_with_what_would_be_right(

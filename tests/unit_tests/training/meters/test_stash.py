@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders
 from megatron.core.transformer.moe.paged_stash import Counter, EventKind, PoolLayout, Priority, TensorSpec
 from megatron.core.transformer.moe.paged_stash.arithmetic import PoolModel, page_moves
 from megatron.core.transformer.moe.paged_stash.sizing import rounded_up
+from megatron.tools.run_log import read_run
 from megatron.training.callbacks import PoolReport, RankTimes, RunStart, StashReport, StepReport
 from megatron.training.callbacks.console import format_training_line, shortage_words
 from megatron.training.callbacks.run_files import JsonlLog
@@ -30,7 +31,6 @@ from megatron.training.step.expert_memory import StepFigures, rows_by_group, sta
 from tests.harness import run_on_ranks
 from tests.structure.measure import ROOT
 from tests.unit_tests.training.small_reports import STEP
-from tools.run_log import read_run
 
 ARGS = argparse.Namespace(log_interval=3, num_layers=5, mtp_num_layers=None, moe_paged_stash_buffer_bytes=None)
 SPECS = tuple(TensorSpec(width, width, 150, priority) for width, priority in zip((64, 128, 64), Priority))

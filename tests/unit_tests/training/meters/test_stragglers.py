@@ -10,7 +10,7 @@ def test_a_rank_that_is_slow_in_three_intervals_is_named_with_what_it_costs() ->
     found = watch.observe([10.0, 10.5, 21.0], step_ms=22.0)
     assert found is not None and (found.rank, found.intervals) == (2, 3)
     assert (found.work_ms, found.median_ms, found.waits_ms) == (21.0, 10.5, 11.5)
-    assert "rank 2 works 21.0 ms a step, 2.00 times the median of 10.5 ms, for 3 log intervals" in str(found)
+    assert "rank 2 works 21.0 ms per step, 2.00 times the median of 10.5 ms, for 3 log intervals" in str(found)
     assert watch.observe([10.0, 10.5, 10.6], step_ms=11.0) is None
 
 

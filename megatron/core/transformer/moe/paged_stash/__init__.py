@@ -1,6 +1,6 @@
-"""Paged stash: stores the live rows that experts save for backward in pages. Needs torch, NumPy, and Triton on GPUs.
+"""Paged stash: stores the live rows that experts save for backward in pages. Requires torch, NumPy, and Triton on GPUs.
 
-manager.py has Megatron-LM's names, as thin wrappers of PagedStash.
+manager.py provides Megatron-LM's names as thin wrappers of PagedStash.
 """
 
 from megatron.core.transformer.moe.paged_stash.activations import ActivationForm

@@ -1,10 +1,10 @@
-"""Activations of experts by name, and their values and gradients of live rows on the CPU.
+"""Expert activations by name, with their values and gradients of live rows on the CPU.
 
-triton_activations.py has the GPU kernels.
+The GPU kernels are in triton_activations.py.
 
-Shapes: C rows of the buffers, of which the first R are live; F ffn; [C, 2F] holds gate before up.
-act = f(gate) * up * scale, multiplied in this order. Half precision is computed in fp32 and rounded once. A clamp c
-limits gate to at most c and up to the range from -c to c. An offset is added to up after the clamp.
+Shapes: C rows of the buffers, of which the first R are live; F ffn; [C, 2F] holds gate before up. act = f(gate) * up *
+scale, multiplied in this order. Half precision is computed in fp32 and rounded once. A clamp c limits gate to at most c
+and up to the range from -c to c. An offset is added to up after the clamp.
 """
 
 import enum
@@ -24,7 +24,7 @@ Slope = Callable[..., Tensor]
 
 
 class Curve(enum.IntEnum):
-    """Number of f in kernels."""
+    """Number of the activation function f in kernels."""
 
     SILU = 0
     GELU = 1
@@ -52,7 +52,7 @@ class Activation:
 
 @dataclass(frozen=True)
 class ActivationForm:
-    """An activation by name, with clamp and offset for a gated one.
+    """An activation by name, with an optional clamp and offset if it is gated.
 
     Raises ValueError for an unknown name, and for a plain activation with a clamp or an offset.
     """
@@ -64,7 +64,7 @@ class ActivationForm:
     def __post_init__(self) -> None:
         if not self.activation.is_gated and (self.clamp is not None or self.offset):
             raise ValueError(
-                f"clamp is {self.clamp} and offset is {self.offset}: {self.name} is not gated, it has neither"
+                f"clamp is {self.clamp} and offset is {self.offset}: {self.name} is not gated and supports neither"
             )
 
     @property
@@ -81,7 +81,7 @@ class ActivationForm:
         return gate, up + self.offset if self.offset else up
 
     def stop_clamped(self, grad: Tensor, given: Tensor) -> Tensor:
-        """Zeroes, in place, the gradient of values above the clamp. Both are [R, F], of one dtype. Returns grad."""
+        """Zeroes, in place, the gradient of clamped values. Both are [R, F], of one dtype. Returns grad."""
         return grad if self.clamp is None else grad.masked_fill_(given > self.clamp, 0)
 
 
@@ -93,7 +93,7 @@ def activation_of(name: str) -> Activation:
 
 
 def act_rows(gate_up: Tensor, scale: Tensor | None, *, rows: int, out: Tensor, form: ActivationForm) -> None:
-    """Writes act of the first `rows` rows into out and touches no other row.
+    """Writes act of the first `rows` rows into out and leaves all other rows unchanged.
 
     gate_up: [C, 2F] (or [C, F]), any float dtype; scale: [C] or None, any float dtype; out: [C, F], gate_up's dtype.
     """
@@ -118,10 +118,10 @@ def act_gradient_rows(
     grad_scale: Tensor | None,
     form: ActivationForm,
 ) -> None:
-    """Writes the gradients of the first `rows` rows and touches no other row.
+    """Writes the gradients of the first `rows` rows and leaves all other rows unchanged.
 
-    grad: [C, F], gate_up's dtype; grad_gate_up, grad_scale: shapes and dtypes of gate_up and scale; the others as in
-    act_rows.
+    grad: [C, F], gate_up's dtype; grad_gate_up, grad_scale: shapes and dtypes of gate_up and scale; the other arguments
+    as in act_rows.
     """
     activation = form.activation
     ffn = activation.width(gate_up)
@@ -155,7 +155,7 @@ def _chunks(gate_up: Tensor, rows: int, *, activation: Activation) -> Iterator[t
 
 
 def _destination(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns `rows` if it has the dtype of the arithmetic, else a buffer, so that half precision is rounded once."""
+    """Returns `rows` if it has the compute dtype, else a buffer, so that half precision is rounded once."""
     return rows if rows.dtype == dtype else torch.empty_like(rows, dtype=dtype)
 
 

@@ -1,6 +1,6 @@
-"""Page counts that follow from a list of events and sizes: peaks, footprint, the reserve table, a simulated pool.
+"""Page counts derived from a list of events and sizes: peaks, footprint, the reserve table, a simulated pool.
 
-Pure functions; nothing runs on a device. stash_order.py defines the events, page_layout.py the sizes.
+All functions are pure, and nothing runs on a device. stash_order.py defines the events, page_layout.py the sizes.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ def resident_groups(events: Sequence[StashEvent]) -> set[GroupKey]:
 
 
 def peak_pages(events: Sequence[StashEvent], pages: PagesOf, *, up_to: Priority = Priority.ACT) -> int:
-    """Returns the peak of pages held by tensors at least as important as `up_to`, if all of them get pages."""
+    """Returns the peak page count of tensors at least as important as `up_to`, if all of them get pages."""
     passes, groups = _passes(events)
     held = peak = 0
     for forward, rank in passes:
@@ -48,9 +48,9 @@ def peak_pages(events: Sequence[StashEvent], pages: PagesOf, *, up_to: Priority 
 
 
 class PageMove(NamedTuple):
-    """Allocation or release of a group's pages, in the pass at `place` of the step's events.
+    """Allocation or release of a group's pages, by the pass at index `place` of the step's events.
 
-    forward_index: index of the group's forward within the step, from 0, resident groups included.
+    forward_index: index of the group's forward within the step, from 0, counting resident groups.
     """
 
     place: int
@@ -107,7 +107,7 @@ def footprint(
     """Returns the footprint of a step. max_bytes: bytes of a group's whole buffers; not called for resident groups."""
     resident, groups = resident_groups(events), {event.group for event in events}
     waiting = {group: 0 if group in resident else max_bytes(group) for group in groups}
-    peak_bytes = peak_pages(events, lambda group: PagesByPriority(waiting[group]))  # the same sums, of bytes
+    peak_bytes = peak_pages(events, lambda group: PagesByPriority(waiting[group]))  # the same sums, in bytes
     working_sets = sum(sorted(waiting.values(), reverse=True)[: 1 + prefetch_groups])
     return Footprint(peak_bytes, layout.device_pages * layout.page_bytes, working_sets)
 
@@ -115,12 +115,13 @@ def footprint(
 def reserve_table(events: Sequence[StashEvent], pages: PagesOf, *, at_least: PagesOf | None = None) -> list[ReserveRow]:
     """Returns (0, r1, r2) for each forward: pages that must stay free after admitting a tensor of each priority.
 
-    pages: the most that a group may need. at_least: the least that its inputs will take, and its gate_up even if a part
-    of it is dropped; 0 if omitted. If both bounds hold, then
+    pages: the most that a group may need. at_least: the least that its inputs, and its gate_up even if partly dropped,
+    will take; 0 if omitted. If both bounds hold, then
 
-    (1) a pool of peak_pages(events, pages, up_to=INPUT) pages or more never lacks pages for inputs;
+    (1) a pool of at least peak_pages(events, pages, up_to=INPUT) pages never runs out of pages for inputs;
 
-    (2) once an act got pages, the gate_ups of all later groups get theirs, so that act is dropped first.
+    (2) once an act has been given pages, the gate_ups of all later groups are given theirs, so that act is dropped
+    first.
 
     Proof. At a given moment, a group is old if it has run forward, and new otherwise. For each group, a is the most
     pages of its inputs, x the true number, l <= x <= a the least (at_least), and b the most pages of its gate_up.
@@ -152,7 +153,7 @@ def reserve_table(events: Sequence[StashEvent], pages: PagesOf, *, at_least: Pag
 
 @dataclass(frozen=True)
 class TensorPages:
-    """Pages that a tensor got on each tier. `dropped` means that it got none and must be recomputed."""
+    """Pages allocated to a tensor on each tier. `dropped` means that it has none and must be recomputed."""
 
     device: int
     host: int
@@ -161,7 +162,7 @@ class TensorPages:
 
 @dataclass
 class PoolModel:
-    """A pool without its memory. It makes the same decisions as the planning kernel and counts like it."""
+    """A pool without memory, which makes the same decisions and updates the same counters as the planning kernel."""
 
     layout: PoolLayout
     held: dict[GroupKey, list[TensorPages]] = field(default_factory=dict)
@@ -177,7 +178,7 @@ class PoolModel:
     def plan(
         self, group: GroupKey, specs: Sequence[TensorSpec], *, num_rows: int, reserve: ReserveRow = (0, 0, 0)
     ) -> list[TensorPages]:
-        """Allocates pages for a group's tensors, the most important ones first. Returns them in the order of specs."""
+        """Allocates pages for a group's tensors, the most important first. Returns them in the order of specs."""
         most = min((spec.max_tokens for spec in specs), default=num_rows)
         tokens = min(max(num_rows, 0), most)
         if tokens != num_rows:
@@ -199,7 +200,7 @@ class PoolModel:
         return self.held[group]
 
     def release(self, group: GroupKey) -> None:
-        """Frees the group's pages. Does nothing for groups that hold none."""
+        """Frees the group's pages. Does nothing for groups without pages."""
         self.held.pop(group, None)
 
     def _count(self, priority: Priority, got: TensorPages, *, num_bytes: int) -> None:
@@ -259,7 +260,7 @@ def simulate(
 def _passes(events: Sequence[StashEvent]) -> tuple[list[_Pass], list[GroupKey]]:
     """Returns the events that allocate or release pages, and the groups in the order of their forwards.
 
-    The second part of a split backward, and a backward without a forward, are left out.
+    Skips the second part of a split backward, and a backward without a forward.
     """
     rank_of: dict[GroupKey, int] = {}
     closed: set[GroupKey] = set()
@@ -279,7 +280,7 @@ def _passes(events: Sequence[StashEvent]) -> tuple[list[_Pass], list[GroupKey]]:
 def _highest_after_each(
     passes: Sequence[_Pass], taken: list[int], *, given_back: list[int], above: list[int]
 ) -> list[int]:
-    """Returns the result of _highest for each forward as the start, in order."""
+    """Returns the result of _highest for each forward as the starting point, in order."""
     if taken == given_back:
         return _highest_in_one_walk(passes, taken, above=above)
     starts = [position for position, one in enumerate(passes) if one.forward]
@@ -289,8 +290,8 @@ def _highest_after_each(
 def _highest_in_one_walk(passes: Sequence[_Pass], taken: list[int], *, above: list[int]) -> list[int]:
     """Computes _highest_after_each for groups that release exactly what they took.
 
-    Levels then do not depend on the start. A level after a forward is the level in the whole step minus the level at
-    that forward.
+    Levels are then independent of the starting point. A level after a forward is the level in the whole step minus the
+    level at that forward.
     """
     signed = (taken[rank] if forward else -taken[rank] for forward, rank in passes)
     levels = list(accumulate(signed))
@@ -303,9 +304,10 @@ def _highest_in_one_walk(passes: Sequence[_Pass], taken: list[int], *, above: li
 
 
 def _highest(passes: Sequence[_Pass], taken: list[int], *, given_back: list[int], above: list[int]) -> int:
-    """Returns the highest level + above[g] over all groups g after the first pass, a forward, where the level is 0.
+    """Returns the highest level + above[g] over all groups g after the first pass, a forward, at which the level is 0.
 
-    These groups take and release the pages in `taken`. The first group and earlier ones release those in `given_back`.
+    These groups allocate and release the page counts in `taken`. The first group and earlier ones release the counts in
+    `given_back`.
     """
     level = highest = 0
     start = passes[0].rank

@@ -1,6 +1,6 @@
-"""The four operators of a page pool, `paged_stash::plan`, `stash`, `restore` and `release`, and how they run on a CPU.
+"""The four operators of a page pool, `paged_stash::plan`, `stash`, `restore` and `release`, with their CPU versions.
 
-triton_kernels.py has the launchers for a GPU, page_pool.py the memory that the operators work on.
+The GPU launchers are in triton_kernels.py, the memory that the operators work on in page_pool.py.
 
 [Note: operands] A pool owns these tensors for its lifetime. Operators change them in place and return nothing. A tier
 is a kind of memory: 0 is the device's, 1 is pinned host memory (plain memory for a pool on the CPU). Page i starts at
@@ -19,9 +19,9 @@ byte i * page_bytes of device_pages [D * page_bytes] if i < D, else at byte (i -
     tensors       encode_tensors(), in order of priority, at most MAX_TENSORS
     num_programs  upper limit of a GPU kernel's grid, 0 for the default; ignored on the CPU
 
-[Note: cost of a call] The CPU versions allocate nothing in the steady state except indices of host pages. Their time
-goes into calls of torch, because all copies of a group may take as little as a millisecond. So page ids and counts are
-read and written through numpy, which shares their memory and costs a tenth.
+[Note: cost of a call] The CPU versions allocate nothing in the steady state except indices of host pages. Most of their
+time is call overhead of torch, because all copies of a group may take as little as a millisecond. Page ids and counts
+are therefore read and written through numpy, which shares their memory at a tenth of the overhead.
 
 [Note: runs of pages] A tensor's live rows, without their gaps, are cut into pages. Pages that are adjacent in memory
 form a run. A few runs are copied one by one, at the rate of a plain copy. Once many groups have gone through a ring, it
@@ -50,7 +50,7 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
 )
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-# The launchers, which have the operators' names.
+# The launchers, named like the operators.
 _LAUNCHERS: tuple[Callable[..., Any], ...] = ()
 if HAS_TRITON:
     from megatron.core.transformer.moe.paged_stash import triton_kernels
@@ -60,11 +60,11 @@ if HAS_TRITON:
 # The operators of this file, for callers.
 ops = torch.ops.paged_stash
 
-# Bytes and dtype, widest first. Elements are moved, never computed with: any bits survive.
+# Bytes and dtype, widest first. Elements are copied, never computed with, so any bit pattern is preserved.
 WORDS = ((16, torch.complex128), (8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
-# Bytes. Runs that are longer on average are copied one by one, because an indexed copy is a tenth slower.
+# In bytes. Longer runs are copied one by one, because an indexed copy is a tenth slower.
 LONG_RUN = 1024 * 1024
-FEW_RUNS = 4  # up to this many runs cost less than an indexed copy, however short they are
+FEW_RUNS = 4  # up to this number, copying run by run is cheaper than an indexed copy, however short the runs are
 
 
 def _operator(arguments: str) -> Register:
@@ -88,7 +88,7 @@ def plan(
     layout: list[int],
     tensors: list[int],
 ) -> None:
-    """Allocates pages for a group's tensors, the most important ones first, and marks the others as dropped.
+    """Allocates pages for a group's tensors, the most important first, and marks the others as dropped.
 
     num_rows: [1], int64; reserve: [3], int64. See [Note: operands].
     """
@@ -200,8 +200,8 @@ def _sort_free(ids: np.ndarray, head: int, tail: int) -> None:
     if not free:
         return
     start = head % ids.size
-    beyond = start + free - ids.size  # entries after the ring's end, at its start
-    # Stable: this sort is fast on the few sorted runs that releases leave.
+    beyond = start + free - ids.size  # the entries beyond the ring's end wrap around to its start
+    # Stable sort is fast on the few sorted runs that releases leave.
     if beyond <= 0:
         ids[start : start + free].sort(kind="stable")
     else:
@@ -218,7 +218,7 @@ class _Numbers:
     values: list[int]
 
     def store(self) -> None:
-        # One call through numpy, where torch needs two per number.
+        # One numpy call, where torch would need two calls per number.
         self.tensor.numpy()[:] = self.values
 
 
@@ -243,14 +243,14 @@ def _read(tensor: Tensor) -> _Numbers:
 
 
 def _read_records(held: Tensor, encoded: list[EncodedTensor]) -> _Records:
-    """Reads the records of these tensors and any records between them. A group's slots are consecutive."""
+    """Reads the records of these tensors, and any records between them. A group's slots are consecutive."""
     slots = [one.slot for one in encoded]
     around = held[min(slots) : max(slots) + 1].view(-1)
     return _Records(around, around.tolist(), min(slots))
 
 
 def _checked_count(num_rows: Tensor, encoded: list[EncodedTensor], *, tally: list[int]) -> int:
-    """Clamps num_rows, [1], int64, to the tensors' capacity and counts a value out of range in `tally`."""
+    """Clamps num_rows, [1], int64, to the tensors' capacity and counts an out-of-range value in `tally`."""
     limit = min(one.max_rows * one.tokens_per_row for one in encoded)
     (count,) = num_rows.tolist()
     if not 0 <= count <= limit:
@@ -262,7 +262,7 @@ def _checked_count(num_rows: Tensor, encoded: list[EncodedTensor], *, tally: lis
 def _ring_parts(ids: np.ndarray, ring: np.ndarray, *, position: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields pairs of views of `ids` [n] and of n entries of a ring [m]: one pair, or two across the ring's end.
 
-    position: of the first entry. Heads and tails grow without bound, so it is taken modulo the ring's size.
+    position: index of the first entry. Heads and tails grow without bound, so it is taken modulo the ring's size.
     """
     count, size = ids.size, ring.size
     if count:
@@ -277,7 +277,8 @@ def _ring_parts(ids: np.ndarray, ring: np.ndarray, *, position: int) -> Iterator
 class WholePages(NamedTuple):
     """Full pages of one tier and the rows that belong in them: rows[i] in pages[indices[i]].
 
-    pages: [P, ...], all of the tier; indices: [n], int64; rows: [n, ...]. Pages and rows have one dtype, any of WORDS.
+    pages: [P, ...], all pages of the tier; indices: [n], int64; rows: [n, ...]. Pages and rows have one dtype, any of
+    WORDS.
     """
 
     pages: Tensor
@@ -307,8 +308,8 @@ class Run(NamedTuple):
 class PagedRows(NamedTuple):
     """The first num_bytes bytes (at least one) of a tensor's rows without their gaps, and the pages that hold them.
 
-    memory: [at least the rows' extent], uint8, from the tensor's first byte on; ids: [pages], int64, in the order of
-    the rows; page_ids: the same numbers as a list; device_pages, host_pages: the tiers, [pages * page_bytes], uint8.
+    memory: [at least the rows' extent], uint8, starting at the tensor's first byte; ids: [pages], int64, in the order
+    of the rows; page_ids: the same numbers as a list; device_pages, host_pages: the tiers, [pages * page_bytes], uint8.
     """
 
     memory: Tensor
@@ -365,7 +366,7 @@ class PagedRows(NamedTuple):
         return self.num_bytes // self.page_bytes if is_describable else 0
 
     def _matched(self, tier: Tensor, indices: Tensor, *, first_page: int) -> WholePages:
-        """Pairs a tier's pages with their rows. indices: of the tensor's pages, starting at first_page."""
+        """Pairs a tier's pages with their rows. indices: indices of the tensor's pages, starting at first_page."""
         # Without gaps a page is one row.
         row_bytes, pitch_bytes = (self.page_bytes,) * 2 if self._is_dense else (self.row_bytes, self.pitch_bytes)
         width, dtype = self._widest_word(tier, sizes=(row_bytes, pitch_bytes))
@@ -421,9 +422,9 @@ def _moves(
     page_bytes: int,
     tiers: tuple[Tensor, Tensor],
 ) -> Moves:
-    """Lists all copies of a group before the first one is made.
+    """Lists all copies of a group before the first one is performed.
 
-    A copy evicts the interpreter from the caches, so that Python code between two copies takes five times as long.
+    Each copy evicts the interpreter from the CPU caches, so Python code between two copies takes five times as long.
     """
     records, moves = _read_records(held, encoded), Moves([], [], [])
     for memory, one in zip(memories, encoded, strict=True):

@@ -1,17 +1,17 @@
 """Operations on rows that are sorted by expert: grouped product, gated activation, bias and low-rank adapter.
 
-Each has a public function, its autograd function and its operators `paged_stash::*`, whose CPU versions are here.
-triton_grouped_gemm.py, triton_activations.py and triton_biases.py have the CUDA versions. They allocate nothing and
-read nothing from the device, so that a CUDA graph can hold them.
+Each has a public function, an autograd function and operators `paged_stash::*`, whose CPU versions are here. The CUDA
+versions are in triton_grouped_gemm.py, triton_activations.py and triton_biases.py. They allocate nothing and read
+nothing from the device, so that a CUDA graph can capture them.
 
 Shapes: C rows of the buffers, of which the first R are live; e experts; H hidden; F ffn; O any width; r the width of
 low-rank adapters. offsets [e], int32: end of each expert's rows; the last one is R. Rows from R on are never read and
-hold arbitrary bytes in all results, including gradients.
+are undefined in all results, including gradients.
 
 [Note: recompute levels] A pool short of pages drops act at the first level, and gate_up as well at the second. The
 operators act_from_gate_up, gate_up_from_x and add_low_rank recompute them. They do nothing if `needed`, [1], int64, is
-0. A recomputation gives the same bits as the forward, because both run one kernel on the same live rows: on the CPU one
-matrix product for each expert, as torch.nn.functional.grouped_mm does there, and on CUDA a Triton kernel.
+0. A recomputation is bit-identical to the forward, because both run one kernel on the same live rows: on the CPU one
+   matrix product for each expert, like torch.nn.functional.grouped_mm there, and on CUDA a Triton kernel.
 """
 
 import importlib.util
@@ -27,7 +27,7 @@ from megatron.core.transformer.moe.paged_stash.operator_library import Register,
 from megatron.core.transformer.moe.paged_stash.saved_tensors import say_rows_and_others
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-# The launchers, which have the operators' names.
+# The launchers, named like the operators.
 _LAUNCHERS: tuple[Callable[..., Any], ...] = ()
 if HAS_TRITON:
     from megatron.core.transformer.moe.paged_stash import triton_activations, triton_biases, triton_grouped_gemm
@@ -60,18 +60,18 @@ def _operator(name: str, arguments: str) -> Register:
 
 
 def grouped_gemm(x: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
-    """Multiplies the rows of expert i by weight[i]. Result rows that belong to no expert hold arbitrary bytes.
+    """Multiplies the rows of expert i by weight[i]. Result rows that belong to no expert are undefined.
 
     x: [C, H]; weight: [e, H, O], any strides; both of one float dtype, fp64 on the CPU only; offsets: [e], int32, same
-    device. Returns [C, O], same dtype. Saves x and weight for backward, each only if needed. Raises ValueError if
-    shapes or dtypes do not fit.
+    device. Returns [C, O], same dtype. Saves x and weight for backward, each only if needed. Raises ValueError for
+    mismatched shapes or dtypes.
     """
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[1] or offsets.shape != weight.shape[:1]:
         shapes = f"x {list(x.shape)}, weight {list(weight.shape)}, offsets {list(offsets.shape)}"
         raise ValueError(f"{shapes}: must be [C, H], [e, H, O], [e]")
     if x.dtype != weight.dtype or offsets.dtype != torch.int32:
         dtypes = f"x {x.dtype}, weight {weight.dtype}, offsets {offsets.dtype}"
-        raise ValueError(f"{dtypes}: x and weight must have one dtype, offsets torch.int32")
+        raise ValueError(f"{dtypes}: x and weight must have the same dtype, and offsets must be torch.int32")
     say_rows_and_others([x], [weight, offsets])
     product: Tensor = _GroupedGemm.apply(x, weight, offsets)
     say_rows_and_others([product], [])
@@ -83,7 +83,7 @@ class _GroupedGemm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         needs_grad_x, needs_grad_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_grad_weight else None, weight if needs_grad_x else None, offsets)
-        # The gradient gets the weight's strides, transposed or not, so that it is accumulated without a copy.
+        # The gradient has the weight's strides, transposed or not, so that it is accumulated without a copy.
         ctx.weight_layout = torch.empty_like(weight, device="meta")
         out = x.new_empty(x.shape[0], weight.shape[2])
         ops.grouped_gemm(x, weight, offsets=offsets, out=out)
@@ -117,7 +117,7 @@ def _grouped_gemm(x: Tensor, weight: Tensor, *, offsets: Tensor, out: Tensor) ->
 def _grouped_gemm_weight_grad(
     x: Tensor, grad: Tensor, *, offsets: Tensor, out: Tensor, scale: float = 1.0, is_added: bool = False
 ) -> None:
-    """Computes scale times each expert's x^T grad, 0 for an expert without rows, and adds it to `out` or writes it.
+    """Computes scale times each expert's x^T grad, 0 for an expert without rows, and writes it or adds it to `out`.
 
     x: [C, H]; grad: [C, O], x's dtype; out: [e, H, O], any float dtype. It is rounded once, to that dtype.
     """
@@ -136,7 +136,7 @@ def _grouped_gemm_weight_grad(
 def _gate_up_from_x(
     x: Tensor, weight: Tensor, *, offsets: Tensor, needed: Tensor, out: Tensor, bias: Tensor | None = None
 ) -> None:
-    """Recomputes the product, plus each expert's bias, if needed. It then costs 2 R H O operations.
+    """Recomputes the product, plus each expert's bias, if needed, at a cost of 2 R H O operations.
 
     x: [C, H]; weight: [e, H, O]; bias: [e, O] or None; out: [C, O]; one float dtype.
     """
@@ -163,13 +163,13 @@ def gated_activation(
     gate_up: [C, 2F], gate before up (plain: [C, F]), any float dtype, fp64 on the CPU only; scale: [C], any float
     dtype, or None; num_rows: [1], int64, same device; activation: swiglu, geglu, geglu_tanh, quick_geglu, or plain
     silu, gelu, gelu_tanh, quick_gelu, squared_relu. clamp: largest gate, and largest magnitude of up, of a gated
-    activation; offset: added to up after the clamp. Returns [C, F], gate_up's dtype; other rows hold arbitrary bytes.
-    Saves gate_up and scale for backward. Raises ValueError for an unknown activation, for a plain one with clamp or
-    offset, and for shapes that do not fit.
+    activation; offset: added to up after the clamp. Returns [C, F], gate_up's dtype; other rows are undefined. Saves
+    gate_up and scale for backward. Raises ValueError for an unknown activation, for a plain one with clamp or offset,
+    and for mismatched shapes.
     """
     form = ActivationForm(activation, clamp, offset)
     if form.activation.is_gated and gate_up.shape[-1] % 2:
-        raise ValueError(f"gate_up {list(gate_up.shape)}: {activation} needs [C, 2F], an even width")
+        raise ValueError(f"gate_up {list(gate_up.shape)}: {activation} requires [C, 2F], an even width")
     if gate_up.dim() != 2 or (scale is not None and scale.shape != gate_up.shape[:1]):
         raise ValueError(f"gate_up {list(gate_up.shape)} must have two dimensions, and scale one value for each row")
     say_rows_and_others([gate_up] if scale is None else [gate_up, scale], [num_rows])
@@ -246,7 +246,7 @@ def _gated_activation_backward(
     clamp: float | None = None,
     offset: float = 0.0,
 ) -> None:
-    """Computes the gradients of gate_up and scale, of their shapes and dtypes.
+    """Computes the gradients of gate_up and scale, with the same shapes and dtypes.
 
     grad: [C, F], any strides, gate_up's dtype.
     """
@@ -292,11 +292,11 @@ def _act_from_gate_up(
 def add_expert_bias(
     rows: Tensor, bias: Tensor, *, offsets: Tensor, scale: Tensor | None = None, share: float = 1.0
 ) -> Tensor:
-    """Adds to each live row, in place, its expert's bias, times the row's scale and `share`.
+    """Adds each live row's expert bias in place, times the row's scale and `share`.
 
     rows: [C, O], float dtype, fp64 on the CPU only; bias: [e, O], the rows' dtype; offsets: [e], int32, same device;
     scale: [C], any float dtype, or None. share: fraction of the bias that this rank adds, if several ranks hold the
-    whole bias; the gradient is that of the whole bias. Returns the rows. Saves scale, and bias if scale needs a
+    whole bias; the gradient is computed for the whole bias. Returns the rows. Saves scale, and bias if scale needs a
     gradient. Raises ValueError if shapes or dtypes differ.
     """
     if rows.dim() != 2 or bias.shape != (len(offsets), rows.shape[1]) or rows.dtype != bias.dtype:
@@ -325,7 +325,7 @@ class _AddExpertBias(torch.autograd.Function):
             grad_bias = torch.empty_like(ctx.bias_layout, device=grad.device)
             ops.expert_bias_grad(grad, scale=scale, offsets=offsets, out=grad_bias)
         if bias is not None:
-            assert scale is not None, "a gradient of a scale that was not given"
+            assert scale is not None, "gradient of a scale that was not passed in"
             grad_scale = torch.empty_like(scale)
             ops.expert_bias_scale_grad(grad, bias, offsets=offsets, share=ctx.share, out=grad_scale)
         return grad, grad_bias, grad_scale, None, None
@@ -333,7 +333,7 @@ class _AddExpertBias(torch.autograd.Function):
 
 @_operator("add_expert_bias", "Tensor(a!) rows, Tensor bias, *, Tensor? scale, Tensor offsets, float share")
 def _add_expert_bias(rows: Tensor, bias: Tensor, *, scale: Tensor | None, offsets: Tensor, share: float) -> None:
-    """Adds its expert's bias to each row, times the row's scale and `share`.
+    """Adds each row's expert bias, times the row's scale and `share`.
 
     rows: [C, O], float dtype; bias: [e, O], the rows' dtype; scale: [C], any float dtype, or None.
     """
@@ -371,10 +371,11 @@ def _expert_bias_scale_grad(grad: Tensor, bias: Tensor, *, offsets: Tensor, shar
 
 
 def add_low_rank(rows: Tensor, low: Tensor, *, weight: Tensor, offsets: Tensor, scale: float) -> Tensor:
-    """Adds to each live row, in place, scale times `low` times its expert's weight: the wide half of an adapter.
+    """Adds, in place, scale times `low` times the expert's weight to each live row: the second half of a low-rank
+    adapter.
 
-    rows: [C, O], float dtype, fp64 on the CPU only; low: [C, r], output of the narrow half, and weight: [e, r, O], both
-    of the rows' dtype; offsets: [e], int32, same device. Returns the rows. Saves low and weight, each only if needed.
+    rows: [C, O], float dtype, fp64 on the CPU only; low: [C, r], output of the first half, and weight: [e, r, O], both
+    in the rows' dtype; offsets: [e], int32, same device. Returns the rows. Saves low and weight, each only if needed.
     Raises ValueError if shapes or dtypes differ.
     """
     fits = weight.shape == (len(offsets), low.shape[-1], rows.shape[-1]) and low.shape[:-1] == rows.shape[:-1]
@@ -404,7 +405,7 @@ class _AddLowRank(torch.autograd.Function):
         if weight is not None:
             grad_low = grad.new_empty(grad.shape[0], weight.shape[1])
             ops.grouped_gemm(grad, weight.transpose(1, 2), offsets=offsets, out=grad_low)
-            # This also scales the arbitrary bytes of rows that are not live.
+            # This also scales the undefined contents of rows that are not live.
             grad_low.mul_(ctx.scale)
         if low is not None:
             grad_weight = torch.empty_like(ctx.weight_layout, device=grad.device)
@@ -419,7 +420,7 @@ class _AddLowRank(torch.autograd.Function):
 def _add_low_rank(
     rows: Tensor, low: Tensor, *, weight: Tensor, offsets: Tensor, scale: float, needed: Tensor | None = None
 ) -> None:
-    """Adds scale times `low` times its expert's weight to each row, in place, if needed. None means in forward.
+    """Adds scale times `low` times its expert's weight to each row, in place, if needed; None means always.
 
     rows: [C, O]; low: [C, r]; weight: [e, r, O]; one float dtype.
     """
@@ -438,8 +439,8 @@ def recompute_gate_up(
 ) -> Recompute:
     """Returns a recomputation of gate_up for StashGroup.mark with sources (x,), or (x, low).
 
-    weight: [e, H, O], x's dtype; offsets: [e], int32; bias: [e, O], x's dtype, or None; low_rank: weight [e, r, O] and
-    scale that add_low_rank used, or None without `low`. All are on the device.
+    weight: [e, H, O], x's dtype; offsets: [e], int32; bias: [e, O], x's dtype, or None; low_rank: the weight [e, r, O]
+    and scale passed to add_low_rank, or None without `low`. All are on the device.
     """
     weight = weight.detach()
     if bias is not None:
@@ -460,7 +461,8 @@ def recompute_act(
 ) -> Recompute:
     """Returns a recomputation of act for StashGroup.mark with sources (gate_up,) or (gate_up, scale).
 
-    num_rows: [1], int64. Other arguments are those of gated_activation. Raises ValueError for an unknown activation.
+    num_rows: [1], int64. The other arguments are those of gated_activation. Raises ValueError for an unknown
+    activation.
     """
     options = _options(ActivationForm(activation, clamp, offset))
 
@@ -472,7 +474,7 @@ def recompute_act(
     return recompute
 
 
-# --- Numbers that the CPU versions read. NOTE: these read memory of the CPU, so that nothing waits for a device. ---
+# --- Counts that the CPU versions read. NOTE: they are in CPU memory, so reading them waits for no device. ---
 
 
 def _is_set_sync(flag: Tensor) -> bool:
@@ -484,12 +486,12 @@ def _live_rows_sync(num_rows: Tensor, rows: Tensor) -> int:
 
 
 def _ends_sync(offsets: Tensor, rows: Tensor) -> list[int]:
-    """Returns the end of each expert's rows, at most that of the buffer; [0] if there is no expert."""
+    """Returns the end of each expert's rows, clamped to the buffer; [0] if there is no expert."""
     return offsets.clamp(0, rows.shape[0]).tolist() or [0]
 
 
 def _parts_sync(rows: Tensor, offsets: Tensor) -> Iterator[tuple[int, slice]]:
-    """Yields each expert that has rows, and their range."""
+    """Yields each expert that has rows, and its row range."""
     ends = _ends_sync(offsets, rows)
     for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
         if end > start:

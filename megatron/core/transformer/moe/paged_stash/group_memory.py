@@ -3,17 +3,18 @@
 saved_tensors.py decides which tensors belong to a group. stash.py decides which group is next.
 
 [Note: side streams] The planning kernel allocates pages on the stash stream, and only it writes the heads of the rings.
-The release kernel returns pages on the restore stream, and only it writes the tails. So a stash and a restore may run
-at the same time. With a single stream, the prefetch of the next group would wait for stashes that nothing depends on.
+The release kernel returns pages on the restore stream, and only it writes the tails. A stash and a restore may
+therefore run concurrently. With a single stream, the prefetch of the next group would wait for stashes that nothing
+depends on.
 All work on either stream first waits for the main stream:
 - stash: the experts' kernels may still be writing its sources. Its plan must also see the pages that backward has
   released, because the reserve counts on them. The main stream waited for these releases before it ran backward.
 - restore: kernels launched earlier on the main stream may still read the memory of its targets, because the allocator
-  hands out memory in the order of the main stream.
-Stashes that replace each other use the same two streams (StashStreams). torch has 32 streams for a device and hands
-them out in turn, so new ones for each plan would soon be those of reductions and copies, and wait for their work.
-A reset clears the pool on the main stream. So the main stream waits for both streams before it, and both wait for the
-main stream after it.
+  reuses memory in main-stream order.
+Stashes that replace each other use the same two streams (StashStreams). torch has a pool of 32 streams per device and
+assigns them round-robin, so new streams for each plan would soon coincide with those of reductions and copies, and wait
+for their work. A reset clears the pool on the main stream. The main stream therefore waits for both streams before the
+reset, and both streams wait for the main stream after it.
 """
 
 import enum
@@ -48,16 +49,16 @@ class Phase(enum.Enum):
     STASHED = "in pages"
     RESTORING = "being copied back; pages released"
     READY = "restored"
-    LOST = "lost; its forward ended with an exception"
+    LOST = "lost; its forward raised an exception"
 
 
 class GroupMemory:
     """Memory of one expert group in one micro-batch. Lives as long as autograd holds any of its tensors."""
 
     def __init__(self, event: StashEvent, generation: int) -> None:
-        """Starts in Phase.RECORDING.
+        """Creates a group in Phase.RECORDING.
 
-        event: the group's forward. generation: number of the stash's resets before it.
+        event: the group's forward. generation: number of resets of the stash before this forward.
         """
         self.event, self.generation = event, generation
         self.phase = Phase.RECORDING
@@ -66,7 +67,7 @@ class GroupMemory:
         self.memories: list[weakref.ref[RestoredBlock]] = []
         self.places: list[Place] = []  # one per block
         self.recomputations: list[Recomputation] = []
-        self.ready: torch.Event | None = None  # rows are restored and dropped tensors recomputed
+        self.ready: torch.Event | None = None  # set when rows are restored and dropped tensors recomputed
 
 
 @dataclass
@@ -93,7 +94,7 @@ class RestoredBlock:
     def __init__(self, first_byte: int) -> None:
         self.first_byte = first_byte  # position in the original storage at which the restored memory begins
         self.restored: Tensor | None = None
-        self.change: str | None = None  # error message if the original was changed before its copy was done
+        self.change: str | None = None  # error message if the original was changed before its copy was complete
 
 
 class Place(NamedTuple):
@@ -120,11 +121,11 @@ class Recomputation:
 
 @dataclass(frozen=True)
 class Reading:
-    """Copy into pages that the main stream has not waited for.
+    """Copy into pages that the main stream has not waited for yet.
 
-    copied: event at the end of the copy, None on the CPU. sources: memory that the copy reads, kept until then; empty
-    on the CPU, where the copy is done. versions: for each block, its RestoredBlock and the versions of its tensors when
-    the copy was launched.
+    copied: event at the end of the copy, None on the CPU. sources: memory that the copy reads, kept alive until then;
+    empty on the CPU, where the copy is synchronous. versions: for each block, its RestoredBlock and the versions of its
+    tensors when the copy was launched.
     """
 
     copied: torch.Event | None
@@ -139,7 +140,7 @@ class Reading:
 
 
 class PageKeeper:
-    """Moves groups in and out of a pool. Each stash has one. Any thread may call it at any time.
+    """Moves groups in and out of a pool. Each stash has one. All methods are thread-safe.
 
     1. `stash` plans and fills pages on the stash stream, after the group's forward.
     2. `start_restore` copies rows back on the restore stream, and then releases the pages.
@@ -155,11 +156,11 @@ class PageKeeper:
         self._stash_stream, self._restore_stream = streams.stash, streams.restore
         self._reading: list[Reading] = []
         self._lock, self._depth = threading.RLock(), 0
-        self._gone: deque[GroupPages] = deque()  # of collected groups, not yet released
+        self._gone: deque[GroupPages] = deque()  # pages of collected groups, not yet released
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Excludes other threads, and finalizers, which Python may run between any two lines. Turns grad mode off."""
+        """Excludes other threads, and finalizers, which Python may run between any two lines. Disables grad mode."""
         try:
             with self._lock, torch.inference_mode(False), torch.no_grad():
                 self._depth += 1
@@ -170,7 +171,7 @@ class PageKeeper:
         finally:
             self._release_gone()
 
-    @torch.compiler.disable  # its records of groups change under the compiler's guards
+    @torch.compiler.disable  # its records of groups are changed inside the compiler's guards
     def stash(
         self,
         group: GroupMemory,
@@ -199,8 +200,8 @@ class PageKeeper:
             # The rows of a captured group are restored in another graph, which runs after this graph has ended. Waiting
             # for an event of this capture would make the other capture fail.
             pages.stashed = None if is_captured else copied
-            # The allocator must not hand out this memory before the main stream has waited for the copy. Otherwise the
-            # copy would read what later kernels of the main stream write to it.
+            # The allocator must not reuse this memory before the main stream has waited for the copy. Otherwise the
+            # copy would read data that later kernels of the main stream write there.
             read = [] if copied is None else [*sources, num_rows]
             reading = Reading(copied, read, [])
             self._reading.append(reading)
@@ -218,20 +219,21 @@ class PageKeeper:
                 saved.memory, saved.snapshot = memory, None
 
     def start_restore(self, group: GroupMemory, *, is_awaited: bool = False) -> None:
-        """Starts the copy back of a group in pages. If memory runs out, it raises and leaves the group in pages.
+        """Starts copying a group back from pages. If memory runs out, it raises and leaves the group in pages.
 
-        is_awaited: the main stream is about to wait for the copy, so that no other kernel needs room beside it.
+        is_awaited: whether the main stream is about to wait for the copy, so that no other kernel needs free SMs
+        meanwhile.
         """
         pages = self._current(group)
         ends = [place.lead + place.num_bytes for place in group.places]
         targets = [self.pool.restored.take(end) for end in ends]
         rows = [target[place.lead : end] for target, place, end in zip(targets, group.places, ends, strict=True)]
-        # Kept until the main stream has waited for the copy. Otherwise the allocator could hand out the targets, and
+        # Kept alive until the main stream has waited for the copy. Otherwise the allocator could reuse the targets, and
         # the copy would overwrite them.
         pages.targets = targets
         with self._restore_stream.behind_main(pages.stashed):
             self.pool.restore(pages.group, rows, num_programs=0 if is_awaited else self._num_programs)
-            # Before the release: after an interruption in between, nothing may be copied from the pages again.
+            # Set before the release, so that after an interruption in between nothing is copied from the pages twice.
             group.phase = Phase.RESTORING
             self._give_back(pages)
 
@@ -276,13 +278,13 @@ class PageKeeper:
             main_waits_for(stream.record(), self.pool.device)
 
     def fork(self) -> None:
-        """Makes both side streams wait for the main stream, without any work."""
+        """Makes both side streams wait for the main stream, without launching work."""
         for stream in (self._stash_stream, self._restore_stream):
             with stream.behind_main():
                 pass
 
     def forget_groups(self) -> None:
-        """Forgets all groups stashed so far: their pages are not released, and their copies not waited for."""
+        """Discards all groups stashed so far, without releasing their pages or waiting for their copies."""
         self.generation += 1
         self._gone.clear()
         self.forget_copies()
@@ -300,7 +302,7 @@ class PageKeeper:
         self.pool.restored.trim()
 
     def is_waiting(self, group: GroupMemory) -> bool:
-        """Tells whether rows of the group are in pages or being copied back."""
+        """Returns whether rows of the group are in pages or being copied back."""
         alive = group.pages is not None and group.pages.generation == self.generation
         return alive and group.phase in (Phase.STASHED, Phase.RESTORING)
 
@@ -308,8 +310,8 @@ class PageKeeper:
         """Raises RuntimeError if a reset followed the forward, which ran in the given generation."""
         if generation != self.generation:
             raise RuntimeError(
-                f"backward of the expert group {event.name!r}, forward {event.instance} of its step: its rows were in "
-                "the stash when reset() freed all pages; run its forward again"
+                f"backward of the expert group {event.name!r}, forward {event.instance} of its step: its rows were "
+                "in the stash when reset() freed all pages; run its forward again"
             )
 
     def _current(self, group: GroupMemory) -> GroupPages:
@@ -322,7 +324,7 @@ class PageKeeper:
         self._release_gone()
 
     def _release_gone(self) -> None:
-        """Releases the pages of collected groups, unless another call is running, which does so at its end."""
+        """Releases the pages of collected groups, unless another call is running, which releases them when it ends."""
         while self._gone and self._lock.acquire(blocking=False):
             try:
                 if self._depth:
@@ -341,7 +343,7 @@ class PageKeeper:
         with self._restore_stream.behind_main(pages.stashed):
             self._give_back(pages)
         if pages.targets:
-            # A copy back that the main stream has not waited for may still write to them.
+            # A copy back that the main stream has not waited for may still write to these targets.
             main_waits_for(pages.arrived, self.pool.device)
         self.pool.close_group(pages.group, after=pages.arrived)
 
@@ -356,7 +358,7 @@ class PageKeeper:
 
 
 def tensor_of(saved: SavedTensor) -> Tensor:
-    """Returns a restored saved tensor, of any shape and dtype. Rows beyond the live ones hold arbitrary bytes.
+    """Returns a restored saved tensor, of any shape and dtype. Rows beyond the live ones are undefined.
 
     Raises RuntimeError if the original was changed in place while it was copied.
     """
@@ -384,13 +386,14 @@ def _recomputation_of(block: Block, blocks: list[Block], *, index: int) -> Recom
     sources = []
     for source in mark.sources:
         position = block_with(source, blocks)
-        assert position is not None, "blocks_of gave every source a block"
+        assert position is not None, "blocks_of assigned a block to every source"
         sources.append((position, StorageView.of(source.tensor)))
     return Recomputation(index, mark.priority, mark.recompute, StorageView.of(mark.snapshot.tensor), tuple(sources))
 
 
 def copy_programs(device: torch.device, num_sms: int) -> int:
-    """Returns the most programs of a copy that runs beside other kernels, 0 for no limit and for a CPU.
+    """Returns the maximum number of programs of a copy that runs concurrently with other kernels; 0 means no limit, or
+    a CPU.
 
     num_sms: streaming multiprocessors (SMs) that they may fill, 0 for all. See [Note: room beside products] in
     triton_kernels.py.
@@ -399,7 +402,7 @@ def copy_programs(device: torch.device, num_sms: int) -> int:
 
 
 class SideStream:
-    """Stream for work in addition to the main stream. On the CPU all work is done immediately."""
+    """Stream for work that runs concurrently with the main stream. On the CPU all work runs immediately."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -412,7 +415,7 @@ class SideStream:
 
     @contextmanager
     def behind_main(self, *events: torch.Event | None) -> Iterator[None]:
-        """Runs work launched inside on this stream, after the main stream's present work and after the events."""
+        """Runs the launched work on this stream, after the events and all work queued on the main stream so far."""
         if self._stream is None:
             yield
             return
@@ -430,7 +433,7 @@ class SideStream:
 
 @dataclass(frozen=True)
 class StashStreams:
-    """The streams of a stash and of those that replace it; see [Note: side streams]. Immutable, for any thread."""
+    """The streams of a stash and its replacements; see [Note: side streams]. Immutable and thread-safe."""
 
     stash: SideStream
     restore: SideStream
@@ -447,6 +450,6 @@ def record_main(device: torch.device) -> torch.Event | None:
 
 
 def main_waits_for(event: torch.Event | None, device: torch.device) -> None:
-    """Makes later work on the main stream start after the event. The host does not wait."""
+    """Makes subsequent work on the main stream start after the event. The host does not wait."""
     if event is not None:
         torch.accelerator.current_stream(device).wait_event(event)

@@ -1,8 +1,8 @@
 """PagedStashManager and the functions around it: the stash of a process under Megatron's names.
 
-Thin: PagedStash does the work. A manager without a pool keeps everything in its first step and learns the sizes and the
-order of expert groups from it; the next reset allocates a pool for them. Functions without a manager use that of the
-process, PagedStashManager.get_instance().
+A thin layer over PagedStash. In its first step, a manager without a pool stashes nothing and records the sizes and the
+order of expert groups; the next reset allocates a pool for them. Functions called without a manager use the
+process-wide one, PagedStashManager.get_instance().
 
     paged_stash_reset()                                   # before each step
     hidden = paged_stash_group_start(hidden)
@@ -45,9 +45,10 @@ _PAGE_SIZE, _FACTOR_CUDA, _FACTOR_CPU = 64, 1.1, 0.0
 
 
 class LearningStash(PagedStash):
-    """Keeps all rows and records what a stash would have moved.
+    """Keeps all rows in memory and records the sizes that a stash would have moved.
 
-    sizes: by group, the tensors and the expected number of live rows. expected: of the next context; None means all.
+    sizes: by group, the tensors and the expected number of live rows. expected: expected live rows of the next context;
+    None means all.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -82,13 +83,15 @@ class LearningStash(PagedStash):
 class PagedStashManager:
     """The stash of a training loop. All groups of a step use one pool of pages.
 
-    stash: the PagedStash that contexts use. pool: given, or else allocated by the reset after the first step.
+    stash: the PagedStash that contexts use. pool: passed to the constructor, or allocated by the reset after the first
+    step.
     """
 
     def __init__(self, pool: PagePool | None = None, *, prefetch_groups: int = 1) -> None:
-        """pool: pages whose size the caller knows; None means that the first step is learned from.
+        """Creates a stash over the pool, if one is given.
 
-        prefetch_groups: number of groups whose rows are restored ahead of their backward.
+        pool: pages whose size the caller knows; None means that sizes are learned in the first step. prefetch_groups:
+        number of groups whose rows are restored ahead of their backward.
         """
         self._prefetch_groups, self._chunk, self._name = prefetch_groups, "", "experts"
         self._page_size, self._factors = _PAGE_SIZE, (_FACTOR_CUDA, _FACTOR_CPU)
@@ -102,17 +105,17 @@ class PagedStashManager:
 
     @property
     def stash(self) -> PagedStash:
-        """The stash; before the first context of a manager without a pool, one that learns on the default device."""
+        """The stash, or a LearningStash on the default device before the first context of a manager without a pool."""
         return self._stash_on(torch.get_default_device())
 
     @property
     def pool(self) -> PagePool:
-        """The pool of the stash; of a single page while it learns."""
+        """The pool of the stash; a single page during learning."""
         return self.stash.pool
 
     @property
     def is_learning(self) -> bool:
-        """Whether this step keeps everything, since the sizes of its groups are not known yet."""
+        """Whether this step keeps everything in memory, because the sizes of its groups are not known yet."""
         return self._stash is None or isinstance(self._stash, LearningStash)
 
     def _stash_on(self, device: torch.device) -> PagedStash:
@@ -126,8 +129,8 @@ class PagedStashManager:
     def reset(self, *, enabled: bool = True, config: Any = None) -> None:
         """Ends a step and prepares the next one; after the first complete step it allocates the pool.
 
-        enabled: False for a step that stashes nothing. config: sets moe_paged_stash_page_size and
-        moe_paged_stash_buffer_size_factor_cuda and _cpu for that allocation; None keeps them.
+        enabled: False for a step that stashes nothing. config: provides moe_paged_stash_page_size and
+        moe_paged_stash_buffer_size_factor_cuda and _cpu for that allocation; None keeps the current values.
         """
         if config is not None:
             self._page_size = config.moe_paged_stash_page_size
@@ -147,13 +150,16 @@ class PagedStashManager:
         moe_paged_stash_buffer_size_factor_cuda: float = _FACTOR_CUDA,
         moe_paged_stash_buffer_size_factor_cpu: float = _FACTOR_CPU,
     ) -> None:
-        """Allocates the pool for the step that was learned: its peak times the factors, on the device and the host.
+        """Allocates the pool from the recorded step: its peak times the factors, on the device and the host.
 
-        Call it between steps. Raises RuntimeError where no complete step was learned, as with a pool that was given.
+        Call it between steps. Raises RuntimeError if no complete step was recorded, as with a pool passed to the
+        constructor.
         """
         learned = self._stash
         if not isinstance(learned, LearningStash) or not learned.order.events:
-            raise RuntimeError("no complete step was learned: run one, with its backward, and paged_stash_reset()")
+            raise RuntimeError(
+                "no complete step was recorded: run one step including its backward, then call paged_stash_reset()"
+            )
         layout = learned.layout(
             page_size=self._page_size,
             factor_cuda=moe_paged_stash_buffer_size_factor_cuda,
@@ -161,13 +167,13 @@ class PagedStashManager:
         )
         pool = PagePool(learned.pool.device, layout)
         stash = PagedStash(pool, prefetch_groups=self._prefetch_groups)
-        # The pool has no pages for groups whose backward comes next, which the order knows. It goes on learning.
+        # The pool has no pages for resident groups, which the order identifies. Learning continues.
         stash.order = learned.order
         stash.reset(enabled=self._is_enabled)
         self._stash = stash
 
     def release_stash_buffers(self) -> None:
-        """Frees the pool, between steps; the next complete step is learned from again."""
+        """Frees the pool, between steps. Sizes are recorded again in the next complete step."""
         if self._stash is not None:
             self._stash.reset()
             self._stash.pool.close_sync()
@@ -176,10 +182,10 @@ class PagedStashManager:
     def context(
         self, name: str | None, num_rows: Tensor | int, *, max_rows: int, expected: int | None = None
     ) -> AbstractContextManager[StashGroup]:
-        """Wraps the forward of an expert group; see PagedStash.context. expected: live rows that the pool is made for.
+        """Wraps the forward of an expert group; see PagedStash.context.
 
-        num_rows: [1] or scalar, int64 or int32, on the pool's device, or an int. name: None means that of
-        set_current_layer_name.
+        num_rows: [1] or scalar, int64 or int32, on the pool's device, or an int. expected: live rows that the pool is
+        sized for. name: None means the name passed to set_current_layer_name.
         """
         device = num_rows.device if isinstance(num_rows, Tensor) else torch.get_default_device()
         stash = self._stash_on(device)
@@ -188,11 +194,11 @@ class PagedStashManager:
         return stash.context(self._chunk + (name or self._name), num_rows, max_rows=max_rows)
 
     def set_current_layer_name(self, name: str) -> None:
-        """Sets the name of contexts without one."""
+        """Sets the name of contexts that are opened without one."""
         self._name = name
 
     def update_model_chunk(self, vp_stage_index: int | None) -> None:
-        """Makes groups belong to a model chunk of the pipeline stage from now on; None: the only one."""
+        """Assigns subsequent groups to a model chunk of the pipeline stage; None means the only one."""
         self._chunk = "" if vp_stage_index is None else f"chunk {vp_stage_index} "
 
     def wait_for_stash_to_complete(self) -> None:
@@ -202,12 +208,12 @@ class PagedStashManager:
 
     @property
     def pack_stream(self) -> Any:
-        """The stream of copies into pages; None on the CPU."""
+        """The stream that copies into pages; None on the CPU."""
         return self.stash.streams.stash.stream
 
     @property
     def unpack_stream(self) -> Any:
-        """The stream of copies out of pages; None on the CPU."""
+        """The stream that copies out of pages; None on the CPU."""
         return self.stash.streams.restore.stream
 
 
@@ -235,44 +241,44 @@ def _stash_of(manager: AnyManager | None) -> PagedStash:
     return found if isinstance(found, PagedStash) else found.stash
 
 
-# --- A layer's calls ---
+# --- Calls made by a layer ---
 
 
 class PipelinePreScheduleFunction(torch.autograd.Function):
-    """Waits for copies before a group's forward, and after its backward: both write to memory that copies read."""
+    """Waits for copies before a group's forward and after its backward, which write to memory that copies read."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, stash_manager: AnyManager) -> Tensor:
-        """tensor: any shape and dtype. Returns it."""
+        """Waits for copies and returns the tensor: any shape and dtype."""
         ctx.manager = stash_manager
         _join(stash_manager)
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor) -> tuple[Tensor, None]:
-        """grad_output: any shape and dtype. Returns it."""
+        """Waits for copies and returns the gradient: any shape and dtype."""
         _join(ctx.manager)
         return grad_output[0], None
 
 
 class PipelinePostScheduleFunction(torch.autograd.Function):
-    """Marks the end of a group's forward, whose rows its context has stashed; its backward first waits for copies."""
+    """Marks the end of a group's forward, whose rows its context has stashed; its backward waits for copies first."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, stash_manager: AnyManager) -> Tensor:
-        """tensor: any shape and dtype. Returns it."""
+        """Returns the tensor unchanged: any shape and dtype."""
         ctx.manager = stash_manager
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor) -> tuple[Tensor, None]:
-        """grad_output: any shape and dtype. Returns it."""
+        """Waits for copies and returns the gradient: any shape and dtype."""
         _join(ctx.manager)
         return grad_output[0], None
 
 
 class PagedStashContext:
-    """A group's forward, for `with`: binds the StashGroup of PagedStash.context, by which tensors can be declared."""
+    """Wraps a group's forward. Entering it binds the StashGroup of PagedStash.context, which declares tensors."""
 
     def __init__(
         self,
@@ -283,7 +289,7 @@ class PagedStashContext:
         num_tokens_tensor: Tensor | int | None = None,
         avg_num_tokens: int | None = None,
     ) -> None:
-        """Arguments of get_paged_stash_context. Raises ValueError if a number of tokens is missing."""
+        """Stores the arguments of get_paged_stash_context. Raises ValueError if a number of tokens is missing."""
         if max_num_tokens is None or num_tokens_tensor is None:
             raise ValueError(
                 f"max_num_tokens ({max_num_tokens}), num_tokens_tensor ({num_tokens_tensor}): both must be given"
@@ -307,9 +313,10 @@ class PagedStashContext:
 
 
 def paged_stash_init_chunk_handler(vp_size: int | None, vp_stage: int | None) -> None:
-    """Tells the manager of this process which model chunk runs forward from now on.
+    """Tells the manager of this process which model chunk runs the following forwards.
 
-    vp_size: chunks of the pipeline stage, None or 1: one. vp_stage: from 0. Raises ValueError for a chunk that is none.
+    vp_size: number of chunks of the pipeline stage; None or 1 means one. vp_stage: index of the chunk, from 0. Raises
+    ValueError for an index out of range.
     """
     chunks = vp_size or 1
     if not 0 <= (vp_stage or 0) < chunks:
@@ -320,7 +327,7 @@ def paged_stash_init_chunk_handler(vp_size: int | None, vp_stage: int | None) ->
 def paged_stash_reset(enabled: bool = True, config: Any = None, *, manager: AnyManager | None = None) -> None:
     """Prepares the next step; enabled: False for a step that stashes nothing, such as an evaluation.
 
-    config: see PagedStashManager.reset. manager: None means that of this process, in all functions here.
+    config: see PagedStashManager.reset. manager: in all functions here, None means the manager of this process.
     """
     found = _manager_or_default(manager)
     if isinstance(found, PagedStash):
@@ -337,12 +344,12 @@ def get_paged_stash_context(
     *,
     manager: AnyManager | None = None,
 ) -> PagedStashContext:
-    """Wraps an expert group's forward, inside which autograd's saved rows are kept in pages.
+    """Wraps an expert group's forward, and keeps the rows that autograd saves in it in pages.
 
-    max_num_tokens: rows of the group's tensors. num_tokens_tensor: how many of them are live, [1] or scalar, int64 or
-    int32, on the device, or an int. avg_num_tokens: live rows that a pool is made for; None means all. name: the same
-    in each step. Restored rows beyond the live ones hold any bytes, so backward must not read them. Raises ValueError
-    if max_num_tokens or num_tokens_tensor is missing.
+    max_num_tokens: rows of the group's tensors. num_tokens_tensor: number of live rows, [1] or scalar, int64 or int32,
+    on the device, or an int. avg_num_tokens: live rows that a pool is sized for; None means all. name: identical in
+    each step. Restored rows beyond the live ones are undefined, so backward must not read them. Raises ValueError if
+    max_num_tokens or num_tokens_tensor is missing.
     """
     return PagedStashContext(
         _manager_or_default(manager),
@@ -392,9 +399,10 @@ class PagedStashBuffer:
         dtype: torch.dtype,
         num_tokens_host: int = 0,
     ) -> None:
-        """num_tokens, num_tokens_host: rows of hidden_size elements on each tier; page_size: rows of a page.
+        """Allocates the pool.
 
-        Raises ValueError where rows of a page are no multiple of 16 bytes.
+        num_tokens, num_tokens_host: rows of hidden_size elements on each tier; page_size: rows of a page. Raises
+        ValueError if the rows of a page are not a multiple of 16 bytes.
         """
         layout = PoolLayout(
             page_size * hidden_size * dtype.itemsize, -(-num_tokens // page_size), -(-num_tokens_host // page_size)
@@ -424,19 +432,20 @@ class PagedTensor:
         hidden_size: int | None = None,
         page_size: int = _PAGE_SIZE,
     ) -> None:
-        """tensor: contiguous, any shape and dtype, of max_num_tokens rows; None means its outermost size.
+        """Describes the rows of a tensor.
 
-        num_tokens_tensor: live rows, [1] or scalar, int64 or int32; None means all. original_shape: of the restored
-        tensor; None means the tensor's. hidden_size: elements of a row, must be that of the tensor. avg_num_tokens,
-        vp_stage, schedule_layer_no, page_size: of the caller's own records. is_columnwise_scale_inv: must be false.
-        Raises ValueError for other values.
+        tensor: contiguous, any shape and dtype, with max_num_tokens rows; None means its outermost size.
+        num_tokens_tensor: live rows, [1] or scalar, int64 or int32; None means all. original_shape: shape of the
+        restored tensor; None means the tensor's shape. hidden_size: elements of a row, must match the tensor.
+        avg_num_tokens, vp_stage, schedule_layer_no, page_size: for the caller's own records. is_columnwise_scale_inv:
+        must be false. Raises ValueError for other values.
         """
         rows = tensor.shape[0] if max_num_tokens is None else max_num_tokens
         width = tensor.numel() // rows if rows else 1
         if not tensor.is_contiguous() or rows * width != tensor.numel() or hidden_size not in (None, width):
             raise ValueError(
-                f"tensor is {list(tensor.shape)}, strides {tensor.stride()}: must be contiguous, with max_num_tokens "
-                f"({max_num_tokens}) rows of hidden_size ({hidden_size}) elements"
+                f"tensor has shape {list(tensor.shape)} and strides {tensor.stride()}: must be contiguous, with "
+                f"max_num_tokens ({max_num_tokens}) rows of hidden_size ({hidden_size}) elements"
             )
         if is_columnwise_scale_inv:
             raise ValueError("is_columnwise_scale_inv is True: rows must be in the order of the tokens")
@@ -450,10 +459,10 @@ class PagedTensor:
     def offload_to_stash(self, paged_stash_buffer: PagedStashBuffer, max_blocks: int = 2048) -> None:
         """Copies the live rows into pages and drops the tensor; sets the buffer's flags.
 
-        max_blocks: most programs of the copy on a GPU. Without enough pages no row is kept, and `overflow` is set.
+        max_blocks: most programs of the copy on a GPU. If pages run out, no row is kept, and `overflow` is set.
         """
         if self._tensor is None:
-            raise RuntimeError("the tensor is in pages already: call reload_from_stash before")
+            raise RuntimeError("the tensor is already in pages: call reload_from_stash first")
         pool, source = paged_stash_buffer.pool, self._tensor
         count = self.num_tokens_tensor
         num_rows = torch.full((1,), self._rows, device=source.device, dtype=torch.int64)
@@ -475,10 +484,10 @@ class PagedTensor:
     def reload_from_stash(self, paged_stash_buffer: PagedStashBuffer, max_blocks: int = 2048) -> Tensor:
         """Returns the tensor with its live rows, bit for bit: [*original_shape], its dtype. Frees the pages.
 
-        Other rows hold any bytes.
+        Other rows are undefined.
         """
         if self._group is None:
-            raise RuntimeError("the tensor is not in pages: call offload_to_stash before")
+            raise RuntimeError("the tensor is not in pages: call offload_to_stash first")
         pool = paged_stash_buffer.pool
         memory = torch.empty(self._rows * self._row_bytes, dtype=torch.uint8, device=pool.device)
         pool.restore(self._group, [memory], num_programs=max_blocks)
@@ -492,7 +501,7 @@ class PagedTensor:
 
 
 class PagedStashRunner:
-    """Runs the passes of a step, and runs them again without the stash where pages or rows of experts were missing.
+    """Runs the passes of a step, and reruns them without the stash if pages or expert rows were missing.
 
     A replacement for the function that get_forward_backward_func returns, with the same keywords. Gradients of the
     discarded passes are cleared.
@@ -508,16 +517,17 @@ class PagedStashRunner:
         *,
         manager: AnyManager | None = None,
     ) -> None:
-        """config: given to paged_stash_reset. copy_main_params: must be False; only 8-bit parameters need a copy.
+        """Finds the layers with fixed-size buffers.
 
-        model: a module, or a list of model chunks, optionally wrapped for data parallelism. optimizer: or None.
+        config: passed to paged_stash_reset. copy_main_params: must be False; only 8-bit parameters need a copy. model:
+        a module, or a list of model chunks, optionally wrapped for data parallelism. optimizer: or None.
         """
         if copy_main_params:
-            raise ValueError("copy_main_params is True: parameters of 8 bits do not exist here, give False")
+            raise ValueError("copy_main_params is True: 8-bit parameters are not supported, give False")
         self.config, self.optimizer, self.forward_backward_func = config, optimizer, forward_backward_func
         self.model = list(model) if isinstance(model, (list, tuple)) else [model]
         self.manager = _manager_or_default(manager)
-        # Layers with buffers of a fixed size; those of a stage share one record.
+        # Layers with fixed-size buffers; the layers of a stage share one record.
         modules = [module for chunk in self.model for module in chunk.modules()]
         self._expert_steps = list(dict.fromkeys(one for one in modules if "rows_missing" in vars(one)))
         self.num_reruns = 0
@@ -525,8 +535,9 @@ class PagedStashRunner:
     def __call__(
         self, *, data_iterator: Any, num_microbatches: int, forward_only: bool = False, **keywords: Any
     ) -> Any:
-        """Runs the passes, at most twice, and returns their result. Collective. Raises RuntimeError if rows of experts
-        are still missing then: a larger moe_expert_rank_capacity_factor is needed.
+        """Runs the passes, at most twice, and returns their result. Collective.
+
+        Raises RuntimeError if expert rows are still missing, which requires a larger moe_expert_rank_capacity_factor.
         """
         model = keywords.pop("model", self.model)
         batches = self.data_read(data_iterator, model, not forward_only, num_microbatches)
@@ -556,16 +567,16 @@ class PagedStashRunner:
         return result
 
     def data_read(self, data_iterator: Any, model: Any, training: bool, num_microbatches: int) -> Any:
-        """Reads a step's batches, so that they can be run again: a list of them, or a tuple of lists for chunks.
+        """Reads a step's batches, so that the step can be rerun: a list of batches, or a tuple of lists for chunks.
 
-        data_iterator: an iterator or None, or a list with one for each chunk. model, training: not needed.
+        data_iterator: an iterator or None, or a list with one for each chunk. model, training: unused.
         """
         if isinstance(data_iterator, (list, tuple)):
             return tuple(self.data_read(one, model, training, num_microbatches) for one in data_iterator)
         return None if data_iterator is None else [next(data_iterator) for _ in range(num_microbatches)]
 
     def check_moe_overflow(self) -> bool:
-        """Tells whether pages or rows of experts were missing on any rank. Collective."""
+        """Returns whether pages or expert rows were missing on any rank. Collective."""
         return self._any_missing_sync()
 
     def prepare_for_rerun(self, is_training: bool = True) -> None:
@@ -573,7 +584,7 @@ class PagedStashRunner:
         self.num_reruns += 1
         if is_training:
             for chunk in self.model:
-                # A data-parallel wrapper has gradients in buffers of its own.
+                # A data-parallel wrapper holds gradients in its own buffers.
                 clear = chunk.zero_grad_buffer if "zero_grad_buffer" in dir(type(chunk)) else chunk.zero_grad
                 clear()
             if self.optimizer is not None:
@@ -585,7 +596,7 @@ class PagedStashRunner:
         flags += [step.rows_missing.reshape(1) for step in self._expert_steps]
         missing = torch.stack([flag.to(flags[0].device) for flag in flags]).amax(dim=0)
         if dist.is_initialized():
-            # Gloo needs host memory, and NCCL the device's: this flag is where the model is.
+            # Gloo needs host memory and NCCL device memory, so the flag is placed on the model's device.
             dist.all_reduce(missing, dist.ReduceOp.MAX)
         return bool(missing.item() > 0)
 

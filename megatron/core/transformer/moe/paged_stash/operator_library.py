@@ -9,7 +9,7 @@ Register = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def returns_nothing(*args: Any, **named: Any) -> None:
-    """Fake implementation of operators that only write into memory of the caller. Returns None."""
+    """Fake implementation of operators that only write into the caller's memory. Returns None."""
 
 
 def operator(
@@ -22,8 +22,8 @@ def operator(
 ) -> Register:
     """Returns a decorator that registers a CPU function as <namespace>::<name>.
 
-    schema: everything but the name. cuda: launchers, among them one with the operator's name; empty if Triton is not
-    installed. name: None means the CPU function's. fake: computes the results for fake tensors.
+    schema: the signature without the name. cuda: launchers, including one with the operator's name; empty if Triton is
+    not installed. name: None means the CPU function's. fake: computes the results for fake tensors.
     """
 
     launchers = {launcher.__name__: launcher for launcher in cuda}

@@ -1,4 +1,4 @@
-"""Sizes, priorities and records that the host code of the stash shares with its kernels. Holds no tensors.
+"""Sizes, priorities and records that the stash's host code shares with its kernels. Contains no tensors.
 
 [Note: pages] A page is page_bytes bytes of one arena. Ids 0 .. device_pages - 1 are device pages, the next host_pages
 ids are host pages, so a kernel infers the tier from the id. A tensor with R live rows takes
@@ -17,7 +17,7 @@ MAX_TENSORS = 16  # per operator call, because kernels unroll their loop over te
 
 
 class Priority(enum.IntEnum):
-    """Order in which the tensors of an expert group get pages, and the consequence for those that get none."""
+    """Order in which the tensors of an expert group get pages, and the consequence if a tensor gets none."""
 
     INPUT = 0  # x and its routing weights; if one gets no pages, the step is discarded (stash overflow)
     GATE_UP = 1  # recomputed from x if dropped
@@ -53,7 +53,7 @@ class PoolLayout:
             if not 0 <= pages < 2**31:
                 raise ValueError(f"{name} ({pages}) must be between 0 and 2**31 - 1")
         if self.num_pages == 0:
-            raise ValueError("device_pages (0) + host_pages (0) must be at least 1: a pool needs a page")
+            raise ValueError("device_pages (0) + host_pages (0) must be at least 1: a pool needs at least one page")
 
     @property
     def num_pages(self) -> int:
@@ -71,7 +71,7 @@ class PoolLayout:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape in memory of one tensor of a group: max_rows rows of row_bytes bytes each, pitch_bytes apart.
+    """Memory layout of one tensor of a group: max_rows rows of row_bytes bytes each, pitch_bytes apart.
 
     tokens_per_row: tokens that share one row. It is 1 except for block scales, where it is e.g. 32. With num_rows live
     tokens, ceil(num_rows / tokens_per_row) rows are live. Raises ValueError for impossible sizes.
@@ -113,7 +113,7 @@ class PagesByPriority(NamedTuple):
 
 
 def live_rows(spec: TensorSpec, num_rows: int) -> int:
-    """Returns the number of rows that `num_rows` tokens fill."""
+    """Returns the number of rows occupied by `num_rows` tokens."""
     return -(-num_rows // spec.tokens_per_row)
 
 
@@ -139,7 +139,7 @@ def page_bytes(page_size: int, *, hidden_size: int, itemsize: int) -> int:
 
 
 def is_whole(number: object) -> bool:
-    """Tells whether a value is an int; True and False do not count as ints."""
+    """Returns whether a value is an int; True and False do not count as ints."""
     return isinstance(number, int) and not isinstance(number, bool)
 
 
@@ -147,7 +147,7 @@ class Counter(enum.IntEnum):
     """Indices into a pool's counters, int64: sums and maxima since the last reset, written by `plan`."""
 
     VOID = 0  # tensors of Priority.INPUT without pages, plus BAD_COUNT; above 0 the step is discarded
-    BAD_COUNT = 1  # groups, or calls of plan, with a number of rows below 0 or above max_rows
+    BAD_COUNT = 1  # groups, or calls of plan, whose number of rows is below 0 or above max_rows
     HIGH_WATER_DEVICE = 2  # peak of pages held on the device
     HIGH_WATER_HOST = 3  # peak of pages held on the host
     PLANNED_PAGES = 4  # pages allocated on both tiers

@@ -12,22 +12,22 @@
 cpu_kernels.py implements the operators for the CPU, triton_kernels.py for GPUs. group_memory.py decides when they run.
 
 Both tiers are memory that kernels can address, i.e. device memory and page-locked host memory: on a GPU a page is read
-and written at its address. Storage that has no address, such as a file, could therefore not be a third tier.
+and written at its address. Storage without addresses, such as a file, could therefore not be a third tier.
 
 [Note: streams of a pool] Only methods named *_sync wait for the device. plan and stash may run on one stream while
 restore and release run on another: only plan advances the rings' heads, only release appends at their tails, and a
-tail that is read too early merely hides free pages. See [Note: two ends of a ring] in triton_kernels.py. The
-stream that plans a group must follow the one on which it was opened, which may still fill a new page table with zeros.
-All work of a pool must be joined before its reset.
+stale tail merely hides free pages. See [Note: two ends of a ring] in triton_kernels.py. The stream that plans a group
+must follow the one on which it was opened, which may still fill a new page table with zeros. All work of a pool must be
+joined before its reset.
 
-[Note: persistent buffers] On a GPU, restored rows lie in memory of the caching allocator. On the CPU they lie in
-buffers that are reused, because fresh memory costs 5 to 7 times as much as the copy into it: the operating system has
-to find, zero and map its pages. Where the process keeps its heap (megatron.core.device.keep_cpu_heap), it already
-reuses such memory, up to blocks of 1 GiB: separate buffers would only add to it. The heap has no huge pages.
+[Note: persistent buffers] On a GPU, restored rows are in memory of the caching allocator. On the CPU they are in reused
+buffers, because fresh memory costs 5 to 7 times as much as the copy into it: the operating system has to find, zero and
+map its pages. Where the process keeps its heap (megatron.core.device.keep_cpu_heap), it already reuses such memory, up
+to blocks of 1 GiB: separate buffers would only add to it. The heap has no huge pages.
 
-[Note: lowest pages] On a CPU an untouched page of the pool takes no memory. So plan sorts the free pages there and
-gives out those with the lowest addresses: a pool that is larger than needed takes only the memory of its peak. On a GPU
-all memory is there from the start, and rings keep the order of release, which needs no sort in a kernel.
+[Note: lowest pages] On a CPU an untouched page of the pool occupies no memory. There, plan sorts the free pages and
+allocates the ones with the lowest addresses, so an oversized pool occupies only the memory of its peak. On a GPU all
+memory is allocated up front, and rings keep the order of release, which needs no sort in a kernel.
 """
 
 import ctypes
@@ -55,9 +55,9 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
 )
 
 # Restored rows keep the original's offset from a multiple of this many bytes. Kernels choose their vector loops by
-# alignment, and another loop may give other bits.
+# alignment, and another loop may round differently.
 RESTORE_ALIGNMENT = 64
-GROUPS_PER_SLAB = 16  # if all have the size of the group that the slab is allocated for
+GROUPS_PER_SLAB = 16  # number of groups, if all have the size of the group that the slab is allocated for
 CLOSED = -1
 _HUGE_PAGE_BYTES = 2**21
 # Advice of Linux's madvise(2): use huge pages from now on, and collapse existing pages immediately.
@@ -76,9 +76,9 @@ class OperatorCall:
 class PageGroup:
     """Tensors that are planned, copied and released together.
 
-    tensors: in the order of the specs. waits: events that the stream of its first plan must wait for, because until
-    then the previous owner of the table entries may still read its records. generation: number of the pool's resets
-    before the group was opened, or CLOSED. is_fixed: the group belongs to a CUDA graph and is never closed.
+    tensors: in the order of the specs. waits: events that the stream of its first plan must wait for, because the
+    previous owner of the table entries may still be reading its records. generation: number of the pool's resets before
+    the group was opened, or CLOSED. is_fixed: the group belongs to a CUDA graph and is never closed.
     """
 
     tensors: list[PlacedTensor]
@@ -110,7 +110,7 @@ class Occupancy:
 
 
 class TierMemoryError(ValueError):
-    """A tier's memory could not be allocated. The pool holds no memory then."""
+    """Failure to allocate a tier's memory. The pool then holds no memory."""
 
     def __init__(self, message: str, *, tier: Tier, num_bytes: int) -> None:
         super().__init__(message)
@@ -121,14 +121,14 @@ class PagePool:
     """Pages of one device and of pinned host memory. On the CPU both are plain memory and behave identically.
 
     The constructor allocates all memory, except page tables, which grow with the number of open groups. keeps_restored:
-    whether a CPU's memory of restored rows is kept for the next ones, see [Note: persistent buffers]. Read-only
-    attributes: device_pages [D * page_bytes], host_pages [Hn * page_bytes], uint8; heads, tails [2], int64; ring [D +
-    Hn], int32; counters [len(Counter)], int64; generation: number of resets.
+    whether CPU memory of restored rows is kept for reuse, see [Note: persistent buffers]. Read-only attributes:
+    device_pages [D * page_bytes], host_pages [Hn * page_bytes], uint8; heads, tails [2], int64; ring [D + Hn], int32;
+    counters [len(Counter)], int64; generation: number of resets.
     """
 
     @torch.inference_mode(False)  # tensors made in inference mode cannot be changed outside of it
     def __init__(self, device: torch.device | str, layout: PoolLayout, *, keeps_restored: bool = True) -> None:
-        """Raises TierMemoryError, a ValueError, if a tier's memory cannot be allocated."""
+        """Allocates the pages. Raises TierMemoryError, a ValueError, if a tier's memory cannot be allocated."""
         self.layout, self._keeps_restored = layout, keeps_restored
         self.device_pages = _device_memory(layout.device_pages * layout.page_bytes, torch.device(device))
         self.device = self.device_pages.device
@@ -140,17 +140,17 @@ class PagePool:
         self.generation = -1
         self._no_reserve = torch.zeros(len(Priority), dtype=torch.int64, device=self.device)
         self._tables = PageTables(layout, self.device)
-        # Owned by the pool, because stashes that use the pool in turn can share the buffers.
+        # Owned by the pool, so that stashes that use the pool in turn can share the buffers.
         self.restored = RestoredMemory(self.device, is_kept=keeps_restored and self.device.type == "cpu")
         self.reset()
 
     def __reduce__(self) -> Any:
-        """Makes a copy a pool of the same size with memory of its own, in which all pages are free."""
+        """Makes a copy a pool of the same size with its own memory, in which all pages are free."""
         return partial(PagePool, keeps_restored=self._keeps_restored), (str(self.device), self.layout)
 
     @property
     def num_bytes(self) -> dict[str, int]:
-        """Bytes of its memory by name: device_pages, host_pages, and tables, which covers everything else."""
+        """Memory sizes in bytes by name: device_pages, host_pages, and tables, which covers everything else."""
         records = (self.heads, self.tails, self.ring, self.counters, self._no_reserve)
         tables = self._tables.num_bytes + sum(record.nbytes for record in records)
         return {"device_pages": self.device_pages.nbytes, "host_pages": self.host_pages.nbytes, "tables": tables}
@@ -175,7 +175,8 @@ class PagePool:
         return self._tables.has_fixed_groups
 
     def close_sync(self) -> None:
-        """Returns the memory of both tiers, whoever still holds the pool. NOTE: waits for the device for pinned pages.
+        """Frees the memory of both tiers, even if the pool is still referenced. NOTE: waits for the device for pinned
+        pages.
 
         Groups become invalid as at a reset. All work of the pool must be joined. Raises RuntimeError if a CUDA graph
         that uses the pages is alive.
@@ -188,18 +189,19 @@ class PagePool:
     def open_group(self, specs: Sequence[TensorSpec], *, is_fixed: bool = False) -> PageGroup:
         """Reserves table entries for tensors that are planned together. Raises ValueError for an empty list.
 
-        is_fixed: a CUDA graph that is being captured will repeat the group's calls, so its room is never reused.
+        is_fixed: whether a CUDA graph being captured will repeat the group's calls, so that its table entries are never
+        reused.
         """
         if not self.device_pages.nbytes + self.host_pages.nbytes:
             raise RuntimeError("the pool is closed: it has no pages")
         if not specs:
-            raise ValueError("specs is empty: a group needs a tensor at least")
+            raise ValueError("specs is empty: a group needs at least one tensor")
         if is_fixed:
             return self._tables.open_fixed_group(specs, self.generation)
         return self._tables.open_group(specs, self.generation)
 
     def plan(self, group: PageGroup, num_rows: Tensor, *, reserve: Tensor | None = None) -> None:
-        """Allocates pages for tensors, the most important ones first, or marks tensors as dropped.
+        """Allocates pages for tensors, the most important first, or marks tensors as dropped.
 
         num_rows: [1], int64, on the device: live tokens. reserve: [3], int64, on the device: by priority, pages that
         must stay free after a tensor got its own; zeros if omitted. Raises ValueError for other shapes and dtypes.
@@ -225,7 +227,7 @@ class PagePool:
             )
 
     def check_count(self, num_rows: Tensor, max_rows: int) -> None:
-        """Counts a number of rows that is out of range, as `plan` does, for a group that gets no pages.
+        """Counts an out-of-range number of rows as `plan` does, for a group without pages.
 
         num_rows: [1], int64, on the device. Runs on the current stream, which must follow the pool's earlier plans.
         """
@@ -237,7 +239,7 @@ class PagePool:
 
         sources: in the order of the specs, each [>= (max_rows - 1) * pitch_bytes + row_bytes], uint8, on the device:
         the memory starting at a tensor's first byte. num_programs: upper limit of the grid on a GPU, 0 for the default.
-        Raises ValueError for sources that do not fit.
+        Raises ValueError for sources of the wrong size, dtype or device.
         """
         self._check_fresh(group)
         self._check_memories(group, sources, name="sources")
@@ -256,7 +258,8 @@ class PagePool:
     def restore(self, group: PageGroup, targets: Sequence[Tensor], *, num_programs: int = 0) -> None:
         """Copies live rows out of the group's pages. All other bytes of the targets stay unchanged.
 
-        targets: like the sources of stash, [bytes], uint8. Raises ValueError for targets that do not fit.
+        targets: like the sources of stash, [bytes], uint8. Raises ValueError for targets of the wrong size, dtype or
+        device.
         """
         self._check_fresh(group)
         self._check_memories(group, targets, name="targets")
@@ -297,7 +300,7 @@ class PagePool:
             self._tables.close_group(group, after)
 
     def occupancy_sync(self) -> Occupancy:
-        """Returns pages of each tier, and counters. NOTE: waits for the device."""
+        """Returns the page counts of each tier, and the counters. NOTE: waits for the device."""
         counts = dict(zip(Counter, self.counters.tolist()))
         free = (self.tails - self.heads).tolist()
         return Occupancy(
@@ -310,7 +313,7 @@ class PagePool:
         )
 
     def check_integrity_sync(self) -> None:
-        """Raises AssertionError if a page is lost, doubled or on the wrong tier. NOTE: waits for the device.
+        """Raises AssertionError if a page is lost, duplicated or on the wrong tier. NOTE: waits for the device.
 
         Call it when no other stream works on this pool.
         """
@@ -323,7 +326,7 @@ class PagePool:
             assert all(page in pages for page in free), f"{name} ring: ids outside {pages}: {free}"
             known = sorted(free + [page for page in held if page in pages])
             doubled = {first for first, second in zip(known, known[1:]) if first == second}
-            assert not doubled, f"{name} pages {sorted(doubled)} are there twice among free and held ones"
+            assert not doubled, f"{name} pages {sorted(doubled)} occur twice among free and held pages"
             lost = sorted(set(pages) - set(known))
             assert not lost, f"{name} pages {lost} are neither free nor held by an open group"
         outside = [page for page in held if not 0 <= page < self.layout.num_pages]
@@ -436,7 +439,7 @@ class TableSlab:
         self.waits = []
 
     def take_returned(self, size: tuple[int, int]) -> tuple[_Room, list[torch.Event]] | None:
-        """Returns the room of exactly this size that was returned first, and the events to wait for."""
+        """Returns the first returned room of exactly this size, and the events to wait for."""
         rooms = self.returned.get(size)
         return rooms.pop(0) if rooms else None
 
@@ -456,13 +459,13 @@ class TableSlab:
 
 
 class PageTables:
-    """The slabs of one pool. A slab is added when no room is left and is never freed."""
+    """The slabs of one pool. A slab is added when no room is left, and slabs are never freed."""
 
     def __init__(self, layout: PoolLayout, device: torch.device) -> None:
         self.layout = layout
         self.device = device
         self.slabs: list[TableSlab] = []
-        # Groups of CUDA graphs, for as long as these live.
+        # Groups of CUDA graphs, kept as long as the graphs exist.
         self._fixed: weakref.WeakSet[PageGroup] = weakref.WeakSet()
 
     @property
@@ -492,10 +495,10 @@ class PageTables:
 
     @torch.inference_mode(False)  # as in PagePool
     def open_fixed_group(self, specs: Sequence[TensorSpec], generation: int) -> PageGroup:
-        """Opens a group with a slab of its own, for a CUDA graph that repeats the group's plan.
+        """Opens a group with its own slab, for a CUDA graph that repeats the group's plan.
 
-        Room that was taken and returned under capture would end up in two graphs. The slab may be memory of the graph,
-        because only its operators and resets write to it.
+        Room that is allocated and returned during capture would end up in two graphs. The slab may be memory of the
+        graph, because only its operators and resets write to it.
         """
         size = self._size(specs)
         slab, room = self._slab(*size), _Room(0, 0, *size)
@@ -505,7 +508,8 @@ class PageTables:
         return group
 
     def close_group(self, group: PageGroup, after: torch.Event | None) -> None:
-        """Takes the room back. Its next owner waits for `after`, or for the events that this group waited for.
+        """Returns the group's room to its slab. The next owner waits for `after`, or for the events that this group
+        waited for.
 
         Fixed groups keep their room.
         """
@@ -541,7 +545,7 @@ class PageTables:
         return TableSlab(table, held)
 
     def _size(self, specs: Sequence[TensorSpec]) -> tuple[int, int]:
-        """Returns the entries and slots that these tensors need."""
+        """Returns the number of entries and slots that these tensors need."""
         return sum(self.layout.pages_for(spec.max_bytes) for spec in specs), len(specs)
 
     def _placed(self, specs: Sequence[TensorSpec], room: _Room) -> list[PlacedTensor]:
@@ -562,8 +566,8 @@ def _operator_calls(placed: list[PlacedTensor]) -> list[OperatorCall]:
 class RestoredMemory:
     """Allocates memory that rows are restored into, for all stashes of a pool. See [Note: persistent buffers].
 
-    is_kept: whether buffers are kept for the next rows. A kept buffer is free again as soon as no other tensor shares
-    its storage.
+    is_kept: whether buffers are kept for reuse. A kept buffer becomes reusable as soon as no other tensor shares its
+    storage.
     """
 
     def __init__(self, device: torch.device, *, is_kept: bool) -> None:
@@ -597,7 +601,7 @@ def _is_free(buffer: Tensor) -> bool:
 
 
 def use_huge_pages(memory: Tensor) -> None:
-    """Requests pages of 2 MiB for a persistent tensor, [n], uint8. Does nothing where there are none.
+    """Requests pages of 2 MiB for a persistent tensor, [n], uint8. Does nothing if the system has none.
 
     Copies between such tensors take a fifth less time, because the processor translates fewer addresses. Contents stay
     unchanged. Does nothing for partly covered huge pages, or for other devices, whose memory has large pages anyway.
@@ -610,8 +614,9 @@ def use_huge_pages(memory: Tensor) -> None:
         return
     try:
         libc = ctypes.CDLL("libc.so.6")
-    except OSError:  # another C library or operating system
+    except OSError:  # a different C library or operating system
         return
-    # Both, because untouched memory can only be advised, and memory that malloc reuses only be collapsed.
+    # Both calls are needed, because untouched memory can only be advised, and memory that malloc reuses can only be
+    # collapsed.
     for advice in (_HUGEPAGE, _COLLAPSE):
         libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), advice)

@@ -1,6 +1,6 @@
 """Reserve: the number of pages that gate_up and act leave free in each forward of a step, as a table on the device.
 
-arithmetic.py computes the numbers. stash_order.py gives the order in which groups run.
+arithmetic.py computes the numbers. stash_order.py provides the order in which groups run.
 """
 
 from collections.abc import Sequence
@@ -18,20 +18,20 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
 )
 from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, GroupKey, StashEvent
 
-_NEVER_FREE = 2**62  # pages: more than any pool has
+_NEVER_FREE = 2**62  # a page count larger than any pool
 
 
 class Reserve:
-    """Pages reserved for x, so that in a pool with room for every x no x lacks pages that gate_up or act took.
+    """Pages reserved for x: in a pool with room for every x, gate_up and act never take pages that an x needs.
 
     1. If the order of a step and the sizes of its groups are known, the guarantees of reserve_table hold.
-    2. If some sizes are still unknown, as in the first step of a given order, groups that have not run count like the
-       largest one that has. x is safe if none turns out larger. gate_up may be dropped before act.
+    2. If some sizes are still unknown, as in the first step of a given order, groups that have not run are assumed to
+       be as large as the largest known one. x is safe if none turns out larger. gate_up may be dropped before act.
     3. If the order is unknown, gate_up and act get no pages.
     A step that departs from its order is in case 3 from then on, but gate_up and act keep the pages that they have.
-    All this is for share 1. With a smaller share, every group is assumed to have exactly that share of max_rows,
-    including open groups, which will release their pages. This is an expectation, and if it fails x may lack pages.
-    With share 0 nothing is reserved.
+    This holds for share 1. With a smaller share, every group is assumed to have exactly that share of max_rows,
+    including open groups, which will release their pages. This is an expectation, and if it fails x may run out of
+    pages. With share 0 nothing is reserved.
     """
 
     def __init__(self, layout: PoolLayout, device: torch.device, *, share: float) -> None:
@@ -64,7 +64,7 @@ class Reserve:
             self._rows.copy_(torch.tensor(self._up_to_date_table(), dtype=torch.int64, device="cpu"))
 
     def learn(self, group: GroupKey, specs: Sequence[TensorSpec], *, max_rows: int) -> None:
-        """Records the sizes that a group stashes. Empty specs do not change a group that stashed something before."""
+        """Records the sizes that a group stashes. Empty specs do not change a group with recorded sizes."""
         if specs or group not in self._pages:
             self._stashed[group] = specs, max_rows
             self._pages[group] = self._pages_of_share(group)
@@ -81,17 +81,17 @@ class Reserve:
 
     @property
     def share(self) -> float:
-        """The share of max_rows that pages are reserved for."""
+        """Share of max_rows for which pages are reserved."""
         return self._share
 
     def set_share(self, share: float) -> None:
-        """Changes the reserved share from the next begin_step on. The rows stay where they are in memory."""
+        """Changes the reserved share from the next begin_step on. The memory address of the rows does not change."""
         before = self._pages, self._share < 1
         self._share = share
         self._pages = {group: self._pages_of_share(group) for group in self._stashed}
         if (self._pages, share < 1) == before:
             return
-        # Not written here, because copies of the ending step may still read the rows.
+        # Not written here, because copies of the ending step may still be reading the rows.
         self._pages_of_table, self._is_written = {}, False
 
     def row(self, group: GroupKey, forward_index: int | None) -> Tensor | None:
@@ -116,7 +116,7 @@ class Reserve:
 
     @property
     def table(self) -> tuple[ReserveRow, ...]:
-        """Pages to leave free in each forward of the step; () if nothing is reserved, or not known yet."""
+        """Pages to leave free in each forward of the step; () if nothing is reserved or known yet."""
         return tuple(self._table) if self._is_written and self._share else ()
 
     def _pages_of_share(self, group: GroupKey) -> PagesByPriority:
@@ -129,16 +129,17 @@ class Reserve:
 
     def _up_to_date_table(self) -> list[ReserveRow]:
         if self._pages_of_table != self._pages:
-            # Share 1 does not count on the pages that open groups will release, because their number is uncertain.
+            # Share 1 assumes nothing about pages that open groups will release, because their number is uncertain.
             at_least = self._most if self._share < 1 else None
             self._table = reserve_table(self._events, self._most, at_least=at_least)
             self._pages_of_table = dict(self._pages)
         return self._table
 
     def _guess(self, forward_index: int) -> ReserveRow:
-        """Returns the peaks of the rest of the step if unknown groups are as large as the largest known one.
+        """Returns the peaks of the rest of the step, assuming that unknown groups are as large as the largest known
+        one.
 
-        Its cost is linear in the number of later events.
+        The cost is linear in the number of later events.
         """
         largest = PagesByPriority(*map(max, zip(*self._pages.values())))
         later = self._events[self._starts[forward_index] + 1 :]

@@ -1,4 +1,4 @@
-"""Everything that one stash context collects: tensors that autograd saves inside it, and the Blocks of their rows.
+"""The tensors that autograd saves inside one stash context, and the Blocks of their rows.
 
 group_memory.py moves the blocks into pages and back. stash.py opens and ends the contexts.
 
@@ -7,11 +7,11 @@ bytes after row r - 1, and its values lie within `extent` <= pitch bytes. Views 
 and fit into one row become one Block, e.g. the halves of gate_up, or a tensor that two operators save.
 
 [Note: guessed rows] Autograd reports which tensors it saves, but not their meaning. A tensor whose outermost size is
-max_rows may hold rows, or it may be a weight whose size happens to be max_rows. Its graph decides. A tensor made from
-parameters alone is a weight. A tensor whose graph reaches an embedding, or a plain tensor that requires grad, is an
-activation. `weight * mask`, and `x @ weight` for an x without grad, have graphs of the same kind: parameters, and
-tensors without grad. Such a tensor counts as rows, unless one of those parameters has max_rows as its leading size or
-an operation on them could have produced that size. It is then unclear, and only the user can tell.
+max_rows may hold rows, or it may be a weight whose size happens to be max_rows. Its graph decides. A tensor computed
+only from parameters is a weight. A tensor whose graph reaches an embedding, or a plain tensor that requires grad, is an
+activation. `weight * mask`, and `x @ weight` for an x without grad, have graphs of the same kind, with parameters and
+tensors without grad. Such a tensor is treated as rows, unless one of those parameters has max_rows as its leading size
+or an operation on them could have produced that size. It is then ambiguous, and only the user can decide.
 """
 
 import enum
@@ -30,13 +30,13 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 # References to a tensor inside `pack` if no other code refers to it: the caller's, the argument `tensor` of `pack`, and
 # the argument of getrefcount.
 _OWN_REFERENCES = 3
-# Nodes that pick rows of their input. Their output is an activation, even if the input is a weight.
+# Nodes that select rows of their input. Their output is an activation, even if the input is a weight.
 _EMBEDDINGS = {"EmbeddingBackward0", "EmbeddingBagBackward0"}
 _PICKS = {"IndexBackward0", "IndexSelectBackward0", "GatherBackward0"}
 # Nodes whose output may have a leading size that none of their inputs has.
 _JOINS = {"StackBackward0", "CatBackward0", "RepeatBackward0", "ViewBackward0", "UnsafeViewBackward0"}
-# Depth limit for the search of a graph that has more than parameters. Weights are made in fewer operations, and the
-# search from an activation of a deep model would otherwise reach down to its embedding.
+# Depth limit for searching a graph that contains more than parameters. Weights are computed in fewer operations, and
+# the search from an activation of a deep model would otherwise reach its embedding.
 _DEPTH = 64
 
 
@@ -48,16 +48,16 @@ class RowTensors(enum.Enum):
 
 
 class StashGroup:
-    """The object that `with stash.context(...) as group` binds. It has no use after the context.
+    """The object that `with stash.context(...) as group` binds. It must not be used after the context.
 
     1. `rows`, `keep` and `mark` declare the meaning of tensors before autograd saves them.
     2. `pack` receives each tensor that autograd saves and decides whether it holds rows.
     3. `blocks` merges the row tensors into the memory to stash, when the context ends.
 
-    group: owner of the saved tensors, passed on to each SavedTensor and not read here. It is None if the context does
-    nothing; `mark` then does nothing either. takes_rows: whether row tensors will be stashed; if not, they are saved
-    like all others. hooks: saved-tensor hooks around the context. has_rungs: whether tensors that can be recomputed
-    are dropped if pages run out. takes: rule that decides which tensors are rows.
+    group: owner of the saved tensors, passed on to each SavedTensor and not read here. It is None if the context is
+    inactive; `mark` then has no effect. takes_rows: whether row tensors will be stashed; if not, they are saved like
+    all others. hooks: saved-tensor hooks around the context. has_rungs: whether tensors that can be recomputed are
+    dropped if pages run out. takes: the rule for which tensors are rows.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class StashGroup:
 
     @property
     def may_recompute(self) -> bool:
-        """Tells whether the stash may compute marked tensors again, whose kernels must then give the same bits."""
+        """Returns whether the stash may recompute marked tensors, which requires bit-identical kernels."""
         return self._group is not None and self._has_rungs
 
     def keep(self, *tensors: Tensor) -> None:
         """Declares that tensors are not rows although their outermost size is max_rows. Call it before their use.
 
         It is meant for weights that autograd's graph cannot distinguish from activations: buffers, plain tensors, casts
-        of frozen weights. tensors: any shape and dtype; views of them count too.
+        of frozen weights. tensors: any shape and dtype; views are included.
         """
         if self._group is not None:
             self._kept += [tensor.untyped_storage() for tensor in tensors]
@@ -101,7 +101,7 @@ class StashGroup:
     def rows(self, *tensors: Tensor) -> None:
         """Declares that tensors hold rows, even if other tensors have the same size. Call it before their use.
 
-        tensors: any shape and dtype; views of them count too. Parameters are never rows.
+        tensors: any shape and dtype; views are included. Parameters are never rows.
         """
         if self._group is not None:
             self._declared += [tensor.untyped_storage() for tensor in tensors]
@@ -117,14 +117,13 @@ class StashGroup:
     ) -> None:
         """Annotates a tensor that autograd saves inside this context. It has no effect on a tensor that is not saved.
 
-        tensor: any width and dtype, with max_rows rows as its outermost dimension in memory, or with
-        ceil(max_rows / tokens_per_row), as scales of 32 tokens each have. priority: importance of its pages; ACT is
-        dropped first. recompute(out, needed, *sources): writes the live rows of a dropped GATE_UP or ACT tensor into
-        `out`, on the current stream, and returns None. It is always called: needed, [1], int64, on the device, is 0 if
-        the tensor was not dropped, and then recompute must change nothing. sources: row tensors that it reads, each
-        more important than `tensor`. Sources that autograd does not save are stashed too.
-        recompute may read other tensors from its closure. Raises ValueError for tensors without such rows, and if
-        priority, recompute and sources do not fit.
+        tensor: any width and dtype, with max_rows rows as its outermost dimension in memory, or with ceil(max_rows /
+        tokens_per_row), as for scales of 32 tokens each. priority: importance of its pages; ACT is dropped first.
+        recompute(out, needed, *sources): writes the live rows of a dropped GATE_UP or ACT tensor into `out`, on the
+        current stream, and returns None. It is always called: needed, [1], int64, on the device, is 0 if the tensor was
+        not dropped, and then recompute must change nothing. sources: row tensors that it reads, each more important
+        than `tensor`. Sources that autograd does not save are stashed too. recompute may read other tensors from its
+        closure. Raises ValueError for tensors without such rows, and if priority, recompute and sources do not fit.
         """
         if self._group is None:
             return
@@ -133,7 +132,7 @@ class StashGroup:
         if droppable != (recompute is not None) or droppable != bool(sources):
             raise ValueError(
                 f"priority {priority.name} with {'a' if recompute else 'no'} recompute and {len(sources)} sources: "
-                "GATE_UP and ACT need both for their recomputation, INPUT takes neither"
+                "GATE_UP and ACT require both for their recomputation, INPUT accepts neither"
             )
         if tokens_per_row < 1:
             raise ValueError(f"tokens_per_row ({tokens_per_row}) must be at least 1")
@@ -144,12 +143,12 @@ class StashGroup:
         self._marks.append(Mark(snapshot, priority, tokens_per_row, recompute, needed))
 
     def pack(self, tensor: Tensor) -> "SavedTensor":
-        """Autograd's pack hook. Collects row tensors, and keeps others or passes them to outer hooks.
+        """Autograd's pack hook. Collects row tensors, and keeps other tensors or passes them to outer hooks.
 
         tensor: any shape and dtype.
         """
         assert self._group is not None, "hooks without a group"
-        # An operator that saves its output makes a new object. Its inputs are also referenced elsewhere.
+        # An operator that saves its output creates a new object. Its inputs are also referenced elsewhere.
         is_given = tensor._base is not None or sys.getrefcount(tensor) > _OWN_REFERENCES
         origin = self._origin(tensor)
         may_have_rows = type(tensor) is Tensor and tensor.device == self._device and origin is not Origin.NOT_ROWS
@@ -171,21 +170,21 @@ class StashGroup:
 
     @property
     def has_saved(self) -> bool:
-        """Tells whether autograd saved anything."""
+        """Returns whether autograd saved any tensor."""
         return bool(self._with_rows or self._others)
 
     def blocks(self) -> list["Block"]:
         """Returns the memory to stash. It is empty if autograd saved only weights.
 
-        Raises what blocks_of raises. Raises ValueError if autograd saved activations, but none with max_rows rows on
-        the pool's device.
+        Raises the errors of blocks_of, and ValueError if autograd saved activations, but none with max_rows rows on the
+        pool's device.
         """
         for mark in self._marks:
             if mark.tokens_per_row > 1:
                 self._with_rows += [saved for saved in self._others if saved.take_late(mark)]
         if self._elsewhere and not self._with_rows:
             raise ValueError(
-                f"autograd saved rows on {sorted(self._elsewhere)} alone, but the pool is on {self._device}: it must "
+                f"autograd saved rows only on {sorted(self._elsewhere)}, but the pool is on {self._device}: it must "
                 "be on the device of the experts"
             )
         self._refuse_unclear()
@@ -193,8 +192,8 @@ class StashGroup:
             shapes = sorted({tuple(saved.view.size) for saved in self._others if saved.may_have_rows})
             if shapes:
                 raise ValueError(
-                    f"max_rows ({self._max_rows}): none of the tensors that autograd saved has as many rows, outermost "
-                    f"in memory, on {self._device}; their shapes: {shapes}"
+                    f"max_rows ({self._max_rows}): none of the tensors that autograd saved has this many rows, "
+                    f"outermost in memory, on {self._device}; their shapes: {shapes}"
                 )
         return blocks_of(self._with_rows, self._marks)
 
@@ -204,18 +203,18 @@ class StashGroup:
             saved.snapshot = saved.packed = None
 
     def close(self) -> None:
-        """Ends collecting and drops references, because autograd keeps `pack`, and with it this object, alive."""
+        """Stops collecting and drops references, because autograd keeps `pack`, and with it this object, alive."""
         self._group = self._hooks = None
         self._with_rows, self._others, self._marks, self._kept, self._declared = [], [], [], [], []
 
     def _origin(self, tensor: Tensor) -> "Origin":
-        """Returns the declared origin of a saved tensor's memory, or else the origin in autograd's graph.
+        """Returns the declared origin of a saved tensor's memory, or otherwise its origin in autograd's graph.
 
         With RowTensors.DECLARED, undeclared tensors are not rows.
         """
         if _is_among(tensor, self._kept):
             return Origin.NOT_ROWS
-        # The search of a graph takes the host a millisecond, for which a GPU would wait.
+        # Searching a graph takes the host a millisecond, during which a GPU would be idle.
         if _is_among(tensor, self._declared) and not is_parameter(tensor):
             return Origin.ROWS
         if self._takes is RowTensors.DECLARED:
@@ -228,17 +227,17 @@ class StashGroup:
     def _refuse_unclear(self) -> None:
         """Raises ValueError for undeclared tensors that may be rows or weights."""
         for saved in self._with_rows:
-            assert saved.snapshot is not None, "taken without a snapshot"
+            assert saved.snapshot is not None, "accepted without a snapshot"
             tensor = saved.snapshot.tensor
-            # A tensor without history is unclear only where something else has its size.
+            # A tensor without history is ambiguous only if a weight or a dimension has the same size.
             is_wide = tensor.is_floating_point() and tensor.numel() > self._max_rows
             is_doubtful = saved.has_history or self._has_weights or (is_wide and self._has_such_sizes)
             if saved.is_unclear and is_doubtful and not _is_among(tensor, self._declared):
                 raise ValueError(
-                    f"autograd saved a tensor of shape {list(tensor.shape)}, {tensor.dtype}, whose outermost size is "
-                    f"max_rows ({self._max_rows}): it may hold rows or be a weight, such as a parameter times a "
+                    f"autograd saved a tensor of shape {list(tensor.shape)}, {tensor.dtype}, whose outermost size "
+                    f"is max_rows ({self._max_rows}): it may hold rows or be a weight, such as a parameter times a "
                     "buffer. Before it is used, call group.keep(tensor) for a weight or an index of experts, "
-                    "group.rows(tensor) for rows, or choose a max_rows that is no size of a weight"
+                    "group.rows(tensor) for rows, or choose a max_rows that is not a size of a weight"
                 )
 
     def _snapshot(self, tensor: Tensor, *, tokens_per_row: int) -> "Snapshot":
@@ -248,9 +247,9 @@ class StashGroup:
         if view is None:
             found = f"{list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
             raise ValueError(
-                f"a tensor of shape {found} is no row tensor of this context: it must be an activation on "
+                f"a tensor of shape {found} is not a row tensor of this context: it must be an activation on "
                 f"{self._device} with {rows} rows as its outermost dimension in memory (max_rows {self._max_rows}, "
-                f"tokens_per_row {tokens_per_row}); scales that are not in the order of the tokens cannot be stashed"
+                f"tokens_per_row {tokens_per_row}); scales that are not in token order cannot be stashed"
             )
         return Snapshot.of(tensor, view)
 
@@ -267,15 +266,15 @@ class Mark:
 
 
 class Origin(enum.Enum):
-    """Kind of data that a tensor was made from."""
+    """Kind of data that a tensor was computed from."""
 
-    NOT_ROWS = "parameters alone; or declared as no rows, or not declared where only declared tensors are rows"
-    ROWS = "activations; or no parameter in its graph can have given it its size; or declared as rows"
-    UNCLEAR = "parameters and tensors without grad, either of which may have given it its size"
+    NOT_ROWS = "only parameters; or declared as not rows, or undeclared where only declared tensors are rows"
+    ROWS = "activations; or no parameter in its graph can be the source of its size; or declared as rows"
+    UNCLEAR = "parameters and tensors without grad, either of which may be the source of its size"
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Tells whether a tensor of any shape and dtype is a module's parameter or a view of one."""
+    """Returns whether a tensor of any shape and dtype is a module's parameter or a view of one."""
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
@@ -303,7 +302,7 @@ def origin_of(tensor: Tensor, max_rows: int) -> Origin:
                 may_be_weight = may_be_weight or leaf.shape[:1] == (max_rows,)
                 continue
             earlier = [(one, index) for one, index in node.next_functions if one is not None]
-            # A node without inputs hides them, e.g. a node of another framework.
+            # A node without inputs hides them, such as a node of another framework.
             has_constants = has_constants or name in _PICKS or len(earlier) < max(len(node.next_functions), 1)
             may_be_weight = may_be_weight or _makes(node, name, earlier, max_rows)
             below += [one for one, _ in earlier if one not in seen]
@@ -320,9 +319,9 @@ def _makes(
     earlier: list[tuple[torch.autograd.graph.Node, int]],
     max_rows: int,
 ) -> bool:
-    """Tells whether the node produced a leading size of max_rows by joining, splitting or transposing its inputs."""
+    """Returns whether the node produced a leading size of max_rows by joining, splitting or transposing its inputs."""
     if name in ("TBackward0", "TransposeBackward0", "PermuteBackward0"):
-        # The leading size of a transposed parameter is another size of the parameter.
+        # The leading size of a transposed parameter is another dimension of the parameter.
         turned = [_leaf_of(one) for one, _ in earlier]
         return any(isinstance(variable, nn.Parameter) and max_rows in variable.shape for variable in turned)
     if name not in _JOINS or len(earlier) < len(node.next_functions) or _leading_size(node, 0) != max_rows:
@@ -332,7 +331,7 @@ def _makes(
 
 def _leaf_of(node: torch.autograd.graph.Node) -> Tensor | None:
     """Returns the leaf whose gradient the node accumulates, or None for the node of an operator."""
-    # By name, because torch's types of nodes do not declare it.
+    # Matched by name, because torch's types of nodes do not declare the attribute.
     return getattr(node, "variable", None)
 
 
@@ -358,12 +357,12 @@ class RowView:
 
     @property
     def end(self) -> int:
-        """Byte after the first row's last."""
+        """Byte after the last byte of the first row."""
         return self.start + self.extent
 
 
 def row_view(tensor: Tensor, num_rows: int) -> RowView | None:
-    """Returns the view of a tensor's rows, any shape and dtype; None unless its outermost dimension has num_rows."""
+    """Returns the view of a tensor's rows, any shape and dtype; None unless its outermost dimension is num_rows."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return None
     wide = [
@@ -406,7 +405,7 @@ class StorageView:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Reference to a tensor, any shape and dtype, and its version at one moment. rows: None if it is no row tensor."""
+    """A tensor, any shape and dtype, and its version at one moment. rows: None if it is not a row tensor."""
 
     tensor: Tensor
     version: int
@@ -414,13 +413,13 @@ class Snapshot:
 
     @staticmethod
     def of(tensor: Tensor, rows: RowView | None) -> "Snapshot":
-        """Records a tensor of any shape and dtype at its present version."""
-        # Detached, because an operator's output keeps the operator's node alive, and the node would keep its output.
-        # A leaf has no node, and backward must receive the same object.
+        """Records a tensor of any shape and dtype at its current version."""
+        # Detached, because an operator's output keeps the operator's node alive, and the node would keep its output
+        # alive. A leaf has no node, and backward must receive the same object.
         return Snapshot(tensor if tensor.is_leaf else tensor.detach(), tensor._version, rows)
 
     def check_unchanged(self) -> None:
-        """Raises RuntimeError if the tensor was changed in place since. torch does not check this under hooks."""
+        """Raises RuntimeError if the tensor was changed in place since then. torch does not check this under hooks."""
         if self.tensor._version != self.version:
             raise RuntimeError(changed_in_place(self.tensor.shape, found=self.tensor._version, expected=self.version))
 
@@ -428,9 +427,9 @@ class Snapshot:
 def changed_in_place(shape: torch.Size, *, found: int, expected: int) -> str:
     """Returns the error message for a changed tensor that backward needs, in torch's wording."""
     return (
-        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
-        f"shape {list(shape)} that an expert group saved was changed in place after it was saved; it is at version "
-        f"{found}, and was at {expected}"
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+        f"of shape {list(shape)} that an expert group saved was changed in place after it was saved; it is at "
+        f"version {found}, expected {expected}"
     )
 
 
@@ -442,7 +441,7 @@ class VersionOf:
     def __init__(self, snapshot: Snapshot) -> None:
         self._alias = snapshot.tensor.detach()
         self._shape, self._version = snapshot.tensor.shape, snapshot.version
-        # set_() would count as a change of the tensor itself.
+        # set_() would be counted as a change of the tensor itself.
         self._alias.data = snapshot.tensor.new_empty(0)
 
     def change(self) -> str | None:
@@ -456,7 +455,7 @@ class SavedTensor:
     """Object that autograd saves instead of a tensor.
 
     Until the context ends, either `snapshot` is the saved tensor, or `packed` is the result of the outer hooks. They
-    stay if the tensor is not stashed. The bytes of a stashed tensor are restored into `memory`.
+    remain set if the tensor is not stashed. The bytes of a stashed tensor are restored into `memory`.
     """
 
     __slots__ = (
@@ -485,7 +484,7 @@ class SavedTensor:
         self.has_history = tensor.grad_fn is not None
 
     def hand_on(self, tensor: Tensor, hooks: Hooks) -> None:
-        """Passes a tensor, any shape and dtype, to the hooks around the context, which its own hooks hide."""
+        """Passes a tensor, any shape and dtype, to the outer hooks, which the context's own hooks hide."""
         pack, self.outer_unpack = hooks
         self.packed = pack(tensor)
 
@@ -510,7 +509,7 @@ class SavedTensor:
 
 @dataclass
 class Block:
-    """Rows of one memory that are stashed together as one TensorSpec. start, end: of the first row, in bytes."""
+    """Rows of one memory that are stashed together as one TensorSpec. start, end: bounds of the first row, in bytes."""
 
     storage: torch.UntypedStorage
     start: int
@@ -524,7 +523,7 @@ class Block:
     @staticmethod
     def of(snapshot: Snapshot, mark: Mark | None = None) -> "Block":
         """Makes the block of one row tensor."""
-        assert snapshot.rows is not None, "no row tensor"
+        assert snapshot.rows is not None, "not a row tensor"
         rows = snapshot.rows
         return Block(snapshot.tensor.untyped_storage(), rows.start, rows.end, rows.pitch, rows.num_rows, mark)
 
@@ -538,7 +537,7 @@ class Block:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes from the first row's first byte to the last row's last, including gaps."""
+        """Number of bytes from the start of the first row to the end of the last, including gaps."""
         return (self.num_rows - 1) * self.pitch + self.end - self.start
 
     def bytes_of_rows(self, device: torch.device) -> Tensor:
@@ -546,15 +545,15 @@ class Block:
         return torch.empty(0, dtype=torch.uint8, device=device).set_(self.storage, self.start, (self.num_bytes,), (1,))
 
     def is_cut_like(self, other: "Block") -> bool:
-        """Tells whether both are rows of one memory with one pitch."""
+        """Returns whether both are rows of one memory with one pitch."""
         return (self.storage._cdata, self.pitch, self.num_rows) == (other.storage._cdata, other.pitch, other.num_rows)
 
     def holds(self, other: "Block") -> bool:
-        """Tells whether this block contains all bytes of the other."""
+        """Returns whether this block contains all bytes of the other."""
         return self.is_cut_like(other) and self.start <= other.start and other.end <= self.end
 
     def overlaps(self, other: "Block") -> bool:
-        """Tells whether the blocks share bytes."""
+        """Returns whether the blocks share bytes."""
         return self.is_cut_like(other) and self.start < other.end and other.start < self.end
 
 
@@ -568,9 +567,7 @@ def blocks_of(saved: list[SavedTensor], marks: list[Mark]) -> list[Block]:
     for mark in marks:
         block = Block.of(mark.snapshot, mark)
         if any(block.overlaps(other) for other in blocks):
-            raise ValueError(
-                f"a tensor of shape {list(mark.snapshot.tensor.shape)} is marked twice, or a part of it is"
-            )
+            raise ValueError(f"a tensor of shape {list(mark.snapshot.tensor.shape)}, or a part of it, is marked twice")
         blocks.append(block)
     located = [(Block.of(one.snapshot), one) for one in saved if one.snapshot is not None]
     # Sorted by first byte, the longest first, so that one pass finds everything that fits into one row.
@@ -599,7 +596,9 @@ def _place(found: Block, blocks: list[Block]) -> Block:
             return block
         if block.mark is not None and block.overlaps(found):
             shape = list(block.mark.snapshot.tensor.shape)
-            raise ValueError(f"a tensor of shape {shape} is marked, but more of its memory is saved: mark the whole")
+            raise ValueError(
+                f"a tensor of shape {shape} is marked, but a larger part of its memory is saved: mark the whole tensor"
+            )
         if block.mark is None and block.is_cut_like(found) and found.end - block.start <= block.pitch:
             block.end = found.end  # the next columns of the same rows
             return block
@@ -628,7 +627,7 @@ def _check(snapshot: Snapshot | None) -> None:
 
 @torch.compiler.disable  # compiled code cannot query autograd
 def outer_hooks() -> Hooks | None:
-    """Returns the innermost active saved_tensors_hooks (pack, unpack), which hooks pushed later will hide.
+    """Returns the innermost active saved_tensors_hooks (pack, unpack), which later hooks will hide.
 
     pack takes a tensor of any shape and dtype, and unpack returns it.
     """
@@ -637,7 +636,7 @@ def outer_hooks() -> Hooks | None:
 
 @torch.compiler.disable
 def say_rows_and_others(rows: Sequence[Tensor], others: Sequence[Tensor | None]) -> None:
-    """Declares an expert operator's tensors to the stash context around it, if there is one.
+    """Declares an expert operator's tensors to the enclosing stash context, if there is one.
 
     rows, others: any shape and dtype. others: weights and offsets, which are never rows, whatever their sizes.
     """

@@ -1,4 +1,4 @@
-"""Sizes of a stage's page pool: the pages that a step needs, the sizes that a run learned, and the pool's layout.
+"""Sizes of a stage's page pool: the pages that a step needs, the sizes learned during a run, and the pool's layout.
 
 Page counts are exact for any numbers of rows in the passes of a step. arithmetic.py counts pages.
 training/step/expert_memory.py allocates the pools and grows them.
@@ -26,20 +26,20 @@ from megatron.core.transformer.moe.paged_stash.stash_order import GroupKey, Stas
 
 # Smallest growth of a pool that was too small, as a share of its size, so that a few retries reach any size.
 _LEAST_GROWTH = Fraction(1, 2)
-# Room for somewhat more than the failed step needed.
+# Headroom beyond the need of the failed step.
 HEADROOM = Fraction(11, 10)
-# Largest expected share. A reserve for all rows of a buffer would be a guarantee, and would count on no page that is
-# released before the step ends.
+# Largest expected share. Reserving pages for all rows of a buffer would be a guarantee, and would assume that no page
+# is released before the step ends.
 _ALMOST_ALL = 0.999
-# Steps that the reserve looks back on. With fewer steps less is recomputed, but with 2 steps an x found no page in
-# routing that benchmarks/stash_factors.py recorded.
+# Number of past steps that the reserve considers. With fewer steps less is recomputed, but with 2 steps an x found no
+# page in routing that benchmarks/stash_factors.py recorded.
 RESERVE_STEPS = 8
 
 RowsOf = Callable[[GroupKey], int]
 
 
 class StashSettings(Protocol):
-    """Settings that determine sizes. TransformerConfig has them."""
+    """Settings that determine sizes. TransformerConfig implements them."""
 
     hidden_size: int
     moe_ffn_hidden_size: int | None
@@ -59,7 +59,7 @@ class StashSettings(Protocol):
 
 @dataclass(frozen=True)
 class StepNeeds:
-    """Needs of one step: events in their order, tensors of each group, and live rows of a balanced pass.
+    """Needs of one step: events in order, tensors of each group, and live rows of a balanced pass.
 
     A pass is balanced if every rank gets the same number of rows.
     """
@@ -70,7 +70,7 @@ class StepNeeds:
     page_bytes: int
 
     def pages(self, rows: RowsOf, *, up_to: Priority = Priority.ACT) -> int:
-        """Returns the peak of held pages if every tensor at least as important as `up_to` gets its pages."""
+        """Returns the peak of held pages if every tensor at least as important as `up_to` gets pages."""
         unit = PoolLayout(self.page_bytes, device_pages=1)
 
         def of(group: GroupKey) -> PagesByPriority:
@@ -122,9 +122,9 @@ def expert_specs(config: StashSettings, *, rows: int) -> tuple[TensorSpec, ...]:
     """Returns the tensors that experts of one layer save in buffers of `rows` rows: x, weights, gate_up and act.
 
     Routing weights are fp32. There is no act if moe_act is recomputed, or if fc2 is frozen and has no adapter. Adapters
-    save the rows times their narrow half.
+    save the rows times their first matrix.
     """
-    assert config.moe_ffn_hidden_size is not None, "filled in by TransformerConfig"
+    assert config.moe_ffn_hidden_size is not None, "set by TransformerConfig"
     itemsize = config.params_dtype.itemsize
     ffn = config.moe_ffn_hidden_size // (config.expert_tensor_parallel_size or 1)
     widths = [
@@ -154,9 +154,9 @@ def multiple(factor: float, count: int) -> int:
 class LearnedSizes:
     """Sizes learned from earlier steps, identical on all ranks and saved in checkpoints.
 
-    capacity_factor: grown moe_expert_rank_capacity_factor. device_factor, host_factor: grown pool sizes over the
-    balanced need. None means not grown. rows_share: by layer, from 1, the most rows of a pass on any rank over the
-    balanced case. expert_ranks: number of ranks that shared the experts; 0 if unknown.
+    capacity_factor: grown moe_expert_rank_capacity_factor. device_factor, host_factor: grown pool sizes relative to the
+    balanced need. None means not grown. rows_share: by layer, from 1, the most rows of a pass on any rank relative to
+    the balanced case. expert_ranks: number of ranks that shared the experts; 0 if unknown.
     """
 
     capacity_factor: float | None = None
@@ -166,7 +166,12 @@ class LearnedSizes:
     expert_ranks: int = 0
 
     def merged(self, other: "LearnedSizes") -> "LearnedSizes":
-        """Returns the larger of each size, e.g. of two ranks or of two moments of one run."""
+        """Returns the larger of each size, e.g. for two ranks or two moments of one run.
+        Returns the sizes that still apply if that many ranks share the experts.
+
+        With fewer ranks, a rank's share is a mean of known shares, and so at most the largest. With more ranks, the
+        share of a single rank is unknown, and rows are measured again.
+        """
         layers = sorted({*self.rows_share, *other.rows_share})
         shares = {layer: max(self.rows_share.get(layer, 0.0), other.rows_share.get(layer, 0.0)) for layer in layers}
         return LearnedSizes(
@@ -193,14 +198,14 @@ class LearnedSizes:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any] | None) -> "LearnedSizes":
-        """Returns the sizes from to_json's values; None, as in a checkpoint without sizes, gives empty ones.
+        """Builds the sizes from the values of to_json; None, as in a checkpoint without sizes, gives empty ones.
 
         Raises ValueError for anything else.
         """
         if values is None:
             return cls()
         if not isinstance(values, Mapping) or not isinstance(values.get("rows_share", {}), Mapping):
-            raise ValueError(f"learned_sizes is {values!r:.80}: must hold sizes by name")
+            raise ValueError(f"learned_sizes is {values!r:.80}: must be a mapping of sizes by name")
         known = {name: values[name] for name in vars(cls()) if name in values}
         shares = {_layer(layer): share for layer, share in values.get("rows_share", {}).items()}
         factors = [known.get(name) for name in ("capacity_factor", "device_factor", "host_factor")]
@@ -230,9 +235,9 @@ def _layer(text: Any) -> int:
 
 
 def pool_layout(config: StashSettings, needs: StepNeeds, *, learned: LearnedSizes) -> PoolLayout | None:
-    """Returns the pool of a stage whose longest step has these needs; None if it stashes nothing.
+    """Returns the pool of a stage whose longest step has these needs; None if nothing is stashed.
 
-    A grown size is kept unless its tier is no longer wanted. Raises ValueError for more pages than a pool can count.
+    A grown size is kept unless its tier is disabled. Raises ValueError for more pages than a pool can address.
     """
     if needs.most_pages == 0:
         return None
@@ -253,7 +258,7 @@ def pool_layout(config: StashSettings, needs: StepNeeds, *, learned: LearnedSize
                 f"moe_paged_stash_buffer_{name} asks for {pages} pages of {needs.page_bytes} bytes: must "
                 f"be fewer than 2**31; full buffers fill {needs.most_pages}"
             )
-    # A pool has at least one page, however small the factors.
+    # A pool has at least one page, however small the factors are.
     return PoolLayout(needs.page_bytes, max(device, 1 - min(host, 1)), host)
 
 
@@ -262,7 +267,7 @@ def _pages_of_factor(factor: float, needs: StepNeeds, *, learned: LearnedSizes) 
 
 
 def grown_sizes(layout: PoolLayout, needs: StepNeeds, *, wanted_pages: int) -> LearnedSizes | None:
-    """Returns the factor that gives a too small pool room for wanted_pages; None if it has room for full buffers.
+    """Returns the factor that gives an undersized pool room for wanted_pages; None if it has room for full buffers.
 
     wanted_pages: peak of pages held by the tensors that got none in this pool, and by all that are more important. The
     device tier grows; a pool without one grows on the host. Merge the factors of all ranks before pool_layout.
@@ -277,7 +282,7 @@ def grown_sizes(layout: PoolLayout, needs: StepNeeds, *, wanted_pages: int) -> L
 
 
 def capacity_factor(factor: float, learned: LearnedSizes) -> float:
-    """Returns the factor of static buffers: the present one, or a larger one that an earlier step needed."""
+    """Returns the factor of static buffers: the configured one, or a larger one that an earlier step needed."""
     return max(factor, learned.capacity_factor or factor)
 
 
@@ -292,7 +297,7 @@ def expected_share(most_share: float, *, balanced_rows: int, max_rows: int) -> f
 
 def learned_lines(config: StashSettings, learned: LearnedSizes) -> list[str]:
     """Returns log lines on settings that a resumed run exceeds, because pools or buffers grew before its checkpoint."""
-    # Any growth exceeds a size that was given in bytes. A tier that is no longer wanted does not grow.
+    # Growth may exceed a size given in bytes. A disabled tier does not grow.
     device = config.moe_paged_stash_buffer_size_factor_cuda or math.inf
     host = config.moe_paged_stash_buffer_size_factor_cpu or math.inf
     sizes = (
@@ -305,8 +310,8 @@ def learned_lines(config: StashSettings, learned: LearnedSizes) -> list[str]:
         ("moe_paged_stash_buffer_size_factor_cpu", host, learned.host_factor),
     )
     return [
-        f"{name}: the run of the checkpoint had to grow to {grown:.4g}, which counts here too; give a larger one to "
-        "overrule it"
+        f"{name}: the checkpointed run had to grow to {grown:.4g}, which also applies here; give a larger value to "
+        "override it"
         for name, asked, grown in sizes
         if grown is not None and grown > asked
     ]
@@ -319,33 +324,34 @@ def check_effect(stages: Iterable[Sequence[StashEvent]]) -> None:
     """
     if not any({event.group for event in events} - resident_groups(events) for events in stages):
         raise ValueError(
-            "moe_paged_stash is True but can have no effect: the backward of every expert group directly follows its "
-            "forward, so nothing is stashed; it needs several layers with experts, or pipeline stages with several "
-            "microbatches: drop moe_paged_stash"
+            "moe_paged_stash is True but has no effect: the backward of every expert group directly follows its "
+            "forward, so nothing is stashed. It requires several layers with experts, or pipeline stages with "
+            "several microbatches: drop moe_paged_stash"
         )
 
 
 def factor_at(quantile: float, peaks: Sequence[float]) -> float:
-    """Returns the smallest observed peak that at least this share of the peaks do not exceed.
+    """Returns the smallest observed peak that is at least as large as the given share of the peaks.
 
-    quantile: above 0, at most 1. peaks: each step's need over the balanced case. n peaks tell nothing about quantiles
-    beyond 1 - 1/n, for which it returns the largest. Raises ValueError for no peaks and for other quantiles.
+    quantile: above 0, at most 1. peaks: each step's need relative to the balanced case. n peaks carry no information
+    about quantiles beyond 1 - 1/n, for which it returns the largest. Raises ValueError for no peaks and for other
+    quantiles.
     """
     if not 0 < quantile <= 1:
         raise ValueError(f"quantile is {quantile}: must be above 0 and at most 1")
     if not peaks:
-        raise ValueError("peaks is empty: a quantile needs a step at least")
+        raise ValueError("peaks is empty: a quantile needs at least one step")
     return sorted(peaks)[max(multiple(quantile, len(peaks)), 1) - 1]
 
 
 def rounded_up(factor: float, *, decimals: int = 2) -> float:
-    """Rounds a factor up, for a user to copy. Ignores rounding errors up to 1e-6 of the last decimal."""
+    """Rounds a factor up for display to the user. Ignores rounding errors up to 1e-6 of the last decimal."""
     units = 10**decimals
     return math.ceil(factor * units - 1e-6) / units
 
 
 def stash_footprint(config: StashSettings, needs: StepNeeds, *, layout: PoolLayout) -> Footprint:
-    """Returns the bytes kept for backward on the device at a step's peak, without and with a pool of this layout."""
+    """Returns the bytes saved for backward on the device at a step's peak, without and with a pool of this layout."""
     one_group = sum(spec.max_bytes for spec in needs.specs)
     return footprint(
         needs.events,
@@ -357,22 +363,19 @@ def stash_footprint(config: StashSettings, needs: StepNeeds, *, layout: PoolLayo
 
 def gain_line(own: Footprint, layout: PoolLayout) -> str:
     """Returns a log line with the memory that a stage's stash saves or costs."""
-    with_stash = own.arena_bytes + own.working_set_bytes
-    where = f"{layout.device_pages} pages on the device"
+    tiers = [f"{layout.device_pages} pages"] * bool(layout.device_pages)
     if layout.host_pages:
-        where += f", {layout.host_pages} on the host ({_mib(layout.host_pages * layout.page_bytes)})"
-    if not layout.device_pages:
-        where = f"{layout.host_pages} pages ({_mib(layout.host_pages * layout.page_bytes)}), all on the host"
+        tiers.append(f"{layout.host_pages} pages on the host, {_mib(layout.host_pages * layout.page_bytes)}")
     outcome = f"saves {own.saving:.0%}"
     if own.saving < 0:
         outcome = (
-            f"COSTS {-own.saving:.0%}: less memory is needed here with a smaller moe_paged_stash_page_size or "
+            f"COSTS {-own.saving:.0%}: use less memory with a smaller moe_paged_stash_page_size or "
             "moe_paged_stash_prefetch_layers, without moe_paged_stash, or, where tensors may be recomputed, with a "
             "smaller moe_paged_stash_buffer_size_factor_cuda"
         )
     return (
-        f"paged stash: {where}; {_mib(own.arena_bytes)} of pages + {_mib(own.working_set_bytes)} of buffers "
-        f"= {_mib(with_stash)} instead of {_mib(own.static_bytes)} of full buffers on the device: {outcome}"
+        f"paged stash: {_mib(own.arena_bytes)} of pages + {_mib(own.working_set_bytes)} of buffers instead of "
+        f"{_mib(own.static_bytes)} on the device ({', '.join(tiers)}): {outcome}"
     )
 
 

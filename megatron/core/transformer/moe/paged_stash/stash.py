@@ -1,6 +1,6 @@
 """PagedStash: the contexts that expert groups run in, and the order of a step.
 
-saved_tensors.py decides which tensors a context takes, and group_memory.py moves them into pages and back.
+saved_tensors.py decides which tensors a context stashes, and group_memory.py moves them into pages and back.
 
     stash = PagedStash(PagePool(device, PoolLayout(page_bytes=65536, device_pages=4096)))
     for batch in batches:
@@ -13,13 +13,13 @@ saved_tensors.py decides which tensors a context takes, and group_memory.py move
         if not void:
             optimizer.step()
 
-[Note: captured parts] A CUDA graph may hold the forward of a single layer, and another one its backward. Under capture
-a context does the same as always, once: the forward's graph plans and fills pages at its end, and the backward's graph
-restores the rows and releases the pages. Replays run none of this code. So a captured group has its own room in the
-page tables. The number of pages to leave free depends on the group's place in the step, so it is read from memory that
-the host fills before each replay. Decisions that are the same in each step are part of the graph: whether the group is
-stashed, or kept because its backward is the next event. No prefetch crosses graphs. Within each graph the side streams
-fork from the main stream and join it again, so that a replay is one unit of work on the main stream.
+[Note: captured parts] A CUDA graph may hold the forward of a single layer, and another one its backward. During capture
+a context runs once as usual: the forward's graph plans and fills pages at its end, and the backward's graph restores
+the rows and releases the pages. Replays run none of this code. A captured group therefore has its own entries in the
+page tables. The number of pages to leave free depends on the group's position in the step, so it is read from memory
+that the host writes before each replay. Decisions that are the same in each step are part of the graph: whether the
+group is stashed, or kept because its backward is the next event. No prefetch crosses graphs. Within each graph the side
+streams fork from the main stream and join it again, so that a replay is one unit of work on the main stream.
 """
 
 import weakref
@@ -63,7 +63,7 @@ from megatron.core.transformer.moe.paged_stash.stash_order import (
 
 # After this many forwards without a reset, names, sizes and order of further ones are not recorded.
 _MAX_FORWARDS = MAX_EVENTS // 2
-# Phases that no longer change once backward has begun.
+# Final phases, reached once backward has begun.
 _SETTLED = (Phase.KEPT, Phase.READY)
 
 
@@ -71,7 +71,7 @@ _SETTLED = (Phase.KEPT, Phase.READY)
 class CapturedGroup:
     """Expert group in a captured part.
 
-    specs: empty for a group that is not stashed. kept: objects that otherwise only the graphs refer to.
+    specs: empty for a group that is not stashed. kept: objects that must live as long as the graphs.
     """
 
     name: str
@@ -93,23 +93,23 @@ class CapturedPart:
 
 @dataclass(frozen=True)
 class ReplayedForward:
-    """Forward that a graph has run, for its backward. generation: number of the stash's resets before it."""
+    """Forward that a graph has run, for its backward. generation: number of resets of the stash before it."""
 
     event: StashEvent
     generation: int
 
 
 class PagedStash:
-    """Keeps the live rows that expert groups save for backward in pages. Gradients stay identical bit for bit.
+    """Keeps the live rows that expert groups save for backward in pages. Gradients remain bit-identical.
 
     1. A context collects the tensors that autograd saves. At its end the live rows of row tensors are copied into
-       pages, and the oversized memory is free once the next context begins.
-    2. When backward asks for the first tensor of a group, the group's rows are restored with their strides and address
+       pages, and the oversized memory is freed once the next context begins.
+    2. When backward accesses the first tensor of a group, the group's rows are restored with their strides and address
        alignment, and the rows of the next groups are prefetched.
-    3. Marked tensors that got no pages are recomputed. If an x got none, the step is discarded (stash overflow).
+    3. Marked tensors without pages are recomputed. If an x got no pages, the step is discarded (stash overflow).
     4. `reset` between steps frees all pages and learns the order of the step for the next one.
 
-    Restored rows beyond the live ones hold arbitrary bytes. Backward must not read them.
+    Restored rows beyond the live ones are undefined. Backward must not read them.
     """
 
     def __init__(
@@ -124,17 +124,18 @@ class PagedStash:
         specs: Sequence[TensorSpec] = (),
         streams: StashStreams | None = None,
     ) -> None:
-        """Makes a stash over a pool.
+        """Creates a stash over a pool.
 
         prefetch_groups: number of groups whose rows are restored ahead of their backward, each into buffers of max_rows
-        rows. events: order of a step; learned if not given. num_programs: most programs of a copy that runs beside
-        other kernels on a GPU, such as copy_programs(); 0 means as many as are useful. reserved_share: rows of later
-        groups for which pages are reserved before gate_up and act get any, as a share of max_rows. Share 1 guarantees
-        that x finds pages in a pool that could hold every x, in each step that keeps to its order or has none. Smaller
-        shares guarantee nothing, and 0 reserves nothing; Reserve has the details. has_rungs: whether gate_up and act
+        rows. events: order of a step; learned if not given. num_programs: most programs of a copy that runs
+        concurrently with other kernels on a GPU, such as copy_programs(); 0 means no limit. reserved_share: rows of
+        later groups for which pages are reserved before gate_up and act get any, as a share of max_rows. Share 1
+        guarantees that x finds pages in a pool that could hold every x, in each step that follows its order or has
+        none. Smaller shares guarantee nothing, and 0 reserves nothing; see Reserve. has_rungs: whether gate_up and act
         have recompute levels, i.e. are dropped and recomputed if pages run out; otherwise they are as important as x.
-        specs: sizes that each group of `events` stashes, if they are known before the first step. streams: those of the
-        stashes that this one replaces, on the pool's device; None creates new ones. Raises ValueError for other values.
+        specs: sizes that each group of `events` stashes, if they are known before the first step. streams: the streams
+        of the stash that this one replaces, on the pool's device; None creates new streams. Raises ValueError for other
+        values.
         """
         for argument, number in (("prefetch_groups", prefetch_groups), ("num_programs", num_programs)):
             if not is_whole(number) or number < 0:
@@ -156,13 +157,13 @@ class PagedStash:
         self.pool, self.order = pool, StashOrder(events)
         self._prefetch_groups, self._has_rungs = prefetch_groups, has_rungs
         self._keeper = PageKeeper(pool, num_programs=num_programs, streams=streams or StashStreams.on(pool.device))
-        self._instances: Multiset[str] = Multiset()  # number of forwards in this step so far, by name
-        self._num_forwards = 0  # in this step so far
+        self._instances: Multiset[str] = Multiset()  # number of forwards so far in this step, by name
+        self._num_forwards = 0  # so far in this step
         self._groups: weakref.WeakValueDictionary[GroupKey, GroupMemory] = weakref.WeakValueDictionary()
         self._max_bytes: dict[GroupKey, int] = {}  # size of the buffers that hold a group's rows
         self._part: CapturedPart | None = None  # part whose forward or backward is being captured
         self._is_enabled = True
-        self._is_spoiled = False  # an exception ended a context of this step
+        self._is_spoiled = False  # whether an exception ended a context of this step
         with self._keeper.exclusive():  # independent of the caller's grad mode
             self._reserve = Reserve(pool.layout, pool.device, share=reserved_share)
             if specs:
@@ -171,10 +172,10 @@ class PagedStash:
             self._reserve.begin_step(self.order.events)
 
     def __reduce__(self) -> Any:
-        """Makes a copy, by deepcopy or pickle, have only the settings, and its own pool from its first use on.
+        """Gives a copy, by deepcopy or pickle, only the settings; its own pool is allocated on first use.
 
-        The copy holds no page, order or group of this stash. A copy that is not trained, such as an average of weights,
-        takes no memory.
+        The copy shares no page, order or group with this stash. A copy that is not trained, such as an average of
+        weights, takes no memory.
         """
         if "_unbound" in self.__dict__:
             return _unbound, (type(self), *self.__dict__["_unbound"])
@@ -182,7 +183,7 @@ class PagedStash:
         return _unbound, (type(self), str(self.pool.device), self.pool.layout, settings)
 
     def __getattr__(self, name: str) -> Any:
-        """Makes the pool of a copy when the copy is first used."""
+        """Allocates the pool of a copy when the copy is first used."""
         if "_unbound" not in self.__dict__ or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         device, layout, settings = self.__dict__["_unbound"]
@@ -204,15 +205,15 @@ class PagedStash:
         """Wraps the forward of one expert group with max_rows rows, of which the first num_rows are live.
 
         num_rows: [1] or scalar, int64 or int32, on the pool's device, read when the context ends; or an int.
-        backward_is_next: stashes nothing, because nothing else runs before this group's backward. takes: rule that
-        decides which saved tensors are rows; without declarations it is a guess, see [Note: guessed rows].
-        The context does nothing without grad mode, in a recomputation (while backward runs), directly inside
-        torch.utils.checkpoint, which saves nothing, in a step that `reset` disabled, and with max_rows below 2. Hooks
-        around the context receive weights and saved tensors without max_rows rows. Raises ValueError for a wrong
-        num_rows or max_rows, if no saved tensor has rows, and if one of them may be a weight.
+        backward_is_next: stashes nothing, because nothing else runs before this group's backward. takes: the rule for
+        which saved tensors are rows; without declarations they are guessed, see [Note: guessed rows]. The context is
+        inactive without grad mode, in a recomputation (while backward runs), directly inside torch.utils.checkpoint,
+        which saves nothing, in a step that `reset` disabled, and with max_rows below 2. Hooks around the context
+        receive weights and saved tensors without max_rows rows. Raises ValueError for a wrong num_rows or max_rows, if
+        no saved tensor has rows, and if one of them may be a weight.
         """
         if "_unbound" in self.__dict__ and not torch.is_grad_enabled():
-            # Checked before any attribute is read, which would make the pool of a copy.
+            # Checked before any attribute is read, which would allocate the pool of a copy.
             _check_count(num_rows, max_rows, device=None)
             yield StashGroup(torch.device("cpu"), max_rows, group=None, hooks=None)
             return
@@ -251,8 +252,8 @@ class PagedStash:
     def reset(self, *, enabled: bool = True) -> None:
         """Frees all pages and clears the counters. Call it between steps, after the last backward or an exception.
 
-        Rows that are still in pages are lost, and their backward raises RuntimeError. Restored rows stay. enabled:
-        False if the contexts of the next step should do nothing.
+        Rows that are still in pages are lost, and their backward raises RuntimeError. Restored rows stay valid.
+        enabled: False disables the contexts of the next step.
         """
         with self._keeper.exclusive():
             is_complete = not any(self._keeper.is_waiting(group) for group in self._groups.values())
@@ -264,7 +265,7 @@ class PagedStash:
             self._groups, self._instances = weakref.WeakValueDictionary(), Multiset()
             self._num_forwards, self._is_spoiled = 0, False
             known = {event.group for event in self.order.events}
-            # Names may be new in each step. Records of names that are not in the list will not be needed.
+            # Names may be new in each step. Records of names that are not in the list are no longer needed.
             self._max_bytes = {group: num_bytes for group, num_bytes in self._max_bytes.items() if group in known}
             self._reserve.forget_others(known)
             self._reserve.begin_step(self.order.events)
@@ -273,7 +274,7 @@ class PagedStash:
     def footprint(self) -> Footprint:
         """Returns the device bytes of a step like the last complete one, with and without the stash; zeros before it.
 
-        In a pool too large for the step, or a step of few groups, the stash costs memory.
+        The stash costs memory if the pool is too large for the step, or the step has few groups.
         """
         max_bytes = self._max_bytes
         return footprint(
@@ -285,7 +286,9 @@ class PagedStash:
 
     @property
     def reserve(self) -> tuple[ReserveRow, ...]:
-        """Pages that each forward of the step leaves free, as arithmetic.simulate takes them; () without a reserve."""
+        """Pages that each forward of the step leaves free, in the form that arithmetic.simulate takes; () without a
+        reserve.
+        """
         return self._reserve.table
 
     @property
@@ -296,14 +299,14 @@ class PagedStash:
     def set_reserved_share(self, share: float) -> None:
         """Makes later steps reserve pages for this share of max_rows. Call it between steps, before `reset`.
 
-        Plans read the reserve from the same memory as before, so that a captured step stays valid. Raises ValueError
-        unless 0 < share <= 1, and if the stash was built with reserved_share 0.
+        Plans read the reserve from the same memory as before, so captured steps remain valid. Raises ValueError unless
+        0 < share <= 1, and if the stash was built with reserved_share 0.
         """
         if not 0.0 < share <= 1.0:
             raise ValueError(f"share is {share}: must be above 0 and at most 1")
         if self.reserved_share == 0.0:
             raise ValueError(
-                f"share is {share}, but the stash was built with reserved_share 0: build it with one above 0"
+                f"share is {share}, but the stash was built with reserved_share 0: build it with a value above 0"
             )
         if share != self.reserved_share:
             with self._keeper.exclusive():
@@ -323,7 +326,7 @@ class PagedStash:
     def captured(self) -> Iterator[None]:
         """Wraps whole steps, or passes of them, that a CUDA graph captures after a reset, together with their copies.
 
-        A replay also follows a reset, and needs only the memory of this object.
+        A replay must also follow a reset, and requires only this object's memory.
         """
         with self._keeper.exclusive():
             # At its end a capture must join all streams that took part, and it cannot join others.
@@ -337,7 +340,7 @@ class PagedStash:
                 self._keeper.forget_groups()
 
     def new_part(self) -> CapturedPart:
-        """Returns the record of a part of a layer that is about to be captured."""
+        """Creates the record of a part of a layer that is about to be captured."""
         return CapturedPart(torch.zeros(len(Priority), dtype=torch.int64, device=self.pool.device))
 
     @contextmanager
@@ -360,7 +363,7 @@ class PagedStash:
                 self._keeper.forget_copies()
 
     def replaying(self, part: CapturedPart) -> ReplayedForward | None:
-        """Records the coming replay of the part's forward, with this stash or another one over the same pool."""
+        """Records the upcoming replay of the part's forward, on this stash or another one over the same pool."""
         group = part.group
         if group is None:
             return None
@@ -376,14 +379,14 @@ class PagedStash:
             return ReplayedForward(event, self._keeper.generation)
 
     def replaying_backward(self, forward: ReplayedForward) -> None:
-        """Records the coming replay of that forward's backward. Raises RuntimeError if a reset came in between."""
+        """Records the upcoming replay of that forward's backward. Raises RuntimeError if a reset came in between."""
         with self._keeper.exclusive():
             self._keeper.check_current(forward.event, forward.generation)
             self.order.observe(StashEvent(EventKind.BACKWARD, *forward.event.group))
 
     @property
     def void(self) -> Tensor:
-        """Above 0 if this step's gradients are wrong (stash overflow): scalar, int64, on the device.
+        """Greater than 0 if this step's gradients are wrong (stash overflow): scalar, int64, on the device.
 
         It is a view that `reset` clears.
         """
@@ -392,7 +395,7 @@ class PagedStash:
         return self.pool.counters[Counter.VOID]
 
     def is_void_sync(self) -> bool:
-        """Tells whether this step's gradients are wrong (stash overflow). NOTE: waits for the device."""
+        """Returns whether this step's gradients are wrong (stash overflow). NOTE: waits for the device."""
         return bool(self.void.item())
 
     def _begin(self, name: str, *, backward_is_next: bool) -> GroupMemory:
@@ -426,9 +429,9 @@ class PagedStash:
             self._groups[group.event.group] = group
 
     def _check_kept(self, num_rows: Tensor | int, *, max_rows: int) -> None:
-        """Lets a wrong number of rows of a group without pages discard the step; an int was checked already."""
+        """Discards the step if a group without pages has a wrong number of rows; an int was checked already."""
         if isinstance(num_rows, Tensor):
-            # On the main stream, which waited for all plans when the context began.
+            # Runs on the main stream, which waited for all plans when the context began.
             self.pool.check_count(_count_tensor(num_rows, self.pool.device), max_rows)
 
     def _capture(
@@ -437,7 +440,9 @@ class PagedStash:
         """Commits a group that a CUDA graph captures; see _commit."""
         name, specs = group.event.name, [block.spec for block in blocks]
         if part.group is not None:
-            raise RuntimeError(f"{part.group.name} and {name} are in one part: a graph holds one expert group")
+            raise RuntimeError(
+                f"{part.group.name} and {name} are in one captured part: a graph can hold only one expert group"
+            )
         part.group = CapturedGroup(name)
         if not blocks:
             group.phase = Phase.KEPT
@@ -445,7 +450,7 @@ class PagedStash:
             return
         count = _count_tensor(num_rows, self.pool.device)
         self._keeper.stash(group, blocks, num_rows=count, reserve=part.reserve, is_captured=True)
-        # Recomputations of dropped tensors may read others that the forward made.
+        # Recomputations of dropped tensors may read other tensors that the forward created.
         part.group = CapturedGroup(name, specs, max_rows, (group.pages, *group.recomputations))
 
     def _next_forward(self, name: str) -> StashEvent:
@@ -469,13 +474,13 @@ class PagedStash:
 
     def _unpack(self, saved: SavedTensor) -> Tensor:
         group: GroupMemory = saved.group
-        # A group has many tensors. After the first one everything is settled, and restored memory can be read without
+        # A group has many tensors. After the first access its state is final, and restored memory can be read without
         # the lock and its modes.
         if not group.has_backward_begun or group.phase not in _SETTLED:
             with self._keeper.exclusive():
                 if group.phase is Phase.LOST:
                     raise RuntimeError(
-                        f"backward of the expert group {group.event.name!r}, whose forward did not end well"
+                        f"backward of the expert group {group.event.name!r}, whose forward raised an exception"
                     )
                 if group.phase is not Phase.RECORDING:
                     self._reach(group)
@@ -486,7 +491,7 @@ class PagedStash:
         return tensor_of(saved)
 
     def _reach(self, group: GroupMemory) -> None:
-        """Restores a group whose backward has begun, and starts to restore the groups after it."""
+        """Restores a group whose backward has begun, and starts restoring the groups after it."""
         is_first = not group.has_backward_begun and group.generation == self._keeper.generation
         group.has_backward_begun = True
         backward = StashEvent(EventKind.BACKWARD, *group.event.group)
@@ -497,7 +502,8 @@ class PagedStash:
         if group.phase is Phase.STASHED:
             self._keeper.start_restore(group, is_awaited=True)
         if is_first and self._part is None:
-            # Before the main stream waits and recomputes dropped tensors, because these copies depend on neither.
+            # Launched before the main stream waits and recomputes dropped tensors, because these copies depend on
+            # neither.
             self._prefetch(self.order.upcoming_backwards(backward, self._prefetch_groups))
         if group.phase is Phase.RESTORING:
             self._keeper.finish_restore(group)
@@ -510,7 +516,7 @@ class PagedStash:
 
 
 def _is_recomputed(hooks: Hooks | None) -> bool:
-    """Tells whether backward will run or is running this code again, so that its saved tensors are not kept."""
+    """Returns whether backward will rerun or is rerunning this code, so that its saved tensors are not kept."""
     if hooks is not None and isinstance(hooks[0], FunctionType) and hooks[0].__module__ == "torch.utils.checkpoint":
         return True
     return torch._C._current_graph_task_id() != -1
@@ -531,7 +537,7 @@ def _check_count(num_rows: Tensor | int, max_rows: int, *, device: torch.device 
         is_elsewhere = device is not None and num_rows.device != device
         if num_rows.numel() != 1 or num_rows.dtype not in (torch.int64, torch.int32) or is_elsewhere:
             found = f"{list(num_rows.shape)}, {num_rows.dtype}, on {num_rows.device}"
-            raise ValueError(f"num_rows ({found}) must be one int64 or int32 on {device or 'the device'}")
+            raise ValueError(f"num_rows ({found}) must be one int64 or int32 element on {device or 'the device'}")
     elif not is_whole(num_rows) or not 0 <= num_rows <= max_rows:
         raise ValueError(f"num_rows ({num_rows!r}) must be an integer between 0 and max_rows ({max_rows})")
 

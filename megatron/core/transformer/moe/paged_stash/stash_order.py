@@ -1,8 +1,8 @@
 """StashOrder: the order in which expert groups run forward and backward in a step, and predictions of the next events.
 
-An expert group is the experts of one layer in one forward, i.e. in one micro-batch. It has nothing to do with process
-groups. A wrong prediction costs time or memory, but changes no result. stash.py acts on the predictions. This file
-holds no tensors and no streams.
+An expert group is the experts of one layer in one forward, i.e. in one micro-batch. It is unrelated to process groups.
+A wrong prediction costs time or memory, but changes no result. stash.py acts on the predictions. This file contains no
+tensors and no streams.
 """
 
 import enum
@@ -13,7 +13,8 @@ from itertools import islice
 # Name and instance: the key of one expert group in a step.
 GroupKey = tuple[str, int]
 
-# Limit of recorded events in one step. A step has far fewer, but a stash that is never reset would grow without bound.
+# Limit of recorded events in one step. A step has far fewer, but in a stash that is never reset the list would grow
+# without bound.
 MAX_EVENTS = 2**17
 
 
@@ -28,7 +29,7 @@ def layer_of(name: str) -> int:
 
 
 class EventKind(enum.Enum):
-    """The pass of a group that an event is."""
+    """Pass of a group: forward or backward."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -54,14 +55,13 @@ class StashEvent:
 class StashOrder:
     """Follows a step event by event and predicts the next ones.
 
-    1. A list of events predicts the step. It is the given list, or else that of the last finished step.
-    2. Once an event is not the next one of the list, the list is not used until the step ends. The prediction is then
-       that backward visits groups in the reverse order of their forwards. This holds within a micro-batch of any
-       schedule.
-    3. finish_step() begins the next step, with the given list, or else with the events just seen.
+    1. A list of events predicts the step. It is the given list, or otherwise the list of the last finished step.
+    2. Once an event differs from the list, the list is ignored until the step ends. Backward is then predicted to visit
+       groups in the reverse order of their forwards. This holds within a micro-batch of any schedule.
+    3. finish_step() begins the next step, with the given list, or otherwise with the observed events.
 
     A step may end before its list does, have no list, or have groups that never run backward, without an error. A step
-    without any backward is not learned, so that an evaluation between steps changes nothing.
+    without any backward is not learned, so an evaluation between steps changes nothing.
     """
 
     def __init__(self, events: Sequence[StashEvent] | None = None) -> None:
@@ -69,23 +69,25 @@ class StashOrder:
         self._seen: list[StashEvent] = []
         self._departed = False
         self._forwards: dict[GroupKey, int] = {}  # number of forwards before each group's own in this step
-        self._waiting: dict[GroupKey, None] = {}  # ran forward, not yet backward; in the order of their forwards
+        self._waiting: dict[
+            GroupKey, None
+        ] = {}  # groups that ran forward but not backward yet, in the order of their forwards
         self._set_events(tuple(events or ()))
 
     @property
     def events(self) -> tuple[StashEvent, ...]:
-        """List of events that this step began with. It is the same object as long as the list does not change."""
+        """List of events that predicts this step. It is the same object as long as the list does not change."""
         return self._events
 
     @property
     def departed(self) -> bool:
-        """Whether an event of this step was not the list's next."""
+        """Whether an event of this step differed from the list."""
         return self._departed
 
     def observe(self, event: StashEvent) -> None:
-        """Records an event of the step. Call it once for each event, when it happens."""
+        """Records an event of the step. Must be called once for each event, when it happens."""
         if len(self._seen) >= MAX_EVENTS:
-            # Too long for a step, so that nothing is predicted or learned.
+            # Too long for a step, so nothing is predicted or learned.
             self._departed, self._forwards, self._waiting = True, {}, {}
             return
         position = len(self._seen)
@@ -98,7 +100,7 @@ class StashOrder:
             self._waiting.pop(event.group, None)
 
     def is_backward_next(self, event: StashEvent) -> bool:
-        """Tells whether the same group's backward is the next event after this forward. False if unknown."""
+        """Returns whether the same group's backward is the next event after this forward. False if unknown."""
         position = self._position(event)
         if position is None or position + 1 >= len(self._events):
             return False
@@ -128,7 +130,7 @@ class StashOrder:
         self.abandon_step()
 
     def abandon_step(self) -> None:
-        """Drops an incomplete step, from which nothing is learned."""
+        """Drops an incomplete step, without learning from it."""
         self._seen = []
         self._departed = False
         self._forwards = {}

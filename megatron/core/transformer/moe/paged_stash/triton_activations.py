@@ -5,8 +5,8 @@ The launchers have the names and arguments of the operators in expert_ops.py, on
 Shapes: max_rows rows of the buffers; ffn columns of act; gate_up has gate before up. Arithmetic is in fp32. Loads of
 rows beyond the live ones are masked, so that their content, which may be NaN, is never read.
 
-One compiled kernel serves the forward and the recomputation, so that both give the same bits. In forward the flag
-`needed` is the number of rows.
+One compiled kernel serves the forward and the recomputation, so both are bit-identical. In forward the number of rows
+serves as the flag `needed`.
 """
 # mypy: allow-untyped-defs
 
@@ -29,7 +29,7 @@ QUICK_GELU = tl.constexpr(int(Curve.QUICK_GELU))
 SQUARED_RELU = tl.constexpr(int(Curve.SQUARED_RELU))
 # Elements of one tile: 32 for each thread of 4 warps, and 8 in the gradient, whose registers hold several of each.
 _ACT_ELEMENTS, _GRADIENT_ELEMENTS = 4096, 1024
-# Programs that run on each processor at the same time, of both kernels.
+# Resident programs per processor, for both kernels.
 _PROGRAMS_PER_PROCESSOR = 2
 
 
@@ -185,7 +185,7 @@ def _up(x, clamp, offset):
 
 @triton.jit
 def _stop_clamped(grad, given, clamp):
-    """Zeroes the gradient where the given value is above the clamp."""
+    """Zeroes the gradient of values above the clamp."""
     if clamp is not None:
         grad = tl.where(given > clamp, 0.0, grad)
     return grad
@@ -198,7 +198,7 @@ def _erf_cdf(x):
 
 @triton.jit
 def _tanh_cdf(x):
-    """Computes (1 + tanh(z)) / 2 of gelu's tanh form as the sigmoid of 2z, which loses no bits to cancellation."""
+    """Computes (1 + tanh(z)) / 2 of gelu's tanh form as the sigmoid of 2z, which avoids cancellation."""
     return tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 
@@ -248,7 +248,7 @@ def gated_activation_backward(
     clamp: float | None = None,
     offset: float = 0.0,
 ) -> None:
-    """Computes the gradients of gate_up and scale, of their shapes and dtypes.
+    """Computes the gradients of gate_up and scale, with the same shapes and dtypes.
 
     grad: [C, F], any strides, gate_up's dtype.
     """
@@ -311,7 +311,7 @@ def _act_tile(ffn: int, elements: int) -> dict[str, int]:
 
 
 def _form_arguments(form: ActivationForm) -> dict[str, Any]:
-    # None instead of 0, so that the usual kernels have no instruction for it.
+    # None instead of 0, so that the common kernels have no instruction for it.
     return {
         "clamp": form.clamp,
         "offset": form.offset or None,
@@ -327,7 +327,7 @@ def residencies(num_warps: int) -> Mapping[str, Residency]:
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """Yields the simplest and the costliest activation."""
+    """Yields the simplest and the most expensive activation."""
     for name in ("bf16", "fp32"):
         yield from _cases(name, Curve.SILU, clamp=None, offset=None)
         yield from _cases(name, Curve.GELU_TANH, clamp=None, offset=None)

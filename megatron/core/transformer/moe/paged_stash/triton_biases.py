@@ -1,4 +1,4 @@
-"""Biases of experts in Triton, and the grid size and checks that all launchers of expert operators share.
+"""Expert biases in Triton, and the grid size and checks that all launchers of expert operators share.
 
 The launchers have the names and arguments of the operators in expert_ops.py, on CUDA tensors.
 
@@ -20,7 +20,7 @@ from megatron.core.device.triton_compile import CompileCase, Residency, compile_
 # Elements of one tile: 16 for each thread of 4 warps.
 _ELEMENTS = 2048
 _WARPS = {"num_warps": 4}
-# Programs that run on each processor at the same time, of the kernels that loop over tiles.
+# Resident programs per processor, for the kernels that loop over tiles.
 _PROGRAMS_PER_PROCESSOR = 4
 
 
@@ -121,7 +121,7 @@ def bias_scale_grad_kernel(
 
 @triton.jit
 def _all_ends(offsets, num_experts, max_rows, GROUPS: tl.constexpr):
-    """Returns the ends of all experts' rows, at most max_rows; 0 for an expert that does not exist."""
+    """Returns the ends of all experts' rows, at most max_rows; 0 for nonexistent experts."""
     group = tl.arange(0, GROUPS)
     return tl.minimum(tl.maximum(tl.load(offsets + group, mask=group < num_experts, other=0), 0), max_rows)
 
@@ -135,7 +135,7 @@ def _bias_of(bias, rows, columns, ends, num_experts, width, inside):
 
 
 def add_expert_bias(rows: Tensor, bias: Tensor, *, scale: Tensor | None, offsets: Tensor, share: float) -> None:
-    """Adds its expert's bias to each row, times the row's scale and `share`.
+    """Adds each row's expert bias, times the row's scale and `share`.
 
     rows: [C, O]; bias: [e, O]; scale: [C] or None; one of fp32, bf16 and fp16.
     """
@@ -218,13 +218,15 @@ def check_dtypes(*tensors: Tensor) -> None:
     """Raises ValueError unless all tensors, of any shape, are fp32, bf16 or fp16."""
     for tensor in tensors:
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"{tensor.dtype} on {tensor.device}: only fp32, bf16 and fp16 have kernels")
+            raise ValueError(
+                f"{tensor.dtype} on {tensor.device} is not supported: only fp32, bf16 and fp16 have kernels"
+            )
 
 
 def check_row_tensors(*tensors: Tensor) -> None:
     """Raises ValueError as check_dtypes does, and checks that columns are adjacent in memory.
 
-    tensors: [C, O], or of other shapes, which have no columns to check; fp32, bf16 or fp16.
+    tensors: [C, O], or other shapes without columns to check; fp32, bf16 or fp16.
     """
     check_dtypes(*tensors)
     for tensor in tensors:
@@ -234,8 +236,8 @@ def check_row_tensors(*tensors: Tensor) -> None:
 def grid_size(tensor: Tensor, tiles: int, *, per_processor: int) -> int:
     """Returns the number of programs to launch for tiles of a tensor of any shape and dtype.
 
-    It is at most per_processor programs for each processor, i.e. as many as run at the same time, so that a
-    recomputation that is not needed costs little. It is 2 under the interpreter.
+    It is at most per_processor programs for each processor, the number of resident programs, so that an unneeded
+    recomputation costs little. It is 2 under the interpreter.
     """
     if tensor.device.type == "cpu":
         return 2
@@ -244,7 +246,7 @@ def grid_size(tensor: Tensor, tiles: int, *, per_processor: int) -> int:
 
 
 def residencies(num_warps: int) -> Mapping[str, Residency]:
-    """Returns the residency that the launchers assume, by kernel. Sums of an expert's rows have a program a tile."""
+    """Returns the launchers' residency by kernel. Row sums per expert use one program per tile."""
     assert num_warps == _WARPS["num_warps"]
     looping = Residency(at_least=_PROGRAMS_PER_PROCESSOR)
     return {"add_bias_kernel": looping, "bias_grad_kernel": Residency(), "bias_scale_grad_kernel": looping}

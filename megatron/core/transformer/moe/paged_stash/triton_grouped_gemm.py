@@ -6,13 +6,13 @@ Shapes: max_rows rows of the buffers, sorted by expert; weights [num_experts, in
 of each tile on the device, from the offsets. Sums are in fp32, and fp32 products are not rounded to tf32. Rows beyond
 the live ones, whose content may be NaN, are never read.
 
-One compiled kernel serves the forward and the recomputation, so that both give the same bits. In forward the flag
-`needed` is the number of rows. The tile follows from dtype and widths alone, never from addresses or numbers of rows.
+One compiled kernel serves the forward and the recomputation, so both are bit-identical. In forward the number of rows
+serves as the flag `needed`. The tile depends only on dtype and widths, never on addresses or row counts.
 
 [Note: loads] Tensor cores wait for memory unless loads are asynchronous, 16 bytes at a time. Masks cost registers and
-time, so where 16 divides both widths, loads have none: a tile that reaches beyond the last row or column reads others
-of the same expert, whose sums are not stored. Other widths have small tiles, because the masks and addresses of single
-elements would not fit the registers of large ones.
+time, so loads are unmasked if 16 divides both widths: a tile that reaches beyond the last row or column reads other
+elements of the same expert, whose sums are not stored. Other widths have small tiles, because the masks and addresses
+of single elements would not fit the registers of large ones.
 
 [Note: tiles] Sizes were chosen on an H200 (docs/gpu_results.md). A tile of [128, 256] takes 8 warps and in most shapes
 leaves room for a program of a copy, see [Note: room beside products] in triton_kernels.py.
@@ -29,7 +29,7 @@ from torch import Tensor
 from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
 from megatron.core.transformer.moe.paged_stash.triton_biases import add_bias_if, check_row_tensors, grid_size
 
-# Programs of the product, which loops over tiles, that run on each processor at the same time, by their warps.
+# Resident programs per processor of the product kernel, which loops over tiles, by number of warps.
 _PRODUCTS_PER_PROCESSOR = {4: 2, 8: 1}
 
 
@@ -59,7 +59,7 @@ def grouped_gemm_kernel(
 ):
     """Computes tiles [ROWS, COLUMNS] of the product, or, with a scale, adds them to `out`.
 
-    Rows that belong to no expert are not touched. IS_EVEN: whether loads need no mask, see [Note: loads].
+    Leaves rows that belong to no expert unchanged. IS_EVEN: whether loads need no mask, see [Note: loads].
     """
     if tl.load(needed) == 0:
         return
@@ -79,7 +79,7 @@ def grouped_gemm_kernel(
         rows = start + row_tile * ROWS + tl.arange(0, ROWS)
         columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
         term = tl.arange(0, TERMS)
-        # In place of rows and columns beyond the last one others are read, whose sums are not stored.
+        # Rows and columns beyond the last one are replaced by others, whose sums are not stored.
         read_rows, read_columns = (tl.minimum(rows, end - 1), columns % outer) if IS_EVEN else (rows, columns)
         x_at = x + read_rows[:, None].to(tl.int64) * x_row + term[None, :].to(tl.int64) * x_column
         weight_at = weight + expert.to(tl.int64) * weight_expert
@@ -126,9 +126,9 @@ def weight_grad_kernel(
     IS_EVEN: tl.constexpr,
     IS_ADDED: tl.constexpr,
 ):
-    """Sums one tile [ROWS, COLUMNS] of an expert's gradient over the expert's rows, in their order, in each program.
+    """Each program sums one tile [ROWS, COLUMNS] of an expert's gradient over the expert's rows, in order.
 
-    scale: factor of the sum, or None; IS_ADDED: `out` has a value to which it is added, in fp32, with one rounding.
+    scale: factor of the sum, or None; IS_ADDED: adds to the value in `out`, in fp32, with one rounding.
     """
     row_tiles, column_tiles = tl.cdiv(inner, ROWS), tl.cdiv(outer, COLUMNS)
     expert = tl.program_id(0) // (row_tiles * column_tiles)
@@ -137,7 +137,7 @@ def weight_grad_kernel(
     end = _ends(offsets + expert, max_rows, expert >= 0)
     rows = row_tile * ROWS + tl.arange(0, ROWS)
     columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
-    # Columns beyond the last one are read elsewhere where all loads are whole; their sums are not stored.
+    # With unmasked loads, columns beyond the last one are replaced by others; their sums are not stored.
     read_rows, read_columns = (rows % inner, columns % outer) if IS_EVEN else (rows, columns)
     x_at = x + read_rows[:, None].to(tl.int64) * x_column
     grad_at = grad + read_columns[None, :].to(tl.int64) * grad_column
@@ -171,13 +171,13 @@ def weight_grad_kernel(
 
 @triton.jit
 def _ends(offset_at, max_rows, exists):
-    """Returns the ends of experts' rows, at most max_rows; 0 for an expert that does not exist."""
+    """Returns the ends of experts' rows, at most max_rows; 0 for nonexistent experts."""
     return tl.minimum(tl.maximum(tl.load(offset_at, mask=exists, other=0), 0), max_rows)
 
 
 @triton.jit
 def _near_tile(local, row_tiles, column_tiles):
-    """Returns row and column of a tile, ordered so that tiles that read the same data run close to each other."""
+    """Returns row and column of a tile, ordered so that tiles that read the same data run close together."""
     BAND: tl.constexpr = 8
     band = local // (BAND * column_tiles)
     first_row = band * BAND
@@ -194,7 +194,7 @@ def grouped_gemm(x: Tensor, weight: Tensor, *, offsets: Tensor, out: Tensor) -> 
 def grouped_gemm_weight_grad(
     x: Tensor, grad: Tensor, *, offsets: Tensor, out: Tensor, scale: float = 1.0, is_added: bool = False
 ) -> None:
-    """Computes scale times each expert's x^T grad, 0 for an expert without rows, and adds it to `out` or writes it.
+    """Computes scale times each expert's x^T grad, 0 for an expert without rows, and writes it or adds it to `out`.
 
     x: [C, H]; grad: [C, O], x's dtype; out: [e, H, O], any float dtype. It is rounded once, to that dtype.
     """
@@ -242,7 +242,7 @@ def gate_up_from_x(
 def add_low_rank(
     rows: Tensor, low: Tensor, *, weight: Tensor, offsets: Tensor, scale: float, needed: Tensor | None = None
 ) -> None:
-    """Adds scale times `low` times its expert's weight to each row, in place, if needed. None means in forward.
+    """Adds scale times `low` times its expert's weight to each row, in place, if needed; None means always.
 
     rows: [C, O]; low: [C, r]; weight: [e, r, O]; one float dtype.
     """
@@ -288,9 +288,9 @@ def _is_even(inner: int, outer: int) -> bool:
 
 
 def product_tile(dtype: torch.dtype, inner: int, outer: int, *, is_added: bool = False) -> dict[str, int]:
-    """Returns sizes of tiles, warps and stages of a product. Larger tiles would spill registers.
+    """Returns tile sizes, warps and stages of a product. Larger tiles would spill registers.
 
-    is_added: to what `out` holds, of which a thread needs as many registers as of its sums.
+    is_added: whether the product is added to `out`, which takes as many registers per thread as the sums.
     """
     is_even = _is_even(inner, outer)
     if dtype == torch.float32:
@@ -303,7 +303,7 @@ def product_tile(dtype: torch.dtype, inner: int, outer: int, *, is_added: bool =
 
 
 def weight_grad_tile(dtype: torch.dtype, *, is_even: bool, is_added: bool = False) -> dict[str, int]:
-    """Returns sizes of tiles, warps and stages of a weight gradient. Larger tiles would spill registers."""
+    """Returns tile sizes, warps and stages of a weight gradient. Larger tiles would spill registers."""
     if dtype == torch.float32:
         return {"ROWS": 64 if is_even else 32, "COLUMNS": 64, "TERMS": 16, "num_warps": 4, "num_stages": 3}
     if not is_even:
@@ -314,13 +314,13 @@ def weight_grad_tile(dtype: torch.dtype, *, is_even: bool, is_added: bool = Fals
 
 
 def residencies(num_warps: int) -> Mapping[str, Residency]:
-    """Returns the residency that the launchers assume, by kernel. Gradients of weights have a program for each tile."""
+    """Returns the launchers' residency by kernel. Weight gradients use one program per tile."""
     products = Residency(at_least=_PRODUCTS_PER_PROCESSOR[num_warps])
     return {"grouped_gemm_kernel": products, "weight_grad_kernel": Residency()}
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """Yields weights as stored and transposed, results that are written and added, with widths that 16 divides."""
+    """Yields weights as stored and transposed, results that are written and added, with widths divisible by 16."""
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
         data, size = f"*{name}:16", "i32:16"
         shapes = {"inner": size, "outer": size, "max_rows": "i32", "x": data, "x_row": size, "x_column": 1}

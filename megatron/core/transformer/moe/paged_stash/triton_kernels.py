@@ -4,15 +4,14 @@ cpu_kernels.py describes the operands and registers the launchers under the oper
 nothing and reads nothing from the device, so that a CUDA graph can capture it. It launches on the current device and
 stream.
 
-[Note: numbers that kernels are not specialized on]
-Triton recompiles a kernel for each pattern of its integer arguments: the value 1 becomes a constant, multiples of 16
-are marked, values from 2**31 on are wider. do_not_specialize turns that off for plain arguments, but not for members of
-a tuple, and a group's tensors are passed as tuples. So each number v is passed as 2 * v + SHIFTED, which is odd, never
-1 and always an int64. One compiled kernel then serves all sizes and addresses. Kernels recover v as
-(number - SHIFTED) >> 1. Compile-time constants are the number of tensors, rounded up to one of COUNTS, the size of a
-copied block, which all groups of a pool share, and the direction of a copy.
-In kernels, number 7 * i + f of `tensors` is field f of EncodedTensor for tensor i, and held + slot * 4 + c is column c
-of Held.
+[Note: numbers that kernels are not specialized on] Triton recompiles a kernel for each pattern of its integer
+arguments: the value 1 becomes a constant, multiples of 16 are marked, values from 2**31 on are wider. do_not_specialize
+turns that off for plain arguments, but not for members of a tuple, and a group's tensors are passed as tuples. Each
+number v is therefore passed as 2 * v + SHIFTED, which is odd, never 1 and always an int64. One compiled kernel then
+serves all sizes and addresses. Kernels recover v as (number - SHIFTED) >> 1. Compile-time constants are the number of
+tensors, rounded up to one of COUNTS, the size of a copied block, which all groups of a pool share, and the direction of
+a copy. In kernels, number 7 * i + f of `tensors` is field f of EncodedTensor for tensor i, and held + slot * 4 + c is
+column c of Held.
 
 [Note: two ends of a ring]
 plan owns the heads, release the tails, and the two may run concurrently on two streams. A release passes ring entries
@@ -20,22 +19,22 @@ to a later plan, and then the tail past them:
   release: all threads write entries; barrier; the tail is exchanged, with release semantics on the GPU.
   plan: the tail is read with acquire semantics on the GPU; barrier; all threads read entries below it.
 Barriers order the threads of a program, and release and acquire are cumulative over them: a plan that sees the tail
-also sees the entries. A plan that does not see it yet takes free pages for allocated ones. It spills or drops earlier
+also sees the entries. A plan that does not see the tail yet treats free pages as allocated. It spills or drops earlier
 than necessary, but allocates no page twice.
 The other direction needs no fence. release writes only entries that plan has consumed: their pages are being released,
 and plan, stash and restore of that group precede it by stream order and events. Plain loads and stores suffice for
 numbers that only one of the two accesses, such as the heads.
 
-[Note: work of a copy]
-A page is cut into chunks of BLOCK words of 16 bytes. The chunks of all tensors, page after page, are dealt to the
-programs in turn, so that one launch serves a whole group with any mix of sizes, and a program without a chunk
-returns immediately. The host knows only the maximum number of rows; the kernel reads the live ones from `held`.
+[Note: work of a copy] A page is cut into chunks of BLOCK words of 16 bytes. The chunks of all tensors, page after page,
+are assigned to the programs round-robin, so one launch serves a whole group with any mix of sizes, and a program
+without a chunk returns immediately. The host knows only the maximum number of rows; the kernel reads the live ones from
+`held`.
 
-[Note: words]
-Widths and addresses determine the word size of a tensor's copy: the largest power of 2 up to 16 that divides its
-address and, for rows with gaps, width and pitch. Rows without gaps are one run of bytes, whose width does not matter;
-the bytes after the last whole word are copied one by one. Pages start at multiples of 16. The kernel chooses for each
-tensor, from numbers that all its threads share, which costs a branch but no second compilation.
+[Note: words] Widths and addresses determine the word size of a tensor's copy: the largest power of 2 up to 16 that
+divides its address and, for rows with gaps, width and pitch. Rows without gaps are one run of bytes, whose width does
+not matter; the bytes after the last whole word are copied one by one. Pages start at multiples of 16. The kernel
+chooses the word size for each tensor, from values that all its threads share, which costs a branch but no second
+compilation.
 
 [Note: room beside products]
 A copy should run while experts compute. A program of copy_kernel is therefore small: 4 warps of MAX_REGISTERS, which
@@ -47,9 +46,9 @@ they fill every SM. On an H200 (docs/gpu_results.md) products then lose 0.86 to 
 alone, and 0.89 to 1.5 with one program on each SM: a grouped product has one program for each SM, so it is as slow as
 the slowest of them.
 
-[Note: tiers]
-Programs that copy pages of the host wait for PCIe, which few of them saturate, and hold their SMs meanwhile. So each
-tier has its own launch, that of the host with at most HOST_PROGRAMS programs. Held says how many pages are on the host.
+[Note: tiers] Programs that copy host pages wait for PCIe, which a few programs saturate, and occupy their SMs
+meanwhile. Each tier therefore has its own launch, with at most HOST_PROGRAMS programs for the host tier. Held records
+how many pages are on the host.
 """
 # mypy: allow-untyped-defs
 
@@ -72,29 +71,29 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
 
 SHIFTED = tl.constexpr(2**40 + 1)
 COUNTS = (2, 4, 8, MAX_TENSORS)
-# Record of an absent tensor, marked by its slot of -1.
+# Record of an absent tensor, marked by slot -1.
 _ABSENT = (1, 1, 0, 1, 0, 0, -1)
 
 
 def count_for(num_tensors: int) -> int:
-    """Rounds a number of tensors up to one that kernels are compiled for. Raises ValueError above the largest."""
+    """Rounds a number of tensors up to a compiled count. Raises ValueError above the largest."""
     if num_tensors > COUNTS[-1]:
-        raise ValueError(f"{num_tensors} tensors: one launch takes at most {COUNTS[-1]}")
+        raise ValueError(f"{num_tensors} tensors: one launch supports at most {COUNTS[-1]}")
     return next(count for count in COUNTS if count >= num_tensors)
 
 
 def shifted(numbers: Sequence[int]) -> tuple[int, ...]:
-    """Returns numbers in the form that kernels take. See [Note: numbers that kernels are not specialized on]."""
+    """Returns numbers in the kernels' form. See [Note: numbers that kernels are not specialized on]."""
     return tuple(2 * number + SHIFTED.value for number in numbers)
 
 
 def shifted_tensors(tensors: Sequence[int]) -> tuple[int, ...]:
-    """Pads the integers of encode_tensors with absent tensors and returns them in the form that kernels take."""
+    """Pads the integers of encode_tensors with absent tensors and returns them in the kernels' form."""
     num_tensors = len(tensors) // INTS_PER_TENSOR
     return shifted([*tensors, *_ABSENT * (count_for(num_tensors) - num_tensors)])
 
 
-LANES = 256  # pages that plan and release handle at a time
+LANES = 256  # pages that plan and release process per iteration
 VOID = tl.constexpr(int(Counter.VOID))
 BAD_COUNT = tl.constexpr(int(Counter.BAD_COUNT))
 HIGH_WATER_DEVICE = tl.constexpr(int(Counter.HIGH_WATER_DEVICE))
@@ -167,7 +166,8 @@ def plan_kernel(
     after = tl.maximum(after, tl.where(lane == HIGH_WATER_DEVICE, used_device, before))
     after = tl.maximum(after, tl.where(lane == HIGH_WATER_HOST, used_host, before))
     tl.store(counters + lane, after, mask=lane < NUM_COUNTERS)
-    # One thread stores the heads that all have read. Without the barrier a late warp could read the new ones.
+    # One thread stores the heads that all threads have read. Without the barrier, a late warp could read the new
+    # values.
     tl.debug_barrier()
     tl.store(heads, head_device)
     tl.store(heads + 1, head_host)
@@ -200,9 +200,9 @@ def _give(ring, table, head_device, head_host, device_pages, host_pages, need, o
 
 MIN_BLOCK, MAX_BLOCK = 128, 512  # words of 16 bytes
 WORDS_PER_WARP = 128  # 4 loads of 16 bytes for each thread
-MAX_REGISTERS = 80  # of a thread
+MAX_REGISTERS = 80  # loads per thread
 HOST_PROGRAMS = 32
-ONE_RUN = tl.constexpr(2**60)  # width that stands for rows without gaps, longer than any tensor
+ONE_RUN = tl.constexpr(2**60)  # width that represents rows without gaps, longer than any tensor
 
 
 @triton.jit(do_not_specialize_on_alignment=["table", "held"])
@@ -230,7 +230,7 @@ def copy_kernel(table, held, pool, tensors, addresses, BLOCK: tl.constexpr, TO_P
                 tensors[7 * i + 2], tensors[7 * i + 5], tl.load(held + slot * 4 + 1), start + turn, start + items,
                 BLOCK, TO_PAGES,
             )  # fmt: skip
-        # The next tensor's first chunk goes to the program that is next in turn.
+        # The next tensor's first chunk goes to the program that is next in the rotation.
         turn -= items % step
         turn = tl.where(turn < 0, turn + step, turn)
 
@@ -240,7 +240,7 @@ def _copy_tensor(
     table, page_bytes, device_pages, device_at, host_at, address, row_bytes, pitch, max_rows, table_start, rows, first,
     end, BLOCK: tl.constexpr, TO_PAGES: tl.constexpr,
 ):  # fmt: skip
-    """Copies one program's chunks of one tensor. Not inlined, so that all tensors of a group share instructions.
+    """Copies one program's chunks of one tensor. It is not inlined, so that all tensors of a group share instructions.
 
     Arguments up to table_start are shifted like the kernel's, which keeps the caller's register use low.
     """
@@ -359,7 +359,7 @@ def release_kernel(ring, tails, table, held, layout, tensors, COUNT: tl.constexp
 def _take_back(
     ring, table, tail_device, tail_host, device_pages, host_pages, pages, on_device, LANES: tl.constexpr
 ):  # fmt: skip
-    """Writes a tensor's page ids after the tails, the first on_device of them to the device ring."""
+    """Appends a tensor's page ids at the tails, the first on_device of them to the device ring."""
     device_at = tail_device % tl.maximum(device_pages, 1)
     host_at = tail_host % tl.maximum(host_pages, 1)
     for start in range(0, pages, LANES):
@@ -480,12 +480,12 @@ def _launch(
 
 
 def block_words(page_bytes: int) -> int:
-    """Returns the words of 16 bytes that a program moves at a time, for all groups of a pool: a page, within limits."""
+    """Returns the 16-byte words that a program moves per iteration, for all groups of a pool: a page, within limits."""
     return min(max(triton.next_power_of_2(page_bytes // 16), MIN_BLOCK), MAX_BLOCK)
 
 
 def _max_items(tensors: Sequence[int], page_bytes: int, *, block: int) -> int:
-    """Returns the chunks of the group if all rows are live. More programs would have nothing to do."""
+    """Returns the number of chunks of the group if all rows are live. More programs would be idle."""
     records = (tensors[start : start + INTS_PER_TENSOR] for start in range(0, len(tensors), INTS_PER_TENSOR))
     pages = sum(-(-record[0] * record[2] // page_bytes) for record in records)
     return pages * -(-page_bytes // (16 * block))
@@ -493,14 +493,14 @@ def _max_items(tensors: Sequence[int], page_bytes: int, *, block: int) -> int:
 
 @functools.cache
 def _num_processors(device: torch.device) -> int:
-    """Returns the number of streaming multiprocessors, or 1 where kernels are interpreted."""
+    """Returns the number of streaming multiprocessors, or 1 if kernels are interpreted."""
     if device.type == "cpu":
         return 1
     return torch.get_device_module(device).get_device_properties(device).multi_processor_count
 
 
 def residencies(num_warps: int) -> Mapping[str, Residency]:
-    """Returns the residency that the launchers assume, by kernel. plan and release are one program."""
+    """Returns the launchers' residency by kernel. plan and release are one program."""
     copies = Residency(at_least=COPIES_PER_PROCESSOR, runs_beside=True)
     return {"plan_kernel": Residency(), "copy_kernel": copies, "release_kernel": Residency()}
 

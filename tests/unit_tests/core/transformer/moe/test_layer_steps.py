@@ -113,8 +113,8 @@ def test_tables_of_the_wrong_kind_are_refused() -> None:
     layer = moe_layer(grouped=True, **ALLTOALL)
     probs, routing_map = layer.route(hidden_states())
     for wrong, message in (
-        (routing_map.int(), r"routing_map is \[10, 4\], torch.int32: must be bool \[T, 4\], or int64"),
-        (routing_map[:, :2], r"probs is \[10, 4\] and routing_map is \[10, 2\]"),
+        (routing_map.int(), r"routing_map has shape \[10, 4\] and dtype torch.int32: must be bool \[T, 4\], or int64"),
+        (routing_map[:, :2], r"probs has shape \[10, 4\] and routing_map \[10, 2\]"),
     ):
         with pytest.raises(ValueError, match=message):
             layer.preprocess(hidden_states(), probs, wrong)
@@ -211,7 +211,7 @@ def test_submodules_that_cannot_be_used_are_named() -> None:
     static = small_config(
         num_moe_experts=EXPERTS, moe_grouped_gemm=True, moe_expert_rank_capacity_factor=2.0, **LLAMA_LIKE
     )
-    with pytest.raises(ValueError, match="flex_dispatcher_backend deepep, which needs a CUDA device"):
+    with pytest.raises(ValueError, match="flex_dispatcher_backend deepep, which requires a CUDA device"):
         MoEFlexTokenDispatcher(EXPERTS, list(range(EXPERTS)), static)
 
 
@@ -254,7 +254,7 @@ def test_losses_and_loads_leave_padding_out() -> None:
     total = sum(c * expected[n] for c, n in zip((0.3, 0.5, 0.7, 0.2), expected, strict=True))
     (routing.weights * 0).sum().backward()
     torch.testing.assert_close(logits.grad, torch.autograd.grad(total, logits)[0])
-    with pytest.raises(ValueError, match=r"padding_mask is \[3\], torch.bool: must be bool, with one entry for each"):
+    with pytest.raises(ValueError, match=r"padding_mask has shape \[3\] and dtype torch.bool: must be bool, with one"):
         router.routing(logits, mask[:3, 0])
 
 
@@ -330,7 +330,7 @@ def test_the_steps_of_a_shared_expert_are_its_forward(has_gate: bool) -> None:
     shared.post_forward_comm()
     assert torch.equal(shared.get_output(), output + bias)
     for step in (shared.get_output, shared.linear_fc1_forward_and_act, shared.linear_fc2_forward):
-        with pytest.raises(RuntimeError, match="call .* before"):
+        with pytest.raises(RuntimeError, match="call .* first"):
             step()
 
 

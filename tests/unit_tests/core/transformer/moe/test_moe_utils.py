@@ -48,7 +48,7 @@ def test_topk_routing_gives_tables_or_indices_and_takes_a_given_choice(logits: T
 def test_topk_routing_refuses_what_it_cannot_do(logits: Tensor) -> None:
     with pytest.raises(ValueError, match="topk_routing_with_score_function: fused is True"):
         moe_utils.topk_routing_with_score_function(logits, TOPK, fused=True)
-    with pytest.raises(ValueError, match=r"precomputed_indices is \[3, 2\]: must be 2 experts for each of the 12"):
+    with pytest.raises(ValueError, match=r"precomputed_indices has shape \[3, 2\]: must be 2 experts"):
         moe_utils.topk_routing_with_score_function(logits, TOPK, precomputed_indices=torch.zeros(3, 2))
 
 
@@ -70,7 +70,7 @@ def test_group_limited_topk_chooses_within_the_best_groups(logits: Tensor) -> No
         allowed = [expert for expert in range(EXPERTS) if expert // 2 in groups]
         best = sorted(allowed, key=lambda expert: -scores[expert])[:TOPK]
         assert indices[token].tolist() == best and torch.equal(values[token], scores[best])
-    with pytest.raises(ValueError, match=r"scores is \[12, 8\]: must be num_tokens \(11\) by num_experts \(8\)"):
+    with pytest.raises(ValueError, match=r"scores has shape \[12, 8\]: must be num_tokens \(11\) by num_experts \(8\)"):
         moe_utils.group_limited_topk(logits, TOPK, 11, EXPERTS, 4, 2)
 
 
@@ -180,8 +180,8 @@ def test_permutation_refuses_what_it_cannot_do(logits: Tensor) -> None:
     for options, message in (
         ({"fused": True}, "permute: fused is True"),
         ({"align_size": 16}, "align_size is 16"),
-        ({"drop_and_pad": True, "num_out_tokens": 9}, "num_out_tokens is 9: drop_and_pad needs a multiple of the 8"),
-        ({"drop_and_pad": True, "num_out_tokens": 800}, "asks for 100 rows of an expert: at most the 12 tokens"),
+        ({"drop_and_pad": True, "num_out_tokens": 9}, "with drop_and_pad it must be a multiple of the 8"),
+        ({"drop_and_pad": True, "num_out_tokens": 800}, "asks for 100 rows per expert: must be at most the 12 tokens"),
     ):
         with pytest.raises(ValueError, match=message):
             moe_utils.permute(tokens, routing_map, probs, **options)

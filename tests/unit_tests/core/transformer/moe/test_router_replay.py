@@ -100,16 +100,16 @@ def test_wrong_uses_are_named() -> None:
         RouterReplay.set_replay_data([torch.zeros(4, 2, dtype=torch.int64)])
     with pytest.raises(ValueError, match="router_replay_action is 'record': must be one of RouterReplayAction.RECORD"):
         RouterReplay.set_global_router_replay_action("record")
-    with pytest.raises(ValueError, match=r"topk_indices is \[4\], torch.int64: must be the experts of each token"):
+    with pytest.raises(ValueError, match=r"topk_indices has shape \[4\] and dtype torch.int64: must be"):
         routers(model)[0].router_replay.set_target_indices(torch.zeros(4, dtype=torch.int64))
     RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-    with pytest.raises(ValueError, match="there are no target indices: call set_replay_data before"):
+    with pytest.raises(ValueError, match="there are no target indices: call set_replay_data first"):
         loss_of(model)
     RouterReplay.set_replay_data([torch.zeros(3, 2, dtype=torch.int64)] * 2)
-    with pytest.raises(ValueError, match="the target indices are of 3 tokens"):
+    with pytest.raises(ValueError, match="the target indices are for 3 tokens"):
         loss_of(model)
     RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
-    with pytest.raises(ValueError, match="no forward was recorded or replayed whose recomputation"):
+    with pytest.raises(ValueError, match="every recorded or replayed forward has already been recomputed"):
         loss_of(model)
 
 

@@ -1,4 +1,4 @@
-"""The examples in docs/paged_stash.md run, print the output that the page shows, and train as it claims."""
+"""The examples in docs/stash_library.md run, print the output that the page shows, and train as it claims."""
 
 import importlib.metadata
 import re
@@ -12,7 +12,7 @@ import torch
 
 from tests.structure.measure import ROOT
 
-PAGE = (ROOT / "docs" / "paged_stash.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "stash_library.md").read_text(encoding="utf-8")
 SMALL, LOOP = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
@@ -20,7 +20,7 @@ def test_the_example_prints_and_trains_as_the_page_says(capsys: pytest.CaptureFi
     weights: list[list[torch.Tensor]] = []
     for source in (LOOP, LOOP.replace("device_pages=100", "device_pages=1000")):
         names: dict[str, Any] = {}
-        exec(compile(source, "docs/paged_stash.md", "exec"), names)
+        exec(compile(source, "docs/stash_library.md", "exec"), names)
         weights.append([weight for pair in names["weights"] for weight in pair])
     printed = capsys.readouterr().out.splitlines()
     assert [f"    {line}" for line in printed[:3]] == [line for line in PAGE.splitlines() if re.match(r"    \d ", line)]
@@ -32,7 +32,7 @@ def test_the_small_example_gives_the_gradients_of_plain_code() -> None:
     for source in (SMALL, re.sub(r"with stash\.context\(.*?\):", "if True:", SMALL)):
         names: dict[str, Any] = {}
         torch.manual_seed(0)
-        exec(compile(source, "docs/paged_stash.md", "exec"), names)
+        exec(compile(source, "docs/stash_library.md", "exec"), names)
         gradients.append([weight.grad for weight in names["weights"]])
     assert "stash.context" not in source and all(map(torch.equal, *gradients))
 

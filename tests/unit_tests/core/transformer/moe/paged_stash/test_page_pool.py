@@ -243,7 +243,7 @@ def test_a_stale_group_has_no_pages() -> None:
     [
         (lambda pool, group: pool.heads[0].sub_(9), "device ring: tail 8 - head -6"),
         (lambda pool, group: pool.heads[0].add_(1), r"device pages \[3\] are neither free nor held"),
-        (lambda pool, group: pool.ring[4].fill_(2), r"device pages \[2\] are there twice"),
+        (lambda pool, group: pool.ring[4].fill_(2), r"device pages \[2\] occur twice"),
         (lambda pool, group: pool.ring[4].fill_(9), "device ring: ids outside"),
         (lambda pool, group: group.slab.table[0].fill_(77), r"device pages \[0\] are neither"),
     ],
@@ -270,7 +270,7 @@ def test_integrity_names_what_broke(broken: Callable, message: str) -> None:
         (lambda pool, group, memory: pool.restore(group, [memory.to("meta")]), r"targets\[0\] is on meta"),
         (lambda pool, group, memory: pool.restore(group, [memory.int()]), r"\(\[256\], torch.int32\)"),
         (lambda pool, group, memory: pool.restore(group, [memory[::2]]), "without gaps"),
-        (lambda pool, group, memory: pool.open_group([]), "a tensor at least"),
+        (lambda pool, group, memory: pool.open_group([]), "at least one tensor"),
     ],
 )
 def test_what_does_not_fit_is_refused(call: Callable, message: str) -> None:

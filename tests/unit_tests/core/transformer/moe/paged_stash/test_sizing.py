@@ -173,12 +173,12 @@ def test_a_stash_that_never_keeps_anything_is_refused_in_the_whole_model_alone()
     for stages in (events_of(1, 2, 1), events_of(2, 2, 2), [[], *events_of(1, 2, 1)]):
         check_effect(stages)
     for stages in (events_of(1, 1, 8), events_of(2, 2, 1)[1:], [[], []], []):
-        with pytest.raises(ValueError, match="moe_paged_stash is True but can have no effect"):
+        with pytest.raises(ValueError, match="moe_paged_stash is True but has no effect"):
             check_effect(stages)
 
 
 def test_the_line_for_the_log_says_gains_and_costs() -> None:
-    for layers, factor, word in ((12, 1.0, "saves 18%"), (2, 1.0, "COSTS"), (12, 0.0, "all on the host")):
+    for layers, factor, word in ((12, 1.0, "saves 18%"), (2, 1.0, "COSTS"), (12, 0.0, "pages on the host, ")):
         (events,) = events_of(1, layers, 1)
         config = settings(cuda=factor, cpu=float(factor == 0))
         needs = needs_of(config, events)
@@ -220,7 +220,7 @@ STAGES = {"pipeline_model_parallel_size": 2, "num_layers": 4, "pipeline_dtype": 
     ({"cuda": float("nan")}, "factor_cuda is nan: must be a number"),
     ({"cpu": float("inf")}, "factor_cpu is inf: must be finite"),
     ({"cuda": True}, "factor_cuda is True: must be a number"),
-    ({"cuda": 0.0}, "factor_cuda is 0 and moe_paged_stash_buffer_size_factor_cpu is 0"),
+    ({"cuda": 0.0}, "factor_cuda and moe_paged_stash_buffer_size_factor_cpu are both 0"),
     ({"moe_paged_stash_page_size": 48}, "page_size is 48: must be a power of two, such as 32 or 64"),
     ({"moe_paged_stash_page_size": 0}, "page_size is 0: must be at least 1"),
     ({"moe_paged_stash_prefetch_layers": -1}, "prefetch_layers is -1: must be at least 0"),
@@ -233,7 +233,7 @@ STAGES = {"pipeline_model_parallel_size": 2, "num_layers": 4, "pipeline_dtype": 
     ({"moe_layer_recompute": True}, "recompute_modules has moe"),
     ({"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]}, "offload_modules has moe_act"),
     ({"moe_layer_freq": [1, 0], "cpu_offloading_num_layers": 1}, "cpu_offloading_num_layers is 1, which offloads"),
-    ({"moe_paged_stash": False, "cpu": 0.5}, "factor_cpu is 0.5: needs moe_paged_stash"),
+    ({"moe_paged_stash": False, "cpu": 0.5}, "factor_cpu is 0.5: requires moe_paged_stash"),
 ])  # fmt: skip
 def test_settings_that_make_no_sense_are_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
