@@ -82,7 +82,9 @@ def test_unsupported_fields_refuse_other_values_by_name() -> None:
 
 def test_unsupported_arguments_are_refused_by_name() -> None:
     require_defaults("build", "sharp does not exist here", use_sharp=(False, False), name=(None, None))
-    with pytest.raises(ValueError, match=r"^build: use_sharp is True: sharp does not exist here; keep the default False$"):
+    with pytest.raises(
+        ValueError, match=r"^build: use_sharp is True: sharp does not exist here; keep the default False$"
+    ):
         require_defaults("build", "sharp does not exist here", use_sharp=(True, False), name=(None, None))
 
 

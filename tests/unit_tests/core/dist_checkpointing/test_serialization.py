@@ -83,7 +83,7 @@ def test_a_float_dtype_is_converted_only_where_asked(tmp_path):
         load_items(ShardedTensor.whole("w", target), tmp_path / "c")
     load_items(ShardedTensor.whole("w", target, allow_cast=True), tmp_path / "c")
     assert target.tolist() == [1.5, 2.5]
-    with pytest.raises(ValueError, match=r"torch.int64 is wanted"):
+    with pytest.raises(ValueError, match=r"torch.int64 is requested"):
         load_items(ShardedTensor.whole("w", torch.zeros(2, dtype=torch.int64), allow_cast=True), tmp_path / "c")
 
 
@@ -91,7 +91,10 @@ def test_a_float_dtype_is_converted_only_where_asked(tmp_path):
     "other, message",
     [
         (ShardedTensor.whole("other", torch.ones(2)), "other is not in it"),
-        (ShardedTensor.whole("step", torch.ones(2, dtype=torch.int64)), r"step has shape \[\] in it, but \[2\] is requested"),
+        (
+            ShardedTensor.whole("step", torch.ones(2, dtype=torch.int64)),
+            r"step has shape \[\] in it, but \[2\] is requested",
+        ),
         (ShardedTensor.whole("rng", torch.ones(2)), "rng is an object on one side"),
         (ShardedObject("step", None), "step is an object on one side"),
         ([ShardedTensor.whole(f"x{i}", torch.ones(2)) for i in range(9)], "x3 is not in it; and 5 more"),
