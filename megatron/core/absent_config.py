@@ -50,7 +50,7 @@ class AbsentParallelFields:
     )
     use_ring_exchange_p2p: bool = unsupported_field(False, why="pipeline transfers use NCCL or gloo here")
     variable_seq_lengths: bool = unsupported_field(
-        False, why="all micro-batches have one length here; pack samples into it"
+        False, why="all micro-batches have the same length here; pack samples to that length"
     )
     max_seqlen_per_dp_cp_rank: int | None = unsupported_field(
         None, why="context parallelism has one size for all samples here"

@@ -458,7 +458,7 @@ def destroy_model_parallel() -> None:
 
 
 def is_initialized() -> bool:
-    """Returns whether initialize_model_parallel has run; an older name."""
+    """Returns whether initialize_model_parallel has run. An older name of model_parallel_is_initialized."""
     return EXISTING.groups is not None
 
 
@@ -859,7 +859,7 @@ def get_pipeline_model_parallel_next_rank() -> int:
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
-    """Returns the global rank of the previous stage; for the first stage, of the last."""
+    """Returns the global rank of the previous stage. The stage before the first is the last."""
     return _stage_at_distance(-1)
 
 

@@ -108,7 +108,7 @@ class DataConfig:
         if len(sources) > 1:
             raise ValueError(f"{sources[0]} contradicts {sources[1]}: give only one of them")
         if separate and self.split is not None:
-            raise ValueError(f"{separate[0]} contradicts --split {self.split}: nothing is split off, so drop --split")
+            raise ValueError(f"{separate[0]} contradicts --split {self.split}: no data is split, so drop --split")
 
     def validate_validation(self) -> None:
         if self.full_validation and self.dataloader_type == "external":
@@ -133,7 +133,7 @@ class DataConfig:
         }
 
     def names_data(self) -> bool:
-        """Whether any flag names data."""
+        """Returns whether any flag names data."""
         named = (self.data_path, self.data_args_path, *self.paths_per_split().values())
         return self.mock_data or any(one is not None for one in named)
 

@@ -424,7 +424,7 @@ def _pieces_of_metadata(files: Manifest, metadata: Metadata) -> list[tuple[str, 
         name, start, num_bytes = place.get("relative_path"), place.get("offset", -1), place.get("length", -1)
         if name not in files or not _is_shape((start, num_bytes)) or start + num_bytes > files[name].num_bytes:
             raise ValueError(
-                f"{index.fqn} is in {name!r:.80}, bytes {start!r:.20} + {num_bytes!r:.20}: no file has this range"
+                f"{index.fqn} is in {name!r:.80}, bytes {start!r:.20} + {num_bytes!r:.20}: no file contains this range"
             )
         pieces.append((name, Piece(index.fqn, _chunk_box(metadata, index), start, num_bytes, None, None)))
     return pieces

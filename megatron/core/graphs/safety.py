@@ -4,7 +4,7 @@ cannot repeat.
 It monitors code that runs on CPU tensors or on fake tensors of any device. graphs/refusals.py has the tables of
 rejected operations with their reasons. Graphs are created in other files.
 
-[Note: what is watched] A TorchFunctionMode sees calls of torch's functions and methods with their arguments, including
+[Note: monitored calls] A TorchFunctionMode sees calls of torch's functions and methods with their arguments, including
 calls that run no operator on a CPU, such as x.cpu(). A TorchDispatchMode sees the operators, also in backward. A
 profile function sees calls that neither mode sees, on streams, events, generators and barriers. The inside of an
 operator is not monitored, because a GPU has another kernel for it.
@@ -310,7 +310,7 @@ class _Watch:
 
 
 class _Calls:
-    """The profile function; see [Note: what is watched]."""
+    """The profile function; see [Note: monitored calls]."""
 
     def __init__(self, watch: _Watch) -> None:
         self._watch = watch
@@ -341,7 +341,7 @@ class _Calls:
 
 
 class _Functions(TorchFunctionMode):
-    """Monitors functions and methods of torch; see [Note: what is watched]."""
+    """Monitors functions and methods of torch; see [Note: monitored calls]."""
 
     def __init__(self, watch: _Watch) -> None:
         super().__init__()
@@ -385,7 +385,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Operators(TorchDispatchMode):
-    """Monitors operators, including those of backward; see [Note: what is watched]."""
+    """Monitors operators, including those of backward; see [Note: monitored calls]."""
 
     def __init__(self, watch: _Watch) -> None:
         super().__init__()
@@ -467,7 +467,7 @@ def user_line(frame: FrameType | None = None) -> SourceLine:
 
 
 def _may_ask_for_addresses(file: str) -> bool:
-    """Returns whether the code of this file may read addresses; see [Note: what is watched]."""
+    """Returns whether the code of this file may read addresses; see [Note: monitored calls]."""
     return file.startswith(_FRAMEWORKS) or f"{os.sep}triton{os.sep}" in file
 
 

@@ -185,7 +185,7 @@ class CheckpointFunction(torch.autograd.Function):
         """
         if not torch.autograd._is_checkpoint_valid():
             raise RuntimeError(
-                "CheckpointFunction runs a backward inside: call backward, or use checkpoint for autograd.grad"
+                "CheckpointFunction runs a nested backward: call backward, or use checkpoint for autograd.grad"
             )
         saved = iter([t.detach().requires_grad_(n) for t, n in zip(ctx.saved_tensors, ctx.needs_grad, strict=True)])
         again = [next(saved) if other is None else other[0] for other in ctx.others]

@@ -179,8 +179,6 @@ def _read_merges(path: Path, vocab: dict[str, int]) -> list[tuple[str, str]]:
         if not line or (number == 1 and line.startswith("#version")):
             continue
         if len(words) != 2 or not {*words, "".join(words)} <= vocab.keys():
-            raise ValueError(
-                f"{path}:{number}: {line!r} must be two tokens that merge to a third one of the vocabulary"
-            )
+            raise ValueError(f"{path}:{number}: {line!r} must be two tokens whose merge is in the vocabulary")
         merges.append((words[0], words[1]))
     return merges

@@ -79,7 +79,7 @@ class Llama2Tokenizer(SentencePieceTokenizer):
     def __init__(self, path: str) -> None:
         super().__init__(path, kind="Llama2Tokenizer")
         if self.bos is None:
-            raise ValueError(f"{path} has no <s>, with which Llama2Tokenizer begins documents")
+            raise ValueError(f"{path} has no <s>, which Llama2Tokenizer puts at the start of documents")
 
     def tokenize(self, text: str) -> list[int]:
         assert self.bos is not None, "the constructor checks this"

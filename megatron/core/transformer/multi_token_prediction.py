@@ -163,7 +163,7 @@ class MultiTokenPredictionBlock(MegatronModule):
         return zip(self._inner_layers, self.plan)
 
     def recomputed_layers(self) -> list[int]:
-        """Numbers, from 1 over the whole model, of the layers that are recomputed as a whole in backward."""
+        """Returns the numbers, from 1 over the whole model, of layers that are recomputed as a whole in backward."""
         layers = zip(self._inner_layers, self.runs)
         return [layer.layer_number for layer, its in layers if isinstance(its, Recomputed)]
 

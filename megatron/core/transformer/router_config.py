@@ -30,7 +30,7 @@ class RouterConfig:
         None, help="Number of groups of experts; each token may use --moe-router-group-topk of them.", at_least=1
     )
     moe_router_group_topk: int | None = config_field(
-        None, help="Number of groups that the experts of a token may come from: the best-scoring ones.", at_least=1
+        None, help="Number of best-scoring groups from which the experts of a token are chosen.", at_least=1
     )
     moe_router_group_score: str = config_field(
         "sum",
@@ -200,8 +200,8 @@ def validate_sinkhorn(config: RouterConfig) -> None:
     ):
         if vars(config)[name] != plain:
             raise ValueError(
-                f"{name} is {vars(config)[name]} but moe_router_load_balancing_type is sinkhorn, which has its own "
-                f"choice and weights: do not set {name}"
+                f"{name} is {vars(config)[name]} but moe_router_load_balancing_type is sinkhorn, which chooses and "
+                f"weights experts itself: do not set {name}"
             )
 
 

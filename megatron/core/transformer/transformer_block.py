@@ -79,7 +79,7 @@ class TransformerBlock(GraphableMegatronModule):
             )
 
     def has_final_layernorm_in_this_stage(self) -> bool:
-        """Whether this chunk has the final norm."""
+        """Returns whether this chunk has the final norm."""
         return self.final_layernorm is not None
 
     def forward(

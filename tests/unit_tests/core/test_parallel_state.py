@@ -92,7 +92,7 @@ def test_optimizer_instances_are_neighbours_and_the_same_for_both_kinds_of_layer
                 parallel_state.get_expert_data_parallel_world_size(partial_expert_data_parallel=True) * 2
                 == groups["expt_dp"].size()
             )
-            with pytest.raises(ValueError, match="needs with_context_parallel"):
+            with pytest.raises(ValueError, match="requires with_context_parallel"):
                 parallel_state.get_data_parallel_rank(partial_data_parallel=True)
 
 
@@ -310,7 +310,7 @@ def test_virtual_stages_decide_who_is_first_and_last_only_when_asked() -> None:
             {"num_distributed_optimizer_instances": 2, "expert_model_parallel_size": 3, "order": "dp-ep-tp-cp-pp"},
             "instances is 2: with order 'dp-ep-tp-cp-pp' .* dp must come after tp, cp and ep",
         ),
-        ({"virtual_pipeline_model_parallel_size": 2}, "needs pipeline_model_parallel_size \\(1\\) of at least 2"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "requires a pipeline_model_parallel_size \\(1\\) of at least 2"),
         (
             {"create_gloo_process_groups": False, "use_sharp": True},
             "use_sharp is True: not available here; keep the default F",

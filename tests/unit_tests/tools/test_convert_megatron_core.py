@@ -246,8 +246,8 @@ def test_damaged_files_and_other_formats_are_named(
     place = kept[data].index(weights[:1].numpy().tobytes())
     flipped = kept[data][:place] + bytes([kept[data][place] ^ 1]) + kept[data][place + 1 :]
     assert f"{data} is corrupt: " in refused_with(data, flipped)
-    assert "no file has this range" in refused_with(data, kept[data][: len(kept[data]) // 2])
-    assert "no file has this range" in refused_with(data, None)
+    assert "no file contains this range" in refused_with(data, kept[data][: len(kept[data]) // 2])
+    assert "no file contains this range" in refused_with(data, None)
     config, common, account = (folder / name for name in ("metadata.json", "common.pt", ".metadata"))
     assert "sharded_backend is 'zarr': must be 'torch_dist'" in refused_with(config, b'{"sharded_backend": "zarr"}')
     assert f"--load is {folder}: no checkpoint found" in refused_with(config, None)

@@ -182,7 +182,7 @@ def test_the_first_format_reads_no_file_that_is_not_in_the_checkpoint(tmp_path, 
     change_metadata(
         tmp_path / "c", lambda m: [vars(info).update(relative_path=name) for info in m.storage_data.values()][:0]
     )
-    with pytest.raises(ValueError, match="no file has this range"):
+    with pytest.raises(ValueError, match="no file contains this range"):
         load_items(of_format_1(), tmp_path / "c")
 
 

@@ -106,7 +106,7 @@ def test_of_two_special_tokens_that_begin_alike_the_longer_one_is_read(tmp_path:
 @pytest.mark.parametrize(
     "source, error",
     [
-        ("{% for %}", "is no Jinja: .* in line 1"),
+        ("{% for %}", "is not valid Jinja: .* in line 1"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages.nothing.more }}", "does not support this conversation: .*nothing"),
         ("{{ messages.append(1) }}", "does not support this conversation"),

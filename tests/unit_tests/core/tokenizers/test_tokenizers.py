@@ -121,7 +121,7 @@ def test_vocab_size_covers_the_highest_id(folder: Path) -> None:
     "content, error, message",
     [
         (None, FileNotFoundError, "tokenizer.json does not exist: --tokenizer-model must be"),
-        ("{", ValueError, "tokenizer.json is no tokenizer.json"),
+        ("{", ValueError, "tokenizer.json is not a tokenizer.json"),
         ("no eod", ValueError, "tokenizer.json has no end-of-document token: must contain one of"),
         ("bad config", ValueError, "tokenizer_config.json is not a JSON object"),
     ],
@@ -186,7 +186,7 @@ def test_tokenizers_are_built_from_their_metadata(tmp_path: Path) -> None:
         ({"library": "other"}, "library is 'other' in the tokenizer's metadata: must be one of byte-level, "),
         ({}, "must have a key 'library'"),
         ({"library": "null"}, "vocab_size is None"),
-        (None, "tokenizer_path and metadata_path are None"),
+        (None, "tokenizer_path and metadata_path are both None"),
     ):
         with pytest.raises(ValueError, match=message):
             build(metadata_path=metadata)

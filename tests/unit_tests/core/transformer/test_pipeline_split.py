@@ -65,7 +65,7 @@ def test_layers_are_spread_as_the_settings_say(
         (2, {"pipeline_model_parallel_layout": "Et|xL"}, "'x' is not allowed"),
         (2, {"pipeline_model_parallel_layout": "t*4E|t*4L"}, "must begin with the embedding"),
         (2, {"pipeline_model_parallel_layout": "Ett|(tt|L"}, "unbalanced parentheses"),
-        (2, {"pipeline_model_parallel_layout": "[['embedding', 'decoder'], ['loss']]"}, "lists are not taken"),
+        (2, {"pipeline_model_parallel_layout": "[['embedding', 'decoder'], ['loss']]"}, "lists are not supported"),
         (2, {"microbatch_group_size_per_vp_stage": 1}, "microbatch_group_size_per_vp_stage is 1: must be at least"),
         (2, {"pipeline_model_parallel_layout": "Et*4|t*4L", "num_layers_in_last_pipeline_stage": 4}, "drop the other"),
     ],
@@ -76,5 +76,5 @@ def test_settings_that_do_not_fit_are_refused(stages: int, fields: dict[str, Any
 
 
 def test_a_layout_of_nothing_but_repetition_is_refused() -> None:
-    with pytest.raises(ValueError, match="repeats too much"):
+    with pytest.raises(ValueError, match="too many repetitions"):
         num_parts_in_layout("E(t*1000)*1000L")
