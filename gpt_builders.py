@@ -1,4 +1,4 @@
-"""gpt_builder(args, ...), the builder that recent scripts of Megatron-LM bind to model_provider."""
+"""Provides gpt_builder(args, ...), the builder that recent scripts of Megatron-LM bind to model_provider."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""model_provider(model_builder, ...), as recent scripts of Megatron-LM import it and give it to pretrain()."""
+"""Provides model_provider(model_builder, ...), which recent scripts of Megatron-LM import and pass to pretrain()."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Pretrains a GPT: builds the model, reads batches, computes the loss; everything else is megatron.training's.
+"""Pretrains a GPT: builds the model, reads batches and computes the loss. megatron.training does everything else.
 
 torchrun --nproc-per-node 2 pretrain_gpt.py --num-layers 4 --hidden-size 256 ... (--help lists the flags)
 """
@@ -25,12 +25,12 @@ from megatron.training.utils import get_batch_on_this_cp_rank
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, *, vp_stage: int | None = None) -> GPTModel:
-    """The part of the command line's model that has the embedding, has the output layer, and is that chunk."""
+    """Builds a part of the command line's model: with the embedding, with the output layer, and for that chunk."""
     return build_gpt(get_args(), pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
 
 
 def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None, device: torch.device) -> dict[str, torch.Tensor]:
-    """The next micro-batch on `device`: tokens, labels, position_ids [B, S] int64, loss_mask [B, S] fp32.
+    """Returns the next microbatch on `device`: tokens, labels, position_ids [B, S] int64, loss_mask [B, S] fp32.
 
     Under --reset-attention-mask also attention_mask [B, 1, S, S] bool, or cu_seqlens [n + 1] int32, on the CPU.
     Under --context-parallel-size, this rank's part of each sequence. Empty for stages that read nothing.
@@ -38,14 +38,14 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None, device: t
     if data_iterator is None:
         return {}
     batch = get_batch_on_this_cp_rank(next(data_iterator))
-    # Kernels are launched with lengths between borders: on a GPU they would have to be read back.
+    # Kernels are launched with the lengths between boundaries, which would have to be read back from a GPU.
     return {key: value if key == "cu_seqlens" else value.to(device, non_blocking=True) for key, value in batch.items()}
 
 
 def loss_func(
     loss_mask: torch.Tensor, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Summed loss, number of tokens, and what to log, of per-token losses.
+    """Returns the summed loss, the number of tokens, and the values to log, from per-token losses.
 
     loss_mask: [B, S], fp32. output: [B, S], fp32. Returns tensors [], [], and "lm loss" [2] (sum, count).
     """
@@ -58,7 +58,7 @@ def loss_func(
 def forward_step(
     data_iterator: Iterator[dict[str, torch.Tensor]] | None, model: torch.nn.Module
 ) -> tuple[torch.Tensor, partial[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]]:
-    """Runs one micro-batch; returns per-token losses [B, S] fp32 and the function that sums them.
+    """Runs one microbatch. Returns per-token losses, [B, S], fp32, and the function that sums them.
 
     Stages before the last return hidden states [S, B, H], parameter dtype, and their function is not called.
     """
@@ -77,7 +77,7 @@ def forward_step(
 
 
 def train_valid_test_datasets_provider(train_valid_test_num_samples: list[int]) -> Datasets:
-    """Train, valid and test dataset of --data-path, or of made-up tokens under --mock-data."""
+    """Builds the train, valid and test datasets of --data-path, or of synthetic tokens under --mock-data."""
     args = get_args()
     return build_train_valid_test_datasets(
         config_from_args(DataConfig, args), get_tokenizer(), sizes=train_valid_test_num_samples, seed=args.seed
@@ -85,7 +85,9 @@ def train_valid_test_datasets_provider(train_valid_test_num_samples: list[int]) 
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command line `argv`, or the process's own; exits non-zero after one line that says what is wrong."""
+    """Runs the command line `argv`, or the process's own. After an error, prints one line and exits with a non-zero
+    status.
+    """
     with exit_on_user_error():
         pretrain(
             train_valid_test_datasets_provider,

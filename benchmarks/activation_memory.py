@@ -1,10 +1,10 @@
-"""What recompute and offloading of activations save and cost, on the layers of the model of the CPU figures.
+"""Measures the savings and costs of recompute and offloading of activations, on the layers of the CPU-figures model.
 
     python benchmarks/activation_memory.py [--rounds 5] [--json FILE]
 
-For each setting: bytes that wait for backward on the device after a forward pass of the layers, counted tensor by
-tensor; bytes that wait in host buffers instead; CPU seconds of forward and backward, as the median over rounds of the
-ratio to the plain model, all settings interleaved in one process of one thread.
+For each setting it reports the bytes saved for backward on the device after a forward of the layers, counted tensor by
+tensor; the bytes in host buffers; and the CPU seconds of forward and backward, as the median over rounds of the
+ratio to the plain model. All settings are interleaved in one process with one thread.
 """
 
 import argparse
@@ -51,17 +51,17 @@ UNFUSED = {"attention_backend": AttnBackend.unfused}
 
 
 def full(method: str, layers: int) -> dict[str, Any]:
-    """Recompute of whole layers."""
+    """Returns settings that recompute whole layers."""
     return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
 
 
 def selective(*modules: str) -> dict[str, Any]:
-    """Recompute of parts."""
+    """Returns settings that recompute parts of layers."""
     return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
 
 
 def offload(*modules: str) -> dict[str, Any]:
-    """Offloading of parts."""
+    """Returns settings that offload parts of layers."""
     return {
         "fine_grained_activation_offloading": True,
         "offload_modules": list(modules),
@@ -101,7 +101,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
 
 @dataclass
 class Row:
-    """One setting of one model; waiting, host: bytes; seconds: CPU seconds of each round."""
+    """One setting of one model. waiting, host: bytes. seconds: CPU seconds of each round."""
 
     model: str
     setting: str
@@ -112,20 +112,20 @@ class Row:
     rotary: Any
 
     def step(self) -> None:
-        """Forward and backward."""
+        """Runs forward and backward."""
         start = time.process_time()
         self.forward().sum().backward()
         self.seconds.append(time.process_time() - start)
 
     def forward(self) -> Tensor:
-        """The layers' output, [S, B, H], fp32."""
+        """Runs the layers and returns their output, [S, B, H], fp32."""
         torch.manual_seed(1)
         hidden = torch.randn(SEQUENCE, MICRO_BATCH, HIDDEN, requires_grad=True)
         return self.block(hidden, None, rotary_pos_emb=self.rotary(SEQUENCE))
 
 
 def build(model: str, setting: str, *, fields: dict[str, Any]) -> Row:
-    """The layers under one setting, warmed up, with their bytes counted."""
+    """Builds the layers with one setting, warms them up and counts their bytes."""
     config = TransformerConfig(**{**LAYERS, **fields})
     block = TransformerBlock(config, get_gpt_decoder_block_spec(config), post_layer_norm=False)
     row = Row(model, setting, 0, 0, [], block, RotaryEmbedding(HIDDEN // HEADS, SEQUENCE))
@@ -133,7 +133,7 @@ def build(model: str, setting: str, *, fields: dict[str, Any]) -> Row:
     with LiveBytes() as made:
         output = row.forward()
     offloader = block.arrangement.offloader
-    # The output belongs to what comes after the layers, the input to what comes before.
+    # The output belongs to later layers, and the input to earlier ones.
     row.waiting = made.total() - output.nbytes
     row.host = offloader.buffers.lent_bytes if offloader else 0
     output.sum().backward()
@@ -144,7 +144,7 @@ def build(model: str, setting: str, *, fields: dict[str, Any]) -> Row:
 def main() -> None:
     """Measures and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="counted rounds of each setting (default: 5)")
+    parser.add_argument("--rounds", type=int, default=5, help="counted rounds per setting (default: 5)")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -167,7 +167,7 @@ def main() -> None:
 
 
 def figures_of(row: Row, *, plain: Row) -> dict[str, Any]:
-    """A row beside the plain one of its model."""
+    """Compares a row with the plain row of its model."""
     return {
         "model": row.model,
         "setting": row.setting,

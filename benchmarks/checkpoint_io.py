@@ -1,15 +1,16 @@
-"""Speed of checkpoints beside torch.save and torch.load of the same bytes, and what a save beside training costs steps.
+"""Compares the speed of checkpoints with torch.save and torch.load of the same bytes, and measures how much a
+concurrent save slows down training steps.
 
     python benchmarks/checkpoint_io.py [--rounds 8] [--megabytes 240] [--steps 12] [--folder DIR] [--json FILE]
 
-One process, one thread for training. Sides interleaved round by round, each side in turns first; medians of wall time.
-Both saves end with the bytes on disk (fsync); loads are from the page cache, and from disk after the kernel was asked
-to drop the file. Ours verifies every byte before it changes anything, and fills tensors that are there; torch.load
-makes new ones.
+Runs one process with one training thread. Sides are interleaved round by round, and take turns at being first. Figures
+are medians of wall time. Both saves end with the bytes on disk (fsync). Loads are from the page cache, and from disk
+after the kernel was asked to drop the file. Ours verifies every byte before it changes anything, and fills existing
+tensors; torch.load creates new ones.
 
-Then stretches of training steps, every other with a save begun before its first step: what they take longer, with the
-copy that the first step makes, in relation to a stretch without. Also in processor time of the training thread, which
-other programs on the machine change less.
+Then measures stretches of training steps, half of them with a save that starts before the first step. Reports their
+additional time, including the copy made by the first step, relative to a stretch without a save. Also reports it in
+processor time of the training thread, which depends less on other programs on the machine.
 """
 
 import argparse
@@ -33,14 +34,14 @@ from benchmarks.gpu.record import Target, report_targets, write_record  # noqa: 
 from megatron.core.device import prepare_device  # noqa: E402
 from megatron.core.dist_checkpointing import ShardedTensor, StagingMemory, begin_save, load_items, save_items  # noqa: E402
 
-BANDWIDTH_TARGET = 0.8  # of torch.save
-SLOWDOWN_TARGET = 0.05  # of a stretch of steps
+BANDWIDTH_TARGET = 0.8  # rounds of torch.save
+SLOWDOWN_TARGET = 0.05  # steps of a stretch
 _TENSORS = 60
 Times = dict[str, list[float]]
 
 
 def main() -> None:
-    """Measures, prints the table, and ends with status 1 where a target is missed."""
+    """Measures, prints the table, and exits with status 1 if a target is missed."""
     options = parse_options()
     torch.set_num_threads(1)
     prepare_device(torch.device("cpu"))
@@ -73,18 +74,18 @@ def main() -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line of this benchmark."""
+    """Parses the command line of this benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8, help="counted rounds of each side (default: 8)")
+    parser.add_argument("--rounds", type=int, default=8, help="counted rounds per side (default: 8)")
     parser.add_argument("--megabytes", type=int, default=240, help="size of the state (default: 240)")
     parser.add_argument("--steps", type=int, default=12, help="training steps in a stretch (default: 12)")
-    parser.add_argument("--folder", type=Path, help="on the disk to measure (default: the one of temporary files)")
+    parser.add_argument("--folder", type=Path, help="folder on the disk to measure (default: the temporary folder)")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser.parse_args()
 
 
 def measure_files(folder: Path, *, megabytes: int, rounds: int) -> Times:
-    """Seconds of each round, by side."""
+    """Measures the seconds of each round by side."""
     width = int((megabytes * 1e6 / 4 / _TENSORS) ** 0.5)
     tensors = {f"layers.{index}.weight": torch.randn(width, width) for index in range(_TENSORS)}
     state = [ShardedTensor.whole(name, tensor) for name, tensor in tensors.items()]
@@ -108,10 +109,11 @@ def measure_files(folder: Path, *, megabytes: int, rounds: int) -> Times:
     names = list(sides)
     swapped = [name for pair in zip(names[1::2], names[::2], strict=True) for name in pair]
     for number in range(rounds + 1):
-        # The second of two sides finds a disk and memory that the first has just used: each has both places.
+        # The second of two sides finds a disk and memory that the first has just used, so each side takes both
+        # positions.
         for name in names if number % 2 else swapped:
             if name.endswith("save"):
-                # Neither side replaces what it wrote before, and none pays for what others left to be written.
+                # Neither side overwrites its previous files, and none pays for pending writes of others.
                 file.unlink(missing_ok=True) if name == "torch save" else shutil.rmtree(ours, ignore_errors=True)
                 os.sync()
             if name.endswith("disk"):
@@ -124,7 +126,7 @@ def measure_files(folder: Path, *, megabytes: int, rounds: int) -> Times:
 
 
 def drop_from_cache(files: list[Path]) -> None:
-    """Asks the kernel to read the files from disk the next time."""
+    """Asks the kernel to read the files from disk next time."""
     for file in files:
         descriptor = os.open(file, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -132,7 +134,7 @@ def drop_from_cache(files: list[Path]) -> None:
 
 
 def measure_steps(folder: Path, *, megabytes: int, steps: int, rounds: int) -> Times:
-    """Seconds of stretches of steps, alone and beside a save; of the copy alone; of the save from begin to commit."""
+    """Measures the seconds of stretches of steps alone and during a save, of the copy, and of the save until commit."""
     width = int((megabytes * 1e6 / 4 / 3 / 8) ** 0.5)  # weights and two moments of eight layers
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(8)))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

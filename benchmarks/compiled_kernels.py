@@ -1,17 +1,18 @@
-"""Compiles every Triton kernel for sm_80, sm_90 and sm_100 without a GPU, and reads what it takes from machine code.
+"""Compiles every Triton kernel for sm_80, sm_90 and sm_100 without a GPU, and reads its resources from machine code.
 
     python benchmarks/compiled_kernels.py [--hot]
 
-writes benchmarks/results/compiled_kernels.csv (the whole matrix, about half an hour of one core; --hot compiles the hot
-shapes anew alone) and docs/compiled_kernels.md (its worst cases, hot shapes and misses). kernel_launches.py says which
-launches make up the matrix. Needs no GPU: Triton brings ptxas, cuobjdump and nvdisasm.
+Writes benchmarks/results/compiled_kernels.csv (the whole matrix, which takes about half an hour on one core; --hot
+recompiles only the hot shapes) and docs/compiled_kernels.md (its worst cases, hot shapes and misses).
+kernel_launches.py defines the launches of the matrix. Needs no GPU: Triton includes ptxas, cuobjdump and nvdisasm.
 
 [Note: occupancy]
-Programs that an SM runs at once are limited by registers, shared memory, tensor memory and threads. From the tables
-"Technical Specifications per Compute Capability" of the CUDA C++ Programming Guide: each of the three architectures has
-65,536 registers, 2048 threads and 32 blocks per SM, and 164, 228 and 228 KiB of shared memory, of which a block takes 1
-KiB besides its own. Registers of a thread are allocated in units of 8, i.e. 256 for each warp, and warps in fours, one
-for each quarter of an SM; shared memory in units of 128 bytes. sm_100 has 512 columns of tensor memory per SM.
+The number of programs that an SM runs at once is limited by registers, shared memory, tensor memory and threads. From
+the tables "Technical Specifications per Compute Capability" of the CUDA C++ Programming Guide: each of the three
+architectures has 65,536 registers, 2048 threads and 32 blocks per SM, and 164, 228 and 228 KiB of shared memory, of
+which a block takes 1 KiB in addition to its own. Registers of a thread are allocated in units of 8, i.e. 256 for each
+warp, and warps in groups of four, one for each quarter of an SM; shared memory in units of 128 bytes. sm_100 has 512
+columns of tensor memory per SM.
 """
 
 import argparse
@@ -48,8 +49,8 @@ PAGE = ROOT / "docs/compiled_kernels.md"
 # Per SM. See [Note: occupancy].
 REGISTERS, THREADS, BLOCKS, TENSOR_COLUMNS = 65536, 2048, 32, 512
 SHARED_BYTES = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
-RESERVED_BYTES = 1024  # of shared memory, for each block
-# Tensor-core instructions of each architecture at its full rate; sm_90 and sm_100 also run older ones, at a fraction.
+RESERVED_BYTES = 1024  # shared memory reserved for each block
+# Tensor-core instructions of each architecture at full rate. sm_90 and sm_100 also run older ones at a lower rate.
 TENSOR_CORES = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
 PRODUCTS = ("grouped_gemm_kernel", "weight_grad_kernel")
 
@@ -58,11 +59,11 @@ PRODUCTS = ("grouped_gemm_kernel", "weight_grad_kernel")
 class Facts:
     """Resources and instructions of one compiled kernel.
 
-    registers: of a thread; stack: bytes of a thread, spills included; spills: STL and LDL instructions; shared: dynamic
-    bytes of a program; tensor_columns: of tensor memory; loads, stores: widest access to global memory, in bits;
-    asynchronous: instructions that copy global to shared memory; tensor: tensor-core instructions by name; programs:
-    that an SM runs at once. All of the machine code (SASS); ptx_loads, ptx_stores, ptx_tensor: the same of PTX, i.e.
-    what Triton asks of ptxas.
+    registers: registers per thread. stack: bytes per thread, including spills. spills: number of STL and LDL
+    instructions. shared: dynamic shared memory of a program in bytes. tensor_columns: columns of tensor memory. loads,
+    stores: widest access to global memory, in bits. asynchronous: instructions that copy global to shared memory.
+    tensor: tensor-core instructions by name. programs: number that an SM runs at once. All of these are read from the
+    machine code (SASS). ptx_loads, ptx_stores, ptx_tensor: the same for PTX, the input of ptxas.
     """
 
     warps: int
@@ -82,7 +83,7 @@ class Facts:
 
 
 def occupancy(architecture: int, *, registers: int, warps: int, shared: int, tensor_columns: int = 0) -> int:
-    """Returns the programs that an SM runs at once. See [Note: occupancy]."""
+    """Returns the number of programs that an SM runs at once. See [Note: occupancy]."""
     registers_of_warp = -(-registers // 8) * 8 * 32
     # Each quarter of an SM has a quarter of the registers.
     warps_that_fit = REGISTERS // 4 // registers_of_warp * 4
@@ -102,7 +103,7 @@ def compile_launch(launch: Launch, architecture: int) -> Facts:
         path.write_bytes(compiled.asm["cubin"])
         usage = _run("cuobjdump", "--dump-resource-usage", path)
         instructions = machine_instructions(_run("nvdisasm", "-c", path))
-    # Functions that are not inlined have lines of their own; the kernel's registers are enough for them.
+    # Functions that are not inlined have their own lines. The kernel's registers are enough for them.
     most = {name: max(map(int, re.findall(rf"{name}:(\d+)", usage))) for name in ("REG", "STACK", "LOCAL")}
     warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
     columns = getattr(compiled.metadata, "tmem_size", 0) or 0
@@ -135,7 +136,7 @@ def ptx_facts(ptx: str) -> dict[str, Any]:
 
 
 def _tensor_instructions(names: Iterable[str], pattern: str) -> str:
-    """Returns instructions that match, with their numbers; names of machine code without what follows a dot."""
+    """Returns matching instructions with their counts. Names of machine code are cut off at the first dot."""
     short = (name if name.islower() else name.partition(".")[0] for name in names)
     counts = Counter(name for name in short if re.match(pattern, name))
     return " ".join(f"{name} {count}" for name, count in sorted(counts.items()))
@@ -151,18 +152,18 @@ def machine_instructions(listing: str) -> list[str]:
 
 
 def _bits(name: str) -> int:
-    """Returns the width of an access to memory by the instruction's name; 32 if it has none."""
+    """Returns the width of a memory access from the instruction's name; 32 if the name has none."""
     parts = name.split(".")
     widths = {"128": 128, "64": 64, "U16": 16, "S16": 16, "U8": 8, "S8": 8}
     return next((widths[part] for part in parts if part in widths), 32)
 
 
-# --- What launchers assume ---
+# Section: assumptions of launchers.
 
 
 @dataclass(frozen=True)
 class Row:
-    """One launch as compiled for one architecture. hot: it is one of the hot shapes."""
+    """One launch as compiled for one architecture. hot: whether it is one of the hot shapes."""
 
     hot: bool
     kernel: str
@@ -173,19 +174,19 @@ class Row:
     facts: Facts
 
     def residency(self) -> Residency:
-        """The programs that the launcher assumes."""
+        """The number of resident programs that the launcher assumes."""
         module = kernel_launches.kernels()[self.kernel]
         residency: Residency = module.residencies(self.facts.warps)[self.kernel]
         return residency
 
     def misses(self) -> list[str]:
-        """The kinds of what does not hold, keys of MISSES."""
+        """Returns the kinds of assumptions that fail, as keys of MISSES."""
         return [kind for kind, miss in MISSES.items() if miss.holds_not(self)]
 
 
 @dataclass(frozen=True)
 class Miss:
-    """A kind of shortfall. words: for the page."""
+    """A kind of failed assumption. words: description for the page."""
 
     words: str
     holds_not: Callable[[Row], bool]
@@ -201,7 +202,7 @@ def _is_half_product(row: Row) -> bool:
 
 
 def registers_of(facts: Facts) -> int:
-    """Registers that one program takes."""
+    """Returns the number of registers of one program."""
     return -(-facts.registers // 8) * 8 * 32 * facts.warps
 
 
@@ -213,10 +214,11 @@ MISSES = {
     "spills": Miss("registers spilled to memory", lambda row: row.facts.stack + row.facts.spills > 0),
     "programs": Miss("an SM runs fewer (or more) programs at once than the launcher assumes", _has_wrong_residency),
     "fills the SM": Miss(
-        "runs beside products, but a program takes more than a quarter of an SM's registers", _fills_processor
+        "runs concurrently with matrix products, but a program takes more than a quarter of an SM's registers",
+        _fills_processor,
     ),
     "narrow": Miss(
-        "moves less than 16 bytes at a time where 16 divides every row",
+        "moves less than 16 bytes at a time although 16 divides every row",
         lambda row: row.can_be_wide and min(row.facts.loads, row.facts.stores) < 128,
     ),
     "no tensor cores": Miss(
@@ -224,7 +226,7 @@ MISSES = {
         lambda row: _is_half_product(row) and TENSOR_CORES[row.architecture] not in row.facts.tensor,
     ),
     "lost by ptxas": Miss(
-        "accesses narrower than in PTX, or tensor-core instructions of PTX that machine code lacks",
+        "accesses narrower than in PTX, or tensor-core instructions of PTX missing from machine code",
         lambda row: (
             row.facts.loads < row.facts.ptx_loads
             or row.facts.stores < row.facts.ptx_stores
@@ -255,19 +257,22 @@ def rows_of(launches: Iterable[Launch], *, hot: bool, architectures: Sequence[in
 
 
 def _dtype(launch: Launch) -> str:
-    """Returns the dtype of the kernel's first argument that is not an integer's address; "" if all are."""
+    """Returns the dtype of the kernel's first argument that is not an integer's address; "" if there is none."""
     types = [str(kind).removeprefix("*") for kind in launch.case.source.signature.values()]
     return next((kind for kind in types if kind.startswith(("bf", "fp"))), "")
 
 
-# --- The table ---
+# Section: the table.
 
 _FACTS = {field.name: field.type for field in dataclasses.fields(Facts)}
 _LAUNCH = ("hot", "kernel", "name", "dtype", "can_be_wide")
 
 
 def write_table(rows: Iterable[Row], path: Path = TABLE) -> None:
-    """Writes rows as CSV, all architectures of a launch in one line; the second line names what a cell has."""
+    """Writes rows as CSV, with all architectures of a launch in one line.
+
+    The second line names the content of a cell.
+    """
     lines = io.StringIO()
     writer = csv.writer(lines, lineterminator="\n")
     writer.writerow([*_LAUNCH, *(f"sm_{architecture}" for architecture in ARCHITECTURES)])
@@ -279,7 +284,7 @@ def write_table(rows: Iterable[Row], path: Path = TABLE) -> None:
 
 
 def read_table(path: Path = TABLE) -> list[Row]:
-    """Reads what write_table wrote."""
+    """Reads the output of write_table."""
     records = csv.DictReader(path.read_text().splitlines()[2:])
     return [_row(record, architecture) for record in records for architecture in ARCHITECTURES]
 
@@ -299,40 +304,40 @@ def _row(record: dict[str, str], architecture: int) -> Row:
 
 
 def table_version(path: Path = TABLE) -> str:
-    """Returns the version of Triton that the table was made with."""
+    """Returns the Triton version with which the table was made."""
     return path.read_text().partition("\n")[0].removeprefix("# Triton ")
 
 
 def page_of(rows: Sequence[Row], version: str) -> str:
-    """Returns the page for the documentation; version: of Triton."""
+    """Returns the documentation page. version: version of Triton."""
     matrix, hot = [row for row in rows if not row.hot], [row for row in rows if row.hot]
     launches = len({(row.kernel, row.name) for row in matrix})
     kernels = list(dict.fromkeys(row.kernel for row in matrix))
     lines = [
         "# Compiled kernels",
         "",
-        "What each Triton kernel takes on sm_80, sm_90 and sm_100. `benchmarks/compiled_kernels.py` wrote this: it "
-        "compiles, without a",
+        "Resources of each Triton kernel on sm_80, sm_90 and sm_100. Written by `benchmarks/compiled_kernels.py`, "
+        "which compiles, without a",
         f"GPU, with Triton {version}, {launches} launches of {len(kernels)} kernels "
         "(`benchmarks/results/compiled_kernels.csv`), and reads the machine code.",
         "Nothing here was measured on a GPU. `tests/unit_tests/core/test_compiled_kernels.py` pins the misses.",
         "",
-        "| column | what it has |",
+        "| column | content |",
         "|---|---|",
-        "| registers | of a thread |",
-        "| spills | bytes of stack of a thread, instructions that access it |",
-        "| shared | bytes of shared memory of a program |",
-        "| programs | that a streaming multiprocessor (SM) runs at once: by registers, shared memory, tensor memory, "
-        "threads |",
-        "| assumed | what the launcher's grid counts on, from `residencies()` beside the launcher |",
+        "| registers | per thread |",
+        "| spills | bytes of stack per thread, instructions that access it |",
+        "| shared | bytes of shared memory per program |",
+        "| programs | that a streaming multiprocessor (SM) runs at once, limited by registers, shared memory, "
+        "tensor memory and threads |",
+        "| assumed | number assumed by the launcher's grid, from `residencies()` next to the launcher |",
         "| bits | widest load / store of global memory |",
-        "| async | instructions that copy global to shared memory, not through registers |",
+        "| async | instructions that copy global to shared memory without registers |",
         "| tensor | tensor-core instructions: HMMA of sm_80, HGMMA of sm_90, UTCHMMA of sm_100 |",
         "",
         "## Misses",
         "",
-        "Launches of the matrix whose kernel does not do what its launcher assumes, out of all of that kernel and "
-        "dtype.",
+        "Launches of the matrix whose kernel violates an assumption of its launcher, out of all launches of that "
+        "kernel and dtype.",
         "",
         *_misses_table(matrix),
         "",
@@ -346,8 +351,8 @@ def page_of(rows: Sequence[Row], version: str) -> str:
         "",
         "## Worst cases",
         "",
-        "For each kernel, dtype and architecture: the launch of the matrix with most misses, then least programs, then "
-        "most registers.",
+        "For each kernel, dtype and architecture: the launch of the matrix with the most misses, then the fewest "
+        "programs, then the most registers.",
         "",
         *_worst_table(matrix),
     ]
@@ -389,7 +394,7 @@ def _worst_table(rows: Sequence[Row]) -> list[str]:
 
 
 def misses_by_kind(rows: Iterable[Row]) -> Counter[tuple[str, str, str, int]]:
-    """Counts the rows that miss, by kind, kernel, dtype and architecture."""
+    """Counts the rows with misses by kind, kernel, dtype and architecture."""
     return Counter((kind, row.kernel, row.dtype, row.architecture) for row in rows for kind in row.misses())
 
 
@@ -408,8 +413,10 @@ def _misses_table(rows: Sequence[Row]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hot", action="store_true", help="compile the hot shapes alone, and keep the matrix")
-    parser.add_argument("--only", nargs="+", help="of the matrix compile these kernels, and keep the others' rows")
+    parser.add_argument("--hot", action="store_true", help="compile only the hot shapes, and keep the matrix")
+    parser.add_argument(
+        "--only", nargs="+", help="compile only these kernels of the matrix, and keep the rows of the others"
+    )
     arguments = parser.parse_args()
     hot = rows_of(kernel_launches.hot(), hot=True)
     known: dict[tuple[str, str], list[Row]] = defaultdict(list)

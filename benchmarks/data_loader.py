@@ -1,9 +1,9 @@
-"""Tokens per second that one core reads through DataIterator from a memory-mapped corpus, by option.
+"""Measures the tokens per second that one core reads through DataIterator from a memory-mapped corpus, by option.
 
     python benchmarks/data_loader.py [--json FILE]
 
-Nothing is trained. The time is the CPU time of this process: it reads without workers and with one thread, so that
-other programs on the machine matter little and a figure is one core's.
+Trains nothing. The time is the CPU time of this process, which reads without workers and with one thread, so that
+other programs on the machine matter little and a figure describes a single core.
 """
 
 import argparse
@@ -43,16 +43,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "eod_mask_loss": {"eod_mask_loss": True, **NO_MASK},
     "reset_position_ids": {"reset_position_ids": True, **NO_MASK},
     "borders": BORDERS,
-    "eod_mask_loss, reset_position_ids, borders": EVERY,
+    "eod_mask_loss, reset_position_ids, document boundaries": EVERY,
     MASKS: EVERY,
 }
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures every option with and without loss masks beside the tokens, prints a line each, writes JSON."""
+    """Measures every option with and without loss masks in the corpus, prints a line each, and writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--tokens", type=int, default=20_000_000, help="of the corpus")
+    parser.add_argument("--tokens", type=int, default=20_000_000, help="size of the corpus")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def write_corpus(prefix: Path, *, num_tokens: int, with_masks: bool) -> str:
-    """A corpus of documents of uneven lengths, each ended by eod; returns its prefix."""
+    """Writes a corpus of documents of uneven lengths, each ended by eod, and returns its prefix."""
     rng = np.random.default_rng(0)
     lengths = 1 + rng.exponential(MEAN_DOCUMENT, num_tokens // MEAN_DOCUMENT).astype(np.int64)
     tokens = rng.integers(0, VOCABULARY.eod, lengths.sum()).astype(np.uint16)
@@ -96,7 +96,7 @@ def _write(prefix: str, values: np.ndarray, *, lengths: np.ndarray) -> None:
 
 
 def measure(prefix: str, *, seq_length: int, name: str, repeats: int) -> int:
-    """Tokens per second: the median of `repeats` runs over the same batches."""
+    """Returns the median tokens per second of `repeats` runs over the same batches."""
     config = GPTDatasetConfig(
         sequence_length=seq_length, blend=([prefix], None), split="1,0,0", tokenizer=VOCABULARY, **OPTIONS[name]
     )

@@ -1,14 +1,15 @@
-"""Data parallelism: this framework's modes beside torch's, one interleaved run over one model.
+"""Compares this framework's data-parallel modes with torch's, on one model in one interleaved run.
 
     python benchmarks/ddp.py [--rounds 8] [--steps 3] [--only NAME ...] [--json FILE]
 
-The model, the batch and the two processes are those of train_step.py. Sides: the plain model under torch's DDP (the
-base of all ratios), ZeroRedundancyOptimizer and FSDP2; ours with all-reduce and with the distributed optimizer, each
-without overlap and with it. Of ours with overlap also: how much of the communication that fits under backward ran
-there, by the log of events (median over steps, worst rank), and the time beside the same mode without overlap.
+The model, the batch and the two processes are those of train_step.py. The sides are the plain model under torch's DDP
+(the base of all ratios), ZeroRedundancyOptimizer and FSDP2; and ours with all-reduce and with the distributed
+optimizer, each with and without overlap. For our sides with overlap it also reports the share of the communication that
+fits under backward and ran there, from the event log (median over steps, worst rank), and the time relative to the same
+mode without overlap.
 
-Peaks are resident memory since the imports. Ours keeps freed memory in glibc's heap, as pretrain_gpt.py does, holes
-included; torch's sides give it back to the kernel.
+Peaks are resident memory since the imports. Ours keeps freed memory in glibc's heap, including holes, like
+pretrain_gpt.py; torch's sides return it to the kernel.
 """
 
 import argparse
@@ -46,7 +47,7 @@ from megatron.training.training import run_step  # noqa: E402
 
 OVERLAP = ("--overlap-grad-reduce", "--ddp-bucket-size", "2000000")
 SHARDED = ("--use-distributed-optimizer",)
-# What each side with overlap is compared with.
+# The side without overlap with which each side is compared.
 WITHOUT = {
     "ours, overlap": "ours",
     "ours, sharded, overlap": "ours, sharded",
@@ -70,7 +71,7 @@ def main() -> None:
 
 
 def builds() -> dict[str, Build]:
-    """The sides by name, the base first."""
+    """Returns the sides by name, the base first."""
     overlapped = (*SHARDED, *OVERLAP)
     return {
         "plain DDP": build_plain,
@@ -85,22 +86,23 @@ def builds() -> dict[str, Build]:
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line of this benchmark."""
+    """Parses the command line of this benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8, help="counted rounds of each side (default: 8)")
-    parser.add_argument("--steps", type=int, default=3, help="steps of one round (default: 3)")
-    parser.add_argument("--only", nargs="+", default=[], choices=[*builds()], help="the sides, the base among them")
+    parser.add_argument("--rounds", type=int, default=8, help="counted rounds per side (default: 8)")
+    parser.add_argument("--steps", type=int, default=3, help="steps per round (default: 3)")
+    parser.add_argument("--only", nargs="+", default=[], choices=[*builds()], help="sides to run, including the base")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     if options.only and "plain DDP" not in options.only:
-        parser.error(f"--only is {options.only}: the base of the ratios, 'plain DDP', must be among them")
+        parser.error(f"--only is {options.only}: must include 'plain DDP', the base of the ratios")
     return options
 
 
 def overlap_figures(measured: dict[str, list[Measurement]]) -> dict[str, dict[str, float]]:
-    """Returns for each side with overlap the hidden share of what fits, and its CPU and wall time ratios.
+    """Returns, for each side with overlap, the hidden share of the communication that fits, and CPU and wall time
+    ratios.
 
-    The ratios are to the same side without overlap.
+    The ratios are relative to the same side without overlap.
     """
     figures: dict[str, dict[str, float]] = {}
     for name, without in WITHOUT.items():
@@ -114,7 +116,7 @@ def overlap_figures(measured: dict[str, list[Measurement]]) -> dict[str, dict[st
 
 
 def build_observed(*flags: str) -> Callable[[], float | None]:
-    """Builds our side with a log of every step's events; its figure is the share of communication that was hidden."""
+    """Builds our side with a log of every step's events. Its figure is the hidden share of the communication."""
     run = build_run(*flags)
     log = EventLog(run.device)
     for order in {chunk.launch_order for chunk in run.model if isinstance(chunk, DistributedDataParallel)}:
@@ -131,7 +133,7 @@ def build_observed(*flags: str) -> Callable[[], float | None]:
 
 
 def build_zero_redundancy() -> Callable[[], None]:
-    """torch's DDP with its sharded optimizer around fused AdamW."""
+    """Builds torch's DDP with its sharded optimizer around fused AdamW."""
     dist.init_process_group("gloo")
     torch.manual_seed(1234)
     config = PlainConfig()
@@ -141,7 +143,7 @@ def build_zero_redundancy() -> Callable[[], None]:
 
 
 def build_fsdp2() -> Callable[[], None]:
-    """torch's fully_shard, layer by layer, with fused AdamW on the shards."""
+    """Builds torch's fully_shard, layer by layer, with fused AdamW on the shards."""
     dist.init_process_group("gloo")
     torch.manual_seed(1234)
     config = PlainConfig()

@@ -1,8 +1,9 @@
 """Measures this machine for plans: `python benchmarks/device_figures.py --output mine.yaml` writes an entry "cpu".
 
-Of one thread: products, and copies of sizes that no cache holds, and what an operation of torch takes at least; of two
-processes: all-reduces over gloo, large and small. Medians over rounds. Peaks are what products reach, so that the
-shares of products and memory are 1. MEGATRON_DEVICES=mine.yaml MEGATRON_PLAN_DEVICE=cpu plans with it.
+Measures matrix products, copies too large for any cache, and the minimum time of a torch operation with one thread, and
+all-reduces over gloo, large and small, with two processes. Figures are medians over rounds. Peaks are the measured
+rates of products, so that the shares of products and memory are 1. Plan with it by setting MEGATRON_DEVICES=mine.yaml
+MEGATRON_PLAN_DEVICE=cpu.
 """
 
 import argparse
@@ -32,7 +33,7 @@ def main() -> None:
     """Measures, prints and writes the entry."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="rounds of each measurement (default: 7)")
-    parser.add_argument("--output", type=Path, required=True, help="the file to write")
+    parser.add_argument("--output", type=Path, required=True, help="file to write")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     figures = {
@@ -41,14 +42,14 @@ def main() -> None:
     }
     entry = {"cpu": figures}
     options.output.write_text(yaml.safe_dump(entry, sort_keys=False), encoding="utf-8")
-    devices_of_file(options.output)  # what a plan would refuse is seen here
+    devices_of_file(options.output)  # reports here what a plan would reject
     print(options.output.read_text(encoding="utf-8"), end="")
 
 
 def measured(rounds: int) -> dict[str, Any]:
-    """The figures by the fields of an entry."""
+    """Returns the figures by the fields of an entry."""
     messages = {size: _all_reduce_seconds(size, rounds) for size in ("large", "small")}
-    # Each of two ranks sends all of the tensor, half by half.
+    # Each of two ranks sends the whole tensor, half by half.
     rate = _MESSAGE_ELEMENTS * 4 / messages["large"] / 1e9
     latency = messages["small"] * 1e6
     return {

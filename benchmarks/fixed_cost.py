@@ -2,18 +2,18 @@
 
     python benchmarks/fixed_cost.py [--rows tiny usual ...] [--rounds 30] [--json FILE]
 
-Two processes of one thread each train the model of train_step.py, in the sizes of the row. *plain*: torch's DDP, fused
-AdamW and clipping around a loop over experts. *grouped*: the same with a grouped matrix product, and a glibc heap that
-keeps its memory, as ours does (megatron-core's does not). All sides of a row take turns. Rows:
+Two processes with one thread each train the model of train_step.py, in the sizes of the row. *plain* is torch's DDP,
+fused AdamW and clipping around a loop over experts. *grouped* is the same with a grouped matrix product, and a glibc
+heap that keeps its memory, like ours (unlike megatron-core's). All sides of a row take turns. The rows are:
 
 - tiny: 1 layer, hidden 64, sequence 64, where a step is mostly fixed cost
-- usual: 4 layers, hidden 256, sequence 256; *limit*: its products and copies alone, at the machine's best rate
+- usual: 4 layers, hidden 256, sequence 256; *limit*: only its products and copies, at the machine's best rate
 - experts 32: the usual sizes with 32 experts
 - EP 2: the usual sizes, each rank with half of the experts; grouped exchanges rows by hand
 - bf16: ours in bf16, with the distributed optimizer and without
 - fsdp2: torch's fully_shard around the plain model and ours with --use-torch-fsdp2
 - stash 1.25, stash 2: ours with 12 layers and experts over both ranks: dropless, with static buffers of that factor,
-  and with a stash too
+  and also with a stash
 - stash copy: stash_copy.py's table; dry run: seconds and peak memory of a plan of 16,384 ranks
 
 --megatron-core DIR adds megatron-core to the rows tiny and usual, from a folder that
@@ -47,7 +47,7 @@ SHARDED, STASH = "--use-distributed-optimizer", "--moe-paged-stash"
 FSDP2 = ("--use-torch-fsdp2", "--no-gradient-accumulation-fusion")
 COMMANDS = {
     "stash copy": ("benchmarks/stash_copy.py",),
-    # README's.
+    # The size in the README.
     "dry run": (
         *("pretrain_gpt.py", "--model", "deepseek-v3", "--dry-run", "--world-size", "16384"),
         *("--pipeline-model-parallel-size", "16", "--expert-model-parallel-size", "64"),
@@ -64,7 +64,7 @@ TINY_SEQUENCE = 64
 
 @dataclass(frozen=True)
 class Row:
-    """Sides by name, and the side that ratios are of. steps: of one round, most of which take less than a second."""
+    """Sides by name, and the base of the ratios. steps: steps per round, most of which take less than a second."""
 
     base: str
     sides: dict[str, Build]
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def rows(megatron_core: Path | None = None) -> dict[str, Row]:
-    """The rows by name; megatron_core: the folder of its package, for sides of its own."""
+    """Returns the rows by name. megatron_core: the folder of its package, which adds sides."""
     tiny = [
         *("--num-layers", "1", "--hidden-size", "64", "--moe-ffn-hidden-size", "128"),
         *("--seq-length", str(TINY_SEQUENCE), "--max-position-embeddings", str(TINY_SEQUENCE)),
@@ -132,14 +132,14 @@ def rows(megatron_core: Path | None = None) -> dict[str, Row]:
 
 
 def stash_row(*flags: str, factor: str) -> Row:
-    """Balanced routing: dropless, static buffers, and static buffers with a stash."""
+    """Returns sides with balanced routing: dropless, static buffers, and static buffers with a stash."""
     flags = (*flags, "--num-layers", "12", "--moe-router-force-load-balancing")
     static = partial(build_ours, *flags, "--moe-expert-rank-capacity-factor", factor)
     return Row("static", {"dropless": partial(build_ours, *flags), "static": static, "stash": partial(static, STASH)})
 
 
 def plain_sides(config: PlainConfig, *, sequence: int = SEQUENCE) -> dict[str, Build]:
-    """plain and grouped, in the sizes of `config`."""
+    """Returns plain and grouped, in the sizes of `config`."""
     return {
         "plain": partial(build_plain, config, sequence=sequence),
         "grouped": partial(build_plain, replace(config, grouped=True), sequence=sequence, keeps_heap=True),
@@ -147,7 +147,7 @@ def plain_sides(config: PlainConfig, *, sequence: int = SEQUENCE) -> dict[str, B
 
 
 def megatron_core_sides(folder: Path | None, config: PlainConfig, *, sequence: int) -> dict[str, Build]:
-    """megatron-core with all-reduce and with its distributed optimizer; none without its folder."""
+    """Returns megatron-core with all-reduce and with its distributed optimizer; none without its folder."""
     if folder is None:
         return {}
     build = partial(build_megatron_core, str(folder), config, sequence=sequence, micro_batch=MICRO_BATCH)
@@ -158,14 +158,15 @@ def megatron_core_sides(folder: Path | None, config: PlainConfig, *, sequence: i
 
 
 def our_sides(*flags: str) -> dict[str, Build]:
-    """Ours with all-reduce, and with the distributed optimizer."""
+    """Returns ours with all-reduce, and with the distributed optimizer."""
     return {"ours": partial(build_ours, *flags), "ours, ZeRO-1": partial(build_ours, *flags, SHARDED)}
 
 
 def build_limit(config: PlainConfig, *, tokens: int) -> Callable[[], None]:
-    """Runs a step's floating-point operations as square products, and its least memory traffic as copies.
+    """Builds a lower limit: a step's floating-point operations as square products, and its least memory traffic as
+    copies.
 
-    Both write to memory that exists. In units of the weights' size, fused Adam reads four and writes three. Messages
+    Both write to allocated memory. In units of the weights' size, fused Adam reads four and writes three. Messages
     read and write the gradients once. A copy reads and writes, so these are nine copies of half the size.
     """
     dist.init_process_group("gloo")
@@ -185,9 +186,9 @@ def build_limit(config: PlainConfig, *, tokens: int) -> Callable[[], None]:
 
 
 def operations_of_step(config: PlainConfig, *, tokens: int, sequence: int) -> int:
-    """Floating-point operations of the products of a step, forward and backward, causal attention as half.
+    """Counts the floating-point operations of a step's products, forward and backward, with causal attention as half.
 
-    Backward needs twice the operations of forward; nothing is recomputed.
+    Backward needs twice the operations of forward, and nothing is recomputed.
     """
     hidden = config.hidden_size
     experts = config.topk * 3 * hidden * config.ffn_hidden_size
@@ -196,7 +197,7 @@ def operations_of_step(config: PlainConfig, *, tokens: int, sequence: int) -> in
 
 
 def run_command(script: str, *flags: str, shows_output: bool) -> dict[str, float]:
-    """Runs a script; prints and returns its wall seconds and peak memory."""
+    """Runs a script, and prints and returns its wall seconds and peak memory."""
     print(f"\n{script}", flush=True)
     started_at = time.perf_counter()
     output = None if shows_output else subprocess.DEVNULL
@@ -211,11 +212,11 @@ def run_command(script: str, *flags: str, shows_output: bool) -> dict[str, float
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line of this benchmark."""
+    """Parses the command line of this benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [*rows(), *COMMANDS]
-    parser.add_argument("--rows", nargs="+", default=names, choices=names, help="these rows alone")
-    parser.add_argument("--rounds", type=int, default=30, help="counted rounds of each side (default: 30)")
+    parser.add_argument("--rows", nargs="+", default=names, choices=names, help="only these rows")
+    parser.add_argument("--rounds", type=int, default=30, help="counted rounds per side (default: 30)")
     parser.add_argument("--megatron-core", type=Path, metavar="DIR", help="folder of megatron-core's package")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()

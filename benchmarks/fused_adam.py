@@ -1,16 +1,16 @@
-"""DistributedFusedAdam beside torch's DDP with fused AdamW, and beside others that shard optimizer states.
+"""Compares DistributedFusedAdam with torch's DDP and fused AdamW, and with other sharded optimizers.
 
     python benchmarks/fused_adam.py [--ranks 2 4] [--rounds 6] [--steps 2] [--only NAME ...] [--json FILE]
 
-One model of 50 million parameters, fp32, clipped; gloo processes of one thread; sides interleaved round by round, of
-all ranks' processor time and the worst rank's time and peak resident memory since the imports. Ratios are to DDP, the
-first line. Only so many sides run beside each other as 16 processes have room for; each such group has a DDP of its
-own. All sides have torch's default allocator. The side in bf16 computes in bf16 too, which is dearer on most CPUs.
-DeepSpeed takes part where it is installed.
+The model has 50 million parameters in fp32, with clipping. gloo processes have one thread each. Sides are interleaved
+round by round, and measured in all ranks' processor time and the worst rank's time and peak resident memory since the
+imports. Ratios are relative to DDP, the first line. Sides run in groups of at most 16 processes, each with its own DDP.
+All sides use torch's default allocator. The side in bf16 also computes in bf16, which is slower on most CPUs. DeepSpeed
+takes part if it is installed.
 
-Below each table the memory of tensors, counted operator by operator in processes of their own, without timing: bytes a
-parameter of the worst rank between steps, and the most in a step, activations included. Last the targets of ours with
-its default settings, PASS or FAIL each, and the status 1 where one fails.
+The memory of tensors follows below each table, counted operator by operator in separate processes without timing: bytes
+per parameter of the worst rank between steps, and the peak within a step, including activations. The targets of our
+default settings come last, PASS or FAIL each, with exit status 1 if one fails.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def main() -> None:
     options = parse_options()
     os.environ["OMP_NUM_THREADS"] = "1"
     if importlib.util.find_spec("deepspeed") is None:
-        print(f"{DEEPSPEED} is left out: the package deepspeed is not installed")
+        print(f"{DEEPSPEED} is left out, because the package deepspeed is not installed")
     record: dict[str, Any] = {}
     targets: list[Target] = []
     for ranks in options.ranks:
@@ -83,8 +83,8 @@ def main() -> None:
         live = count_memory({BASE: build_reference, **chosen}, ranks=ranks)
         record[f"{ranks} ranks"] = {"figures": figures, "live_bytes_a_parameter": live, "rounds": rounds}
         targets += [Target(f"{kind}, {ranks} ranks", figures[OURS][kind], limit) for kind, limit in LIMITS.items()]
-        # Parameters, and two moments and a gradient over the ranks: fp32 parameters are stepped in place. The memory of
-        # three buckets stays for the next ones.
+        # Parameters, and two moments and a gradient over the ranks, because fp32 parameters are updated in place. The
+        # memory of three buckets is kept for reuse.
         law = 4 + 12 / ranks + 3 * BUCKET_BYTES / NUM_PARAMS
         targets.append(Target(f"live bytes between steps over the formula's, {ranks} ranks", live[OURS][0] / law, 1.02))
     print()
@@ -95,12 +95,14 @@ def main() -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line of this benchmark."""
+    """Parses the command line of this benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks (default: 2 4)")
-    parser.add_argument("--rounds", type=int, default=6, help="counted rounds of each side (default: 6)")
-    parser.add_argument("--steps", type=int, default=2, help="steps of one round (default: 2)")
-    parser.add_argument("--only", nargs="+", default=[], choices=[*builds()], help="sides beside the first and ours")
+    parser.add_argument("--rounds", type=int, default=6, help="counted rounds per side (default: 6)")
+    parser.add_argument("--steps", type=int, default=2, help="steps per round (default: 2)")
+    parser.add_argument(
+        "--only", nargs="+", default=[], choices=[*builds()], help="sides in addition to the base and ours"
+    )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser.parse_args()
 
@@ -108,7 +110,7 @@ def parse_options() -> argparse.Namespace:
 def measure(
     chosen: Mapping[str, Build], *, ranks: int, options: argparse.Namespace
 ) -> tuple[dict[str, dict[str, float]], list[dict[str, Any]]]:
-    """Prints a table for each group of sides; returns ratios by side, and each group's rounds."""
+    """Prints a table for each group of sides. Returns ratios by side, and each group's rounds."""
     figures: dict[str, dict[str, float]] = {}
     rounds: list[dict[str, Any]] = []
     for group in groups_of([*chosen], size=max(1, MOST_PROCESSES // ranks - 1)):
@@ -123,9 +125,9 @@ def measure(
 
 
 def count_memory(chosen: Mapping[str, Build], *, ranks: int) -> dict[str, tuple[float, float]]:
-    """Prints and returns live bytes a parameter between steps, and the most in a step, of the worst rank."""
+    """Prints and returns live bytes per parameter between steps, and the peak within a step, of the worst rank."""
     width = max(map(len, chosen)) + 2
-    print(" " * width + f"{'at rest, bytes a parameter':>30}{'most in a step':>20}")
+    print(" " * width + f"{'at rest, bytes per parameter':>30}{'most in a step':>20}")
     found: dict[str, tuple[float, float]] = {}
     for name, build in chosen.items():
         port = free_port()
@@ -139,7 +141,7 @@ def count_memory(chosen: Mapping[str, Build], *, ranks: int) -> dict[str, tuple[
 
 
 def live_bytes(build: Build, *, rank: int, ranks: int, port: int) -> tuple[float, float]:
-    """Returns one rank's live bytes per parameter between steps, and the most in a step; see count_memory."""
+    """Returns one rank's live bytes per parameter between steps, and the peak within a step (see count_memory)."""
     join_ranks(rank, ranks=ranks, port=port)
     with PeakBytes() as held:
         step = build()
@@ -150,12 +152,12 @@ def live_bytes(build: Build, *, rank: int, ranks: int, port: int) -> tuple[float
 
 
 def groups_of(names: Sequence[str], *, size: int) -> Iterator[Sequence[str]]:
-    """The names in groups of at most `size`."""
+    """Splits the names into groups of at most `size`."""
     return (names[start : start + size] for start in range(0, len(names), size))
 
 
 def builds() -> dict[str, Build]:
-    """The sides that are compared with the first, by name."""
+    """Returns the sides that are compared with the base, by name."""
     sides: dict[str, Build] = {
         OURS: build_ours,
         "ours, init_params": build_taken_over,
@@ -173,7 +175,7 @@ def builds() -> dict[str, Build]:
 
 
 def build_model() -> PlainModel:
-    """The model of every side, in a fresh process group."""
+    """Builds the model of every side, in a new process group."""
     dist.init_process_group("gloo")
     return seeded_model()
 
@@ -185,19 +187,19 @@ def seeded_model() -> PlainModel:
 
 
 def build_reference() -> Callable[[], None]:
-    """torch's DDP, as it is by default, and torch's AdamW."""
+    """Builds torch's DDP with its default settings, and torch's AdamW."""
     model = nn.parallel.DistributedDataParallel(build_model())
     return torch_step(model, torch.optim.AdamW(model.parameters(), fused=True, **RATES))
 
 
 def build_zero_redundancy() -> Callable[[], None]:
-    """torch's DDP with its sharded optimizer around AdamW."""
+    """Builds torch's DDP with its sharded optimizer around AdamW."""
     model = nn.parallel.DistributedDataParallel(build_model())
     return torch_step(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, fused=True, **RATES))
 
 
 def build_fsdp2() -> Callable[[], None]:
-    """torch's fully_shard, layer by layer, with AdamW on the shards."""
+    """Builds torch's fully_shard, layer by layer, with AdamW on the shards."""
     model = build_model()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.layers:
@@ -207,7 +209,7 @@ def build_fsdp2() -> Callable[[], None]:
 
 
 def torch_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """The step of what torch clips."""
+    """Returns a step that uses torch's clipping."""
 
     def step() -> None:
         loss_of(model).backward()
@@ -219,13 +221,13 @@ def torch_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[
 
 
 def build_ours(**settings: Any) -> Callable[[], None]:
-    """This framework's optimizer around the bare model; settings: beside the rates."""
+    """Builds this framework's optimizer around the bare model. settings: in addition to the rates."""
     model = build_model()
     return our_step(model, DistributedFusedAdam(model.parameters(), **RATES, **settings))
 
 
 def build_taken_over() -> Callable[[], None]:
-    """Builds our side without the whole gradients of a first backward, whose order buckets otherwise take."""
+    """Builds our side without the whole gradients of a first backward, from whose order buckets are otherwise built."""
     model = build_model()
     optimizer = DistributedFusedAdam(model.parameters(), **RATES)
     optimizer.init_params()
@@ -233,7 +235,7 @@ def build_taken_over() -> Callable[[], None]:
 
 
 def build_remainders() -> Callable[[], None]:
-    """Parameters in bf16, which travel so, and of which the optimizer keeps what they lack of fp32."""
+    """Builds bf16 parameters, which are communicated as such, with an optimizer that keeps their fp32 remainders."""
     model = build_model().bfloat16()
     settings: dict[str, Any] = {"store_params": False, "store_param_remainders": True}
     optimizer = DistributedFusedAdam(model.parameters(), param_sync_dtype=torch.bfloat16, **RATES, **settings)
@@ -253,7 +255,7 @@ def our_step(model: nn.Module, optimizer: DistributedFusedAdam) -> Callable[[], 
 
 
 def build_zero1() -> Callable[[], None]:
-    """This framework's wrapper and sharded optimizer, with overlapped reductions."""
+    """Builds this framework's wrapper and sharded optimizer, with overlapped reductions."""
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=6_000_000
     )
@@ -270,12 +272,12 @@ def build_zero1() -> Callable[[], None]:
 
 
 def build_deepspeed() -> Callable[[], None]:
-    """DeepSpeed's ZeRO-2, which clips by itself, around AdamW."""
+    """Builds DeepSpeed's ZeRO-2, which does its own clipping, around AdamW."""
     import deepspeed
 
     deepspeed.init_distributed("gloo")
     model = seeded_model()
-    # As many elements as DDP's buckets have, and ours.
+    # The same number of elements as in DDP's buckets and ours.
     buckets = {"reduce_bucket_size": 25 * 2**18, "allgather_bucket_size": 25 * 2**18}
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -294,7 +296,7 @@ def build_deepspeed() -> Callable[[], None]:
 
 
 def loss_of(model: nn.Module) -> torch.Tensor:
-    """The loss of a sequence of random tokens: scalar, the model's dtype."""
+    """Returns the loss of a sequence of random tokens: scalar, the model's dtype."""
     tokens = torch.randint(MODEL.vocab_size, (1, SEQUENCE + 1))
     loss = model(tokens[:, :-1], tokens[:, 1:])
     assert isinstance(loss, torch.Tensor)

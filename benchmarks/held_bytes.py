@@ -1,7 +1,7 @@
-"""Counts, operator by operator, what the expert layers of a process hold for backward while training steps run.
+"""Counts, operator by operator, the bytes that the expert layers of a process hold for backward during training steps.
 
-Bytes of memory that exists, not of formulas: storages that forward made and that are still alive, pages that a pool
-gave out and did not get back, buffers that rows came back to. Which steps run is the caller's matter.
+Counts real memory, not formulas: live storages allocated in forward, allocated pages of a pool, and buffers to which
+rows were restored. The caller decides which steps run.
 """
 
 import enum
@@ -18,22 +18,24 @@ from torch.utils._pytree import tree_leaves
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.paged_stash.page_layout import Held, split_tensors
 
-# By address: a reference that keeps nothing alive, and bytes.
+# By address: a weak reference, and the bytes.
 _Storages = dict[int, tuple[StorageWeakRef, int]]
 
 
 class Kind(enum.Enum):
     """Kinds of memory allocated in a layer's forward."""
 
-    ROWS = "rows of experts: x, routing weights, gate_up, act and what they compute"
-    WIRE = "other floating-point numbers of dispatch and combine: rows to send, received, to sum"
+    ROWS = "rows of experts: x, routing weights, gate_up, act and their results"
+    WIRE = "other floating-point values of dispatch and combine: rows to send, received rows, rows to sum"
     INDEX = "integers: orders of rows, counts"
 
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """Bytes at one moment. rows, wire, index: alive storages of that Kind. pages: given out, as a whole. restored:
-    buffers of rows that are back. live: of the rows in pages; tensors: how many hold pages.
+    """Bytes at one moment.
+
+    rows, wire, index: live storages of that Kind. pages: all allocated pages. restored: buffers of restored rows. live:
+    bytes of the rows in pages. tensors: number of tensors that have pages.
     """
 
     rows: int = 0
@@ -46,7 +48,7 @@ class HeldBytes:
 
     @property
     def activations(self) -> int:
-        """Bytes of the experts' activations, in any kind of memory."""
+        """Returns the bytes of the experts' activations, in any kind of memory."""
         return self.rows + self.pages + self.restored
 
 
@@ -54,10 +56,10 @@ class HeldBytes:
 class Peaks:
     """Peaks over the steps inside an ExpertBytes.
 
-    held: when activations took most, between forwards of expert layers, so that only what is saved for backward counts.
-    wire: most bytes of that kind, forwards included. working_set: the largest group's whole buffers that went into
-    pages. excess_pages: how many more pages were held than live bytes fill, less one for each tensor (at most 0 by the
-    memory law). page_bytes, high_water: of the pool; 0 without one.
+    held: when activations were largest, between forwards of expert layers, so that only tensors saved for backward
+    count. wire: peak of that kind, including forwards. working_set: the largest group's whole buffers whose rows went
+    into pages. excess_pages: maximum of pages in use minus the pages that live bytes fill, minus one for each tensor
+    (at most 0 by the memory law). page_bytes, high_water: those of the pool; 0 without one.
     """
 
     held: HeldBytes = HeldBytes()
@@ -69,16 +71,16 @@ class Peaks:
 
 
 class ExpertBytes(TorchDispatchMode):
-    """Attributes operators' results to the expert layer whose forward runs, and counts them while alive.
+    """Attributes operators' results to the expert layer whose forward runs, and counts them while they are alive.
 
-    Surrounds whole steps. Bytes grow in forwards of expert layers and where rows are restored, and shrink anywhere, so
-    they are counted after each of the two.
+    Surrounds whole steps. Bytes grow in forwards of expert layers and when rows are restored, and shrink anywhere, so
+    they are counted after these two events.
     """
 
     def __init__(self, layers: Iterable[MoELayer]) -> None:
         super().__init__()
         self.peaks = Peaks()
-        self._scopes: list[Kind | None] = []  # of the forward that runs; None: of something else inside a layer
+        self._scopes: list[Kind | None] = []  # kind of the current forward; None for other parts of a layer
         self._made: dict[Kind, _Storages] = {kind: {} for kind in Kind}
         self._returned: _Storages = {}
         self._in_pages: dict[tuple[int, int], tuple[int, int]] = {}  # record -> pages, live bytes
@@ -91,7 +93,7 @@ class ExpertBytes(TorchDispatchMode):
             inputs = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
             known = {_address(leaf) for leaf in inputs}
             results = func(*args, **named)
-            # A view makes nothing, nor does a write in place.
+            # A view allocates nothing, and neither does an in-place write.
             known.update(map(_address, inputs))
             for leaf in tree_leaves(results):
                 if isinstance(leaf, Tensor) and leaf.device.type != "meta" and _address(leaf) not in known:
@@ -113,7 +115,7 @@ class ExpertBytes(TorchDispatchMode):
         layer.register_forward_hook(lambda layer, args, output: self._leave_layer(output))
 
     def _enter_experts(self, args: tuple[Any, ...]) -> None:
-        """Counts the x and weights that a dispatcher made as rows of the experts."""
+        """Counts the x and weights that a dispatcher created as rows of the experts."""
         self._scopes.append(Kind.ROWS)
         for leaf in args:
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
@@ -124,7 +126,7 @@ class ExpertBytes(TorchDispatchMode):
         self._scopes.pop()
 
     def _leave_layer(self, output: Any) -> None:
-        """The layer's output is the next layer's input."""
+        """Ends a layer's forward. Its output is the next layer's input."""
         self._leave()
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor):
@@ -139,7 +141,7 @@ class ExpertBytes(TorchDispatchMode):
             self.peaks.wire = max(self.peaks.wire, _alive(self._made[kind]))
 
     def _follow_pages_sync(self, name: str, args: tuple[Any, ...], *, kwargs: dict[str, Any]) -> None:
-        """Keeps account of who holds pages, by the records that the pool's operators write. NOTE: reads the device."""
+        """Tracks the owners of pages from the records written by the pool's operators. NOTE: reads the device."""
         peaks = self.peaks
         if name == "restore":
             for target in kwargs["targets"]:
@@ -180,18 +182,18 @@ def _address(tensor: Tensor) -> int:
 
 
 def _alive(storages: _Storages) -> int:
-    """Bytes of those that exist; forgets the others."""
+    """Returns the bytes of live storages and removes the others."""
     for address in [address for address, (reference, _) in storages.items() if reference.expired()]:
         del storages[address]
     return sum(num_bytes for _, num_bytes in storages.values())
 
 
 def _in_use(storages: _Storages) -> int:
-    """Bytes of those that someone else than the buffer itself refers to: on the CPU buffers live on."""
+    """Returns the bytes of buffers that are referenced elsewhere, because buffers stay alive on the CPU."""
     _alive(storages)
     total = 0
     for reference, num_bytes in storages.values():
         storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-        # One use is the buffer's own, one that of the object made here.
+        # One reference is the buffer's own, and one is that of the object created here.
         total += num_bytes if torch._C._storage_Use_Count(storage._cdata) > 2 else 0
     return total

@@ -1,8 +1,9 @@
-"""Launches of every Triton kernel, recorded without a GPU: the matrix of all that launchers can choose, and hot shapes.
+"""Records the launches of every Triton kernel without a GPU: the matrix of all choices of the launchers, and hot
+shapes.
 
-Launchers run on CPU tensors whose memory is never touched, with a recorder in place of each kernel. Triton's own binder
-then gives the signature, the constants and the divisibilities of the launch, so that a case is exactly what a GPU would
-compile. Neither compiles nor measures; compiled_kernels.py does.
+Launchers run on CPU tensors whose memory is never touched, with a recorder instead of each kernel. Triton's own binder
+then determines the signature, the constants and the divisibilities of the launch, so that a case is exactly the one
+that a GPU would compile. Neither compiles nor measures; compiled_kernels.py does.
 
 Shapes: C rows of the buffers, e experts, H hidden, F ffn, T tokens, K choices, W elements in a row.
 """
@@ -57,7 +58,7 @@ PAGES = tuple(16 * block for block in (128, 256, 512, 1024, 2048, 4096))  # byte
 ROWS, TOKENS = 4096, 2048
 # Kernels that move rows or pages without arithmetic, or with one addition.
 MOVING = ("copy_kernel", "gather_kernel", "sum_kernel")
-# Options of a launch that are no arguments of its kernel.
+# Options of a launch that are not arguments of its kernel.
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 
 
@@ -65,8 +66,8 @@ _OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 class Launch:
     """One recorded launch.
 
-    module: of the kernel's launcher. key: equal for launches that share a compiled kernel. can_be_wide: moves rows or
-    pages that start at multiples of 16 bytes, so 16 bytes can move at a time.
+    module: that of the kernel's launcher. key: equal for launches that share a compiled kernel. can_be_wide: whether it
+    moves rows or pages that start at multiples of 16 bytes, so that 16 bytes can move at a time.
     """
 
     module: ModuleType
@@ -77,12 +78,12 @@ class Launch:
 
     @property
     def kernel_name(self) -> str:
-        """The name of the kernel's function."""
+        """Returns the name of the kernel's function."""
         return str(self.kernel.__name__)
 
 
 class _Recorder:
-    """Takes the place of a kernel and records its launches instead of running them."""
+    """Replaces a kernel, and records its launches instead of running them."""
 
     def __init__(self, kernel: JITFunction, into: list[tuple[JITFunction, tuple[Any, ...], dict[str, Any]]]) -> None:
         self._kernel, self._into = kernel, into
@@ -111,7 +112,7 @@ def _recording() -> Iterator[list[tuple[JITFunction, tuple[Any, ...], dict[str, 
 
 
 def launches(name: str, launcher: Callable[[], Any], *, can_be_wide: bool = False) -> list[Launch]:
-    """Runs a launcher and returns its launches, with this name."""
+    """Runs a launcher and returns its launches under this name."""
     with _recording() as records:
         launcher()
     found = [_launch(name, *record) for record in records]
@@ -147,18 +148,18 @@ def distinct(found: Iterator[Launch]) -> list[Launch]:
 
 
 def _empty(*shape: int, dtype: torch.dtype, is_aligned: bool = True) -> Tensor:
-    """Returns memory that nobody touches, at a multiple of 16 bytes, or one element beyond."""
+    """Returns memory that is never touched, at a multiple of 16 bytes, or one element beyond."""
     if is_aligned:
         return torch.empty(shape, dtype=dtype)
     return torch.empty(torch.Size(shape).numel() + 1, dtype=dtype)[1:].view(shape)
 
 
-# --- Launches of each operator ---
+# Section: launches of each operator.
 
 
 @dataclass(frozen=True)
 class Product:
-    """Sizes of a grouped product [C, inner] x [e, inner, outer]. is_stored: rows of weights are contiguous."""
+    """Sizes of a grouped product [C, inner] x [e, inner, outer]. is_stored: whether rows of weights are contiguous."""
 
     dtype: str
     experts: int
@@ -186,7 +187,7 @@ class Product:
         triton_grouped_gemm.grouped_gemm(x, weight, offsets=offsets, out=out)
 
     def added(self) -> None:
-        """Launches the product of low-rank adapters, which is scaled and added."""
+        """Launches the scaled and accumulated product of low-rank adapters."""
         x, weight, offsets, out = self.operands()
         triton_grouped_gemm.add_low_rank(out, x, weight=weight, offsets=offsets, scale=2.0)
 
@@ -196,14 +197,14 @@ class Product:
         triton_grouped_gemm.grouped_gemm_weight_grad(x, grad, offsets=offsets, out=weight)
 
     def added_weight_grad(self) -> None:
-        """Launches the gradient of the weights that is scaled and added to fp32 memory of theirs."""
+        """Launches the gradient of the weights that is scaled and accumulated into fp32 memory."""
         x, weight, offsets, grad = self.operands()
         main_grad = torch.empty_like(weight, dtype=torch.float32)
         triton_grouped_gemm.grouped_gemm_weight_grad(x, grad, offsets=offsets, out=main_grad, scale=0.5, is_added=True)
 
 
 def activation(dtype: str, ffn: int, *, form: ActivationForm, scale: str | None) -> None:
-    """Launches the activation and its gradient; scale: dtype of the rows' weights or None."""
+    """Launches the activation and its gradient. scale: dtype of the rows' weights, or None."""
     element = DTYPES[dtype]
     gate_up, act = (_empty(ROWS, width, dtype=element) for width in (ffn * (2 if form.activation.is_gated else 1), ffn))
     weights = None if scale is None else torch.empty(ROWS, dtype=DTYPES[scale])
@@ -222,7 +223,7 @@ def activation(dtype: str, ffn: int, *, form: ActivationForm, scale: str | None)
 
 
 def biases(dtype: str, experts: int, width: int, *, scale: str | None) -> None:
-    """Launches the addition of biases and its gradients; scale: dtype of the rows' weights or None."""
+    """Launches the addition of biases and its gradients. scale: dtype of the rows' weights, or None."""
     element = DTYPES[dtype]
     values, bias = _empty(ROWS, width, dtype=element), _empty(experts, width, dtype=element)
     weights = None if scale is None else torch.empty(ROWS, dtype=DTYPES[scale])
@@ -234,7 +235,7 @@ def biases(dtype: str, experts: int, width: int, *, scale: str | None) -> None:
 
 
 def backward_of(grad: Tensor, *, experts: int = 32) -> None:
-    """Launches the kernels that take a gradient of any strides; grad: [C, W], float dtype."""
+    """Launches the kernels that accept a gradient of any strides. grad: [C, W], float dtype."""
     width = grad.shape[1]
     offsets, num_rows = torch.empty(experts, dtype=torch.int32), torch.empty(1, dtype=torch.int64)
     gate_up, bias = (
@@ -265,7 +266,7 @@ def rows_moved(dtype: str, width: int, *, is_aligned: bool = True, topk: int = 8
 
 
 def choice(experts: int, *, topk: int = 8, dtype: str = "fp32", is_row: bool = True) -> None:
-    """Launches the gradient of logits; is_row: the gradient of scores is one row, as of a balancing loss."""
+    """Launches the gradient of logits. is_row: whether the gradient of scores is one row, as for a balancing loss."""
     topk, element = min(topk, experts), {**DTYPES, "fp64": torch.float64}[dtype]
     weights, scores = (torch.empty(TOKENS, width, dtype=element) for width in (topk, experts))
     grad_scores = torch.empty(experts, dtype=element).expand(TOKENS, -1) if is_row else torch.empty_like(scores)
@@ -282,7 +283,7 @@ def order(experts: int, *, topk: int = 8, dtype: torch.dtype = torch.int64, is_a
 
 
 def stash(page_bytes: int, num_tensors: int) -> None:
-    """Launches the four operators of a page pool for a group of tensors; pages of page_bytes bytes."""
+    """Launches the four operators of a page pool for a group of tensors. page_bytes: size of a page."""
     layout = PoolLayout(page_bytes, device_pages=64, host_pages=64)
     row_bytes = 4096
     specs = [
@@ -308,7 +309,7 @@ def stash(page_bytes: int, num_tensors: int) -> None:
     triton_kernels.release(ring, ends[1], **state)
 
 
-# What masters, moments and parameters are stored as: name -> (masters, each moment, dtypes of gradient and parameters).
+# Storage of masters, moments and parameters: name -> (masters, each moment, dtypes of gradient and parameters).
 ADAM_FORMS: Mapping[str, tuple[str, str, str, str | None]] = {
     "fp32": ("fp32", "fp32", "fp32", None),
     "fp32, gradients in bf16": ("fp32", "fp32", "bf16", None),
@@ -359,15 +360,15 @@ def _stored(kind: str, numel: int) -> StoredFloats:
     return Plain(tensor) if kind == "fp32" else Rounded(tensor)
 
 
-# --- The matrix ---
+# Section: the matrix.
 
 
 def matrix() -> list[Launch]:
-    """Returns what launchers can choose, each compiled kernel once.
+    """Returns all launches that the launchers can choose, each compiled kernel once.
 
-    Axes are crossed where they act together: dtype, sizes that 16 divides or not, optional arguments, layout of
+    Axes are crossed if they interact: dtype, sizes that 16 divides or not, optional arguments, layout of
     weights, and the constants COUNT, BLOCK and GROUPS. Alignment of addresses and of the number of rows is varied on
-    the cases of one GROUPS, and strides of gradients on one case of each kernel that takes any.
+    the cases of one GROUPS, and strides of gradients on one case of each kernel that accepts any.
     """
     found = (
         _products(),
@@ -427,7 +428,7 @@ def _biases() -> Iterator[Launch]:
 
 def _strided_grads() -> Iterator[Launch]:
     for dtype in DTYPES:
-        # As of a sum, whose gradient is one number, and of a transposed output.
+        # As for a sum, whose gradient is one number, and for a transposed output.
         grads = {
             "one gradient": torch.empty(1, 1, dtype=DTYPES[dtype]).expand(ROWS, 2048),
             "gradient by columns": torch.empty(2048, ROWS, dtype=DTYPES[dtype]).t(),
@@ -464,7 +465,7 @@ def _stashes() -> Iterator[Launch]:
 
 
 def _adams() -> Iterator[Launch]:
-    # Decoupled decay, a divisor and a flag to skip act apart from each other.
+    # Decoupled decay, a divisor and a flag that skips the update act independently.
     flags = ((True, True, True), (False, False, True), (True, True, False), (False, False, False))
     for form, (is_divided, can_skip, is_decoupled) in itertools.product(ADAM_FORMS, flags):
         kinds = {"divided": is_divided, "can skip": can_skip, "decoupled": is_decoupled}
@@ -473,12 +474,12 @@ def _adams() -> Iterator[Launch]:
         yield from launches(words, run)
 
 
-# --- Hot shapes ---
+# Section: hot shapes.
 
 
 @dataclass(frozen=True)
 class HotModel:
-    """An MoE model as one rank runs it in bf16; experts: of that rank; page_tokens: moe_paged_stash_page_size."""
+    """An MoE model as one rank runs it in bf16. experts: those of that rank. page_tokens: moe_paged_stash_page_size."""
 
     name: str
     hidden: int
@@ -488,7 +489,7 @@ class HotModel:
     page_tokens: int
 
     def launches(self) -> Iterator[Launch]:
-        """Yields the launches of a static MoE layer with the stash, forward, recomputation and backward."""
+        """Yields the launches of a static MoE layer with the stash: forward, recomputation and backward."""
         fc1 = Product("bf16", self.experts, self.hidden, 2 * self.ffn)
         fc2 = Product("bf16", self.experts, self.ffn, self.hidden)
         # Gradients of rows are products with the transposed weights.

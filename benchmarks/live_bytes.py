@@ -1,4 +1,7 @@
-"""Counts the memory of tensors made in a block of code that are still alive at its end; knows nothing of models."""
+"""Counts the memory of tensors that were created in a block of code and are still alive at its end.
+
+Model-independent.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Inside, notes the memory of every result; afterwards `total` says how much of it is held, by whomever."""
+    """Records the memory of every result inside the block. Afterwards `total` returns the bytes still held by any
+    owner.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,7 +25,7 @@ class LiveBytes(TorchDispatchMode):
         arguments = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)]
         known = {_address(leaf) for leaf in arguments}
         results = func(*args, **(kwargs or {}))
-        # A view makes nothing, nor does a write in place, or an argument that is given other memory.
+        # A view allocates nothing. Neither does an in-place write, or an argument that is given other memory.
         known.update(map(_address, arguments))
         for leaf in tree_leaves(results):
             is_memory = isinstance(leaf, torch.Tensor) and leaf.device.type != "meta"
@@ -29,13 +34,13 @@ class LiveBytes(TorchDispatchMode):
         return results
 
     def total(self) -> int:
-        """Bytes that are alive now."""
+        """Returns the bytes that are currently alive."""
         storages = (torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self._made.values())
         return sum(storage.nbytes() for storage in storages if storage is not None)
 
 
 class PeakBytes(LiveBytes):
-    """As LiveBytes, and counts behind every operator."""
+    """Works like LiveBytes, and counts after every operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +55,7 @@ class PeakBytes(LiveBytes):
         return results
 
     def peak_of(self, call: Callable[[], object]) -> int:
-        """The most bytes that were alive while it ran."""
+        """Returns the peak of live bytes during the call."""
         self._peak = self.total()
         call()
         return self._peak

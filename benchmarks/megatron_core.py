@@ -1,8 +1,8 @@
-"""A side of fixed_cost.py: megatron-core on CPUs, from a folder of its own, as its package has our package's name.
+"""Provides the megatron-core side of fixed_cost.py on CPUs, from a separate folder, because both packages share a name.
 
-megatron-core asks for CUDA in a few places: for the device of its buffers, which becomes the CPU, and for random
-states, which nothing here needs. Its model comes from its local layer spec (SequentialMLP: its grouped product needs a
-GPU). The optimizers take torch's fused AdamW, which its own code chooses where Apex and Transformer Engine are missing.
+megatron-core requires CUDA in a few places: for the device of its buffers, which becomes the CPU, and for random
+states, which are not needed here. Its model uses its local layer spec (SequentialMLP, because its grouped product needs
+a GPU). The optimizers use torch's fused AdamW, which its own code selects without Apex and Transformer Engine.
 """
 
 import os
@@ -27,10 +27,12 @@ ROOT = Path(__file__).resolve().parent.parent
 def build_megatron_core(
     folder: str, config: PlainConfig, *, sequence: int, micro_batch: int, sharded: bool
 ) -> Callable[[], None]:
-    """Its DDP around its GPTModel, with its optimizer, sharded over the ranks or not; a step without its schedules."""
+    """Builds megatron-core's DDP around its GPTModel, with its optimizer, optionally sharded, and a step without
+    schedules.
+    """
     use_megatron_core(folder)
-    warnings.simplefilter("ignore")  # of every package that it runs without
-    # By name, as a type checker sees our package under it.
+    warnings.simplefilter("ignore")  # every package that it can run without
+    # Imported by name, because a type checker finds our package under it.
     rng, moe_utils, parallel_state, distributed, gpt, specs, optimizers, transformer = (
         import_module(f"megatron.core.{name}")
         for name in (
@@ -42,7 +44,7 @@ def build_megatron_core(
     parallel_state.initialize_model_parallel()
     tracker = SimpleNamespace(fork=lambda *_: nullcontext(), is_initialized=lambda: True)
     vars(rng).update(_CUDA_RNG_STATE_TRACKER=tracker, _CUDA_RNG_STATE_TRACKER_INITIALIZED=True)
-    # Its name for "not installed", which it forgets to set.
+    # megatron-core's marker for "not installed", which it forgets to set.
     vars(moe_utils)["te_general_gemm"] = None
     torch.manual_seed(1234)
     settings = transformer.TransformerConfig(
@@ -103,12 +105,12 @@ def use_megatron_core(folder: str) -> None:
     """Makes `import megatron` find the package in `folder`, and CUDA's current device the CPU, in this process."""
     for name in [name for name in sys.modules if name == "megatron" or name.startswith("megatron.")]:
         del sys.modules[name]
-    # Its folder has no __init__.py, so a package of that name anywhere on the path would win.
+    # Its folder has no __init__.py, so a package of that name anywhere on the path would take precedence.
     sys.path[:] = [folder, *(place for place in sys.path if Path(place or os.curdir).resolve() != ROOT)]
-    # A package without an __init__.py has no file, at which inspect fails where it has seen our package's.
+    # A package without an __init__.py has no file, so inspect would fail on it if it has already seen our package's.
     import_module("megatron").__file__ = str(Path(folder) / "megatron")
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
-    # Its optimizers and its clipping accept the types of CUDA alone.
+    # Its optimizers and its clipping accept only CUDA tensor types.
     kind_of = torch.Tensor.type
 
     def kind_on_cuda(tensor: torch.Tensor, *to: Any) -> Any:
@@ -120,7 +122,7 @@ def use_megatron_core(folder: str) -> None:
 
 
 def on_cpu(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A function of torch that makes tensors, of any shape and dtype, on the CPU where it is asked for CUDA."""
+    """Wraps a torch factory function, of any shape and dtype, to allocate on the CPU when CUDA is requested."""
 
     @wraps(function)
     def make(*args: Any, device: Any = None, **keywords: Any) -> torch.Tensor:

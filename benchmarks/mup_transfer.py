@@ -1,8 +1,8 @@
-"""Best learning rate by width, with and without maximal update parametrisation (--use-mup).
+"""Measures the best learning rate by width, with and without maximal update parametrisation (--use-mup).
 
     python benchmarks/mup_transfer.py [--steps 80] [--json benchmarks/results/mup_transfer_cpu.json]
 
-Trains a GPT of 2 layers on a random process of tokens, whose next token depends on the last two, once for each width
+Trains a 2-layer GPT on a random process of tokens, whose next token depends on the last two, once for each width
 and learning rate. Prints the loss of the last steps. The models at the first width are the same.
 """
 
@@ -58,9 +58,9 @@ def main() -> None:
 
 
 def last_loss(width: int, rate: float, *, steps: int, base: int | None) -> float:
-    """Returns the mean loss of the last steps; base: hidden size of the base model, None without the parametrisation.
+    """Returns the mean loss of the last steps. base: hidden size of the base model; None without the parametrisation.
 
-    A loss that is not finite counts as that of a model that knows nothing.
+    A non-finite loss counts as that of an untrained model.
     """
     config = TransformerConfig(
         num_layers=2,
@@ -98,7 +98,7 @@ def last_loss(width: int, rate: float, *, steps: int, base: int | None) -> float
 
 
 class TokenProcess:
-    """Sequences whose next token is drawn by scores that depend on the two tokens before it."""
+    """Sequences whose next token is drawn from scores that depend on the two preceding tokens."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(11)
@@ -106,7 +106,7 @@ class TokenProcess:
         self.second = 2 * torch.randn(VOCAB, VOCAB, generator=generator)
 
     def batch(self, step: int) -> torch.Tensor:
-        """Returns [BATCH, LENGTH + 1], int64, the same for the same step."""
+        """Returns [BATCH, LENGTH + 1], int64, always the same for the same step."""
         generator = torch.Generator().manual_seed(1000 + step)
         tokens = [torch.randint(VOCAB, (BATCH,), generator=generator) for _ in range(2)]
         while len(tokens) <= LENGTH:

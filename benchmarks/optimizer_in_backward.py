@@ -1,16 +1,17 @@
-"""--optimizer-in-backward beside the step after backward: memory in three modes, and what an update costs.
+"""Compares --optimizer-in-backward with a step after backward: memory in three modes, and the cost of an update.
 
     python benchmarks/optimizer_in_backward.py [--ranks 2] [--rounds 20] [--json FILE]
 
-First the most bytes of tensors in a step of linear layers, counted operator by operator, without timing: gloo
-processes, fp32, a bucket of four layers; of the worst rank, in bytes a parameter, activations included. `held` is the
-policy exact. Messages count as long as gloo's threads hold them, which varies; targets are of one rank, without any.
+First counts the peak bytes of tensors in a step of linear layers, operator by operator, without timing: gloo
+processes, fp32, a bucket of four layers; for the worst rank, in bytes per parameter, including activations. `held` is
+the policy exact. Messages count while gloo's threads hold them, which varies; targets are for one rank, without any.
 
-Then milliseconds for AdamW over 300 parameters of 2048 elements, one thread, in the ways of which an optimizer in
-backward may do it: an optimizer for each parameter, stepped in its hook; one foreach or fused optimizer for the group;
-ours for a flat bucket, with the norm of its gradients. Rounds go through all ways, ratios are medians over them.
+Then measures the milliseconds of AdamW over 300 parameters of 2048 elements with one thread, for the possible
+implementations of an optimizer in backward: an optimizer for each parameter, stepped in its hook; one foreach or fused
+optimizer for the group; ours for a flat bucket, with the norm of its gradients. Every round runs all of them, and
+ratios are medians over rounds.
 
-Last the targets, PASS or FAIL each, and the status 1 where one fails.
+The targets come last, PASS or FAIL each, with exit status 1 if one fails.
 """
 
 import argparse
@@ -64,8 +65,8 @@ EACH, FLAT = "optimizer of each parameter", "flat bucket"
 def main() -> None:
     """Measures, prints the tables and the targets."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="number of ranks whose memory is counted (default: 2)")
-    parser.add_argument("--rounds", type=int, default=20, help="counted rounds of each update (default: 20)")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks for which memory is counted (default: 2)")
+    parser.add_argument("--rounds", type=int, default=20, help="counted rounds per update (default: 20)")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -73,18 +74,18 @@ def main() -> None:
     costs, figures = time_updates(options.rounds)
     print()
     buckets = 2 * 4 * LAYERS_A_BUCKET / LAYERS
-    # The gradient of a layer is made before it is in its bucket.
+    # The gradient of a layer is created before it is in its bucket.
     law = 4 + 8 + buckets + 4 / LAYERS
     targets = [Target(f"{FLAT} over {EACH}", figures[FLAT], 0.1)]
     for mode, most in alone.items():
         saved = most["after backward"] - most["in backward"]
         targets.append(Target(f"{mode}: over parameters, moments, two buckets", most["in backward"] / law, 1.01))
-        targets.append(Target(f"{mode}: saved over gradients but for two buckets", saved / (4 - buckets), 1.0, True))
+        targets.append(Target(f"{mode}: saved over gradients except for two buckets", saved / (4 - buckets), 1.0, True))
     holds = report_targets(targets)
     if options.json is not None:
         record = {
-            "bytes a parameter": memory,
-            "of one rank": alone,
+            "bytes per parameter": memory,
+            "on one rank": alone,
             "milliseconds": costs,
             "targets": [asdict(t) for t in targets],
         }
@@ -93,8 +94,8 @@ def main() -> None:
 
 
 def count_memory(ranks: int) -> dict[str, dict[str, float]]:
-    """Prints and returns the most in a step, by mode and way, in bytes a parameter of the worst rank."""
-    print(f"\n{ranks} rank{'s' * (ranks > 1)}, most in a step, bytes a parameter")
+    """Prints and returns the peak within a step, by mode and way, in bytes per parameter of the worst rank."""
+    print(f"\n{ranks} rank{'s' * (ranks > 1)}, peak within a step, bytes per parameter")
     print(" " * 10 + "".join(f"{way:>18}" for way in WAYS))
     found: dict[str, dict[str, float]] = {}
     for mode in MODES:
@@ -111,7 +112,7 @@ def count_memory(ranks: int) -> dict[str, dict[str, float]]:
 
 
 def most_in_a_step(mode: str, way: str, *, rank: int, ranks: int, port: int) -> int:
-    """Bytes of one rank."""
+    """Returns the peak bytes of one rank within a step."""
     join_ranks(rank, ranks=ranks, port=port)
     dist.init_process_group("gloo")
     with PeakBytes() as held:
@@ -135,7 +136,7 @@ def most_in_a_step(mode: str, way: str, *, rank: int, ranks: int, port: int) -> 
 def wrap_and_build(
     module: nn.Module, settings: dict[str, object], *, way: dict[str, object]
 ) -> tuple[DistributedDataParallel, MegatronOptimizer]:
-    """settings: of the wrapper. way: of the optimizer."""
+    """Wraps the model and builds its optimizer. settings: for the wrapper. way: for the optimizer."""
     releases = bool(way.get("optimizer_in_backward"))
     ddp_config = DistributedDataParallelConfig(release_gradients=releases, **settings)  # type: ignore[arg-type]
     model = DistributedDataParallel(ModelParallelConfig(), ddp_config, module)
@@ -145,7 +146,7 @@ def wrap_and_build(
 
 
 def time_updates(rounds: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Prints and returns the medians, in milliseconds, and the ratios to the first, by name."""
+    """Prints and returns the medians in milliseconds, and the ratios to the first, by name."""
     torch.set_num_threads(1)
     updates = {
         EACH: update_each(),
@@ -157,7 +158,7 @@ def time_updates(rounds: int) -> tuple[dict[str, float], dict[str, float]]:
     for number in range(rounds + 2):
         for name, update in updates.items():
             seconds = update()
-            # The first allocate states and warm caches.
+            # The first updates allocate states and warm caches.
             if number > 1:
                 measured[name].append(1000 * seconds)
     costs = {name: statistics.median(some) for name, some in measured.items()}
@@ -171,7 +172,7 @@ def time_updates(rounds: int) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def update_each() -> Callable[[], float]:
-    """Each parameter's hook steps an optimizer of its own."""
+    """Returns an update in which each parameter's hook steps its own optimizer."""
     params = small_params()
     optimizers = [torch.optim.AdamW([param], lr=1e-3) for param in params]
 
@@ -187,7 +188,7 @@ def update_each() -> Callable[[], float]:
 
 
 def update_group(**implementation: bool) -> Callable[[], float]:
-    """One optimizer when the gradients of all are there."""
+    """Returns an update with one optimizer after all gradients are complete."""
     params = small_params()
     optimizer = torch.optim.AdamW(params, lr=1e-3, **implementation)  # type: ignore[arg-type]
 
@@ -202,11 +203,11 @@ def update_group(**implementation: bool) -> Callable[[], float]:
 
 
 def update_flat() -> Callable[[], float]:
-    """What this framework does with a bucket of a wrapped module in backward, and the end of the step."""
+    """Returns this framework's update of a wrapped module's bucket in backward, and the end of the step."""
     model, optimizer = wrap_and_build(nn.ParameterList(small_params()), {}, way=WAYS["in backward"])
     params = list(model.parameters())
     spent = [0.0]
-    # The hook runs just before the update; what follows backward is the update and the step.
+    # The hook runs just before the update, so the time after backward is that of the update and the step.
     model.register_bucket_ready_hook(lambda bucket: spent.__setitem__(0, time.perf_counter()))
 
     def update() -> float:
@@ -220,12 +221,12 @@ def update_flat() -> Callable[[], float]:
 
 
 def small_params() -> list[nn.Parameter]:
-    """Each of shape SMALL_SHAPE, fp32."""
+    """Returns parameters of shape SMALL_SHAPE, fp32."""
     return [nn.Parameter(torch.randn(SMALL_SHAPE)) for _ in range(NUM_SMALL)]
 
 
 def give_gradients(params: list[nn.Parameter]) -> None:
-    """Some for each; params: any shape and dtype."""
+    """Assigns random gradients. params: any shape and dtype."""
     for param in params:
         param.grad = torch.ones_like(param)
 

@@ -1,9 +1,10 @@
-"""AdamW over flat runs and in other forms, against torch.optim's over separate parameters, interleaved in one process.
+"""Compares AdamW over flat ranges and in other forms with torch.optim's over separate parameters, interleaved in one
+process.
 
     python benchmarks/optimizer_step.py [--parameters 300] [--elements 65536] [--rounds 15] [--json FILE]
 
-Prints nanoseconds of CPU time a parameter element and the ratio to torch's fused AdamW, medians over the rounds. The
-flat step is that of MegatronOptimizer: no gradient is reduced and no norm is taken here.
+Prints nanoseconds of CPU time per parameter element and the ratio to torch's fused AdamW, as medians over the rounds.
+The flat step is that of MegatronOptimizer, without gradient reduction and norm.
 """
 
 import argparse
@@ -44,7 +45,7 @@ def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parameters", type=int, default=300)
-    parser.add_argument("--elements", type=int, default=65536, help="elements of each parameter")
+    parser.add_argument("--elements", type=int, default=65536, help="elements per parameter")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -64,7 +65,7 @@ def main() -> None:
     table = {
         name: {
             "ns_per_element": statistics.median(times[1:]) * 1e9 / (shape[0] * shape[1]),
-            # Of rounds, so that a slow moment of the machine meets both sides.
+            # Ratios per round, so that a slow moment of the machine affects both sides.
             "ratio": statistics.median(own / other for own, other in zip(times[1:], base)),
         }
         for name, times in seconds.items()
@@ -78,7 +79,7 @@ def main() -> None:
 
 
 def torch_step(shape: tuple[int, int], **kind: Any) -> Callable[[], object]:
-    """A step of torch.optim.AdamW over so many parameters of so many elements."""
+    """Returns a step of torch.optim.AdamW over this number of parameters and elements."""
     parameters = [nn.Parameter(torch.randn(shape[1])) for _ in range(shape[0])]
     for parameter in parameters:
         parameter.grad = torch.randn(shape[1])
@@ -86,7 +87,7 @@ def torch_step(shape: tuple[int, int], **kind: Any) -> Callable[[], object]:
 
 
 def flat_step(shape: tuple[int, int], dtype: torch.dtype, *, settings: dict[str, Any]) -> Callable[[], object]:
-    """The same step of a MegatronOptimizer's rules, masters written back into the parameters."""
+    """Returns the same step with a MegatronOptimizer's rules, with masters written back into the parameters."""
     own = dict(settings)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -98,7 +99,7 @@ def flat_step(shape: tuple[int, int], dtype: torch.dtype, *, settings: dict[str,
     for buffer in wrapped.all_buffers:
         buffer.grad_data.normal_()
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-4, clip_grad=0.0, **own), [wrapped])
-    # Without the norm, which torch's step does not have either.
+    # Without the norm, which torch's step does not compute either.
     return lambda: optimizer._update(GradScale(1.0))
 
 

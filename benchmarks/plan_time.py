@@ -1,7 +1,8 @@
-"""The step time that a plan estimates for this machine, beside the measured one: `python benchmarks/plan_time.py`.
+"""Compares the step time that a plan estimates for this machine with the measured one.
 
-The model and the two processes of train_step.py, and the same without experts; figures of the machine are those of
-the entry "cpu" (MEGATRON_DEVICES; device_figures.py measures them). Prints medians over rounds and estimate / measured.
+Run `python benchmarks/plan_time.py`. Uses the model and the two processes of train_step.py, and the same without
+experts. The machine's figures are those of the entry "cpu" (MEGATRON_DEVICES; device_figures.py measures them). Prints
+medians over rounds and estimate / measured.
 """
 
 import argparse
@@ -33,14 +34,14 @@ def main() -> None:
     """Measures and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8, help="counted rounds (default: 8)")
-    parser.add_argument("--steps", type=int, default=3, help="steps of one round (default: 3)")
+    parser.add_argument("--steps", type=int, default=3, help="steps per round (default: 3)")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     builds = {"experts": build_ours, "dense": build_dense}
-    # Both wait for each other, so that what else the machine does meets both.
+    # Ranks wait for each other, so that other load of the machine affects both.
     sides = [start_side(name, build, ranks=RANKS) for name, build in builds.items()]
     rounds = run_rounds(sides, rounds=options.rounds, steps=options.steps)
-    # Wall time has in it what else the machine does; CPU time has not, nor what a rank waits for.
+    # Wall time includes other load of the machine. CPU time includes neither that nor a rank's waits.
     print("           estimate s   wall s   cpu s of a rank   estimate / wall   estimate / cpu")
     for name, flags in (("experts", FLAGS.split()), ("dense", dense_flags())):
         estimate = estimated_seconds(flags)
@@ -51,7 +52,7 @@ def main() -> None:
 
 
 def dense_flags() -> list[str]:
-    """FLAGS without experts, the feed-forward layer as wide as those that a token meets."""
+    """Returns FLAGS without experts, with the feed-forward width that a token uses in the MoE model."""
     words = FLAGS.split()
     kept, at = [], 0
     while at < len(words):
@@ -77,7 +78,7 @@ def estimated_seconds(flags: list[str]) -> float:
     args = validate_args(parse_args(argv=[*flags, "--dry-run", "--world-size", str(RANKS)]))
     plan = plan_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
     step = run_time(plan, args, device=planned_device({**os.environ, NAME_VARIABLE: CPU_NAME}))
-    assert step is not None, "it trains"
+    assert step is not None, "the run trains"
     return step.seconds
 
 

@@ -1,7 +1,7 @@
-"""Implementations beside each other: each side is a few processes of one thread that step when told, side after side.
+"""Measures implementations side by side: each side is a few single-threaded processes that step in turns.
 
-Knows nothing of what a step does. While one side steps, the others wait; ratios pair the rounds, so that drift of the
-machine cancels.
+Independent of the content of a step. While one side steps, the others wait. Ratios pair the rounds, so that drift of
+the machine cancels.
 """
 
 import json
@@ -24,15 +24,15 @@ import torch.distributed as dist
 from benchmarks.source import commit_of_tree
 from megatron.core.device import peak_memory_bytes
 
-# A step of one rank; it may return one figure of its own, between 0 and 1.
+# A step of one rank. It may return one figure between 0 and 1.
 Step = Callable[[], float | None]
-# What builds the model on one rank, and returns its step.
+# Builds the model on one rank, and returns its step.
 Build = Callable[[], Step]
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Means over one round's steps, in seconds; peak_bytes since the process started; the median of steps' figures."""
+    """Means over a round's steps, in seconds; peak_bytes since the process started; median of the steps' figures."""
 
     cpu_seconds: float
     wall_seconds: float
@@ -49,7 +49,9 @@ class Side:
     processes: list[Any]
 
     def measure(self, steps: int) -> Measurement:
-        """Runs `steps` on all ranks: CPU seconds summed over ranks; wall time, memory and figure of the worst rank."""
+        """Runs `steps` on all ranks. Returns CPU seconds summed over ranks, and time, memory and figure of the worst
+        rank.
+        """
         for connection in self.connections:
             connection.send(steps)
         ranks: list[Measurement] = [connection.recv() for connection in self.connections]
@@ -69,9 +71,9 @@ class Side:
 
 
 def run_rounds(sides: list[Side], *, rounds: int, steps: int) -> dict[str, list[Measurement]]:
-    """Measures each side once a round, after a round that warms up, and ends the processes; by the sides' names.
+    """Measures each side once per round, after a warm-up round, and ends the processes. Returns results by side.
 
-    Every other round goes the other way, so that who comes first has no advantage.
+    The order alternates between rounds, so that being first is no advantage.
     """
     measured: dict[str, list[Measurement]] = {side.name: [] for side in sides}
     for number in range(rounds + 1):
@@ -88,7 +90,7 @@ def run_rounds(sides: list[Side], *, rounds: int, steps: int) -> dict[str, list[
 
 
 def ratios(ours: list[Measurement], plain: list[Measurement]) -> dict[str, float]:
-    """Medians over the rounds of ours / plain; of peaks the last."""
+    """Returns medians over the rounds of ours / plain; for peaks the ratio of the last round."""
     return {
         "cpu x": statistics.median(o.cpu_seconds / p.cpu_seconds for o, p in zip(ours, plain, strict=True)),
         "wall x": statistics.median(o.wall_seconds / p.wall_seconds for o, p in zip(ours, plain, strict=True)),
@@ -112,22 +114,22 @@ def print_table(measured: Mapping[str, list[Measurement]], *, base: str) -> dict
 
 
 def write_record(path: Path, figures: object, *, measured: Mapping[str, list[Measurement]]) -> None:
-    """Writes figures, rounds and what they depend on as JSON."""
+    """Writes figures, rounds and conditions as JSON."""
     record = {"figures": figures, "rounds": {k: [asdict(m) for m in v] for k, v in measured.items()}, **context()}
     path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on."""
+    """Returns a TCP port on which no process listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def start_side(name: str, build: Build, *, ranks: int, packages: Sequence[str] = ()) -> Side:
-    """Starts the ranks of one implementation; `build` must be importable, as processes are spawned.
+    """Starts the ranks of one implementation. `build` must be importable, because processes are spawned.
 
-    packages: imported before memory is counted from, as torch is.
+    packages: imported before memory is counted, like torch.
     """
     context = multiprocessing.get_context("spawn")
     port = free_port()
@@ -150,7 +152,7 @@ def start_side(name: str, build: Build, *, ranks: int, packages: Sequence[str] =
 def serve(
     build: Build, connection: Connection, *, rank: int, ranks: int, port: int, packages: Sequence[str] = ()
 ) -> None:
-    """One rank: builds, then runs as many steps as it is told to, until told 0."""
+    """Runs one rank: builds, then runs the requested numbers of steps until 0."""
     join_ranks(rank, ranks=ranks, port=port)
     for package in packages:
         import_module(package)
@@ -171,7 +173,7 @@ def serve(
 
 
 def join_ranks(rank: int, *, ranks: int, port: int) -> None:
-    """Makes this process, of one thread, what torchrun would start as a rank."""
+    """Makes this single-threaded process a rank as torchrun would start it."""
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
@@ -179,7 +181,7 @@ def join_ranks(rank: int, *, ranks: int, port: int) -> None:
 
 
 def context() -> dict[str, str]:
-    """Returns the conditions of a measurement: date, device, version of torch and commit."""
+    """Returns the conditions of a measurement: date, device, torch version and commit."""
     return {
         "date": time.strftime("%Y-%m-%d"),
         "device": platform.processor() or platform.machine(),

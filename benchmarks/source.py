@@ -1,4 +1,7 @@
-"""Names the version of these files that a measurement is of. Imports no torch, so that it works where torch fails."""
+"""Names the version of the files that a measurement belongs to.
+
+Does not import torch, so that it works if torch fails.
+"""
 
 import hashlib
 import os
@@ -12,7 +15,10 @@ _FILES = ("pretrain_gpt.py", "tests/harness.py", "tests/conftest.py")
 
 
 def commit_of_tree() -> str:
-    """The commit of these files; in a copy without its repository the value of the variable COMMIT, or nothing."""
+    """Returns the commit of these files.
+
+    In a copy without a repository, returns the variable COMMIT, or an empty text.
+    """
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
         return os.environ.get("COMMIT", "")
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -20,7 +26,9 @@ def commit_of_tree() -> str:
 
 
 def digest_of_files() -> str:
-    """Digest of the Python files that checks on a GPU run. It is the same for equal files, committed or not."""
+    """Returns a digest of the Python files that checks on a GPU run, which is the same for equal files, committed or
+    not.
+    """
     found = hashlib.blake2b(digest_size=8)
     paths = [path for part in _PARTS for path in (ROOT / part).rglob("*.py")]
     for path in sorted([*paths, *(ROOT / name for name in _FILES)]):

@@ -1,17 +1,17 @@
-"""Stash and restore of a page pool, compared with Tensor.copy_ of the same bytes.
+"""Compares stash and restore of a page pool with Tensor.copy_ of the same bytes.
 
     python benchmarks/stash_copy.py [--rounds 25] [--json benchmarks/results/stash_copy_cpu.json]
 
-A group is what an expert layer saves: x, gate_up of twice its width, and act; 15/16 of their rows are live, and a page
-holds 64 rows of x. The pool has room for two groups, so the plain copies use two sets of buffers in turn. Stash,
-restore and plain copies are interleaved. The figures, stash x and restore x, are medians over rounds of copy_'s seconds
-/ our seconds: the rate as a share of copy_'s. A round under the profiler must allocate nothing. The order of free pages
-in the pool's ring is that of
-  new       a reset: a tensor's pages follow each other
-  step      a step in which 64 groups of other sizes went through the pool, as under pipeline parallelism
-  shuffled  chance, the worst case: hardly two pages follow each other
+A group contains the tensors that an expert layer saves: x, gate_up of twice its width, and act. 15/16 of their rows are
+live, and a page holds 64 rows of x. The pool has room for two groups, so the plain copies use two sets of buffers in
+turn. Stash, restore and plain copies are interleaved. The figures, stash x and restore x, are medians over rounds of
+copy_'s seconds / our seconds: the rate as a share of copy_'s. A round under the profiler must allocate nothing. The
+order of free pages in the pool's ring is that of
+  new       a reset: a tensor's pages are consecutive
+  step      a step in which 64 groups of other sizes used the pool, as under pipeline parallelism
+  shuffled  a random permutation, the worst case: hardly any two pages are consecutive
 
-benchmarks/gpu/stash_copy.py does so on a GPU, for other sizes.
+benchmarks/gpu/stash_copy.py measures the same on a GPU, for other sizes.
 """
 
 import argparse
@@ -44,12 +44,12 @@ MIB = 2**20
 GROUP_BYTES = 64 * MIB
 SIZES_ON_CPU = (1, 4, 16, 256)  # MiB
 GROUPS_OF_STEP = 64
-TARGETS = {256: 0.75}  # of stash x and restore x, by width in bytes; 0.9 for other widths
+TARGETS = {256: 0.75}  # minimum of stash x and restore x, by width in bytes; 0.9 for other widths
 
 
 @dataclass
 class Bench:
-    """A pool with a group of three tensors, and two sets of buffers for copy_, which stand for the pages."""
+    """A pool with a group of three tensors, and two sets of buffers for copy_ that correspond to the pages."""
 
     pool: PagePool
     specs: list[TensorSpec]
@@ -64,7 +64,7 @@ class Bench:
 
     @property
     def live_bytes(self) -> int:
-        """Bytes that one stash, restore or copy moves."""
+        """Returns the bytes that one stash, restore or copy moves."""
         return sum(buffer.nbytes for buffer in self.buffers[0])
 
     def stash(self, _turn: int) -> None:
@@ -82,7 +82,9 @@ class Bench:
             target[: buffer.nbytes].view(buffer.dtype).copy_(buffer, non_blocking=True)
 
     def round(self, turn: int, timed: Callable[[Callable[[int], None], int], None]) -> None:
-        """Runs each verb once, plain copies first in every other turn; timed(verb, turn) has to call verb(turn)."""
+        """Runs each operation once, with plain copies first in every other turn. timed(verb, turn) has to call
+        verb(turn).
+        """
         verbs = [(self.copy_in, self.stash), (self.copy_out, self.restore)]
         self.pool.plan(self.group, self.num_rows)
         for pair in verbs:
@@ -92,7 +94,7 @@ class Bench:
 
 
 def build(width: int, dtype: torch.dtype, *, num_bytes: int, order: str, device: str, tier: str) -> Bench:
-    """A bench for x of this width in bytes and groups of num_bytes; all memory has been touched."""
+    """Builds a bench for x of this width in bytes and groups of num_bytes. All memory has been touched."""
     max_rows = num_bytes // (4 * width) * 16 // 15
     num_rows = num_bytes // (4 * width) - 3  # the last page is not full
     widths = ((width, Priority.INPUT), (2 * width, Priority.GATE_UP), (width, Priority.ACT))
@@ -119,7 +121,7 @@ def build(width: int, dtype: torch.dtype, *, num_bytes: int, order: str, device:
 
 
 def age(pool: PagePool, specs: list[TensorSpec]) -> None:
-    """Sends GROUPS_OF_STEP groups through the pool, each with about a tenth of these rows, up to 9 open at once."""
+    """Sends GROUPS_OF_STEP groups through the pool, each with about a tenth of these rows, up to 9 at the same time."""
     numbers = random.Random(1)
     waiting: list[PageGroup] = []
     for _ in range(GROUPS_OF_STEP):
@@ -132,13 +134,13 @@ def age(pool: PagePool, specs: list[TensorSpec]) -> None:
 
 
 def leave(pool: PagePool, group: PageGroup) -> None:
-    """Gives a group's pages and its room back, as after its backward."""
+    """Releases a group's pages and its slot, as after its backward."""
     pool.release(group)
     pool.close_group(group)
 
 
 def check_no_allocation(bench: Bench) -> None:
-    """Raises AssertionError naming what allocated in plan, stash, restore and release."""
+    """Raises AssertionError naming the operators that allocated in plan, stash, restore and release."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         bench.round(0, lambda verb, turn: verb(turn))
     allocated = [(event.name, event.cpu_memory_usage) for event in seen.events() if event.cpu_memory_usage]
@@ -146,7 +148,7 @@ def check_no_allocation(bench: Bench) -> None:
 
 
 def measure_cpu(bench: Bench, rounds: int) -> dict[str, Any]:
-    """Figures over these rounds, in CPU seconds with one thread and in wall seconds with two.
+    """Returns figures over these rounds, in CPU seconds with one thread and in wall seconds with two.
 
     Raises AssertionError if the steady state allocates.
     """
@@ -165,7 +167,7 @@ def measure_cpu(bench: Bench, rounds: int) -> dict[str, Any]:
 
 
 def figures_of(seconds: dict[str, list[float]], live_bytes: int) -> dict[str, Any]:
-    """Medians over rounds: ratios to plain copies, and microseconds. seconds: by verb, one a round."""
+    """Returns medians over rounds: ratios to plain copies, and microseconds. seconds: by operation, one per round."""
     ratio = {
         ours: statistics.median(copy / own for copy, own in zip(seconds[theirs], seconds[ours]))
         for ours, theirs in (("stash", "copy_in"), ("restore", "copy_out"))
@@ -201,9 +203,9 @@ def main_cpu(rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measures, prints, and writes what the options ask for."""
+    """Measures, prints, and writes the requested files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=25, help="counted rounds of each case (default: 25)")
+    parser.add_argument("--rounds", type=int, default=25, help="counted rounds per case (default: 25)")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     record = {"rows": main_cpu(options.rounds), "rounds": options.rounds, **machine()}

@@ -1,14 +1,14 @@
-"""Capacity and page factors that freshly initialised routers need, step by step, and what pools of other sizes do.
+"""Measures the capacity and page factors that freshly initialised routers need step by step, and simulates other pools.
 
     python benchmarks/stash_factors.py [--only SHAPE ...] [--steps 150] [--folder DIR] [--json FILE]
 
-Trains six small models with the routers of published ones, on the text that Python ships. Two processes share the
+Trains six small models with the routers of published ones, on the text included in Python. Two processes share the
 experts, with buffers that no routing can exceed (c 2) and a paged stash of factor 1.1. --record-routing records the
 tokens of each expert. From this routing, which does not depend on pages, stash_plan computes the factors that the worst
 rank needed in each step, and simulates pools of other sizes. It also simulates eight ranks that share the experts, with
-micro-batches from the same steps. The simulation of the run's own pool must count in each step what the run counted.
+microbatches from the same steps. The simulation of the run's own pool must match the run's counters in each step.
 
-First table, for steps 1 to 10, 11 to 50 and later ones, as median / p99 / most:
+First table, for steps 1 to 10, 11 to 50 and later ones, as median / p99 / maximum:
   rows        --moe-expert-rank-capacity-factor needed
   pages       --moe-paged-stash-buffer-size-factor-cuda needed to hold every tensor
   -m          the multiple of the measured need, given as a negative factor, with which the later steps would have had
@@ -67,7 +67,7 @@ FLAGS = f"""
 
 @dataclass(frozen=True)
 class Shape:
-    """Flags of a model, and its batch: samples of a rank's micro-batch, and micro-batches of a step."""
+    """Flags of a model, and its batch: samples of a rank's microbatch, and microbatches per step."""
 
     flags: str
     micro_batch: int
@@ -76,7 +76,7 @@ class Shape:
     def batch(self, ranks: int) -> list[str]:
         """Returns the flags of a step on that many ranks.
 
-        It has as many micro-batches as on RANKS ranks, at least one for each rank. If that is more than recorded, the
+        It has as many microbatches as on RANKS ranks, and at least one per rank. If that is more than recorded, the
         simulation draws them from those of the step.
         """
         num_microbatches = max(1, self.num_microbatches * RANKS // ranks)
@@ -155,7 +155,7 @@ def measure(name: str, workspace: Workspace, *, steps: int) -> dict[str, Any]:
         train([*words, *shape.batch(RANKS), "--save", str(out), "--record-routing", str(trace)])
     recorded = sum(1 for _ in read_routing(trace))
     if recorded != steps:
-        raise ValueError(f"--steps is {steps}, but {trace} has {recorded}: give that number, or another --folder")
+        raise ValueError(f"--steps is {steps}, but {trace} has {recorded}: use that number, or another --folder")
     found = {}
     for ranks in (RANKS, MORE_RANKS):
         # A rank may receive all rows, so that no step overflows.
@@ -186,7 +186,7 @@ def planned(words: Sequence[str], trace: Path, *, ranks: int) -> tuple[PlannedRu
 
 
 def check_simulation(logged: Mapping[str, Series], simulated: Walk) -> None:
-    """Raises AssertionError unless the simulation of the run's own pool recomputed what the run did, in each step.
+    """Raises AssertionError unless the simulation of the run's own pool matches the run's recomputation in each step.
 
     logged: the run's series by name.
     """
@@ -212,7 +212,7 @@ def figures_of(run: PlannedRun, spans: Sequence[RoutingSpan]) -> dict[str, Any]:
 
 
 def by_part(needed: np.ndarray) -> dict[str, dict[str, float]]:
-    """Returns median, p99 and most of the steps of each part. needed: [S], fp64; the last part may be missing."""
+    """Returns median, p99 and maximum of the steps of each part. needed: [S], fp64; the last part may be missing."""
     found = {}
     for part, (first, last) in PARTS.items():
         values = needed[first - 1 : last].tolist()
@@ -222,17 +222,17 @@ def by_part(needed: np.ndarray) -> dict[str, dict[str, float]]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Returns the median, p99 and the largest of the values."""
+    """Returns the median, p99 and maximum of the values."""
     return {"median": factor_at(0.5, values), "p99": factor_at(0.99, values), "most": max(values)}
 
 
 def num_groups(run: PlannedRun) -> int:
-    """Returns how many expert groups a rank stashes in a step."""
+    """Returns the number of expert groups that a rank stashes in a step."""
     return sum(move.is_taken for move in run.stages[0].moves(run.num_microbatches, run.prefetch_groups))
 
 
 def recomputed_shares(simulated: Walk, *, groups: int) -> dict[str, dict[str, float]]:
-    """Returns the shares of recomputed acts and gate_ups on the rank with most of them, and of steps that have any.
+    """Returns the shares of recomputed acts and gate_ups on the rank with the most, and of steps that have any.
 
     groups: expert groups that a rank stashes in a step. Also counts attempts that overflowed.
     """
@@ -257,12 +257,12 @@ def recomputed_shares(simulated: Walk, *, groups: int) -> dict[str, dict[str, fl
 def learned_multiples(run: PlannedRun, spans: Sequence[RoutingSpan]) -> dict[str, dict[str, float]]:
     """Returns the pages that later steps needed over the measured need, on the worst rank.
 
-    fresh: the measured step is the first. resumed: all up to step RESUMED_AT are measured, over all ranks.
+    fresh: only the first step is measured. resumed: all steps up to RESUMED_AT are measured, over all ranks.
     """
     (span,), (stage,) = spans, walk(run, run.flags, spans=spans, grows=False).stages
     ranks = run.ranks
     capacity = run.flags.moe_expert_rank_capacity_factor
-    assert capacity is not None, "FLAGS have it"
+    assert capacity is not None, "FLAGS contain it"
     needs = run.needs(run.flags, 0, num_microbatches=run.num_microbatches, max_rows=ranks.max_rows(capacity))
     # Layer -> [S, N], fp64.
     shares = {layer: rows.max(axis=0) / ranks.balanced_rows for layer, rows in span.rows.items()}
@@ -280,7 +280,7 @@ def learned_multiples(run: PlannedRun, spans: Sequence[RoutingSpan]) -> dict[str
 
 
 def print_tables(shapes: dict[str, Any]) -> None:
-    """Prints the factors that steps needed, then what pools of each size recompute."""
+    """Prints the factors that steps needed, then the tensors that pools of each size recompute."""
     rows = {f"{name}, {ranks}": found for name, by_ranks in shapes.items() for ranks, found in by_ranks.items()}
     columns = [f"{what} {part}" for what in ("rows", "pages") for part in PARTS] + ["-m fresh", "-m resumed"]
     print(f"\n{'shape, ranks':38}" + "".join(f"{column:>20}" for column in columns))
@@ -298,16 +298,16 @@ def print_tables(shapes: dict[str, Any]) -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line of this benchmark."""
+    """Parses the command line of this benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], help="shapes whose name has one of these words")
+    parser.add_argument("--only", nargs="+", default=[], help="shapes whose name contains one of these words")
     parser.add_argument("--steps", type=int, default=150, help="steps to train (default: 150)")
-    parser.add_argument("--folder", type=Path, help="keep text, tokens and runs here, and use those that are there")
+    parser.add_argument("--folder", type=Path, help="folder for text, tokens and runs, which are reused if they exist")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     for text in options.only:
         if not any(text in name for name in SHAPES):
-            parser.error(f"--only has {text!r}: no shape has it in its name; they are {'; '.join(SHAPES)}")
+            parser.error(f"--only has {text!r}, which no shape has in its name; shapes: {'; '.join(SHAPES)}")
     return options
 
 

@@ -1,26 +1,26 @@
-"""What a rank holds of its experts' activations at the peak of a training step, counted, beside other ways to keep it.
+"""Counts a rank's bytes of the experts' activations at the peak of a training step, for a stash and its alternatives.
 
     python benchmarks/stash_memory.py [--only TEXT ...] [--json FILE] [--plot FILE.svg]
     python benchmarks/stash_memory.py --read FILE --plot FILE.svg
 
-Every line is a run of its own, of what pretrain_gpt.py runs: 8 layers of 16 experts, top-2, fp32, over 8 processes that
+Every line is a separate run of the code of pretrain_gpt.py: 8 layers of 16 experts, top-2, fp32, over 8 processes that
 are pipeline stages times ranks of experts. A forced routing gives the experts of rank 0 a multiple of the balanced
-number of rows, which is also the c that has room for them (*needs*). The line is that of the rank that holds most.
-  dropless  buffers of as many rows as come, for which the host waits
+number of rows, which is also the smallest sufficient c (*needs*). The line is that of the rank that holds most.
+  dropless  buffers of the number of received rows, for which the host waits
   static    buffers of c times the balanced number of rows; no c below `needs`, which would lose rows
-  stash     static, and pages for what steps so far needed at their peak, and 10 % more
-  rungs     static, and half of the pages of that peak: what finds none is computed again
+  stash     static, and pages for the peak need of steps so far plus 10 %
+  rungs     static, and half of the pages of that peak: tensors without pages are recomputed
 
-*held*, MiB: x, routing weights, gate_up and act of all passes whose backward is to come, at the moment between two
-forwards of expert layers when they take most: buffers, pages given out, and buffers of rows that are back. What a
-forward in progress needs beside is not counted, nor gradients. *live*: rows in the pages. *arena*: pages that the pool
-has. *sets*: buffers outside of pages, in units of the largest group's; the law allows 1 + prefetch.
-Apart from these: *index*, integers that the dispatch keeps then; *wire*, the most that its buffers took in any forward;
-*dropped*, tensors computed again; *rss*, by how much a process's resident memory grew in the steps, at its peak: all
-but the experts' part of it is the same in all lines of a layout. glibc keeps freed memory in all of them, holes
-included, as pretrain_gpt.py tells it to.
+*held*, MiB: x, routing weights, gate_up and act of all passes whose backward is still to come, at the moment between
+two forwards of expert layers when they are largest: buffers, allocated pages, and buffers of restored rows. Additional
+memory of a forward in progress is not counted, nor are gradients. *live*: rows in the pages. *arena*: the pool's pages.
+*sets*: buffers outside of pages, in units of the largest group's; the law allows 1 + prefetch. Reported separately:
+*index*, integers that the dispatch keeps at that moment; *wire*, the maximum of its buffers in any forward; *dropped*,
+recomputed tensors; *rss*, the growth of a process's resident memory in the steps, at its peak, which differs between
+the lines of a layout only by the experts' part. glibc keeps freed memory in all of them, including holes, as configured
+by pretrain_gpt.py.
 
-Asserted for every rank of every run: pages held <= live bytes / page + 1 for each tensor, at all times; buffers
+Asserted for every rank of every run: pages in use <= live bytes / page + 1 for each tensor, at all times; buffers
 outside of pages <= 1 + prefetch working sets at the peak.
 """
 
@@ -84,7 +84,7 @@ SKEWS = {"balanced": 0.0, "half hot": 0.5, "one hot": 1.0}
 
 @dataclass(frozen=True)
 class Layout:
-    """Stages, and model chunks of each; all ranks of a stage share the experts."""
+    """Number of stages and of model chunks per stage. All ranks of a stage share the experts."""
 
     stages: int
     chunks: int = 1
@@ -97,12 +97,12 @@ class Layout:
 
     @property
     def microbatches(self) -> int:
-        """Enough for the steady state of the schedule."""
+        """Returns a number of microbatches that reaches the steady state of the schedule."""
         return 2 * self.stages
 
     @property
     def flags(self) -> list[str]:
-        """The layout as flags of pretrain_gpt.py."""
+        """Returns the layout as flags of pretrain_gpt.py."""
         sizes = {
             "--pipeline-model-parallel-size": self.stages,
             "--expert-model-parallel-size": self.expert_ranks,
@@ -127,13 +127,13 @@ class Case:
 
     @property
     def argv(self) -> list[str]:
-        """The command line of pretrain_gpt.py."""
+        """Returns the command line of pretrain_gpt.py."""
         factor = [] if self.capacity is None else ["--moe-expert-rank-capacity-factor", str(self.capacity)]
         return [*FLAGS.split(), *self.layout.flags, *factor, *KINDS[self.kind].split()]
 
     @property
     def factor_needed(self) -> float:
-        """Rows of the fullest rank over the balanced number."""
+        """Returns the rows of the fullest rank over the balanced number."""
         own = EXPERTS // self.layout.expert_ranks
         chosen = forced_choices(SKEWS[self.skew], num_tokens=EXPERTS * SEQUENCE)
         return float((chosen < own).float().mean()) * self.layout.expert_ranks
@@ -143,7 +143,7 @@ class Case:
         return f"{self.layout}, {self.skew}, {self.kind}{capacity}"
 
 
-# Capacity factors beyond the number of ranks make no larger buffers: there are no more rows.
+# Capacity factors above the number of ranks do not make buffers larger, because there are no more rows.
 CAPACITIES = {
     Layout(1): (1.2, 2.0, 4.5, 8.0),
     Layout(2): (4.0,),
@@ -153,10 +153,10 @@ CAPACITIES = {
 
 
 def all_cases() -> list[Case]:
-    """All runs whose buffers have room for the rows that come."""
+    """Returns all runs whose buffers have room for the rows."""
     cases = []
     for layout, capacities in CAPACITIES.items():
-        # How skews differ shows without a pipeline.
+        # Differences between skews show without a pipeline.
         for skew in SKEWS if layout.stages == 1 else ("balanced", "one hot"):
             found = [Case(layout, skew, kind, c) for c in capacities for kind in ("static", "stash", "rungs")]
             cases.append(Case(layout, skew, "dropless", None))
@@ -165,7 +165,7 @@ def all_cases() -> list[Case]:
 
 
 def forced_choices(hot_share: float, *, num_tokens: int) -> Tensor:
-    """Experts of each token: expert 0 and another one for the first hot_share of the tokens, all in turn for the rest.
+    """Returns the experts of each token: expert 0 and another one for the first hot_share of the tokens, else in turn.
 
     Returns [T, K], int64.
     """
@@ -176,7 +176,7 @@ def forced_choices(hot_share: float, *, num_tokens: int) -> Tensor:
 
 
 def force_routing(router: nn.Module, hot_share: float) -> None:
-    """Replaces the router's choices; the weights stay, with their gradients."""
+    """Replaces the router's choices. The weights stay, with their gradients."""
 
     def choose(router: nn.Module, inputs: Any, chosen: Routing) -> Routing:
         forced = forced_choices(hot_share, num_tokens=len(chosen.indices)).to(chosen.indices.device)
@@ -187,7 +187,7 @@ def force_routing(router: nn.Module, hot_share: float) -> None:
 
 @dataclass(frozen=True)
 class RankFigures:
-    """One rank's measurements; arena_bytes: of the pool's device pages; dropped: tensors recomputed in a step."""
+    """One rank's measurements. arena_bytes: those of the pool's device pages. dropped: tensors recomputed in a step."""
 
     peaks: Peaks
     arena_bytes: int
@@ -196,17 +196,17 @@ class RankFigures:
     rss_bytes: int
 
     def check_memory_law(self) -> None:
-        """Raises AssertionError where more is held than rows, page tails and working sets account for."""
+        """Raises AssertionError if more is held than rows, page tails and working sets account for."""
         peaks, held = self.peaks, self.peaks.held
         assert peaks.excess_pages <= 0, f"{peaks.excess_pages} pages more than live rows fill, and one for each tensor"
-        # The rows of x, weights, gate_up and act come back to whole words of 64 bytes.
+        # The rows of x, weights, gate_up and act are restored to whole words of 64 bytes.
         outside, allowed = held.rows + held.restored, (1 + PREFETCH) * (peaks.working_set + 4 * RESTORE_ALIGNMENT)
         assert self.arena_bytes == 0 or outside <= allowed, f"{outside} bytes outside of pages, {allowed} allowed"
         assert held.pages <= self.arena_bytes, f"{held.pages} bytes of pages in a pool of {self.arena_bytes}"
 
 
 def train(case: Case) -> RankFigures:
-    """Some steps of training, the last of which is measured, as a rank of torchrun."""
+    """Runs training steps, the last of which is measured, as a rank of torchrun."""
     args = start_processes(argv=case.argv)
     run = setup_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
     setup_data(run, pretrain_gpt.train_valid_test_datasets_provider, num_workers=0)
@@ -222,7 +222,7 @@ def train(case: Case) -> RankFigures:
 
 
 def run_rank(case: Case, connection: Connection, *, rank: int, port: int) -> None:
-    """One process of a case; sends its figures."""
+    """Runs one process of a case, and sends its figures."""
     torch.set_num_threads(1)
     sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.layout.ranks, "MASTER_PORT": port}
     os.environ.update({name: str(size) for name, size in sizes.items()}, MASTER_ADDR="127.0.0.1")
@@ -242,7 +242,7 @@ def figures_of(run: TrainingRun, peaks: Peaks, *, rss: int) -> RankFigures:
 
 
 def measure(case: Case) -> list[RankFigures]:
-    """Runs a case in processes of its own; the figures of each rank."""
+    """Runs a case in separate processes, and returns the figures of each rank."""
     context, port = get_context("forkserver"), free_port()
     ranks = []
     for rank in range(case.layout.ranks):
@@ -260,7 +260,7 @@ def measure(case: Case) -> list[RankFigures]:
 
 
 def line_of(case: Case, ranks: list[RankFigures]) -> dict[str, Any]:
-    """The rank that holds most, and what is the most of any rank."""
+    """Returns the figures of the rank that holds most, and maxima over ranks."""
     most = max(ranks, key=lambda one: one.peaks.held.activations)
     held = most.peaks.held
     return {
@@ -281,7 +281,7 @@ def line_of(case: Case, ranks: list[RankFigures]) -> dict[str, Any]:
 
 
 def print_line(line: dict[str, Any]) -> None:
-    """One line of the table."""
+    """Prints one line of the table."""
     mib = [line[name] / 2**20 for name in ("held_bytes", "at_peak_live", "arena_bytes", "at_peak_index", "wire_bytes")]
     capacity = "" if line["capacity"] is None else f"{line['capacity']:g}"
     sets = "" if line["sets"] is None else f"{line['sets']:.2f}"
@@ -315,12 +315,19 @@ def main() -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line of this benchmark. --read draws what an earlier run wrote."""
+    """Parses the command line of this benchmark. --read draws the figures of an earlier run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], help='of runs named like "pp1 ep8, one hot, stash c6"')
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        help='runs whose names contain this text, for example "pp1 ep8, one hot, stash c6"',
+    )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="also draw bytes held over the capacity factor")
-    parser.add_argument("--read", type=Path, metavar="FILE", help="measure nothing: the figures of an earlier --json")
+    parser.add_argument(
+        "--read", type=Path, metavar="FILE", help="measure nothing, and use the figures of an earlier --json"
+    )
     return parser.parse_args()
 
 

@@ -1,18 +1,19 @@
-"""What a paged stash saves and costs in expert layers with static buffers, forward and backward, beside other ways.
+"""Measures the savings and costs of a paged stash in expert layers with static buffers, forward and backward, compared
+with alternatives.
 
     python benchmarks/stash_step.py [--rounds 9] [--layers 8] [--device cuda] [--json FILE]
-    python benchmarks/stash_step.py --hidden 1024 --ffn 512 --tokens 512    more flops for each saved byte
+    python benchmarks/stash_step.py --hidden 1024 --ffn 512 --tokens 512    more FLOPs for each saved byte
 
-The experts of a layer get T x K rows on average. The numbers are skewed, and go to other layers in every round.
-  dynamic    buffers of R rows, as many as are live: the host has to know R before it can go on
+The experts of a layer get T x K rows on average. The numbers are skewed, and assigned to other layers in every round.
+  dynamic    buffers of the R live rows; the host has to know R before it can continue
   static     buffers of C = 2 x T x K rows, of which R are live
-  full       static, and a stash with as many device pages as the live rows need; some act is computed again all the
-             same, because its reserve counts on C rows in layers to come
-  60%        static, and a stash with 60% of these pages: what finds no page is computed again
+  full       static, and a stash with as many device pages as the live rows need; some act is still recomputed,
+             because its reserve assumes C rows in later layers
+  60%        static, and a stash with 60% of these pages: tensors without pages are recomputed
   60% host   the same, and host pages for the rest
-  host       static, and a stash with host pages alone
-In a round all ways run one after the other on the same rows; gradients of all but `dynamic` have to be equal bit for
-bit. Printed are the bytes that wait for backward (made in forward and still held after it; pages at their high water),
+  host       static, and a stash with host pages only
+In a round all ways run one after the other on the same rows. Gradients of all except `dynamic` have to be bitwise
+equal. Prints the bytes saved for backward (allocated in forward and still held after it; pages at their high water),
 and the time of a step as a ratio, the median over rounds: CPU seconds of the process, on other devices wall time.
 """
 
@@ -64,12 +65,12 @@ class Sizes:
 
     @property
     def mean_rows(self) -> int:
-        """Rows that its experts get on average."""
+        """Mean number of rows of its experts."""
         return self.tokens * TOPK
 
     @property
     def capacity(self) -> int:
-        """C."""
+        """C, the rows of a buffer."""
         return 2 * self.mean_rows
 
     @property
@@ -94,19 +95,19 @@ class Rows:
 
 
 class ExpertLayer(nn.Module):
-    """Gathers rows, runs the experts in a context, adds their results to the tokens."""
+    """Gathers rows, runs the experts in a context, and adds their results to the tokens."""
 
     def __init__(self, name: str, sizes: Sizes) -> None:
         super().__init__()
         self.name = name
         hidden, ffn = sizes.hidden, sizes.ffn
         self.weight1 = nn.Parameter(torch.randn(EXPERTS, hidden, 2 * ffn) * hidden**-0.5)
-        # Small, for nothing between the layers keeps the tokens from growing.
+        # Small, because nothing between the layers limits the growth of the tokens.
         self.weight2 = nn.Parameter(torch.randn(EXPERTS, ffn, hidden) * ffn**-0.5 / 8)
 
     def forward(self, hidden: Tensor, rows: Rows, *, stash: PagedStash | None) -> Tensor:
-        """hidden: [T, H], parameter dtype. Returns the same."""
-        # Beyond the live rows experts leave any bytes, in gradients too.
+        """Maps hidden, [T, H], parameter dtype, to the same."""
+        # Beyond the live rows experts leave arbitrary bytes, including in gradients.
         live = (torch.arange(len(rows.tokens), device=hidden.device) < rows.num_rows)[:, None]
         x = hidden.index_select(0, rows.tokens).where(live, 0)
         with self._context(rows, stash) as group:
@@ -119,7 +120,7 @@ class ExpertLayer(nn.Module):
                 again = recompute_gate_up(self.weight1, rows.offsets)
                 group.mark(gate_up, priority=Priority.GATE_UP, recompute=again, sources=(x,))
         y = y.where(live, 0)
-        return hidden.index_put((rows.tokens,), y, accumulate=True)  # index_add would keep y for backward
+        return hidden.index_put((rows.tokens,), y, accumulate=True)  # index_add would save y for backward
 
     def _context(self, rows: Rows, stash: PagedStash | None) -> AbstractContextManager[Any]:
         return nullcontext() if stash is None else stash.context(self.name, rows.num_rows, max_rows=len(rows.tokens))
@@ -127,7 +128,7 @@ class ExpertLayer(nn.Module):
 
 @dataclass
 class Way:
-    """One way to run the layers, and what each round showed. stash, pool: both or neither."""
+    """One way to run the layers, and its results in each round. stash, pool: both or neither."""
 
     name: str
     is_padded: bool = True
@@ -139,7 +140,7 @@ class Way:
 
     @staticmethod
     def with_pool(name: str, device: torch.device, *, device_pages: int, host_pages: int) -> "Way":
-        """With a stash over a pool of its own."""
+        """Creates the way with a stash over its own pool."""
         pool = PagePool(device, PoolLayout(PAGE_BYTES, device_pages, host_pages))
         return Way(name, stash=PagedStash(pool), pool=pool)
 
@@ -161,7 +162,7 @@ class Bench:
         self.live = [min(sizes.capacity, int(sizes.mean_rows * share)) for share in logarithms.exp().tolist()]
 
     def draw(self) -> list[Rows]:
-        """A new routing of every layer."""
+        """Draws a new routing for every layer."""
         return [
             self._draw_rows(self.live[number]) for number in torch.randperm(len(self.live), generator=self.generator)
         ]
@@ -182,14 +183,14 @@ class Bench:
         with LiveBytes() as made:
             output = self._forward(way, routing)
         way.bytes_outside.append(made.total() - output.nbytes)
-        # Backward, so that the stash sees a step like the others.
+        # Runs backward, so that the stash sees a normal step.
         torch.autograd.grad(output, parameters, self.grad)
         if way.stash is not None:
             way.stash.reset()
         return list(gradients)
 
     def pages_needed(self) -> int:
-        """Pages for all live rows of all layers."""
+        """Returns the number of pages for all live rows of all layers."""
         layout = PoolLayout(PAGE_BYTES, 1)
         return sum(layout.pages_for(live * width * self.itemsize) for live in self.live for width in self.sizes.widths)
 
@@ -220,7 +221,7 @@ def _read_sync(counters: Tensor) -> list[int]:
 
 
 def ways_of(bench: Bench) -> list[Way]:
-    """The ways that are compared."""
+    """Returns the compared ways."""
     need = bench.pages_needed()
     short, rest = int(SHORT * need), need - int(SHORT * need)
     return [
@@ -234,7 +235,7 @@ def ways_of(bench: Bench) -> list[Way]:
 
 
 def measure(bench: Bench, ways: list[Way], *, rounds: int) -> None:
-    """Runs rounds of all ways, after one that warms up and lets stashes learn the order of a step.
+    """Runs rounds of all ways, after one round of warm-up in which stashes learn the order of a step.
 
     Raises SystemExit if a padded way's gradients differ from static's.
     """
@@ -247,7 +248,7 @@ def measure(bench: Bench, ways: list[Way], *, rounds: int) -> None:
                 continue
             gradients = bench.step(way, routing)
             if way.is_padded and not all(map(torch.equal, gradients, expected)):
-                raise SystemExit(f"{way.name}, round {number}: other gradients than static's")
+                raise SystemExit(f"{way.name}, round {number}: gradients differ from those of static")
             del gradients
         for way in ways if number == 0 else ():
             way.seconds.clear()
@@ -256,7 +257,7 @@ def measure(bench: Bench, ways: list[Way], *, rounds: int) -> None:
 
 
 def figures_of(way: Way, ways: dict[str, Way]) -> dict[str, Any]:
-    """A way's line: medians of times over rounds, and the largest bytes and counts."""
+    """Returns a way's line: medians of times over rounds, and maxima of bytes and counts."""
     figures: dict[str, Any] = {"way": way.name}
     for other in ("dynamic", "static", "full"):
         ratios = [mine / theirs for mine, theirs in zip(way.seconds, ways[other].seconds, strict=True)]
@@ -280,12 +281,12 @@ def main() -> None:
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="cpu (default) or cuda")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     for name, default in vars(Sizes()).items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"of a layer (default: {default})")
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"size of a layer (default: {default})")
     options = parser.parse_args()
     torch.set_num_threads(1)
     keep_cpu_heap()
     if options.device.type != "cpu":
-        # A GPU adds up the gradients of tokens in any order, and gradients have to be equal bit for bit.
+        # A GPU accumulates the gradients of tokens in any order, and gradients have to be bitwise equal.
         use_deterministic_kernels()
     sizes = Sizes(options.tokens, options.hidden, options.ffn)
     bench = Bench(options.layers, options.device, sizes=sizes)

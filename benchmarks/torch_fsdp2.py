@@ -1,10 +1,11 @@
-"""TorchFullyShardedDataParallel beside plain fully_shard with torch's AdamW, on one model, in one run.
+"""Compares TorchFullyShardedDataParallel with plain fully_shard and torch's AdamW, on one model in one run.
 
     python benchmarks/torch_fsdp2.py [--ranks 2] [--rounds 5] [--steps 2] [--json FILE]
 
-The model, losses and clipping are those of fused_adam.py: 52 million parameters, fp32, gloo processes of one thread,
-layer by layer. Sides are interleaved round by round; of all ranks' processor time and the worst rank's time and peak
-resident memory since the imports. Last the targets, PASS or FAIL each, and the status 1 where one fails.
+The model, losses and clipping are those of fused_adam.py: 52 million parameters, fp32, single-threaded gloo processes,
+sharded layer by layer. Sides are interleaved round by round, and measured in all ranks' processor time and the worst
+rank's time and peak resident memory since the imports. The targets come last, PASS or FAIL each, with exit status 1 if
+one fails.
 """
 
 import argparse
@@ -55,17 +56,17 @@ def main() -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line of this benchmark."""
+    """Parses the command line of this benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: 2)")
-    parser.add_argument("--rounds", type=int, default=5, help="counted rounds of each side (default: 5)")
-    parser.add_argument("--steps", type=int, default=2, help="steps of one round (default: 2)")
+    parser.add_argument("--rounds", type=int, default=5, help="counted rounds per side (default: 5)")
+    parser.add_argument("--steps", type=int, default=2, help="steps per round (default: 2)")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser.parse_args()
 
 
 def build_ours(*, reshard_after_forward: bool = True) -> Callable[[], None]:
-    """This framework's wrapper and optimizer."""
+    """Builds this framework's wrapper and optimizer."""
     settings = TorchFullyShardedDataParallelConfig(reshard_after_forward=reshard_after_forward)
     model = TorchFullyShardedDataParallel(ModelParallelConfig(), settings, build_model())
     optimizer = get_megatron_optimizer(OptimizerConfig(clip_grad=1.0, **RATES), [model])

@@ -1,10 +1,10 @@
-"""Training steps of this framework and of the same model in plain PyTorch, interleaved in one run.
+"""Compares training steps of this framework with the same model in plain PyTorch, interleaved in one run.
 
     python benchmarks/train_step.py [--rounds 8] [--steps 3] [--json FILE]
 
 Prints CPU seconds, wall time and peak memory of a step, and ours / plain as medians over the rounds. Two processes
-of one thread each train one model: 4 layers, hidden 256, 8 experts top-2, sequence 256,
-micro-batch 4, fp32, AdamW with clipping. While one side steps, the other waits.
+with one thread each train one model: 4 layers, hidden 256, 8 experts top-2, sequence 256,
+microbatch 4, fp32, AdamW with clipping. While one side steps, the other waits.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from megatron.training.training import run_step  # noqa: E402
 
 RANKS = 2
 SEQUENCE, MICRO_BATCH = 256, 4
-# Of PlainGroupedMoE.
+# Options of PlainGroupedMoE.
 EXPERT_WEIGHTS = (".fc1", ".fc2")
 FLAGS = f"""
 --num-layers 4 --hidden-size 256 --num-attention-heads 4 --num-experts 8 --moe-router-topk 2
@@ -51,7 +51,7 @@ def main() -> None:
     """Measures and prints the table."""
     options = parse_options()
     os.environ["OMP_NUM_THREADS"] = "1"
-    # pretrain_gpt.py makes glibc keep its heap; a plain script has torch's default, unless asked otherwise.
+    # pretrain_gpt.py makes glibc keep its heap. A plain script has torch's default, unless requested otherwise.
     plain = partial(build_plain, keeps_heap=options.plain_keeps_heap)
     sides = [start_side("plain", plain, ranks=RANKS), start_side("ours", build_ours, ranks=RANKS)]
     rounds = run_rounds(sides, rounds=options.rounds, steps=options.steps)
@@ -62,14 +62,14 @@ def main() -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line of this benchmark."""
+    """Parses the command line of this benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8, help="counted rounds of each side (default: 8)")
-    parser.add_argument("--steps", type=int, default=3, help="steps of one round (default: 3)")
+    parser.add_argument("--rounds", type=int, default=8, help="counted rounds per side (default: 8)")
+    parser.add_argument("--steps", type=int, default=3, help="steps per round (default: 3)")
     parser.add_argument(
         "--plain-keeps-heap",
         action="store_true",
-        help="give the plain side our allocator setting too (glibc keeps memory)",
+        help="also give the plain side our allocator setting (glibc keeps memory)",
     )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser.parse_args()
@@ -81,9 +81,9 @@ def build_plain(
     sequence: int = SEQUENCE,
     keeps_heap: bool = False,
 ) -> Callable[[], None]:
-    """DDP, fused AdamW and torch's clipping around the plain model.
+    """Builds DDP, fused AdamW and torch's clipping around the plain model.
 
-    keeps_heap: makes the allocator setting that this framework makes for itself.
+    keeps_heap: applies the same allocator setting as this framework.
     """
     if keeps_heap:
         keep_cpu_heap()
@@ -91,7 +91,7 @@ def build_plain(
     torch.manual_seed(1234)
     plain = PlainModel(config)
     if config.expert_parallel:
-        # torch's DDP averages what it reduces, and leaves the experts to their ranks.
+        # torch's DDP averages the gradients that it reduces, and leaves the experts to their ranks.
         experts = [name for name, _ in plain.named_parameters() if name.endswith(EXPERT_WEIGHTS)]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(plain, experts)
     model = DistributedDataParallel(plain)
@@ -102,7 +102,7 @@ def build_plain(
 def plain_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, config: PlainConfig, sequence: int = SEQUENCE
 ) -> Callable[[], None]:
-    """The step of any wrapping of the plain model, whose forward gives the loss."""
+    """Returns the step of any wrapper of the plain model, whose forward returns the loss."""
 
     def step() -> None:
         tokens = torch.randint(config.vocab_size, (MICRO_BATCH, sequence + 1))
@@ -120,7 +120,7 @@ def plain_step(
 
 
 def clip_with_parallel_experts(model: nn.Module) -> None:
-    """Clips to the norm over all ranks; averages the experts' gradients, which DDP has left as sums over ranks."""
+    """Clips to the norm over all ranks. Averages the experts' gradients, which DDP has left as sums over ranks."""
     grads: dict[bool, list[torch.Tensor]] = {True: [], False: []}
     for name, param in model.named_parameters():
         assert param.grad is not None
@@ -141,7 +141,7 @@ def build_run(*flags: str) -> TrainingRun:
 
 
 def build_ours(*flags: str) -> Callable[[], None]:
-    """The whole of a training step as pretrain_gpt.py runs it, data and statistics included; flags: beside FLAGS."""
+    """Builds the complete step of pretrain_gpt.py, including data and statistics. flags: in addition to FLAGS."""
     run = build_run(*flags)
 
     def step() -> None:

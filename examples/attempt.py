@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""Runs one attempt of a training run and tells a cluster by its exit code whether another has to follow.
+"""Runs one attempt of a training run, and reports by its exit code whether a cluster should start another.
 
     examples/attempt.py [--signals-reach-command] FOLDER COMMAND...
 
-FOLDER holds the checkpoints; a --save in COMMAND wins. Exit codes:
+FOLDER holds the checkpoints, unless COMMAND contains --save. Exit codes:
      0   the newest checkpoint is that of the last iteration, and is new or COMMAND ended with 0
-    75   there is another checkpoint than at the start: another attempt goes on from it, also where --exit-interval
+    75   there is a newer checkpoint than at the start: another attempt continues from it, even if --exit-interval
          or --exit-duration-in-mins ended this one
-    any other: there is none: COMMAND's own, or 1 where that was 0 or 75; another attempt would get no further
+    any other: there is no new checkpoint: COMMAND's own code, or 1 if that was 0 or 75; another attempt would make no
+         progress
 
-COMMAND's exit code cannot tell: torchrun ends with 1 after a SIGTERM although its ranks have saved, and with 0 on a
-node that was not signalled. SIGTERM and SIGINT are handed on. Needs Linux (/proc) and nothing but Python.
+COMMAND's exit code is not sufficient: torchrun ends with 1 after a SIGTERM although its ranks have saved, and with 0 on
+a node that was not signalled. SIGTERM and SIGINT are forwarded. Needs only Linux (/proc) and Python.
 """
 
 import argparse
@@ -31,15 +32,16 @@ LINGER_SECONDS = 5.0  # for torchrun to end after its ranks
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the command line `words`; returns the exit code that the module's docstring describes."""
+    """Runs the command line `words`, and returns the exit code that the module's docstring describes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--signals-reach-command",
         action="store_true",
-        help="Signals to this process reach COMMAND too, and cancel the run: hand none on, ask for no further attempt.",
+        help="Signals to this process also reach COMMAND and cancel the run: do not forward them, and request no "
+        "further attempt.",
     )
-    parser.add_argument("folder", type=Path, help="The folder of the checkpoints.")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="What to run.")
+    parser.add_argument("folder", type=Path, help="Folder of the checkpoints.")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="Command to run.")
     args = parser.parse_args(words)
     if not args.command:
         parser.error("there is no COMMAND to run")
@@ -49,29 +51,29 @@ def main(words: Sequence[str]) -> int:
     attempt = Attempt(args.command, hand_on=not args.signals_reach_command)
     code = attempt.run()
     iteration, last = progress(folder)
-    # The checkpoint knows the length of the run that wrote it, which may have been another.
+    # The checkpoint records the length of the run that wrote it, which may have been another.
     last = int(asked) if asked is not None and asked.isdigit() and last else last
     found = f"iteration {iteration} of {last}" if last else "no checkpoint"
     state = f"the command ended with {code}, {folder} has {found}"
     if 0 < last <= iteration and (code == 0 or iteration != before):
         say(f"{state}: finished")
         return 0
-    # A negative code is a signal's, which shells add to 128.
+    # A negative code is that of a signal, to which shells add 128.
     failure = 128 - code if code < 0 else code or 1
     failure = 1 if failure == CONTINUE else failure
     if attempt.signalled and args.signals_reach_command:
         say(f"{state}: cancelled")
         return failure
-    # A run that begins again in the folder of an older one starts below it.
+    # A run that starts from scratch in the folder of an older one starts at a lower iteration.
     if iteration != before:
-        say(f"{state}: another attempt goes on from there")
+        say(f"{state}: another attempt continues from there")
         return CONTINUE
-    say(f"{state}, as at the start: another attempt would get no further")
+    say(f"{state}, as at the start: another attempt would make no progress")
     return failure
 
 
 class Attempt:
-    """COMMAND as a child of this process, which may be the first of a container."""
+    """COMMAND as a child of this process, which may be the first process of a container."""
 
     def __init__(self, command: Sequence[str], *, hand_on: bool) -> None:
         self.command, self.hand_on = list(command), hand_on
@@ -79,7 +81,7 @@ class Attempt:
         self.process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
-        """Runs the command to its end; returns its exit code."""
+        """Runs the command to its end, and returns its exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.receive)
         try:
@@ -93,22 +95,22 @@ class Attempt:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return self.process.wait(POLL_SECONDS)
-            # Nothing tells when a child of a child ends.
+            # There is no notification when a child of a child ends.
             now = ranks_of(self.process.pid)
             ranks |= now
             if not ranks or now:
                 ended_at = None
                 continue
             ended_at = ended_at or time.monotonic()
-            # torchrun waits 300 s for the other nodes' torchruns, which do not come where those were signalled and
-            # this one was not. It heeds no SIGTERM meanwhile, and has nothing left to end.
+            # torchrun waits 300 s for the other nodes' torchruns, which do not arrive if those were signalled and
+            # this one was not. It ignores SIGTERM meanwhile, and has nothing left to end.
             if time.monotonic() - ended_at > LINGER_SECONDS:
-                say(f"the ranks have ended, and the command has not for {LINGER_SECONDS:g} s: killing it")
+                say(f"the ranks have ended, but the command has not ended within {LINGER_SECONDS:g} s: killing it")
                 self.process.kill()
                 return self.process.wait()
 
     def receive(self, number: int, _frame: FrameType | None) -> None:
-        """Hands the first signal on. torchrun leaves its ranks behind, unsaved, at the third that it gets."""
+        """Forwards the first signal. At the third signal torchrun would leave its ranks running without a save."""
         if self.hand_on and not self.signalled and self.process is not None:
             self.process.send_signal(number)
         self.signalled = True
@@ -126,9 +128,9 @@ def value_of(command: Sequence[str], flag: str) -> str | None:
 
 
 def progress(folder: Path) -> tuple[int, int]:
-    """Iteration of the newest checkpoint and the run's last iteration; zeros where there is no checkpoint."""
+    """Returns the iteration of the newest checkpoint and the run's last iteration; zeros if there is no checkpoint."""
     try:
-        # A network file system may answer from memory that a single name is as it was.
+        # A network file system may answer from its cache that a single name is unchanged.
         os.listdir(folder)
         iteration = int((folder / "latest_checkpointed_iteration.txt").read_text())
         values = json.loads((folder / f"iter_{iteration:07d}" / "common.json").read_text())
@@ -138,7 +140,7 @@ def progress(folder: Path) -> tuple[int, int]:
 
 
 def ranks_of(process: int) -> set[int]:
-    """Children of the process that are ranks: torchrun has set RANK for them."""
+    """Returns the children of the process that are ranks, for which torchrun has set RANK."""
     found = set()
     with contextlib.suppress(OSError):
         for child in Path(f"/proc/{process}/task/{process}/children").read_text().split():
@@ -149,7 +151,7 @@ def ranks_of(process: int) -> set[int]:
 
 
 def say(text: str) -> None:
-    """Prints a line for the log of whoever started this."""
+    """Prints a line to the log of the caller."""
     print(f"[attempt] {text}", file=sys.stderr, flush=True)
 
 

@@ -1,12 +1,12 @@
-"""A small convolutional network on random pictures, data parallel; nothing of a transformer, and torch's own optimizer.
+"""Trains a small data-parallel convolutional network on random pictures, without transformers, with torch's optimizer.
 
     python examples/ddp_cnn.py
     torchrun --nproc-per-node 3 examples/ddp_cnn.py
     torchrun --nproc-per-node 3 examples/ddp_cnn.py --overlap --steps 50
 
-With --overlap each bucket of gradients is reduced while backward goes on, else all at its end. Losses are the same
-digits either way, since sums over ranks are taken in rank order (deterministic_mode). Rank 0 prints the losses, and
-in how many steps each bucket was under way before the next one was complete.
+With --overlap each bucket of gradients is reduced during backward, otherwise all at its end. Losses have the same
+digits either way, because sums over ranks are in rank order (deterministic_mode). Rank 0 prints the losses, and the
+number of steps in which each bucket was in flight before the next one was complete.
 """
 
 import argparse
@@ -40,14 +40,17 @@ class CNN(nn.Module):
         self.classify = nn.Linear(32 * (PIXELS // 8) ** 2, CLASSES)
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """pictures: [B, 3, PIXELS, PIXELS], fp32 -> logits [B, CLASSES], fp32."""
+        """Maps pictures, [B, 3, PIXELS, PIXELS], fp32, to logits, [B, CLASSES], fp32."""
         for convolution in self.convolutions:
             pictures = F.max_pool2d(torch.relu(convolution(pictures)), 2)
         return self.classify(pictures.flatten(1))
 
 
 def random_pictures(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """This rank's pictures of a step, noise around a pattern a class: [B, 3, PIXELS, PIXELS], fp32; and [B], int64."""
+    """Returns this rank's pictures of a step, [B, 3, PIXELS, PIXELS], fp32, and their classes, [B], int64.
+
+    The pictures are noise around one pattern per class.
+    """
     patterns = torch.randn(CLASSES, 3, PIXELS, PIXELS, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(1000 * step + rank + 1)
     labels = torch.randint(CLASSES, (16 * MICROBATCHES,), generator=generator)
@@ -55,7 +58,7 @@ def random_pictures(step: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def train_step(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, *, step: int) -> Tensor:
-    """One step of several microbatches; the mean loss of this rank: [], fp32."""
+    """Runs one step of several microbatches. Returns the mean loss of this rank, [], fp32."""
     pictures, labels = random_pictures(step, dist.get_rank() if dist.is_initialized() else 0)
     ddp.zero_grad_buffer()
     *first, last = zip(pictures.chunk(MICROBATCHES), labels.chunk(MICROBATCHES))
@@ -64,7 +67,7 @@ def train_step(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, *
     losses.append(_backward(ddp, last))
     ddp.finish_grad_sync()
     for param in ddp.parameters():
-        # torch's optimizer looks there; the mean over ranks is in the buffer.
+        # torch's optimizer reads this attribute; the mean over ranks is in the buffer.
         param.grad = param.main_grad
     optimizer.step()
     return torch.stack(losses).sum()
@@ -78,7 +81,7 @@ def _backward(ddp: DistributedDataParallel, batch: tuple[Tensor, Tensor]) -> Ten
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains on as many processes as torchrun started, or on this one."""
+    """Trains on the processes that torchrun started, or on this one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--overlap", action="store_true", help="reduce gradients during backward")
     parser.add_argument("--steps", type=int, default=30)
@@ -105,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if step % 10 == 9 and int(os.environ.get("RANK", "0")) == 0:
             print(f"step {step + 1}: loss {float(loss):.9f}", flush=True)
     if int(os.environ.get("RANK", "0")) == 0:
-        print(f"{len(ddp.bucket_groups)} buckets; under way before the next was complete in {early} steps", flush=True)
+        print(f"{len(ddp.bucket_groups)} buckets; in flight before the next was complete in {early} steps", flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,11 +1,11 @@
-"""A training script of one's own: another model, another loss, a flag and a callback around pretrain().
+"""A custom training script: another model, another loss, a flag and a callback around pretrain().
 
     python examples/own_script.py --mock-data                  (everything else has a default below)
     torchrun --nproc-per-node 2 examples/own_script.py --mock-data --label-smoothing 0.2
-    torchrun --nproc-per-node 4 examples/own_script.py --mock-data --tensor-model-parallel-size 2 \\
+    torchrun --nproc-per-node 4 examples/own_script.py --mock-data --tensor-model-parallel-size 2 \
         --pipeline-model-parallel-size 2
 
-pretrain_gpt.py is the script that most runs need; this one shows what can be put in its place.
+pretrain_gpt.py is the script that most runs need; this one shows which parts can be replaced.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from megatron.training.callbacks import Callback, StepReport  # noqa: E402
 from megatron.training.errors import exit_on_user_error  # noqa: E402
 from pretrain_gpt import get_batch, train_valid_test_datasets_provider  # noqa: E402
 
-# Taken where the command line and --config leave a flag at None; flags with a default of their own keep it.
+# Used if the command line and --config leave a flag at None. Flags with their own default keep it.
 DEFAULTS = {
     "num_layers": 2,
     "hidden_size": 64,
@@ -51,20 +51,21 @@ DEFAULTS = {
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Flags of this script; they stand beside Megatron's in --help, --config and get_args()."""
+    """Adds the flags of this script, which appear next to Megatron's in --help, --config and get_args()."""
     group = parser.add_argument_group("own script")
     group.add_argument("--label-smoothing", type=float, default=0.1, help="Share of the target spread over all tokens.")
     return parser
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, *, vp_stage: int | None = None) -> GPTModel:
-    """A GPT whose feed-forward layers use the squared ReLU and have no norm of their own before them.
+    """Builds a GPT whose feed-forward layers use the squared ReLU and are not preceded by a norm.
 
-    The arguments say which part of it is this rank's. Raises ValueError for experts, which its layers do not have.
+    The arguments determine which part of it belongs to this rank. Raises ValueError for experts, which its layers do
+    not support.
     """
     args = get_args()
     if args.num_experts is not None:
-        raise ValueError(f"--num-experts is {args.num_experts}: the layers of this script are dense, leave it out")
+        raise ValueError(f"--num-experts is {args.num_experts}: the layers of this script are dense; leave it out")
     config = core_transformer_config_from_args(args)
     config.activation_func = squared_relu
     layer = get_gpt_layer_local_spec()
@@ -85,7 +86,7 @@ def model_provider(pre_process: bool = True, post_process: bool = True, *, vp_st
 
 
 def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: nn.Module) -> tuple[Tensor, Any]:
-    """Runs one micro-batch; returns logits [B, S, V] in the parameters' dtype and the function that makes a loss.
+    """Runs one microbatch. Returns logits, [B, S, V], in the parameters' dtype, and the loss function.
 
     Pipeline stages before the last return hidden states instead, and those that read no tokens have an empty batch.
     """
@@ -95,9 +96,10 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: nn.Mo
 
 
 def smoothed_loss(labels: Tensor, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean loss and what to log. labels: [B, S], int64; logits: [B, S, V], any float dtype. Returns a scalar, fp32.
+    """Returns the mean loss, a scalar in fp32, and the values to log. labels: [B, S], int64; logits: [B, S, V], any
+    float.
 
-    Where sequences are cut over context-parallel ranks, it is this rank's share in their mean.
+    If sequences are split over context-parallel ranks, it is this rank's share of their mean.
     """
     vocabulary = get_tokenizer().vocab_size  # without the padding columns
     flat = logits[..., :vocabulary].flatten(0, 1).float()
@@ -109,25 +111,25 @@ def smoothed_loss(labels: Tensor, logits: Tensor) -> tuple[Tensor, dict[str, Ten
 
 
 class BestAccuracy(Callback):
-    """Remembers the step that predicted most tokens; an example of behaviour that hangs on moments of the run."""
+    """Remembers the step with the most correctly predicted tokens, as an example of a callback."""
 
     def __init__(self) -> None:
         self.best: StepReport | None = None
 
     def on_step_end(self, report: StepReport) -> None:
-        """Compares."""
+        """Compares the step with the best one."""
         if self.best is None or report.losses["accuracy"] > self.best.losses["accuracy"]:
             self.best = report
 
     def on_train_end(self) -> None:
-        """Tells."""
+        """Prints the best step."""
         if self.best is not None:
             share = self.best.losses["accuracy"]
             print_rank_0(f"best step: {self.best.iteration}, which predicted {share:.1%} of the tokens")
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Trains as `argv`, or the command line, says."""
+    """Trains with the flags of `argv`, or of the command line."""
     with exit_on_user_error():
         pretrain(
             train_valid_test_datasets_provider,

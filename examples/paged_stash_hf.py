@@ -1,15 +1,15 @@
-"""Hugging Face's Qwen3-MoE, unmodified, trained twice: as it is, and with what its experts keep in a paged stash.
+"""Trains Hugging Face's unmodified Qwen3-MoE twice: normally, and with its experts' saved tensors in a paged stash.
 
     python examples/paged_stash_hf.py                                      most pages on the host
     python examples/paged_stash_hf.py --device-pages 0.8 --host-pages 0    all on the device: saves nothing
 
-Needs transformers 5. The stash is the folder megatron/core/transformer/moe/paged_stash; benchmarks/live_bytes.py
-measures.
+Needs transformers 5. The stash is the folder megatron/core/transformer/moe/paged_stash, and benchmarks/live_bytes.py
+measures memory.
 
 With experts_implementation="grouped_mm" a layer's experts work on one buffer of T x K rows: T tokens with K experts
-each. No row of it is padding, so device pages alone save nothing here: they hold the same bytes. What the stash brings
-to this model is the host tier: rows that find no device page wait in host memory, and come back before their layer's
-backward. Where buffers have padding, the pages themselves save memory: examples/paged_stash_pytorch.py.
+each. No row of it is padding, so device pages alone save nothing here, because they hold the same bytes. The benefit of
+the stash for this model is the host tier: rows without a device page are kept in host memory, and are restored before
+their layer's backward. If buffers have padding, pages themselves save memory (examples/paged_stash_pytorch.py).
 """
 
 import argparse
@@ -51,7 +51,7 @@ CONFIG = Qwen3MoeConfig(
 
 
 def use_stash(model: nn.Module, stash: PagedStash) -> None:
-    """Runs every layer's experts in a context of the stash; the model's names and weights stay as they are."""
+    """Runs every layer's experts in a context of the stash. The model's names and weights stay unchanged."""
     for name, module in model.named_modules():
         if isinstance(module, Qwen3MoeExperts):
             module.forward = partial(stashed_forward, stash, name, experts=module.forward)
@@ -60,7 +60,7 @@ def use_stash(model: nn.Module, stash: PagedStash) -> None:
 def stashed_forward(
     stash: PagedStash, name: str, *inputs: Tensor, experts: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """inputs: hidden states [T, H], any float dtype; each token's experts and weights, [T, K]. Returns [T, H]."""
+    """Runs the experts. inputs: hidden states [T, H], any float dtype; experts and weights, [T, K]. Returns [T, H]."""
     rows = inputs[1].numel()  # T x K, all of them live
     with stash.context(name, rows, max_rows=rows):
         return experts(*inputs)
@@ -68,7 +68,9 @@ def stashed_forward(
 
 @dataclass
 class Run:
-    """By step: the loss; bytes made in forward and still held after it, outside of pages; the pool's counters."""
+    """Results by step: the loss; bytes allocated in forward and still held after it, without pages; the pool's
+    counters.
+    """
 
     losses: list[float] = field(default_factory=list)
     bytes_outside: list[int] = field(default_factory=list)
@@ -86,15 +88,15 @@ def train(steps: int, device: str, *, pool: PagePool | None = None) -> Run:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     run = Run()
     for _ in range(steps):
-        # Texts that count upwards from somewhere.
+        # Texts that count upwards from a random start.
         ids = (torch.randint(CONFIG.vocab_size, (BATCH, 1)) + torch.arange(SEQUENCE)) % CONFIG.vocab_size
         with LiveBytes() as made:
             loss = model(input_ids=ids.to(device), labels=ids.to(device)).loss
         run.losses.append(loss.item())
         run.bytes_outside.append(made.total())
-        # Before backward: some of these rows are indices, and backward would look up whatever lost ones point to.
+        # Checked before backward, because some of these rows are indices, which must not be read if they were lost.
         if stash is not None and stash.is_void_sync():
-            raise SystemExit("Pages ran out: give --device-pages or --host-pages more")
+            raise SystemExit("Pages ran out: increase --device-pages or --host-pages")
         loss.backward()
         if stash is not None:
             run.counters.append(stash.pool.counters.tolist())
@@ -105,8 +107,8 @@ def train(steps: int, device: str, *, pool: PagePool | None = None) -> Run:
 
 
 def compare(plain: Run, stashed: Run, *, page_bytes: int) -> None:
-    """Prints a line a step. Raises SystemExit if a loss differs by a bit."""
-    print("step       loss | held for backward, MB: plain | stash: outside + device pages | host pages")
+    """Prints one line per step. Raises SystemExit if a loss is not bitwise equal."""
+    print("step       loss | saved for backward, MB: plain | stash: outside + device pages | host pages")
     for step, counters in enumerate(stashed.counters):
         pages = [counters[tier] * page_bytes for tier in (Counter.HIGH_WATER_DEVICE, Counter.HIGH_WATER_HOST)]
         numbers = [plain.bytes_outside[step], stashed.bytes_outside[step], *pages]
@@ -115,20 +117,20 @@ def compare(plain: Run, stashed: Run, *, page_bytes: int) -> None:
         print(f"{step:4} {stashed.losses[step]:10.6f} | {before:28.2f} | {stash} | {host:10.2f}")
     if stashed.losses != plain.losses:
         raise SystemExit(f"The losses differ; without the stash they are {plain.losses}")
-    print(f"All {len(plain.losses)} losses equal those without the stash, bit for bit.")
-    print("Every row is live: what the device no longer holds is on the host, and device pages alone save nothing.")
+    print(f"All {len(plain.losses)} losses are bitwise equal to those without the stash.")
+    print("Every row is live, so the bytes that left the device are on the host, and device pages alone save nothing.")
 
 
 def main() -> None:
-    """Trains without and with the stash, and compares both."""
+    """Trains without and with the stash, and compares the two."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--page-bytes", type=int, default=4096)
     parser.add_argument("--device-pages", type=float, default=0.2, help="device tier / bytes of the plain run (0.2)")
-    parser.add_argument("--host-pages", type=float, default=0.6, help="host tier, likewise (0.6)")
+    parser.add_argument("--host-pages", type=float, default=0.6, help="host tier / bytes of the plain run (0.6)")
     options = parser.parse_args()
-    # This model adds up some gradients in an order that depends on threads, and its losses differ from run to run.
+    # This model accumulates some gradients in an order that depends on threads, so its losses differ between runs.
     use_deterministic_kernels()
     plain = train(options.steps, options.device)
     pages = max(plain.bytes_outside) / options.page_bytes

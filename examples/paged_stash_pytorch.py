@@ -1,17 +1,17 @@
-"""A mixture of experts in plain PyTorch, trained twice: as it is, and with a paged stash of what its experts keep.
+"""Trains a mixture of experts in plain PyTorch twice: normally, and with its experts' saved tensors in a paged stash.
 
     python examples/paged_stash_pytorch.py                        pages for all live rows
-    python examples/paged_stash_pytorch.py --device-pages 0.25    fewer: the rest is computed again
+    python examples/paged_stash_pytorch.py --device-pages 0.25    fewer: the rest is recomputed
     python examples/paged_stash_pytorch.py --device-pages 0.1 --host-pages 0.5
 
 The stash is the folder megatron/core/transformer/moe/paged_stash, which needs only torch; benchmarks/live_bytes.py
-measures.
+measures memory.
 
-The experts compute on buffers of C rows whatever the routing says: no shape depends on a value, and no number is read
-from the device. R of the rows are live. Autograd would keep all C for backward. The stash keeps R, in pages; only the
-layer whose backward comes next stays as it is. In backward the rows of two layers at a time are back in buffers of C.
-In the first step the order of layers is unknown, and only x gets pages: the rest is computed again.
-Shapes: T tokens, H hidden, F ffn, E experts, at most K of them for a token, C = T x K rows, R <= C live ones.
+The experts compute on buffers of C rows regardless of the routing: no shape depends on a value, and no number is read
+from the device. R of the rows are live. Autograd would save all C for backward. The stash saves R, in pages; only the
+layer whose backward comes next keeps its buffers. In backward the rows of two layers at a time are restored to buffers
+of C. In the first step the order of layers is unknown, and only x gets pages: the rest is recomputed.
+Shapes: T tokens, H hidden, F ffn, E experts, at most K of them per token, C = T x K rows, R <= C live rows.
 """
 
 import argparse
@@ -49,7 +49,7 @@ Context = Callable[..., AbstractContextManager[Any]]
 
 
 class MoELayer(nn.Module):
-    """A token goes to as many of its K best experts as it takes to have half of the probability."""
+    """MoE layer in which a token uses as many of its K best experts as are needed for half of the probability."""
 
     def __init__(self, name: str, *, context: Context) -> None:
         super().__init__()
@@ -60,31 +60,34 @@ class MoELayer(nn.Module):
         self.weight2 = nn.Parameter(torch.randn(E, F, H) * F**-0.5)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden: [T, H], fp32. Returns [T, H], fp32."""
+        """Maps hidden, [T, H], fp32, to the same shape and dtype."""
         tokens = self.norm(hidden)
         weights, experts = (tokens @ self.router).softmax(dim=-1).topk(K)  # [T, K]
         wanted = weights.cumsum(dim=-1) - weights < 0.5
-        # Rows lie sorted by expert; what nobody wants comes last, beyond R.
+        # Rows are sorted by expert. Unused rows come last, beyond R.
         experts, order = experts.where(wanted, E).flatten().sort(stable=True)
         offsets = torch.searchsorted(experts, torch.arange(E, device=experts.device), right=True).int()
-        # Gather and sum add up a token's rows in one order, in forward and backward: atomic adds would change bits.
+        # Gather and sum add a token's rows in a fixed order in forward and backward. Atomic adds would change bits.
         x = tokens[:, None].expand(T, K, H).flatten(0, 1)[order]
-        # Beyond R the experts leave any bytes, in gradients too: zeros there, before and behind them.
+        # Beyond R the experts leave arbitrary bytes, including in gradients, so they are zeroed before and after the
+        # experts.
         live = torch.arange(C, device=x.device) < offsets[-1]
         x, scale = x.where(live[:, None], 0), weights.flatten()[order].where(live, 0)
         y = self.run_experts(x, scale, offsets=offsets).where(live[:, None], 0)
         return hidden + y[order.argsort()].view(T, K, H).sum(dim=1)
 
     def run_experts(self, x: Tensor, weights: Tensor, *, offsets: Tensor) -> Tensor:
-        """x: [C, H], weights: [C], fp32; offsets: [E], int32: where each expert's rows end. Returns [C, H], fp32."""
+        """Runs the experts. x: [C, H], weights: [C], fp32; offsets: [E], int32, the ends of each expert's rows. Returns
+        [C, H].
+        """
         num_rows = offsets[-1:].long()  # R
         with self.context(self.name, num_rows, max_rows=C) as group:
-            # Three functions that read no row beyond R, in forward or backward: the stash brings none of these back.
+            # Three functions that read no row beyond R in forward or backward, where the stash restores nothing.
             gate_up = grouped_gemm(x, self.weight1, offsets=offsets)
             act = gated_activation(gate_up, weights, num_rows=num_rows)
             y = grouped_gemm(act, self.weight2, offsets=offsets)
             if group is not None:
-                # Without marks every tensor needs pages. These two can do without: first act, then gate_up.
+                # Without marks every tensor needs pages. These two can be dropped: first act, then gate_up.
                 again = recompute_act(num_rows)
                 group.mark(act, priority=Priority.ACT, recompute=again, sources=(gate_up, weights))
                 again = recompute_gate_up(self.weight1, offsets)
@@ -94,7 +97,9 @@ class MoELayer(nn.Module):
 
 @dataclass
 class Run:
-    """By step: the loss; bytes made in forward and still held after it, outside of pages; the pool's counters."""
+    """Results by step: the loss; bytes allocated in forward and still held after it, without pages; the pool's
+    counters.
+    """
 
     losses: list[float] = field(default_factory=list)
     bytes_outside: list[int] = field(default_factory=list)
@@ -112,7 +117,7 @@ def train(steps: int, device: str, *, pool: PagePool | None = None) -> Run:
     run = Run()
     for step in range(steps):
         torch.manual_seed(step)
-        tokens = (torch.rand(T) ** 2 * VOCABULARY).long()  # some are seen more often than others
+        tokens = (torch.rand(T) ** 2 * VOCABULARY).long()  # some experts are chosen more often than others
         with LiveBytes() as made:
             loss = nn.functional.cross_entropy(model(tokens.to(device)), (tokens * 7 % VOCABULARY).to(device))
         bytes_outside = made.total()
@@ -120,8 +125,8 @@ def train(steps: int, device: str, *, pool: PagePool | None = None) -> Run:
         if stash is not None:
             counters, is_void = stash.pool.counters.tolist(), stash.is_void_sync()
             stash.reset()
-            if is_void:  # These gradients are wrong: skip such a step, or repeat it in a larger pool.
-                raise SystemExit("Pages ran out for x: give --device-pages or --host-pages more")
+            if is_void:  # These gradients are wrong: skip such a step, or repeat it with a larger pool.
+                raise SystemExit("Pages ran out for x: increase --device-pages or --host-pages")
             run.counters.append(counters)
         optimizer.step()
         optimizer.zero_grad()
@@ -131,8 +136,8 @@ def train(steps: int, device: str, *, pool: PagePool | None = None) -> Run:
 
 
 def compare(plain: Run, stashed: Run, *, page_bytes: int) -> None:
-    """Prints a line a step. Raises SystemExit if a loss differs by a bit."""
-    print("step       loss | held for backward, MB: plain | stash: outside + device pages | host pages | again")
+    """Prints one line per step. Raises SystemExit if a loss is not bitwise equal."""
+    print("step       loss | saved for backward, MB: plain | stash: outside + device pages | host pages | recomputed")
     for step, counters in enumerate(stashed.counters):
         pages = [counters[tier] * page_bytes for tier in (Counter.HIGH_WATER_DEVICE, Counter.HIGH_WATER_HOST)]
         numbers = [plain.bytes_outside[step], stashed.bytes_outside[step], *pages]
@@ -142,17 +147,17 @@ def compare(plain: Run, stashed: Run, *, page_bytes: int) -> None:
         print(f"{step:4} {stashed.losses[step]:10.6f} | {before:28.2f} | {stash} | {host:10.2f} | {again}")
     if stashed.losses != plain.losses:
         raise SystemExit(f"The losses differ; without the stash they are {plain.losses}")
-    print(f"All {len(plain.losses)} losses equal those without the stash, bit for bit.")
+    print(f"All {len(plain.losses)} losses are bitwise equal to those without the stash.")
 
 
 def main() -> None:
-    """Trains without and with the stash, and compares both."""
+    """Trains without and with the stash, and compares the two."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--page-bytes", type=int, default=4096)
     parser.add_argument("--device-pages", type=float, default=0.6, help="device tier / bytes of the plain run (0.6)")
-    parser.add_argument("--host-pages", type=float, default=0.0, help="host tier, likewise (0)")
+    parser.add_argument("--host-pages", type=float, default=0.0, help="host tier / bytes of the plain run (0)")
     options = parser.parse_args()
     plain = train(options.steps, options.device)
     pages = max(plain.bytes_outside) / options.page_bytes

@@ -1,20 +1,22 @@
-"""Hugging Face's Qwen3-MoE itself, trained over several processes: data parallel, ZeRO, a paged stash; no Trainer.
+"""Trains Hugging Face's own Qwen3-MoE over several processes, with data parallelism, ZeRO and a paged stash, without
+its Trainer.
 
     python examples/qwen3_moe_hf.py --check
     torchrun --nproc-per-node 3 examples/qwen3_moe_hf.py --check --save /tmp/counting
     torchrun --nproc-per-node 2 examples/qwen3_moe_hf.py --from /tmp/counting --steps 5
     torchrun --nproc-per-node 2 examples/qwen3_moe_hf.py --optimizer fused_adam --no-stash
 
-The module is transformers', as are the names of its weights. How its gradients and Adam's states are spread:
+The module is transformers', and so are the names of its weights. --optimizer selects how its gradients and Adam's
+states are sharded:
 
-    zero2        DistributedDataParallel with sharded gradients, distributed_fused_adam its optimizer (default)
-    zero1        DistributedDataParallel with whole gradients, reduced once a step, and a sharded Adam
-    fused_adam   the class DistributedFusedAdam alone: sharded as zero2. It reduces gradients itself, so nothing wraps
-                 the module; a wrapper around it would look for gradients that are gone
+    zero2        DistributedDataParallel with sharded gradients, and distributed_fused_adam (default)
+    zero1        DistributedDataParallel with whole gradients, reduced once per step, and a sharded Adam
+    fused_adam   only the class DistributedFusedAdam, sharded like zero2. It reduces gradients itself, so the module is
+                 not wrapped; a wrapper would look for gradients that are already released
 
-In all three gradients are reduced while backward goes on. What the experts keep for backward waits in a paged stash
-(paged_stash_hf.py says what it does for this model). --check trains plain PyTorch on one process with AdamW and the
-whole batch, and ends with an error where a loss differs by more than 1e-4 of itself.
+In all three modes gradients are reduced during backward. The experts' saved tensors are kept in a paged stash
+(paged_stash_hf.py describes its benefit for this model). --check trains plain PyTorch on one process with AdamW and the
+whole batch, and ends with an error if a loss has a relative difference above 1e-4.
 """
 
 import argparse
@@ -45,15 +47,16 @@ from megatron.core.optimizer import DistributedFusedAdam, OptimizerConfig, get_m
 from megatron.core.transformer.moe.paged_stash import Counter, PagedStash, PagePool, PoolLayout  # noqa: E402
 
 LR, DECAY, CLIP = 3e-3, 0.1, 1.0
-TOLERANCE = 1e-4  # of a loss
+TOLERANCE = 1e-4  # relative difference of a loss
 PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """What a step needs of a model and its optimizer. forward: the module or its wrapper. adds_up: around all
-    micro-batches but the last. step: clips and updates, and gives the norm of all gradients. gather: makes every
-    weight current.
+    """The parts of a model and its optimizer that a step needs.
+
+    forward: the module or its wrapper. adds_up: context around all microbatches but the last. step: clips and updates,
+    and returns the global gradient norm. gather: makes every weight current.
     """
 
     model: Qwen3MoeForCausalLM
@@ -65,7 +68,9 @@ class Trainer:
 
 
 def under_ddp(model: Qwen3MoeForCausalLM, *, is_zero2: bool) -> Trainer:
-    """The wrapper reduces gradients bucket by bucket, and the optimizer that goes with it steps this rank's share."""
+    """Wraps the model so that gradients are reduced bucket by bucket, with the optimizer that updates this rank's
+    share.
+    """
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         shard_gradients=is_zero2,
@@ -90,13 +95,13 @@ def under_ddp(model: Qwen3MoeForCausalLM, *, is_zero2: bool) -> Trainer:
         _, norm, _ = optimizer.step()
         return float(norm or 0.0)
 
-    # Sharded gradients are reduced in every backward, since none of them stays whole.
+    # Sharded gradients are reduced in every backward, because none of them stays whole.
     adds_up = nullcontext if is_zero2 else ddp.no_sync
     return Trainer(model, ddp, optimizer.zero_grad, adds_up, step, partial(ddp.wait_params, model.parameters()))
 
 
 def under_fused_adam(model: Qwen3MoeForCausalLM) -> Trainer:
-    """The optimizer reduces gradients during backward by itself; the module is called as it is."""
+    """Builds the optimizer that reduces gradients during backward by itself. The module is not wrapped."""
     optimizer = DistributedFusedAdam(decay_groups(model), lr=LR, bucket_cap_mb=0.2, overlap_param_sync=True)
 
     def step() -> float:
@@ -108,7 +113,7 @@ def under_fused_adam(model: Qwen3MoeForCausalLM) -> Trainer:
 
 
 def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Matrices decay; norms do not, as with get_megatron_optimizer."""
+    """Returns parameter groups in which matrices decay and norms do not, as with get_megatron_optimizer."""
     params = list(model.parameters())
     return [
         {"params": [param for param in params if param.dim() > 1], "weight_decay": DECAY},
@@ -124,7 +129,7 @@ TRAINERS: dict[str, Callable[[Qwen3MoeForCausalLM], Trainer]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains on as many processes as torchrun started, or on this one."""
+    """Trains on the processes that torchrun started, or on this one."""
     options = parse_options(argv)
     device = default_device()
     prepare_device(device)
@@ -156,19 +161,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line of this example."""
+    """Parses the command line of this example."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--from", dest="source", type=Path, help="folder with a Qwen3-MoE model; default: a tiny one")
-    parser.add_argument("--save", type=Path, help="folder that from_pretrained can load afterwards")
+    parser.add_argument("--save", type=Path, help="folder to save to, for from_pretrained")
     parser.add_argument("--optimizer", choices=TRAINERS, default="zero2")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--batch", type=int, default=12, help="texts of a step, of all processes (default: 12)")
-    parser.add_argument("--micro-batch", type=int, default=2, help="texts of one backward (default: 2)")
-    parser.add_argument("--sequence", type=int, default=64, help="tokens of a text (default: 64)")
-    parser.add_argument("--bf16", action="store_true", help="weights in bf16, masters of them in fp32")
-    parser.add_argument("--no-stash", action="store_true", help="experts keep what they keep")
-    parser.add_argument("--device-pages", type=float, default=0.1, help="device tier / bytes that wait (0.1)")
-    parser.add_argument("--host-pages", type=float, default=0.7, help="host tier, likewise (0.7)")
+    parser.add_argument("--batch", type=int, default=12, help="texts per step, over all processes (default: 12)")
+    parser.add_argument("--micro-batch", type=int, default=2, help="texts per backward (default: 2)")
+    parser.add_argument("--sequence", type=int, default=64, help="tokens per text (default: 64)")
+    parser.add_argument("--bf16", action="store_true", help="weights in bf16, with fp32 masters")
+    parser.add_argument("--no-stash", action="store_true", help="do not use a stash for the experts")
+    parser.add_argument("--device-pages", type=float, default=0.1, help="device tier / bytes saved for backward (0.1)")
+    parser.add_argument("--host-pages", type=float, default=0.7, help="host tier / bytes saved for backward (0.7)")
     parser.add_argument("--check", action="store_true", help="compare losses with plain PyTorch on one process")
     options = parser.parse_args(argv)
     if options.batch % (options.micro_batch * rank_and_size()[1]):
@@ -181,7 +186,10 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def build_model(options: argparse.Namespace) -> Qwen3MoeForCausalLM:
-    """The same weights on all ranks, fp32 or bf16, on the CPU. Raises SystemExit if a folder has another model."""
+    """Builds the same weights on all ranks, fp32 or bf16, on the CPU.
+
+    Raises SystemExit if a folder has another model.
+    """
     dtype = torch.bfloat16 if options.bf16 else torch.float32
     torch.manual_seed(1234)
     if options.source is None:
@@ -189,18 +197,19 @@ def build_model(options: argparse.Namespace) -> Qwen3MoeForCausalLM:
     config = Qwen3MoeConfig.get_config_dict(options.source)[0]
     if config.get("model_type") != "qwen3_moe":
         raise SystemExit(f"--from {options.source} has a {config.get('model_type')}: must be a qwen3_moe")
-    # One buffer of all experts' rows, whose number does not depend on the routing.
+    # One buffer for all experts' rows, whose number does not depend on the routing.
     return Qwen3MoeForCausalLM.from_pretrained(options.source, dtype=dtype, experts_implementation="grouped_mm")
 
 
 def build_stash(model: Qwen3MoeForCausalLM, options: argparse.Namespace) -> PagedStash:
-    """A stash around the experts of every layer; its pool is sized by what one text leaves behind, times --micro-batch.
+    """Builds a stash around the experts of every layer. Its pool is sized by the saved bytes of one text, times
+    --micro-batch.
 
     Raises SystemExit if that is less than a page.
     """
     ids = texts(model, step=0, options=options)[:1]
     with LiveBytes() as made:
-        # Named, so that it is alive when it is counted.
+        # Assigned to a name, so that it is alive when it is counted.
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     pages = made.total() * options.micro_batch / PAGE_BYTES
     del loss
@@ -216,7 +225,9 @@ def build_stash(model: Qwen3MoeForCausalLM, options: argparse.Namespace) -> Page
 def train_step(
     trainer: Trainer, stash: PagedStash | None, *, step: int, options: argparse.Namespace
 ) -> tuple[Tensor, float]:
-    """One step of several micro-batches; this rank's mean loss, [], fp32, and the norm of all gradients."""
+    """Runs one step of several microbatches. Returns this rank's mean loss and the global gradient norm, each [],
+    fp32.
+    """
     rank, ranks = rank_and_size()
     own = texts(trainer.model, step=step, options=options).chunk(ranks)[rank]
     *first, last = own.split(options.micro_batch)
@@ -229,18 +240,19 @@ def train_step(
 
 
 def _backward(trainer: Trainer, ids: Tensor, *, stash: PagedStash | None, share: float) -> Tensor:
-    """ids: [M, S], int64. Returns this share of the micro-batch's loss, [], fp32."""
+    """Runs forward and backward. ids: [M, S], int64. Returns this share of the microbatch's loss, [], fp32."""
     loss = trainer.forward(input_ids=ids, labels=ids, use_cache=False).loss * share
-    # Before backward: some of these rows are indices, and backward would look up whatever lost ones point to.
+    # Checked before backward, because some of these rows are indices, which must not be read if they were lost.
     if stash is not None and stash.is_void_sync():
-        raise SystemExit("Pages ran out: give --device-pages or --host-pages more")
+        raise SystemExit("Pages ran out: increase --device-pages or --host-pages")
     loss.backward()
     return loss.detach().float()
 
 
 def texts(model: Qwen3MoeForCausalLM, *, step: int, options: argparse.Namespace) -> Tensor:
-    """All texts of a step, the same on any number of processes, [B, S], int64, on the model's device: they count
-    upwards from somewhere. Put your own here.
+    """Returns all texts of a step, [B, S], int64, on the model's device, the same on any number of processes.
+
+    They count upwards from a random start. Replace them by your own.
     """
     vocabulary = model.config.vocab_size
     first = torch.randint(vocabulary, (options.batch, 1), generator=torch.Generator().manual_seed(step))
@@ -248,19 +260,19 @@ def texts(model: Qwen3MoeForCausalLM, *, step: int, options: argparse.Namespace)
 
 
 def rank_and_size() -> tuple[int, int]:
-    """This process's number, and of how many."""
+    """Returns this process's rank and the number of processes."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def mean_over_ranks(loss: Tensor) -> float:
-    """loss: [], fp32, each rank's own."""
+    """Averages the ranks' losses. loss: [], fp32, different on each rank."""
     if dist.is_initialized():
         dist.all_reduce(loss)
     return loss.item() / rank_and_size()[1]
 
 
 def report(step: int, *, loss: float, norm: float, stash: PagedStash | None, device: torch.device) -> None:
-    """Prints a step on rank 0: loss, gradient norm, this device's peak so far, and the most that pages have held."""
+    """Prints a step on rank 0: loss, gradient norm, this device's peak so far, and the peak of pages in use."""
     if rank_and_size()[0]:
         return
     memory = f"peak {peak_memory_bytes(device) / 1e6:.1f} MB"
@@ -272,38 +284,38 @@ def report(step: int, *, loss: float, norm: float, stash: PagedStash | None, dev
 
 
 def report_footprint(stash: PagedStash) -> None:
-    """Prints what experts keep for backward on the device, without the stash and with it."""
+    """Prints the bytes that experts save for backward on the device, without and with the stash."""
     found = stash.footprint()
     static, arena, sets = (size / 1e6 for size in (found.static_bytes, found.arena_bytes, found.working_set_bytes))
     print(
-        f"experts keep {static:.2f} MB for backward; on the device are {arena:.2f} MB of pages + {sets:.2f} MB of "
+        f"experts save {static:.2f} MB for backward; the device has {arena:.2f} MB of pages + {sets:.2f} MB of "
         f"buffers: saves {found.saving:.0%}",
         flush=True,
     )
 
 
 def save(model: Qwen3MoeForCausalLM, folder: Path) -> None:
-    """Writes what from_pretrained loads, and shows that it does: the model goes on with a text."""
+    """Writes a folder for from_pretrained, and tests it by continuing a text."""
     model.save_pretrained(folder)
     loaded = Qwen3MoeForCausalLM.from_pretrained(folder)
     written = loaded.generate(torch.arange(8)[None], max_new_tokens=8, do_sample=False, pad_token_id=0)
-    print(f"saved to {folder}; 0 to 7 goes on with {written[0, 8:].tolist()}", flush=True)
+    print(f"saved to {folder}; 0 to 7 is continued by {written[0, 8:].tolist()}", flush=True)
 
 
 def compare(losses: Sequence[float], options: argparse.Namespace) -> None:
-    """Trains plain PyTorch on this process. Raises SystemExit where a loss is not that of it."""
+    """Trains plain PyTorch on this process. Raises SystemExit if a loss differs."""
     model = build_model(options).to(default_device())
     optimizer = torch.optim.AdamW(decay_groups(model), lr=LR)
     for step, loss in enumerate(losses):
         ids = texts(model, step=step, options=options)
         expected = model(input_ids=ids, labels=ids, use_cache=False).loss
         if not abs(loss - expected.item()) <= TOLERANCE * expected.item():
-            raise SystemExit(f"step {step + 1}: the loss is {loss}, that of plain PyTorch is {expected.item()}")
+            raise SystemExit(f"step {step + 1}: the loss is {loss}, but plain PyTorch has {expected.item()}")
         optimizer.zero_grad()
         expected.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
-    print(f"All {len(losses)} losses are those of plain PyTorch with AdamW, within {TOLERANCE}.", flush=True)
+    print(f"All {len(losses)} losses equal those of plain PyTorch with AdamW, within {TOLERANCE}.", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Keeps a training command going on this machine: starts it again whatever ends it, until it ends well.
+"""Keeps a training command running on this machine: restarts it after any failure until it succeeds.
 
     examples/supervise.py [--max-failures N] torchrun ... pretrain_gpt.py ... --save DIR --save-interval 100
 
-torchrun --max-restarts survives the death of a rank; this also survives that of torchrun, whose ranks may live on, and
-its own: started again with the same --save, it ends what is left of the run before, and goes on from the last
-checkpoint. One supervisor on each machine; needs Linux (/proc) and nothing but Python.
+torchrun --max-restarts survives the death of a rank. This supervisor also survives the death of torchrun, whose ranks
+may live on, and its own: when restarted with the same --save, it ends the remaining processes of the previous run, and
+continues from the last checkpoint. Run one supervisor per machine. Needs only Linux (/proc) and Python.
 """
 
 import argparse
@@ -24,52 +24,53 @@ from datetime import datetime
 from pathlib import Path
 from types import FrameType
 
-MARK = "SUPERVISED_RUN"  # in the environment of everything that the command starts
-COUNT = "SUPERVISOR_RESTART_COUNT"  # tells pretrain_gpt.py to go on from --save
+MARK = "SUPERVISED_RUN"  # in the environment of all processes that the command starts
+COUNT = "SUPERVISOR_RESTART_COUNT"  # tells pretrain_gpt.py to continue from --save
 TRACKER = "latest_checkpointed_iteration.txt"
 TERMINATE_SECONDS = 30.0  # for the command to save and end after a SIGTERM
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the command line `words`; returns 0, or the exit code of the command's last failure."""
+    """Runs the command line `words`. Returns 0, or the exit code of the command's last failure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--max-failures", type=int, default=3, help="Give up after so many since the last new checkpoint."
+        "--max-failures", type=int, default=3, help="Give up after this many failures since the last new checkpoint."
     )
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="The command, with --save DIR somewhere in it.")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="Command to run, which must contain --save DIR.")
     args = parser.parse_args(words)
     if args.max_failures < 1:
         parser.error(f"--max-failures is {args.max_failures}: must be 1 or more")
-    # argparse leaves the word that parts its options from the command.
+    # argparse keeps the word that separates its options from the command.
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     folder = save_folder(command)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         sys.exit(f"supervise.py: --save {folder} cannot be written: {error}")
-    # The lock ends with this process, however that ends: what it started does not inherit it.
+    # The lock ends with this process, in whatever way it ends, because child processes do not inherit it.
     with (folder / f"supervisor.{socket.gethostname()}.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"another supervisor of --save {folder} is at work on this machine: ending")
+            say(f"another supervisor of --save {folder} is running on this machine: exiting")
             return 1
         return Supervisor(command, folder, max_failures=args.max_failures).run()
 
 
 def save_folder(command: Sequence[str]) -> Path:
-    """The folder of --save in the command; ends the process where there is none."""
+    """Returns the folder of --save in the command, or ends the process if there is none."""
     for word, following in zip(command, [*command[1:], ""]):
         if word == "--save" and following:
             return Path(following)
         if word.startswith("--save="):
             return Path(word.partition("=")[2])
-    sys.exit("supervise.py: the command needs --save DIR: it is there that a restart goes on")
+    sys.exit("supervise.py: the command needs --save DIR, from which a restart continues")
 
 
 class Supervisor:
-    """The loop around the command. What must outlive this process is in `folder`: the mark of its processes, and how
-    often they were started.
+    """Runs the command in a loop.
+
+    State that must outlive this process is in `folder`: the mark of its processes, and the number of starts.
     """
 
     def __init__(self, command: Sequence[str], folder: Path, *, max_failures: int) -> None:
@@ -79,7 +80,7 @@ class Supervisor:
         self.told_to_end = False
 
     def run(self) -> int:
-        """Starts the command until it ends well, is told to end, or fails too often without a new checkpoint."""
+        """Starts the command until it succeeds, is told to end, or fails too often without a new checkpoint."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.end)
         mark, starts = self.state()
@@ -91,8 +92,8 @@ class Supervisor:
             starts += 1
             if code == 0 or self.told_to_end:
                 end_marked(mark)
-                say(f"the command ended with {code}" + (", as it was told to" if self.told_to_end else ""))
-                # What was told to end goes on when it is started again; what is done is over.
+                say(f"the command ended with {code}" + (", as requested" if self.told_to_end else ""))
+                # A run that was told to end continues when it is restarted. A run that succeeded is over.
                 if not self.told_to_end:
                     self.state_file.unlink()
                 return code
@@ -104,18 +105,18 @@ class Supervisor:
                 return code
 
     def state(self) -> tuple[str, int]:
-        """The mark of this run's processes and how often they were started, by this supervisor or one before."""
+        """Returns the mark of this run's processes and the number of starts by this supervisor or a previous one."""
         try:
             known = json.loads(self.state_file.read_text())
             mark, starts = str(uuid.UUID(known["mark"])), int(known["starts"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return str(uuid.uuid4()), 0
-        say(f"going on after a supervisor that did not end: {starts} starts so far")
+        say(f"continuing after a supervisor that was killed: {starts} starts so far")
         return mark, starts
 
     def start_once(self, mark: str, starts: int) -> int:
-        """Runs the command to its end; returns its exit code."""
-        # Written before there is anything to end, so that the next supervisor finds all of it.
+        """Runs the command to its end, and returns its exit code."""
+        # Written before there is anything to end, so that the next supervisor finds all processes.
         temporary = self.state_file.with_suffix(".tmp")
         temporary.write_text(json.dumps({"mark": mark, "starts": starts + 1}))
         temporary.replace(self.state_file)
@@ -129,26 +130,26 @@ class Supervisor:
         return self.process.wait()
 
     def progress(self) -> str:
-        """What the folder names as the latest checkpoint."""
+        """Returns the text that names the latest checkpoint in the folder."""
         try:
             return (self.folder / TRACKER).read_text().strip()
         except OSError:
             return ""
 
     def end(self, number: int, _frame: FrameType | None) -> None:
-        """Hands a signal on; the command is not started again."""
+        """Forwards a signal. The command is not restarted."""
         self.told_to_end = True
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(number)
 
 
 def end_marked(mark: str) -> None:
-    """Ends every process that has the mark in its environment: those of a run before, and no others."""
+    """Ends every process with the mark in its environment, which only processes of a previous start have."""
     found = marked(mark)
     if not found:
         return
-    say(f"ending processes that an earlier start left: {', '.join(map(str, sorted(found)))}")
-    # No SIGTERM: what is left would save, while others of its run are gone.
+    say(f"ending processes of an earlier start: {', '.join(map(str, sorted(found)))}")
+    # Not SIGTERM: the remaining processes would save, although others of their run are gone.
     deadline = time.monotonic() + TERMINATE_SECONDS
     while found and time.monotonic() < deadline:
         for process in found:
@@ -161,13 +162,13 @@ def end_marked(mark: str) -> None:
 
 
 def marked(mark: str) -> list[int]:
-    """Processes of this user whose environment has the mark; a number that was used again has another environment."""
+    """Returns processes of this user whose environment has the mark. A reused process id has another environment."""
     wanted, own = f"{MARK}={mark}".encode(), os.getpid()
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal() or int(entry.name) == own:
             continue
-        # Others' environments cannot be read, and processes end meanwhile. Of zombies nothing is left to end.
+        # Environments of other users cannot be read, and processes may end meanwhile. Zombies need not be ended.
         with contextlib.suppress(OSError):
             if wanted in (entry / "environ").read_bytes().split(b"\0"):
                 found.append(int(entry.name))
@@ -175,7 +176,7 @@ def marked(mark: str) -> list[int]:
 
 
 def say(text: str) -> None:
-    """A line for the log of whoever started this."""
+    """Prints a line to the log of the caller."""
     print(f"[supervise {datetime.now():%Y-%m-%d %H:%M:%S}] {text}", file=sys.stderr, flush=True)
 
 

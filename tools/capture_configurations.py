@@ -122,8 +122,7 @@ class Configuration:
     """One row of the table. flags: added to those of `base`. is_whole: whether one graph can hold the whole iteration.
 
     modules: parts of a layer that --cuda-graph-impl local can capture. needs_gpu: it does not run on the CPU, so only
-    its
-    flags are examined, and its modules are unknown.
+    its flags are examined, and its modules are unknown.
     """
 
     base: Flags

@@ -42,8 +42,7 @@ class _Trained:
     """One rank's results of a run.
 
     steps: reports as text, in which NaN equals NaN. state: digests of parameters, buffers and optimizer tensors, and
-    the
-    optimizer's numbers, by name. failures: reasons why there are no graphs.
+    the optimizer's numbers, by name. failures: reasons why there are no graphs.
     """
 
     steps: list[dict[str, str]]

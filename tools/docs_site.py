@@ -1,10 +1,11 @@
 """Adapts the documentation's pages, written for GitHub, to the site that mkdocs builds. A hook in mkdocs.yml.
 
-Two things differ: the site holds docs/ alone, so links to other files lead to the repository's pages, and headings get
-the anchors that they have on GitHub.
+Three things differ. The site holds docs/ alone, so links to other files lead to the pages of the repository. Headings
+get the anchors that they have on GitHub. A link whose text is the name of a page gets the title of that page.
 """
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,27 @@ def on_config(config: Any) -> Any:
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
     """Returns a page's text with links for the site; mkdocs calls it for each page."""
-    return with_repository_links(markdown, folder=Path(page.file.abs_src_path).parent, repo_url=config["repo_url"])
+    titled = with_titles(markdown, titles=dict(nav_titles(config["nav"])))
+    return with_repository_links(titled, folder=Path(page.file.abs_src_path).parent, repo_url=config["repo_url"])
+
+
+def nav_titles(nav: Any) -> Iterator[tuple[str, str]]:
+    """Yields file name and title of each page in mkdocs' navigation."""
+    for entry in nav:
+        for title, target in entry.items():
+            if isinstance(target, str):
+                yield target, title
+            else:
+                yield from nav_titles(target)
+
+
+def with_titles(markdown: str, *, titles: dict[str, str]) -> str:
+    """Returns the text in which `[page.md](page.md)` has the page's title instead of its file name."""
+
+    def to_title(found: re.Match[str]) -> str:
+        return f"[{titles.get(found[1], found[1])}]"
+
+    return re.sub(r"\[([\w-]+\.md)\](?=\(\1)", to_title, markdown)
 
 
 def with_repository_links(markdown: str, *, folder: Path, repo_url: str) -> str:

@@ -47,10 +47,8 @@ class Launch:
 
     launcher: words before the program, such as torchrun's. program: the training script; "" if a file gives only flags.
     words: the program's flags. environment: variables that the script exports. unknown: names of variables without a
-    value
-    that are part of the command, which appear in words as ${NAME}. line: from 1. doubts: constructs before the command
-    that
-    could not be followed and may have changed it, each with its line.
+    value that are part of the command, which appear in words as ${NAME}. line: from 1. doubts: constructs before the
+    command that could not be followed and may have changed it, each with its line.
     """
 
     launcher: tuple[str, ...]
@@ -64,8 +62,9 @@ class Launch:
 
 @dataclass(frozen=True)
 class Script:
-    """launches: training commands in order of execution. notes: constructs that could not be followed, with their
-    lines.
+    """The content of a launch script.
+
+    launches: training commands in order of execution. notes: constructs that could not be followed, with their lines.
     """
 
     launches: tuple[Launch, ...]

@@ -127,8 +127,7 @@ def publish(pairs: Sequence[tuple[str, str]], *, stale: Sequence[str] = ()) -> N
 
     The last pair becomes readable last, and no pair before its .bin exists. Between the first and the last move no pair
     under these names is readable, so that old and new files never mix. stale: prefixes of pairs to delete, because they
-    do
-    not fit the new ones.
+    do not fit the new ones.
     """
     # The pair that becomes readable last becomes unreadable first.
     for prefix in (*(target for _, target in reversed(pairs)), *stale):

@@ -29,8 +29,7 @@ class Figure:
 
     axis: title and unit. scale: multiplier of logged values. noisy: drawn pale, below its running median. mean: the
     running mean replaces the median, which is uninformative for counts that are mostly 0. from_zero: the axis starts at
-    0.
-    steps: drawn as a step function. occurring: fields that are always 0 have no line.
+    0. steps: drawn as a step function. occurring: fields that are always 0 have no line.
     """
 
     id: str

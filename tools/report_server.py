@@ -154,8 +154,7 @@ class ReportServer(ThreadingHTTPServer):
         """Tells whether the Host header of a request names this machine.
 
         A foreign page could read responses through a domain that resolves to this address (DNS rebinding). IP addresses
-        are
-        safe. Any port is accepted, because ssh -L changes it.
+        are safe. Any port is accepted, because ssh -L changes it.
         """
         try:
             name = urlsplit(f"//{host}").hostname

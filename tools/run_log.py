@@ -329,9 +329,8 @@ class RunFollower:
 
     Lines count once they are complete. A run that is resumed or rewound replaces its log by one without the later
     lines. Then the file has another inode, is shorter, or has other bytes before the read position, and is read from
-    its start.
-    problem: the reason why there is nothing to show, or "". num_starts: number of times that a log was read from its
-    start.
+    its start. problem: the reason why there is nothing to show, or "". num_starts: number of times that a log was read
+    from its start.
     """
 
     def __init__(self, place: Path) -> None:

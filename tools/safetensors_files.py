@@ -107,10 +107,8 @@ def write_tensor_files(
     """Writes the tensors of `kinds` to an existing folder, as one file or as shards of at most max_shard_bytes.
 
     read: returns a tensor of any shape and dtype, as described by `kinds`. It is called just before the tensor is
-    written,
-    so that one tensor is in memory at a time. metadata: additional entries of the index. always_index: write an index
-    for
-    a single file too.
+    written, so that one tensor is in memory at a time. metadata: additional entries of the index. always_index: write
+    an index for a single file too.
     """
     shards = _shards(kinds, max_shard_bytes)
     numbered = always_index or len(shards) > 1
@@ -197,8 +195,7 @@ def _write_file(path: Path, kinds: Mapping[str, TensorKind], *, read: Callable[[
     """Writes one file: the length of the header, the header in JSON, and the tensors without gaps.
 
     The library needs all tensors of a file in memory: 2050 MiB for a file of 2 GiB with tensors of 32 MiB, for which
-    this
-    function needs 35 MiB. A shard has 5 GB by default.
+    this function needs 35 MiB. A shard has 5 GB by default.
     """
     # Wide elements first, so that each tensor is aligned for readers that map the file.
     order = sorted(kinds, key=lambda name: -kinds[name].dtype.itemsize)

@@ -65,8 +65,7 @@ class StashPlan:
     """A plan of the paged stash.
 
     given: the run with its own flags, which grows. table: the outlook with other factors. recommended: the sufficient
-    flags
-    by recompute level. costs: costs of the recommended flags, by stage.
+    flags by recompute level. costs: costs of the recommended flags, by stage.
     """
 
     run: PlannedRun

@@ -238,7 +238,7 @@ def _to_host_sync(value: torch.Tensor) -> Any:
 
 
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns tensor, of any shape and dtype, or [*shape, 2] for a complex one."""
+    """Views a complex tensor as real, [*shape, 2]. Returns any other tensor unchanged, of any shape and dtype."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 

@@ -1,4 +1,4 @@
-"""Draws figures as panels of lines or bars, SVG, without any plotting library. Measures nothing."""
+"""Draws figures as SVG panels of lines or bars, without any plotting library. Measures nothing."""
 
 import enum
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ _LEFT, _TOP, _WIDTH, _HEIGHT, _GAP, _BELOW = 52, 34, 380, 220, 70, 56
 
 
 class Kind(enum.Enum):
-    """How a panel shows its series."""
+    """Drawing style of a panel's series."""
 
     LINES = "lines"
     BARS = "bars"
@@ -21,8 +21,10 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes. ticks: places on the x axis; series: by name, a number for each tick, None where there is none;
-    limit: a level that is drawn across.
+    """One pair of axes.
+
+    ticks: labels of the x axis. series: by name, a number for each tick, None if missing. limit: a level that is drawn
+    across.
     """
 
     title: str
@@ -34,7 +36,7 @@ class Panel:
 
     @property
     def step(self) -> float:
-        """Between lines of the grid: a round number that makes at most six."""
+        """Returns the distance of grid lines: a round number that results in at most six lines."""
         known = [value for values in self.series.values() for value in values if value is not None]
         most = max([*known, self.limit or 0.0], default=0.0) or 1.0
         steps = (digit * 10.0**power for power in range(-6, 12) for digit in (1, 2, 5))
@@ -42,12 +44,12 @@ class Panel:
 
     @property
     def top(self) -> float:
-        """Where the y axis ends."""
+        """Returns the upper end of the y axis."""
         return 6 * self.step
 
 
 def drawing(title: str, panels: Sequence[Panel], *, columns: int = 2) -> str:
-    """SVG of the panels, row by row, each with its legend."""
+    """Returns the SVG of the panels, row by row, each with its legend."""
     names = max((len(panel.series) for panel in panels), default=0)
     cell_width, cell_height = _LEFT + _WIDTH + _GAP, _TOP + _HEIGHT + _BELOW + 16 * names
     rows = -(-len(panels) // columns)

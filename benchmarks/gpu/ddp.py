@@ -1,9 +1,10 @@
-"""Data parallelism on one GPU, ours beside torch's: what the wrapper and its optimizer cost where nothing is sent.
+"""Compares the overhead of our data-parallel wrappers and optimizers with torch's on one GPU, without communication.
 
     python benchmarks/gpu/ddp.py [--rounds 8] [--steps 20] [--layers 8] [--hidden 2048] --json FILE
 
-One process, one group of this rank over NCCL, one model in bf16: plain DDP (the base of all ratios) and FSDP2 around
-fused AdamW, ours with and without sharding and overlap, with fp32 masters. Has not been run yet: it needs a GPU.
+Runs one process with an NCCL group of this rank and one model in bf16. The sides are plain DDP (the base of all ratios)
+and FSDP2 around fused AdamW, and ours with and without sharding and overlap, with fp32 masters. Has not been run yet,
+because it needs a GPU.
 """
 
 import argparse
@@ -46,7 +47,7 @@ SHARDED = {"use_distributed_optimizer": True}
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the model and its batch; a layer has 8 x hidden x hidden parameters."""
+    """Sizes of the model and its batch. A layer has 8 x hidden x hidden parameters."""
 
     layers: int
     hidden: int
@@ -55,7 +56,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Mean over a round's steps in seconds of the device's clock; bytes that the side holds between steps."""
+    """Mean over a round's steps in seconds of the device's clock, and bytes that the side holds between steps."""
 
     device_seconds: float
     held_bytes: int
@@ -70,7 +71,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(hidden, 4 * hidden, bias=False), nn.Linear(4 * hidden, hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [T, H], floating point -> [T, H]."""
+        """Maps x, [T, H], floating point, to the same shape."""
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
 
@@ -79,7 +80,7 @@ def main() -> None:
     options = parse_options()
     device = default_device()
     if device.type != "cuda":
-        sys.exit("benchmarks/gpu/ddp.py needs a GPU; benchmarks/ddp.py is for the CPU")
+        sys.exit("benchmarks/gpu/ddp.py needs a GPU; use benchmarks/ddp.py on the CPU")
     prepare_device(device)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     sizes = Sizes(options.layers, options.hidden, options.tokens)
@@ -101,7 +102,7 @@ def main() -> None:
 
 
 def builds() -> dict[str, Callable[[Sizes, torch.device], Callable[[], None]]]:
-    """The sides by name, the base first."""
+    """Returns the sides by name, the base first."""
     return {
         BASE: build_plain,
         "FSDP2": build_fsdp2,
@@ -121,12 +122,12 @@ def build_model(sizes: Sizes, device: torch.device, *, dtype: torch.dtype) -> nn
 
 
 def inputs(sizes: Sizes, device: torch.device) -> torch.Tensor:
-    """[T, H], bf16."""
+    """Returns the input, [T, H], bf16."""
     return torch.randn(sizes.tokens, sizes.hidden, device=device, dtype=torch.bfloat16)
 
 
 def build_plain(sizes: Sizes, device: torch.device) -> Callable[[], None]:
-    """fp32 parameters, bf16 products by autocast: what torch's DDP does for the same numerics."""
+    """Builds torch's DDP with fp32 parameters and bf16 products by autocast, which gives the same numerics."""
     model = nn.parallel.DistributedDataParallel(build_model(sizes, device, dtype=torch.float32), device_ids=[device])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
     x = inputs(sizes, device)
@@ -143,7 +144,7 @@ def build_plain(sizes: Sizes, device: torch.device) -> Callable[[], None]:
 
 
 def build_fsdp2(sizes: Sizes, device: torch.device) -> Callable[[], None]:
-    """torch's fully_shard, layer by layer, with parameters gathered in bf16 and gradients reduced in fp32."""
+    """Builds torch's fully_shard, layer by layer, with parameters gathered in bf16 and gradients reduced in fp32."""
     model = build_model(sizes, device, dtype=torch.float32)
     mesh = init_device_mesh(device.type, (1,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -163,7 +164,7 @@ def build_fsdp2(sizes: Sizes, device: torch.device) -> Callable[[], None]:
 
 
 def build_ours(sizes: Sizes, device: torch.device, *, settings: Mapping[str, bool | int]) -> Callable[[], None]:
-    """bf16 parameters with fp32 masters and gradients; clipping as the others."""
+    """Builds bf16 parameters with fp32 masters and gradients, and the same clipping as the other sides."""
     # The settings are a few names that the benchmark itself chose.
     config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **settings)  # type: ignore[arg-type]
     ddp = DistributedDataParallel(ModelParallelConfig(), config, build_model(sizes, device, dtype=torch.bfloat16))
@@ -180,7 +181,7 @@ def build_ours(sizes: Sizes, device: torch.device, *, settings: Mapping[str, boo
 
 
 def time_steps(step: Callable[[], None], steps: int, *, device: torch.device) -> float:
-    """Seconds of the device for a step, mean."""
+    """Returns the device's mean seconds per step."""
     start = mark_time(device)
     for _ in range(steps):
         step()
@@ -188,7 +189,7 @@ def time_steps(step: Callable[[], None], steps: int, *, device: torch.device) ->
 
 
 def report(measured: dict[str, list[Measurement]], path: Path | None, *, device: torch.device, sizes: Sizes) -> None:
-    """Prints medians and ratios to the base, and writes them with every round and what they depend on."""
+    """Prints medians and ratios to the base, and writes them with every round and the conditions of the measurement."""
     figures = {}
     for name, rounds in measured.items():
         pairs = zip(rounds, measured[BASE], strict=True)
@@ -206,13 +207,13 @@ def report(measured: dict[str, list[Measurement]], path: Path | None, *, device:
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line of this benchmark."""
+    """Parses the command line of this benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8, help="counted rounds of each side (default: 8)")
-    parser.add_argument("--steps", type=int, default=20, help="steps of one round (default: 20)")
+    parser.add_argument("--rounds", type=int, default=8, help="counted rounds per side (default: 8)")
+    parser.add_argument("--steps", type=int, default=20, help="steps per round (default: 20)")
     parser.add_argument("--layers", type=int, default=8, help="layers (default: 8)")
     parser.add_argument("--hidden", type=int, default=2048, help="hidden size (default: 2048)")
-    parser.add_argument("--tokens", type=int, default=8192, help="tokens of a batch (default: 8192)")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens per batch (default: 8192)")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser.parse_args()
 

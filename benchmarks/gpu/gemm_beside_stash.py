@@ -1,14 +1,15 @@
-"""How much a running matrix product slows down beside a running stash, by how many programs the stash may occupy.
+"""Measures how much matrix products slow down while a stash runs, by the number of programs that the stash may use.
 
     python benchmarks/gpu/gemm_beside_stash.py [--rounds 7] [--json FILE] [--plot FILE.svg]
-    python benchmarks/gpu/gemm_beside_stash.py --small     # tiny, on the CPU too: tries the program out
+    python benchmarks/gpu/gemm_beside_stash.py --small     # tiny, also on the CPU: tests the program
 
-On the main stream bf16 products follow each other, on the side stream stash and restore of one group do, for longer.
-  gemm x    seconds of the products beside the stash / alone
+Runs a sequence of bf16 products on the main stream, and a longer sequence of stash and restore of one group on the side
+stream.
+  gemm x    seconds of the products during the stash / alone
   rate x    rate of stash and restore meanwhile / rate of copy_ alone
   cost x    seconds that the products lose for each stash and restore / seconds that two copy_ of the bytes take alone:
-            0: hidden, 1: as if the copies had the GPU for themselves
-Medians over rounds, in which products run alone and beside.
+            0: completely hidden, 1: as if the copies ran alone on the GPU
+Figures are medians over rounds, in which products run alone and during the stash.
 """
 
 import statistics
@@ -39,14 +40,18 @@ from megatron.core.transformer.moe.paged_stash.group_memory import SideStream  #
 
 PROGRAMS = (2, 4, 8, 16, 32, 64, 132, 0)
 TARGET = 1.1
-LAUNCH_SECONDS = 2e-4  # in which the host launches one kernel, generously
-MOST_PAIRS = 300  # with their events: what a stream's queue takes before the host has to wait
+LAUNCH_SECONDS = 2e-4  # time in which the host launches one kernel, as an upper estimate
+MOST_PAIRS = 300  # launches, including events, that a stream's queue accepts before the host has to wait
 WARM_TURNS = 2
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """gemm: the three sizes of a product; products: in a row; width: bytes of a row of x; group_bytes: of the stash."""
+    """Sizes of a measurement.
+
+    gemm: the three sizes of a product. products: products in a row. width: bytes of a row of x. group_bytes: bytes of
+    the stash.
+    """
 
     gemm: int = 8192
     products: int = 16
@@ -59,7 +64,7 @@ SMALL = Sizes(gemm=32, products=3, width=64, group_bytes=16384)
 
 @dataclass(frozen=True)
 class Beside:
-    """Seconds of the products beside copies, and when each stash and restore ended, from the products' start on."""
+    """Seconds of the products during copies, and the end times of each stash and restore from the products' start."""
 
     seconds: float
     ends: list[float]
@@ -71,7 +76,7 @@ class Beside:
 
     @property
     def pairs(self) -> float:
-        """Stash and restore done meanwhile; of the one that was on its way the share that its time suggests."""
+        """Number of stash and restore pairs done meanwhile, including the estimated fraction of an unfinished one."""
         ended = [0.0, *(end for end in self.ends if end <= self.seconds)]
         done = len(ended) - 1
         if not self.is_covered:
@@ -95,12 +100,12 @@ class Rivals:
         self.out: Tensor = torch.empty(shape, device=device, dtype=torch.bfloat16)
 
     def products(self) -> None:
-        """On the current stream."""
+        """Launches the products on the current stream."""
         for _ in range(self.sizes.products):
             torch.mm(*self.matrices, out=self.out)
 
     def pair(self) -> None:
-        """A stash and a restore, on the current stream."""
+        """Launches a stash and a restore on the current stream."""
         self.bench.stash(0)
         self.bench.restore(0)
 
@@ -110,7 +115,7 @@ class Rivals:
         self.bench.copy_out(0)
 
     def alone(self, work: Callable[[], None], *, turns: int = 1) -> float:
-        """Seconds of one turn, when nothing runs beside."""
+        """Returns the seconds of one turn when nothing else runs."""
         hold(self.device, LAUNCH_SECONDS * (self.sizes.products + 4 * turns))
         start = mark_time(self.device)
         for _ in range(turns):
@@ -118,7 +123,7 @@ class Rivals:
         return seconds_between(start, mark_time(self.device)) / turns
 
     def beside(self, pairs: int) -> Beside:
-        """The products, while so many pairs run, which begin at the same time."""
+        """Runs the products and the given number of pairs, which begin at the same time."""
         hold(self.device, LAUNCH_SECONDS * (self.sizes.products + 3 * pairs))
         ends: list[TimeMark] = []
         with self.side.behind_main():
@@ -133,13 +138,13 @@ class Rivals:
 
 
 def measure(rivals: Rivals, num_programs: int, *, rounds: int) -> dict[str, Any]:
-    """Figures for one cap."""
+    """Returns the figures for one cap."""
     rivals.bench.num_programs = num_programs
     for _ in range(WARM_TURNS):
         rivals.pair()
         rivals.products()
     pair_seconds = rivals.alone(rivals.pair, turns=5)
-    # Products are slower beside the copies than alone, and the copies must outlast them.
+    # Products are slower during the copies than alone, and the copies must outlast them.
     pairs = min(MOST_PAIRS, 2 + int(2.5 * rivals.alone(rivals.products) / pair_seconds))
     rows = []
     for _ in range(rounds):
@@ -157,34 +162,32 @@ def measure(rivals: Rivals, num_programs: int, *, rounds: int) -> dict[str, Any]
 
 
 def targets_of(rows: Sequence[dict[str, Any]]) -> list[Target]:
-    """The best cap's cost, of those whose copies ran until the end."""
+    """Returns the cost of the best cap, among those whose copies ran until the end."""
     costs = [row["cost_x"] for row in rows if row["is_covered"]]
     return [
-        Target(
-            "seconds lost by products for a stash and restore / two copy_, best cap", min(costs, default=None), TARGET
-        )
+        Target("seconds lost by products per stash and restore / two copy_, best cap", min(costs, default=None), TARGET)
     ]
 
 
 def plot(rows: Sequence[dict[str, Any]]) -> str:
-    """Two panels over caps."""
+    """Draws two panels over caps."""
     caps = [str(row["num_programs"] or "all") for row in rows]
     series = {
-        "products: seconds beside the stash / alone": [row["gemm_x"] for row in rows],
-        "stash: rate beside the products / rate of copy_": [row["rate_x"] for row in rows],
+        "products: seconds during the stash / alone": [row["gemm_x"] for row in rows],
+        "stash: rate during the products / rate of copy_": [row["rate_x"] for row in rows],
     }
     cost = {"seconds lost / seconds of two copy_": [row["cost_x"] for row in rows]}
     return drawing(
-        "Matrix products beside a running stash",
+        "Matrix products during a running stash",
         [
-            Panel("both, beside each other", "most programs of a kernel", caps, series, limit=1.0),
-            Panel("what a stash and restore costs", "most programs of a kernel", caps, cost, limit=TARGET),
+            Panel("both at the same time", "maximum programs of a kernel", caps, series, limit=1.0),
+            Panel("cost of a stash and a restore", "maximum programs of a kernel", caps, cost, limit=TARGET),
         ],
     )
 
 
 def main() -> None:
-    """Measures, prints, and writes what the options ask for; exit status 1 where a target is missed."""
+    """Measures, prints, and writes the requested files. Exits with status 1 if a target is missed."""
     options = benchmark_parser(__doc__, rounds=7).parse_args()
     device = require_device(options)
     prepare_device(device)

@@ -1,19 +1,20 @@
-"""Training steps with expert buffers of a fixed size, a stash and a CUDA graph, beside eager dropless steps.
+"""Compares training steps with fixed-size expert buffers, a stash and a CUDA graph with eager dropless steps.
 
     python benchmarks/gpu/graph_step.py [--rounds 3] [--steps 3] [--json FILE] [--plot FILE.svg] [--shapes NAME ...]
-    python benchmarks/gpu/graph_step.py --small     # a tiny shape, on the CPU too, where a tape stands for a graph
+    python benchmarks/gpu/graph_step.py --small     # a tiny shape, also on the CPU, with a tape instead of a graph
 
-Each side is a process that trains with flags of pretrain_gpt.py, as rank 0 of 8 whose others are stand-ins (see
-stand_ins.py) and with a routing that is forced: balanced, or skewed towards this rank, anew in every step. Sides
-are in memory together and step in turns, each group with the base where not all fit.
+Each side is a process that trains with flags of pretrain_gpt.py, as rank 0 of 8 whose other ranks are stand-ins (see
+stand_ins.py). Its routing is forced: balanced, or skewed towards this rank, and different in every step. Sides
+share the GPU's memory and step in turns. If not all fit, they run in groups, each with the base.
   ms       a step by the device's clock, median
-  time x   beside the eager dropless step, median over rounds
-  MiB      the most that torch's allocator gave out since the process started; reserved: that it took from the device
-  memory x the same without what dropless holds between steps (weights, gradients, states), beside dropless
+  time x   relative to the eager dropless step, median over rounds
+  MiB      peak of torch's allocator since the process started; reserved: peak taken from the device
+  memory x the same without the bytes that dropless holds between steps (weights, gradients, states), relative to
+  dropless
   at most  (phi + w c / S), which memory x must not exceed: pages over live rows, 1 + prefetched layers, capacity
            over live rows, layers
-  again, host, void: tensors computed again, pages on the host, and runs of the last step that were void
-Sides that fail, for lack of memory for example, are named, and the exit status is 1. Has not been run on a GPU yet.
+  again, host, void: recomputed tensors, pages on the host, and discarded attempts in the last step
+Sides that fail, for example for lack of memory, are named, and the exit status is 1. Has not been run on a GPU yet.
 """
 
 import argparse
@@ -62,15 +63,15 @@ from megatron.training.run import TrainingRun  # noqa: E402
 from megatron.training.training import run_step  # noqa: E402
 
 TIME_TARGET = 0.75
-WARM_STEPS = 5  # a graph's own warm-up and its capture among them
-MOST_ROWS = 0.95  # of a buffer: a step must not be void
+WARM_STEPS = 5  # including a graph's own warm-up and its capture
+MOST_ROWS = 0.95  # factor of a buffer: a step must not be discarded
 PATIENCE_SECONDS = 180
 PRELOAD = ["benchmarks.train_step", "benchmarks.gpu.stand_ins"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A shape under a routing."""
+    """A shape with a routing."""
 
     name: str
     shape: Shape
@@ -78,7 +79,7 @@ class Case:
 
     @property
     def routing(self) -> Routing:
-        """How rows come."""
+        """Describes the distribution of rows."""
         return ROUTINGS[self.routing_name]
 
     def __str__(self) -> str:
@@ -87,7 +88,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Seconds of the steps; bytes given out at most, reserved at most and held now; what the last step's stash did."""
+    """Seconds of the steps; peak bytes allocated, peak bytes reserved and current bytes; the last step's stash
+    counters.
+    """
 
     seconds: list[float]
     peak: int
@@ -100,7 +103,7 @@ class Measurement:
 
 @dataclass
 class Process:
-    """A side's process and what it told so far; error: why there is no more."""
+    """A side's process and its results so far. error: reason why there are no more."""
 
     name: str
     process: Any
@@ -109,15 +112,15 @@ class Process:
     error: str | None = None
 
     def ask(self, steps: int) -> None:
-        """Has it run so many steps, or end for 0; `take` gives the answer."""
+        """Requests this number of steps, or the end for 0. `take` returns the answer."""
         if self.error is None:
             try:
                 self.connection.send(steps)
             except OSError as error:
-                self.error = f"its process is gone: {error}"
+                self.error = f"its process has ended: {error}"
 
     def take(self) -> Measurement | None:
-        """The next answer; None where there will be none, also if it takes too long."""
+        """Returns the next answer, or None if there will be none, including after a timeout."""
         if self.error is not None:
             return None
         try:
@@ -132,7 +135,7 @@ class Process:
 
 
 def main() -> None:
-    """Measures, prints, and writes what the options ask for; exit status 1 where a target is missed or a side fails."""
+    """Measures, prints, and writes the requested files. Exits with status 1 if a target is missed or a side fails."""
     options = parse_options()
     device = require_device(options)
     records, targets = [], []
@@ -140,9 +143,9 @@ def main() -> None:
         record = record_of(case, rounds=options.rounds, steps=options.steps)
         print_case(case, record)
         records.append(record)
-        # The CPU counts no allocations, and nothing of this size is bound by anything.
+        # The CPU counts no allocations, and steps of this size have no meaningful bound.
         targets += [] if options.small else targets_of(case, record)
-        # After each case: who is stopped loses no more than the one that runs.
+        # After each case, so that an interrupted run loses only the current case.
         write_record(options.json, {"cases": records}, device=device, targets=targets)
     if options.plot is not None:
         options.plot.write_text(plot(records))
@@ -163,26 +166,26 @@ def record_of(case: Case, *, rounds: int, steps: int) -> dict[str, Any]:
     for batch in batches(sides, at_once=case.shape.at_once):
         processes = measure(case, batch, rounds=rounds, steps=steps)
         lines = {**lines_of(case, batch, processes=processes), **lines}
-    # What the limit of memory is made of, and how rows come.
+    # The terms of the memory limit, and the distribution of rows.
     settings = {"c": CAPACITY, "w": 1 + PREFETCH, "S": case.shape.layers, **asdict(case.routing)}
     ordered = {name: lines[name] for name in sides}
     return {"case": str(case), "shape": asdict(case.shape), "settings": settings, "sides": ordered}
 
 
 def batches(sides: Mapping[str, Side], *, at_once: int) -> list[dict[str, Side]]:
-    """The sides in groups that fit into memory, each with the base."""
+    """Splits the sides into groups that fit into memory, each with the base."""
     others = [name for name in sides if name != BASE]
     starts = range(0, len(others), at_once - 1)
     return [{name: sides[name] for name in (BASE, *others[start : start + at_once - 1])} for start in starts]
 
 
 def measure(case: Case, sides: Mapping[str, Side], *, rounds: int, steps: int) -> list[Process]:
-    """Starts these sides at once, lets them step in turns, and ends them."""
+    """Starts these sides together, lets them step in turns, and ends them."""
     processes = [start(name, case, flags=side.flags) for name, side in sides.items()]
     for process in processes:
         process.take()
     for number in range(rounds + 1):
-        # Who comes first has no advantage.
+        # The order alternates, so that no side has an advantage.
         for process in processes if number % 2 else processes[::-1]:
             process.ask(steps)
             measurement = process.take()
@@ -196,7 +199,7 @@ def measure(case: Case, sides: Mapping[str, Side], *, rounds: int, steps: int) -
 
 
 def start(name: str, case: Case, *, flags: str) -> Process:
-    """A process of one side."""
+    """Starts the process of one side."""
     context = get_context("forkserver")
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs, case), kwargs={"flags": flags}, daemon=True)
@@ -206,7 +209,7 @@ def start(name: str, case: Case, *, flags: str) -> Process:
 
 
 def serve(connection: Connection, case: Case, *, flags: str) -> None:
-    """Builds the side and warms it up, then runs as many steps as it is told to, until told 0; sends errors as text."""
+    """Builds the side and warms it up, then runs the requested numbers of steps until 0. Sends errors as text."""
     torch.set_num_threads(1)
     try:
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
@@ -232,14 +235,14 @@ def build(case: Case, flags: str) -> tuple[TrainingRun, ForcedRouting]:
 
 
 def check_graph(run: TrainingRun) -> None:
-    """Raises RuntimeError where steps that should replay a graph do not: a run goes on without one."""
+    """Raises RuntimeError if steps that should replay a graph do not, because a run continues without one."""
     graph = run.steps.graph
     if isinstance(graph, FullCudaGraphWrapper) and (graph.failure is not None or graph.num_graphs == 0):
         raise RuntimeError(f"no graph was captured in {WARM_STEPS} steps: {graph.failure}")
 
 
 def tables_of(case: Case) -> torch.Tensor:
-    """The choices of all layers in each of the routings that steps take in turn: [TABLES, layers, T, K], int64."""
+    """Returns the choices of all layers in each routing that steps take in turn: [TABLES, layers, T, K], int64."""
     shape, routing, generator = case.shape, case.routing, torch.Generator().manual_seed(1)
     choices = Choices(shape.seq, shape.topk, shape.num_experts, num_own=shape.num_own, unevenness=routing.unevenness)
     most = MOST_ROWS * min(CAPACITY, RANKS * shape.num_own / shape.topk)
@@ -251,7 +254,7 @@ def tables_of(case: Case) -> torch.Tensor:
 
 
 def run_steps(run: TrainingRun, routing: ForcedRouting, *, steps: int) -> Measurement:
-    """Trains; the end of a step is where the device is when the host has ended it."""
+    """Runs training steps. A step ends at the position of the device when the host has finished it."""
     marks = [mark_time(run.device)]
     for _ in range(steps):
         routing.advance()
@@ -269,7 +272,7 @@ def run_steps(run: TrainingRun, routing: ForcedRouting, *, steps: int) -> Measur
 
 
 def lines_of(case: Case, sides: Mapping[str, Side], *, processes: Sequence[Process]) -> dict[str, dict[str, Any]]:
-    """Figures of sides that were measured together, those that failed with their error alone."""
+    """Returns figures of sides that were measured together, and only the error of failed sides."""
     base = next(process for process in processes if process.name == BASE)
     lines: dict[str, dict[str, Any]] = {}
     for process in processes:
@@ -288,7 +291,7 @@ def lines_of(case: Case, sides: Mapping[str, Side], *, processes: Sequence[Proce
 
 
 def figures_of(own: Sequence[Measurement], base: Sequence[Measurement]) -> dict[str, float]:
-    """Medians over the steps and rounds, and ratios to the base."""
+    """Returns medians over the steps and rounds, and ratios to the base."""
     medians = [[statistics.median(one.seconds) for one in rounds] for rounds in (own, base)]
     kept = max(one.held for one in base)
     return {
@@ -305,7 +308,7 @@ def figures_of(own: Sequence[Measurement], base: Sequence[Measurement]) -> dict[
 
 
 def targets_of(case: Case, record: Mapping[str, Any]) -> list[Target]:
-    """The graph with a stash in time, where launches decide, and in memory."""
+    """Returns the targets of the graph with a stash in time, for launch-bound shapes, and in memory."""
     line = record["sides"].get("graph + stash", {})
     found = []
     if case.shape.is_launch_bound:
@@ -318,7 +321,7 @@ def targets_of(case: Case, record: Mapping[str, Any]) -> list[Target]:
 
 
 def print_case(case: Case, record: Mapping[str, Any]) -> None:
-    """The table of one case."""
+    """Prints the table of one case."""
     print(f"\n{case}: {case.shape.seq} tokens x {case.shape.microbatches}, S {case.shape.layers}, c {CAPACITY:g}")
     columns = ("ms", "time x", "MiB", "reserved", "memory x", "at most", "again", "host", "void")
     print(" " * 26 + "".join(f"{column:>9}" for column in columns))
@@ -335,25 +338,25 @@ def print_case(case: Case, record: Mapping[str, Any]) -> None:
 
 
 def plot(records: Sequence[Mapping[str, Any]]) -> str:
-    """A panel for each case: time and memory of its sides."""
+    """Draws a panel for each case with time and memory of its sides."""
     panels = []
     for record in records:
         lines = [line for line in record["sides"].values() if "error" not in line]
         series = {
             "time / eager dropless": [line["time_x"] for line in lines],
-            "memory beside weights and states / eager dropless": [line["memory_x"] for line in lines],
+            "memory in addition to weights and states / eager dropless": [line["memory_x"] for line in lines],
         }
         labels = [line["label"] for line in lines]
         panels.append(Panel(record["case"], "", labels, series, kind=Kind.BARS, limit=1.0))
-    return drawing("Training steps beside eager dropless ones", panels)
+    return drawing("Training steps relative to eager dropless ones", panels)
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line of this benchmark."""
+    """Parses the command line of this benchmark."""
     parser = benchmark_parser(__doc__, rounds=3)
-    parser.add_argument("--steps", type=int, default=3, help="steps of one round (default: 3)")
-    parser.add_argument("--shapes", nargs="+", default=[*SHAPES], choices=[*SHAPES], help="these alone")
-    parser.add_argument("--routings", nargs="+", default=[*ROUTINGS], choices=[*ROUTINGS], help="these alone")
+    parser.add_argument("--steps", type=int, default=3, help="steps per round (default: 3)")
+    parser.add_argument("--shapes", nargs="+", default=[*SHAPES], choices=[*SHAPES], help="only these shapes")
+    parser.add_argument("--routings", nargs="+", default=[*ROUTINGS], choices=[*ROUTINGS], help="only these routings")
     return parser.parse_args()
 
 

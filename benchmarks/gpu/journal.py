@@ -1,7 +1,7 @@
-"""The file of results, checks.jsonl: one JSON object a line for each check that ended, whole whenever it is read.
+"""Manages the file of results, checks.jsonl, with one JSON object per line for each check that ended.
 
-A line is written and synchronized with the disk when its check ends, so that a runner or a machine that is killed loses
-no more than the check that runs. running.json says which one that is. Nothing here runs a check.
+A line is written and synchronized with the disk when its check ends, so that a killed runner or machine loses
+only the current check. running.json names that check. Nothing here runs a check.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Verdict(StrEnum):
-    """How a check ended."""
+    """Outcome of a check."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -22,11 +22,11 @@ class Verdict(StrEnum):
     NEEDS_GPU = "needs a GPU"
     NOT_CHECKED = "not checked here"  # a tool is missing, for example
     NO_TIME = "not run: no time left"
-    INTERRUPTED = "interrupted"  # the runner was
+    INTERRUPTED = "interrupted"  # the runner was interrupted
 
     @property
     def is_failure(self) -> bool:
-        """Whether a run with this verdict must not report success."""
+        """Tells whether a run with this verdict must not report success."""
         return self not in (Verdict.PASSED, Verdict.NEEDS_GPU, Verdict.NOT_CHECKED)
 
 
@@ -44,10 +44,10 @@ class Where:
 
 @dataclass(frozen=True)
 class Record:
-    """One line.
+    """One line of the file.
 
-    seconds: wall time. exit_status: negative for a signal. orphans: processes that the check left behind, which were
-    ended. results: numbers that the check reported; output: last lines. mark: of its processes.
+    seconds: wall time. exit_status: negative for a signal. orphans: processes that the check left running and that were
+    ended. results: numbers that the check reported. output: last lines. mark: mark of its processes.
     """
 
     check: str
@@ -62,7 +62,7 @@ class Record:
 
     @property
     def is_final(self) -> bool:
-        """Whether --resume leaves the check alone. A tool or a driver may be there the next time."""
+        """Tells whether --resume skips the check. A missing tool or driver may be available the next time."""
         if self.verdict in (Verdict.NEEDS_GPU, Verdict.NOT_CHECKED):
             return self.where.dry_run
         return self.verdict in (Verdict.PASSED, Verdict.FAILED, Verdict.TIMED_OUT)
@@ -75,7 +75,7 @@ class Journal:
         self.path, self._running = folder / "checks.jsonl", folder / "running.json"
 
     def read(self) -> list[Record]:
-        """Returns all whole lines in the order of their writing."""
+        """Returns all complete lines in the order in which they were written."""
         if not self.path.exists():
             return []
         records = []
@@ -85,11 +85,11 @@ class Journal:
                 found = {**values, "verdict": Verdict(values["verdict"]), "where": Where(**values["where"])}
                 records.append(Record(**found))
             except (ValueError, KeyError, TypeError):
-                continue  # a line of a disk that lost power, or of another version
+                continue  # a line from a disk that lost power, or from another version
         return records
 
     def mend(self) -> None:
-        """Cuts a last line off that was not written to its end, so that the next one is whole."""
+        """Removes an incomplete last line, so that the next line is valid."""
         if self.path.exists():
             data = self.path.read_bytes()
             whole = data.rfind(b"\n") + 1
@@ -97,23 +97,23 @@ class Journal:
                 os.truncate(self.path, whole)
 
     def begin(self, check: str, mark: str) -> None:
-        """Notes that a check runs. mark: of its processes."""
+        """Records that a check runs. mark: mark of its processes."""
         temporary = self._running.with_suffix(".new")
         temporary.write_text(json.dumps({"check": check, "mark": mark}) + "\n")
         temporary.replace(self._running)
 
     def interrupted(self) -> tuple[str, str] | None:
-        """Name and mark of the check that ran when the last runner was killed; None if it was not."""
+        """Returns name and mark of the check that ran when the last runner was killed, or None if there was none."""
         try:
             values = json.loads(self._running.read_text())
             check, mark = values["check"], values["mark"]
         except (OSError, ValueError, KeyError):
             return None
-        # A line with this mark: the runner was killed between writing it and removing running.json.
+        # There is a line with this mark: the runner was killed between writing it and removing running.json.
         return None if any(record.mark == mark for record in self.read()) else (check, mark)
 
     def end(self, record: Record) -> None:
-        """Appends a line and notes that nothing runs."""
+        """Appends a line and records that nothing runs."""
         line = (json.dumps(asdict(record), allow_nan=True) + "\n").encode()
         with open(self.path, "ab", buffering=0) as stream:
             stream.write(line)

@@ -1,14 +1,15 @@
-"""Runs one program with a time limit and ends everything that it started. Knows nothing of checks. Linux only.
+"""Runs one program with a time limit and ends all processes that it started. Independent of checks. Linux only.
 
 [Note: who belongs to a program] Ranks of tests and of elastic launchers call setsid, so signals to a process group miss
-them, and a process whose parent has ended belongs to init. Two things find them. This process is a child subreaper:
-descendants whose parent ended become its children, so the tree below it is complete. And each program gets a variable
-in its environment, which its descendants inherit; /proc shows it even after a process has cleared its environment. The
-variable also finds processes of a runner that was killed itself.
+them, and a process whose parent has ended belongs to init. Two mechanisms find them. First, this process is a child
+subreaper: descendants whose parent ended become its children, so the tree below it is complete. Second, each program
+gets an environment variable that its descendants inherit; /proc shows it even after a process has cleared its
+environment. The variable also identifies processes of a runner that was itself killed.
 
-[Note: order of ending] At its limit a program first shows where it hangs. SIGUSR1 goes to the processes that have a
-handler for it, as the ranks of tests do, to print their stacks; what they wrote to files of their own is copied. Then
-all get SIGINT, so that Python reports the line and cleans up. What still runs after GRACE_SECONDS gets SIGKILL.
+[Note: order of ending] At its limit a program first shows where it hangs. Processes that have a handler for SIGUSR1,
+such as the ranks of tests, receive it and print their stacks; the output that they wrote to their own files is copied.
+Then all receive SIGINT, so that Python reports the line and cleans up. Processes that still run after GRACE_SECONDS
+receive SIGKILL.
 """
 
 import ctypes
@@ -24,18 +25,18 @@ from typing import BinaryIO
 
 MARK = "GPU_CHECK_PROCESS"
 GRACE_SECONDS = 5.0  # between SIGINT and SIGKILL; part of a program's limit
-LEAVE_SECONDS = 1.0  # after a normal end, for helpers such as fork servers to end by themselves
-_SHOWN_LINES = 40  # of a file that a descendant wrote its errors to
+LEAVE_SECONDS = 1.0  # after a normal end, for helpers such as fork servers to exit by themselves
+_SHOWN_LINES = 40  # of a file with a descendant's errors
 _POLL_SECONDS = 0.05
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # options of prctl
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a program ended.
+    """Outcome of a program run.
 
-    status: its exit status, negative for a signal. timed_out: it had to be interrupted. num_orphans: descendants that
-    were alive when it ended, and were killed.
+    status: its exit status, negative for a signal. timed_out: whether it had to be interrupted. num_orphans: number of
+    descendants that were alive when it ended, and were killed.
     """
 
     status: int
@@ -45,16 +46,16 @@ class Ending:
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of descendants whose own parent ends. Without effect where Linux refuses it."""
+    """Makes this process the parent of descendants whose own parent ends. No effect if Linux refuses it."""
     _prctl(_SET_CHILD_SUBREAPER)
 
 
 def run_program(
     command: Sequence[str], *, limit: float, log: Path, mark: str, folder: Path, env: Mapping[str, str]
 ) -> Ending:
-    """Runs a program and shows what it prints. It is interrupted GRACE_SECONDS before `limit`, and killed at `limit`.
+    """Runs a program and shows its output. It is interrupted GRACE_SECONDS before `limit`, and killed at `limit`.
 
-    Its descendants are killed too; to collect them may take up to 2 * GRACE_SECONDS more.
+    Its descendants are also killed; collecting them may take up to 2 * GRACE_SECONDS more.
 
     Its output is appended to `log`. mark: a text that no other program has. adopt_orphans must have been called.
     """
@@ -93,13 +94,13 @@ def run_program(
 
 
 def end_all(mark: str, *, keep_status_of: int | None = None) -> int:
-    """Kills all descendants of this process and all processes with the mark; returns how many it found.
+    """Kills all descendants of this process and all processes with the mark; returns their number.
 
-    It tries for GRACE_SECONDS. A process within a call of the driver that cannot be interrupted may survive.
+    Tries for GRACE_SECONDS. A process in an uninterruptible driver call may survive.
     """
     met: set[int] = set()
     until = time.monotonic() + GRACE_SECONDS
-    # A process may fork while the list is read: hence more than one pass.
+    # A process may fork while the list is read, hence more than one pass.
     while (found := list(descendants(mark))) and time.monotonic() < until:
         met.update(found)
         for pid in found:
@@ -110,7 +111,7 @@ def end_all(mark: str, *, keep_status_of: int | None = None) -> int:
 
 
 def descendants(mark: str) -> Iterator[int]:
-    """Yields the processes below this one and those with the mark; see [Note: who belongs to a program]."""
+    """Yields the processes below this one and those with the mark. See [Note: who belongs to a program]."""
     entry = f"{MARK}={mark}".encode()
     parents = _parents()
     below = {os.getpid()}
@@ -122,11 +123,11 @@ def descendants(mark: str) -> Iterator[int]:
 
 
 def _parents() -> dict[int, int]:
-    """Parent of each process that is no zombie."""
+    """Returns the parent of each process that is not a zombie."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            # The name of a program, in parentheses, may contain anything.
+            # The name of a program, in parentheses, may contain any characters.
             state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
         except OSError:
             continue
@@ -143,7 +144,7 @@ def _environment(pid: int) -> Sequence[bytes]:
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal."""
+    """Tells whether a process has a handler for a signal."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -153,7 +154,7 @@ def _catches(pid: int, number: int) -> bool:
 
 
 def _interrupt(mark: str, log: Path) -> None:
-    """Makes processes show their stacks, and interrupts them; see [Note: order of ending]."""
+    """Makes processes show their stacks, and interrupts them. See [Note: order of ending]."""
     found = list(descendants(mark))
     files = {path for pid in found if (path := _error_file(pid)) is not None and path != log.resolve()}
     shown = [pid for pid in found if _catches(pid, signal.SIGUSR1)]
@@ -169,7 +170,7 @@ def _interrupt(mark: str, log: Path) -> None:
 
 
 def _error_file(pid: int) -> Path | None:
-    """The regular file that a process writes its errors to, if it is one."""
+    """Returns the regular file to which a process writes its errors, if it is one."""
     try:
         path = Path(os.readlink(f"/proc/{pid}/fd/2"))
     except OSError:
@@ -189,19 +190,19 @@ def _send(pid: int, number: int) -> None:
     try:
         os.kill(pid, number)
     except (ProcessLookupError, PermissionError):
-        # It has ended meanwhile, or its number belongs to another user's process by now.
+        # It has ended meanwhile, or its number now belongs to another user's process.
         return
 
 
 def _reap(process: "subprocess.Popen[bytes]") -> int | None:
-    """Exit status of the program, None while it runs. Takes the statuses of adopted orphans on the way."""
+    """Returns the exit status of the program, or None while it runs. Also collects the statuses of adopted orphans."""
     status = process.poll()
     _reap_orphans(besides=process.pid if status is None else None)
     return status
 
 
 def _reap_orphans(besides: int | None = None) -> None:
-    """Takes the exit statuses of children that have ended, but not of the child `besides`."""
+    """Collects the exit statuses of children that have ended, except the child `besides`."""
     for entry in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
         try:
             children = [int(pid) for pid in entry.read_text().split()]
@@ -228,7 +229,7 @@ def _wait_for_descendants(mark: str, *, until: float) -> None:
 
 
 def _die_with_parent() -> None:
-    """Runs in the program's process before it starts: the kernel kills it when this process ends, killed too."""
+    """Makes the kernel kill the program when this process ends. Runs in the program's process before it starts."""
     _prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
 
 
@@ -240,7 +241,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class _Echo:
-    """Copies what is appended to a file from now on to standard output."""
+    """Copies new content of a file to standard output."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -254,7 +255,7 @@ class _Echo:
         self._stream.close()
 
     def show(self) -> None:
-        """Copies what is new."""
+        """Copies the new content."""
         if new := self._stream.read():
             sys.stdout.write(new.decode(errors="replace"))
             sys.stdout.flush()

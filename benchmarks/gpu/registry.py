@@ -1,8 +1,8 @@
-"""The checks of `make gpu` in the order in which they run, and the claims that they decide. Runs nothing.
+"""Lists the checks of `make gpu` in order of execution, and the claims that they decide. Runs nothing.
 
-Each check is a process with a limit, so that a hang, a crash or a poisoned CUDA context costs one check. A call runs
-at most nine minutes, which its limits sum up to: machines may end a command after ten. First come the checks whose
-failure explains all others.
+Each check is a process with a limit, so that a hang, a crash or a poisoned CUDA context costs only one check. A call
+runs for at most nine minutes, the sum of its limits, because machines may end a command after ten. Checks whose
+failure explains all others come first.
 """
 
 import enum
@@ -13,10 +13,10 @@ from pathlib import Path
 
 CALL_SECONDS = 540
 NUM_CALLS = 3
-# How a program tells the runner that it needs a GPU, or that something else was missing: its exit status.
+# Exit statuses with which a program reports that it needs a GPU, or that something else was missing.
 NEEDS_GPU, NOT_CHECKED = 76, 77
-DRY_RUN = "GPU_CHECKS_DRY_RUN"  # variable that a dry run sets: only then may a CPU stand in for the GPU
-RESULT = "RESULT "  # begins a line of its output that holds numbers as a JSON object
+DRY_RUN = "GPU_CHECKS_DRY_RUN"  # variable that a dry run sets: only then may a CPU replace the GPU
+RESULT = "RESULT "  # starts an output line that holds numbers as a JSON object
 
 
 class State(enum.Enum):
@@ -29,13 +29,13 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class Check:
-    """A program and its limit in seconds, its own end included.
+    """A program and its limit in seconds, including its shutdown.
 
-    call: 1 to NUM_CALLS; None: runs only when it is named. part: heading of the page. claim: what holds if it passes.
-    words: its command, where `python` is this interpreter and {out} the folder of results. small: the arguments of a
-    dry run, which may run on a CPU; None: without a GPU there is nothing to try. kernels: the Triton kernels that it
-    launches. known: what is known without a GPU. is_elastic: may take, beyond its limit, what checks before it left
-    of their limits.
+    call: 1 to NUM_CALLS, or None if it runs only when named. part: heading of the page. claim: the property that a pass
+    proves. words: its command, where `python` is this interpreter and {out} the folder of results. small: the arguments
+    of a dry run, which may run on a CPU; None if there is nothing to test without a GPU. kernels: the Triton kernels
+    that it launches. known: evidence without a GPU. is_elastic: may use, beyond its limit, the unused time of earlier
+    checks.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Check:
     is_elastic: bool = False
 
     def command(self, out: Path, *, is_dry: bool) -> list[str]:
-        """The command line. Python programs show their stacks when they are interrupted."""
+        """Returns the command line. Python programs show their stacks when they are interrupted."""
         words = shlex.split(f"{self.words} {self.small or ''}" if is_dry else self.words)
         first, *rest = [sys.executable if word == "python" else word.format(out=out) for word in words]
         launcher = ["-m", "benchmarks.gpu.checks.launch"] if words[0] == "python" else []
@@ -62,7 +62,7 @@ def _program(module: str, *arguments: str) -> str:
 
 
 def _tests(*arguments: str) -> str:
-    """The command of some tests of tests/gpu, which are skipped without a GPU."""
+    """Returns the command of some tests of tests/gpu, which are skipped without a GPU."""
     return _program("pytest_run", *(shlex.quote(argument) for argument in arguments))
 
 
@@ -80,12 +80,12 @@ FIRST, EACH, STEPS = "First launches", "One small case for each kernel", "Traini
 PARTS, COPIES, LONG, BENCHMARKS = "Module graphs and growth", "Copies and products", "Long checks", "Benchmarks"
 
 CHECKS = (
-    # Call 1.
+    # Section: call 1.
     Check(
         "environment",
         1,
         FIRST,
-        "torch, Triton, NCCL, the driver and the tools are there, and the GPU computes",
+        "torch, Triton, NCCL, the driver and the tools are present, and the GPU computes",
         _program("environment"),
         45,
         known=State.NOT_YET,
@@ -114,7 +114,7 @@ CHECKS = (
         "capture_streams",
         1,
         FIRST,
-        "a CUDA graph captures work on two side streams, and replays have the bits of eager work",
+        "a CUDA graph captures work on two side streams, and replays are bitwise equal to eager execution",
         _program("capture_streams"),
         25,
         known=State.MODELLED,
@@ -123,7 +123,7 @@ CHECKS = (
         "nccl_in_capture",
         1,
         FIRST,
-        "collectives of a group of one rank run inside a CUDA graph",
+        "collectives of a single-rank group run inside a CUDA graph",
         _program("nccl_in_capture"),
         35,
         known=State.NOT_YET,
@@ -132,7 +132,7 @@ CHECKS = (
         "kernels_pages",
         1,
         EACH,
-        "pages, rings and rows have the bytes of the CPU's operators",
+        "pages, rings and rows are bitwise equal to the CPU's operators",
         _tests(KERNELS, "-k", "pages_rings and bfloat16-1000"),
         30,
         kernels=PAGES,
@@ -142,7 +142,7 @@ CHECKS = (
         "kernels_products",
         1,
         EACH,
-        "grouped products and their gradients are right to one rounding, recomputed gate_up bit for bit",
+        "grouped products and their gradients are correct to one rounding, recomputed gate_up bit for bit",
         _tests(KERNELS, "-k", "products and bfloat16-1000-False and 129"),
         30,
         kernels=PRODUCTS,
@@ -152,7 +152,7 @@ CHECKS = (
         "kernels_activations",
         1,
         EACH,
-        "activations and their gradients are right to one rounding, recomputed act bit for bit",
+        "activations and their gradients are correct to one rounding, recomputed act bit for bit",
         _tests(KERNELS, "-k", "activations and swiglu and bfloat16-1000-33"),
         25,
         kernels=ACTIVATIONS,
@@ -162,7 +162,7 @@ CHECKS = (
         "kernels_biases",
         1,
         EACH,
-        "experts' biases are added, and their gradients and the scales' are right to one rounding",
+        "biases of experts are added, and their gradients and those of the scales are correct to one rounding",
         _tests(KERNELS, "-k", "biases and bfloat16-1000"),
         25,
         kernels=BIASES,
@@ -172,7 +172,7 @@ CHECKS = (
         "kernels_rows",
         1,
         EACH,
-        "slots are ordered as on the CPU, rows gathered with its bytes, rows and gradients summed to one rounding",
+        "slots are ordered as on the CPU, rows gathered bitwise equal, rows and gradients summed to one rounding",
         _tests(
             KERNELS,
             "-k",
@@ -187,7 +187,7 @@ CHECKS = (
         "kernels_adam",
         1,
         EACH,
-        "Adam's kernel steps as torch does, and bf16 with remainders is the fp32 run bit for bit",
+        "Adam's kernel gives the same step as torch, and bf16 with remainders equals the fp32 run bit for bit",
         _tests("tests/gpu/test_adam_kernel.py", "-k", "remainders or (near_that and params0)"),
         25,
         kernels=("adam_kernel",),
@@ -197,7 +197,7 @@ CHECKS = (
         "stash_late_streams",
         1,
         EACH,
-        "random stash operations on streams that are late lose no byte",
+        "random stash operations on delayed streams preserve all bytes",
         _tests(
             "tests/gpu/test_stash_kernels.py",
             "tests/gpu/test_stash_races.py",
@@ -212,7 +212,7 @@ CHECKS = (
         "eager_steps",
         1,
         STEPS,
-        "three eager training steps have the losses of the CPU: plain experts, and experts with a stash",
+        "three eager training steps have the same losses as on the CPU: plain experts, and experts with a stash",
         _program("eager_steps"),
         60,
         known=State.MODELLED,
@@ -221,19 +221,19 @@ CHECKS = (
         "full_graph",
         1,
         STEPS,
-        "replays of the full-iteration graph have the bits of eager steps: with a stash, with pages on the host, and "
-        "with tensors of both recompute levels recomputed",
+        "replays of the full-iteration graph are bitwise equal to eager steps: with a stash, with pages on the "
+        "host, and with tensors of both recompute levels recomputed",
         _program("full_graph"),
         100,
         "--steps 6",
         known=State.MODELLED,
     ),
-    # Call 2.
+    # Section: call 2.
     Check(
         "module_order",
         2,
         PARTS,
-        "module graphs replayed in the order F1 F2 B1 F3 B2 B3 have the bits of eager passes",
+        "module graphs replayed in the order F1 F2 B1 F3 B2 B3 are bitwise equal to eager passes",
         _program("module_order"),
         55,
         known=State.MODELLED,
@@ -242,7 +242,7 @@ CHECKS = (
         "forced_growth",
         2,
         PARTS,
-        "a replay that finds no pages runs again with more, and neither the old pool nor the old graph stays in memory",
+        "a replay that finds no pages is retried with more, and neither the old pool nor the old graph stays in memory",
         _program("forced_growth"),
         45,
         known=State.MODELLED,
@@ -261,7 +261,7 @@ CHECKS = (
         "products",
         2,
         COPIES,
-        "our grouped product as it is and as it was, beside torch's grouped_mm: rates of forward and of both gradients",
+        "our current and previous grouped product and torch's grouped_mm: rates of forward and of both gradients",
         _program("products"),
         60,
         "--small",
@@ -272,7 +272,7 @@ CHECKS = (
         "product_beside_copies",
         2,
         COPIES,
-        "three products beside copies, as their programs are and as they were, at several caps: their slowdown",
+        "three products during copies, with the current and the previous programs, at several caps: their slowdown",
         _program("product_beside_copies"),
         70,
         "--small",
@@ -292,7 +292,7 @@ CHECKS = (
         "sanitizer_races",
         2,
         LONG,
-        "compute-sanitizer finds no race in shared memory and no wrong barrier in the kernels",
+        "compute-sanitizer finds no race in shared memory and no incorrect barrier in the kernels",
         "sh tests/gpu/sanitize.sh python racecheck synccheck",
         80,
         known=State.NOT_YET,
@@ -309,12 +309,12 @@ CHECKS = (
         is_elastic=True,
         known=State.MODELLED,
     ),
-    # Call 3.
+    # Section: call 3.
     Check(
         "tests_step_graphs",
         3,
         LONG,
-        "a hundred replays of whole steps and of module graphs have the bits of eager steps",
+        "a hundred replays of whole steps and of module graphs are bitwise equal to eager steps",
         _tests("tests/gpu/test_step_graphs_on_gpu.py", "tests/gpu/test_replays_on_gpu.py"),
         150,
         is_elastic=True,
@@ -340,7 +340,7 @@ CHECKS = (
         "tests_stash",
         3,
         LONG,
-        "all tests of the stash: every width, late streams in training too, captured recomputation",
+        "all tests of the stash: every width, delayed streams also in training, captured recomputation",
         _tests(
             "tests/gpu/test_stash_kernels.py",
             "tests/gpu/test_stash_races.py",
@@ -356,7 +356,8 @@ CHECKS = (
         "tests_optimizer",
         3,
         LONG,
-        "optimizer steps, captured ones too, agree with torch and with eager steps; attention kernels are near fp64",
+        "optimizer steps, including captured ones, agree with torch and with eager steps; attention kernels are "
+        "close to fp64",
         _tests(
             "tests/gpu/test_adam_kernel.py",
             "tests/gpu/test_fused_adam_on_gpu.py",
@@ -372,7 +373,7 @@ CHECKS = (
         "trace",
         3,
         LONG,
-        "a profile of one eager step with a stash and its longest gaps, each with what the host did in it",
+        "a profile of one eager step with a stash and its longest gaps, each with the host's activity in it",
         _program("trace", "--trace", "{out}/trace_of_step.json.gz"),
         60,
         "--small",
@@ -383,12 +384,12 @@ CHECKS = (
         "launches",
         3,
         LONG,
-        "kernels launched for each static MoE layer and step, beside the operators counted on the CPU",
+        "kernels launched per static MoE layer and step, and the operators counted on the CPU",
         _program("launches"),
         70,
         known=State.NOT_YET,
     ),
-    # Only when named: they take a call or more each.
+    # Section: only when named, because they take a call or more each.
     Check(
         "stash_copy",
         None,
@@ -403,7 +404,7 @@ CHECKS = (
         "gemm_beside_stash",
         None,
         BENCHMARKS,
-        "beside a matrix product they cost it nothing, or 1.1 times two copies at most, with the best cap",
+        "during a matrix product they cost it nothing, or 1.1 times two copies at most, with the best cap",
         _benchmark("gemm_beside_stash"),
         60,
         "--small --rounds 2",
@@ -413,8 +414,8 @@ CHECKS = (
         "graph_step",
         None,
         BENCHMARKS,
-        "graph + stash takes 0.75 of an eager dropless step where launches decide, and holds (phi + w c / S) of what "
-        "eager dropless holds beside weights and states",
+        "graph + stash takes 0.75 of an eager dropless step for launch-bound shapes, and holds (phi + w c / S) of "
+        "the memory of eager dropless in addition to weights and states",
         _benchmark("graph_step"),
         420,
         "--small --rounds 1 --steps 1 --routings skewed",
@@ -424,7 +425,7 @@ CHECKS = (
         "stash_step",
         None,
         BENCHMARKS,
-        "memory and time of expert layers with a stash beside other ways: figures without a target",
+        "memory and time of expert layers with a stash compared with alternatives: figures without a target",
         "python benchmarks.stash_step --device cuda --tokens 8192 --hidden 2048 --ffn 768 "
         "--json {out}/stash_step_gpu.json",
         60,
@@ -435,8 +436,8 @@ CHECKS = (
         "host_waits",
         None,
         BENCHMARKS,
-        "captures of a step, the agreement on its plan, and checks of gradients beside what they were before; of the "
-        "grouped products of torch a graph holds those in bf16 alone",
+        "captures of a step, the agreement on its plan, and checks of gradients compared with their previous "
+        "versions; a graph can hold torch's grouped products only in bf16",
         _program("host_waits"),
         60,
         known=State.NOT_YET,
@@ -445,7 +446,7 @@ CHECKS = (
         "ddp",
         None,
         BENCHMARKS,
-        "data parallelism of one GPU beside torch's: figures without a target",
+        "data parallelism on one GPU compared with torch's: figures without a target",
         "python benchmarks.gpu.ddp --json {out}/ddp_gpu.json",
         60,
         None,

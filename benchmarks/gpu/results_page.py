@@ -1,4 +1,4 @@
-"""Writes docs/gpu_results.md: what is known of each check and kernel, and all results. Measures nothing.
+"""Writes docs/gpu_results.md: the evidence for each check and kernel, and all results. Measures nothing.
 
 python benchmarks/gpu/results_page.py
 """
@@ -22,14 +22,14 @@ NOTES = "gpu_notes.md"  # in the folder of results: written by hand
 
 HEAD = """# Results on a GPU
 
-Written by `benchmarks/gpu/results_page.py` from what `benchmarks/gpu/run_all.py` left in `benchmarks/results/`.
+Written by `benchmarks/gpu/results_page.py` from the output of `benchmarks/gpu/run_all.py` in `benchmarks/results/`.
 
-    make gpu                         # three calls in turn, at most 9 minutes each; goes on where it was stopped
+    make gpu                         # three calls in turn, at most 9 minutes each; continues where it was stopped
     make gpu CALL=1                  # one call, for machines that end a command after ten minutes
-    make gpu OUT=/tmp/results        # results into another folder; this page then stays as it is
+    make gpu OUT=/tmp/results        # results in another folder; this page then stays unchanged
     python3 benchmarks/gpu/run_all.py --call 1 --resume --out FOLDER       # the same without make
     python3 benchmarks/gpu/run_all.py --only graph_step --out FOLDER       # checks by name
-    python3 benchmarks/gpu/run_all.py --dry-run --out FOLDER               # small, on a CPU too
+    python3 benchmarks/gpu/run_all.py --dry-run --out FOLDER               # small, also on a CPU
 
 The checks need one GPU, Python 3.11 or 3.12, torch 2.11 to 2.13, Triton, NumPy, pytest, hypothesis and PyYAML. They
 need no network and no installation. Targets are for an H200. Outside a git clone, set the variable COMMIT.
@@ -59,7 +59,7 @@ SIDES = ("ms", "time_x", "peak_mib", "reserved_mib", "memory_x", "most_memory_x"
 
 
 def page(results: Path) -> str:
-    """The page for the results in that folder."""
+    """Returns the page for the results in that folder."""
     found = {
         path.stem.removesuffix("_gpu"): json.loads(path.read_text()) for path in sorted(results.glob("*_gpu.json"))
     }
@@ -79,12 +79,12 @@ def page(results: Path) -> str:
 
 
 def last_records(records: Sequence[Record]) -> dict[str, Record]:
-    """The last record of each check that decides something; one without time left changes nothing."""
+    """Returns the last decisive record of each check. A record without time left changes nothing."""
     return {record.check: record for record in records if record.is_final}
 
 
 def state_of(check: Check, record: Record | None) -> str:
-    """The cell of the column *state*."""
+    """Returns the cell of the column *state*."""
     if record is None or record.verdict in (Verdict.NEEDS_GPU, Verdict.NOT_CHECKED):
         return check.known.value
     where = record.where
@@ -115,14 +115,14 @@ def _kernels(records: Mapping[str, Record]) -> Iterator[str]:
     rows = []
     for kernel in dict.fromkeys(kernel for check in CHECKS for kernel in check.kernels):
         users = [check for check in CHECKS if kernel in check.kernels]
-        # The small case alone: it is what shows that a kernel compiles, launches and computes.
+        # Only the small case, which shows that a kernel compiles, launches and computes.
         first = next(check for check in users if check.part == EACH)
         rows.append((f"`{kernel}`", ", ".join(f"`{check.name}`" for check in users), _state(first, records)))
     yield from _table(("kernel", "checks that launch it", "state of its small case"), rows)
 
 
 def _numbers(records: Mapping[str, Record]) -> Iterator[str]:
-    """Plain numbers that checks reported on a GPU."""
+    """Returns plain numbers that checks reported on a GPU."""
     rows = [
         (f"`{record.check}`", name, value)
         for record in records.values()
@@ -152,7 +152,7 @@ def _shown(value: object) -> str:
 
 
 def _details(records: Mapping[str, Record]) -> Iterator[str]:
-    """Lists that checks reported on a GPU: tables of points, the gaps of a trace, tests that failed."""
+    """Returns lists that checks reported on a GPU: tables of points, the gaps of a trace, failed tests."""
     for record in records.values():
         for name, value in {} if record.where.dry_run else record.results.items():
             if not isinstance(value, list | dict) or not value:
@@ -168,7 +168,7 @@ def _details(records: Mapping[str, Record]) -> Iterator[str]:
 
 
 def _cell(value: object) -> object:
-    """A value in one line of a table."""
+    """Formats a value in one line of a table."""
     if isinstance(value, dict):
         return ", ".join(f"{key} {_cell(one)}" for key, one in value.items())
     if isinstance(value, list):

@@ -2,17 +2,17 @@
 
     python3 benchmarks/gpu/run_all.py --call 1 --out FOLDER --resume      # then --call 2 and --call 3
     python3 benchmarks/gpu/run_all.py --out FOLDER                        # the three calls in turn
-    python3 benchmarks/gpu/run_all.py --only graph_step --out FOLDER      # by name, the benchmarks too
-    python3 benchmarks/gpu/run_all.py --dry-run --out FOLDER              # small, on a CPU too
+    python3 benchmarks/gpu/run_all.py --only graph_step --out FOLDER      # by name, including benchmarks
+    python3 benchmarks/gpu/run_all.py --dry-run --out FOLDER              # small, also on a CPU
 
 Needs Python 3.11 or 3.12, torch, Triton, NumPy, pytest, hypothesis and this project's packages, but no network, no
-installation and no make. Each check is a process with its own limit, which journal.py records in FOLDER/checks.jsonl
-when it ends: verdict, numbers, last lines, date, device, torch and commit. FOLDER/output.log has all output. Where
-there is no repository, the variable COMMIT names the commit.
+installation and no make. Each check is a process with its own limit. When it ends, journal.py records it in
+FOLDER/checks.jsonl: verdict, numbers, last lines, date, device, torch and commit. FOLDER/output.log has all output.
+Without a repository, the variable COMMIT names the commit.
 
---resume leaves out checks with a verdict for equal files, and first takes checks of earlier calls for which no time was
-left or whose runner was killed. docs/gpu_results.md is written anew when results go to benchmarks/results. Exit status
-1 if a check failed, was ended at its limit or was not run. This program itself imports no torch.
+--resume skips checks with a verdict for equal files, and first runs checks of earlier calls for which no time was
+left or whose runner was killed. docs/gpu_results.md is rewritten when results go to benchmarks/results. The exit status
+is 1 if a check failed, was ended at its limit or was not run. This program itself does not import torch.
 """
 
 import argparse
@@ -41,18 +41,18 @@ from benchmarks.gpu.results_page import PAGE, RESULTS, page  # noqa: E402
 from benchmarks.source import commit_of_tree, digest_of_files  # noqa: E402
 
 SHOWN_LINES, MAX_LINE_CHARACTERS = 60, 400
-STACK_LINES = 240  # of a check that was interrupted: stacks of its threads and ranks
-LEAST_SECONDS = 2 * GRACE_SECONDS  # for which a check is worth starting
+STACK_LINES = 240  # of an interrupted check: stacks of its threads and ranks
+LEAST_SECONDS = 2 * GRACE_SECONDS  # minimum for which a check is started
 STATUSES = {0: Verdict.PASSED, NEEDS_GPU: Verdict.NEEDS_GPU, NOT_CHECKED: Verdict.NOT_CHECKED}
 
 
 def main(checks: Sequence[Check] = CHECKS) -> None:
-    """Runs the checks that the command line asks for and prints how each ended."""
+    """Runs the checks selected on the command line and prints how each ended."""
     options = parse_options(checks)
     options.out.mkdir(parents=True, exist_ok=True)
     device = name_of_gpu()
     if device is None and not options.dry_run:
-        sys.exit("benchmarks/gpu/run_all.py finds no GPU; try it out with --dry-run")
+        sys.exit("benchmarks/gpu/run_all.py finds no GPU; test it with --dry-run")
     where = Where(
         time.strftime("%Y-%m-%d"), device or cpu_name(), torch_version(), commit_of_tree(), digest_of_files(),
         options.dry_run,
@@ -82,7 +82,7 @@ class Runner:
         self._ended: dict[str, Record] = {}
 
     def clear_up(self) -> None:
-        """Mends the file of a runner that was killed, ends that runner's processes and records its check."""
+        """Repairs the file of a killed runner, ends that runner's processes and records its check."""
         self._journal.mend()
         interrupted = self._journal.interrupted()
         if interrupted is not None:
@@ -92,7 +92,7 @@ class Runner:
             self._journal.end(Record(check, Verdict.INTERRUPTED, self._where, orphans=orphans, output=text, mark=mark))
 
     def decided(self) -> dict[str, Record]:
-        """The last final verdict of each check for equal files; a dry run decides nothing for another run."""
+        """Returns the last final verdict of each check for equal files. A dry run decides nothing for another run."""
         same = (self._where.files, self._where.dry_run)
         return {
             record.check: record
@@ -101,9 +101,9 @@ class Runner:
         }
 
     def run(self, checks: Sequence[Check], *, seconds: float, decided: Mapping[str, Record] | None = None) -> None:
-        """Runs checks one after the other; those that find no time left are recorded as not run.
+        """Runs checks one after the other. Checks for which no time is left are recorded as not run.
 
-        decided: verdicts of checks that are left out. They count in the report.
+        decided: verdicts of skipped checks, which count in the report.
         """
         deadline = time.monotonic() + seconds
         known = decided or {}
@@ -163,16 +163,17 @@ class Runner:
         print(f"== {record.check}: {record.verdict}, {record.seconds:.0f} s", flush=True)
 
     def _environment(self) -> dict[str, str]:
-        """The environment of every check."""
+        """Returns the environment of every check."""
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         dry = {DRY_RUN: "1"} if self._where.dry_run else {}
         kept = {name: value for name, value in os.environ.items() if name != DRY_RUN}
         return {**kept, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **dry}
 
     def report(self) -> int:
-        """Prints a line for each check of this run, left-out ones too; returns 1 if one has failed, else 0.
+        """Prints a line for each check of this run, including skipped ones. Returns 1 if one has failed, else 0.
 
-        A check that needs a GPU has failed if this is no dry run: the driver shows one that torch does not see.
+        Outside a dry run, a check that needs a GPU counts as failed, because the driver shows a GPU that torch does not
+        see.
         """
         where = self._where
         print(f"\n{where.device}, torch {where.torch}, commit {where.commit or 'unknown'}, {where.date}")
@@ -186,12 +187,12 @@ class Runner:
 
 
 def verdict_of(ending: Ending) -> Verdict:
-    """A check that had to be interrupted has timed out even if it then ended well."""
+    """Returns the verdict. A check that had to be interrupted has timed out even if it then ended successfully."""
     return Verdict.TIMED_OUT if ending.timed_out else STATUSES.get(ending.status, Verdict.FAILED)
 
 
 def output_of(log: Path, start: int, *, lines: int) -> tuple[list[str], dict[str, Any]]:
-    """Returns the last `lines` lines of a check's output, and the numbers of all its lines of results."""
+    """Returns the last `lines` lines of a check's output, and the numbers of all its result lines."""
     with open(log, "rb") as stream:
         stream.seek(start)
         written = stream.read().decode(errors="replace").splitlines()
@@ -207,12 +208,12 @@ def output_of(log: Path, start: int, *, lines: int) -> tuple[list[str], dict[str
 
 
 def numbers_of(results: Mapping[str, Any]) -> dict[str, float]:
-    """Results that are plain numbers."""
+    """Returns the results that are plain numbers."""
     return {name: value for name, value in results.items() if type(value) in (int, float)}
 
 
 def name_of_gpu() -> str | None:
-    """Returns the driver's name of the first GPU, asked without torch; None if there is none."""
+    """Returns the driver's name of the first GPU without using torch, or None if there is none."""
     tool = shutil.which("nvidia-smi")
     if tool is not None:
         words = [tool, "--query-gpu=name", "--format=csv,noheader"]
@@ -226,12 +227,12 @@ def name_of_gpu() -> str | None:
 
 
 def cpu_name() -> str:
-    """The processor, for dry runs."""
+    """Returns the name of the processor, for dry runs."""
     return f"CPU {platform.processor() or platform.machine()}"
 
 
 def torch_version() -> str:
-    """The installed version, found without importing it."""
+    """Returns the installed torch version without importing it."""
     try:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -239,18 +240,22 @@ def torch_version() -> str:
 
 
 def parse_options(checks: Sequence[Check]) -> argparse.Namespace:
-    """The command line of this program."""
+    """Parses the command line of this program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--call", type=int, choices=range(1, NUM_CALLS + 1), help="this call (default: all in turn)")
+    parser.add_argument(
+        "--call", type=int, choices=range(1, NUM_CALLS + 1), help="run only this call (default: all in turn)"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results (default: benchmarks/results)")
-    parser.add_argument("--resume", action="store_true", help="leave out what has a verdict for equal files")
-    parser.add_argument("--only", nargs="+", choices=[check.name for check in checks], help="these checks alone")
+    parser.add_argument("--resume", action="store_true", help="skip checks with a verdict for equal files")
+    parser.add_argument("--only", nargs="+", choices=[check.name for check in checks], help="run only these checks")
     minutes = CALL_SECONDS / 60
     parser.add_argument("--minutes", type=float, default=minutes, help=f"limit of each call (default: {minutes:g})")
-    parser.add_argument("--dry-run", action="store_true", help="all checks small, on the CPU too; --out must be given")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="run all checks in small sizes, also on the CPU; requires --out"
+    )
     options = parser.parse_args()
     if options.dry_run and options.out.resolve() == RESULTS:
-        parser.error("--dry-run writes results that mean nothing: give another folder with --out")
+        parser.error("--dry-run writes meaningless results: give another folder with --out")
     return options
 
 

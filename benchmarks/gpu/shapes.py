@@ -1,23 +1,25 @@
-"""What graph_step.py measures: layers like those of known models, cut to fit, and the ways to run them, as flags."""
+"""Defines the measurements of graph_step.py: layers like those of known models, reduced to fit, and the ways to run
+them, as flags.
+"""
 
 from dataclasses import dataclass, replace
 
-RANKS = 8  # that share the experts; see [Note: stand-ins]
+RANKS = 8  # ranks that share the experts; see [Note: stand-ins]
 CAPACITY = 2.0  # c
 PREFETCH = 1
-HEADROOM = 1.1  # phi: pages over what the routing needs on average
+HEADROOM = 1.1  # phi: pages over the average need of the routing
 BASE = "eager dropless"
 FACTOR = "--moe-expert-rank-capacity-factor"
 STASH = f"--moe-paged-stash --moe-paged-stash-prefetch-layers {PREFETCH}"
 DEVICE_PAGES = "--moe-paged-stash-buffer-size-factor-cuda"
 HOST_PAGES = "--moe-paged-stash-buffer-size-factor-cpu"
 GRAPH = "--cuda-graph-impl full_iteration --cuda-graph-warmup-steps 2"
-SGD = "--optimizer sgd --sgd-momentum 0"  # no states, so that more layers fit beside each other
+SGD = "--optimizer sgd --sgd-momentum 0"  # no states, so that more layers fit in addition
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Rows of this rank over the balanced number: the mean over layers and its spread; unevenness among its experts."""
+    """Rows of this rank over the balanced number: mean and spread over layers, and imbalance among its experts."""
 
     mean: float
     spread: float
@@ -29,9 +31,9 @@ ROUTINGS = {"balanced": Routing(1.0, 0.0, 0.0), "skewed": Routing(1.4, 0.3, 1.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Layers of a model. num_experts: of all ranks; seq: tokens of a micro-batch; extra: more flags.
+    """Layers of a model. num_experts: over all ranks. seq: tokens of a microbatch. extra: additional flags.
 
-    at_once: sides that fit into the memory of one GPU beside each other.
+    at_once: sides that fit into the memory of one GPU at the same time.
     """
 
     hidden: int
@@ -50,12 +52,12 @@ class Shape:
 
     @property
     def num_own(self) -> int:
-        """Experts of a rank."""
+        """Number of experts of a rank."""
         return self.num_experts // RANKS
 
     @property
     def flags(self) -> str:
-        """As pretrain_gpt.py takes them."""
+        """Returns flags of pretrain_gpt.py."""
         return f"""
             --num-layers {self.layers} --hidden-size {self.hidden} --num-attention-heads {self.heads}
             --group-query-attention --num-query-groups {self.groups} --kv-channels {self.kv_channels}
@@ -79,7 +81,7 @@ _QWEN3 = Shape(
     extra="--bf16 --qk-layernorm",
     at_once=5,
 )
-# Widths, heads' size and top-k are the models'; layers, experts and heads are fewer.
+# Widths, head size and top-k are those of the models. Layers, experts and heads are fewer.
 SHAPES = {
     "Qwen3-30B-A3B, short": replace(_QWEN3, seq=512, microbatches=4, at_once=8, is_launch_bound=True),
     "Qwen3-30B-A3B": _QWEN3,
@@ -122,7 +124,7 @@ SMALL = {
         seq=64,
         microbatches=2,
         kv_channels=16,
-        # The CPU counts rows on the host to add experts' gradients where they add up, which no tape can hold.
+        # To accumulate experts' gradients, the CPU counts rows on the host, which no tape can hold.
         extra="--vocab-size 256 --no-gradient-accumulation-fusion",
         at_once=5,
     )
@@ -131,21 +133,23 @@ SMALL = {
 
 @dataclass(frozen=True)
 class Side:
-    """One way to run a shape. flags: beside the shape's. phi: pages on the device over the rows that come."""
+    """One way to run a shape. flags: in addition to the shape's. phi: pages on the device over the live rows."""
 
     flags: str
     label: str
     phi: float | None = None
 
     def most_memory(self, shape: Shape, routing: Routing) -> float | None:
-        """(phi + w c / S) of what dropless keeps, with c over the rows that come; None without a stash."""
+        """Returns (phi + w c / S) relative to the bytes that dropless saves, with c over the live rows; None without a
+        stash.
+        """
         if self.phi is None:
             return None
         return self.phi + (1 + PREFETCH) * CAPACITY / routing.mean / shape.layers
 
 
 def sides_of(routing: Routing) -> dict[str, Side]:
-    """By name, the base first."""
+    """Returns the sides by name, the base first."""
     static = f"{FACTOR} {CAPACITY}"
     stash, graph = f"{static} {STASH}", f"{static} {GRAPH}"
     graph_stash = f"{stash} {GRAPH}"

@@ -1,13 +1,13 @@
-"""Stash and restore on a GPU, compared with a copy of the same bytes on the device, over sizes and over caps.
+"""Compares stash and restore on a GPU with a copy of the same bytes on the device, over sizes and caps.
 
     python benchmarks/gpu/stash_copy.py [--rounds 20] [--json FILE] [--plot FILE.svg]
-    python benchmarks/gpu/stash_copy.py --small     # a few small cases, on the CPU too: tries the program out
+    python benchmarks/gpu/stash_copy.py --small     # a few small cases, also on the CPU: tests the program
 
 A group is x, gate_up of twice its width and act, as in benchmarks/stash_copy.py; rows is the number of live rows of x.
-Copies are timed by events of the device, behind a busy GPU, so that launches leave no gaps. The figure is the rate of
-stash and restore as a share of copy_'s, the median over rounds: seconds of the two copies / seconds of stash and
-restore. num_programs caps the programs of a kernel, and so the multiprocessors that it takes; 0: as many as are useful.
-Host pages are compared with copies from and to pinned memory. The target counts for groups that no cache holds.
+Copies are timed by device events on a busy GPU, so that launches leave no gaps. The figure is the rate of stash and
+restore as a share of copy_'s, the median over rounds: seconds of the two copies / seconds of stash and restore.
+num_programs caps the programs of a kernel, and thereby the multiprocessors that it uses; 0 means as many as are useful.
+Host pages are compared with copies from and to pinned memory. The target applies to groups that exceed all caches.
 Has not been run on a GPU yet.
 """
 
@@ -34,13 +34,13 @@ ROWS = (256, 1024, 4096, 16384, 65536)
 PROGRAMS = (2, 4, 8, 16, 32, 64, 132, 0)
 TARGET = 0.9
 LARGE = 128 * MIB  # more than twice the second-level cache of an H200
-LAUNCHES_SECONDS = 3e-3  # in which the host launches a round
+LAUNCHES_SECONDS = 3e-3  # time in which the host launches a round
 WARM_ROUNDS = 2
 
 
 @dataclass(frozen=True)
 class Case:
-    """One size, tier and cap; width: bytes of a row of x."""
+    """One size, tier and cap. width: bytes of a row of x."""
 
     width: int
     rows: int
@@ -54,7 +54,7 @@ class Case:
 
 
 def all_cases() -> list[Case]:
-    """Widths x rows, then caps at three sizes."""
+    """Returns widths x rows, then caps at three sizes."""
     caps = [Case(4096, 4096), Case(4096, 16384), Case(14336, 16384), Case(4096, 4096, "host")]
     sizes = [Case(width, rows) for width in WIDTHS for rows in ROWS]
     return sizes + [Case(one.width, one.rows, one.tier, programs) for one in caps for programs in PROGRAMS]
@@ -66,12 +66,12 @@ def small_cases() -> list[Case]:
 
 
 def measure(case: Case, rounds: int, *, device: torch.device) -> dict[str, Any]:
-    """Figures over these rounds, in seconds of the device."""
+    """Returns figures over these rounds, in seconds of the device."""
     bench = build(
         case.width, torch.bfloat16, num_bytes=case.num_bytes, order="step", device=str(device), tier=case.tier
     )
     for memory in (*bench.sources, *(part.view(torch.uint8) for parts in bench.buffers for part in parts)):
-        memory.random_()  # equal bytes may be copied faster than any others
+        memory.random_()  # equal bytes may be copied faster than different ones
     bench.num_programs = case.num_programs
     marks: dict[str, list[tuple[TimeMark, TimeMark]]] = {}
 
@@ -88,7 +88,7 @@ def measure(case: Case, rounds: int, *, device: torch.device) -> dict[str, Any]:
 
 
 def rates(seconds: dict[str, list[float]], bench: Bench) -> dict[str, float]:
-    """Returns the rates of both directions together; GB/s count bytes read and bytes written."""
+    """Returns the rates of both directions together. GB/s counts bytes read and bytes written."""
     copies = [sum(pair) for pair in zip(seconds["copy_in"], seconds["copy_out"], strict=True)]
     ours = [sum(pair) for pair in zip(seconds["stash"], seconds["restore"], strict=True)]
     moved = 4 * bench.live_bytes / 1e9
@@ -100,48 +100,48 @@ def rates(seconds: dict[str, list[float]], bench: Bench) -> dict[str, float]:
 
 
 def targets_of(rows: Sequence[dict[str, Any]]) -> list[Target]:
-    """The lowest rate of those sizes that count."""
+    """Returns the lowest rate of the sizes to which the target applies."""
     large = [row["rate_x"] for row in rows if is_free(row) and row["live_bytes"] >= LARGE * 0.95]
     name = f"stash + restore / copy_, uncapped, groups of {LARGE // MIB} MiB and more, lowest"
     return [Target(name, min(large, default=None), TARGET, is_least=True)]
 
 
 def is_free(row: dict[str, Any]) -> bool:
-    """Whether it is one of the sizes, without a cap, in the device's memory."""
+    """Tells whether it is one of the sizes without a cap, in device memory."""
     return row["tier"] == "device" and row["num_programs"] == 0
 
 
 def plot(rows: Sequence[dict[str, Any]], *, title: str) -> str:
-    """Two panels: rates over sizes, a line for each width, and over caps, a line for each size."""
+    """Draws two panels: rates over sizes with a line for each width, and over caps with a line for each size."""
     sizes, caps = Lines(), Lines()
     for row in rows:
         if is_free(row):
             sizes.add(f"x of {row['width']} bytes", row["rows"], rate=row["rate_x"])
         mib = 4 * row["width"] * row["rows"] / MIB
-        # What has no cap comes last.
+        # Uncapped cases come last.
         caps.add(f"{mib:g} MiB, {row['tier']} pages", row["num_programs"] or 10**6, rate=row["rate_x"])
     caps.values = {name: line for name, line in caps.values.items() if len(line) > 1}
     return drawing(
         title,
         [
             sizes.panel("rate / rate of copy_, as many programs as are useful", "live rows", last=None),
-            caps.panel("rate / rate of copy_", "most programs of a kernel", last="all"),
+            caps.panel("rate / rate of copy_", "maximum programs of a kernel", last="all"),
         ],
     )
 
 
 @dataclass
 class Lines:
-    """Rates by name and place on the x axis."""
+    """Rates by name and position on the x axis."""
 
     values: dict[str, dict[int, float]] = field(default_factory=dict)
 
     def add(self, name: str, place: int, *, rate: float) -> None:
-        """One point."""
+        """Adds one point."""
         self.values.setdefault(name, {})[place] = rate
 
     def panel(self, title: str, x_label: str, *, last: str | None) -> Panel:
-        """All lines; last: what the last place is called."""
+        """Returns a panel with all lines. last: label of the last position."""
         places = sorted({place for line in self.values.values() for place in line})
         ticks = [str(place) for place in places]
         series = {name: [line.get(place) for place in places] for name, line in self.values.items()}
@@ -149,7 +149,7 @@ class Lines:
 
 
 def main() -> None:
-    """Measures, prints, and writes what the options ask for; exit status 1 where a target is missed."""
+    """Measures, prints, and writes the requested files. Exits with status 1 if a target is missed."""
     options = benchmark_parser(__doc__, rounds=20).parse_args()
     device = require_device(options)
     prepare_device(device)
@@ -168,7 +168,7 @@ def main() -> None:
     holds = report_targets(targets)
     write_record(options.json, {"rounds": options.rounds, "rows": rows}, device=device, targets=targets)
     if options.plot is not None:
-        options.plot.write_text(plot(rows, title="Stash and restore beside copy_"))
+        options.plot.write_text(plot(rows, title="Stash and restore relative to copy_"))
     sys.exit(not holds)
 
 

@@ -1,6 +1,7 @@
-"""A small UNet that predicts the noise in pictures, the pictures, and the way back from noise; plain PyTorch alone.
+"""Defines a small UNet that predicts the noise in pictures, the pictures, and the sampling from noise, in plain
+PyTorch.
 
-B pictures, H high and W wide, C channels of an activation, D numbers that tell the time.
+B pictures, H high and W wide, C channels of an activation, D numbers that encode the time.
 """
 
 import math
@@ -14,7 +15,7 @@ SHADES = " .:-=+*#@"
 
 
 class Block(nn.Module):
-    """Two convolutions around a shift that depends on the time, and the input added."""
+    """Two convolutions around a time-dependent shift, with a residual connection."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -24,13 +25,13 @@ class Block(nn.Module):
         self.skip = nn.Conv2d(inputs, outputs, 1)
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        """x: [B, C, H, W]; time: [B, D]; both of the model's dtype -> [B, C', H, W], the same."""
+        """Maps x, [B, C, H, W], with time, [B, D], both in the model's dtype, to [B, C', H, W]."""
         hidden = self.convolutions[0](F.silu(self.norms[0](x))) + self.shift(time)[:, :, None, None]
         return self.skip(x) + self.convolutions[1](F.silu(self.norms[1](hidden)))
 
 
 class UNet(nn.Module):
-    """A block on each size on the way down and up, with what was seen on the way down handed across."""
+    """A block at each size on the way down and up, with skip connections between the two."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +45,10 @@ class UNet(nn.Module):
         self.leave = nn.Conv2d(first, 1, 3, padding=1)
 
     def forward(self, x: Tensor, times: Tensor) -> Tensor:
-        """x: [B, 1, H, W], the model's dtype; times: [B], int64 -> the noise in x, [B, 1, H, W], fp32."""
+        """Predicts the noise in x, [B, 1, H, W], the model's dtype, at times, [B], int64.
+
+        Returns [B, 1, H, W], fp32.
+        """
         x = self.enter(x.contiguous(memory_format=torch.channels_last))
         time = self.time(_waves(times).to(x.dtype))
         seen = []
@@ -60,19 +64,19 @@ class UNet(nn.Module):
 
 
 def _waves(times: Tensor) -> Tensor:
-    """The times, [B], int64, as sines and cosines: [B, D], fp32."""
+    """Encodes the times, [B], int64, as sines and cosines: [B, D], fp32."""
     count = WIDTHS[-1] // 2
     angles = times[:, None] * torch.exp(torch.arange(count) * (-math.log(10 * TIMES) / count))
     return torch.cat((angles.sin(), angles.cos()), dim=1)
 
 
 def signal(times: Tensor) -> Tensor:
-    """How much of a picture's power is left at each time, any shape, int64 -> the same shape, fp32: from 1 to 0."""
+    """Returns the share of a picture's power that remains at each time, any shape, int64, as fp32 from 1 to 0."""
     return torch.cos((times + 1) / (TIMES + 1) * math.pi / 2).square()
 
 
 def draw_pictures(count: int, *, generator: torch.Generator) -> Tensor:
-    """Rings of any size and place, bright on dark: [count, 1, PIXELS, PIXELS], fp32, between -1 and 1."""
+    """Draws rings of any size and position, bright on dark: [count, 1, PIXELS, PIXELS], fp32, between -1 and 1."""
     place, size = torch.rand(2, count, 1, 1, generator=generator), torch.rand(count, 1, 1, generator=generator)
     row, column = 5 + 6 * place
     grid = torch.arange(PIXELS)
@@ -81,7 +85,10 @@ def draw_pictures(count: int, *, generator: torch.Generator) -> Tensor:
 
 
 def add_noise(pictures: Tensor, *, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """pictures: [B, 1, H, W], fp32 -> with noise, the same; times, [B], int64; the noise, as the pictures."""
+    """Adds noise to pictures, [B, 1, H, W], fp32.
+
+    Returns the noisy pictures; the times, [B], int64; and the noise, in the shape of the pictures.
+    """
     times = torch.randint(TIMES, (len(pictures),), generator=generator)
     noise = torch.randn(pictures.shape, generator=generator)
     left = signal(times)[:, None, None, None]
@@ -90,7 +97,7 @@ def add_noise(pictures: Tensor, *, generator: torch.Generator) -> tuple[Tensor, 
 
 @torch.no_grad()
 def paint(model: nn.Module, count: int, *, dtype: torch.dtype, steps: int = 20) -> Tensor:
-    """Pictures out of noise, by the model's own idea of it: [count, 1, PIXELS, PIXELS], fp32."""
+    """Generates pictures from noise with the model: [count, 1, PIXELS, PIXELS], fp32."""
     x = torch.randn(count, 1, PIXELS, PIXELS, generator=torch.Generator().manual_seed(0))
     for time in torch.linspace(TIMES - 1, 0, steps).long():
         left = signal(time)
@@ -102,7 +109,7 @@ def paint(model: nn.Module, count: int, *, dtype: torch.dtype, steps: int = 20) 
 
 
 def as_text(pictures: Tensor) -> str:
-    """pictures: [B, 1, H, W], fp32, between -1 and 1, beside each other in characters."""
+    """Formats pictures, [B, 1, H, W], fp32, between -1 and 1, side by side as characters."""
     shades = ((pictures[:, 0] + 1) / 2 * (len(SHADES) - 1)).round().long()
     rows = shades.permute(1, 0, 2).tolist()
     return "\n".join("  ".join("".join(SHADES[shade] * 2 for shade in part) for part in row) for row in rows)

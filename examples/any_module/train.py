@@ -1,11 +1,11 @@
-"""Trains a diffusion model on pictures made here, with optimizer states and gradients sharded over the processes.
+"""Trains a diffusion model on generated pictures, with optimizer states and gradients sharded over the processes.
 
     python examples/any_module/train.py
     torchrun --nproc-per-node 2 examples/any_module/train.py --save /tmp/rings --steps 150
     torchrun --nproc-per-node 3 examples/any_module/train.py --save /tmp/rings
 
-Any PyTorch module and loop would do: of this project DistributedFusedAdam is all that is used. The model is not
-wrapped. Every step has the same pictures on any number of processes, and losses differ by rounding alone.
+Works with any PyTorch module and loop: DistributedFusedAdam is the only part of this project that it uses. The model is
+not wrapped. Every step has the same pictures on any number of processes, and losses differ only by rounding.
 """
 
 import argparse
@@ -32,29 +32,29 @@ from megatron.core.optimizer import DistributedFusedAdam  # noqa: E402
 
 @dataclass(frozen=True)
 class Trained:
-    """What a checkpoint holds."""
+    """The content of a checkpoint."""
 
     model: nn.Module
     optimizer: DistributedFusedAdam
     schedule: torch.optim.lr_scheduler.LRScheduler
 
     def state(self) -> dict[str, Any]:
-        """The states of all three; the optimizer's are this process's share."""
+        """Returns the states of all three. The optimizer's state is this process's share."""
         return {name: part.state_dict() for name, part in vars(self).items()}
 
     def take(self, state: dict[str, Any]) -> None:
-        """Takes over what `state` gave, filled from a file."""
+        """Restores the result of `state` that was filled from a file."""
         for name, part in vars(self).items():
             part.load_state_dict(state[name])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains on as many processes as torchrun started, or on this one."""
+    """Trains on the processes that torchrun started, or on this one."""
     options = parse_options(argv)
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     else:
-        # The optimizer needs no group on one process; torch.distributed.checkpoint warns without one.
+        # The optimizer needs no group on one process, but torch.distributed.checkpoint warns without one.
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dtype = torch.bfloat16 if options.bf16 else torch.float32
     torch.manual_seed(1234)  # the same weights everywhere
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         schedule.step()
         if (step + 1) % options.log_every == 0:
             report(step, loss=loss, norm=norm, rate=optimizer.param_groups[0]["lr"])
-    # Parameters are read below that may be on their way yet.
+    # The parameters read below may still be in flight.
     optimizer.param_sync()
     if options.save and first < options.steps:
         save(options.save, trained, step=options.steps)
@@ -78,17 +78,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line of this example."""
+    """Parses the command line of this example."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300, help="train up to this step (default: 300)")
     parser.add_argument("--schedule-steps", type=int, default=300, help="steps of the cosine schedule (default: 300)")
-    parser.add_argument("--batch", type=int, default=24, help="pictures of a step, of all processes (default: 24)")
-    parser.add_argument("--micro-batch", type=int, default=4, help="pictures of one backward (default: 4)")
+    parser.add_argument("--batch", type=int, default=24, help="pictures per step, over all processes (default: 24)")
+    parser.add_argument("--micro-batch", type=int, default=4, help="pictures per backward (default: 4)")
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--bf16", action="store_true", help="parameters in bf16; the optimizer keeps the rest of fp32")
+    parser.add_argument(
+        "--bf16", action="store_true", help="use bf16 parameters; the optimizer keeps the missing bits of fp32"
+    )
     parser.add_argument("--overlap", action="store_true", help="gather each module's parameters before its forward")
     parser.add_argument(
-        "--save", type=Path, help="folder to save to at the end, and to go on from if it has a checkpoint"
+        "--save", type=Path, help="folder to save to at the end, and to continue from if it has a checkpoint"
     )
     parser.add_argument("--log-every", type=int, default=25)
     parser.add_argument("--paint", type=int, default=4, help="pictures to print at the end (default: 4)")
@@ -99,10 +101,10 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def build_optimizer(model: nn.Module, options: argparse.Namespace) -> DistributedFusedAdam:
-    """The optimizer, which reduces gradients during backward and steps this rank's share of every parameter."""
+    """Builds the optimizer, which reduces gradients in backward and updates this rank's share of every parameter."""
     precision: dict[str, Any] = {}
     if options.bf16:
-        # A bf16 parameter and 16 more bits are its fp32 value: no copy in fp32 is kept.
+        # A bf16 parameter plus 16 bits form its fp32 value, so no fp32 copy is kept.
         precision = {"store_params": False, "store_param_remainders": True, "param_sync_dtype": torch.bfloat16}
     return DistributedFusedAdam(
         model.parameters(),
@@ -117,7 +119,9 @@ def build_optimizer(model: nn.Module, options: argparse.Namespace) -> Distribute
 def train_step(
     model: nn.Module, optimizer: DistributedFusedAdam, *, step: int, options: argparse.Namespace
 ) -> tuple[Tensor, Tensor]:
-    """One step of several micro-batches; this rank's mean loss and the norm of all gradients, [] each, fp32."""
+    """Runs one step of several microbatches. Returns this rank's mean loss and the global gradient norm, [] each,
+    fp32.
+    """
     batches = own_batches(step, options)
     optimizer.zero_grad()
     losses = []
@@ -134,8 +138,10 @@ def train_step(
 
 
 def own_batches(step: int, options: argparse.Namespace) -> list[tuple[Tensor, ...]]:
-    """This rank's of the step's pictures, which are the same on any number of ranks, in micro-batches of M: pictures
-    with noise, [M, 1, H, W], fp32; times, [M], int64; the noise, as the pictures.
+    """Returns this rank's share of the step's pictures, in microbatches of M.
+
+    The pictures of a step are the same on any number of ranks. A microbatch has noisy pictures, [M, 1, H, W], fp32;
+    times, [M], int64; and the noise, in the shape of the pictures.
     """
     generator = torch.Generator().manual_seed(step)
     drawn = add_noise(draw_pictures(options.batch, generator=generator), generator=generator)
@@ -145,12 +151,12 @@ def own_batches(step: int, options: argparse.Namespace) -> list[tuple[Tensor, ..
 
 
 def rank_and_size() -> tuple[int, int]:
-    """This process's number, and of how many."""
+    """Returns this process's rank and the number of processes."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def report(step: int, *, loss: Tensor, norm: Tensor, rate: float) -> None:
-    """Prints the mean over ranks; loss, norm: [], fp32."""
+    """Prints the mean over ranks. loss, norm: [], fp32."""
     dist.all_reduce(loss)
     loss /= dist.get_world_size()
     if rank_and_size()[0] == 0:
@@ -163,7 +169,7 @@ def save(folder: Path, trained: Trained, *, step: int) -> None:
 
 
 def load_newest(folder: Path, trained: Trained) -> int:
-    """Takes the newest complete checkpoint, if there is one; returns the steps that were done."""
+    """Loads the newest complete checkpoint, if there is one; returns the number of completed steps."""
     complete = sorted(path.parent for path in folder.glob("step_*/.metadata"))
     if not complete:
         return 0

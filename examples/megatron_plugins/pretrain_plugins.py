@@ -1,12 +1,12 @@
-"""A pretraining script in the form of Megatron-LM's: every part that it hands to pretrain() is the user's own.
+"""A pretraining script in the style of Megatron-LM, in which every part passed to pretrain() is user code.
 
-    torchrun --nproc-per-node 2 examples/megatron_plugins/pretrain_plugins.py --tensor-model-parallel-size 2 \\
-        --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 \\
-        --micro-batch-size 4 --global-batch-size 16 --train-iters 20 --lr 3e-3 --mock-data \\
+    torchrun --nproc-per-node 2 examples/megatron_plugins/pretrain_plugins.py --tensor-model-parallel-size 2 \
+        --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 \
+        --micro-batch-size 4 --global-batch-size 16 --train-iters 20 --lr 3e-3 --mock-data \
         --tokenizer-type NullTokenizer --vocab-size 255
 
-It imports Megatron's names alone, as a script does that has been written for it. docs/migration.md lists the lines of
-such scripts that have to change here; this one needs none of these changes.
+It imports only Megatron's names, like a script written for Megatron-LM. docs/migration.md lists the lines of such
+scripts that have to change; this one needs no changes.
 """
 
 from collections.abc import Iterator
@@ -45,7 +45,9 @@ def add_plugin_args(parser):
     """Adds the flags of this script."""
     group = parser.add_argument_group(title="plug-ins")
     group.add_argument("--loss-convention", choices=["tokens", "pair", "mean"], default="tokens")
-    group.add_argument("--reverse-documents", action="store_true", help="Train on documents from their end.")
+    group.add_argument(
+        "--reverse-documents", action="store_true", help="Train on documents in reverse order of tokens."
+    )
     return parser
 
 
@@ -98,7 +100,7 @@ def model_provider(pre_process=True, post_process=True, vp_stage: int | None = N
 
 
 def get_batch(data_iterator, vp_stage=None):
-    """Reads a micro-batch, and returns the part of it that this rank computes on."""
+    """Reads a microbatch, and returns the part of it that this rank computes on."""
     if not is_first_or_last_pipeline_stage(vp_stage):
         return None, None, None, None, None
     batch = get_batch_on_this_tp_rank(data_iterator)
@@ -138,7 +140,7 @@ def loss_func(loss_mask: torch.Tensor, output_tensor: torch.Tensor, **flags: Any
 
 
 def forward_step(data_iterator: Iterator | None, model: GPTModel):
-    """Runs the forward pass of one micro-batch."""
+    """Runs the forward pass of one microbatch."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     with stimer(bdata=True):

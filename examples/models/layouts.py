@@ -1,11 +1,11 @@
-"""Flags of the layout that layouts.yaml has for a model on a number of GPUs, one word a line, for pretrain.sh.
+"""Prints the flags of the layout in layouts.yaml for a model on a number of GPUs, one word per line, for pretrain.sh.
 
     examples/models/layouts.py                      the models, and the GPUs that they can be trained on
-    examples/models/layouts.py MODEL                the fewest GPUs that it has a layout for
+    examples/models/layouts.py MODEL                the smallest number of GPUs that it has a layout for
     examples/models/layouts.py MODEL 16             its flags on 16 GPUs
-    examples/models/layouts.py MODEL 2 --tiny       of the tiny model, on so many processes: each size is cut down
+    examples/models/layouts.py MODEL 2 --tiny       flags of the tiny model on 2 processes: each size is reduced
 
-Starts nothing; what the flags mean is in docs/flags.md.
+Starts nothing. docs/flags.md describes the flags.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import yaml
 FILE = Path(__file__).with_name("layouts.yaml")
 Layout = Mapping[str, Any]
 TENSOR, STAGES, EXPERTS = (f"{part}-model-parallel-size" for part in ("tensor", "pipeline", "expert"))
-# Which layers a stage has follows from their number alone in a tiny model, which has four.
+# In a tiny model, which has four layers, the layers of a stage follow from their number alone.
 _OF_MANY_LAYERS = (
     "decoder-first-pipeline-num-layers",
     "decoder-last-pipeline-num-layers",
@@ -40,24 +40,24 @@ _TINY_RUN = {
 
 
 def read_layouts() -> dict[str, dict[int, Layout]]:
-    """For each model, in the order of --list-models, its layouts by the GPUs that one copy takes."""
+    """Reads each model's layouts by the number of GPUs per model replica, in the order of --list-models."""
     models: dict[str, dict[int, Layout]] = yaml.safe_load(FILE.read_text(encoding="utf-8"))["models"]
     return models
 
 
 def layouts_of(model: str) -> dict[int, Layout]:
-    """The layouts of one model; ValueError, with the nearest name, for one that has none."""
+    """Returns the layouts of one model. Raises ValueError with the nearest name if it has none."""
     models = read_layouts()
     if model not in models:
         begun = [name for name in models if name.startswith(model)]
         near = get_close_matches(model, begun, n=1) or get_close_matches(model, models, n=1)
         meant = f"; did you mean {near[0]}?" if near else f": must be one of {', '.join(models)}"
-        raise ValueError(f"MODEL is {model}: not known{meant}")
+        raise ValueError(f"MODEL is {model}: unknown model{meant}")
     return models[model]
 
 
 def layout_for(model: str, gpus: int) -> Layout:
-    """The largest layout of which `gpus` is a whole number of copies; ValueError if there is none."""
+    """Returns the largest layout of which `gpus` is a multiple. Raises ValueError if there is none."""
     layouts = layouts_of(model)
     fitting = [size for size in layouts if gpus > 0 and gpus % size == 0]
     if not fitting:
@@ -69,12 +69,14 @@ def layout_for(model: str, gpus: int) -> Layout:
 
 
 def tiny_layout(layout: Layout, processes: int) -> Layout:
-    """The same for the tiny model: two ranks for each way in which `layout` cuts, as far as there are processes."""
+    """Returns the layout of the tiny model: two ranks for each dimension that `layout` splits, as far as processes
+    suffice.
+    """
     if processes not in (1, 2, 4):
         raise ValueError(f"GPUS is {processes}: must be 1, 2 or 4 processes with SCALE=tiny")
     small = {flag: value for flag, value in layout.items() if flag not in _OF_MANY_LAYERS} | _TINY_RUN
     left = processes
-    # Experts are spread over the ranks that tensors or samples are cut over: they take none of their own.
+    # Experts are spread over the ranks that split tensors or samples, so they need no additional ranks.
     small[EXPERTS] = 2 if layout.get(EXPERTS, 1) > 1 and processes > 1 else 1
     for size in (STAGES, TENSOR) if processes == 4 else (TENSOR,):
         small[size] = 2 if layout.get(size, 1) > 1 and left > 1 else 1
@@ -85,7 +87,7 @@ def tiny_layout(layout: Layout, processes: int) -> Layout:
 
 
 def words(layout: Layout) -> list[str]:
-    """The layout as words of a command line: a flag alone where the value is true."""
+    """Returns the layout as words of a command line: a flag without a value if the value is true."""
     found = []
     for flag, value in layout.items():
         found.append(f"--{flag}")
@@ -95,7 +97,7 @@ def words(layout: Layout) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints what the command line asks for; exit status 2, and one line that says why, if there is no such thing."""
+    """Prints the requested flags. Exits with status 2 and a one-line error if there are none."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?")
     parser.add_argument("gpus", nargs="?", type=int)

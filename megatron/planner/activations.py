@@ -1,4 +1,4 @@
-"""Measures the bytes that a micro-batch saves for backward, by kind of module, in a forward pass without memory.
+"""Measures the bytes that a microbatch saves for backward, by kind of module, in a forward pass without memory.
 
 The model runs on the meta device (without_memory of megatron/core/device), and autograd hooks report saved tensors.
 """
@@ -49,8 +49,7 @@ class SavedBytes:
         """Creates the counter.
 
         persistent: tensors of any shape and dtype, such as parameters, that are not counted. kind_of: maps the name of
-        the
-        running module ("" outside of all) to a kind; defaults to kind_of_module.
+        the running module ("" outside of all) to a kind; defaults to kind_of_module.
         """
         self._running, self._kind_of = RunningModules([model]), kind_of or kind_of_module
         self._persistent = {tensor.untyped_storage()._cdata for tensor in persistent}

@@ -187,7 +187,7 @@ def links_lines(stage: RankPlan, *, unit: str, size: int) -> list[str]:
 def _note_lines(plan: Plan, *, unit: str, size: int) -> list[str]:
     notes = [f"not included: {NOT_PLANNED}"]
     if plan.is_balanced:
-        notes.append("rows of experts are those of tokens that choose all experts equally often")
+        notes.append("expert rows assume that tokens choose all experts equally often")
     return [*notes, *plan.substitutions, *_host_lines(plan, unit=unit, size=size)]
 
 
@@ -340,8 +340,7 @@ def rank_range(ranks: Sequence[int]) -> str:
     """Formats one or more ranks, in rising order, as start:stop:step of Python's range.
 
     0:8:1 is 0 to 7. A sum has one element of each term: 2:4:1 + 0:17:16 is 2, 3, 18, 19. Ranks that do not form such a
-    sum
-    are several terms separated by commas.
+    sum are several terms separated by commas.
     """
     terms: list[range] = []
     rest = list(ranks)

@@ -40,8 +40,7 @@ def wrap_chunks(parts: Sequence[nn.Module], args: argparse.Namespace) -> list[nn
             ddp_config,
             part,
             # Collectives of later chunks already overlap with the computation of other chunks. Buckets then help only
-            # if
-            # gradients have bucket lifetime, because they free memory earlier.
+            # if gradients have bucket lifetime, because they free memory earlier.
             disable_bucketing=chunk > 0 and not ddp_config.has_bucket_lifetime_grads,
             pg_collection=get_process_groups(),
             launch_order=order,

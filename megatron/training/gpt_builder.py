@@ -107,8 +107,7 @@ def parts_of_gpt(
 
     layout: arguments of the parallel layout, which may differ from the run's; None means one process. Experts have the
     tensor-parallel size of other layers. tensor, pipeline, expert: the rank's coordinates in the layout. Raises
-    ValueError
-    for a layout that does not fit the model.
+    ValueError for a layout that does not fit the model.
     """
     there = argparse.Namespace(**{**vars(args), "padded_vocab_size": padded_vocab_size, "moe_grouped_gemm": False})
     vars(there).update({name: value for name, value in _ONE_RANK.items() if name in vars(args)})

@@ -59,7 +59,7 @@ def initialize_megatron(
     parsed_args: argparse.Namespace | None = None,
     argv: Sequence[str] | None = None,
 ) -> argparse.Namespace:
-    """Starts a custom training loop like start_processes, and creates tokenizer, timers and number of micro-batches.
+    """Starts a custom training loop like start_processes, and creates tokenizer, timers and number of microbatches.
 
     The call of released versions, `initialize_megatron(extra_args_provider, args_defaults)`, works too. allow_no_cuda:
     no effect, because a process without a GPU runs on the CPU. skip_model_parallel_init: use the process groups that
@@ -113,9 +113,8 @@ def start_processes(
     """Parses and checks the arguments, joins the process group and seeds every generator.
 
     Works under torchrun and in a plain process, which becomes a group of one. broadcast: is connected, so that ranks
-    send
-    each other their errors. Other parameters: as for initialize_megatron. Raises ValueError for bad arguments, and for
-    arguments that differ between ranks.
+    send each other their errors. Other parameters: as for initialize_megatron. Raises ValueError for bad arguments, and
+    for arguments that differ between ranks.
     """
     notices: list[str] = []
     args = read_arguments(
@@ -160,8 +159,7 @@ def read_arguments(
     """Parses and validates the arguments on this rank, after applying those of the checkpoint if flags request it.
 
     parsed_args: the result of parse_args, used instead of `argv` or the process's own arguments. notices: collects
-    lines
-    for the first rank to print. Raises ValueError for bad arguments.
+    lines for the first rank to print. Raises ValueError for bad arguments.
     """
     args = parsed_args or parse_args(
         extra_args_provider, ignore_unknown_args, argv=None if argv is None else list(argv)

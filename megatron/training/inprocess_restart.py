@@ -1,4 +1,4 @@
-"""Provides the function with which Megatron-LM scripts wrap pretrain() for in-process restarts, without restarting.
+"""Accepts Megatron-LM's wrapper of pretrain() for in-process restarts, which are not supported here.
 
 --inprocess-restart is rejected. A run that ends with an error is restarted by torchrun's --max-restarts or
 examples/supervise.py, and continues from its last checkpoint.

@@ -60,8 +60,7 @@ def script_of_call(
 
     Released versions begin with two functions, the providers of datasets and of the model; a fifth positional argument
     is process_non_loss_data_func. The main branch begins with the configuration of the run, and gives the model
-    provider
-    as the fifth argument, or omits it for the GPT that the arguments describe. A call with keywords may omit
+    provider as the fifth argument, or omits it for the GPT that the arguments describe. A call with keywords may omit
     cfg_container. Raises ValueError naming the argument.
     """
     args: argparse.Namespace | None = None

@@ -82,8 +82,7 @@ def setup_run(
 
     graphs: replaces this process's GPU as the device that captures CUDA graphs, if the flags request them. exits: exit
     conditions that already listen for the signal; None builds them. non_loss_data: the script's functions for data
-    other
-    than losses.
+    other than losses.
     """
     training, checkpoint = config_from_args(TrainingConfig, args), config_from_args(CheckpointConfig, args)
     logging, faults = config_from_args(LoggingConfig, args), config_from_args(FaultConfig, args)
@@ -378,7 +377,7 @@ def position_data(run: TrainingRun) -> None:
 
 
 def _full_batches(rounds: int, run: TrainingRun) -> list[int]:
-    """Returns the micro-batches of each rank in each global batch of an evaluation. The last may be smaller."""
+    """Returns the microbatches of each rank in each global batch of an evaluation. The last may be smaller."""
     full, rest = divmod(rounds, run.evaluation_microbatches)
     return [run.evaluation_microbatches] * full + [rest] * (rest > 0)
 

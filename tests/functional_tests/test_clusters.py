@@ -246,11 +246,11 @@ folder.mkdir(parents=True)
     ("code", "expected", "says"),
     [
         (lambda folder: _save(folder, LAST) + "raise SystemExit(1)", 0, "iteration 9 of 9: finished"),
-        (lambda folder: _save(folder, 3), attempt.CONTINUE, "another attempt goes on from there"),
+        (lambda folder: _save(folder, 3), attempt.CONTINUE, "another attempt continues from there"),
         (
             lambda _: "raise SystemExit(3)",
             3,
-            "has no checkpoint, as at the start: another attempt would get no further",
+            "has no checkpoint, as at the start: another attempt would make no progress",
         ),
         (lambda _: "pass", 1, "as at the start"),
         (lambda _: "import os; os.kill(os.getpid(), 9)", 137, "the command ended with -9"),

@@ -84,7 +84,7 @@ def test_ddp_cnn_has_the_same_losses_with_overlap_and_without() -> None:
     )
     assert len(plain) == 3 and plain[:2] == overlapped[:2] and float(plain[1].split()[3]) < 1
     # All steps but the first, which shows in which order the buckets become complete.
-    assert overlapped[2] == "4 buckets; under way before the next was complete in [19, 19, 19] steps"
+    assert overlapped[2] == "4 buckets; in flight before the next was complete in [19, 19, 19] steps"
 
 
 @pytest.mark.slow
@@ -179,7 +179,9 @@ def test_a_paged_stash_holds_less_and_changes_no_loss(
     monkeypatch.setattr(sys, "argv", [name, "--steps", "2", *words.split()])
     import_module(f"examples.paged_stash_{name}").main()
     printed = capsys.readouterr().out
-    assert "All 2 losses equal those without the stash, bit for bit." in printed and re.search(shows, printed), printed
+    assert "All 2 losses are bitwise equal to those without the stash." in printed and re.search(shows, printed), (
+        printed
+    )
     shares = [int(share) for share in re.findall(r"\( *(\d+)%\)", printed)]
     assert len(shares) == 2 and max(shares) < percent
 

@@ -109,7 +109,7 @@ def test_a_damaged_file_is_named_before_a_tensor_is_touched(damage: str, trained
         content = torch.load(path, weights_only=False)
         content["model"]["decoder.final_layernorm.weight"] = torch.ones(3)
         torch.save(content, path)
-        message = f"{path} has decoder.final_layernorm.weight with shape [3]: must be [16] by its arguments"
+        message = f"{path} has decoder.final_layernorm.weight with shape [3]: must be [16] according to its arguments"
     else:
         data = bytearray(path.read_bytes())
         weight = torch.load(path, weights_only=False)["model"]["output_layer.weight"]

@@ -43,7 +43,7 @@ def test_losses_are_those_of_plain_adamw_and_the_stash_changes_no_bit(ranks: int
     plain = [["--optimizer", name, "--no-stash"] for name in optimizers]
     runs = printed(ranks, *stashed, *plain)
     for name, with_stash, without in zip(optimizers, runs, runs[len(optimizers) :], strict=False):
-        assert f"All {STEPS} losses are those of plain PyTorch with AdamW, within 0.0001." in with_stash, name
+        assert f"All {STEPS} losses equal those of plain PyTorch with AdamW, within 0.0001." in with_stash, name
         steps = STEP.findall(with_stash)
         assert [step[0] for step in steps] == [step[0] for step in STEP.findall(without)], name
         assert len(steps) == STEPS and all(float(device) > 0 and float(host) > 0 for _, device, host in steps), name
@@ -55,7 +55,7 @@ def test_what_was_saved_generates_and_is_trained_further(tmp_path: Path) -> None
     folder = tmp_path / "model"
     save, further = ["--save", str(folder)], ["--from", str(folder), "--check"]
     saving, going_on = printed(2, [*save, "--steps", "12"], further)
-    assert re.search(r"0 to 7 goes on with \[8, 9, 10, 11, 12, 13, 14, 15\]", saving), saving
+    assert re.search(r"0 to 7 is continued by \[8, 9, 10, 11, 12, 13, 14, 15\]", saving), saving
     losses = [[float(step.split()[1]) for step, _, _ in STEP.findall(run)] for run in (saving, going_on)]
     assert losses[0][-1] < 0.8 * losses[0][0] and max(losses[1]) < losses[0][1]
     loaded = AutoModelForCausalLM.from_pretrained(folder)
@@ -78,7 +78,7 @@ def test_bf16_weights_are_stashed_without_a_changed_bit() -> None:
         ("--check --bf16", r"--check compares in fp32: leave out --bf16"),
         ("--from /nowhere", r"--from /nowhere must be a folder with a config.json"),
         ("--device-pages 0 --host-pages 0", r"--device-pages 0.0, --host-pages 0.0: "),
-        ("--device-pages 0.1 --host-pages 0.1", r"Pages ran out: give --device-pages or --host-pages more"),
+        ("--device-pages 0.1 --host-pages 0.1", r"Pages ran out: increase --device-pages or --host-pages"),
     ],
 )
 def test_what_cannot_be_is_said(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,7 +122,9 @@ def test_a_finetuning_run_restarts_from_its_own_checkpoints(tmp_path: Path) -> N
     faults = {attempt_name(restarts=attempt): [0, step, "SIGKILL", "self"] for attempt, step in enumerate((2, 4))}
     tuned = {**flags, "save": tmp_path / "tuned"}
     # Killed before its first checkpoint, and after it.
-    for attempt, begins in enumerate(("training starts at iteration 0", "training starts at iteration 0", "going on")):
+    for attempt, begins in enumerate(
+        ("training starts at iteration 0", "training starts at iteration 0", "continuing")
+    ):
         run = _attempt(tuned, attempt, tmp_path / "run", faults=faults, ranks=1)
         assert (run.exit_codes == [0]) == (attempt == 2) and begins in run.written(), run.written()
     whole = run_program(command_line({**flags, "save": tmp_path / "whole"}), 1, folder=tmp_path / "whole run")
@@ -201,7 +203,7 @@ def test_the_supervisor_survives_its_launcher_and_ends_what_that_left(tmp_path: 
     written = finished.stdout + finished.stderr
     assert finished.returncode == 0, written
     assert re.search(r"ended with -9; failures since the last new checkpoint: 1\n", written), written
-    assert re.search(r"ending processes that an earlier start left: \d+", written), written
+    assert re.search(r"ending processes of an earlier start: \d+", written), written
     assert len(re.findall(r"\] start \d:", written)) == 2, written
     assert_same_steps(Run([], read_log(tmp_path)), undisturbed(FLAGS, ranks=1))
     # Nothing is left that a later supervisor would take for its own.

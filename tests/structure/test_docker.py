@@ -67,6 +67,26 @@ def test_versions_are_pinned_and_the_user_is_not_root(dockerfile: Path) -> None:
     assert [words for name, words in steps if name == "USER"][-1] == "megatron"
 
 
+def test_images_pin_what_every_extra_requires() -> None:
+    """Both files of pins have the packages of `all` and `cuda`, in the same versions but for torch and setuptools."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    (chosen,) = extras["all"]
+    names = [*re.findall(r"[\w-]+", chosen.partition("[")[2]), "cuda"]
+    wanted = [*project["dependencies"], *(requirement for name in names for requirement in extras[name])]
+    pins = {name: read_pins(ROOT / "requirements" / name) for name in ("cpu.txt", "cuda.txt")}
+    for name, versions in pins.items():
+        assert {re.split(r"[<>=]", requirement)[0].lower() for requirement in wanted} <= versions.keys(), name
+    common = pins["cpu.txt"].keys() & pins["cuda.txt"].keys()
+    assert {name for name in common if pins["cpu.txt"][name] != pins["cuda.txt"][name]} == {"torch", "setuptools"}
+
+
+def read_pins(path: Path) -> dict[str, str]:
+    """Returns the version of each package in a file of pins, by its name in lower case."""
+    lines = [line.lower() for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    return dict(line.split("==") for line in lines)
+
+
 def test_the_page_lists_every_command_and_extra() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     page = PAGE.read_text(encoding="utf-8")

@@ -6,7 +6,6 @@ Whether its sentences are true is not checked here.
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 
-from megatron.tools.docs_site import anchor, with_repository_links
+from megatron.tools.docs_site import anchor, nav_titles, with_repository_links, with_titles
 from megatron.training.command_line.flags import flag_table
 from tests.structure.compared import anchors
 from tests.structure.measure import ROOT
@@ -84,7 +83,7 @@ def test_every_path_exists(page: Path) -> None:
 
 
 def test_every_page_is_once_in_the_navigation_and_in_the_order_of_the_index() -> None:
-    nav = [name for name in _nav_pages(_site_config()["nav"]) if name != "README.md"]
+    nav = [name for name, _ in nav_titles(_site_config()["nav"]) if name != "README.md"]
     index = [link for link in _links(DOCS / "README.md") if "#" not in link]
     assert nav == index
     assert sorted(nav) == sorted(page.name for page in SITE_PAGES if page.name != "README.md")
@@ -115,13 +114,15 @@ def test_the_site_builds_and_shows_what_github_shows(tmp_path: Path) -> None:
         assert shown.counts == on_github.counts, page.name
 
 
-def test_links_out_of_the_docs_lead_to_the_repository_on_the_site() -> None:
+def test_links_are_adapted_for_the_site() -> None:
     text = "[a](../README.md#see) [b](../megatron/core) [c](moe.md#balance) [d](https://x.y/z) ![e](pipeline.svg)"
     expected = (
         "[a](https://forge/ours/blob/HEAD/README.md#see) [b](https://forge/ours/tree/HEAD/megatron/core) "
         "[c](moe.md#balance) [d](https://x.y/z) ![e](pipeline.svg)"
     )
     assert with_repository_links(text, folder=DOCS, repo_url="https://forge/ours/") == expected
+    titled = with_titles("[moe.md](moe.md#balance), [here](moe.md), [x.md](x.md)", titles={"moe.md": "Experts"})
+    assert titled == "[Experts](moe.md#balance), [here](moe.md), [x.md](x.md)"
     with pytest.raises(ValueError, match="no_such_file.py"):
         with_repository_links("[a](../no_such_file.py)", folder=DOCS, repo_url="https://forge/ours")
 
@@ -175,14 +176,6 @@ def _site_config() -> dict[str, Any]:
 
     Loader.add_constructor("!ENV", default)
     return dict(yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader))
-
-
-def _nav_pages(entry: Any) -> Iterator[str]:
-    if isinstance(entry, str):
-        yield entry
-        return
-    for inside in entry.values() if isinstance(entry, dict) else entry:
-        yield from _nav_pages(inside)
 
 
 @cache

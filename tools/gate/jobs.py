@@ -105,8 +105,7 @@ def run_trees(trees: Sequence[Tree], *, folder: Path, base: str) -> None:
     """Runs all trees at the same time, each case of a tree in main_folder(...) and resumed_folder(...).
 
     folder: holds corpora in `data`, and receives the runs. base: name of the tree whose checkpoints are resumed by all;
-    it
-    is one of these, or has already run. Raises RuntimeError if a worker ends before its plan does.
+    it is one of these, or has already run. Raises RuntimeError if a worker ends before its plan does.
     """
     at_once = max(1, (os.cpu_count() or 1) // len(trees))
     workers: dict[str, subprocess.Popen[bytes]] = {}

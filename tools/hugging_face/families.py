@@ -35,9 +35,8 @@ class FeedForwardNames:
     """Tensor names below model.layers.I that differ between families.
 
     block: module with the router and the experts. gate, up, down: matrices of an expert. bias: expert bias of the
-    router.
-    shared, shared_gate: the shared expert and its gate. router: the routing matrix. interleaved: one tensor holds all
-    experts, with gate and up in alternating columns.
+    router. shared, shared_gate: the shared expert and its gate. router: the routing matrix. interleaved: one tensor
+    holds all experts, with gate and up in alternating columns.
     """
 
     block: str = "mlp"

@@ -101,8 +101,7 @@ def config_of_settings(settings: Mapping[str, Any], *, dtype: str, carried: Mapp
     """Returns the config.json of a model: `carried` if it means the same, else with differences corrected.
 
     settings: settings of a run, by argument name. dtype: dtype of the tensors, such as "bfloat16". carried: config.json
-    of
-    the model that the run started from. Raises ValueError naming settings that no family, or not that of `carried`,
+    of the model that the run started from. Raises ValueError naming settings that no family, or not that of `carried`,
     supports.
     """
     wanted = comparable_settings(settings)

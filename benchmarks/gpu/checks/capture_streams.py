@@ -1,4 +1,4 @@
-"""A CUDA graph with work on the main stream and two side streams, as a stash's, against the same work done eagerly."""
+"""Compares a CUDA graph with work on the main stream and two side streams, like a stash's, with eager execution."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ ROUNDS, REPLAYS, SIZE, CYCLES = 4, 50, 1 << 16, 200_000
 
 
 class Work:
-    """Rounds in which each side stream needs a result of the main one, which needs theirs in the next round."""
+    """Rounds in which each side stream needs a result of the main stream, and the next round needs theirs."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.sides = device, [SideStream(device) for _ in range(2)]
@@ -19,7 +19,7 @@ class Work:
         self.parts = [torch.zeros(SIZE, device=device) for _ in self.sides]
 
     def run(self) -> None:
-        """Launches everything; a side stream is late, so that a missing wait shows."""
+        """Launches all work. A side stream is delayed, so that a missing wait shows."""
         for number in range(ROUNDS):
             self.value.mul_(1.25).add_(1)
             ready = record_main(self.device)
@@ -34,7 +34,7 @@ class Work:
             self.value.add_(self.parts[0] - self.parts[1])
 
     def results(self) -> list[Tensor]:
-        """Copies of all memory: [SIZE], fp32, each."""
+        """Returns copies of all memory, each [SIZE], fp32."""
         return [tensor.clone() for tensor in (self.value, *self.parts)]
 
     def _wait(self, cycles: int) -> None:
@@ -43,7 +43,7 @@ class Work:
 
 
 def main() -> None:
-    """Captures once, replays often, and compares each time."""
+    """Captures once, replays often, and compares the results each time."""
     device = checked_device()
     eager, captured = Work(device), Work(device)
     graphs = graphs_of(device)
@@ -66,8 +66,8 @@ def main() -> None:
         eager.run()
         pairs = zip(eager.results(), captured.results(), strict=True)
         if not all(torch.equal(*pair) for pair in pairs):
-            expect(False, f"replay {number} has the bits of eager work")
-    expect(True, f"{REPLAYS} replays have the bits of eager work")
+            expect(False, f"replay {number} is bitwise equal to eager execution")
+    expect(True, f"{REPLAYS} replays are bitwise equal to eager execution")
     report(replay_us=1e6 * seconds / REPLAYS)
 
 

@@ -1,4 +1,6 @@
-"""Six points of stash_copy.py: small, large and very large groups without a cap, the last with two caps, host pages."""
+"""Measures six points of stash_copy.py: small, large and very large groups without a cap, the last with two caps, and
+host pages.
+"""
 
 import argparse
 
@@ -18,7 +20,7 @@ SHOWN = ("copy_gb_s", "stash_gb_s", "stash_x", "restore_x", "rate_x")
 
 
 def main() -> None:
-    """Each point is reported as soon as it is measured."""
+    """Reports each point as soon as it is measured."""
     options = parse_options()
     device = checked_device()
     rows = []
@@ -35,10 +37,10 @@ def main() -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line of this check."""
+    """Parses the command line of this check."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--small", action="store_true", help="tiny groups, on the CPU too; no target counts")
-    parser.add_argument("--rounds", type=int, default=10, help="counted rounds of each point (default: 10)")
+    parser.add_argument("--small", action="store_true", help="tiny groups, also on the CPU; without targets")
+    parser.add_argument("--rounds", type=int, default=10, help="counted rounds per point (default: 10)")
     return parser.parse_args()
 
 

@@ -1,6 +1,6 @@
-"""Reads a profile: launches on the device, the gaps between them, and what the host did meanwhile. Profiles nothing.
+"""Reads a profile: launches on the device, the gaps between them, and the host's activity in the gaps.
 
-Without a GPU the operators that the host ran stand in for launches.
+Profiles nothing itself. Without a GPU the operators that the host ran stand in for launches.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from torch.profiler import profile
 
 @dataclass(frozen=True)
 class Span:
-    """Something that was under way, in microseconds of the profile."""
+    """An activity with its start and end, in microseconds of the profile."""
 
     name: str
     start: float
@@ -23,7 +23,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Gap:
-    """A time in which nothing ran on the device. host: what the host was in, outermost first."""
+    """A time in which nothing ran on the device. host: activities of the host, outermost first."""
 
     microseconds: float
     after: str
@@ -31,14 +31,14 @@ class Gap:
     host: Sequence[str]
 
     def __str__(self) -> str:
-        host = " > ".join(self.host) or "nothing that is named"
+        host = " > ".join(self.host) or "no named activity"
         return f"{self.microseconds:8.1f} us after {self.after[:50]}, before {self.before[:50]}; host in {host}"
 
 
 def launches_of(recorded: profile) -> list[Span]:
-    """Kernels, copies and fills of the device in the order of their start; operators without a GPU."""
+    """Returns kernels, copies and fills of the device in the order of their start, or operators without a GPU."""
     events = recorded.events() or []
-    # A range that the host names has a shadow of the same name on the device, which is no launch.
+    # A range that the host names has a shadow of the same name on the device, which is not a launch.
     on_host = {event.name for event in events if event.device_type == DeviceType.CPU}
     on_device = [event for event in events if event.device_type == DeviceType.CUDA and event.name not in on_host]
     if on_device:
@@ -47,17 +47,17 @@ def launches_of(recorded: profile) -> list[Span]:
 
 
 def host_spans_of(recorded: profile) -> list[Span]:
-    """Named ranges, operators and calls of CUDA on the host."""
+    """Returns named ranges, operators and CUDA calls on the host."""
     return [span_of(event) for event in recorded.events() or [] if event.device_type == DeviceType.CPU]
 
 
 def span_of(event: Any) -> Span:
-    """The span of an event of a profile."""
+    """Returns the span of an event of a profile."""
     return Span(event.name, event.time_range.start, event.time_range.end)
 
 
 def longest_gaps(launches: Sequence[Span], host: Iterable[Span], *, count: int) -> list[Gap]:
-    """The longest times between launches on any stream. launches: in the order of their start."""
+    """Returns the longest times between launches on any stream. launches: in the order of their start."""
     if not launches:
         return []
     found, last = [], launches[0]
@@ -69,7 +69,7 @@ def longest_gaps(launches: Sequence[Span], host: Iterable[Span], *, count: int) 
     spans = sorted(host, key=lambda span: (span.start, -span.end))
     gaps = []
     for length, after, before in found[:count]:
-        # The host is late: what it does before the end of the gap is what the device waits for.
+        # The host is late, so the device waits for the host's activity before the end of the gap.
         middle = (after.end + before.start) / 2
         inside = [span.name for span in spans if span.start <= middle <= span.end]
         gaps.append(Gap(length, after.name, before.name, inside[-5:]))
@@ -77,7 +77,7 @@ def longest_gaps(launches: Sequence[Span], host: Iterable[Span], *, count: int) 
 
 
 def busy_microseconds(launches: Sequence[Span]) -> float:
-    """The time in which at least one launch was under way."""
+    """Returns the time in which at least one launch was running."""
     busy, until = 0.0, float("-inf")
     for span in launches:
         busy += max(0.0, span.end - max(span.start, until))
@@ -86,6 +86,6 @@ def busy_microseconds(launches: Sequence[Span]) -> float:
 
 
 def counts_of(launches: Sequence[Span]) -> Counter[str]:
-    """Number of kernels, copies and fills."""
+    """Returns the numbers of kernels, copies and fills."""
     return Counter("copies" if s.name.startswith("Memcpy") else "fills" if s.name.startswith("Memset") else "kernels"
                    for s in launches)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Three eager training steps, on this device and on the CPU of another process: losses and norms must be near."""
+"""Compares losses and norms of three eager training steps on this device with those on the CPU of another process."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ from tests.distributed.stash_runs import stash
 from tests.gpu.graph_cases import EXPERTS, Case, argv_of
 
 STEPS, ERROR = 3, 1e-3
-# fp32 without dropout and jitter, which draw other numbers on each device.
+# fp32 without dropout and jitter, which draw different numbers on each device.
 CASES = {
     "dense": Case("dense", {}),
     "experts": Case("moe", EXPERTS),
@@ -24,7 +24,7 @@ CASES = {
 
 
 def main() -> None:
-    """Trains each case, prints it at once, and compares all in the end."""
+    """Trains each case, prints it immediately, and compares all cases at the end."""
     options = parse_options()
     device = checked_device()
     reference = None if options.alone else steps_of_the_cpu()
@@ -46,7 +46,7 @@ def main() -> None:
         for ours, theirs in zip(losses[name], expected[name], strict=True)
     )
     report(device=str(device), worst_error=worst)
-    expect(worst < ERROR, f"losses are those of the CPU to {worst:.2g}")
+    expect(worst < ERROR, f"losses equal those of the CPU to {worst:.2g}")
 
 
 def steps_of_the_cpu() -> "subprocess.Popen[str]":
@@ -56,20 +56,20 @@ def steps_of_the_cpu() -> "subprocess.Popen[str]":
 
 
 def losses_of_process(process: "subprocess.Popen[str]") -> dict[str, list[float]]:
-    """Waits for it and returns its losses by case."""
+    """Waits for that process and returns its losses by case."""
     output, _ = process.communicate()
     if process.returncode:
         print(output)
-        sys.exit("the steps of the CPU failed")
+        sys.exit("the steps on the CPU failed")
     line = next(line for line in output.splitlines() if line.startswith(RESULT))
     losses: dict[str, list[float]] = json.loads(line.removeprefix(RESULT))["losses"]
     return losses
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line of this check."""
+    """Parses the command line of this check."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--alone", action="store_true", help="compare with nothing")
+    parser.add_argument("--alone", action="store_true", help="do not compare with the CPU")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""Prints what the machine has, and that its GPU computes: versions, tools, memory, rough rates."""
+"""Prints the machine's versions, tools, memory and approximate rates, and checks that its GPU computes."""
 
 import importlib.metadata
 import os
@@ -21,7 +21,7 @@ SETTINGS = ("CUDA", "NCCL", "TORCH", "PYTORCH", "TRITON", "OMP")
 
 
 def main() -> None:
-    """Reports the host first, so that it is known even where the GPU does not answer."""
+    """Reports the host first, so that it is known even if the GPU does not respond."""
     report(
         python=platform.python_version(),
         torch=torch.__version__,
@@ -44,7 +44,7 @@ def main() -> None:
     import_the_program()
     report(import_seconds=time.monotonic() - began)
     if not torch.cuda.is_available():
-        end_without_gpu("torch sees none")
+        end_without_gpu("torch sees no GPU")
 
 
 def report_gpu() -> None:
@@ -64,7 +64,7 @@ def report_gpu() -> None:
         first_use_seconds=time.monotonic() - began,
     )
     ones = torch.ones(1 << 20, device="cuda")
-    expect(ones.sum().item() == 1 << 20, "a sum on the GPU is right")
+    expect(ones.sum().item() == 1 << 20, "a sum on the GPU is correct")
     memory = [torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_() for _ in range(2)]
     matrices = [torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(3)]
     report(
@@ -74,7 +74,7 @@ def report_gpu() -> None:
 
 
 def seconds_of(work: Callable[[], object], turns: int = 10) -> float:
-    """Seconds of the GPU for one turn, the first ones not counted."""
+    """Returns the GPU's seconds per call, without the first calls."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for turn in range(turns + 3):
         if turn == 3:
@@ -86,12 +86,12 @@ def seconds_of(work: Callable[[], object], turns: int = 10) -> float:
 
 
 def import_the_program() -> None:
-    """Imports the training program in another process; a missing package fails here, before it fails all checks."""
+    """Imports the training program in another process, so that a missing package fails before all checks do."""
     subprocess.run([sys.executable, "-c", "import pretrain_gpt, tests.harness"], check=True, timeout=30)
 
 
 def version_of(package: str) -> str | None:
-    """The installed version, or None."""
+    """Returns the installed version, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -99,7 +99,7 @@ def version_of(package: str) -> str | None:
 
 
 def in_cuda(tool: str) -> str | None:
-    """The path of a tool that is only in the folder of CUDA, or None."""
+    """Returns the path of a tool that is only in the CUDA folder, or None."""
     path = Path("/usr/local/cuda/bin") / tool
     return str(path) if path.exists() else None
 

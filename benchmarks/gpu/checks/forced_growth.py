@@ -1,4 +1,4 @@
-"""A pool that looks full within two replays has to grow: the steps run again, and the memory of before is freed."""
+"""Checks a pool that seems full in two replays: it grows, the steps are retried, and the old memory is freed."""
 
 from benchmarks.gpu.checks.reporting import checked_device, expect, report
 from benchmarks.gpu.checks.training import become_a_rank, first_difference
@@ -20,11 +20,11 @@ def main() -> None:
         captures=small.num_captures,
         failure=small.failure,
     )
-    expect(not starved.left, "the pool looked full twice")
+    expect(not starved.left, "the pool seemed full twice")
     expect(starved.pool_bytes[BEFORE] < starved.pool_bytes[-1], "it grew")
-    expect((small.failure, small.num_captures, small.num_graphs) == (None, 3, 1), "each growth has one capture")
+    expect((small.failure, small.num_captures, small.num_graphs) == (None, 3, 1), "each growth caused one capture")
     wrong = first_difference(small, large)
-    expect(wrong is None, f"steps have the bits of a run with a large pool ({wrong or 'all equal'})")
+    expect(wrong is None, f"steps are bitwise equal to a run with a large pool ({wrong or 'all equal'})")
     grown = starved.pool_bytes[-1] - starved.pool_bytes[BEFORE]
     for kind, slack in SLACK.items():
         more = starved.memory[-1].get(kind, 0) - starved.memory[BEFORE].get(kind, 0)

@@ -1,4 +1,4 @@
-"""Replays of the full-iteration graph against eager steps, bit for bit, with more of the stash from case to case."""
+"""Compares replays of the full-iteration graph with eager steps bit for bit, with more of the stash in each case."""
 
 import argparse
 import time
@@ -10,7 +10,7 @@ from tests.distributed.graph_runs import FULL, own_graphs, train_here
 from tests.distributed.stash_runs import ROUTER, stash
 from tests.gpu.graph_cases import DROPOUT, EAGER, EXPERTS, HALF, UPDATE, Case, argv_of
 
-# By name, with the counts that must not be 0: a case without them would show less than its name says.
+# By name, with the counts that must not be 0, because otherwise a case would not test what its name says.
 CASES = {
     "experts": (Case("moe", {**EXPERTS, **ROUTER}), ()),
     "stash": (Case("moe", {**EXPERTS, **ROUTER, **HALF, **DROPOUT, **stash(1.5)}), ("planned_pages",)),
@@ -27,7 +27,7 @@ CASES = {
 
 
 def main() -> None:
-    """Each case is compared even if others failed."""
+    """Compares each case even if others failed."""
     options = parse_options()
     checked_device()
     become_a_rank()
@@ -65,9 +65,11 @@ def difference(name: str, case: Case, *, needed: tuple[str, ...], steps: int) ->
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line of this check."""
+    """Parses the command line of this check."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=12, help="two warm up, one is captured (default: 12)")
+    parser.add_argument(
+        "--steps", type=int, default=12, help="number of steps: two warm up, one is captured (default: 12)"
+    )
     return parser.parse_args()
 
 

@@ -1,7 +1,8 @@
-"""Four slow paths of the host before and after: captures of a step, its agreement, checks of gradients, and products.
+"""Compares four host-bound paths before and after an optimization: captures of a step, its agreement, checks of
+gradients, and products.
 
-Each side has at least ROUNDS measurements within SECONDS, and reports its best. Sides `before` do what this framework
-did before; they are not used any more.
+Each side has at least ROUNDS measurements within SECONDS, and reports its best. Sides named `before` reproduce an
+earlier implementation of this framework, which is no longer used.
 """
 
 import time
@@ -29,7 +30,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def main() -> None:
-    """The agreement is timed on two processes of this machine, which do not use the GPU."""
+    """Times the agreement on two processes of this machine, which do not use the GPU."""
     device = checked_device()
     report(agreement_us=run_on_ranks(agreement, 2, backend="gloo", timeout=40)[0])
     report(captures_ms={name: 1e3 * seconds for name, seconds in captures(device).items()})
@@ -37,11 +38,11 @@ def main() -> None:
     if device.type == "cuda":
         captured = [str(dtype) for dtype in DTYPES if can_be_captured(dtype, device)]
         report(captured_products=captured)
-        expect(captured == ["torch.bfloat16"], "of torch's grouped products a graph holds those in bf16 alone")
+        expect(captured == ["torch.bfloat16"], "a graph can hold torch's grouped products only in bf16")
 
 
 def best(side: Callable[[], object], device: torch.device) -> float:
-    """The least seconds of several calls, until the device is done."""
+    """Returns the minimum seconds of several calls, until the device is done."""
     side()
     found: list[float] = []
     end = time.monotonic() + SECONDS
@@ -55,7 +56,9 @@ def best(side: Callable[[], object], device: torch.device) -> float:
 
 
 def agreement() -> dict[str, float]:
-    """Microseconds of the agreement on a step's plan: one reduction of three numbers, or two gathers of bytes."""
+    """Returns the microseconds of the agreement on a step's plan: one reduction of three numbers, or two gathers of
+    bytes.
+    """
     sides = {
         "before": lambda: gather_objects((False, True, True), dist.group.WORLD),
         "now": lambda: any_rank_sync(False, True, True),
@@ -73,7 +76,9 @@ def agreement() -> dict[str, float]:
 
 
 def captures(device: torch.device) -> dict[str, float]:
-    """Seconds of a step that captures NUM_CAPTURES parts between eager work, with one pool, by when it tidies up."""
+    """Returns the seconds of a step that captures NUM_CAPTURES parts between eager work, with one pool, by cleanup
+    time.
+    """
     x = torch.ones(SIZE, dtype=torch.float32, device=device)
 
     def step(graphs: GraphDevice, *, is_one_step: bool) -> None:
@@ -94,7 +99,7 @@ def captures(device: torch.device) -> dict[str, float]:
 
 
 def grad_checks(device: torch.device) -> dict[str, dict[str, float]]:
-    """Milliseconds and launches of checking one bucket, fp32: by one operator, or by one for each parameter."""
+    """Returns milliseconds and launches to check one fp32 bucket, with one operator, or with one for each parameter."""
     flat = torch.randn(NUM_PARAMS * NUMEL, dtype=torch.float32, device=device)
     grads = [(f"p{number}", part) for number, part in enumerate(flat.split(NUMEL))]
     checks = GradChecks(nan=True, large=False)
@@ -113,12 +118,12 @@ def grad_checks(device: torch.device) -> dict[str, dict[str, float]]:
         results["grad_checks_launches"] = {name: num_launches(side) for name, side in sides.items()}
     flat[-1] = float("-inf")
     checks.measure(grads)
-    expect(checks.non_finite_sync() == [grads[-1][0]], "an infinity is found, and its parameter named")
+    expect(checks.non_finite_sync() == [grads[-1][0]], "an infinity is detected, and its parameter named")
     return results
 
 
 def num_launches(side: Callable[[], object]) -> float:
-    """Kernels, copies and fills of one call."""
+    """Returns the number of kernels, copies and fills of one call."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
         side()
         synchronize(torch.device("cuda"))
@@ -126,7 +131,7 @@ def num_launches(side: Callable[[], object]) -> float:
 
 
 def can_be_captured(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a graph can hold torch's grouped product; one that reads the offsets on the host cannot be held."""
+    """Tells whether a graph can hold torch's grouped product, which is impossible if the host reads the offsets."""
     rows, weight = (torch.ones(shape, dtype=dtype, device=device) for shape in ((64, 32), (4, 32, 16)))
     offsets = torch.tensor([10, 20, 40, 64], dtype=torch.int32, device=device)
     graphs = graphs_of(device)

@@ -1,7 +1,7 @@
 """Runs a module as a check: python -m benchmarks.gpu.checks.launch MODULE [ARGUMENT ...]. Checks nothing itself.
 
-At SIGINT all threads print their stacks, before Python raises KeyboardInterrupt. A thread that hangs in a call of the
-driver never gets to raise it, but is seen in the stacks.
+On SIGINT all threads print their stacks before Python raises KeyboardInterrupt. A thread that hangs in a driver call
+never raises it, but its stack shows where it hangs.
 """
 
 import faulthandler

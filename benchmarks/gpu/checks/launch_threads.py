@@ -1,4 +1,4 @@
-"""Compiles and launches Triton kernels from the main thread and from autograd's, where contexts of CUDA differ."""
+"""Compiles and launches Triton kernels from the main thread and from autograd's thread, whose CUDA contexts differ."""
 
 import threading
 import time
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.gpu.checks.reporting import checked_device, expect, report
 
-DEVICE = checked_device()  # before Triton, which reads when it is imported whether it interprets
+DEVICE = checked_device()  # before Triton, which reads on import whether to interpret kernels
 
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
@@ -27,25 +27,25 @@ def add_kernel(x, out, addend, numel, SIZE: tl.constexpr):
 
 
 def add(x: Tensor, addend: float, *, warps: int) -> Tensor:
-    """x: [NUMEL], fp32. Another number of warps is another compilation."""
+    """Adds a number to x, [NUMEL], fp32. Another number of warps is another compilation."""
     out = torch.full_like(x, -1)
     add_kernel[(1,)](x, out, addend, NUMEL, SIZE=1024, num_warps=warps)
     return out
 
 
 class LaunchInBackward(torch.autograd.Function):
-    """Launches a kernel in backward: one that is compiled already, and one that is not."""
+    """Launches a kernel in backward: one that is already compiled, and one that is not."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, found: dict[str, Any]) -> Tensor:
-        """x: [NUMEL], fp32. found: takes what backward launches."""
+        """Returns x, [NUMEL], fp32. found: receives the results of launches in backward."""
         ctx.found = found
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """grad: [NUMEL], fp32."""
-        grad = grad.contiguous()  # a sum's is one number, expanded
+        """Launches the kernels. grad: [NUMEL], fp32."""
+        grad = grad.contiguous()  # the gradient of a sum is one expanded number
         began = time.perf_counter()
         ctx.found.update(thread=threading.get_ident(), same=add(grad, 1.0, warps=4), new=add(grad, 2.0, warps=8))
         ctx.found["seconds"] = time.perf_counter() - began
@@ -53,29 +53,29 @@ class LaunchInBackward(torch.autograd.Function):
 
 
 def main() -> None:
-    """Launches in the main thread, in backward, in a thread of Python, then one of the stash's kernels."""
+    """Launches in the main thread, in backward, in a Python thread, then one of the stash's kernels."""
     ones = torch.ones(NUMEL, device=DEVICE)
     began = time.perf_counter()
-    expect(bool((add(ones, 1.0, warps=4) == 2).all()), "a kernel that the main thread compiles is right")
+    expect(bool((add(ones, 1.0, warps=4) == 2).all()), "a kernel compiled by the main thread is correct")
     report(compile_seconds=time.perf_counter() - began)
     leaf = torch.ones(NUMEL, device=DEVICE, requires_grad=True)
     found: dict[str, Any] = {}
     LaunchInBackward.apply(leaf, found).sum().backward()
-    expect(bool((found["same"] == 2).all()), "a compiled kernel launched in backward is right")
-    expect(bool((found["new"] == 3).all()), "a kernel compiled in backward is right")
+    expect(bool((found["same"] == 2).all()), "a compiled kernel launched in backward is correct")
+    expect(bool((found["new"] == 3).all()), "a kernel compiled in backward is correct")
     is_other = found["thread"] != threading.get_ident()
     report(backward_seconds=found["seconds"], backward_is_another_thread=is_other)
-    expect(is_other or DEVICE.type == "cpu", "backward of a GPU runs in autograd's thread")
+    expect(is_other or DEVICE.type == "cpu", "backward on a GPU runs in autograd's thread")
     thread = threading.Thread(target=lambda: found.update(other=add(ones, 4.0, warps=2)))
     thread.start()
     thread.join()
-    expect("other" in found and bool((found["other"] == 5).all()), "a kernel compiled in a thread of Python is right")
+    expect("other" in found and bool((found["other"] == 5).all()), "a kernel compiled in a Python thread is correct")
     gate_up, scale = torch.randn(4, 64, device=DEVICE), torch.ones(4, device=DEVICE)
     out, rows = torch.zeros(4, 32, device=DEVICE), torch.tensor([4], device=DEVICE)
     ops.gated_activation(gate_up, scale, num_rows=rows, activation="swiglu", out=out)
     gate, up = gate_up.chunk(2, dim=-1)
     torch.testing.assert_close(out, torch.nn.functional.silu(gate) * up)
-    print("holds: the stash's SwiGLU is right", flush=True)
+    print("holds: the stash's SwiGLU is correct", flush=True)
 
 
 if __name__ == "__main__":

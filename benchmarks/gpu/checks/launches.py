@@ -1,7 +1,7 @@
-"""Launches of a step on the device for each static MoE layer, beside the operators that the same step runs on the CPU.
+"""Counts launches on the device per step and static MoE layer, and the operators of the same step on the CPU.
 
-Both are differences of steps with 2 and with 4 layers, of one microbatch, so that embedding, loss and optimizer of
-everything else drop out. The operators are those that the launch budget counts (tests/distributed/launch_budget.py).
+Both are differences between steps with 2 and with 4 layers, with one microbatch, so that embedding, loss and other
+parts of the optimizer cancel. The operators are those of the launch budget (tests/distributed/launch_budget.py).
 """
 
 import argparse
@@ -31,7 +31,7 @@ CASES: dict[str, Flags] = {"static experts": {}, "static experts with a stash": 
 
 
 def main() -> None:
-    """The CPU counts in a process beside this one."""
+    """Counts on the CPU in a separate process."""
     options = parse_options()
     device = checked_device()
     become_a_rank()
@@ -45,15 +45,15 @@ def main() -> None:
         counted = {name: per_layer(launches_in, flags) for name, flags in CASES.items()}
         report(launches=counted)
     lines = child.communicate()[0].splitlines()
-    expect(child.returncode == 0, "the operators of the CPU could be counted")
+    expect(child.returncode == 0, "the operators on the CPU could be counted")
     operators = next(json.loads(line.removeprefix(RESULT)) for line in lines if line.startswith(RESULT))["operators"]
     report(operators=operators)
     for name in CASES:
-        print(f"{name}: launches of a layer and step {counted.get(name)}, operators {operators[name]}", flush=True)
+        print(f"{name}: launches per layer and step {counted.get(name)}, operators {operators[name]}", flush=True)
 
 
 def per_layer(count: Any, flags: Flags) -> dict[str, float]:
-    """Counts of one layer and of a step without layers, for counts that are linear in the number of layers."""
+    """Returns counts of one layer and of a step without layers, for counts that are linear in the number of layers."""
     few, many = (count(argv_of(Case("moe", {**EXPERTS, **HALF, **flags, "num-layers": n, "global-batch-size": 1})))
                  for n in (FEW, MANY))  # fmt: skip
     layer = (many.total() - few.total()) / (MANY - FEW)
@@ -63,7 +63,7 @@ def per_layer(count: Any, flags: Flags) -> dict[str, float]:
 
 
 def operators_of(argv: list[str]) -> Counter[str]:
-    """Operators of one step that launch kernels."""
+    """Returns the operators of one step that launch kernels."""
     with started_run(argv) as run:
         for _ in range(WARM_STEPS):
             run_step(run)
@@ -73,7 +73,7 @@ def operators_of(argv: list[str]) -> Counter[str]:
 
 
 def launches_in(argv: list[str]) -> Counter[str]:
-    """Kernels, copies and fills of one step."""
+    """Returns kernels, copies and fills of one step."""
     with started_run(argv) as run:
         for _ in range(WARM_STEPS):
             run_step(run)
@@ -85,9 +85,9 @@ def launches_in(argv: list[str]) -> Counter[str]:
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line of this check."""
+    """Parses the command line of this check."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--operators", action="store_true", help="count the operators of the CPU alone")
+    parser.add_argument("--operators", action="store_true", help="count only the operators on the CPU")
     return parser.parse_args()
 
 

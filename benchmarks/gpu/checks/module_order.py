@@ -1,6 +1,7 @@
-"""Module graphs with two microbatches in flight, in the order F1 F2 B1 F3 B2 B3, against eager passes, bit for bit.
+"""Compares module graphs with two microbatches in flight, in the order F1 F2 B1 F3 B2 B3, with eager passes.
 
-It is the order of the first of two pipeline stages, which one GPU runs here without the second.
+The results must be bitwise equal. It is the order of the first of two pipeline stages, which one GPU runs here without
+the second.
 """
 
 import time
@@ -18,7 +19,7 @@ from tests.gpu.graph_cases import DROPOUT, EXPERTS, HALF_OF_PARTS, Case, argv_of
 
 MICROBATCHES, STEPS = 3, 8
 ORDER = "F0.0 F0.1 B0.0 F0.2 B0.1 B0.2"
-# By name: captured parts, the run, and its graphs: a pair for each part and each of two microbatches in flight.
+# By name: captured parts, the run, and its number of graphs: a pair for each part and each of two microbatches.
 PARTS = {
     "dense": ("attn mlp", 16, Case("dense", {**HALF_OF_PARTS, **DROPOUT})),
     "experts": ("attn moe", 32, Case("moe", {**EXPERTS, **ROUTER})),
@@ -33,12 +34,12 @@ one_forward_one_backward = schedule.one_forward_one_backward
 
 
 def as_first_of_two(stage: int, num_stages: int, *, num_microbatches: int) -> list[Action]:
-    """Replaces the order of a pipeline of one stage."""
+    """Replaces the order of a single-stage pipeline by that of the first of two stages."""
     return one_forward_one_backward(0, 2, num_microbatches=num_microbatches)
 
 
 def main() -> None:
-    """Each case is compared even if others failed."""
+    """Compares each case even if others failed."""
     checked_device()
     become_a_rank()
     order = " ".join(map(str, as_first_of_two(0, 1, num_microbatches=MICROBATCHES)))
@@ -63,7 +64,7 @@ def difference(name: str, case: Case, *, modules: str, num_graphs: int) -> str |
     wrong = captured.failure or first_difference(captured, eager)
     if wrong is None and captured.num_graphs != num_graphs:
         wrong = f"{captured.num_graphs} graphs instead of {num_graphs}"
-    outcome = wrong or f"the same bits from {captured.num_graphs} graphs"
+    outcome = wrong or f"bitwise equal from {captured.num_graphs} graphs"
     print(f"{'FAILS' if wrong else 'holds'}: {name}: {outcome} ({time.perf_counter() - began:.1f} s)", flush=True)
     return wrong
 

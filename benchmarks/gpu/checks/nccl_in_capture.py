@@ -1,4 +1,4 @@
-"""Collectives of a group of one rank, eagerly and inside of a CUDA graph: NCCL on a GPU, gloo on a tape."""
+"""Runs collectives of a single-rank group eagerly and inside a CUDA graph: NCCL on a GPU, gloo with a tape."""
 
 from collections.abc import Callable
 
@@ -14,24 +14,24 @@ NUMEL, REPLAYS = 1 << 16, 5
 
 
 def gather(x: Tensor, out: Tensor) -> None:
-    """x, out: [NUMEL], float."""
+    """All-gathers x into out, both [NUMEL], float."""
     all_gather_single(out, x, group=dist.group.WORLD, async_op=True).wait()
 
 
 def scatter(x: Tensor, out: Tensor) -> None:
-    """x, out: [NUMEL], float."""
+    """Reduce-scatters x into out, both [NUMEL], float."""
     reduce_scatter_single(out, x, group=dist.group.WORLD, async_op=True).wait()
 
 
 def reduce(x: Tensor, out: Tensor) -> None:
-    """x, out: [NUMEL], float."""
+    """All-reduces x into out, both [NUMEL], float."""
     out.copy_(x)
     work = dist.all_reduce(out, group=dist.group.WORLD, async_op=True)
     work.wait()
 
 
 def exchange(x: Tensor, out: Tensor) -> None:
-    """x, out: [NUMEL], float."""
+    """Exchanges x into out by all-to-all, both [NUMEL], float."""
     dist.all_to_all_single(out, x, group=dist.group.WORLD)
 
 
@@ -44,7 +44,7 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], None]] = {
 
 
 def main() -> None:
-    """Each collective has a graph of its own: the first one that fails does not hide the others."""
+    """Gives each collective its own graph, so that one failure does not hide the others."""
     device = checked_device()
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def check(operation: Callable[[Tensor, Tensor], None], device: torch.device) -> None:
-    """Raises AssertionError where the result of one rank, [NUMEL], fp32, is not what it gave."""
+    """Raises AssertionError if the result of a single rank, [NUMEL], fp32, differs from its input."""
     x, out = torch.randn(NUMEL, device=device), torch.zeros(NUMEL, device=device)
     graphs = graphs_of(device)
     with graphs.on_capture_stream():

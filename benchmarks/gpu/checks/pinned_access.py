@@ -1,7 +1,7 @@
-"""Kernels that read and write pinned memory of the host by its address, as those of host pages do.
+"""Runs kernels that read and write pinned host memory by its address, as for host pages.
 
-Torch's pinned allocator and ours are measured beside each other: bytes taken for an odd size, bytes kept after the
-end, seconds to allocate, and rates of copies to the device and back.
+Also compares torch's pinned allocator with ours: bytes allocated for an odd size, bytes kept afterwards, allocation
+time, and rates of copies to the device and back.
 """
 
 import time
@@ -22,7 +22,7 @@ from megatron.core.transformer.moe.paged_stash.page_layout import PoolLayout, Te
 from megatron.core.transformer.moe.paged_stash.page_pool import PagePool  # noqa: E402
 
 NUMEL, WIDTH = 1024, 4096
-# No power of two, and no multiple of a page: torch's allocator takes 2 GiB.
+# Neither a power of two nor a multiple of a page: torch's allocator takes 2 GiB.
 ODD_BYTES = (1 << 30) + 4097
 ROWS = 16384 if DEVICE.type == "cuda" else 64
 
@@ -37,7 +37,7 @@ def double_kernel(source_address, target_address, SIZE: tl.constexpr):
 
 
 def access_by_address(pinned: torch.Tensor, back: torch.Tensor) -> None:
-    """From pinned memory to the device and back; both [NUMEL], fp32."""
+    """Copies from pinned memory to the device and back by address, both [NUMEL], fp32."""
     pinned.copy_(torch.arange(NUMEL))
     on_device = torch.zeros(NUMEL, device=DEVICE)
     double_kernel[(1,)](pinned.data_ptr(), on_device.data_ptr(), SIZE=NUMEL)
@@ -48,20 +48,20 @@ def access_by_address(pinned: torch.Tensor, back: torch.Tensor) -> None:
 
 
 def resident_bytes() -> int:
-    """Memory of the host that this process holds: pinned pages are resident."""
+    """Returns this process's resident host memory, which includes pinned pages."""
     with open("/proc/self/status", encoding="ascii") as lines:
         fields = dict(line.split(":", 1) for line in lines)
     return sum(1024 * int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem", "RssFile"))
 
 
 def available_bytes() -> int:
-    """Memory that the host has left, which also counts what the driver allocates for the process."""
+    """Returns the host's available memory, which also reflects the driver's allocations for the process."""
     with open("/proc/meminfo", encoding="ascii") as lines:
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
 
 
 def allocation(allocate: Callable[[int], torch.Tensor]) -> dict[str, float]:
-    """One side of the comparison: GiB asked, taken and kept, seconds, and GB/s; allocate: gives [n], uint8."""
+    """Measures one allocator: GiB requested, taken and kept, seconds, and GB/s. allocate: returns [n], uint8."""
     before, before_resident, start = available_bytes(), resident_bytes(), time.perf_counter()
     memory = allocate(ODD_BYTES)
     seconds = time.perf_counter() - start
@@ -90,7 +90,7 @@ def allocation(allocate: Callable[[int], torch.Tensor]) -> dict[str, float]:
 
 
 def compare_allocators() -> None:
-    """Torch's pinned memory, as before, and ours."""
+    """Compares torch's pinned memory, as used before, with ours."""
 
     def by_torch(num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -106,7 +106,7 @@ def compare_allocators() -> None:
 
 
 def stash_on_the_host() -> None:
-    """A group whose pages are all on the host, there and back, with its rate."""
+    """Stashes and restores a group whose pages are all on the host, and measures its rate."""
     spec, page = TensorSpec(WIDTH, WIDTH, ROWS), 64 * WIDTH
     pool = PagePool(DEVICE, PoolLayout(page, device_pages=0, host_pages=-(-ROWS * WIDTH // page)))
     expect(DEVICE.type == "cpu" or pool.host_pages.is_pinned(), "host pages are pinned")
@@ -123,7 +123,7 @@ def stash_on_the_host() -> None:
         end = mark_time(DEVICE)
         pool.release(group)
         seconds.append((seconds_between(start, middle), seconds_between(middle, end)))
-    expect(torch.equal(source, target), "host pages keep their bytes")
+    expect(torch.equal(source, target), "host pages preserve their bytes")
     pool.check_integrity_sync()
     to_host, from_host = (min(column) for column in zip(*seconds, strict=True))
     moved = ROWS * WIDTH / 1e9

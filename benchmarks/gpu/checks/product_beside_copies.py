@@ -1,6 +1,7 @@
-"""How much products slow down beside copies, as the copies' programs are and as they were, at several caps.
+"""Measures how much matrix products slow down during copies, with the current and the previous programs of the
+copies, at several caps.
 
-The rivals are torch's mm, our grouped product and torch's grouped_mm; gemm_beside_stash.py says what figures mean.
+The products are torch's mm, our grouped product and torch's grouped_mm. gemm_beside_stash.py explains the figures.
 """
 
 import argparse
@@ -17,13 +18,14 @@ from benchmarks.gpu.gemm_beside_stash import SMALL, Rivals, Sizes, measure
 from megatron.core.transformer.moe.paged_stash import triton_kernels
 from megatron.core.transformer.moe.paged_stash.expert_ops import ops
 
-# Words of 16 bytes that a program moved at a time until 2026-11-27, its warps and its registers; one filled an SM.
+# Number of 16-byte words that a program moved at a time until 2026-11-27, its warps and its registers. One program
+# filled an SM.
 BEFORE = {"MAX_BLOCK": 4096, "WORDS_PER_WARP": 256, "MAX_REGISTERS": 128, "COPIES_PER_PROCESSOR": 1}
 SHOWN = ("gemm_x", "rate_x", "cost_x", "is_covered", "pair_alone_us")
 
 
 class OurProducts(Rivals):
-    """Products of Qwen3-30B-A3B's fc1, by our kernel, in place of torch's mm."""
+    """Products of Qwen3-30B-A3B's fc1 by our kernel, instead of torch's mm."""
 
     def __init__(self, sizes: Sizes, device: torch.device) -> None:
         super().__init__(sizes, device)
@@ -40,7 +42,7 @@ class OurProducts(Rivals):
 
 
 class TorchsProducts(OurProducts):
-    """The same by torch's grouped_mm."""
+    """The same products by torch's grouped_mm."""
 
     def products(self) -> None:
         for _ in range(4 * self.sizes.products):
@@ -52,7 +54,7 @@ RIVALS = {"mm": Rivals, "our grouped product": OurProducts, "torch's grouped_mm"
 
 @contextmanager
 def programs_before(device: torch.device) -> Iterator[None]:
-    """Makes copies what they were."""
+    """Restores the previous programs of the copies."""
     with ExitStack() as stack:
         for name, value in BEFORE.items() if device.type != "cpu" else ():
             stack.enter_context(patch.object(triton_kernels, name, value))
@@ -60,12 +62,12 @@ def programs_before(device: torch.device) -> Iterator[None]:
 
 
 def is_default(row: dict[str, Any]) -> bool:
-    """Whether these are the programs of today, without a limit."""
+    """Tells whether these are the current programs, without a limit."""
     return row["side"] == "after" and row["num_programs"] == 0
 
 
 def main() -> None:
-    """Reports each rival, side and cap as soon as it is measured. Cap 0: no limit."""
+    """Reports each product, side and cap as soon as it is measured. Cap 0 means no limit."""
     options = parse_options()
     device = checked_device()
     processors = 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
@@ -84,10 +86,10 @@ def main() -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line of this check."""
+    """Parses the command line of this check."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--small", action="store_true", help="tiny sizes, on the CPU too")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of each (default: 5)")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, also on the CPU")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds per product, side and cap (default: 5)")
     return parser.parse_args()
 
 

@@ -1,7 +1,7 @@
-"""Our grouped product, as it is and as it was, beside torch's grouped_mm: forward and both gradients, bf16.
+"""Compares our current and previous grouped products with torch's grouped_mm: forward and both gradients, bf16.
 
-Experts have uneven numbers of rows. For gradients of weights that add up in fp32, ours adds in the product, torch's and
-the one that was write them in bf16 first.
+Experts have uneven numbers of rows. For weight gradients that accumulate in fp32, ours accumulates within the product;
+torch's and the previous one first write them in bf16.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from megatron.core.transformer.moe.paged_stash.expert_ops import ops
 LAUNCHES_SECONDS, WARM_TURNS = 5e-4, 3
 ERROR = 8e-3  # relative to the norm: two roundings to bf16
 SIDES = ("before", "ours", "theirs")
-# Tiles, warps and stages until 2026-11-27, with masked loads and two programs for each processor.
+# Tiles, warps and stages until 2026-11-27, with masked loads and two programs per processor.
 TILE_BEFORE = {"ROWS": 128, "COLUMNS": 128, "TERMS": 64, "num_warps": 8, "num_stages": 3}
 
 Work = Callable[[], Tensor]
@@ -32,7 +32,7 @@ Work = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one product: rows of all experts together, H, O, experts."""
+    """Sizes of one product: rows of all experts together, H, O, number of experts."""
 
     name: str
     rows: int
@@ -50,7 +50,7 @@ SMALL = (Shape("small", 96, 32, 48, 3),)
 
 
 class Operands:
-    """Rows in uneven parts, weights, gradients and room for results."""
+    """Rows in uneven parts, weights, gradients, and buffers for results."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -69,9 +69,9 @@ class Operands:
         self.main_grad = torch.zeros_like(self.weight, dtype=torch.float32)
 
     def ours(self) -> dict[str, Work]:
-        """Our operators by name. Results are [rows, outer], [rows, inner] and [experts, inner, outer], bf16.
+        """Returns our operators by name. Results are [rows, outer], [rows, inner] and [experts, inner, outer], bf16.
 
-        That of added_weight is fp32.
+        The result of added_weight is fp32.
         """
         return {
             "forward": lambda: self._product(self.x, self.weight, self.out),
@@ -81,11 +81,11 @@ class Operands:
         }
 
     def before(self) -> dict[str, Work]:
-        """The same; the gradient of weights is written, and then added."""
+        """Returns the previous operators, where the weight gradient is written and then added."""
         return {**self.ours(), "added_weight": lambda: self._added(self._weight_gradient())}
 
     def theirs(self) -> dict[str, Work]:
-        """torch's operators by name, with the same results."""
+        """Returns torch's operators by name, with the same results."""
 
         def weight_gradient() -> Tensor:
             return F.grouped_mm(self.x.t(), self.grad, offs=self.offsets)
@@ -115,7 +115,7 @@ class Operands:
 
 @contextmanager
 def tiles_before() -> Iterator[None]:
-    """Makes our product what it was."""
+    """Restores the previous tiles of our product."""
     module = triton_grouped_gemm
     with ExitStack() as stack:
         stack.enter_context(patch.object(module, "_is_even", lambda *_: False))
@@ -126,7 +126,7 @@ def tiles_before() -> Iterator[None]:
 
 
 def main() -> None:
-    """Reports each shape as soon as it is measured; a side that raises does not end the other."""
+    """Reports each shape as soon as it is measured. A side that raises does not stop the other."""
     options = parse_options()
     device = checked_device()
     rows, wrong = [], []
@@ -148,9 +148,10 @@ def main() -> None:
 
 
 def compared(works: list[Work], operands: Operands, *, device: torch.device, rounds: int) -> dict[str, float | str]:
-    """Milliseconds of each side, torch's time over ours, and how far their results are apart; or a side's error.
+    """Returns milliseconds of each side, torch's time over ours, and the difference of their results; or a side's
+    error.
 
-    works: of SIDES, each returns [rows, outer], [rows, inner] or [experts, inner, outer], bf16 or fp32.
+    works: by name in SIDES, each returns [rows, outer], [rows, inner] or [experts, inner, outer], bf16 or fp32.
     """
     results, row = [], dict[str, float | str]()
     for side, work in zip(SIDES, works, strict=True):
@@ -161,7 +162,7 @@ def compared(works: list[Work], operands: Operands, *, device: torch.device, rou
         except (RuntimeError, AttributeError, ValueError) as error:
             return {"error": f"{side}: {error}"[:300]}
     row["distance"] = max(((one - results[-1]).norm() / results[-1].norm()).item() for one in results)
-    # In turns, so that a change of the clock meets all.
+    # In turns, so that a change of the clock affects all sides.
     turns = []
     for _ in range(rounds):
         with tiles_before():
@@ -175,7 +176,7 @@ def compared(works: list[Work], operands: Operands, *, device: torch.device, rou
 
 
 def seconds_of(work: Work, device: torch.device) -> float:
-    """Seconds of the device for one run, after a wait that hides its launch. work: returns any shape, bf16 or fp32."""
+    """Returns the device's seconds for one run, after a wait that hides its launch. work: any shape, bf16 or fp32."""
     hold(device, LAUNCHES_SECONDS)
     start = mark_time(device)
     work()
@@ -183,13 +184,17 @@ def seconds_of(work: Work, device: torch.device) -> float:
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line of this check."""
+    """Parses the command line of this check."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--small", action="store_true", help="a tiny shape, on the CPU too")
-    parser.add_argument("--rounds", type=int, default=13, help=f"rounds, {WARM_TURNS} not counted (default: 13)")
+    parser.add_argument("--small", action="store_true", help="a tiny shape, also on the CPU")
+    parser.add_argument(
+        "--rounds", type=int, default=13, help=f"rounds, of which {WARM_TURNS} are not counted (default: 13)"
+    )
     options = parser.parse_args()
     if options.rounds <= WARM_TURNS:
-        parser.error(f"--rounds is {options.rounds}: must be more than the {WARM_TURNS} that are not counted")
+        parser.error(
+            f"--rounds is {options.rounds}: must be above {WARM_TURNS}, the number of rounds that are not counted"
+        )
     return options
 
 

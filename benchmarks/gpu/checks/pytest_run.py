@@ -1,4 +1,4 @@
-"""Runs tests of tests/gpu, and reports each one that failed. Arguments are pytest's."""
+"""Runs tests of tests/gpu, and reports each failure. Arguments are those of pytest."""
 
 import sys
 from collections import Counter
@@ -10,7 +10,7 @@ from benchmarks.gpu.checks.reporting import end_without_gpu, report
 
 
 class Outcomes:
-    """Counts outcomes and remembers failures and the slowest tests."""
+    """Counts outcomes, and records failures and the slowest tests."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -18,11 +18,11 @@ class Outcomes:
         self.seconds: dict[str, float] = {}
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Prints a test's name before it runs: the last one printed is the one that hangs."""
+        """Prints a test's name before it runs, so that the last printed test is the one that hangs."""
         print(nodeid, flush=True)
 
     def pytest_runtest_logreport(self, report: TestReport) -> None:
-        """Counts a test once: its call, or the part around it that failed or skipped it."""
+        """Counts a test once: its call, or the phase around it that failed or skipped it."""
         if report.when != "call" and report.passed:
             return
         self.counts[report.outcome] += 1
@@ -32,13 +32,13 @@ class Outcomes:
         self.tell()
 
     def tell(self) -> None:
-        """Reports all outcomes so far: a run that is killed then has those too."""
+        """Reports all outcomes so far, so that a killed run has reported them too."""
         slowest = sorted(self.seconds.items(), key=lambda pair: -pair[1])[:3]
         report(**self.counts, failures=self.failed, slowest=dict(slowest))
 
 
 def main() -> None:
-    """Exit status: pytest's, or that of a check that needs a GPU if every test was skipped."""
+    """Returns pytest's exit status, or that of a check that needs a GPU if every test was skipped."""
     outcomes = Outcomes()
     options = ["-q", "-s", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"]
     status = pytest.main([*options, *sys.argv[1:]], plugins=[outcomes])

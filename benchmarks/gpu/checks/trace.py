@@ -1,4 +1,4 @@
-"""A profile of one eager step with static experts and a stash: its longest gaps, each with what the host did in it."""
+"""Profiles one eager step with static experts and a stash: its longest gaps, each with the host's activity in it."""
 
 import argparse
 from pathlib import Path
@@ -52,9 +52,9 @@ def main() -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line of this check."""
+    """Parses the command line of this check."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--small", action="store_true", help="a tiny shape, on the CPU too")
+    parser.add_argument("--small", action="store_true", help="a tiny shape, also on the CPU")
     parser.add_argument("--trace", type=Path, metavar="FILE.json.gz", help="also write the whole trace")
     return parser.parse_args()
 

@@ -1,7 +1,7 @@
-"""Training runs of checks, in this process, as the only rank. Checks nothing itself.
+"""Executes the training runs of checks in this process, as the only rank. Checks nothing itself.
 
-Runs and their comparison are those of tests/gpu; a check prints more of them, and its process is the rank, so that a
-hang shows this process's stacks.
+Runs and their comparison are those of tests/gpu. A check prints more of them, and runs the rank in its own process, so
+that a hang shows its stacks.
 """
 
 import os
@@ -20,7 +20,7 @@ from tests.distributed.graph_runs import Trained
 
 
 def become_a_rank() -> None:
-    """Sets the environment that a launcher gives to the only rank of a job."""
+    """Sets the environment that a launcher sets for the only rank of a job."""
     torch.set_num_threads(1)
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
     os.environ["MASTER_PORT"] = str(free_port())
@@ -36,14 +36,14 @@ def failure_of(work: Callable[[], str | None]) -> str | None:
 
 
 class StashCounts(Callback):
-    """Sums what a run's stash did over all steps: pages planned and spilled, tensors recomputed."""
+    """Sums of a run's stash activity over all steps: pages planned and spilled, and tensors recomputed."""
 
     def __init__(self) -> None:
         self.total: dict[str, int] = {}
 
     @contextmanager
     def setup(self, run: TrainingRun) -> Iterator[None]:
-        """Watches a run."""
+        """Starts to observe a run."""
         self._run = run
         yield
 
@@ -58,7 +58,7 @@ class StashCounts(Callback):
 
 
 def first_difference(own: Trained, expected: Trained) -> str | None:
-    """Names the first number in which a run differs from another; None if they are equal to the last bit."""
+    """Names the first number in which a run differs from another, or returns None if they are bitwise equal."""
     for number, (ours, theirs) in enumerate(zip(own.steps, expected.steps, strict=False), 1):
         for name, value in theirs.items():
             if ours.get(name) != value:
@@ -70,7 +70,7 @@ def first_difference(own: Trained, expected: Trained) -> str | None:
 
 
 def losses_of(run: Trained) -> list[float]:
-    """The language-model loss of each step."""
+    """Returns the language-model loss of each step."""
     return [float(step["losses"]["lm loss"]) for step in run.steps]
 
 

@@ -27,16 +27,13 @@ class PoolReport:
     These fields describe the fullest pool of any rank and step: rank, the sizes of its tiers (device_pages, host_pages,
     page_bytes), the peak number of pages in use (device_high_water, host_high_water), and timeline (see stash_timeline
     in meters/stash.py). timeline is None if an earlier report has a timeline of the same plan for a step that was at
-    least as full.
-    These fields are sums over ranks and steps: planned_pages, spilled_pages (planned pages that did not fit on the
-    device), live_bytes in pages, tail_bytes of pages not filled by rows, and the numbers of recomputed tensors
-    (dropped_gate_up, dropped_act).
-    factor: number of device pages relative to the peak of a balanced step, for the longest step of the run and the rank
-    with the smallest factor. factors_needed: the factor that would have sufficed in each step, as the maximum over
-    ranks, oldest first.
-    factor_to_keep_all: the factor with which none of these steps would have recomputed a tensor; 0 if no tensor was
-    recomputed for lack of pages. It includes the pages that gate_up and act leave free for later layers, and refers to
-    the host's pages if the device has none.
+    least as full. These fields are sums over ranks and steps: planned_pages, spilled_pages (planned pages that did not
+    fit on the device), live_bytes in pages, tail_bytes of pages not filled by rows, and the numbers of recomputed
+    tensors (dropped_gate_up, dropped_act). factor: number of device pages relative to the peak of a balanced step, for
+    the longest step of the run and the rank with the smallest factor. factors_needed: the factor that would have
+    sufficed in each step, as the maximum over ranks, oldest first. factor_to_keep_all: the factor with which none of
+    these steps would have recomputed a tensor; 0 if no tensor was recomputed for lack of pages. It includes the pages
+    that gate_up and act leave free for later layers, and refers to the host's pages if the device has none.
     """
 
     rank: int
@@ -88,17 +85,14 @@ class StepReport:
     grad_norm: global L2 norm before clipping; not finite if a gradient was not. params_norm: L2 norm of the weights
     after the step. tflops: 10^12 operations per second of one device. mfu: model FLOP/s utilization, the share of the
     device's peak. memory: bytes on this rank by kind. timers: milliseconds per step of the slowest rank by timer,
-    averaged
-    since the last log line. overlap: overlap of communication with backward on this rank (see overlap_record).
+    averaged since the last log line. overlap: overlap of communication with backward on this rank (see overlap_record).
     expert_load: maps a layer number to the tokens per expert over all ranks. per_layer: maps a name to values by layer
-    number. straggler: a rank that stays slower than the others, at log lines (see Straggler).
-    max_attention_logit: largest scaled attention score over layers, heads and ranks.
-    is_last: whether the run ends with this step. stash: usage of expert buffers, at log lines and at the last step.
-    routing: maps a layer number to the tokens per expert of each micro-batch and rank of a stage, [M, R, E] int64, on
-    the
-    first rank only. Ranks that share experts are adjacent.
-    held: bytes by kind that ranks hold (see meters/memory.py).
-    notes: further lines for the console, printed after the step's line.
+    number. straggler: a rank that stays slower than the others, at log lines (see Straggler). max_attention_logit:
+    largest scaled attention score over layers, heads and ranks. is_last: whether the run ends with this step. stash:
+    usage of expert buffers, at log lines and at the last step. routing: maps a layer number to the tokens per expert of
+    each microbatch and rank of a stage, [M, R, E] int64, on the first rank only. Ranks that share experts are
+    adjacent. held: bytes by kind that ranks hold (see meters/memory.py). notes: further lines for the console, printed
+    after the step's line.
     """
 
     iteration: int

@@ -77,8 +77,7 @@ def as_checkpoint(
 
     args: arguments of the model, with unpadded_vocab_size. process_group: None means all ranks, or this process alone.
     Raises ValueError on every rank, naming the file, if it is missing or damaged, or if a weight of the model is
-    missing,
-    has another shape, or belongs to no parameter.
+    missing, has another shape, or belongs to no parameter.
     """
     group = every_rank(process_group)
     with all_ranks_agree(group):
@@ -148,11 +147,12 @@ def _check_names_and_shapes(wanted: dict[str, Tensor], state: dict[str, Tensor],
             raise ValueError(f"{path} has no {name}, which its arguments require")
         if state[name].shape != tensor.shape:
             raise ValueError(
-                f"{path} has {name} with shape {list(state[name].shape)}: must be {list(tensor.shape)} by its arguments"
+                f"{path} has {name} with shape {list(state[name].shape)}: must be {list(tensor.shape)} according "
+                "to its arguments"
             )
     unknown = sorted(state.keys() - wanted.keys())
     if unknown:
-        raise ValueError(f"{path} has {unknown[0]}, which does not belong to the model of its arguments")
+        raise ValueError(f"{path} has {unknown[0]}, which does not belong to the model that its arguments describe")
 
 
 def _view(files: LegacyFiles, parts: list[_StoredPart]) -> VerifiedCheckpoint:

@@ -167,7 +167,8 @@ def vocabulary_rows(files: MegatronCoreFiles, *, num_tokens: int) -> int:
     rows = files.shape(EMBEDDING)[0] if EMBEDDING in files.weights else 0
     if not 0 < num_tokens <= rows:
         raise ValueError(
-            f"the vocabulary has {num_tokens} tokens: must be 1 to the {rows} rows of {EMBEDDING} in {files.folder}"
+            f"the vocabulary has {num_tokens} tokens: must be from 1 to {rows}, the number of rows of {EMBEDDING} "
+            f"in {files.folder}"
         )
     return rows
 
@@ -193,8 +194,7 @@ class _View:
         """Adds the logical tensors of a parameter, or of one kind of its optimizer state.
 
         parameter: its shape, which `places_of_model` has compared with the stored weights. keys: maps the stored keys
-        of
-        weights to those of the state; None for the weights themselves.
+        of weights to those of the state; None for the weights themselves.
         """
         for place in places:
             key = place.key
@@ -357,7 +357,9 @@ def places_of_model(files: MegatronCoreFiles, model: nn.Module) -> dict[str, lis
     unknown = sorted(files.weights - {place.key for found in places.values() for place in found})
     if unknown:
         more = f", and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-        raise ValueError(f"{files.folder} has {unknown[0]}{more}, which does not belong to the model of its arguments")
+        raise ValueError(
+            f"{files.folder} has {unknown[0]}{more}, which does not belong to the model that its arguments describe"
+        )
     return places
 
 
@@ -365,7 +367,9 @@ def require_shape(files: MegatronCoreFiles, key: str, wanted: tuple[int, ...]) -
     """Raises ValueError unless a stored tensor has the shape required by the model's parameter."""
     found = files.shape(key)
     if found != wanted:
-        raise ValueError(f"{files.folder} has {key} with shape {list(found)}: must be {list(wanted)} by its arguments")
+        raise ValueError(
+            f"{files.folder} has {key} with shape {list(found)}: must be {list(wanted)} according to its arguments"
+        )
 
 
 def _places(name: str, files: MegatronCoreFiles, *, num_layers: int, num_experts: int) -> list[Place]:
@@ -374,9 +378,7 @@ def _places(name: str, files: MegatronCoreFiles, *, num_layers: int, num_experts
     for way in ways:
         if all(place.key in files.weights for place in way.places):
             return way.places
-    raise ValueError(
-        f"{files.folder} has no {ways[0].places[0].key}, which stores {name} of the model of its arguments"
-    )
+    raise ValueError(f"{files.folder} has no {ways[0].places[0].key}: parameter {name} of its model is missing")
 
 
 @dataclass(frozen=True)

@@ -132,8 +132,7 @@ class MegatronCoreFiles:
         """Returns the pieces with the offsets of their elements, after verifying all checksums.
 
         Collective over the group, which shares the reading; None means all ranks, or this process alone. Raises
-        ValueError on
-        every rank, naming file and tensor, for damaged data.
+        ValueError on every rank, naming file and tensor, for damaged data.
         """
         group = every_rank(process_group)
         held = [(key, name, piece) for key, of_key in self.pieces.items() for name, piece in of_key]

@@ -94,10 +94,9 @@ def from_dense(
     """Returns the dense tensors to load instead of experts, and a function that fills all experts after the load.
 
     Implements sparse upcycling after Komatsuzaki et al. (2023): each expert starts as the feed-forward layer it
-    replaces.
-    This rank's experts, [E, *], any dtype, are filled from the dense tensor, [*]. Routers keep their initial values.
-    Other
-    tensors are loaded unchanged. Works under any two layouts, because it only uses the keys of logical tensors.
+    replaces. This rank's experts, [E, *], any dtype, are filled from the dense tensor, [*]. Routers keep their initial
+    values. Other tensors are loaded unchanged. Works under any two layouts, because it only uses the keys of logical
+    tensors.
     """
     available: list[ShardedTensor] = []
     copied: list[torch.Tensor] = []
@@ -132,11 +131,8 @@ class Tying(enum.Enum):
 
     SPLIT: both weights of the run start from the checkpoint's single weight, and so does their optimizer state. The
     moments of that state belong to the sum of two gradients. The first moment moves each weight as it would have moved
-    the
-    tied one. The second moment is too large for either weight alone, which shortens the first steps; fresh moments
-    would
-    lengthen them.
-    JOIN: the run's single weight starts from the checkpoint's two weights, which must be equal.
+    the tied one. The second moment is too large for either weight alone, which shortens the first steps; fresh moments
+    would lengthen them. JOIN: the run's single weight starts from the checkpoint's two weights, which must be equal.
     """
 
     SAME = "same"
@@ -238,8 +234,7 @@ def check_unused(
     """Reports the checkpoint keys that no rank requests, or raises ValueError. Collective.
 
     wanted: of any shape and dtype. optimizer: whether `wanted` includes optimizer state; otherwise stored optimizer
-    state
-    is ignored.
+    state is ignored.
     """
     if not strictness.checks_unused:
         return

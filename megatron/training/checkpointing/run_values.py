@@ -213,10 +213,8 @@ def model_arguments(stored: Mapping[str, Any], *, here: Mapping[str, Any]) -> di
 
     These are MODEL_SHAPE_DESTS, the vocabulary size of a model with more ids than its tokenizer, and the load-balancing
     type if only one of the two uses Sinkhorn. A run that starts with new adapters keeps its adapter arguments, and a
-    run
-    that creates its experts from a dense model keeps its expert arguments. Arguments newer than the checkpoint keep
-    their
-    defaults, with which it was trained.
+    run that creates its experts from a dense model keeps its expert arguments. Arguments newer than the checkpoint keep
+    their defaults, with which it was trained.
     """
     different = _uses_sinkhorn(stored) != _uses_sinkhorn(here)
     names = (*MODEL_SHAPE_DESTS, *_BALANCING) if different else MODEL_SHAPE_DESTS

@@ -93,10 +93,8 @@ def begin_save_checkpoint(
     """Starts the same save as save_run, and returns while it is still pending. Collective over all ranks.
 
     With `staging`, the state may change once this returns. Without it, nothing is written before PendingSave.finish,
-    and
-    the state must not change until then. When the checkpoint is complete, the tracker is written and older checkpoints
-    are
-    deleted.
+    and the state must not change until then. When the checkpoint is complete, the tracker is written and older
+    checkpoints are deleted.
     """
     if config.save is None:
         raise ValueError("saving a checkpoint needs --save: give the folder for the checkpoints")

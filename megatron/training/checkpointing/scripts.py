@@ -154,8 +154,8 @@ def get_checkpoint_name(
     """Returns the path of an iteration's folder, or of a rank's file in it as in Megatron-LM's format `torch`.
 
     release: selects the folder of a release instead of an iteration. Parameters that are None follow from
-    parallel_state.
-    return_base_dir: returns the folder, which is the unit of a native checkpoint. Native rank files have other names.
+    parallel_state. return_base_dir: returns the folder, which is the unit of a native checkpoint. Native rank files
+    have other names.
     """
     folder = os.path.join(checkpoints_path, RELEASE) if release else str(iteration_folder(checkpoints_path, iteration))
     if return_base_dir:

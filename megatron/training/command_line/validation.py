@@ -45,8 +45,7 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
     """Completes and checks the arguments in place. `defaults` fill arguments that are None.
 
     Raises CommandLineError (a ValueError) with one line per problem, which names the flags and the correction. Every
-    rank
-    raises the same error. After an error the arguments must not be used.
+    rank raises the same error. After an error the arguments must not be used.
     """
     # A script's default never replaces a given value.
     for name, value in (defaults or {}).items():

@@ -66,7 +66,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.command_line.config_builder import flags_named_in_errors
 from megatron.training.step.step_runner import ExpertOverflowError
 
-# Number of plans to keep, one per number of micro-batches. Enough for numbers that alternate; those of a ramp-up
+# Number of plans to keep, one per number of microbatches. Enough for numbers that alternate; those of a ramp-up
 # never return.
 _MAX_PLANS = 8
 
@@ -78,14 +78,12 @@ class StepFigures:
     rows: live rows of each expert forward, in order. passes: layer numbers of these forwards, from 1. balanced_rows:
     live rows of a forward if all experts were chosen equally often. capacity_factor: factor of this step's buffers.
     factor_needed: the smallest factor that would have sufficed. buffer_rows: C; 0 on a stage without experts.
-    num_discards: how often the step was discarded and retried.
-    With a stash: layout: sizes of the pool. counters: values at the end of the step. tail_bytes: unused bytes of the
-    pages that the step allocated. pages_wanted: peak number of pages in use if every tensor had got pages.
-    balanced_pages: that peak for the longest step planned so far, if every forward had balanced_rows. events: passes of
-    expert groups, in order. specs: tensors that a group stashes. reserve: pages that each forward leaves free; () for
-    none.
-    prefetch_groups: number of groups that release their pages ahead of their backward. Without a stash, layout is None
-    and the others are empty or 0.
+    num_discards: how often the step was discarded and retried. With a stash: layout: sizes of the pool. counters:
+    values at the end of the step. tail_bytes: unused bytes of the pages that the step allocated. pages_wanted: peak
+    number of pages in use if every tensor had got pages. balanced_pages: that peak for the longest step planned so far,
+    if every forward had balanced_rows. events: passes of expert groups, in order. specs: tensors that a group stashes.
+    reserve: pages that each forward leaves free; () for none. prefetch_groups: number of groups that release their
+    pages ahead of their backward. Without a stash, layout is None and the others are empty or 0.
     """
 
     layout: PoolLayout | None
@@ -188,7 +186,7 @@ def build_expert_memory(
 
 @dataclass(frozen=True)
 class _Plan:
-    """The stash plan for steps of one number of micro-batches. stash: None where nothing is stashed."""
+    """The stash plan for steps of one number of microbatches. stash: None where nothing is stashed."""
 
     needs: StepNeeds
     stash: PagedStash | None
@@ -204,14 +202,14 @@ class ExpertMemory:
     step: the ExpertStep that the layers share. last_step: figures of the last complete training step. release_graphs:
     called before pages or buffers are replaced, to drop the graphs that use them.
     epoch: increases when captured steps can no longer be replayed, because shapes, the pool, the stash for a number of
-    micro-batches, or the order of that stash changed. A change of the reserve does not increase it. Read it after
+    microbatches, or the order of that stash changed. A change of the reserve does not increase it. Read it after
     begin_step. Ranks may have different epochs.
     """
 
     def __init__(
         self, schedule: ExpertSchedule, config: TransformerConfig, *, tokens_per_rank: int, expert_ranks: int
     ) -> None:
-        """Creates the memory without pages. tokens_per_rank: T of a micro-batch. expert_ranks: number of
+        """Creates the memory without pages. tokens_per_rank: T of a microbatch. expert_ranks: number of
         expert-parallel ranks.
         """
         assert config.moe_expert_rank_capacity_factor is not None, "dropless experts have no buffers of a fixed size"
@@ -230,8 +228,7 @@ class ExpertMemory:
         self._balanced_rows = tokens_per_rank * config.moe_router_topk * (config.expert_tensor_parallel_size or 1)
         self._learned = LearnedSizes(expert_ranks=expert_ranks)
         # Largest number of rows of a forward, relative to balanced routing: in each recent step, in the discarded
-        # attempts
-        # at the current step, and in the steps before the loaded checkpoint.
+        # attempts at the current step, and in the steps before the loaded checkpoint.
         self._recent_shares: deque[float] = deque(maxlen=RESERVE_STEPS)
         self._attempted_share = self._share_before = 0.0
         self._capacity_factor = config.moe_expert_rank_capacity_factor
@@ -242,7 +239,7 @@ class ExpertMemory:
         self._num_discards = 0
         # Number of microbatches that the stash is planned for; None if sizes may have changed since.
         self._num_microbatches: int | None = None
-        self._plans: dict[int, _Plan] = {}  # over one pool, by number of micro-batches, the latest at the end
+        self._plans: dict[int, _Plan] = {}  # over one pool, by number of microbatches, the latest at the end
         # Peak number of pages in the longest planned step with balanced routing. Pool factors are multiples of it.
         self._longest_pages = 0
         self.needs = self._needs(None)
@@ -253,7 +250,7 @@ class ExpertMemory:
         return self.step.stash
 
     def prepare(self, learned: LearnedSizes, *, num_microbatches: int, pp_group: dist.ProcessGroup | None) -> list[str]:
-        """Allocates the pool for steps of that many micro-batches. learned: sizes from a checkpoint. Collective.
+        """Allocates the pool for steps of that many microbatches. learned: sizes from a checkpoint. Collective.
 
         Returns log lines with the memory that the stash of each stage saves. Raises ValueError on all ranks if the
         stash could never have an effect, or if a rank has too little memory for it.
@@ -364,7 +361,7 @@ class ExpertMemory:
         return step_needs(self._config, events, max_rows=rows, balanced_rows=self._balanced_rows)
 
     def _plan(self, num_microbatches: int) -> None:
-        """Builds the stash for steps of that many micro-batches. Keeps the pool and its stashes if it is large enough.
+        """Builds the stash for steps of that many microbatches. Keeps the pool and its stashes if it is large enough.
 
         Collective, even if this rank already has the plan, because other ranks may have dropped theirs.
         """
@@ -559,8 +556,7 @@ def open_pool(device: torch.device, layout: PoolLayout | None, *, config: PagedS
     """Allocates this rank's pool; returns None for a stage without a layout, which stashes nothing. Collective.
 
     Raises on every rank if one has too little memory: on that rank a ValueError naming the flag to change, on the
-    others a
-    RemoteRankError.
+    others a RemoteRankError.
     """
     pool = None
     with all_ranks_agree(), flags_named_in_errors():

@@ -61,8 +61,7 @@ class StepStatistics:
     """Mean losses over the global batch, and the reason of any rank to stop; None to continue.
 
     overflow: if it occurred, the other fields are meaningless. per_layer: maps a name to values by layer number, from
-    1.
-    expert_load: maps a layer number to the tokens per expert of this step over all ranks. Both are None unless
+    1. expert_load: maps a layer number to the tokens per expert of this step over all ranks. Both are None unless
     requested.
     """
 
@@ -79,7 +78,7 @@ class StepStatistics:
 
 
 def total_reports(reports: Reports) -> Totals:
-    """Sums over micro-batches. reports: name to a number (a mean), or a pair (sum, count), fp32. Returns [2], fp64.
+    """Sums over microbatches. reports: name to a number (a mean), or a pair (sum, count), fp32. Returns [2], fp64.
 
     A loss function may report a number as a tensor [] or [1], and a pair as a tensor [2] or a tuple of two numbers.
     """
@@ -148,13 +147,13 @@ class StatisticsExchange:
         Ranks may have different names, because stages before the last have no losses of the loss function.
         Tensor-parallel ranks have the same names and values, which multiplies sums and counts by the same factor and
         leaves means unchanged. A loss over no token is 0, because all tokens were masked. An `optional` loss over no
-        token is omitted, because the model does not have it (a model without experts has no z-loss).
-        exit_reasons: which of LOCAL_REASONS hold on this rank. layers: records of each layer, if they are requested.
-        overflow_flags: [2], fp64, on the device, in the order of Overflow, 1 if this rank overflowed; None on all ranks
-        if nothing can overflow.
-        NOTE: reads the device. A step reads it here for all losses together, for the gradient norm (clip_grads.py), for
-        the agreement of the collective scheduler (iteration.py) and, unless the check for NaN is off, for this rank's
-        gradients (consistency.py). If logged, the zeros of gradients and the parameters' norm take one read each.
+        token is omitted, because the model does not have it (a model without experts has no z-loss). exit_reasons:
+        which of LOCAL_REASONS hold on this rank. layers: records of each layer, if they are requested. overflow_flags:
+        [2], fp64, on the device, in the order of Overflow, 1 if this rank overflowed; None on all ranks if nothing can
+        overflow. NOTE: reads the device. A step reads it here for all losses together, for the gradient norm
+        (clip_grads.py), for the agreement of the collective scheduler (iteration.py) and, unless the check for NaN is
+        off, for this rank's gradients (consistency.py). If logged, the zeros of gradients and the parameters' norm take
+        one read each.
         """
         required = totals.keys() - set(optional)
         extras = [] if overflow_flags is None else [overflow_flags]
@@ -255,7 +254,7 @@ def _layer_figures(
 
 
 def raise_non_finite_loss(reports: Reports, group: dist.ProcessGroup | None, *, iteration: int) -> None:
-    """Raises NonFiniteLossError naming each rank and micro-batch with a non-finite loss. Collective.
+    """Raises NonFiniteLossError naming each rank and microbatch with a non-finite loss. Collective.
 
     reports: as for total_reports, fp32.
     """

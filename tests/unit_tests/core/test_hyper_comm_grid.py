@@ -16,7 +16,7 @@ def test_groups_along_axes_have_the_ranks_that_differ_there_alone() -> None:
         pairs = grid.create_pg(["dp", "tp"], group_desc="mine")
         assert dist.get_process_group_ranks(pairs) == [4, 5, 10, 11]
         assert grid.get_pg(["tp", "dp"]) is pairs
-        with pytest.raises(KeyError, match="groups along tp-dp exist already"):
+        with pytest.raises(KeyError, match="groups along tp-dp already exist"):
             grid.create_pg(["tp", "dp"])
         with pytest.raises(KeyError, match=r"groups along cp do not exist: call create_pg\(\) first"):
             grid.get_pg("cp")

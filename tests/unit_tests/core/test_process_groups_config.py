@@ -149,7 +149,7 @@ def test_the_groups_of_parallel_state_are_copied_into_a_new_collection() -> None
         assert existing.tp is not None
         some = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp", "hcp", "dp_cp_gtp_remat"])
         assert some == ProcessGroupCollection(cp=existing.cp, hcp=existing.hcp)
-        with pytest.raises(ValueError, match="required_pgs has world: must be among tp, pp"):
+        with pytest.raises(ValueError, match="required_pgs contains world: must be among tp, pp"):
             ProcessGroupCollection.use_mpu_process_groups(["tp", "world"])
 
 

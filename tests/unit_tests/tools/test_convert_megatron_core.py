@@ -109,7 +109,7 @@ def test_checkpoints_in_the_layouts_of_the_real_package_load_bit_for_bit(
     write_megatron_core(source, tensors, args=FACTS[case]["args"], iteration=ITERATION)
     (source.parent / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
     convert(source.parent, tmp_path / "ours")
-    assert "not converted: 3 entries that are no weights" in capsys.readouterr().out
+    assert "not converted: 3 entries that are not weights" in capsys.readouterr().out
     folder = tmp_path / "ours" / source.name
     state = loaded(case, folder)
     assert [name for name, tensor in model.state_dict().items() if not torch.equal(state[name], tensor)] == []
@@ -204,9 +204,9 @@ def in_eight_bits(tensors: Tensors) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without, f"has no {NORM}, which stores {NORM} of the model"),
-        (with_more, "has decoder.other.weight, which does not belong to the model of its arguments"),
-        (narrower, f"has {NORM} with shape [31]: must be [32] by its arguments"),
+        (without, f"has no {NORM}: parameter {NORM} of its model is missing"),
+        (with_more, "has decoder.other.weight, which does not belong to the model that its arguments describe"),
+        (narrower, f"has {NORM} with shape [31]: must be [32] according to its arguments"),
         (in_eight_bits, f"holds {OUTPUT} as torch.float8_e4m3fn: must be fp64, fp32, bf16 or fp16"),
     ],
 )
@@ -246,8 +246,8 @@ def test_damaged_files_and_other_formats_are_named(
     place = kept[data].index(weights[:1].numpy().tobytes())
     flipped = kept[data][:place] + bytes([kept[data][place] ^ 1]) + kept[data][place + 1 :]
     assert f"{data} is corrupt: " in refused_with(data, flipped)
-    assert "no file has this range" in refused_with(data, kept[data][: len(kept[data]) // 2])
-    assert "no file has this range" in refused_with(data, None)
+    assert "no file contains this range" in refused_with(data, kept[data][: len(kept[data]) // 2])
+    assert "no file contains this range" in refused_with(data, None)
     config, common, account = (folder / name for name in ("metadata.json", "common.pt", ".metadata"))
     assert "sharded_backend is 'zarr': must be 'torch_dist'" in refused_with(config, b'{"sharded_backend": "zarr"}')
     assert f"--load is {folder}: no checkpoint found" in refused_with(config, None)
@@ -270,9 +270,9 @@ def test_damaged_files_and_other_formats_are_named(
     for changes, message in (
         ({"qk_l2_norm": True}, "qk_l2_norm is True: must be unset"),
         ({"hidden_size": "64"}, "args.hidden_size is '64'"),
-        ({"hidden_size": 64}, "must be [128, 64] by its arguments"),
+        ({"hidden_size": 64}, "must be [128, 64] according to its arguments"),
         ({"vocab_size": None}, "does not contain the number of tokens of the tokenizer: give --vocab-size"),
-        ({"vocab_size": 129}, "the vocabulary has 129 tokens: must be 1 to the 128 rows"),
+        ({"vocab_size": 129}, "the vocabulary has 129 tokens: must be from 1 to 128, the number of rows"),
         (None, "has no arguments: give --model-config"),
     ):
         write_common(common, None if changes is None else {**args, **changes})

@@ -8,10 +8,9 @@ import pytest
 from megatron.core.datasets.utils import split_documents
 from megatron.tools import preprocess_data, train_tokenizer
 from megatron.tools.quickstart import (
-    PROMPT_TOKENS,
     Workspace,
     check_source,
-    held_out_beginning,
+    held_out_passage,
     indented,
     plan_words,
     split_of,
@@ -49,8 +48,11 @@ def test_another_text_replaces_tokens_but_never_a_trained_run(tmp_path: Path) ->
         check_source(workspace)
 
 
-def test_the_prompt_is_the_beginning_of_a_test_document(tmp_path: Path) -> None:
-    texts = [f"Document {number} tells of {name}. " * 30 for number, name in enumerate(("rivers", "hills", "lakes"))]
+@pytest.mark.parametrize("separator", [" ", "\n"])
+def test_the_prompt_is_a_passage_of_a_test_document(tmp_path: Path, separator: str) -> None:
+    texts = [
+        f"Document {number} tells of {name}.{separator}" * 60 for number, name in enumerate(("rivers", "hills", "seas"))
+    ]
     source = tmp_path / "text.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     workspace = Workspace(tmp_path, source)
@@ -58,8 +60,10 @@ def test_the_prompt_is_the_beginning_of_a_test_document(tmp_path: Path) -> None:
     assert train_tokenizer.main([*files, str(workspace.tokenizer), "--vocab-size", "300"]) == 0
     flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(workspace.tokenizer), "--append-eod"]
     assert preprocess_data.main(["--input", str(source), "--output-prefix", str(tmp_path / "tokens"), *flags]) == 0
-    found = held_out_beginning(workspace, split=split_of(3))
-    assert texts[2].startswith(found) and PROMPT_TOKENS <= len(found) < len(texts[2])
+    found = held_out_passage(workspace, split=split_of(3))
+    assert found in texts[2] and 20 < len(found) < len(texts[2]) / 2
+    # A whole line begins the passage if there are lines.
+    assert separator == " " or found.startswith("Document 2 tells of seas.\n")
 
 
 def test_generated_lines_are_marked() -> None:

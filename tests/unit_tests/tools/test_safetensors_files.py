@@ -139,5 +139,5 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     with new_folder(tmp_path / "new") as folder:
         write(folder, max_shard_bytes=1)
         assert not (tmp_path / "new").exists()
-    with pytest.raises(ValueError, match="it is there already"), new_folder(tmp_path / "new"):
+    with pytest.raises(ValueError, match="it already exists"), new_folder(tmp_path / "new"):
         pass

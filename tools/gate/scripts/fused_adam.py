@@ -28,9 +28,8 @@ class Settings:
     """Settings of a case.
 
     adam: arguments of the optimizer's constructor. scale: initial loss scale; step 3 overflows. unscaled_by: what
-    divides
-    gradients by the scale before clipping; None clips scaled gradients, which torch requires for fp16 parameters. grid:
-    sizes of the group that shares each state, and of the group that holds copies of it.
+    divides gradients by the scale before clipping; None clips scaled gradients, which torch requires for fp16
+    parameters. grid: sizes of the group that shares each state, and of the group that holds copies of it.
     """
 
     adam: dict[str, Any] = field(default_factory=dict)
@@ -152,7 +151,7 @@ def backward(
     step: int,
     rank: int,
 ) -> list[Tensor]:
-    """Runs every micro-batch of a step, of which the last one reduces gradients. Returns the losses, each [] fp32."""
+    """Runs every microbatch of a step, of which the last one reduces gradients. Returns the losses, each [] fp32."""
     losses = []
     for number in range(settings.microbatches):
         pictures, labels = batch(step, rank, number=number)

@@ -170,7 +170,7 @@ def test_feed_forward_layers_from_elsewhere_get_padding_if_they_take_it() -> Non
         return GPTModel(config, spec, VOCAB, SEQ)
 
     loss_of(model_of(_Plain), padding_mask=PADDING)
-    with pytest.raises(ValueError, match="padding_mask is given and the forward of _Experts does not take it"):
+    with pytest.raises(ValueError, match="padding_mask is given but the forward of _Experts does not accept it"):
         loss_of(model_of(_Experts), padding_mask=PADDING)
 
 

@@ -183,7 +183,7 @@ def test_a_missing_shard_or_tensor_is_named(tmp_path: Path, capsys: pytest.Captu
         ({"num_hidden_layers": LAYERS - 1}, "unused model.layers.3."),
         ({"num_hidden_layers": LAYERS + 1}, "there is no model.layers.4.input_layernorm.weight"),
         ({"num_key_value_heads": 1}, r"model.layers.0.self_attn.k_proj.weight has shape [48, 64]: must be [24, 64]"),
-        ({"vocab_size": 299}, "has shape [300, 64]: the vocabulary has 299 ids by vocab_size of config.json"),
+        ({"vocab_size": 299}, "has shape [300, 64]: config.json has vocab_size 299"),
         ({"tie_word_embeddings": True}, "unused lm_head.weight"),
         ({"num_local_experts": 4}, "mlp.gate.weight has shape [8, 64]: must be [4, 64]"),
         ({"architectures": ["LlamaForCausalLM"]}, "there is no model.layers.0.mlp.gate_proj.weight"),
@@ -221,7 +221,7 @@ def test_wrong_folders_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     hub = saved(small_model(TIED), tmp_path / "hub")
     run = convert(hub, tmp_path / "run")
     assert f"--save is {run}: it already holds checkpoints" in told(capsys, hub, run)
-    assert f"--save is {hub}: it is there already" in told(capsys, run, hub, back=True)
+    assert f"--save is {hub}: it already exists" in told(capsys, run, hub, back=True)
     assert f"{run} has no config.json" in told(capsys, run, tmp_path / "other")
     assert f"--load is {hub}: no checkpoint found" in told(capsys, hub, tmp_path / "other", back=True)
     assert f"{tmp_path / 'none'} has no config.json" in told(capsys, tmp_path / "none", tmp_path / "other")
