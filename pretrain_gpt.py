@@ -30,7 +30,7 @@ def model_provider(pre_process: bool = True, post_process: bool = True, *, vp_st
 
 
 def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None, device: torch.device) -> dict[str, torch.Tensor]:
-    """Returns the next micro-batch on `device`: tokens, labels, position_ids [B, S] int64, loss_mask [B, S] fp32.
+    """Returns the next microbatch on `device`: tokens, labels, position_ids [B, S] int64, loss_mask [B, S] fp32.
 
     Under --reset-attention-mask also attention_mask [B, 1, S, S] bool, or cu_seqlens [n + 1] int32, on the CPU.
     Under --context-parallel-size, this rank's part of each sequence. Empty for stages that read nothing.
@@ -58,7 +58,7 @@ def loss_func(
 def forward_step(
     data_iterator: Iterator[dict[str, torch.Tensor]] | None, model: torch.nn.Module
 ) -> tuple[torch.Tensor, partial[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]]:
-    """Runs one micro-batch. Returns per-token losses, [B, S], fp32, and the function that sums them.
+    """Runs one microbatch. Returns per-token losses, [B, S], fp32, and the function that sums them.
 
     Stages before the last return hidden states [S, B, H], parameter dtype, and their function is not called.
     """

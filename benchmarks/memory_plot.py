@@ -23,7 +23,7 @@ _PANEL, _LEFT, _TOP, _HIGH, _GAP = 230, 52, 86, 220, 34
 
 @dataclass(frozen=True)
 class _Scale:
-    """Where numbers of a panel lie: factors up to most_factor, MiB up to most_mib; left: its edge in the drawing."""
+    """Coordinates in a panel: factors up to most_factor, MiB up to most_mib. left: its edge in the drawing."""
 
     left: float
     most_factor: float
@@ -37,7 +37,7 @@ class _Scale:
 
 
 def drawing(lines: Sequence[Line], *, layout: str) -> str:
-    """SVG of one layout's lines. Raises ValueError for a layout without any."""
+    """Returns the SVG of one layout's lines. Raises ValueError for a layout without lines."""
     own = [line for line in lines if line["layout"] == layout]
     if not own:
         raise ValueError(f"layout is {layout!r}: must be one of {sorted({line['layout'] for line in lines})}")
@@ -108,12 +108,12 @@ def _curve(lines: Sequence[Line], kind: str, *, scale: _Scale) -> list[str]:
 
 
 def _mib(line: Line) -> float:
-    """Pages count as the pool has them, whether a step fills them or not."""
+    """Returns the MiB of a line. Pages count with the pool's size, whether a step fills them or not."""
     held: int = line["held_bytes"] - line["at_peak_pages"] + max(line["arena_bytes"], line["at_peak_pages"])
     return held / 2**20
 
 
 def _step(most: float) -> float:
-    """Between lines of the grid: a round number that makes at most six."""
+    """Returns the distance of grid lines: a round number that results in at most six lines."""
     steps = (digit * 10.0**power for power in range(-2, 9) for digit in (1, 2, 5))
     return next(step for step in steps if most <= 6 * step)

@@ -6,7 +6,7 @@ Trains six small models with the routers of published ones, on the text included
 experts, with buffers that no routing can exceed (c 2) and a paged stash of factor 1.1. --record-routing records the
 tokens of each expert. From this routing, which does not depend on pages, stash_plan computes the factors that the worst
 rank needed in each step, and simulates pools of other sizes. It also simulates eight ranks that share the experts, with
-micro-batches from the same steps. The simulation of the run's own pool must match the run's counters in each step.
+microbatches from the same steps. The simulation of the run's own pool must match the run's counters in each step.
 
 First table, for steps 1 to 10, 11 to 50 and later ones, as median / p99 / maximum:
   rows        --moe-expert-rank-capacity-factor needed
@@ -67,7 +67,7 @@ FLAGS = f"""
 
 @dataclass(frozen=True)
 class Shape:
-    """Flags of a model, and its batch: samples of a rank's micro-batch, and micro-batches per step."""
+    """Flags of a model, and its batch: samples of a rank's microbatch, and microbatches per step."""
 
     flags: str
     micro_batch: int
@@ -76,7 +76,7 @@ class Shape:
     def batch(self, ranks: int) -> list[str]:
         """Returns the flags of a step on that many ranks.
 
-        It has as many micro-batches as on RANKS ranks, and at least one per rank. If that is more than recorded, the
+        It has as many microbatches as on RANKS ranks, and at least one per rank. If that is more than recorded, the
         simulation draws them from those of the step.
         """
         num_microbatches = max(1, self.num_microbatches * RANKS // ranks)

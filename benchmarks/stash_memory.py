@@ -97,7 +97,7 @@ class Layout:
 
     @property
     def microbatches(self) -> int:
-        """Enough for the steady state of the schedule."""
+        """Returns a number of microbatches that reaches the steady state of the schedule."""
         return 2 * self.stages
 
     @property

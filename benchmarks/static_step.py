@@ -4,7 +4,7 @@
 
 Prints CPU seconds, wall time and peak memory, and each side over the first one as medians over the rounds. The model is
 that of train_step.py. The layouts are one layer in one process; a training step of two ranks that both have all
-experts, and of two that share them, with either dispatcher; the latter with two micro-batches and a stash, with pages
+experts, and of two that share them, with either dispatcher; the latter with two microbatches and a stash, with pages
 for everything and for half; and one with and without --record-routing, with the meters and log of a run on both sides.
 With a single expert rank a buffer has room for all rows at any factor, so none is missing.
 """

@@ -4,7 +4,7 @@
 
 Prints CPU seconds, wall time and peak memory of a step, and ours / plain as medians over the rounds. Two processes
 with one thread each train one model: 4 layers, hidden 256, 8 experts top-2, sequence 256,
-micro-batch 4, fp32, AdamW with clipping. While one side steps, the other waits.
+microbatch 4, fp32, AdamW with clipping. While one side steps, the other waits.
 """
 
 import argparse

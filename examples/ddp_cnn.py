@@ -58,7 +58,7 @@ def random_pictures(step: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def train_step(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, *, step: int) -> Tensor:
-    """Runs one step of several micro-batches. Returns the mean loss of this rank, [], fp32."""
+    """Runs one step of several microbatches. Returns the mean loss of this rank, [], fp32."""
     pictures, labels = random_pictures(step, dist.get_rank() if dist.is_initialized() else 0)
     ddp.zero_grad_buffer()
     *first, last = zip(pictures.chunk(MICROBATCHES), labels.chunk(MICROBATCHES))

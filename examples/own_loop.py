@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 examples/own_loop.py --tensor 2 --pipeline 2 --experts 4
     torchrun --nproc-per-node 2 examples/own_loop.py --expert-parallel 2 --experts 4 --sharded
 
-All layouts read the same micro-batches and print the same losses, up to rounding.
+All layouts read the same microbatches and print the same losses, up to rounding.
 """
 
 import argparse
@@ -121,7 +121,7 @@ def microbatches(step: int, count: int) -> Iterator[Tensor]:
 
 
 def forward_step(data_iterator: Iterator[Tensor], model: nn.Module) -> tuple[Tensor, Any]:
-    """Runs one micro-batch.
+    """Runs one microbatch.
 
     Returns the stage's output, [S, B, H], or on the last stage its losses, [B, S], fp32, with their mean.
     """

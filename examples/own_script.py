@@ -86,7 +86,7 @@ def model_provider(pre_process: bool = True, post_process: bool = True, *, vp_st
 
 
 def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: nn.Module) -> tuple[Tensor, Any]:
-    """Runs one micro-batch. Returns logits, [B, S, V], in the parameters' dtype, and the loss function.
+    """Runs one microbatch. Returns logits, [B, S, V], in the parameters' dtype, and the loss function.
 
     Pipeline stages before the last return hidden states instead, and those that read no tokens have an empty batch.
     """

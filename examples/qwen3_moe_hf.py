@@ -55,7 +55,7 @@ PAGE_BYTES = 4096
 class Trainer:
     """The parts of a model and its optimizer that a step needs.
 
-    forward: the module or its wrapper. adds_up: context around all micro-batches but the last. step: clips and updates,
+    forward: the module or its wrapper. adds_up: context around all microbatches but the last. step: clips and updates,
     and returns the global gradient norm. gather: makes every weight current.
     """
 
@@ -225,7 +225,7 @@ def build_stash(model: Qwen3MoeForCausalLM, options: argparse.Namespace) -> Page
 def train_step(
     trainer: Trainer, stash: PagedStash | None, *, step: int, options: argparse.Namespace
 ) -> tuple[Tensor, float]:
-    """Runs one step of several micro-batches. Returns this rank's mean loss and the global gradient norm, each [],
+    """Runs one step of several microbatches. Returns this rank's mean loss and the global gradient norm, each [],
     fp32.
     """
     rank, ranks = rank_and_size()
@@ -240,7 +240,7 @@ def train_step(
 
 
 def _backward(trainer: Trainer, ids: Tensor, *, stash: PagedStash | None, share: float) -> Tensor:
-    """Runs forward and backward. ids: [M, S], int64. Returns this share of the micro-batch's loss, [], fp32."""
+    """Runs forward and backward. ids: [M, S], int64. Returns this share of the microbatch's loss, [], fp32."""
     loss = trainer.forward(input_ids=ids, labels=ids, use_cache=False).loss * share
     # Checked before backward, because some of these rows are indices, which must not be read if they were lost.
     if stash is not None and stash.is_void_sync():

@@ -175,7 +175,7 @@ def _setup(args: argparse.Namespace) -> tuple[StepRunner, MegatronOptimizer, Lin
 
 
 def _made_up_batches(args: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
-    """Returns this rank's micro-batches of one step as data iterators."""
+    """Returns this rank's microbatches of one step as data iterators."""
     leave_files_alone(args)
     groups, count = get_process_groups(), get_num_microbatches()
     plan = BatchPlan(

@@ -372,7 +372,7 @@ def _convert_hub(options: argparse.Namespace) -> int:
 
 def _convert_core(options: argparse.Namespace) -> None:
     if options.target != _CANONICAL:
-        raise ValueError(f"--from {_CORE}: must be --to {_CANONICAL}, which is {options.target}")
+        raise ValueError(f"--from {_CORE} needs --to {_CANONICAL}, but --to is {options.target}")
     result = from_megatron_core(
         options.load,
         options.save,
@@ -386,13 +386,13 @@ def _convert_core(options: argparse.Namespace) -> None:
             f"not converted: {result.num_left} entries that are neither weights nor optimizer state, such as generators"
         )
     else:
-        print(f"not converted: {result.num_left} entries that are no weights, such as optimizer and generator states")
+        print(f"not converted: {result.num_left} entries that are not weights, such as optimizer and generator states")
         print("continue with --no-load-optim, or with --finetune")
 
 
 def _write_core(options: argparse.Namespace) -> None:
     if options.source != _CANONICAL:
-        raise ValueError(f"--to {_CORE}: must be --from {_CANONICAL}, which is {options.source}")
+        raise ValueError(f"--to {_CORE} needs --from {_CANONICAL}, but --from is {options.source}")
     target = CoreTarget(
         tensor=options.target_tensor_parallel_size,
         expert=options.target_expert_parallel_size,

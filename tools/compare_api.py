@@ -50,7 +50,10 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True)
 class Parameter:
-    """name: with leading stars if it is variadic. default: NO_DEFAULT, a value, or UNKNOWN."""
+    """A parameter of a public name.
+
+    name: with leading stars if it is variadic. default: NO_DEFAULT, a value, or UNKNOWN.
+    """
 
     name: str
     default: object = NO_DEFAULT

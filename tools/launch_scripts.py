@@ -62,8 +62,9 @@ class Launch:
 
 @dataclass(frozen=True)
 class Script:
-    """launches: training commands in order of execution. notes: constructs that could not be followed, with their
-    lines.
+    """The content of a launch script.
+
+    launches: training commands in order of execution. notes: constructs that could not be followed, with their lines.
     """
 
     launches: tuple[Launch, ...]

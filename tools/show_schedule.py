@@ -76,7 +76,7 @@ def caption(spans: Spans, num_microbatches: int) -> str:
 def as_text(spans: Spans) -> str:
     """Formats one line per stage with one column per unit of time.
 
-    A column shows F or B, the chunk if there are several, and the micro-batch.
+    A column shows F or B, the chunk if there are several, and the microbatch.
     """
     labels = {action: _label(action, spans) for stage in spans for action in stage}
     width = max(len(label) for label in labels.values()) + 1

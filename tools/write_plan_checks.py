@@ -53,7 +53,7 @@ _ZERO_FLAGS = (
 )
 
 _RECOMPUTING = "Korthikanti et al. 2022, table 2"
-# Heads, hidden size and micro-batch of the paper's models; sequence 2048, tensor parallel 8.
+# Heads, hidden size and microbatch of the paper's models; sequence 2048, tensor parallel 8.
 _GPTS = {"22B": (64, 6144, 4), "175B": (96, 12288, 1), "530B": (128, 20480, 1), "1T": (160, 25600, 1)}
 _SEQUENCE, _TENSOR = 2048, 8
 _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -136,7 +136,7 @@ def _gpt_words(heads: int, hidden: int, *, batch: int) -> str:
 def _interleaved_row() -> Row:
     """Returns the first of 8 stages of 3 chunks.
 
-    It saves 1 + 7 / 24 of a micro-batch's activations of all layers.
+    It saves 1 + 7 / 24 of a microbatch's activations of all layers.
     """
     heads, hidden, batch = _GPTS["175B"]
     layout = (

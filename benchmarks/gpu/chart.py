@@ -13,7 +13,7 @@ _LEFT, _TOP, _WIDTH, _HEIGHT, _GAP, _BELOW = 52, 34, 380, 220, 70, 56
 
 
 class Kind(enum.Enum):
-    """How a panel draws its series."""
+    """Drawing style of a panel's series."""
 
     LINES = "lines"
     BARS = "bars"

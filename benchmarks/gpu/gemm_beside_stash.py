@@ -47,8 +47,10 @@ WARM_TURNS = 2
 
 @dataclass(frozen=True)
 class Sizes:
-    """gemm: the three sizes of a product. products: products in a row. width: bytes of a row of x. group_bytes: bytes
-    of the stash.
+    """Sizes of a measurement.
+
+    gemm: the three sizes of a product. products: products in a row. width: bytes of a row of x. group_bytes: bytes of
+    the stash.
     """
 
     gemm: int = 8192

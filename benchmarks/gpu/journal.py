@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Verdict(StrEnum):
-    """How a check ended."""
+    """Outcome of a check."""
 
     PASSED = "passed"
     FAILED = "failed"

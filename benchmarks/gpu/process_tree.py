@@ -33,7 +33,7 @@ _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # options of prctl
 
 @dataclass(frozen=True)
 class Ending:
-    """How a program ended.
+    """Outcome of a program run.
 
     status: its exit status, negative for a signal. timed_out: whether it had to be interrupted. num_orphans: number of
     descendants that were alive when it ended, and were killed.

@@ -31,7 +31,7 @@ ROUTINGS = {"balanced": Routing(1.0, 0.0, 0.0), "skewed": Routing(1.4, 0.3, 1.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Layers of a model. num_experts: over all ranks. seq: tokens of a micro-batch. extra: additional flags.
+    """Layers of a model. num_experts: over all ranks. seq: tokens of a microbatch. extra: additional flags.
 
     at_once: sides that fit into the memory of one GPU at the same time.
     """

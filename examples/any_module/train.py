@@ -119,7 +119,7 @@ def build_optimizer(model: nn.Module, options: argparse.Namespace) -> Distribute
 def train_step(
     model: nn.Module, optimizer: DistributedFusedAdam, *, step: int, options: argparse.Namespace
 ) -> tuple[Tensor, Tensor]:
-    """Runs one step of several micro-batches. Returns this rank's mean loss and the global gradient norm, [] each,
+    """Runs one step of several microbatches. Returns this rank's mean loss and the global gradient norm, [] each,
     fp32.
     """
     batches = own_batches(step, options)
@@ -138,9 +138,9 @@ def train_step(
 
 
 def own_batches(step: int, options: argparse.Namespace) -> list[tuple[Tensor, ...]]:
-    """Returns this rank's share of the step's pictures, in micro-batches of M.
+    """Returns this rank's share of the step's pictures, in microbatches of M.
 
-    The pictures of a step are the same on any number of ranks. A micro-batch has noisy pictures, [M, 1, H, W], fp32;
+    The pictures of a step are the same on any number of ranks. A microbatch has noisy pictures, [M, 1, H, W], fp32;
     times, [M], int64; and the noise, in the shape of the pictures.
     """
     generator = torch.Generator().manual_seed(step)

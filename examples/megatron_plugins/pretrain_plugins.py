@@ -100,7 +100,7 @@ def model_provider(pre_process=True, post_process=True, vp_stage: int | None = N
 
 
 def get_batch(data_iterator, vp_stage=None):
-    """Reads a micro-batch, and returns the part of it that this rank computes on."""
+    """Reads a microbatch, and returns the part of it that this rank computes on."""
     if not is_first_or_last_pipeline_stage(vp_stage):
         return None, None, None, None, None
     batch = get_batch_on_this_tp_rank(data_iterator)
@@ -140,7 +140,7 @@ def loss_func(loss_mask: torch.Tensor, output_tensor: torch.Tensor, **flags: Any
 
 
 def forward_step(data_iterator: Iterator | None, model: GPTModel):
-    """Runs the forward pass of one micro-batch."""
+    """Runs the forward pass of one microbatch."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     with stimer(bdata=True):

@@ -1,10 +1,11 @@
-"""Fields of Megatron's configurations for what does not exist here, and for choices that change nothing here.
+"""Fields of Megatron's configurations for features that do not exist here, and for choices without effect here.
 
-Code written for Megatron passes them. Readers of our configurations need not know them: each class below is a theme,
-and the configurations inherit them. An unsupported_field accepts its default alone, and other values are refused by
-name. A no_effect_field accepts every value, because the results are the same; the command line accepts its flag too.
+Code written for Megatron passes these fields. Readers of our configurations can ignore them. Each class below covers
+one topic, and the configurations inherit from all of them. An unsupported_field accepts only its default, and other
+values are rejected by name. A no_effect_field accepts every value, because the results are the same; the command line
+also accepts its flag.
 
-When a capability arrives, edit this file (configuration fields), megatron/training/command_line/refusals.py (flags),
+When a feature is added, edit this file (configuration fields), megatron/training/command_line/refusals.py (flags),
 tools/translations.yaml (flags in launch scripts) and tools/megatron_api_unsupported.yaml (all other names).
 """
 
@@ -15,22 +16,22 @@ import torch
 
 from megatron.core.config_field import no_effect_field, unsupported_field
 
-_NO_GTP = "generalised tensor parallelism does not exist here; use tensor_model_parallel_size"
-_NO_8_BITS = "8- and 4-bit training does not exist here; use bf16"
+_NO_GTP = "generalised tensor parallelism is not supported; use tensor_model_parallel_size"
+_NO_8_BITS = "8- and 4-bit training is not supported; use bf16"
 _NO_TE_OVERLAP = "tensor-parallel overlap inside Transformer Engine's kernels is not used here"
-_NO_SERVING = "serving is outside this framework"
-_NO_HYBRID = "only transformer layers exist here"
-_NO_VARIANT = "other kinds of attention do not exist here"
-_NO_DSA = "sparse attention with an indexer does not exist here"
-_NO_MHC = "layers have one residual stream here"
-_NO_FSDP = "Megatron-FSDP does not exist here; use torch's FSDP2 or use_distributed_optimizer"
-_NO_BACK_END = "back ends of the flex dispatcher have no settings of their own here"
+_NO_SERVING = "inference serving is not part of this framework"
+_NO_HYBRID = "only transformer layers are supported"
+_NO_VARIANT = "other kinds of attention are not supported"
+_NO_DSA = "sparse attention with an indexer is not supported"
+_NO_MHC = "layers have a single residual stream here"
+_NO_FSDP = "Megatron-FSDP is not supported; use torch's FSDP2 or use_distributed_optimizer"
+_NO_BACK_END = "backends of the flex dispatcher have no separate settings here"
 _NO_GROUPED = "only routed experts are grouped here, by moe_grouped_gemm"
-_LATE_GRADIENTS = "weight gradients are computed with the gradients of inputs here"
+_LATE_GRADIENTS = "weight gradients are computed together with input gradients here"
 _WHOLE_LAYERS = "offloading of whole layers moves activations, with one buffer each"
-_BY_DEVICE = "kernels are chosen by the device here"
+_BY_DEVICE = "the device determines the kernels here"
 _SAME_RESULTS = "it trades time for memory, with the same results"
-_LOGS_CONFIG = "configurations are written to the run's files by the training loop"
+_LOGS_CONFIG = "the training loop writes configurations to the run's files"
 
 
 # ModelParallelConfig.
@@ -38,7 +39,7 @@ _LOGS_CONFIG = "configurations are written to the run's files by the training lo
 
 @dataclass(kw_only=True)
 class AbsentParallelFields:
-    """Layouts over ranks, and messages between them."""
+    """Layouts over ranks, and communication between them."""
 
     tensor_parallel_num_weight_shards: int | None = unsupported_field(None, why=_NO_GTP)
     gtp_weight_remat_size: int = unsupported_field(1, why=_NO_GTP)
@@ -49,7 +50,7 @@ class AbsentParallelFields:
     )
     use_ring_exchange_p2p: bool = unsupported_field(False, why="pipeline transfers use NCCL or gloo here")
     variable_seq_lengths: bool = unsupported_field(
-        False, why="all micro-batches have one length here; pack samples into it"
+        False, why="all micro-batches have the same length here; pack samples to that length"
     )
     max_seqlen_per_dp_cp_rank: int | None = unsupported_field(
         None, why="context parallelism has one size for all samples here"
@@ -60,21 +61,21 @@ class AbsentParallelFields:
     mtp_standalone: bool = unsupported_field(
         False, why="pipeline_model_parallel_layout places layers of multi-token prediction here"
     )
-    batch_p2p_comm: bool = no_effect_field(True, why="how transfers are launched does not change what they carry")
+    batch_p2p_comm: bool = no_effect_field(True, why="the way transfers are launched does not change their contents")
     batch_p2p_sync: bool = no_effect_field(True, why="transfers are ordered by streams")
-    overlap_p2p_comm_warmup_flush: bool = no_effect_field(False, why="it chooses an overlap; results are the same")
+    overlap_p2p_comm_warmup_flush: bool = no_effect_field(False, why="it selects an overlap; results are the same")
     deallocate_pipeline_outputs: bool = no_effect_field(False, why=_SAME_RESULTS)
     overlap_moe_expert_parallel_comm: bool = no_effect_field(
-        False, why="it chooses an overlap; moe_shared_expert_overlap is the one here"
+        False, why="it selects an overlap; moe_shared_expert_overlap is the supported one"
     )
     ep_overlap_early_attn_memory_release: bool = no_effect_field(False, why=_SAME_RESULTS)
 
 
 @dataclass(kw_only=True)
 class AbsentTransformerEngineOverlapFields:
-    """Overlap of tensor-parallel messages inside Transformer Engine."""
+    """Overlap of tensor-parallel communication inside Transformer Engine."""
 
-    tp_comm_overlap: bool = no_effect_field(False, why=f"it chooses an overlap; {_NO_TE_OVERLAP}")
+    tp_comm_overlap: bool = no_effect_field(False, why=f"it selects an overlap; {_NO_TE_OVERLAP}")
     tp_comm_bulk_wgrad: bool = no_effect_field(True, why=_NO_TE_OVERLAP)
     tp_comm_bulk_dgrad: bool = no_effect_field(True, why=_NO_TE_OVERLAP)
     tp_comm_overlap_ag: bool = no_effect_field(True, why=_NO_TE_OVERLAP)
@@ -93,13 +94,13 @@ class AbsentTransformerEngineOverlapFields:
 class AbsentComputeFields:
     """Precision, gradients and memory of a step."""
 
-    enable_autocast: bool = unsupported_field(False, why="parameters have the dtype they are computed in here")
+    enable_autocast: bool = unsupported_field(False, why="parameters have the dtype in which they are computed here")
     autocast_dtype: torch.dtype | None = unsupported_field(
-        None, why="parameters have the dtype they are computed in here"
+        None, why="parameters have the dtype in which they are computed here"
     )
-    moe_grad_scale_func: Any = unsupported_field(None, why="grad_scale_func scales the losses of routers too")
+    moe_grad_scale_func: Any = unsupported_field(None, why="grad_scale_func also scales the losses of routers")
     mtp_grad_scale_func: Any = unsupported_field(
-        None, why="grad_scale_func scales the losses of multi-token prediction too"
+        None, why="grad_scale_func also scales the losses of multi-token prediction"
     )
     num_microbatches_with_partial_activation_checkpoints: int | None = unsupported_field(
         None, why="all micro-batches are recomputed in the same way here"
@@ -109,13 +110,13 @@ class AbsentComputeFields:
     defer_embedding_wgrad_compute: bool = no_effect_field(False, why=_LATE_GRADIENTS)
     wgrad_deferral_limit: int = no_effect_field(0, why=_LATE_GRADIENTS)
     cross_entropy_fusion_impl: str = no_effect_field("native", why="logits are converted to losses in one fused pass")
-    use_te_rng_tracker: bool = no_effect_field(False, why="random streams can always be captured in graphs")
+    use_te_rng_tracker: bool = no_effect_field(False, why="random-number streams can always be captured in graphs")
     cpu_offloading_activations: bool = unsupported_field(True, why=_WHOLE_LAYERS)
     cpu_offloading_weights: bool = unsupported_field(False, why=_WHOLE_LAYERS)
     cpu_offloading_double_buffering: bool = unsupported_field(False, why=_WHOLE_LAYERS)
     cpu_offloading_retain_pinned_cpu_buffers: bool = no_effect_field(False, why=_SAME_RESULTS)
     _cpu_offloading_context: Any = unsupported_field(None, why="the block moves activations itself")
-    barrier_with_L1_time: bool = no_effect_field(True, why="it adds to the times that are logged only")
+    barrier_with_L1_time: bool = no_effect_field(True, why="it only adds to the times that are logged")
 
 
 # TransformerConfig.
@@ -131,13 +132,13 @@ class AbsentLayerFields:
     apply_query_key_layer_scaling: bool = unsupported_field(
         False, why="scores are computed in fp32 and need no scaling by layer"
     )
-    qk_l2_norm: bool = unsupported_field(False, why="queries and keys have the norm of qk_layernorm here")
+    qk_l2_norm: bool = unsupported_field(False, why="queries and keys use the norm of qk_layernorm here")
     no_rope_freq: int | list[int] | None = unsupported_field(None, why="all layers have the same positions here")
     flash_attention_version: int | None = unsupported_field(None, why="attention_backend chooses the kernel here")
-    test_mode: bool = unsupported_field(False, why="there is one mode of layers here")
-    mtp_use_repeated_layer: bool = unsupported_field(False, why="each predicted token has a layer of its own here")
-    mtp_detach_heads: bool = unsupported_field(False, why="losses of further tokens train the whole model here")
-    mtp_hsm: bool = unsupported_field(False, why="further tokens are predicted by mtp_num_layers alone")
+    test_mode: bool = unsupported_field(False, why="layers have a single mode here")
+    mtp_use_repeated_layer: bool = unsupported_field(False, why="each predicted token has its own layer here")
+    mtp_detach_heads: bool = unsupported_field(False, why="losses of additional tokens train the whole model here")
+    mtp_hsm: bool = unsupported_field(False, why="only mtp_num_layers predicts additional tokens")
     mtp_hybrid_override_pattern: str | None = unsupported_field(None, why=_NO_HYBRID)
     mrope_section: list[int] | None = unsupported_field(None, why="only text models are trained here")
     mlp_chunks_for_training: int = unsupported_field(
@@ -147,8 +148,8 @@ class AbsentLayerFields:
         False, why="torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction sets it for the process"
     )
     quant_recipe: Any = unsupported_field(None, why=_NO_8_BITS)
-    heterogeneous_block_specs: bool = unsupported_field(False, why="all layers have one shape here")
-    hetereogenous_dist_checkpoint: bool = unsupported_field(False, why="all layers have one shape here")
+    heterogeneous_block_specs: bool = unsupported_field(False, why="all layers have the same shape here")
+    hetereogenous_dist_checkpoint: bool = unsupported_field(False, why="all layers have the same shape here")
     config_logger_dir: str = unsupported_field("", why=_LOGS_CONFIG)
     enable_mhc_connections: bool = unsupported_field(False, why=_NO_MHC)
     mhc_num_residual_streams: int = unsupported_field(4, why=_NO_MHC)
@@ -159,7 +160,7 @@ class AbsentLayerFields:
 
 @dataclass(kw_only=True)
 class AbsentKernelFields:
-    """Choices of kernels and of memory, whose results are the same."""
+    """Choices of kernels and memory that do not change results."""
 
     bias_activation_fusion: bool = no_effect_field(False, why=_BY_DEVICE)
     masked_softmax_fusion: bool = no_effect_field(False, why=_BY_DEVICE)
@@ -180,7 +181,7 @@ class AbsentKernelFields:
     fine_grained_offloading_max_inflight_offloads: int | None = no_effect_field(None, why=_SAME_RESULTS)
     cuda_graph_use_single_mempool: bool = no_effect_field(True, why=_SAME_RESULTS)
     cuda_graph_retain_backward_graph: bool = no_effect_field(False, why=_SAME_RESULTS)
-    high_priority_a2a_comm_stream: bool = no_effect_field(False, why="it chooses an overlap; results are the same")
+    high_priority_a2a_comm_stream: bool = no_effect_field(False, why="it selects an overlap; results are the same")
     enable_cuda_graph: bool = unsupported_field(False, why="it is the old name of cuda_graph_impl local")
     external_cuda_graph: bool = unsupported_field(False, why="use cuda_graph_impl local")
     cuda_graph_scope: Any = unsupported_field(None, why="it is the old name of cuda_graph_modules")
@@ -204,13 +205,13 @@ class AbsentExpertFields:
     moe_router_topk_limited_devices: int | None = unsupported_field(
         None, why="it is the old name of moe_router_group_topk with moe_router_num_groups"
     )
-    moe_router_quantile_balancing_ema: float = unsupported_field(0.0, why="quantile balancing does not exist here")
+    moe_router_quantile_balancing_ema: float = unsupported_field(0.0, why="quantile balancing is not supported")
     moe_router_force_biased: float | None = unsupported_field(
-        None, why="routing is forced by moe_router_force_load_balancing alone"
+        None, why="only moe_router_force_load_balancing forces the routing"
     )
     moe_token_dropping: bool = unsupported_field(False, why="moe_expert_capacity_factor drops tokens here")
     moe_apply_probs_on_input: bool = unsupported_field(False, why="weights are applied inside experts here")
-    moe_latent_size: int | None = unsupported_field(None, why="experts in a latent space do not exist here")
+    moe_latent_size: int | None = unsupported_field(None, why="experts in a latent space are not supported")
     moe_enable_deepep: bool = unsupported_field(
         False, why="use moe_token_dispatcher_type flex with moe_flex_dispatcher_backend deepep"
     )
@@ -269,7 +270,7 @@ class AbsentLowPrecisionLayerFields:
 
 @dataclass(kw_only=True)
 class AbsentServingFields:
-    """Inference."""
+    """Inference serving."""
 
     flash_decode: bool = unsupported_field(False, why=_NO_SERVING)
     batch_invariant_mode: bool = unsupported_field(False, why=_NO_SERVING)
@@ -343,7 +344,7 @@ class AbsentTransformerFields(
     AbsentSparseAttentionFields,
     AbsentHybridFields,
 ):
-    """The fields of TransformerConfig, all themes."""
+    """The absent fields of TransformerConfig, for all topics."""
 
 
 # DistributedDataParallelConfig and OptimizerConfig.
@@ -380,22 +381,24 @@ class AbsentDataParallelFields:
     megatron_fsdp_max_pool_double_buffer: bool = unsupported_field(False, why=_NO_FSDP)
 
 
-_NO_RULE = "this update rule does not exist here"
-_OWN_MUON = "Muon has the one iteration of muon.py here"
+_NO_RULE = "this update rule is not supported"
+_OWN_MUON = "Muon uses the single iteration of muon.py here"
 
 
 @dataclass(kw_only=True)
 class AbsentOptimizerFields:
-    """Other update rules, and forms of Muon and of offloading."""
+    """Other update rules, and variants of Muon and of offloading."""
 
     fp8_recipe: str | None = unsupported_field(None, why=_NO_8_BITS)
     reuse_grad_buf_for_mxfp8_param_ag: bool = unsupported_field(False, why=_NO_8_BITS)
-    decoupled_weight_decay: bool = unsupported_field(True, why="Adam decays weights apart from gradients here (AdamW)")
+    decoupled_weight_decay: bool = unsupported_field(
+        True, why="Adam decouples weight decay from gradients here (AdamW)"
+    )
     muon_fp32_matmul_prec: str = no_effect_field("medium", why=_BY_DEVICE)
     # Megatron's default, quintic, has coefficients that change from step to step, and trains another model.
     muon_coefficient_type: str = unsupported_field("simple", why=_OWN_MUON)
     muon_use_syrk: bool = no_effect_field(False, why=_BY_DEVICE)
-    muon_scalar_optimizer: str = unsupported_field("adam", why="parameters that are no matrices are stepped by AdamW")
+    muon_scalar_optimizer: str = unsupported_field("adam", why="parameters that are not matrices are updated by AdamW")
     lion_beta1: float = unsupported_field(0.95, why=_NO_RULE)
     lion_beta2: float = unsupported_field(0.98, why=_NO_RULE)
     soap_shampoo_beta: float = unsupported_field(0.95, why=_NO_RULE)
@@ -407,10 +410,10 @@ class AbsentOptimizerFields:
         False, why="use_distributed_optimizer shards by elements here"
     )
     use_torch_optimizer_for_cpu_offload: bool = no_effect_field(False, why=_BY_DEVICE)
-    pin_cpu_grads: bool = no_effect_field(True, why="host copies always are in pinned memory with a GPU")
-    pin_cpu_params: bool = no_effect_field(True, why="host copies always are in pinned memory with a GPU")
+    pin_cpu_grads: bool = no_effect_field(True, why="host copies are always in pinned memory with a GPU")
+    pin_cpu_params: bool = no_effect_field(True, why="host copies are always in pinned memory with a GPU")
     grad_norm_skip_threshold: float = unsupported_field(
         float("inf"), why="steps with a large gradient norm are clipped by clip_grad, not skipped"
     )
-    barrier_with_L1_time: bool = no_effect_field(False, why="it adds to the times that are logged only")
+    barrier_with_L1_time: bool = no_effect_field(False, why="it only adds to the times that are logged")
     config_logger_dir: str = unsupported_field("", why=_LOGS_CONFIG)

@@ -1,6 +1,7 @@
 """Fields of configuration dataclasses: help text, command-line flag and constraints in one place.
 
-Does not parse a command line: megatron/training/command_line/flags.py generates flags and help from these fields.
+The command line is parsed elsewhere: megatron/training/command_line/flags.py generates flags and help from these
+fields.
 """
 
 import dataclasses
@@ -14,20 +15,20 @@ from typing import Any
 
 
 class _Unset(enum.Enum):
-    """Marks a FieldSpec whose flag has the default of the field."""
+    """Marker for a FieldSpec whose flag has the field's default."""
 
     UNSET = "unset"
 
 
 @dataclasses.dataclass(frozen=True)
 class FieldSpec:
-    """Facts about a configuration field for the command line and the validator.
+    """Properties of a configuration field for the command line and the validator.
 
-    flags: option strings; None derives `--field-name`, an empty tuple keeps the field off the command line.
-    dest: attribute name in the parsed arguments where it differs from the field name (`num_experts` for
-    `num_moe_experts`). parse: turns one command-line word into a value where the annotation does not say how.
-    cli_default: default of the flag where it differs; code that builds the dataclass itself gets the field's. named:
-    values by the names that the command line and `choices` have for them; the field accepts both and holds the value.
+    flags: option strings; None derives `--field-name`, an empty tuple keeps the field off the command line. dest:
+    attribute name in the parsed arguments, if it differs from the field name (`num_experts` for `num_moe_experts`).
+    parse: converts one command-line word to a value, if the annotation does not determine how. cli_default: default of
+    the flag, if it differs; code that builds the dataclass itself gets the field's default. named: values by their
+    names on the command line and in `choices`; the field accepts both and holds the value.
     """
 
     help: str
@@ -44,12 +45,12 @@ class FieldSpec:
     named: Mapping[str, Any] | None = None
 
     def default_of_flag(self, default: Any) -> Any:
-        """Returns the default of the flag; default: that of the field."""
+        """Returns the default of the flag; default: the field's default."""
         return default if self.cli_default is _Unset.UNSET else self.cli_default
 
 
 def config_field(default: Any = dataclasses.MISSING, *, help: str, **spec: Any) -> Any:
-    """Returns a dataclass field with a FieldSpec. Keywords are those of FieldSpec, or `default_factory`."""
+    """Returns a dataclass field with a FieldSpec. Keywords are the fields of FieldSpec, or `default_factory`."""
     factory = spec.pop("default_factory", dataclasses.MISSING)
     for key in ("flags", "choices"):
         if spec.get(key) is not None:
@@ -61,18 +62,18 @@ def config_field(default: Any = dataclasses.MISSING, *, help: str, **spec: Any) 
 
 
 def unsupported_field(default: Any = dataclasses.MISSING, *, why: str, **keywords: Any) -> Any:
-    """Returns a dataclass field of Megatron's for what does not exist here: validate_fields accepts only its default.
+    """Returns a Megatron field for an unsupported feature: validate_fields accepts only its default.
 
-    It makes no flag. why: a sentence without a full stop that says what is missing and, if possible, what to use
-    instead. keywords: `default_factory`, as in dataclasses.field.
+    It creates no flag. why: a sentence without a full stop that names the missing feature and, if possible, the
+    alternative. keywords: `default_factory`, as in dataclasses.field.
     """
     return dataclasses.field(default=default, metadata={"unsupported": why}, **keywords)
 
 
 def no_effect_field(default: Any, *, why: str) -> Any:
-    """Returns a dataclass field of Megatron's that changes nothing here: all values of its type are accepted.
+    """Returns a Megatron field that has no effect here: all values of its type are accepted.
 
-    It makes no flag. why: says how the results come about without it.
+    It creates no flag. why: explains why the results do not depend on it.
     """
     return dataclasses.field(default=default, metadata={"no_effect": why})
 
@@ -85,10 +86,10 @@ def field_spec(field: "dataclasses.Field[Any]") -> FieldSpec | None:
 def validate_fields(config: Any) -> None:
     """Checks every field of a dataclass instance against its FieldSpec and annotation.
 
-    An unsupported field must have its default. Then names of values (FieldSpec.named) are replaced by the values, and
-    tuples by lists or lists by tuples where the annotation has only the other.
+    An unsupported field must have its default. Afterwards, names of values (FieldSpec.named) are replaced by the
+    values, and tuples by lists or lists by tuples if the annotation allows only the other.
 
-    Raises ValueError with a line for each wrong field, naming class, field, value and what would be right.
+    Raises ValueError with one line per wrong field, naming class, field, value and valid values.
     """
     problems = field_problems(type(config), vars(config))
     if problems:
@@ -150,18 +151,20 @@ def _default_of(field: "dataclasses.Field[Any]") -> Any:
 
 def _unsupported_problem(config_class: Any, field: "dataclasses.Field[Any]", value: Any) -> str:
     where, default = f"{config_class.__name__}.{field.name}", _default_of(field)
-    return f"{where} is {value!r}: {field.metadata['unsupported']}; leave it at {default!r}"
+    return f"{where} is {value!r}: {field.metadata['unsupported']}; keep the default {default!r}"
 
 
 def require_defaults(call: str, why: str, /, **arguments: tuple[Any, Any]) -> None:
-    """Refuses arguments of Megatron's for what does not exist here.
+    """Rejects Megatron arguments for unsupported features.
 
     call: the name of the function or class. why: as in unsupported_field. arguments: by name, the given value and the
-    default. Raises ValueError that names all arguments whose value is another than the default.
+    default. Raises a ValueError naming all arguments whose value differs from the default.
     """
     wrong = {name: pair for name, pair in arguments.items() if pair[0] is not pair[1] and pair[0] != pair[1]}
     if wrong:
-        problems = [f"{name} is {value!r}: {why}; leave it at {default!r}" for name, (value, default) in wrong.items()]
+        problems = [
+            f"{name} is {value!r}: {why}; keep the default {default!r}" for name, (value, default) in wrong.items()
+        ]
         raise ValueError("\n".join(f"{call}: {problem}" for problem in problems))
 
 
@@ -190,9 +193,9 @@ def _check_value(where: str, value: Any, *, spec: FieldSpec, hint: Any) -> None:
             item = next((name for name, named in spec.named.items() if named == item), item)
         if spec.choices is not None and item not in spec.choices:
             raise ValueError(f"{where} is {item!r}: must be one of {', '.join(map(str, spec.choices))}")
-        # The result of "$UNSET" in a script. An empty path would mean the current folder.
+        # The result of an unset "$VARIABLE" in a script. An empty path would mean the current folder.
         if item == "":
-            raise ValueError(f"{where} is empty: must have a value, or be left out")
+            raise ValueError(f"{where} is empty: must have a value, or be omitted")
         if isinstance(item, (int, float)) and not isinstance(item, bool):
             _check_bounds(where, item, spec=spec)
 
@@ -200,7 +203,7 @@ def _check_value(where: str, value: Any, *, spec: FieldSpec, hint: Any) -> None:
 def _check_bounds(where: str, value: float, *, spec: FieldSpec) -> None:
     # Sizes and counts are passed to C++ as 64-bit integers.
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise ValueError(f"{where} is {value}: must fit into 64 bits")
+        raise ValueError(f"{where} is {value}: must fit in 64 bits")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{where} is {value}: must be {'a number' if math.isnan(value) else 'finite'}")
     bounds: Sequence[tuple[float | None, Callable[[float, float], bool], str]] = (
@@ -235,7 +238,7 @@ def _matches_one(value: Any, hint: Any) -> bool:
     if origin is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if origin is int:
-        # A bool is an int in Python, but a mistake of the user (`bucket_size=True`).
+        # A bool is an int in Python, but a user mistake (`bucket_size=True`).
         return isinstance(value, int) and not isinstance(value, bool)
     if origin in (list, tuple):
         return isinstance(value, (list, tuple))

@@ -1,6 +1,6 @@
 """Memory order of dense parameters: contiguous, channels_last or transposed.
 
-Flat buffers hold elements in this order, which preserves layouts without copies. Checkpoints store the logical order:
+Flat buffers hold elements in this order, which preserves layouts without copies. Checkpoints store the logical order,
 see logical_tensors.py.
 """
 
@@ -17,7 +17,7 @@ def memory_order(tensor: torch.Tensor) -> list[int]:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a tensor, any shape and dtype, fill its memory without gaps or overlaps."""
+    """Returns whether the elements of a tensor, any shape and dtype, fill its memory without gaps or overlaps."""
     expected = 1
     for dim in reversed(memory_order(tensor)):
         if tensor.shape[dim] > 1:
@@ -32,7 +32,7 @@ def check_dense(name: str, param: nn.Parameter) -> None:
     if param.numel() and not is_dense(param):
         raise ValueError(
             f"{name} has shape {tuple(param.shape)} and strides {param.stride()}: must be dense and without "
-            "overlaps (contiguous, channels_last, transposed); make it so with .data = .data.contiguous()"
+            "overlaps (contiguous, channels_last, transposed); convert it with .data = .data.contiguous()"
         )
 
 
@@ -64,9 +64,9 @@ def _check_apart(named: Iterable[tuple[str, torch.Tensor]]) -> None:
                 break
             if (tensor.requires_grad or other.requires_grad) and _share_bytes(tensor, other):
                 raise ValueError(
-                    f"{name} and {other_name} share memory, and would not once they are trained here: must be one "
-                    "nn.Parameter under both names (b.weight = a.weight), or have memory of their own "
-                    "(.data = .data.clone())"
+                    f"{name} and {other_name} share memory, and would no longer share it in training: must be one "
+                    "nn.Parameter under both names (b.weight = a.weight), or have separate memory (.data = "
+                    ".data.clone())"
                 )
 
 
@@ -77,9 +77,10 @@ def _end(tensor: torch.Tensor) -> int:
 
 
 def _share_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors with overlapping address ranges, any shapes and dtypes, have a byte in common.
+    """Returns whether two tensors with overlapping address ranges, any shapes and dtypes, have a byte in common.
 
-    Different columns of one matrix have none. Takes one byte of host memory for each byte of the two ranges.
+    Different columns of one matrix have none in common. Requires one byte of host memory for each byte of the two
+    ranges.
     """
     first = min(one.data_ptr(), other.data_ptr())
     taken = torch.zeros(max(_end(one), _end(other)) - first, dtype=torch.bool, device="cpu")
@@ -94,7 +95,7 @@ def _bytes_of(memory: torch.Tensor, tensor: torch.Tensor, *, start: int) -> torc
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """Returns the strides of a dense copy with the same memory order: any shape and dtype."""
-    # Strides of dimensions of size 1 are kept, so that the copy reports the same ones.
+    # Strides of dimensions of size 1 are kept, so that the copy reports the same strides.
     strides, step = list(tensor.stride()), 1
     for dim in reversed(memory_order(tensor)):
         if tensor.shape[dim] > 1:
@@ -119,6 +120,6 @@ def shaped_view(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def in_order_of(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Returns `values`, any layout, the shape of `like`, in the memory order of `like`: [numel], same dtype.
 
-    A view if both have the same order, else a copy.
+    The result is a view if both have the same order, otherwise a copy.
     """
     return values.permute(memory_order(like)).reshape(-1)

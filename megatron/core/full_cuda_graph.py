@@ -1,6 +1,6 @@
 """FullCudaGraphWrapper: the forward and backward passes of a step's microbatches as one CUDA graph.
 
-It only handles the callable that runs the passes, static inputs and participants. Experts and optimizers are
+It handles only the callable that runs the passes, static inputs and participants. Experts and optimizers are
 participants, see graphs/capture.py.
 """
 
@@ -68,7 +68,7 @@ class FullCudaGraphWrapper:
     executed. Later steps run eagerly, and `failure` holds the cause.
 
     device: None means the GPU of this process, with the random-number streams of the tracker. follow_up: captured at
-    the end of the graph, after the contexts of the participants have exited. It receives the result of the passes. It
+    the end of the graph, after the contexts of the participants have exited. It receives the result of the passes, and
     does not run after eager passes.
     """
 
@@ -83,10 +83,10 @@ class FullCudaGraphWrapper:
         follow_up: Callable[[list[Any]], None] | None = None,
         max_graphs: int = 4,
     ) -> None:
-        """use_single_mempool: must be False; graphs of several kinds of steps may be replayed in any order."""
+        """Wraps the function; use_single_mempool: must be False, because graphs may be replayed in any order."""
         require_defaults(
             "FullCudaGraphWrapper",
-            "each graph has a memory pool of its own, as graphs of one pool must be replayed in the order of capture",
+            "each graph has its own memory pool, because graphs of one pool must be replayed in the order of capture",
             use_single_mempool=(use_single_mempool, False),
         )
         for name, number in (("cuda_graph_warmup_steps", cuda_graph_warmup_steps), ("max_graphs", max_graphs)):
@@ -112,18 +112,18 @@ class FullCudaGraphWrapper:
 
     @property
     def failure(self) -> str | None:
-        """Why a capture failed; None if none has failed."""
+        """Reason why a capture failed; None if none has failed."""
         return self._failure
 
     @property
     def may_break_off(self) -> bool:
-        """Whether a call may raise CaptureFailedError. After the first failure none does."""
+        """Whether a call may raise CaptureFailedError. After the first failure, calls no longer raise it."""
         return self._failure is None
 
     def __call__(
         self, *, data_iterator: Any, num_microbatches: int, forward_only: bool = False, **keywords: Any
     ) -> list[Any]:
-        """Runs the passes and returns the reports of the last stage's losses, in memory that no replay overwrites.
+        """Runs the passes and returns the loss reports of the last stage, in memory that no replay overwrites.
 
         data_iterator: an iterator or None, or a list of these with one for each chunk. The passes receive iterators
         over the batches that were read from it. Collective if the passes are. Raises CaptureFailedError, and ValueError
@@ -152,7 +152,7 @@ class FullCudaGraphWrapper:
     def data_read(self, data_iterator: Any, model: Any, training: bool, num_microbatches: int) -> Any:
         """Reads a step's batches; returns an iterator over them, or a list with one for each chunk, or None.
 
-        data_iterator: as in a call. model, training: not needed.
+        data_iterator: as in a call. model, training: unused.
         """
         return _iterators(_read(data_iterator, num_microbatches))
 
@@ -165,7 +165,7 @@ class FullCudaGraphWrapper:
         self._num_calls[_known_stage(stage)] += 1
 
     def reset_cuda_graph(self, stage: str | None = None) -> None:
-        """Drops the graphs of a stage, None: of both; evaluation has none, since it runs eagerly."""
+        """Drops the graphs of a stage; None means both. Evaluation has no graphs, because it runs eagerly."""
         if stage is None or _known_stage(stage) == _TRAINING:
             self.drop_graphs()
 
@@ -175,7 +175,7 @@ class FullCudaGraphWrapper:
         self._warm.clear()
 
     def _agree_on_plan_sync(self, key: Hashable) -> "_Plan":
-        """Returns what all ranks do in this step. Collective: one all-reduce of three int64, from host to host.
+        """Returns the plan of all ranks for this step. Collective: one all-reduce of three int64, from host to host.
 
         Ranks may differ in the shapes of their batches, and in fingerprints that eager passes changed on some ranks.
         Both depend on the batches of this step, so a message of the previous step could not include them.
@@ -193,7 +193,7 @@ class FullCudaGraphWrapper:
         return _Plan.WARM_UP if any_cold else _Plan.CAPTURE
 
     def _count_warm_up(self, key: Hashable) -> None:
-        # A new kind of step needs one warm-up step, which builds kernels and grows tables.
+        # A new kind of step needs one warm-up step, which compiles kernels and grows tables.
         self._steps_to_warm_up = max(0, self._steps_to_warm_up - 1)
         self._warm[key] = None
         if len(self._warm) > _MAX_WARM_KEYS:
@@ -201,8 +201,8 @@ class FullCudaGraphWrapper:
             if not self._graphs and not self._has_warned:
                 self._has_warned = True
                 logger.warning(
-                    "batches of %d steps were all of different kinds (number of micro-batches, shapes, plain values): "
-                    "nothing is captured, as no kind repeats",
+                    "batches of %d steps were all of different kinds (number of micro-batches, shapes, plain "
+                    "values): nothing is captured, because no kind repeats",
                     _MAX_WARM_KEYS,
                 )
 
@@ -265,7 +265,7 @@ def _check_reports(reports: list[Any]) -> None:
     for leaf in tree_leaves(reports):
         if not isinstance(leaf, torch.Tensor):
             raise ValueError(
-                f"the loss function reports {leaf!r}, which each replay would report again: report tensors only"
+                f"the loss function reports {leaf!r}, which each replay would report unchanged: report only tensors"
             )
 
 

@@ -1,7 +1,7 @@
 """Collectives of tensors and of small objects, and errors that are raised on all ranks.
 
-Names are independent of the version of torch. Differentiable collectives are in tensor_parallel/mappings.py.
-A group of None means this rank alone and sends nothing, except in all_ranks_agree.
+The names do not depend on the version of torch. Differentiable collectives are in tensor_parallel/mappings.py. A group
+of None means this rank alone and sends nothing, except in all_ranks_agree.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -102,7 +102,7 @@ def gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
 
 
 def is_fake(group: ProcessGroup | None) -> bool:
-    """Whether the group has a fake backend, whose other ranks do not exist."""
+    """Returns whether the group has a fake backend, whose other ranks do not exist."""
     return group_size(group) > 1 and "fake" in dist.get_backend(group)
 
 
@@ -123,9 +123,9 @@ def message_device(groups: Iterable[ProcessGroup | None]) -> torch.device:
 
 
 def any_rank_sync(*holds: bool) -> list[bool]:
-    """Returns whether each of these holds on any rank of torch.distributed, or on this one if it is not initialized.
+    """Returns whether each condition holds on any rank of torch.distributed, or on this one if it is not initialized.
 
-    Collective: one all-reduce of one int64 for each. NOTE: reads the device if WORLD cannot send from the host.
+    Collective: one all-reduce of one int64 each. NOTE: reads the device if WORLD cannot send from the host.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return list(holds)
@@ -144,7 +144,7 @@ def union_over_model(items: Iterable[_Item], groups: ProcessGroupCollection) -> 
 
 
 class RemoteRankError(RuntimeError):
-    """Raised inside `all_ranks_agree` on the ranks that had no error themselves."""
+    """Error of another rank, raised by `all_ranks_agree` on the ranks that had no error themselves."""
 
 
 @contextmanager
@@ -158,7 +158,7 @@ def all_ranks_agree(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     failure: Exception | None = None
     try:
         yield
-    except Exception as error:  # any kind, since the other ranks wait for this one
+    except Exception as error:  # any kind of error, because the other ranks wait for this one
         failure = error
     reports: list[str | None] = [None] * (dist.get_world_size(group) if dist.is_initialized() else 1)
     if len(reports) > 1:

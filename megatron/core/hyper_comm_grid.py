@@ -1,6 +1,6 @@
-"""HyperCommGrid: process groups along any axes of a grid of ranks that a script names itself.
+"""HyperCommGrid: process groups along any axes of a grid of ranks, whose axes a script names.
 
-parallel_state.py builds the groups of training; this class is for layouts of a script's own.
+parallel_state.py builds the groups of training; this class is for a script's own layouts.
 """
 
 import math
@@ -14,11 +14,11 @@ from megatron.core.parallel_state import generate_masked_orthogonal_rank_groups
 
 
 class HyperCommGrid:
-    """Grid of ranks with named axes, from the fastest to the slowest, and the groups made along them.
+    """Grid of ranks with named axes, from the fastest to the slowest, and the groups created along them.
 
-    shape: ranks along each axis. rank_offset: first rank of the grid. backend: of the groups; None means that of
-    torch.distributed. Raises ValueError for axes that do not fit the shape or the ranks that there are, and
-    RuntimeError before torch.distributed is initialized.
+    shape: ranks along each axis. rank_offset: first rank of the grid. backend: backend of the groups; None means the
+    backend of torch.distributed. Raises ValueError for axes that are inconsistent with the shape or the number of
+    ranks, and RuntimeError before torch.distributed is initialized.
     """
 
     def __init__(
@@ -39,18 +39,18 @@ class HyperCommGrid:
         if rank_offset < 0 or rank_offset + self.size > dist.get_world_size():
             raise ValueError(
                 f"shape is {list(shape)} and rank_offset is {rank_offset}: the grid must be within the "
-                f"{dist.get_world_size()} ranks that there are"
+                f"{dist.get_world_size()} available ranks"
             )
         self._groups: dict[tuple[str, ...], ProcessGroup | None] = {}
 
     def create_pg(self, dims: str | Sequence[str], **kwargs: Any) -> ProcessGroup | None:
-        """Builds all groups along `dims`; returns that of this rank, or None outside the grid. Collective.
+        """Builds all groups along `dims`; returns this rank's group, or None outside the grid. Collective.
 
-        kwargs: those of torch.distributed.new_group. Raises KeyError if these groups exist already.
+        kwargs: arguments of torch.distributed.new_group. Raises KeyError if these groups already exist.
         """
         key = self._key(dims)
         if key in self._groups:
-            raise KeyError(f"groups along {'-'.join(key)} exist already: get_pg() returns this rank's")
+            raise KeyError(f"groups along {'-'.join(key)} already exist: get_pg() returns this rank's group")
         own = None
         options = {"backend": self.backend, "group_desc": "-".join(key), **kwargs}
         for ranks in self.get_rank_enum(dims):
@@ -74,7 +74,7 @@ class HyperCommGrid:
         return [[self.rank_offset + rank for rank in ranks] for ranks in groups]
 
     def _key(self, dims: str | Sequence[str]) -> tuple[str, ...]:
-        """Returns the names in the order of the grid; raises ValueError for others, and for none."""
+        """Returns the names in grid order; raises ValueError for unknown names, and for none."""
         wanted = [dims] if isinstance(dims, str) else list(dims)
         if not wanted or not set(wanted) <= set(self.dim_names):
             raise ValueError(f"dims is {dims!r}: must be among {', '.join(self.dim_names)}")

@@ -1,8 +1,8 @@
-"""Logical tensors: maps the memory of a parameter to boxes of the unsharded, unpadded tensors of the model.
+"""Logical tensors: maps a parameter's memory to boxes of the unsharded, unpadded tensors of the model.
 
 Checkpoints store logical tensors, and initialization draws them, so that both are independent of the parallel layout. A
 module whose parameters have inner structure describes them through `logical_pieces`. Ranks, optimizers and files are
-handled elsewhere.
+handled in other files.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ class Box(NamedTuple):
         return tuple(o + n for o, n in zip(self.offset, self.shape, strict=True))
 
     def is_inside(self, other: "Box") -> bool:
-        """Whether every element of this box lies in `other`; a box with a negative size is never inside."""
+        """Returns whether every element of this box is in `other`; a box with a negative size is never inside."""
         return all(
             o >= other_o and n >= 0 and e <= other_e
             for o, n, e, other_o, other_e in zip(
@@ -81,7 +81,7 @@ def subtract(box: Box, hole: Box) -> list[Box]:
 
 
 class BoxIndex:
-    """Spatial index that finds the boxes overlapping a given box without comparing it to all of them.
+    """Spatial index that finds the boxes overlapping a given box without comparing all of them.
 
     Boxes of similar shape share a grid whose cell sides are their side lengths rounded up to powers of two. Each box
     therefore occupies at most two cells in each dimension. Sharded layouts produce few such shapes, so there are few
@@ -172,11 +172,12 @@ class LogicalPiece:
         lengths = {len(self.shape), len(self.stride), len(self.global_shape), len(self.global_offset)}
         if len(lengths) != 1:
             raise ValueError(
-                f"logical piece {self.key}: shape, stride and global box differ in their number of dimensions: {self}"
+                f"logical piece {self.key}: shape, stride and global box must have the same number of dimensions: "
+                f"{self}"
             )
-        # Checked on construction rather than at save, because the faulty module is known here by its key.
+        # Checked on construction rather than on save, because the faulty module is known here by its key.
         if not Box(self.global_offset, self.shape).is_inside(whole(self.global_shape)):
-            raise ValueError(f"logical piece {self.key}: the box leaves its stored tensor: {self}")
+            raise ValueError(f"logical piece {self.key}: the box exceeds its stored tensor: {self}")
 
     def view_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the window as a view of `tensor`: [*parameter's shape], contiguous, any dtype -> [*shape], same
@@ -186,7 +187,7 @@ class LogicalPiece:
         `memory_piece`.
         """
         if not (tensor.is_contiguous() or tensor.stride() == self.stride):
-            raise ValueError(f"logical piece {self.key}: needs a contiguous tensor, not strides {tensor.stride()}")
+            raise ValueError(f"logical piece {self.key}: requires a contiguous tensor, not strides {tensor.stride()}")
         # as_strided checks only against the whole storage, which a flat buffer shares with neighbouring parameters.
         reach = self.storage_offset + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
         if math.prod(self.shape) > 0 and reach >= tensor.numel():
@@ -197,15 +198,15 @@ class LogicalPiece:
 
 @runtime_checkable
 class HasLogicalPieces(Protocol):
-    """A module whose parameters have inner structure: gate over up, grouped q/k/v, stacked experts or padding."""
+    """A module whose parameters have inner structure: gate and up, grouped q/k/v, stacked experts or padding."""
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
-        """Returns the pieces of the parameters that are not stored as they are.
+        """Returns the pieces of parameters that are not stored unchanged.
 
         prefix: the module's full name with a trailing dot, empty at the root; every key starts with it. The returned
-        names are relative to the module and may reach into submodules ("linear_fc1.weight"). A parameter left out is
-        stored as it is, or as its submodule describes it. If both a module and its submodule describe a parameter, the
-        outer module wins.
+        names are relative to the module and may refer to submodules ("linear_fc1.weight"). A parameter that is not
+        included is stored unchanged, or as described by its submodule. If both a module and its submodule describe a
+        parameter, the outer module takes precedence.
         """
         ...
 
@@ -220,7 +221,7 @@ def canonical_name(name: str) -> str:
 
 def identity_piece(key: str, shape: tuple[int, ...]) -> LogicalPiece:
     """Returns the piece of a contiguous tensor that is stored whole."""
-    # Contiguous strides even in dimensions of size 1: the piece must not depend on how the tensor was made.
+    # Contiguous strides even in dimensions of size 1, because the piece must not depend on how the tensor was created.
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     return LogicalPiece(key, tuple(shape), stride, 0, tuple(shape), (0,) * len(shape))
 
@@ -253,9 +254,9 @@ def model_logical_pieces(model: torch.nn.Module) -> dict[str, list[LogicalPiece]
 
 
 def pieces_of_tensor(name: str, tensor: torch.Tensor, logical: Mapping[str, list[LogicalPiece]]) -> list[LogicalPiece]:
-    """Returns the pieces of a parameter, or of a buffer without any, which is stored whole under its name.
+    """Returns the pieces of a parameter, or of a buffer without pieces, which is stored whole under its name.
 
-    tensor: any shape and dtype, on any device. logical: of `model_logical_pieces`.
+    tensor: any shape and dtype, on any device. logical: the result of `model_logical_pieces`.
     """
     return logical.get(name) or [identity_piece(name, tuple(tensor.shape))]
 
@@ -345,7 +346,7 @@ def _count_before(shape: tuple[int, ...], stride: tuple[int, ...], *, position: 
             continue
         inner = math.prod(shape[dim + 1 :])
         index, position = divmod(position, step)
-        # No element of one index reaches the next index.
+        # No element of one index overlaps the next index.
         if index >= length:
             return count + length * inner
         count += index * inner

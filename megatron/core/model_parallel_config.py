@@ -45,7 +45,7 @@ class ConstantInit:
     value: float
 
     def __call__(self, param: torch.Tensor) -> torch.Tensor:
-        """param: any shape, any float dtype; filled in place."""
+        """Fills a parameter, any shape, any float dtype, in place."""
         return param.fill_(self.value)
 
 
@@ -53,23 +53,26 @@ class ConstantInit:
 class XavierUniformInit:
     """Initializes a weight uniformly within +-sqrt(6 / (rows + columns)), after Glorot and Bengio.
 
-    fans: rows and columns of the matrix that the weight is a part or a stack of; None: its own last two dimensions.
+    fans: rows and columns of the matrix of which the weight is a part or a stack; None means its own last two
+    dimensions.
     """
 
     fans: int | None = None
 
     def __call__(self, weight: torch.Tensor) -> torch.Tensor:
-        """weight: [*, rows, columns], any float dtype; filled in place from torch's generator."""
+        """Fills a weight, [*, rows, columns], any float dtype, in place from torch's generator."""
         bound = self.bound(weight.shape)
         return torch.nn.init.uniform_(weight, -bound, bound)
 
     def bound(self, shape: Sequence[int]) -> float:
-        """The largest size of a value of a weight with this shape."""
+        """Returns the bound on the values of a weight with this shape."""
         return math.sqrt(6 / (self.fans or sum(shape[-2:])))
 
 
 def init_of_matrix(init_method: InitMethod, rows: int, columns: int) -> InitMethod:
-    """The init method of parts of a matrix [rows, columns]: Xavier's looks at the whole, others are as they were."""
+    """Returns the init method for parts of a matrix [rows, columns]: Xavier's uses the whole matrix, others are
+    unchanged.
+    """
     return XavierUniformInit(rows + columns) if isinstance(init_method, XavierUniformInit) else init_method
 
 
@@ -96,7 +99,7 @@ class ParallelLayoutConfig:
     hierarchical_context_parallel_sizes: list[int] | None = config_field(
         None,
         help="Levels A P into which --context-parallel-size (A x P) is divided for --cp-comm-type a2a+p2p: A "
-        "neighbouring ranks exchange heads, P such groups pass keys and values.",
+        "neighbouring ranks exchange heads, and P such groups pass keys and values.",
         at_least=1,
     )
     expert_model_parallel_size: int = config_field(
@@ -105,7 +108,7 @@ class ParallelLayoutConfig:
         at_least=1,
     )
     expert_tensor_parallel_size: int | None = config_field(
-        None, help="Ranks that share the weights of each expert; unset: --tensor-model-parallel-size.", at_least=1
+        None, help="Ranks that share the weights of each expert; default: --tensor-model-parallel-size.", at_least=1
     )
 
     def __post_init__(self) -> None:
@@ -128,8 +131,8 @@ class PipelineConfig:
     microbatch_group_size_per_vp_stage: int | None = config_field(
         None,
         flags=("--microbatch-group-size-per-virtual-pipeline-stage",),
-        help="Micro-batches that a stage processes in one chunk before it continues with the next chunk; unset: the "
-        "number of stages, which is the minimum.",
+        help="Micro-batches that a stage processes in one chunk before it continues with the next chunk; default: "
+        "the number of stages, which is the minimum.",
         at_least=1,
     )
     num_layers_in_first_pipeline_stage: int | None = config_field(
@@ -170,16 +173,16 @@ class PipelineConfig:
 
 @dataclass(kw_only=True)
 class LayerOffloadConfig:
-    """Offloading of whole layers; transformer/offload_config.py has that of parts of layers."""
+    """Offloading of whole layers; transformer/offload_config.py has the settings for parts of layers."""
 
     cli_group: ClassVar[str] = "activation offloading"
 
     cpu_offloading: bool = config_field(
-        False, flags=(), help="Offload layers; cpu_offloading_num_layers alone says so too, and how many."
+        False, flags=(), help="Offload layers; giving cpu_offloading_num_layers is sufficient."
     )
     cpu_offloading_num_layers: int = config_field(
         0,
-        help="Keep the activations of this many first layers in host memory between forward and backward.",
+        help="Number of first layers whose activations are stored in host memory between forward and backward.",
         at_least=0,
     )
 
@@ -220,18 +223,19 @@ class ModelParallelConfig(
         help="Build the model on the meta device; each rank then initializes only its shards (--use-torch-fsdp2).",
     )
     cross_entropy_loss_fusion: bool = config_field(
-        False, help="No effect: logits are always converted to losses in one fused pass."
+        False, help="No effect, because logits are always converted to losses in one fused pass."
     )
     gradient_accumulation_fusion: bool = config_field(
         False,
         cli_default=True,
         flags=("--no-gradient-accumulation-fusion",),
-        help="Accumulate the weight gradients of linear layers, experts and word embeddings in their kernels; not "
-        "with --deterministic-mode.",
+        help="Accumulate weight gradients of linear layers, experts and word embeddings in their kernels; not with "
+        "--deterministic-mode.",
     )
     calculate_per_token_loss: bool = config_field(
         False,
-        help="Average the loss over all tokens of a global batch, even if micro-batches have unequal numbers of them.",
+        help="Average the loss over all tokens of a global batch, even if micro-batches have different numbers of "
+        "tokens.",
     )
     params_dtype: torch.dtype = torch.float32
     perform_initialization: bool = True
@@ -240,7 +244,9 @@ class ModelParallelConfig(
     grad_sync_func: SyncOfChunk | Sequence[SyncOfChunk] | None = None
     param_sync_func: SyncOfChunk | Sequence[SyncOfChunk] | None = None
     finalize_model_grads_func: Callable[..., None] | None = None
-    timers: Timers = plain_field(default_factory=Timers, compare=False)  # equal settings have timers of their own
+    timers: Timers = plain_field(
+        default_factory=Timers, compare=False
+    )  # excluded from comparisons, because each has its own timers
 
     def __post_init__(self) -> None:
         normalize_given_forms(self)
@@ -257,7 +263,7 @@ class ModelParallelConfig(
 
 
 def validate_parallel_layout(config: ParallelLayoutConfig) -> None:
-    """Raises ValueError for virtual stages without pipeline stages, and for levels whose product is not cp's size."""
+    """Raises ValueError for virtual stages without pipeline stages, and for levels whose product is not the cp size."""
     check_hierarchy(config.hierarchical_context_parallel_sizes, config.context_parallel_size)
     virtual, stages = config.virtual_pipeline_model_parallel_size, config.pipeline_model_parallel_size
     if virtual is not None and (virtual < 1 or virtual > 1 and stages == 1):
@@ -267,7 +273,7 @@ def validate_parallel_layout(config: ParallelLayoutConfig) -> None:
 
 
 def normalize_given_forms(config: ModelParallelConfig) -> None:
-    """Replaces forms that Megatron's scripts also give: names of dtypes, and a layout as lists of names of layers.
+    """Converts alternative forms used by Megatron's scripts: names of dtypes, and a layout as lists of layer names.
 
     Raises ValueError for unknown names.
     """
@@ -286,29 +292,30 @@ def _as_dtype(name: str, value: object) -> torch.dtype:
 
 
 def _layout_as_letters(layout: object) -> str | None:
-    """Returns a layout in letters; layout: letters, lists of names of layers by part, or None."""
+    """Returns a layout in letters; layout: letters, lists of layer names by part, or None."""
     if layout is None or isinstance(layout, str):
         return layout
     if not isinstance(layout, (list, tuple)) or not all(isinstance(part, (list, tuple)) for part in layout):
         raise ValueError(
-            f"pipeline_model_parallel_layout is {layout!r}: must be letters such as Et*3|(tt|)*2,L, or a list for each "
-            "stage of a chunk"
+            f"pipeline_model_parallel_layout is {layout!r}: must be letters such as Et*3|(tt|)*2,L, or a list for "
+            "each stage of a chunk"
         )
     unknown = [name for part in layout for name in part if name not in _LAYOUT_LETTERS]
     if unknown:
         raise ValueError(
-            f"pipeline_model_parallel_layout has {unknown[0]!r}: must be of {', '.join(_LAYOUT_LETTERS)} in lists"
+            f"pipeline_model_parallel_layout contains {unknown[0]!r}: must consist of {', '.join(_LAYOUT_LETTERS)} "
+            "in lists"
         )
     return "|".join("".join(_LAYOUT_LETTERS[name] for name in part) for part in layout)
 
 
 def set_timers(config: ModelParallelConfig) -> None:
-    """Replaces timers of None, which Megatron's scripts give, by timers that nobody reads."""
+    """Replaces timers of None, as passed by Megatron's scripts, by timers that are never read."""
     config.timers = config.timers or Timers()
 
 
 def validate_layer_offload(config: LayerOffloadConfig) -> None:
-    """Raises ValueError for offloading of no layers."""
+    """Raises ValueError for offloading zero layers."""
     if config.cpu_offloading and config.cpu_offloading_num_layers == 0:
         raise ValueError("cpu_offloading is True and cpu_offloading_num_layers is 0: must be at least 1")
 
@@ -322,4 +329,4 @@ def check_multiple(name: str, value: int, *, of: str, size: int) -> None:
 def validate_precision(config: ModelParallelConfig) -> None:
     """Raises ValueError if the precision flags contradict each other."""
     if config.fp16 and config.bf16:
-        raise ValueError("--fp16 and --bf16 are both given: choose one precision")
+        raise ValueError("--fp16 and --bf16 are both given: choose only one precision")

@@ -32,7 +32,7 @@ class BatchSchedule:
 
     @property
     def final_size(self) -> int:
-        """The batch size that the schedule ends with."""
+        """The final batch size of the schedule."""
         return self.sizes[-1]
 
     def rounded_down(self, multiple: int) -> "BatchSchedule":
@@ -80,7 +80,7 @@ def build_batch_schedule(
     seq_length: tokens per sample, for thresholds in tokens. Raises ValueError.
     """
     if rampup_batch_size is not None and step_batch_size_schedule is not None:
-        raise ValueError("rampup_batch_size and step_batch_size_schedule are both given: choose one schedule")
+        raise ValueError("rampup_batch_size and step_batch_size_schedule are both given: choose only one schedule")
     if step_batch_size_schedule is None:
         if global_batch_size is None:
             raise ValueError("global_batch_size is None: give its value, or a step_batch_size_schedule")
@@ -88,7 +88,7 @@ def build_batch_schedule(
     schedule = parse_step_schedule(step_batch_size_schedule, seq_length=seq_length or 1)
     if global_batch_size not in (None, schedule.final_size):
         raise ValueError(
-            f"global_batch_size is {global_batch_size}: must be left out or be the last batch size of "
+            f"global_batch_size is {global_batch_size}: must be omitted or be the last batch size of "
             f"step_batch_size_schedule, {schedule.final_size}"
         )
     return schedule
@@ -107,13 +107,13 @@ def ramp_up(rampup_batch_size: Sequence[int], global_batch_size: int) -> BatchSc
     shown = f"rampup_batch_size is {' '.join(map(str, rampup_batch_size))}"
     if len(rampup_batch_size) != 3:
         raise ValueError(f"{shown}: must be three numbers: START INCREMENT SAMPLES")
-    # Command lines of Megatron-LM give words.
+    # Command lines of Megatron-LM pass words.
     start, increment, samples = map(int, rampup_batch_size)
     if start < 1 or increment < 1 or samples < 0:
         raise ValueError(f"{shown}: START and INCREMENT must be at least 1, SAMPLES at least 0")
     if start > global_batch_size or (global_batch_size - start) % increment:
         raise ValueError(
-            f"{shown}: START plus a number of INCREMENTs must give global_batch_size, which is {global_batch_size}"
+            f"{shown}: START plus a multiple of INCREMENT must equal global_batch_size, which is {global_batch_size}"
         )
     count = (global_batch_size - start) // increment
     # Increment k applies after k / count of the samples, rounded up to whole samples.
@@ -130,11 +130,11 @@ def parse_step_schedule(text: str, *, seq_length: int) -> BatchSchedule:
     shown = f"step_batch_size_schedule is {text!r}"
     entries = [re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?):(\d+)", word) for word in text.split()]
     if not entries or None in entries:
-        raise ValueError(f'{shown}: must be THRESHOLD:BATCH_SIZE pairs with spaces between, such as "0:256 2B:512"')
+        raise ValueError(f'{shown}: must be THRESHOLD:BATCH_SIZE pairs separated by spaces, such as "0:256 2B:512"')
     pairs = [(_threshold(entry[1], entry[2], seq_length=seq_length), int(entry[3])) for entry in entries if entry]
     starts, sizes = zip(*pairs)
     if starts[0] != 0 or any(a >= b for a, b in zip(starts, starts[1:])):
-        raise ValueError(f"{shown}: thresholds must start at 0 and rise; in samples they are {list(starts)}")
+        raise ValueError(f"{shown}: thresholds must start at 0 and increase; in samples they are {list(starts)}")
     if min(sizes) < 1:
         raise ValueError(f"{shown}: batch sizes must be at least 1")
     return BatchSchedule(starts, sizes, "step_batch_size_schedule")
@@ -156,7 +156,7 @@ class NumMicroBatches:
     """Batch sizes of one run, in samples, and how they divide into microbatches.
 
     schedule: the requested sizes. Each must be a multiple of micro_batch_size x data_parallel_size, or is rounded down
-    to one with decrease_if_needed. running: the sizes that are trained with.
+    to one with decrease_if_needed. running: the sizes used in training.
     """
 
     schedule: BatchSchedule
@@ -184,7 +184,7 @@ class NumMicroBatches:
             above = -(-size // self.samples_per_round) * self.samples_per_round
             near = " or ".join(str(one) for one in (above - self.samples_per_round, above) if one)
             raise ValueError(
-                f"{which} {size}: must be a multiple of {wanted}, as {near}; or give decrease_batch_size_if_needed"
+                f"{which} {size}: must be a multiple of {wanted}, such as {near}; or give decrease_batch_size_if_needed"
             )
 
     @property
@@ -203,7 +203,7 @@ class NumMicroBatches:
 
 
 class NumMicroBatchesCalculator(ABC):
-    """The batch sizes of a run at its present point, under the names that Megatron's scripts call."""
+    """The batch sizes of a run at its current position, under the names that Megatron's scripts call."""
 
     @abstractmethod
     def __init__(self) -> None:
@@ -230,7 +230,7 @@ class NumMicroBatchesCalculator(ABC):
     def update(self, consumed_samples: int, consistency_check: bool, verbose: bool = False) -> None:
         """Moves to the batch size of the step that begins after `consumed_samples`.
 
-        consistency_check, verbose: accepted for Megatron's scripts. All sizes were checked at construction.
+        consistency_check, verbose: accepted for Megatron's scripts; all sizes were already checked at construction.
         """
         self.consumed_samples = consumed_samples
 
@@ -242,7 +242,7 @@ class _GivenBatchesCalculator(NumMicroBatchesCalculator):
 
 
 class ConstantNumMicroBatchesCalculator(NumMicroBatchesCalculator):
-    """One batch size for the whole run. Raises ValueError if it does not divide. rank: not used."""
+    """A single batch size for the whole run. Raises ValueError if it is not divisible. rank: unused."""
 
     def __init__(
         self,
@@ -258,7 +258,7 @@ class ConstantNumMicroBatchesCalculator(NumMicroBatchesCalculator):
 
 
 class RampupBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
-    """A batch size that rises in equal increments over `ramup_samples`, as ramp_up computes. rank: not used."""
+    """A batch size that increases in equal steps over `ramup_samples`, as in ramp_up. rank: unused."""
 
     def __init__(
         self,
@@ -277,7 +277,7 @@ class RampupBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
 
 
 class StepBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
-    """A batch size that changes at thresholds, which parse_step_schedule reads from `schedule`. rank: not used."""
+    """A batch size that changes at thresholds, which parse_step_schedule reads from `schedule`. rank: unused."""
 
     def __init__(
         self,
@@ -316,7 +316,7 @@ def init_num_microbatches_calculator(
     step_batch_size_schedule: str | None = None,
     seq_length: int | None = None,
 ) -> NumMicroBatches:
-    """Sets the batch sizes of this process, in samples. Raises ValueError if one is missing or they do not divide."""
+    """Sets the batch sizes of this process, in samples. Raises ValueError if one is missing or not divisible."""
     # A second run in this process would change the batch sizes of the first.
     if _HOLDER.calculator is not None:
         raise RuntimeError(f"rank {rank}: the number of microbatches is already set; destroy the calculator first")
@@ -342,13 +342,13 @@ def reconfigure_num_microbatches_calculator(
     step_batch_size_schedule: str | None = None,
     seq_length: int | None = None,
 ) -> NumMicroBatches:
-    """Sets the batch sizes of this process in place of those before, at the start of their schedule.
+    """Replaces the batch sizes of this process, at the start of their schedule.
 
-    Raises ValueError as init_num_microbatches_calculator does; the sizes before then stay.
+    Raises ValueError like init_num_microbatches_calculator, in which case the previous sizes are kept.
     """
     if micro_batch_size is None or data_parallel_size is None:
         missing = "micro_batch_size" if micro_batch_size is None else "data_parallel_size"
-        raise ValueError(f"{missing} is None: the number of microbatches follows from it; give its value")
+        raise ValueError(f"{missing} is None: it determines the number of microbatches; give its value")
     schedule = build_batch_schedule(
         global_batch_size,
         rampup_batch_size=rampup_batch_size,
@@ -366,7 +366,7 @@ def destroy_num_microbatches_calculator() -> None:
 
 
 def unset_num_microbatches_calculator() -> None:
-    """Discards the batch sizes, as destroy_num_microbatches_calculator does."""
+    """Discards the batch sizes, like destroy_num_microbatches_calculator."""
     destroy_num_microbatches_calculator()
 
 

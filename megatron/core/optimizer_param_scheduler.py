@@ -21,20 +21,22 @@ class OptimizerParamSchedulerConfig:
 
     cli_group: ClassVar[str] = "learning rate and weight decay"
 
-    lr_decay_style: str = config_field("linear", choices=LR_STYLES, help="How the learning rate decays after warm-up.")
+    lr_decay_style: str = config_field(
+        "linear", choices=LR_STYLES, help="Shape of the learning-rate decay after warm-up."
+    )
     lr_wsd_decay_style: str = config_field(
         "exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"), help="Shape of WSD's final decay."
     )
     lr_decay_iters: int | None = config_field(
-        None, at_least=1, help="Iterations until the learning rate reaches its minimum; unset: --train-iters."
+        None, at_least=1, help="Iterations until the learning rate reaches its minimum; default: --train-iters."
     )
     lr_decay_samples: int | None = config_field(
-        None, at_least=1, help="Samples until the learning rate reaches its minimum; unset: --train-samples."
+        None, at_least=1, help="Samples until the learning rate reaches its minimum; default: --train-samples."
     )
     lr_wsd_decay_iters: int | None = config_field(None, at_least=1, help="Iterations of WSD's final decay.")
     lr_wsd_decay_samples: int | None = config_field(None, at_least=1, help="Samples of WSD's final decay.")
     lr_warmup_fraction: float | None = config_field(
-        None, at_least=0, less_than=1, help="Fraction of the learning rate's schedule that is linear warm-up."
+        None, at_least=0, less_than=1, help="Fraction of the learning-rate schedule that is linear warm-up."
     )
     lr_warmup_iters: int = config_field(0, at_least=0, help="Iterations of linear warm-up.")
     lr_warmup_samples: int = config_field(0, at_least=0, help="Samples of linear warm-up.")
@@ -44,12 +46,13 @@ class OptimizerParamSchedulerConfig:
     weight_decay_incr_style: str = config_field(
         "constant",
         choices=WEIGHT_DECAY_STYLES,
-        help="How weight decay increases from --start-weight-decay to --end-weight-decay; constant: --weight-decay.",
+        help="Shape of the increase of weight decay from --start-weight-decay to --end-weight-decay; constant: "
+        "--weight-decay.",
     )
     override_opt_param_scheduler: bool = config_field(
         False,
         flags=("--override-opt-param-scheduler", "--override-opt_param-scheduler"),
-        help="On load, use the schedule of the command line if the checkpoint's differs.",
+        help="On load, use the command line's schedule if the checkpoint's differs.",
     )
     use_checkpoint_opt_param_scheduler: bool = config_field(
         False,
@@ -86,7 +89,7 @@ class OptimizerParamSchedulerConfig:
             if start is not None or end is not None:
                 raise ValueError(
                     f"start_weight_decay is {start} and end_weight_decay is {end}, but weight_decay_incr_style is "
-                    "constant: choose linear or cosine, or give --weight-decay alone"
+                    "constant: choose linear or cosine, or give only --weight-decay"
                 )
             return
         if start is None or end is None:
@@ -106,14 +109,13 @@ def check_load_policy(*, override: bool, use_checkpoint: bool) -> None:
     """Raises ValueError if the command line and the checkpoint are both given precedence."""
     if override and use_checkpoint:
         raise ValueError(
-            "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler are both set: "
-            "choose whose schedule wins on load"
+            "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler are both set: choose only one"
         )
 
 
 _Decay = Callable[[float], float]
 
-# Coefficients that fall from 1 to 0 with the progress in [0, 1].
+# Coefficients that decrease from 1 to 0 as progress goes from 0 to 1.
 _DECAY: dict[str, _Decay] = {
     "linear": lambda progress: 1.0 - progress,
     "cosine": lambda progress: 0.5 * (math.cos(math.pi * progress) + 1.0),
@@ -128,7 +130,7 @@ _WSD_DECAY: dict[str, _Decay] = {
 class ParamGroupOverride(TypedDict, total=False):
     """Values of an entry of config_overrides, as a dictionary.
 
-    megatron.core.optimizer.ParamGroupOverride is the same as a checked dataclass, and says what they mean.
+    megatron.core.optimizer.ParamGroupOverride is the corresponding validated dataclass, and documents the values.
     """
 
     max_lr: float
@@ -139,7 +141,7 @@ class ParamGroupOverride(TypedDict, total=False):
 
 
 def combine_param_group_overrides(param_group_overrides: Sequence[ParamGroupOverride | None]) -> ParamGroupOverride:
-    """Returns all values of several overrides of one parameter. Raises ValueError if two give one name other values."""
+    """Merges several overrides of one parameter. Raises ValueError if two give different values for one name."""
     combined: dict[str, Any] = {}
     for override in param_group_overrides:
         for name, value in (override or {}).items():
@@ -151,12 +153,14 @@ def combine_param_group_overrides(param_group_overrides: Sequence[ParamGroupOver
 def param_group_override_to_tuple(
     param_group_override: ParamGroupOverride | None,
 ) -> tuple[tuple[str, Any], ...] | None:
-    """Returns the names and values of an override, sorted, as a key for dictionaries; None for none."""
+    """Returns the names and values of an override, sorted, as a dictionary key; None for None."""
     return None if param_group_override is None else tuple(sorted(param_group_override.items()))
 
 
 def get_canonical_lr_for_logging(param_groups: Sequence[dict[str, Any]]) -> float | None:
-    """Returns the rate of the first group without rates of its own, or else of the first; None for no groups."""
+    """Returns the rate of the first group without its own rates, or otherwise of the first group; None
+    for no groups.
+    """
     own = ("max_lr", "min_lr")
     plain = [group for group in param_groups if group.get("lr_mult", 1.0) == 1.0 and not any(group.get(n) for n in own)]
     return next((group["lr"] for group in [*plain, *param_groups]), None)
@@ -221,8 +225,8 @@ class OptimizerParamScheduler:
 
     `max_lr`, `min_lr`, `start_wd` and `end_wd` of a group override those of the schedule; `lr_mult` and `wd_mult` scale
     the results. init_lr: the learning rate at the start of warm-up. wsd_decay_steps: length of WSD's final decay. All
-    steps are samples; `num_steps` is the current one. Loading raises if the schedule differs from the checkpoint's,
-    unless a flag selects one of them.
+    steps are samples; `num_steps` is the current one. Loading raises an error if the schedule differs from the
+    checkpoint's, unless a flag selects one of them.
     """
 
     def __init__(
@@ -272,7 +276,7 @@ class OptimizerParamScheduler:
         """Advances by `increment` samples and writes the new values into the parameter groups."""
         self.num_steps += increment
         for group in self.optimizer.param_groups:
-            # Python numbers, since a tensor would have to be read from the device in each step.
+            # Python numbers, because a tensor would have to be read from the device in each step.
             group["lr"] = self.get_lr(group) * group.get("lr_mult", 1.0)
             group["weight_decay"] = self.get_wd(group) * group.get("wd_mult", 1.0)
 
@@ -283,11 +287,11 @@ class OptimizerParamScheduler:
         min_lr = _or_default(param_group.get("min_lr"), schedule.min_lr)
         # All styles begin with warm-up, including the constant one.
         if 0 < schedule.lr_warmup_steps and step <= schedule.lr_warmup_steps:
-            # Multiplies before it divides, as Megatron does; the other order differs in the last bit.
+            # Multiplies before it divides, as in Megatron; the other order differs in the last bit.
             return schedule.init_lr + (max_lr - schedule.init_lr) * step / schedule.lr_warmup_steps
         if schedule.lr_decay_style == "constant":
             return max_lr
-        # Runs that are longer than the schedule keep its minimum.
+        # Runs longer than the schedule keep its minimum.
         if step > schedule.lr_decay_steps:
             return min_lr
         if schedule.lr_decay_style == "inverse-square-root":
@@ -309,17 +313,17 @@ class OptimizerParamScheduler:
         return {**asdict(self.schedule), "num_steps": self.num_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues at the checkpoint's step. Raises ValueError if the schedule differs and no flag selects one."""
+        """Continues from the checkpoint's step. Raises ValueError if the schedule differs and no flag selects one."""
         ours = asdict(self.schedule)
         # Older checkpoints may lack newer names, which are then not compared.
         theirs = {name: state_dict.get(name, value) for name, value in ours.items()}
-        # replace() validates the checkpoint's values too.
+        # replace() also validates the checkpoint's values.
         if self._use_checkpoint:
             self.schedule = replace(self.schedule, **theirs)
         elif not self._override:
             _require_equal(_with_effect(ours), theirs)
         self.num_steps = int(state_dict["num_steps"])
-        # Without this, the first step after a resume would use the rates of step 0.
+        # Otherwise the first step after a resume would use the rates of step 0.
         self.step(0)
 
     def _decay_coefficient(self) -> float:
@@ -344,7 +348,7 @@ def get_optimizer_param_scheduler(
 ) -> OptimizerParamScheduler:
     """Builds the schedule of `config`; `batches` converts iterations to samples.
 
-    train_samples: length of a run that is limited by samples; None for a run of `train_iters` iterations.
+    train_samples: length of a run limited by samples; None for a run of `train_iters` iterations.
     """
     run_steps = batches.samples_after(train_iters) if train_samples is None else train_samples
     decay_steps = config.lr_decay_samples or run_steps
@@ -408,7 +412,7 @@ def _require(holds: bool, name: str, *, value: Any, wanted: str) -> None:
 
 
 def _with_effect(schedule: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values with an effect. A constant style ignores its length, so --train-iters may change."""
+    """Drops values without effect. A constant style ignores its length, so --train-iters may change."""
     without = {"wd_incr_steps"} if schedule["wd_incr_style"] == "constant" else set()
     without |= {"lr_decay_steps"} if schedule["lr_decay_style"] == "constant" else set()
     without |= {"init_lr"} if schedule["lr_warmup_steps"] == 0 else set()
@@ -423,6 +427,6 @@ def _require_equal(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         unit = " (_steps are samples: flags in iterations x --global-batch-size)" if "_steps" in str(different) else ""
         raise ValueError(
             f"the learning-rate schedule differs from the checkpoint's: {', '.join(different)}{unit}; give "
-            "--override-opt-param-scheduler to keep the command line's or --use-checkpoint-opt-param-scheduler to "
-            "take the checkpoint's"
+            "--override-opt-param-scheduler to use the command line's or --use-checkpoint-opt-param-scheduler to "
+            "use the checkpoint's"
         )

@@ -8,10 +8,10 @@ from torch import Tensor
 
 @dataclass(kw_only=True)
 class PackedSeqParams:
-    """Segments of the B * S tokens of a microbatch, sample by sample; a token attends within its segment.
+    """Segments of the B * S tokens of a microbatch, sample by sample. A token attends only within its segment.
 
     cu_seqlens_q: [n + 1], int32, on the CPU: 0 and the end of each segment, up to B * S. Every end of a sample is a
-    boundary. Hidden states keep their shape [S, B, H]. cu_seqlens_kv, max_seqlen_kv: equal to those of the queries in
+    boundary. Hidden states keep their shape [S, B, H]. cu_seqlens_kv, max_seqlen_kv: equal to the queries' values in
     self-attention, which is the default. max_seqlen_q: length of the longest segment, computed by default.
     segment_lengths: lengths of the segments that are not empty, in order.
     """
@@ -26,22 +26,24 @@ class PackedSeqParams:
 
     def __post_init__(self) -> None:
         if self.qkv_format != "thd":
-            raise ValueError(f"qkv_format is {self.qkv_format!r}: must be 'thd', borders by cu_seqlens_q")
-        # NOTE: read once per microbatch; the host would wait here for borders on a GPU.
+            raise ValueError(f"qkv_format is {self.qkv_format!r}: must be 'thd', with borders in cu_seqlens_q")
+        # NOTE: read once per microbatch; for borders on a GPU the host would wait here.
         borders = self.cu_seqlens_q.tolist()
         if self.cu_seqlens_kv is None:
             self.cu_seqlens_kv = self.cu_seqlens_q
         elif self.cu_seqlens_kv.tolist() != borders:
-            raise ValueError("cu_seqlens_kv differs from cu_seqlens_q: self-attention has one set of borders")
+            raise ValueError("cu_seqlens_kv differs from cu_seqlens_q: self-attention requires identical borders")
         lengths = [end - start for start, end in zip(borders, borders[1:], strict=False)]
         if not lengths or borders[0] != 0 or min(lengths) < 0:
-            raise ValueError(f"cu_seqlens_q is {borders}: must start at 0 and ascend")
+            raise ValueError(f"cu_seqlens_q is {borders}: must start at 0 and increase")
         self.segment_lengths = [length for length in lengths if length]
         if self.max_seqlen_q is None:
             self.max_seqlen_q = max(lengths)
         # With too small a value a kernel would silently skip tokens.
         if self.max_seqlen_q < max(lengths):
-            raise ValueError(f"max_seqlen_q is {self.max_seqlen_q}: must be the longest segment's {max(lengths)}")
+            raise ValueError(
+                f"max_seqlen_q is {self.max_seqlen_q}: must be the length of the longest segment, {max(lengths)}"
+            )
         if self.max_seqlen_kv is None:
             self.max_seqlen_kv = self.max_seqlen_q
 
@@ -57,8 +59,8 @@ class PackedSeqParams:
         for length in self.segment_lengths:
             if position % seq_length + length > seq_length:
                 raise ValueError(
-                    f"cu_seqlens_q has a segment from token {position} to {position + length}: "
-                    f"must end with its sample, all of which have {seq_length} tokens"
+                    f"cu_seqlens_q has a segment from token {position} to {position + length}: must end with its "
+                    f"sample, and all samples have {seq_length} tokens"
                 )
             position += length
         if position != batch * seq_length:

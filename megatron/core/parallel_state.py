@@ -1,7 +1,7 @@
 """Process groups: rank grids, and the registry of this process's groups.
 
 RankGenerator computes ranks on a grid. initialize_model_parallel builds the groups once. Builders of models read the
-registry and pass on a ProcessGroupCollection. No forward reads the registry.
+registry and pass a ProcessGroupCollection to components. No forward reads the registry.
 """
 
 import math
@@ -35,8 +35,8 @@ DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 class RankGenerator:
     """Rank grid of dense layers or of expert layers.
 
-    Dense layers have the axes tp, cp, dp and pp, expert layers tp (of their own size), ep, dp (of their own size) and
-    pp. order: axes joined by "-", from the fastest to the slowest. Ranks next to each other on the fastest axis are
+    Dense layers have the axes tp, cp, dp and pp. Expert layers have tp (with its own size), ep, dp (with its own size)
+    and pp. order: axes joined by "-", from the fastest to the slowest. Ranks next to each other on the fastest axis are
     consecutive. Axes of size 1 may be omitted. Raises ValueError for a missing, repeated or unknown axis.
     """
 
@@ -85,7 +85,7 @@ class RankGenerator:
         return ranks
 
     def get_mask(self, order: str, token: str) -> list[bool]:
-        """Returns, for each axis in `order`, whether it is among those in `token`; both join axes by "-"."""
+        """Returns, for each axis in `order`, whether it is in `token`; both join axes by "-"."""
         wanted = token.split("-")
         return [axis in wanted for axis in order.split("-")]
 
@@ -93,13 +93,13 @@ class RankGenerator:
 def generate_masked_orthogonal_rank_groups(
     world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]
 ) -> list[list[int]]:
-    """Returns all groups along the axes that `mask` selects, on a grid with these sizes, the fastest axis first.
+    """Returns all groups along the axes selected by `mask`, on a grid with these sizes, the fastest axis first.
 
     Ranks beyond the product of the sizes repeat the grid. Raises ValueError if world_size is not a multiple of it, or
     if mask and parallel_size differ in length.
     """
     if len(mask) != len(parallel_size):
-        raise ValueError(f"mask has {len(mask)} axes: must have those of parallel_size, {len(parallel_size)}")
+        raise ValueError(f"mask has {len(mask)} axes: must have the {len(parallel_size)} axes of parallel_size")
     product = math.prod(parallel_size)
     if product < 1 or world_size % product:
         raise ValueError(f"world_size is {world_size}: must be a multiple of the product of parallel_size ({product})")
@@ -134,8 +134,8 @@ def check_virtual_size(virtual_size: int | None, pipeline_size: int) -> None:
     check_optional_size("virtual_pipeline_model_parallel_size", virtual_size)
     if pipeline_size == 1 and (virtual_size or 1) > 1:
         raise ValueError(
-            f"virtual_pipeline_model_parallel_size is {virtual_size}: "
-            f"needs pipeline_model_parallel_size ({pipeline_size}) of at least 2"
+            f"virtual_pipeline_model_parallel_size is {virtual_size}: requires a pipeline_model_parallel_size "
+            f"({pipeline_size}) of at least 2"
         )
 
 
@@ -143,7 +143,7 @@ def rank_grids(world_size: int, sizes: dict[str, int], *, order: str) -> tuple[R
     """Returns the grids of dense and of expert layers over the same ranks. sizes: all five, by argument name.
 
     Raises ValueError if a size is below 1, if the number of ranks is not a multiple of a grid's product, or if the
-    pipeline stages of expert layers would have other ranks.
+    pipeline stages of expert layers would have different ranks.
     """
     for name, size in sizes.items():
         if size < 1:
@@ -158,8 +158,8 @@ def rank_grids(world_size: int, sizes: dict[str, int], *, order: str) -> tuple[R
     ):
         if world_size % product:
             raise ValueError(
-                f"world size is {world_size}: must be a multiple of {names} ({product}); start another number of ranks "
-                "or change these sizes"
+                f"world size is {world_size}: must be a multiple of {names} ({product}); start a different number "
+                "of ranks or change these sizes"
             )
     dense = RankGenerator(tp, 1, world_size // (tp * cp * pp), pp, cp, order)
     expert = RankGenerator(etp, ep, world_size // (etp * ep * pp), pp, 1, order)
@@ -192,7 +192,7 @@ def instance_tables(dense: RankGenerator, expert: RankGenerator, *, num_instance
     if not torch.equal(*across) or not torch.equal(*whole):
         raise ValueError(
             f"num_distributed_optimizer_instances is {num_instances}: with order {dense.order!r} the instances of "
-            "dense and of expert layers would have different ranks; must be 1, or dp come after tp, cp and ep"
+            "dense and of expert layers would have different ranks; must be 1, or dp must come after tp, cp and ep"
         )
     within = {name: table.reshape(-1, table.shape[2]) for name, table in cut.items()}
     return {**within, "inter_dist_opt": across[0], "intra_dist_opt": whole[0]}
@@ -214,7 +214,7 @@ def _checked_axes(order: str, name_to_size: dict[str, int]) -> tuple[str, ...]:
     return (*axes, *absent)
 
 
-_NO_GTP = "generalised tensor parallelism does not exist here"
+_NO_GTP = "generalised tensor parallelism is not supported"
 
 # Field of ProcessGroupCollection -> axes of the grid that it spans.
 _DENSE_GROUPS = {
@@ -237,10 +237,10 @@ _EXPERT_GROUPS = {"expt_tp": "tp", "ep": "ep", "expt_dp": "dp", "tp_ep": "tp-ep"
 
 @dataclass
 class _Registry:
-    """The result of initialize_model_parallel, except EXISTING. world: the group of all ranks at that time.
+    """The result of initialize_model_parallel, except EXISTING. world: the group of all ranks at the time of the call.
 
-    others: groups of create_group, which users destroy. indices and sizes: values of the set_ functions, by field of
-    ProcessGroupCollection. senders: see add_sender.
+    others: groups of create_group, which users destroy. indices and sizes: values set by the set_ functions, by field
+    of ProcessGroupCollection. senders: see add_sender.
     """
 
     world: ProcessGroup | None = None
@@ -290,11 +290,11 @@ def initialize_model_parallel(
 
     expert_tensor_parallel_size: None means the size of dense layers. hierarchical_context_parallel_sizes: the levels
     into which context-parallel groups are divided, from the innermost. order: see RankGenerator, for both kinds of
-    layers. get_embedding_ranks, get_position_embedding_ranks: stages that share embedding weights, and those with
-    position embeddings; None means default_embedding_ranks and default_position_embedding_ranks.
-    create_gloo_process_groups: data-parallel groups also exist on the host, if the group of all ranks has a CPU
-    backend. Other arguments name what does not exist here. Raises ValueError for those, and for incompatible sizes,
-    before any group is built, and RuntimeError if called twice.
+    layers. get_embedding_ranks, get_position_embedding_ranks: functions that return the stages that share embedding
+    weights, and the stages with position embeddings; None means default_embedding_ranks and
+    default_position_embedding_ranks. create_gloo_process_groups: also creates data-parallel groups on the host, if the
+    group of all ranks has a CPU backend. Other arguments belong to unsupported features. Raises ValueError for these,
+    and for incompatible sizes, before any group is built, and RuntimeError if called twice.
     """
     require_defaults(
         "initialize_model_parallel",
@@ -311,7 +311,7 @@ def initialize_model_parallel(
         local_world_size=(local_world_size or dist.get_world_size(), dist.get_world_size()),
     )
     if EXISTING.groups is not None:
-        raise RuntimeError("model parallel groups exist already: call destroy_model_parallel() first")
+        raise RuntimeError("model parallel groups already exist: call destroy_model_parallel() first")
     check_optional_size("expert_tensor_parallel_size", expert_tensor_parallel_size)
     check_virtual_size(virtual_pipeline_model_parallel_size, pipeline_model_parallel_size)
     check_hierarchy(hierarchical_context_parallel_sizes, context_parallel_size)
@@ -365,15 +365,16 @@ def initialize_model_parallel(
 def _chosen_stages(pipelines: Tensor, choose: ChooseStages, name: str) -> Tensor:
     """Returns the chosen ranks of all pipelines: [pipelines, chosen]. pipelines: [pipelines, stages].
 
-    Raises ValueError for ranks outside the pipeline, no ranks, or another number of them in another pipeline.
+    Raises ValueError for ranks outside the pipeline, for no ranks, and if the number of ranks differs between
+    pipelines.
     """
     rows: list[list[int]] = []
     for stages in pipelines.tolist():
         chosen = choose(list(stages))
         if not chosen or not set(chosen) <= set(stages) or rows and len(chosen) != len(rows[0]):
             raise ValueError(
-                f"{name} returned {chosen!r} for the pipeline {stages}: must be a part of it, with the same number of "
-                "ranks in every pipeline"
+                f"{name} returned {chosen!r} for the pipeline {stages}: must be a subset of it, with the same "
+                "number of ranks in every pipeline"
             )
         rows.append(sorted(chosen))
     return torch.tensor(rows, dtype=torch.int64)
@@ -391,7 +392,7 @@ def check_hierarchy(sizes: Sequence[int] | None, context_parallel_size: int) -> 
 def hierarchy_tables(table: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """Divides each group in `table` into levels, from the innermost: one [groups, size] for each of `sizes`.
 
-    table: [groups, ranks], int64. Ranks of a level's group differ in their place on that level alone.
+    table: [groups, ranks], int64. Ranks of a level's group differ only in their position on that level.
     """
     cut = table.view(len(table), *reversed(sizes))
     return [cut.movedim(cut.ndim - 1 - level, -1).reshape(-1, size) for level, size in enumerate(sizes)]
@@ -403,7 +404,7 @@ def _built(group: ProcessGroup | None) -> ProcessGroup:
 
 
 class _GroupMaker:
-    """Builds process groups. Kinds with equal ranks share one group, and so its connections."""
+    """Builds process groups. Kinds with equal ranks share one group, and therefore its connections."""
 
     def __init__(self, timeout: timedelta, made: list[ProcessGroup], *, backend: str) -> None:
         self._timeout = timeout
@@ -412,17 +413,17 @@ class _GroupMaker:
         self._known: list[tuple[Tensor, ProcessGroup | None]] = []
 
     def for_backend(self, backend: str) -> "_GroupMaker":
-        """Returns the maker of groups with `backend`: this one if it has that backend."""
+        """Returns the maker of groups with `backend`, which is this one if it has that backend."""
         return self if backend == self._backend else _GroupMaker(self._timeout, self._made, backend=backend)
 
     def own_group(self, table: Tensor, name: str) -> ProcessGroup | None:
-        """Builds the groups in `table`, [groups, ranks], and returns that of this rank or None. Collective."""
+        """Builds the groups in `table`, [groups, ranks], and returns this rank's group or None. Collective."""
         for known, group in self._known:
             if torch.equal(known, table):
                 return group
         own = None
-        # Every rank builds every group, as DeviceMesh does. Torch then numbers groups identically on all ranks and uses
-        # no number twice, so groups built after destroy_model_parallel do not find stale addresses.
+        # Every rank builds every group, as in DeviceMesh. Torch then numbers groups identically on all ranks and never
+        # reuses a number, so groups built after destroy_model_parallel do not find stale addresses.
         for ranks in table.tolist():
             group = dist.new_group(ranks, timeout=self._timeout, backend=self._backend, group_desc=name)
             if isinstance(group, ProcessGroup):
@@ -447,7 +448,7 @@ def _mesh(grid: RankGenerator, groups: dict[str, ProcessGroup | None]) -> Device
 
 def destroy_model_parallel() -> None:
     """Destroys the groups, if there are any, except the default group of torch.distributed."""
-    # destroy_process_group() without arguments has destroyed these too, and must not be repeated.
+    # destroy_process_group() without arguments has already destroyed these, and must not be repeated.
     if dist.is_initialized() and dist.group.WORLD is _REGISTRY.world:
         for group in reversed(_REGISTRY.made):
             dist.destroy_process_group(group)
@@ -457,12 +458,12 @@ def destroy_model_parallel() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether initialize_model_parallel has run, under an older name."""
+    """Returns whether initialize_model_parallel has run. An older name of model_parallel_is_initialized."""
     return EXISTING.groups is not None
 
 
 def model_parallel_is_initialized() -> bool:
-    """Whether initialize_model_parallel has run."""
+    """Returns whether initialize_model_parallel has run."""
     return EXISTING.groups is not None
 
 
@@ -474,14 +475,14 @@ def get_process_groups() -> ProcessGroupCollection:
 
 
 def existing_process_groups() -> ProcessGroupCollection:
-    """Returns all groups of this rank; without model parallel groups, those of a single rank."""
+    """Returns all groups of this rank; without model parallel groups, groups of a single rank."""
     return EXISTING.groups or ProcessGroupCollection()
 
 
 def group_or_existing(group: ProcessGroup | None, kind: str = "tp") -> ProcessGroup:
-    """Returns `group`; None, as in Megatron, means the existing group of the field `kind` of ProcessGroupCollection.
+    """Returns `group`. None, as in Megatron, means the existing group of the field `kind` of ProcessGroupCollection.
 
-    Without model parallel groups None means this rank alone. Only functions that users call need this. Internal code
+    Without model parallel groups, None means this rank alone. Only functions that users call need this. Internal code
     receives groups as arguments, and passes None of a collection through or_alone.
     """
     return or_alone(vars(existing_process_groups())[kind]) if group is None else group
@@ -547,26 +548,26 @@ def _checked(name: str, check_initialized: bool) -> ProcessGroup | None:
 
 
 # Getters of Megatron, by kind of parallelism: the group, the index of this rank in it, and its number of ranks.
-# check_initialized: raise RuntimeError if there is no such group, instead of returning None. partial_...: only the
+# check_initialized: raises RuntimeError if there is no such group, instead of returning None. partial_...: only the
 # ranks of this rank's instance of the distributed optimizer. with_gtp_remat, with_egtp_remat: also count the ranks of
-# generalised tensor parallelism, which does not exist here, so both values mean the same ranks.
+# generalised tensor parallelism, which is not supported, so both values mean the same ranks.
 #
 # The set_ functions replace what the getters of indices and sizes return, for scripts that build the parts of other
 # ranks in one process; None ends that. They do not change groups.
 
 
 def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The ranks that share one dense layer's weights."""
+    """Returns the group of ranks that share one dense layer's weights."""
     return _checked("tp", check_initialized)
 
 
 def get_tensor_model_parallel_rank() -> int:
-    """This rank's index in its tensor-parallel group."""
+    """Returns this rank's index in its tensor-parallel group."""
     return _index("tp")
 
 
 def get_tensor_model_parallel_world_size() -> int:
-    """Number of ranks that share one dense layer's weights."""
+    """Returns the number of ranks that share one dense layer's weights."""
     return _size("tp")
 
 
@@ -581,23 +582,23 @@ def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """Global rank of the first rank of this tensor-parallel group."""
+    """Returns the global rank of the first rank of this tensor-parallel group."""
     return dist.get_global_rank(_group("tp"), 0)
 
 
 def get_context_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The ranks that hold parts of the same sequences."""
+    """Returns the group of ranks that hold parts of the same sequences."""
     return _checked("cp", check_initialized)
 
 
 def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int] | None:
-    """Global ranks that hold parts of the same sequences."""
+    """Returns the global ranks that hold parts of the same sequences."""
     group = _checked("cp", check_initialized)
     return None if group is None else dist.get_process_group_ranks(group)
 
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[ProcessGroup] | None:
-    """The groups of this rank on each level of hierarchical_context_parallel_sizes, from the innermost."""
+    """Returns this rank's groups on each level of hierarchical_context_parallel_sizes, from the innermost."""
     groups = list((get_process_groups() if check_initialized else existing_process_groups()).hcp)
     if check_initialized and not groups:
         raise RuntimeError("there are no levels: pass hierarchical_context_parallel_sizes to initialize_model_parallel")
@@ -605,28 +606,29 @@ def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> 
 
 
 def get_context_parallel_rank() -> int:
-    """This rank's index in its context-parallel group."""
+    """Returns this rank's index in its context-parallel group."""
     return _index("cp")
 
 
 def get_context_parallel_world_size() -> int:
-    """Number of parts of a sequence."""
+    """Returns the number of parts of a sequence."""
     return _size("cp")
 
 
 def get_data_parallel_group(
     with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
 ) -> ProcessGroup:
-    """The ranks that hold copies of the same dense weights; `with_context_parallel` also counts sequence parts.
+    """Returns the group of ranks that hold copies of the same dense weights.
 
-    partial_data_parallel requires with_context_parallel, since shards are distributed over sequence parts too.
+    with_context_parallel: includes the ranks that hold other parts of the same sequences. partial_data_parallel
+    requires with_context_parallel, because shards are distributed over these ranks as well.
     """
     return _group(_data_kind(with_context_parallel, partial_data_parallel))
 
 
 def _data_kind(with_context_parallel: bool, partial_data_parallel: bool) -> str:
     if partial_data_parallel and not with_context_parallel:
-        raise ValueError("partial_data_parallel is set: needs with_context_parallel as well")
+        raise ValueError("partial_data_parallel is set: requires with_context_parallel as well")
     if partial_data_parallel:
         return "intra_dp_cp"
     return "dp_cp" if with_context_parallel else "dp"
@@ -635,7 +637,7 @@ def _data_kind(with_context_parallel: bool, partial_data_parallel: bool) -> str:
 def get_data_parallel_group_gloo(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> ProcessGroup:
-    """The ranks of get_data_parallel_group, with a CPU backend."""
+    """Returns the group with the ranks of get_data_parallel_group and a CPU backend."""
     name = _data_kind(with_context_parallel, partial_data_parallel)
     return _built(host_group(_group(name), name))
 
@@ -643,7 +645,7 @@ def get_data_parallel_group_gloo(
 def get_data_parallel_rank(
     with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
 ) -> int:
-    """This rank's index in its data-parallel group."""
+    """Returns this rank's index in its data-parallel group."""
     return _index(_data_kind(with_context_parallel, partial_data_parallel))
 
 
@@ -656,64 +658,64 @@ def set_data_parallel_rank(rank: int | None) -> None:
 def get_data_parallel_world_size(
     with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
 ) -> int:
-    """Number of data-parallel copies."""
+    """Returns the number of data-parallel copies."""
     return _size(_data_kind(with_context_parallel, partial_data_parallel))
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
-    """Global rank of the first rank of this data-parallel group."""
+    """Returns the global rank of the first rank of this data-parallel group."""
     return dist.get_global_rank(get_data_parallel_group(with_context_parallel), 0)
 
 
 def get_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The ranks that together hold one copy of the dense weights: tensor x pipeline."""
+    """Returns the group of ranks that together hold one copy of the dense weights: tensor x pipeline."""
     return _checked("mp", check_initialized)
 
 
 def get_model_parallel_src_rank() -> int:
-    """Global rank of the first of the ranks that hold the same copy of the dense weights."""
+    """Returns the global rank of the first of the ranks that hold the same copy of the dense weights."""
     return dist.get_global_rank(_group("mp"), 0)
 
 
 def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The ranks that hold parts of the same microbatch: tensor x context."""
+    """Returns the group of ranks that hold parts of the same microbatch: tensor x context."""
     return _checked("tp_cp", check_initialized)
 
 
 def get_tensor_and_context_parallel_rank() -> int:
-    """This rank's index among those that hold parts of the same microbatch."""
+    """Returns this rank's index among the ranks that hold parts of the same microbatch."""
     return _index("tp_cp")
 
 
 def get_tensor_and_context_parallel_world_size() -> int:
-    """Number of ranks that hold parts of the same microbatch."""
+    """Returns the number of ranks that hold parts of the same microbatch."""
     return _size("tp_cp")
 
 
 def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> ProcessGroup | None:
-    """Tensor x data: a whole pipeline stage, with the sequence parts if `with_context_parallel`."""
+    """Returns the tensor x data group: a whole pipeline stage, with sequence parts if `with_context_parallel`."""
     return _checked("tp_dp_cp" if with_context_parallel else "tp_dp", check_initialized)
 
 
 def get_expert_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The ranks that hold different experts of the same layers."""
+    """Returns the group of ranks that hold different experts of the same layers."""
     return _checked("ep", check_initialized)
 
 
 def get_expert_model_parallel_src_rank() -> int:
-    """Global rank of the first rank of this expert-parallel group."""
+    """Returns the global rank of the first rank of this expert-parallel group."""
     return dist.get_global_rank(_group("ep"), 0)
 
 
 def get_expert_model_parallel_rank() -> int:
-    """This rank's index in its expert-parallel group."""
+    """Returns this rank's index in its expert-parallel group."""
     return _index("ep")
 
 
 def get_expert_model_parallel_world_size() -> int:
-    """Number of ranks that the experts are spread over."""
+    """Returns the number of ranks over which the experts are distributed."""
     return _size("ep")
 
 
@@ -728,17 +730,17 @@ def set_expert_model_parallel_world_size(world_size: int | None) -> None:
 
 
 def get_expert_tensor_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The ranks that share one expert's weights."""
+    """Returns the group of ranks that share one expert's weights."""
     return _checked("expt_tp", check_initialized)
 
 
 def get_expert_tensor_parallel_rank() -> int:
-    """This rank's index among those that share one expert's weights."""
+    """Returns this rank's index among the ranks that share one expert's weights."""
     return _index("expt_tp")
 
 
 def get_expert_tensor_parallel_world_size() -> int:
-    """Number of ranks that share one expert's weights."""
+    """Returns the number of ranks that share one expert's weights."""
     return _size("expt_tp")
 
 
@@ -755,7 +757,7 @@ def set_expert_tensor_parallel_world_size(world_size: int | None) -> None:
 def get_expert_data_parallel_group(
     check_initialized: bool = True, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> ProcessGroup | None:
-    """The ranks that hold copies of the same expert weights."""
+    """Returns the group of ranks that hold copies of the same expert weights."""
     return _checked(_expert_data_kind(partial_expert_data_parallel), check_initialized)
 
 
@@ -764,65 +766,70 @@ def _expert_data_kind(partial_expert_data_parallel: bool) -> str:
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup:
-    """The ranks of get_expert_data_parallel_group, with a CPU backend."""
+    """Returns the group with the ranks of get_expert_data_parallel_group and a CPU backend."""
     name = _expert_data_kind(partial_expert_data_parallel)
     return _built(host_group(_group(name), name))
 
 
 def get_expert_data_parallel_rank(with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False) -> int:
-    """This rank's index among those that hold copies of the same expert weights."""
+    """Returns this rank's index among the ranks that hold copies of the same expert weights."""
     return _index(_expert_data_kind(partial_expert_data_parallel))
 
 
 def get_expert_data_parallel_world_size(with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False) -> int:
-    """Number of copies of the expert weights."""
+    """Returns the number of copies of the expert weights."""
     return _size(_expert_data_kind(partial_expert_data_parallel))
 
 
 def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """All ranks that together hold one whole distributed optimizer."""
+    """Returns the group of all ranks that together hold one whole distributed optimizer."""
     return _checked("intra_dist_opt", check_initialized)
 
 
 def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The ranks with equal shards in all instances of the distributed optimizer. Raises RuntimeError for only one."""
+    """Returns the group of ranks with equal shards in all instances of the distributed optimizer.
+
+    Raises RuntimeError if there is only one instance.
+    """
     return _checked("inter_dist_opt", check_initialized)
 
 
 def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """Expert tensor x expert: the ranks that together hold all experts of a layer."""
+    """Returns the expert tensor x expert group: the ranks that together hold all experts of a layer."""
     return _checked("tp_ep", check_initialized)
 
 
 def get_expert_tensor_and_model_parallel_rank() -> int:
-    """This rank's index among those that together hold all experts of a layer."""
+    """Returns this rank's index among the ranks that together hold all experts of a layer."""
     return _index("tp_ep")
 
 
 def get_expert_tensor_and_model_parallel_world_size() -> int:
-    """Number of ranks that together hold all experts of a layer."""
+    """Returns the number of ranks that together hold all experts of a layer."""
     return _size("tp_ep")
 
 
 def get_expert_tensor_model_pipeline_parallel_group(
     check_initialized: bool = True, with_egtp_remat: bool = False
 ) -> ProcessGroup | None:
-    """Expert tensor x expert x pipeline: the ranks that together hold one copy of all expert weights."""
+    """Returns the expert tensor x expert x pipeline group: the ranks that together hold one copy of all
+    expert weights.
+    """
     return _checked("tp_ep_pp", check_initialized)
 
 
 def get_pipeline_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The stages of this rank's pipeline."""
+    """Returns the group of all stages of this rank's pipeline."""
     return _checked("pp", check_initialized)
 
 
 def get_pipeline_model_parallel_rank() -> int:
-    """This rank's pipeline stage."""
+    """Returns this rank's pipeline stage."""
     return _index("pp")
 
 
 def get_pipeline_model_parallel_world_size() -> int:
-    """Number of pipeline stages."""
+    """Returns the number of pipeline stages."""
     return _size("pp")
 
 
@@ -837,22 +844,22 @@ def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
 
 
 def get_pipeline_model_parallel_first_rank() -> int:
-    """Global rank of the first stage of this rank's pipeline."""
+    """Returns the global rank of the first stage of this rank's pipeline."""
     return dist.get_global_rank(_group("pp"), 0)
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
-    """Global rank of the last stage of this rank's pipeline."""
+    """Returns the global rank of the last stage of this rank's pipeline."""
     return dist.get_global_rank(_group("pp"), group_size(_group("pp")) - 1)
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
-    """Global rank of the next stage; for the last stage, of the first."""
+    """Returns the global rank of the next stage; for the last stage, of the first."""
     return _stage_at_distance(1)
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
-    """Global rank of the previous stage; for the first stage, of the last."""
+    """Returns the global rank of the previous stage. The stage before the first is the last."""
     return _stage_at_distance(-1)
 
 
@@ -862,17 +869,17 @@ def _stage_at_distance(steps: int) -> int:
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
-    """Number of model chunks per stage; None without virtual stages."""
+    """Returns the number of model chunks per stage; None without virtual stages."""
     return _REGISTRY.virtual_size
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """Number of the model chunk that is being built; None without virtual stages."""
+    """Returns the index of the model chunk that is being built; None without virtual stages."""
     return _REGISTRY.virtual_rank
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Sets which model chunk of this stage is being built, for code that calls the getters."""
+    """Sets the index of the model chunk of this stage that is being built, for code that calls the getters."""
     _REGISTRY.virtual_rank = rank
 
 
@@ -882,7 +889,7 @@ def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> No
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank reads the input tokens; with ignore_virtual=False, whether its chunk `vp_stage` does.
+    """Returns whether this rank reads the input tokens; with ignore_virtual=False, whether its chunk `vp_stage` does.
 
     vp_stage: None means the chunk of set_virtual_pipeline_model_parallel_rank.
     """
@@ -891,7 +898,7 @@ def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = 
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank computes the loss; with ignore_virtual=False, whether its chunk `vp_stage` does.
+    """Returns whether this rank computes the loss; with ignore_virtual=False, whether its chunk `vp_stage` does.
 
     vp_stage: None means the chunk of set_virtual_pipeline_model_parallel_rank.
     """
@@ -908,15 +915,17 @@ def _chunk(vp_stage: int | None) -> int | None:
 
 
 def get_embedding_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The first and last stage, which share embedding weights. Raises RuntimeError on the other stages."""
+    """Returns the group of the first and last stage, which share embedding weights. Raises RuntimeError on other
+    stages.
+    """
     return _checked("embd", check_initialized)
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank is on a stage that may hold embedding weights.
+    """Returns whether this rank is on a stage that may hold embedding weights.
 
-    With ignore_virtual=False, whether its chunk `vp_stage` may: on the first of these stages the first chunk, on the
-    last the last. vp_stage: None means the chunk of set_virtual_pipeline_model_parallel_rank.
+    With ignore_virtual=False, returns whether its chunk `vp_stage` may hold them: the first chunk on the first of these
+    stages, and the last chunk on the last. vp_stage: None means the chunk of set_virtual_pipeline_model_parallel_rank.
     """
     group = get_process_groups().embd
     if group is None or ignore_virtual:
@@ -927,17 +936,19 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
 
 
 def get_position_embedding_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The stages with position embeddings. Raises RuntimeError on the other stages."""
+    """Returns the group of the stages with position embeddings. Raises RuntimeError on other stages."""
     return _checked("pos_embd", check_initialized)
 
 
 def is_rank_in_position_embedding_group() -> bool:
-    """Whether this rank is on a stage with position embeddings."""
+    """Returns whether this rank is on a stage with position embeddings."""
     return get_process_groups().pos_embd is not None
 
 
 def get_all_ranks() -> str:
-    """This rank's indices, joined by "_": tensor, data, context, pipeline and expert parallel. It names files."""
+    """Returns this rank's indices joined by "_", for file names: tensor, data, context, pipeline and
+    expert parallel.
+    """
     return "_".join(str(_index(name)) for name in ("tp", "dp", "cp", "pp", "ep"))
 
 
@@ -949,7 +960,7 @@ def create_group(
     use_local_synchronization: bool = False,
     group_desc: str | None = None,
 ) -> Any:
-    """Returns a new group of torch.distributed, whose timeout update_pg_timeout also changes. Collective.
+    """Creates a group of torch.distributed, whose timeout update_pg_timeout also changes. Collective.
 
     The arguments are those of torch.distributed.new_group. On ranks outside the group it returns
     GroupMember.NON_GROUP_MEMBER. The caller destroys the group.
@@ -976,11 +987,11 @@ def create_hierarchical_groups(
     timeout: timedelta | None = None,
     group_desc: str | None = None,
 ) -> tuple[list[ProcessGroup], list[ProcessGroup]]:
-    """Builds the groups of all levels into which `ranks` are divided, as hierarchy_tables divides them. Collective.
+    """Builds the groups of all levels into which hierarchy_tables divides `ranks`. Collective.
 
     hierarchical_group_sizes: from the innermost level. pg_options: one for each level. Returns the groups with `rank`,
-    one for each level, and those with gloo, or none of them without create_gloo_process_groups; both are empty for a
-    rank that is not among `ranks`. Raises ValueError if the product of the sizes is not the number of ranks.
+    one for each level, and the corresponding gloo groups, or none without create_gloo_process_groups; both are empty
+    for a rank that is not among `ranks`. Raises ValueError if the product of the sizes is not the number of ranks.
     """
     if math.prod(hierarchical_group_sizes) != len(ranks):
         raise ValueError(
@@ -1002,9 +1013,9 @@ def create_hierarchical_groups(
 
 
 def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> None:
-    """Sets how long collectives of `pg` that start from now on may take.
+    """Sets the timeout of collectives of `pg` that start from now on.
 
-    None means all groups: those of initialize_model_parallel, those of create_group, and the default group.
+    None means all groups: those of initialize_model_parallel and create_group, and the default group.
     """
     default = [dist.group.WORLD] if dist.is_initialized() else []
     for group in [*default, *_REGISTRY.made, *_REGISTRY.others] if pg is None else [pg]:

@@ -8,8 +8,8 @@ from torch.distributed import GroupMember, ProcessGroup
 
 from megatron.core.config_field import require_defaults
 
-# Groups of Megatron's for what does not exist here: these names accept None alone.
-_NO_GTP = "generalised tensor parallelism does not exist here"
+# Megatron's groups for unsupported features. These names accept only None.
+_NO_GTP = "generalised tensor parallelism is not supported"
 _ONE_GROUP = "gathers use the group of the reductions here"
 _LACKING = {
     **dict.fromkeys(
@@ -25,18 +25,17 @@ class ProcessGroupCollection:
 
     None means a group of this rank alone, as group_size and group_rank interpret it. Groups of parallel_state are never
     None except embd, pos_embd and inter_dist_opt, because torch.distributed interprets None as all ranks. Kinds with
-    the same ranks may share one group.
-    Dense layers: tp tensor, cp context, dp data, pp pipeline; dp_cp, tp_cp, tp_dp, tp_dp_cp their products, mp tensor x
-    pipeline. Expert layers, over the same ranks: expt_tp tensor, ep expert, expt_dp data; tp_ep and tp_ep_pp their
-    products with expt_tp first. embd: the first and last stage, which share embedding weights; None on other stages.
-    pos_embd: the first stage, which has position embeddings; None on other stages. hcp: the levels into which a cp
-    group is divided, from the innermost; empty without hierarchical_context_parallel_sizes.
-    Instances of the distributed optimizer: intra_dp_cp and intra_expt_dp are the part of dp_cp and expt_dp inside this
-    rank's instance, intra_dist_opt all of its ranks. inter_dist_opt has the ranks with equal shards in all instances;
-    None if there is one instance.
-    tp_dp_cp_host and pp_host: the ranks of tp_dp_cp and pp, for messages between hosts; None without a CPU backend.
+    the same ranks may share one group. Dense layers: tp tensor, cp context, dp data, pp pipeline; dp_cp, tp_cp, tp_dp
+    and tp_dp_cp are their products, mp is tensor x pipeline. Expert layers, over the same ranks: expt_tp tensor, ep
+    expert, expt_dp data; tp_ep and tp_ep_pp are their products with expt_tp first. embd: the first and last stage,
+    which share embedding weights; None on other stages. pos_embd: the first stage, which has position embeddings; None
+    on other stages. hcp: the levels into which a cp group is divided, from the innermost; empty without
+    hierarchical_context_parallel_sizes. Instances of the distributed optimizer: intra_dp_cp and intra_expt_dp are the
+    part of dp_cp and expt_dp inside this rank's instance, intra_dist_opt all of its ranks. inter_dist_opt has the ranks
+    with equal shards in all instances; None if there is one instance. tp_dp_cp_host and pp_host: the ranks of tp_dp_cp
+    and pp, for messages between hosts; None without a CPU backend.
 
-    Groups are given by name, and may be replaced later. Raises ValueError for a group that does not contain this rank,
+    Groups are passed by name, and may be replaced later. Raises ValueError for a group that does not contain this rank,
     and AttributeError for names that are not a field.
     """
 
@@ -93,14 +92,14 @@ class ProcessGroupCollection:
 
     @classmethod
     def use_mpu_process_groups(cls, required_pgs: Iterable[str] | None = None) -> "ProcessGroupCollection":
-        """Returns a new collection of parallel_state's groups; without such groups, one of this rank alone.
+        """Builds a collection of parallel_state's groups; without such groups, a collection of this rank alone.
 
-        required_pgs: the fields to fill in; None means all. Raises ValueError for names that are not a field.
+        required_pgs: the fields to fill in; None means all. Raises ValueError for unknown names.
         """
         existing = vars(EXISTING.groups or cls())
         wanted = list(existing if required_pgs is None else required_pgs)
         if unknown := [name for name in wanted if name not in existing and name not in _LACKING]:
-            raise ValueError(f"required_pgs has {', '.join(unknown)}: must be among {', '.join(existing)}")
+            raise ValueError(f"required_pgs contains {', '.join(unknown)}: must be among {', '.join(existing)}")
         return cls(**{name: existing.get(name) for name in wanted})
 
     @staticmethod
@@ -119,7 +118,7 @@ class ProcessGroupCollection:
             "pp": ("pipeline_model_parallel_size", config.pipeline_model_parallel_size),
             "ep": ("expert_model_parallel_size", config.expert_model_parallel_size),
         }
-        # Scripts of Megatron-LM often leave it at 1, because its layers ask their groups alone.
+        # Scripts of Megatron-LM often leave it at 1, because its layers only use their groups.
         if config.tensor_model_parallel_size > 1:
             sizes["tp"] = "tensor_model_parallel_size", config.tensor_model_parallel_size
         require_group_sizes(groups, sizes)
@@ -137,10 +136,10 @@ class ProcessGroupCollection:
 
         These are dp_group, dp_cp_group, the groups of optimizer instances (intra_dp_cp_group, intra_expt_dp_group,
         intra_dist_opt_group, inter_dist_opt_group), the groups whose ranks hold one copy of the weights (mp_group, and
-        expt_tp_pp_group of experts), and intra_dp_cp_group_gloo and intra_expt_dp_group_gloo for messages between
-        hosts, None unless use_gloo_process_groups.
-        pg_collection: None means parallel_state's groups. model_chunks: wrapped in DistributedDataParallel. Raises
-        ValueError if groups of optimizer instances are missing, or for a collection whose ranks have no CPU backend.
+        expt_tp_pp_group for experts), and intra_dp_cp_group_gloo and intra_expt_dp_group_gloo for messages between
+        hosts, None unless use_gloo_process_groups. pg_collection: None means parallel_state's groups. model_chunks:
+        wrapped in DistributedDataParallel. Raises ValueError if groups of optimizer instances are missing, or for a
+        collection whose ranks have no CPU backend.
         """
         groups = pg_collection or EXISTING.groups or ProcessGroupCollection()
         num_instances = model_chunks[0].ddp_config.num_distributed_optimizer_instances
@@ -153,7 +152,7 @@ class ProcessGroupCollection:
 
 
 def _instance_groups(groups: ProcessGroupCollection, *, num_instances: int) -> dict[str, ProcessGroup | None]:
-    """Returns the groups of optimizer instances. With one instance, groups that are not given follow from others."""
+    """Returns the groups of optimizer instances. With one instance, missing groups are derived from others."""
     found = {name: vars(groups)[name] for name in ("intra_dp_cp", "intra_expt_dp", "intra_dist_opt", "inter_dist_opt")}
     if num_instances == 1:
         whole = {"intra_dp_cp": groups.dp_cp, "intra_expt_dp": groups.expt_dp}
@@ -168,7 +167,7 @@ def _instance_groups(groups: ProcessGroupCollection, *, num_instances: int) -> d
 
 @dataclass
 class _Existing:
-    """The groups that parallel_state built last.
+    """The groups most recently built by parallel_state.
 
     hosts: the group with the same ranks and a CPU backend, by group of the device. On CPU ranks they are the same.
     """
@@ -177,14 +176,14 @@ class _Existing:
     hosts: dict[ProcessGroup, ProcessGroup] = field(default_factory=dict)
 
 
-# parallel_state alone writes to it. Builders read it through parallel_state, or through use_mpu_process_groups.
+# Only parallel_state writes to it. Builders read it through parallel_state, or through use_mpu_process_groups.
 EXISTING: Final = _Existing()
 
 
 def host_group(group: ProcessGroup | None, name: str) -> ProcessGroup | None:
-    """Returns the group of the same ranks with a CPU backend; None, which is this rank alone, stays None.
+    """Returns the group of the same ranks with a CPU backend; None, which means this rank alone, is returned unchanged.
 
-    name: of the group, for the error. Raises ValueError if no such group was built.
+    name: the group's name, for the error. Raises ValueError if no such group was built.
     """
     if group is None or group in EXISTING.hosts:
         return group and EXISTING.hosts[group]
@@ -220,7 +219,7 @@ def or_alone(group: ProcessGroup | None) -> ProcessGroup:
 
 
 def require_group_sizes(groups: ProcessGroupCollection, sizes: Mapping[str, tuple[str, int]]) -> None:
-    """Raises ValueError unless groups have the sizes in the configuration, whose divisibility has been checked.
+    """Raises ValueError unless groups have the configured sizes, whose divisibility has been checked.
 
     sizes: (name in the configuration, value) by field of the collection.
     """
@@ -228,8 +227,8 @@ def require_group_sizes(groups: ProcessGroupCollection, sizes: Mapping[str, tupl
         ranks = group_size(vars(groups)[kind])
         if ranks != size:
             raise ValueError(
-                f"{name} is {size}, but pg_collection.{kind} has {ranks} ranks: pass the groups of a layout of that "
-                "size, or set that size in the configuration"
+                f"{name} is {size}, but pg_collection.{kind} has {ranks} ranks: pass the groups of a layout with "
+                "that size, or set that size in the configuration"
             )
 
 

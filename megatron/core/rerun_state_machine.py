@@ -1,6 +1,6 @@
-"""The check of results that loss functions written for Megatron-LM call. Nothing inside megatron/ calls it.
+"""Validation of results, as called by loss functions written for Megatron-LM. Nothing inside megatron/ calls it.
 
-Steps are not run again to find a faulty device. --non-finite-policy says what happens after a loss that is not finite.
+Steps are not rerun to find a faulty device. --non-finite-policy determines the reaction to a loss that is not finite.
 """
 
 from collections.abc import Callable
@@ -23,15 +23,15 @@ class RerunStateMachine:
         tolerance: float = 0.0,
         fatal: bool = True,
     ) -> None:
-        """Raises RuntimeError if `rejection_func` is true of `result`, or prints a warning if it is not fatal.
+        """Raises RuntimeError if `rejection_func` rejects `result`, or prints a warning if `fatal` is False.
 
-        result: such as a loss, [], fp32. The error ends all ranks of a run. comparison_func and tolerance would compare
-        a repeated step: tolerance has no effect, comparison_func must be None.
-        NOTE: reads the device if rejection_func returns a tensor on it.
+        result: for example a loss, [], fp32. The error ends all ranks of a run. comparison_func and tolerance would
+        compare a repeated step: tolerance has no effect, comparison_func must be None. NOTE: reads the device if
+        rejection_func returns a tensor on it.
         """
         require_defaults(
             "validate_result",
-            "steps are not run again, so there are no two results to compare",
+            "steps are not rerun, so there are no two results to compare",
             comparison_func=(comparison_func, None),
         )
         if not bool(rejection_func(result)):
@@ -46,7 +46,7 @@ _CHECKS = RerunStateMachine()
 
 
 def get_rerun_state_machine() -> RerunStateMachine:
-    """Returns the checks of this process, which have no state."""
+    """Returns the checker of this process, which has no state."""
     return _CHECKS
 
 

@@ -32,7 +32,7 @@ class Timer:
 
     def start(self, barrier: bool = False) -> None:
         """Starts the timer, which must not be running."""
-        assert self._started is None, "timer is running already"
+        assert self._started is None, "timer is already running"
         _wait_for_ranks(barrier)
         self._started = mark_time(self._device)
 
@@ -49,7 +49,9 @@ class Timer:
         self._open.clear()
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
-        """Seconds measured so far, a running interval included; `reset` starts again from zero. Waits for a GPU."""
+        """Returns the seconds measured so far, including a running interval; `reset` restarts from zero. Waits for a
+        GPU.
+        """
         running = self._started is not None
         if running:
             self.stop(barrier)
@@ -165,7 +167,7 @@ class Timers:
 
 
 def format_times(seconds: dict[str, list[float]], log_option: str, *, normalizer: float = 1.0) -> str:
-    """Returns the lines that `Timers.log` prints: milliseconds of timers that ran on some rank; "" without any."""
+    """Formats the lines that `Timers.log` prints: milliseconds of timers that ran on any rank; "" if there are none."""
     ran = {name: [1000.0 * value / normalizer for value in values] for name, values in seconds.items() if any(values)}
     if not ran:
         return ""

@@ -1,4 +1,4 @@
-"""Helpers that Megatron users import from here; no others belong in this file."""
+"""Helpers that Megatron users import from this path; no others belong in this file."""
 
 import logging
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ class ModelWrapper(nn.Module):
 
 
 class NotDivisibleError(ValueError, AssertionError):
-    """A quotient has a remainder. Scripts catch it as the AssertionError that Megatron raises."""
+    """Error for a quotient with a remainder. Scripts catch it as the AssertionError that Megatron raises."""
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
@@ -62,12 +62,12 @@ def divide(numerator: int, denominator: int) -> int:
 
 
 def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
-    """Whether torch is of at least this version; check_equality: whether the version itself counts."""
+    """Returns whether torch has at least this version; check_equality: whether the version itself is included."""
     return _is_min_version(torch.__version__, version, check_equality)
 
 
 def is_te_min_version(version: str, check_equality: bool = True) -> bool:
-    """Whether Transformer Engine is installed, in at least this version; see is_torch_min_version."""
+    """Returns whether Transformer Engine is installed in at least this version; see is_torch_min_version."""
     try:
         installed = metadata.version("transformer_engine")
     except metadata.PackageNotFoundError:
@@ -76,7 +76,7 @@ def is_te_min_version(version: str, check_equality: bool = True) -> bool:
 
 
 def _is_min_version(installed: str, version: str, check_equality: bool) -> bool:
-    # Torch compares versions by their parts: 2.10 is above 2.9.
+    # Torch compares versions by their components, so 2.10 is above 2.9.
     found = TorchVersion(installed)
     return bool(found >= version if check_equality else found > version)
 
@@ -94,9 +94,9 @@ def get_pg_rank(group: ProcessGroup | None = None) -> int:
 def get_tensor_model_parallel_group_if_none(
     tp_group: ProcessGroup | None, is_expert: bool = False, check_initialized: bool = True
 ) -> ProcessGroup | None:
-    """Returns `tp_group`; None means parallel_state's tensor-parallel group, with is_expert that of experts.
+    """Returns `tp_group`; None means parallel_state's tensor-parallel group, or with is_expert the experts' group.
 
-    check_initialized: raise RuntimeError if there is no such group, instead of returning None. Without
+    check_initialized: raises RuntimeError if there is no such group, instead of returning None. Without
     torch.distributed it returns `tp_group`.
     """
     if tp_group is not None or not dist.is_initialized():
@@ -106,16 +106,16 @@ def get_tensor_model_parallel_group_if_none(
 
 
 def log_single_rank(logger: logging.Logger, level: int, msg: object, *args: Any, rank: int = 0, **kwargs: Any) -> None:
-    """Logs on one global rank alone; without torch.distributed, always. Further arguments are those of Logger.log."""
+    """Logs on a single global rank; without torch.distributed, always. Further arguments are those of Logger.log."""
     if not dist.is_initialized() or dist.get_rank() == rank:
         logger.log(level, msg, *args, **kwargs)
 
 
 def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> Tensor:
-    """Returns a tensor with the memory of `inp` that is not a view, so that the base of `inp` may be freed by itself.
+    """Returns a tensor with the memory of `inp` that is not a view, so that the base of `inp` can be freed.
 
-    inp: any shape, any dtype; returned as it is if it is not a view. keep_graph: gradients flow to `inp`; otherwise the
-    result is a leaf, with requires_grad.
+    inp: any shape, any dtype; returned unchanged if it is not a view. keep_graph: gradients flow to `inp`; otherwise
+    the result is a leaf, with requires_grad.
     """
     if inp._base is None:
         return inp
@@ -151,7 +151,7 @@ def unwrap_model(
     """
     if isinstance(model, list):
         return [unwrap_model(chunk, module_instances) for chunk in model]
-    # Tested by class, since a user's model may have a part named `module`.
+    # Tested by class, because a user's model may have a submodule named `module`.
     inner: Any = model
     while isinstance(inner, module_instances or (ModelWrapper, TorchDistributedDataParallel)):
         inner = inner.module
@@ -161,11 +161,11 @@ def unwrap_model(
 def get_attr_wrapped_model(model: nn.Module, attr: str, allow_none: bool = True, return_model_obj: bool = False) -> Any:
     """Returns `attr` of the outermost wrapper that has it, or of the model; None if none has it.
 
-    allow_none: whether a value of None counts. return_model_obj: return the object that has the attribute instead.
-    Raises ValueError for a list of models.
+    allow_none: whether a value of None is accepted. return_model_obj: returns the object that has the attribute
+    instead. Raises ValueError for a list of models.
     """
     if isinstance(model, list):
-        raise ValueError("get_attr_wrapped_model was given a list of models: must be one of them")
+        raise ValueError("get_attr_wrapped_model was given a list of models: pass one of them")
     holder: Any = model
     while not hasattr(holder, attr) or (not allow_none and getattr(holder, attr) is None):
         if not isinstance(holder, (ModelWrapper, TorchDistributedDataParallel)):
@@ -183,7 +183,7 @@ class StragglerDetector:
     """Marks the parts of a forward step in traces of torch's profiler, where Megatron-LM's scripts time them.
 
     `with stimer(bdata=True):` around reading a batch, `with stimer:` around the model. --log-straggler measures the
-    ranks' times without these marks, so they need not be in a script.
+    ranks' times without these marks, so scripts need not contain them.
     """
 
     def __init__(self) -> None:
@@ -191,7 +191,7 @@ class StragglerDetector:
         self._open: list[record_function] = []
 
     def __call__(self, bdata: bool = False) -> "StragglerDetector":
-        """Names the range that is entered next; bdata: it reads a batch."""
+        """Sets the name of the range that is entered next; bdata: whether it reads a batch."""
         self._next = "batch" if bdata else "forward"
         return self
 

@@ -1,4 +1,4 @@
-"""Measures the bytes that a micro-batch saves for backward, by kind of module, in a forward pass without memory.
+"""Measures the bytes that a microbatch saves for backward, by kind of module, in a forward pass without memory.
 
 The model runs on the meta device (without_memory of megatron/core/device), and autograd hooks report saved tensors.
 """

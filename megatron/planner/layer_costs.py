@@ -100,7 +100,7 @@ KernelCounts = Counter[CountedKernel]
 class Scale:
     """Ratios between a similar layout and a measured one.
 
-    samples: those of a micro-batch. experts: those of a rank. expert_ranks: ranks that share all experts.
+    samples: those of a microbatch. experts: those of a rank. expert_ranks: ranks that share all experts.
     """
 
     samples: Fraction = Fraction(1)
@@ -110,7 +110,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class PartWork:
-    """Kernels and messages of one micro-batch in one part of a chunk.
+    """Kernels and messages of one microbatch in one part of a chunk.
 
     recompute: forward kernels that backward repeats. traffic: messages of the phases forward and backward. Differences
     between parts may have negative counts.
@@ -161,10 +161,10 @@ class PartWork:
 
 @dataclass(frozen=True)
 class PartCost:
-    """Memory of one part of a model chunk on a rank, and its work for one micro-batch.
+    """Memory of one part of a model chunk on a rank, and its work for one microbatch.
 
     params: trained parameters, in order. other_bytes: bytes of frozen parameters and of module buffers. saved: bytes
-    that a micro-batch saves for backward, by kind of module.
+    that a microbatch saves for backward, by kind of module.
     """
 
     params: tuple[ParamSize, ...] = ()

@@ -115,7 +115,7 @@ class Found:
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Seconds of one micro-batch. exposed: messages that its passes wait for."""
+    """Seconds of one microbatch. exposed: messages that its passes wait for."""
 
     forward: float
     backward: float
@@ -295,7 +295,7 @@ class LayoutCosts:
         return *sizes, layout.counts
 
     def _memory_costs(self, layout: Layout) -> ModelCosts | None:
-        """Returns the memory of micro-batches of one sample, or None if the run rejects this kind of layout.
+        """Returns the memory of microbatches of one sample, or None if the run rejects this kind of layout.
 
         Scales it from the first layout of the same kind.
         """
@@ -354,7 +354,7 @@ class LayoutCosts:
         )
 
     def _distinct(self, layout: Layout) -> list[int]:
-        """Returns the first of each group of equal stages. Later ones hold fewer micro-batches, and no more memory."""
+        """Returns the first of each group of equal stages. Later ones hold fewer microbatches, and no more memory."""
         return self._layers[layout.stages, layout.counts][1]
 
     def _weights_of(self, layout: Layout, costs: ModelCosts, *, shape: Shape) -> dict[int, Weights]:
@@ -563,7 +563,7 @@ def _share_ranks(layout: Layout) -> bool:
 def seconds_of(
     work: PartWork, device: Device, *, in_node: Mapping[str, int], overlapped_by: Mapping[str, tuple[str, ...]]
 ) -> PassSeconds:
-    """Returns the seconds of one micro-batch, without overlap except that of overlapped_by (see Overlap)."""
+    """Returns the seconds of one microbatch, without overlap except that of overlapped_by (see Overlap)."""
     chunk = work.chunk()
     passes = {FORWARD: chunk.forward, BACKWARD: chunk.backward + chunk.recompute}
     computed = {phase: seconds_by_kind(kernels, device) for phase, kernels in passes.items()}
@@ -587,10 +587,10 @@ def quick_seconds(
     updated: float,
     sharding: Sharding,
 ) -> float:
-    """Estimates a step as all micro-batches on the slowest stage, after one micro-batch on each stage fills the
+    """Estimates a step as all microbatches on the slowest stage, after one microbatch on each stage fills the
     pipeline.
 
-    stages: seconds of one micro-batch in each stage. reduced, gathered, updated: seconds of the slowest rank's gradient
+    stages: seconds of one microbatch in each stage. reduced, gathered, updated: seconds of the slowest rank's gradient
     reductions, parameter gathers and update. The first two overlap with the last backward and the first forward.
     """
     slowest = max(stages, key=lambda one: one.total)

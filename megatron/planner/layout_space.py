@@ -124,7 +124,7 @@ class Layout:
 
     @property
     def model_ranks(self) -> int:
-        """Number of ranks that process a micro-batch together."""
+        """Number of ranks that process a microbatch together."""
         return self.tensor * self.stages * self.context
 
 
@@ -231,7 +231,7 @@ class Space:
         return [size for size in sizes if self.global_batch % (size * data) == 0]
 
     def _fills(self, stages: int, chunks: int, *, samples: int) -> bool:
-        # With fewer micro-batches than stages, some stages are always idle.
+        # With fewer microbatches than stages, some stages are always idle.
         return self.global_batch // samples >= stages or chunks == 1
 
     def _expert_sizes(self, tensor: int, stages: int) -> list[tuple[int, int]]:

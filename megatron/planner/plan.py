@@ -94,7 +94,7 @@ class RankPlan:
     collectives hold at one time, without persistent gradients and parameters. All three are 0 if nothing is trained.
 
     links: messages of a step. groups: ranks of each group named in links. buffers: layout of its parameters. chunks:
-    kernels of a micro-batch in each model chunk. update: the optimizer's kernels.
+    kernels of a microbatch in each model chunk. update: the optimizer's kernels.
     """
 
     rank: int
@@ -153,7 +153,7 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A RankPlan for one rank of each pipeline stage. num_microbatches: micro-batches of the last, largest step.
+    """A RankPlan for one rank of each pipeline stage. num_microbatches: microbatches of the last, largest step.
 
     is_balanced: whether activations assume balanced routing, because experts have no static buffers. flops_per_sample:
     the model's FLOPs as counted by num_floating_point_operations. substitutions: result of the function of this name.
@@ -172,7 +172,7 @@ class Plan:
 class StageTrace:
     """Memory and work of a pipeline stage, shared by stages of the same structure.
 
-    saved: bytes that a micro-batch of each chunk saves for backward. experts_of_layer: bytes that the experts of one
+    saved: bytes that a microbatch of each chunk saves for backward. experts_of_layer: bytes that the experts of one
     layer save. step: the traced step, empty if nothing is trained.
     """
 
@@ -430,7 +430,7 @@ def saved_by(
     forward_step: ForwardStep,
     kind_of: Callable[[str], str] | None = None,
 ) -> SavedSizes:
-    """Returns the bytes that a micro-batch of the chunk saves for backward. kind_of: as for SavedBytes."""
+    """Returns the bytes that a microbatch of the chunk saves for backward. kind_of: as for SavedBytes."""
     inner = unwrap_model(chunk)
     for part in inner.modules():
         if isinstance(part, MoELayer) and part.expert_step is not None:
@@ -449,7 +449,7 @@ def saved_by(
 
 
 def batch_of(args: argparse.Namespace) -> dict[str, Tensor]:
-    """Returns a micro-batch without memory: tokens, labels, position_ids [B, S] int64, and loss_mask [B, S] fp32."""
+    """Returns a microbatch without memory: tokens, labels, position_ids [B, S] int64, and loss_mask [B, S] fp32."""
     shape = args.micro_batch_size, args.seq_length
     batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "labels", "position_ids")}
     return {**batch, "loss_mask": torch.zeros(shape, dtype=torch.float32)}

@@ -144,7 +144,7 @@ class RunningModules:
 
 
 class WorkRecorder(TorchDispatchMode):
-    """Counts the kernels of each pass inside `recording`, in a step of one micro-batch.
+    """Counts the kernels of each pass inside `recording`, in a step of one microbatch.
 
     live_rows: share of the expert buffers' rows that hold tokens. Grouped products skip the rest.
     """

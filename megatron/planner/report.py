@@ -187,7 +187,7 @@ def links_lines(stage: RankPlan, *, unit: str, size: int) -> list[str]:
 def _note_lines(plan: Plan, *, unit: str, size: int) -> list[str]:
     notes = [f"not included: {NOT_PLANNED}"]
     if plan.is_balanced:
-        notes.append("rows of experts are those of tokens that choose all experts equally often")
+        notes.append("expert rows assume that tokens choose all experts equally often")
     return [*notes, *plan.substitutions, *_host_lines(plan, unit=unit, size=size)]
 
 

@@ -56,7 +56,7 @@ class Shape:
     """Sizes of a layout that determine the sums over stages.
 
     layers: layers of each part of the pipeline; chunk c of stage s is part c * stages + s. num_microbatches:
-    micro-batches of a step. group_size: group size of interleaved schedules; None means the number of stages.
+    microbatches of a step. group_size: group size of interleaved schedules; None means the number of stages.
     """
 
     world_size: int
@@ -330,7 +330,7 @@ def peak_activations(costs: ModelCosts, shape: Shape, *, stage: int, stashes: bo
 def fullest_moments(
     pipeline: Pipeline, stage: int, *, num_microbatches: int, group_size: int | None
 ) -> tuple[tuple[int, ...], ...]:
-    """Returns the numbers of micro-batches that each chunk holds for backward at all Pareto-maximal moments.
+    """Returns the numbers of microbatches that each chunk holds for backward at all Pareto-maximal moments.
 
     A long step is replaced by the short one with the same peak (see short_step).
     """

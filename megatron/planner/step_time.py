@@ -41,7 +41,7 @@ ASSUMPTIONS = (
 _SCALAR_PHASES = (AGREEMENT, STATISTICS)
 _PIPELINE_GROUP = "pp"
 _TERA = 1e12
-# Rounds of micro-batches after which a schedule repeats itself until its end.
+# Rounds of microbatches after which a schedule repeats itself until its end.
 _ROUNDS = 3
 Spans = list[dict[Action, Span]]
 
@@ -164,10 +164,10 @@ def overlap_of(args: argparse.Namespace) -> Overlap:
         overlapped_by["hcp_1"] = ("attention",)
     in_every_pass: frozenset[str] = frozenset()
     if args.use_torch_fsdp2:
-        # FSDP2 gathers units ahead of their layer, in both passes of each micro-batch.
+        # FSDP2 gathers units ahead of their layer, in both passes of each microbatch.
         in_every_pass = frozenset((GRADS, PARAMS))
     elif args.overlap_grad_reduce and ddp_config_of(args).has_bucket_lifetime_grads:
-        # Every micro-batch reduces its buckets during its own backward.
+        # Every microbatch reduces its buckets during its own backward.
         in_every_pass = frozenset((GRADS,))
     return Overlap(
         gradients=args.overlap_grad_reduce,
@@ -405,9 +405,9 @@ def _is_transfer(traffic: Traffic) -> bool:
 
 
 def long_step(estimate: Callable[[int], StepTime], num_microbatches: int, *, group_size: int) -> StepTime:
-    """Extrapolates a long step from two short ones, which differ by one round of micro-batches.
+    """Extrapolates a long step from two short ones, which differ by one round of microbatches.
 
-    estimate: maps a number of micro-batches to a step. group_size: micro-batches of one round. The spans are those of
+    estimate: maps a number of microbatches to a step. group_size: microbatches of one round. The spans are those of
     the shorter step.
     """
     short = short_step(num_microbatches, group_size)
@@ -436,12 +436,12 @@ def long_step(estimate: Callable[[int], StepTime], num_microbatches: int, *, gro
 
 
 def short_step(num_microbatches: int, group_size: int) -> int:
-    """Returns the number of micro-batches of the shortest step that fills the pipeline and ends like the whole step."""
+    """Returns the number of microbatches of the shortest step that fills the pipeline and ends like the whole step."""
     return min(num_microbatches, full_rounds(group_size) + num_microbatches % group_size)
 
 
 def full_rounds(group_size: int) -> int:
-    """Returns the number of micro-batches after which the pipeline is as full as it gets."""
+    """Returns the number of microbatches after which the pipeline is as full as it gets."""
     return _ROUNDS * group_size
 
 

@@ -1,6 +1,6 @@
 """Runs steps of a wrapped model without memory and records a rank's kernels, messages and allocations.
 
-Runs steps of one and of two micro-batches, because each further micro-batch adds the same messages as the second.
+Runs steps of one and of two microbatches, because each further microbatch adds the same messages as the second.
 recorders.py has the recorders, and plan.py builds the model.
 """
 
@@ -48,8 +48,8 @@ class StepTrace:
 
     links: messages of a step. names: names of the reported losses, which determine the size of the statistics exchange.
     peak: bytes allocated at the peak of the passes in addition to persistent memory, including saved tensors, in a step
-    of two micro-batches, or of one if the run has one. update_peak: bytes allocated at the peak of the update.
-    messages_peak: largest number of bytes that collectives hold at one time. chunks: kernels of a micro-batch in each
+    of two microbatches, or of one if the run has one. update_peak: bytes allocated at the peak of the update.
+    messages_peak: largest number of bytes that collectives hold at one time. chunks: kernels of a microbatch in each
     chunk. update: the optimizer's kernels.
     """
 
@@ -111,7 +111,7 @@ class TracedSteps:
         modes: Sequence[TorchDispatchMode],
         live: LiveBytes | None = None,
     ) -> None:
-        """Runs a step of num_microbatches equal micro-batches under dispatch modes, the last one innermost.
+        """Runs a step of num_microbatches equal microbatches under dispatch modes, the last one innermost.
 
         batch: tensors [B, S], int64 or fp32, as in trace_step. live: entered as the innermost mode; counts the
         update as a separate part.
@@ -143,7 +143,7 @@ def trace_step(
 ) -> StepTrace:
     """Records a rank's step of num_microbatches, in a run of equal steps.
 
-    model: the rank's wrapped chunks, without memory. batch: one micro-batch in the format of forward_step, tensors [B,
+    model: the rank's wrapped chunks, without memory. batch: one microbatch in the format of forward_step, tensors [B,
     S], int64 or fp32, without memory.
     """
     recorder = MessageRecorder(groups)
@@ -323,7 +323,7 @@ def _grouped_product(left: Tensor, right: Tensor, *more: Any, **rest: Any) -> Te
 
 
 def _extrapolated(one: Sequence[Traffic], two: Sequence[Traffic], *, num_microbatches: int) -> tuple[Traffic, ...]:
-    """Extrapolates the messages of a step of num_microbatches from steps of one and of two micro-batches."""
+    """Extrapolates the messages of a step of num_microbatches from steps of one and of two microbatches."""
     first = {(t.group, t.operation, t.phase): t for t in one}
     found = []
     for later in two:

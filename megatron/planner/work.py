@@ -75,7 +75,7 @@ Kernels = Counter[Kernel]
 
 @dataclass(frozen=True)
 class ChunkWork:
-    """Kernels of one micro-batch in one model chunk. recompute: forward kernels that backward repeats."""
+    """Kernels of one microbatch in one model chunk. recompute: forward kernels that backward repeats."""
 
     forward: Kernels
     backward: Kernels
@@ -84,7 +84,7 @@ class ChunkWork:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Messages of one kind that a rank sends in a training step, over all micro-batches.
+    """Messages of one kind that a rank sends in a training step, over all microbatches.
 
     group: name of the group, as in ProcessGroupCollection or one of etp, edp, stage and world. operation: all-reduce,
     all-gather, reduce-scatter, all-to-all, broadcast, send or receive. phase: one of the phases of a step above.

@@ -59,7 +59,7 @@ def initialize_megatron(
     parsed_args: argparse.Namespace | None = None,
     argv: Sequence[str] | None = None,
 ) -> argparse.Namespace:
-    """Starts a custom training loop like start_processes, and creates tokenizer, timers and number of micro-batches.
+    """Starts a custom training loop like start_processes, and creates tokenizer, timers and number of microbatches.
 
     The call of released versions, `initialize_megatron(extra_args_provider, args_defaults)`, works too. allow_no_cuda:
     no effect, because a process without a GPU runs on the CPU. skip_model_parallel_init: use the process groups that

@@ -75,7 +75,7 @@ class EvaluationSet:
     """Data that an evaluation reads.
 
     iterator: None on ranks that read no batches. name: used in logs if there are several validation sets.
-    num_microbatches: micro-batches of each rank in each global batch of an evaluation.
+    num_microbatches: microbatches of each rank in each global batch of an evaluation.
     """
 
     iterator: Iterator[Any] | None

@@ -377,7 +377,7 @@ def position_data(run: TrainingRun) -> None:
 
 
 def _full_batches(rounds: int, run: TrainingRun) -> list[int]:
-    """Returns the micro-batches of each rank in each global batch of an evaluation. The last may be smaller."""
+    """Returns the microbatches of each rank in each global batch of an evaluation. The last may be smaller."""
     full, rest = divmod(rounds, run.evaluation_microbatches)
     return [run.evaluation_microbatches] * full + [rest] * (rest > 0)
 

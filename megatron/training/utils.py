@@ -76,7 +76,7 @@ def is_first_or_last_pipeline_stage(vp_stage: int | None) -> bool:
 
 
 def get_batch_on_this_tp_rank(data_iterator: Iterator[Any] | None, mtp_on_this_rank: bool = False) -> dict[str, Any]:
-    """Reads a micro-batch on the first tensor-parallel rank and returns it on all of them. Collective over them.
+    """Reads a microbatch on the first tensor-parallel rank and returns it on all of them. Collective over them.
 
     data_iterator: read on the first rank only, so it may be None on the others. Returns all items of the batch on this
     process's device: tokens, labels, position_ids [B, S] int64, loss_mask [B, S] fp32, attention_mask [B, 1, S, S]

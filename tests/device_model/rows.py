@@ -15,8 +15,9 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 from megatron.tools.capture_configurations import CONFIGURATIONS
@@ -75,7 +76,8 @@ class Modelled:
     error: str | None = None
 
 
-def all_rows() -> dict[str, Row]:
+@cache
+def all_rows() -> Mapping[str, Row]:
     """Returns all rows by name."""
     rows = {}
     for name, one in CONFIGURATIONS.items():

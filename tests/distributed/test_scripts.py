@@ -332,7 +332,7 @@ def test_wrong_calls_of_pretrain_name_the_argument(call: tuple[Any, ...], messag
 )
 def test_arguments_of_what_is_not_here_are_refused_by_name(call: partial[Any]) -> None:
     name = next(iter(call.keywords))
-    with pytest.raises(ValueError, match=f"{name} is .*; leave it at"):
+    with pytest.raises(ValueError, match=f"{name} is .*; keep the default"):
         call()
 
 

@@ -274,7 +274,7 @@ def _compare_mappings() -> None:
     assert received["tokens"].tolist() == [[0, 1, 2], [3, 4, 5]] and received["labels"].tolist() == [0, 1, 2]
     with pytest.raises(ValueError, match="tokens is torch.int64: must be torch.float32"):
         tp.broadcast_data(["tokens"], batch, torch.float32, tp_group=group)
-    with pytest.raises(ValueError, match="mask is None: must be a tensor; there are tokens, labels"):
+    with pytest.raises(ValueError, match="mask is None: must be a tensor; available keys are tokens, labels"):
         tp.broadcast_data(["tokens", "mask"], batch, torch.int64)
     with pytest.raises(ValueError, match="data is None"):
         tp.broadcast_data(["tokens"], None, torch.int64)

@@ -74,7 +74,7 @@ def _split_and_join(folder: Path) -> None:
     # Equal weights with different optimizer states.
     _steps({**UNTIED, "load": two, "save": moments}, 0, change=partial(_scale_state, "exp_avg_sq"))
     said = _refusal({"load": moments})
-    assert f"optimizer.exp_avg_sq.{OUTPUT} there differs" in said and "--no-load-optim" in said, said
+    assert f"optimizer.exp_avg_sq.{OUTPUT} differs" in said and "--no-load-optim" in said, said
     assert _refusal({"load": moments, "no-load-optim": True, "override-opt-param-scheduler": True}) == ""
 
 

@@ -184,7 +184,10 @@ def test_a_real_job_ends_in_a_step_and_goes_on_bit_for_bit(tmp_path: Path) -> No
     job.reach_time_limit(Receivers.ALL)
     assert left_of(job.mark) == []
     assert job.wait() == attempt.CONTINUE and job.requeues == 1, job.output
-    assert "exiting at iteration 3: the exit signal" in job.output and saved_iteration(saved) == 3
+    page = (ROOT / "docs" / "example_slurm.md").read_text(encoding="utf-8").replace("/checkpoints/moe", str(saved))
+    for line in ("  exiting at iteration 3: the exit signal", job.output.splitlines()[-1]):
+        assert f"\n{line}\n" in page and f"\n{line}\n" in job.output
+    assert saved_iteration(saved) == 3
 
     command = (tmp_path / "command").read_text()
     argv = command.splitlines()[command.splitlines().index(doomed_program.__file__) + 1 :]

@@ -51,7 +51,7 @@ def assert_one_line_on_every_rank(run: Run, message: str) -> None:
         (lambda folder: (folder / "data.idx").write_bytes(b"text " * 99), "data.idx starts with b'text text'"),
         (lambda folder: write_data(folder / "data", documents=0), "data.idx has no documents: .*corpus is empty"),
         (lambda folder: write_data(folder / "data", documents=2), "--split 8,1,1 leaves no document for"),
-        (lambda folder: write_data(folder / "data", documents=160), r"data \(\w+\) holds token \d+: NullTokenizer"),
+        (lambda folder: write_data(folder / "data", documents=160), r"data \(\w+\) contains token \d+: NullTokenizer"),
     ],
     ids=["idx header", "idx cut", "bin cut", "no bin", "no idx", "empty", "too little", "other tokenizer"],
 )
@@ -71,9 +71,9 @@ def test_a_token_that_only_training_finds_ends_every_rank(tmp_path: Path) -> Non
     flags |= {"micro-batch-size": 16, "global-batch-size": 32, "train-iters": 20}
     run = run_program(command_line(flags), 2, folder=tmp_path / "run")
     assert_one_line_on_every_rank(
-        run, r"(data \(train\) holds token 60000: |the connection to another rank was lost: )"
+        run, r"(data \(train\) contains token 60000: |the connection to another rank was lost: )"
     )
-    assert any("holds token" in outcome.stderr for outcome in run.outcomes), run.written()
+    assert any("contains token" in outcome.stderr for outcome in run.outcomes), run.written()
 
 
 @pytest.fixture(scope="module")

@@ -185,7 +185,7 @@ def test_a_run_saves_in_our_format_and_resumes_from_it(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         (["--hidden-size", "32"], "--hidden-size is 32 here, 16 in the checkpoint"),
-        (["--vocab-size", "65"], "the vocabulary has 65 tokens: must be 1 to the 64 rows"),
+        (["--vocab-size", "65"], "the vocabulary has 65 tokens: must be from 1 to 64, the number of rows"),
         (["--optimizer", "sgd"], "checkpoint of another optimizer: --optimizer is sgd here, adam in the checkpoint"),
         (["--lr", "0.5"], "lr"),
         # The same weights, and nothing in the fixture's arguments about the flag.

@@ -76,9 +76,9 @@ def test_a_tiny_layout_cuts_in_two_what_the_whole_one_cuts() -> None:
 @pytest.mark.parametrize(
     "argv, says",
     [
-        (["qwen3-30-a3b"], "error: MODEL is qwen3-30-a3b: not known; did you mean qwen3-30b-a3b?"),
-        (["qwen3-30b"], "error: MODEL is qwen3-30b: not known; did you mean qwen3-30b-a3b?"),
-        (["gpt2", "8"], "error: MODEL is gpt2: not known: must be one of llama3-8b, llama3-70b, "),
+        (["qwen3-30-a3b"], "error: MODEL is qwen3-30-a3b: unknown model; did you mean qwen3-30b-a3b?"),
+        (["qwen3-30b"], "error: MODEL is qwen3-30b: unknown model; did you mean qwen3-30b-a3b?"),
+        (["gpt2", "8"], "error: MODEL is gpt2: unknown model: must be one of llama3-8b, llama3-70b, "),
         (["llama3.2-3b", "0"], "error: GPUS is 0: must be a multiple of 1 or 8 for llama3.2-3b"),
         (["llama3-8b", "12"], "error: GPUS is 12: must be a multiple of 8 for llama3-8b"),
         (["llama3-8b", "3", "--tiny"], "error: GPUS is 3: must be 1, 2 or 4 processes with SCALE=tiny"),

@@ -122,7 +122,9 @@ def test_a_finetuning_run_restarts_from_its_own_checkpoints(tmp_path: Path) -> N
     faults = {attempt_name(restarts=attempt): [0, step, "SIGKILL", "self"] for attempt, step in enumerate((2, 4))}
     tuned = {**flags, "save": tmp_path / "tuned"}
     # Killed before its first checkpoint, and after it.
-    for attempt, begins in enumerate(("training starts at iteration 0", "training starts at iteration 0", "going on")):
+    for attempt, begins in enumerate(
+        ("training starts at iteration 0", "training starts at iteration 0", "continuing")
+    ):
         run = _attempt(tuned, attempt, tmp_path / "run", faults=faults, ranks=1)
         assert (run.exit_codes == [0]) == (attempt == 2) and begins in run.written(), run.written()
     whole = run_program(command_line({**flags, "save": tmp_path / "whole"}), 1, folder=tmp_path / "whole run")

@@ -228,15 +228,15 @@ def _check_presence(tensors: tuple[HubTensor, ...], files: PlainFiles) -> None:
         hint = ""
         if missing == [_OUTPUT]:
             hint = "; with tie_word_embeddings true in config.json there is none"
-        raise ValueError(f"{files.folder} is not the model of its {CONFIG_FILE}: {_named(missing, [])}{hint}")
+        raise ValueError(f"{files.folder} does not match its {CONFIG_FILE}: {_named(missing, [])}{hint}")
     for tensor in tensors:
         found = files.kinds[tensor.name].shape
         if found == tensor.shape:
             continue
         where = f"{files.file_of(tensor.name)}: {tensor.name} has shape {list(found)}"
         if tensor.name in (_EMBEDDING, _OUTPUT) and found[1:] == tensor.shape[1:]:
-            raise ValueError(f"{where}: the vocabulary has {tensor.shape[0]} ids by vocab_size of {CONFIG_FILE}")
-        raise ValueError(f"{where}: must be {list(tensor.shape)} by {CONFIG_FILE}")
+            raise ValueError(f"{where}: {CONFIG_FILE} has vocab_size {tensor.shape[0]}")
+        raise ValueError(f"{where}: must be {list(tensor.shape)} according to {CONFIG_FILE}")
     odd = [t.name for t in tensors if files.kinds[t.name].dtype not in (*DTYPES.values(), torch.float64)]
     if odd:
         kind = files.kinds[odd[0]].dtype
@@ -253,7 +253,7 @@ def _extra_tensors(tensors: tuple[HubTensor, ...], files: PlainFiles) -> tuple[s
     if unknown == [_OUTPUT] and files.have_same(_OUTPUT, _EMBEDDING):
         unknown = []
     if unknown:
-        raise ValueError(f"{files.folder} is not the model of its {CONFIG_FILE}: {_named([], unknown)}")
+        raise ValueError(f"{files.folder} does not match its {CONFIG_FILE}: {_named([], unknown)}")
     return tuple(extra)
 
 

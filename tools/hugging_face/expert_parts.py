@@ -89,7 +89,7 @@ class ExpertGroups:
 
 
 class GroupLimitedGreedy:
-    """DeepSeek-V2's groups, scored by their best expert, which topk_method enables."""
+    """DeepSeek-V2's expert groups, which are scored by their best expert. topk_method enables them."""
 
     def read(self, config: Mapping[str, Any]) -> Values:
         method = config.get("topk_method") or "greedy"
@@ -97,7 +97,9 @@ class GroupLimitedGreedy:
         if method == "greedy":
             return none
         if method != "group_limited_greedy":
-            raise ValueError(f"config.json: topk_method is {method!r}: only greedy and group_limited_greedy are known")
+            raise ValueError(
+                f"config.json: topk_method is {method!r}: only greedy and group_limited_greedy are supported"
+            )
         groups, chosen = config["n_group"], config["topk_group"]
         return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen, "moe_router_group_score": "max"}
 

@@ -1,6 +1,6 @@
 """Counts launches on the device per step and static MoE layer, and the operators of the same step on the CPU.
 
-Both are differences between steps with 2 and with 4 layers, with one micro-batch, so that embedding, loss and other
+Both are differences between steps with 2 and with 4 layers, with one microbatch, so that embedding, loss and other
 parts of the optimizer cancel. The operators are those of the launch budget (tests/distributed/launch_budget.py).
 """
 

@@ -1,4 +1,4 @@
-"""Compares module graphs with two micro-batches in flight, in the order F1 F2 B1 F3 B2 B3, with eager passes.
+"""Compares module graphs with two microbatches in flight, in the order F1 F2 B1 F3 B2 B3, with eager passes.
 
 The results must be bitwise equal. It is the order of the first of two pipeline stages, which one GPU runs here without
 the second.
@@ -19,7 +19,7 @@ from tests.gpu.graph_cases import DROPOUT, EXPERTS, HALF_OF_PARTS, Case, argv_of
 
 MICROBATCHES, STEPS = 3, 8
 ORDER = "F0.0 F0.1 B0.0 F0.2 B0.1 B0.2"
-# By name: captured parts, the run, and its number of graphs: a pair for each part and each of two micro-batches.
+# By name: captured parts, the run, and its number of graphs: a pair for each part and each of two microbatches.
 PARTS = {
     "dense": ("attn mlp", 16, Case("dense", {**HALF_OF_PARTS, **DROPOUT})),
     "experts": ("attn moe", 32, Case("moe", {**EXPERTS, **ROUTER})),

@@ -1,1 +1,1 @@
-"""Token data on disk, and the samples, batches and iterators made from it. Tokenizers are in core/tokenizers."""
+"""Token data on disk, and the samples, batches and iterators built from it. Tokenizers are in core/tokenizers."""

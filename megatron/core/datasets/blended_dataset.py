@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 
 BlendOrder = tuple[np.ndarray, np.ndarray]
-# Samples for which shares are computed together; fits the cache of a core for some hundred datasets.
+# Number of samples for which shares are computed together; fits a core's cache for a few hundred datasets.
 _STEPS_AT_ONCE = 4096
 
 
@@ -17,8 +17,8 @@ class BlendedDataset(Dataset[dict[str, Any]]):
     """A dataset of `size` samples, to which each dataset contributes its share by weight.
 
     After any number of samples each share is exact to within one sample. size: None means the total of the datasets.
-    config: not used. order: blend_indices(weights, size) if it is known. Raises ValueError if a dataset has too few
-    samples.
+    config: unused. order: the result of blend_indices(weights, size), if known. Raises ValueError if a dataset has too
+    few samples.
     """
 
     def __init__(
@@ -37,7 +37,9 @@ class BlendedDataset(Dataset[dict[str, Any]]):
         )
         for number, count in enumerate(np.bincount(self._dataset_index, minlength=len(datasets))):
             if count > lengths[number]:
-                raise ValueError(f"dataset {number} of the blend has {lengths[number]} samples: must have {count}")
+                raise ValueError(
+                    f"dataset {number} of the blend has {lengths[number]} samples: must have at least {count}"
+                )
 
     @property
     def dataset_index(self) -> np.ndarray:
@@ -52,14 +54,14 @@ class BlendedDataset(Dataset[dict[str, Any]]):
 
 
 def blend_indices(weights: Sequence[float], size: int) -> BlendOrder:
-    """Returns the dataset of each of `size` samples (int16) and the number of the sample in that dataset (int64).
+    """Returns the dataset of each of `size` samples (int16) and the sample's index in that dataset (int64).
 
-    As in Megatron, each sample is from the dataset that is furthest behind its share, the first one on a tie. Takes
-    about a second per million samples, for 2 or for 100 datasets.
+    As in Megatron, each sample is from the dataset that is furthest behind its share, the first one on a tie. It takes
+    about a second per million samples, regardless of the number of datasets.
     """
     shares = np.asarray(weights, dtype=np.float64)
     shares = shares / shares.sum()
-    # inf excludes datasets without a share: they would win ties at 0 when all others have their shares.
+    # inf excludes datasets without a share, which would otherwise win ties at 0 when all others have their shares.
     given, behind = np.where(shares > 0, 0.0, np.inf), np.empty(len(shares))
     dataset_index = np.empty(size, dtype=np.int16)
     for first in range(0, size, _STEPS_AT_ONCE):

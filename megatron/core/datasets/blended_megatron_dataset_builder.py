@@ -1,7 +1,7 @@
 """Builds training, validation and test datasets on all ranks, without races.
 
-One rank of the group builds first and fills the index cache, which the others then read. If they do not see its files,
-because each node has its own cache folder, they build too, with equal results.
+One rank of the group builds first and fills the index cache, which the other ranks then read. If they do not see its
+files, because each node has its own cache folder, they also build, with identical results.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,8 +24,8 @@ Datasets = list[GPTDataset | BlendedDataset | list[GPTDataset] | None]
 class BlendedMegatronDatasetBuilder:
     """Megatron's builder: `BlendedMegatronDatasetBuilder(GPTDataset, sizes, is_built_on_rank, config).build()`.
 
-    sizes: samples of train, valid and test; None means one epoch, 0 no dataset. group: the ranks that call `build`;
-    None means all ranks.
+    sizes: number of samples of train, valid and test; None means one epoch, 0 no dataset. group: the ranks that call
+    `build`; None means all ranks.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class BlendedMegatronDatasetBuilder:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         if len(sizes) != len(Split):
-            raise ValueError(f"sizes is {list(sizes)}: must be samples of train, valid and test")
-        # The description of cached indices contains the split, so the default is filled in.
+            raise ValueError(f"sizes is {list(sizes)}: must be the numbers of samples of train, valid and test")
+        # The description of cached indices contains the split, so the default is filled in here.
         split = None if config.blend_per_split is not None else config.split or DEFAULT_SPLIT
         self.config = replace(config, split=split)
         self.cls = cls
@@ -70,7 +70,7 @@ class BlendedMegatronDatasetBuilder:
         """Returns cls(*args), or None if it is not built on this rank. Collective with synchronize_ranks.
 
         The first rank builds first, so that the others find its cached files. Without synchronize_ranks each rank
-        builds on its own. Raises on every rank if any rank fails, as `build` does.
+        builds independently. Raises on every rank if any rank fails, like `build`.
         """
         if not synchronize_ranks:
             return cls(*args) if is_built_on_rank() else None
@@ -82,7 +82,9 @@ class BlendedMegatronDatasetBuilder:
         return built
 
     def _require_same_loss_masks(self, datasets: Datasets) -> None:
-        """Raises DataError on every rank if loss masks are missing on some, which would otherwise go unnoticed."""
+        """Raises DataError on every rank if loss masks are missing on some ranks, which would otherwise
+        go unnoticed.
+        """
         parts = [part for whole in datasets for part in _parts(whole)]
         mine = [part.has_loss_mask for part in parts if isinstance(part, GPTDataset)]
         found: list[list[bool]] = [mine]
@@ -93,8 +95,8 @@ class BlendedMegatronDatasetBuilder:
         without = [rank for rank, masks in enumerate(found) if masks and masks != [any(some) for some in zip(*built)]]
         if without:
             raise DataError(
-                f"ranks {', '.join(map(str, without))} lack loss masks that others have: PREFIX_loss_mask.bin and .idx "
-                "must lie beside the data on every node, or on none"
+                f"ranks {', '.join(map(str, without))} lack loss masks that others have: PREFIX_loss_mask.bin and "
+                ".idx must be next to the data on every node, or on none"
             )
 
     def _build_splits(self) -> Datasets:
@@ -127,7 +129,7 @@ class BlendedMegatronDatasetBuilder:
     def _num_documents(self, prefix: str | None, corpus: TokenSequences) -> int:
         num_documents = self.cls.numel_low_level_dataset(corpus)
         if num_documents == 0:
-            raise ValueError(f"{prefix}.idx has no documents: must have one or more; the corpus is empty")
+            raise ValueError(f"{prefix}.idx has no documents: must have at least one; the corpus is empty")
         return num_documents
 
     def _split(self, prefix: str | None, corpus: TokenSequences) -> list[range | None]:
@@ -135,9 +137,9 @@ class BlendedMegatronDatasetBuilder:
         split = self.config.split
         assert split is not None
         ranges = split_documents(split, num_documents)
-        # Validation data is optional, training data is not.
+        # Validation data is optional, but training data is required.
         if ranges[Split.train.value] is None and self.sizes[Split.train.value] != 0:
-            raise ValueError(f"--split {split} has no training data: the first number must be more than 0")
+            raise ValueError(f"--split {split} has no training data: the first number must be above 0")
         for part, documents, size in zip(Split, ranges, self.sizes):
             if size != 0 and documents is not None and len(documents) == 0:
                 raise ValueError(
@@ -173,7 +175,8 @@ class BlendedMegatronDatasetBuilder:
         datasets = [self._build_one(split, sources[number], num_samples=int(counts[number])) for number in used]
         if len(used) < len(sources):
             order = blend_indices(weights, size)
-            # The shares of sources without samples go to the others, which may now need one sample more.
+            # The shares of sources without samples are redistributed to the others, which may then need one more
+            # sample.
             for place, count in enumerate(np.bincount(order[0], minlength=len(used)).tolist()):
                 if count > len(datasets[place]):
                     datasets[place] = self._build_one(split, sources[used[place]], num_samples=count)
@@ -204,7 +207,7 @@ def _sets_to_read(blend: Blend | None) -> tuple[Sequence[str | None], list[float
 
 @dataclass(frozen=True)
 class _Source:
-    """One corpus of a blend, and its documents in the part that is being built."""
+    """One corpus of a blend, and its documents in the part being built."""
 
     prefix: str | None
     corpus: TokenSequences

@@ -14,7 +14,7 @@ MOST_DATASETS = 32767
 
 
 class Vocabulary(Protocol):
-    """The part of a tokenizer that datasets use: ids 0 to vocab_size - 1, and eod at the end of a document."""
+    """Interface of a tokenizer for datasets: ids 0 to vocab_size - 1, and eod at the end of a document."""
 
     @property
     def name(self) -> str: ...
@@ -28,23 +28,24 @@ class Vocabulary(Protocol):
 
 @dataclass(kw_only=True)
 class BlendedMegatronDatasetConfig:
-    """Datasets to blend, and how samples are cut from them; names are Megatron's.
+    """Datasets to blend, and how samples are cut from them; the names are those of Megatron.
 
-    Two fields follow from others. split_matrix: begin and end of train, valid and test as shares of the documents, None
-    for a part without documents; None with blend_per_split. mock: whether no blend is given, which means mock data.
+    Two fields are derived from others. split_matrix: begin and end of train, valid and test as shares of the documents,
+    None for a part without documents; None with blend_per_split. mock: True if no blend is given, which selects mock
+    data.
     """
 
-    random_seed: int = config_field(1234, help="Seed of every shuffle.")
+    random_seed: int = config_field(1234, help="Random seed of all shuffles.")
     sequence_length: int = config_field(help="Tokens per sample.", at_least=1)
     blend: Blend | None = config_field(None, help="Prefixes of .bin/.idx pairs, and their weights or None.")
     blend_per_split: list[Blend | None] | None = config_field(
-        None, help="Blends of train, valid and test, None for no data; instead of blend and split."
+        None, help="Blends of train, valid and test, None for no data; replaces blend and split."
     )
     multiple_validation_sets: bool | None = config_field(
-        None, help="Keep the validation data of a blend apart: a list of datasets instead of one."
+        None, help="Keep the validation datasets of a blend separate: a list of datasets instead of one."
     )
     full_validation: bool | None = config_field(
-        None, help="Validation data is one epoch of its documents, whatever number of samples is asked for."
+        None, help="Use one epoch of the validation documents, whatever number of samples is requested."
     )
     split: str | None = config_field(None, help=f"Shares of train, valid and test documents; {DEFAULT_SPLIT} if None.")
     split_matrix: list[tuple[float, float] | None] | None = field(init=False, default=None)
@@ -52,17 +53,17 @@ class BlendedMegatronDatasetConfig:
         None, help="Folder of cached indices; None means a folder next to the data."
     )
     mmap_bin_files: bool = config_field(True, help="Map .bin files into memory instead of reading them.")
-    num_dataset_builder_threads: int = config_field(1, help="No effect: building takes seconds.", at_least=1)
+    num_dataset_builder_threads: int = config_field(1, help="No effect, because building takes seconds.", at_least=1)
     mock: bool = field(init=False, default=False)
-    tokenizer: Vocabulary | None = config_field(None, help="Has the vocabulary against which tokens are checked.")
+    tokenizer: Vocabulary | None = config_field(None, help="Provides the vocabulary against which tokens are checked.")
     mid_level_dataset_surplus: float = no_effect_field(
-        0.005, why="the samples that a blend reads of each dataset are counted exactly, so that none need to be spare"
+        0.005, why="the samples that a blend reads of each dataset are counted exactly, so no spare samples are needed"
     )
     allow_ambiguous_pad_tokens: bool | None = unsupported_field(
         False, why="samples are never padded, so no padding id is masked"
     )
     fast_cache_load: bool = config_field(
-        False, help="Use cached indices of the right inputs and sizes without reading them to compare checksums."
+        False, help="Use cached indices with matching inputs and sizes without reading them to verify checksums."
     )
     defer_npy_index_mmap: bool = config_field(
         False, help="Open cached indices when the first sample is read instead of when the dataset is built."
@@ -82,9 +83,11 @@ class BlendedMegatronDatasetConfig:
             self.blend_per_split = None  # scripts with unset flags pass this
         if self.blend_per_split is not None:
             if self.blend is not None or self.split is not None:
-                raise ValueError("blend_per_split is given together with blend or split: must be instead of them")
+                raise ValueError("blend_per_split is given together with blend or split: give only one of them")
             if len(self.blend_per_split) != len(Split):
-                raise ValueError(f"blend_per_split has {len(self.blend_per_split)} parts: must be train, valid, test")
+                raise ValueError(
+                    f"blend_per_split has {len(self.blend_per_split)} parts: must have three, for train, valid and test"
+                )
         for blend in [self.blend, *(self.blend_per_split or [])]:
             if blend is not None:
                 validate_blend(blend)
@@ -94,11 +97,13 @@ def validate_blend(blend: Blend) -> None:
     """Raises ValueError unless there is at least one dataset, and a weight for each or for none."""
     prefixes, weights = blend
     if not 0 < len(prefixes) <= MOST_DATASETS:
-        raise ValueError(f"blend has {len(prefixes)} datasets: must be 1 to {MOST_DATASETS}")
+        raise ValueError(f"blend has {len(prefixes)} datasets: must have 1 to {MOST_DATASETS}")
     if weights is None:
         return
     if len(prefixes) != len(weights) or any(weight < 0 for weight in weights) or not 0 < sum(weights) < math.inf:
-        raise ValueError(f"blend has weights {weights} for {len(prefixes)} datasets: must be one each, above 0")
+        raise ValueError(
+            f"blend has weights {weights} for {len(prefixes)} datasets: must have one weight above 0 for each"
+        )
 
 
 def parse_and_normalize_split(split: str) -> list[float]:
@@ -111,8 +116,8 @@ def convert_split_vector_to_split_matrix(
 ) -> list[tuple[float, float] | None]:
     """Returns begin and end of each part of a corpus, as shares of it; None for a part without documents.
 
-    vector_a: shares of the parts, with sum 1. vector_b: shares by which the corpus was split before: then each part is
-    limited to the range that both splits give it.
+    vector_a: shares of the parts, with sum 1. vector_b: shares of an earlier split of the corpus; each part is then
+    limited to the range that both splits assign to it.
     """
     ranges = [pairwise(accumulate(vector, initial=0.0)) for vector in (vector_a, vector_b or vector_a)]
     common = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(*ranges)]

@@ -1,4 +1,4 @@
-"""Command-line fields of the data: paths, split and reading. Samples are made in gpt_dataset.py."""
+"""Command-line fields of the data: paths, split and reading. Samples are created in gpt_dataset.py."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +16,13 @@ class DataConfig:
 
     data_path: list[str] | None = config_field(
         None,
-        help="Prefix of a .bin/.idx pair of tools/preprocess_data.py; or several prefixes, or WEIGHT PREFIX pairs.",
+        help="Prefix of a .bin/.idx pair written by tools/preprocess_data.py; or several prefixes, or WEIGHT PREFIX "
+        "pairs.",
         nargs="*",
     )
     train_data_path: list[str] | None = config_field(
         None,
-        help="As --data-path, for training only; --valid-data-path and --test-data-path name the other data.",
+        help="Like --data-path, for training only; --valid-data-path and --test-data-path name the other data.",
         nargs="*",
     )
     valid_data_path: list[str] | None = config_field(
@@ -35,11 +36,11 @@ class DataConfig:
     )
     split: str | None = config_field(
         None,
-        help=f"Shares of the documents for training, validation and test, such as 949,50,1. Default {DEFAULT_SPLIT}.",
+        help=f"Shares of the documents for training, validation and test, such as 949,50,1. Default: {DEFAULT_SPLIT}.",
     )
     data_cache_path: str | None = config_field(
         None,
-        help="Folder of the sample indices; by default cache/GPTDataset_indices in the folder of the data.",
+        help="Folder of the sample indices; default: cache/GPTDataset_indices in the folder of the data.",
     )
     mmap_bin_files: bool = config_field(
         True,
@@ -47,17 +48,19 @@ class DataConfig:
         help="Read .bin files with file reads instead of a memory map.",
     )
     dataloader_fast_cache_load: bool = config_field(
-        False, help="Use sample indices in the cache without reading them to compare checksums."
+        False, help="Use cached sample indices without reading them to verify checksums."
     )
     dataloader_defer_npy_index_mmap: bool = config_field(
-        False, help="Open sample indices in the cache when the first sample is read instead of at startup."
+        False, help="Open cached sample indices when the first sample is read instead of at startup."
     )
     mock_data: bool = config_field(False, help="Train on synthetic token sequences, without data files.")
     reset_position_ids: bool = config_field(
-        False, help="Positions restart after each end-of-document token. No effect on rope, which is relative."
+        False, help="Restart positions after each end-of-document token. No effect with rope, which is relative."
     )
-    reset_attention_mask: bool = config_field(False, help="Attention is limited to the tokens of one document.")
-    eod_mask_loss: bool = config_field(False, help="No loss for positions whose input is the end-of-document token.")
+    reset_attention_mask: bool = config_field(False, help="Limit attention to the tokens of one document.")
+    eod_mask_loss: bool = config_field(
+        False, help="Exclude positions whose input is the end-of-document token from the loss."
+    )
     seq_length: int | None = config_field(None, help="Tokens per sample.", at_least=1)
     num_workers: int = config_field(
         2,
@@ -67,22 +70,22 @@ class DataConfig:
     dataloader_type: str | None = config_field(
         None,
         choices=("single", "cyclic", "external"),
-        help="single (the default): samples in the order of the dataset; cyclic: in a random order for each epoch; "
-        "external: the iterators that the script's dataset provider returns.",
+        help="single (default): samples in dataset order; cyclic: in a random order for each epoch; external: the "
+        "iterators returned by the script's dataset provider.",
     )
     full_validation: bool = config_field(
-        False, help="Each evaluation reads every sample of the validation data once, instead of --eval-iters batches."
+        False, help="Read every sample of the validation data once in each evaluation, instead of --eval-iters batches."
     )
     multiple_validation_sets: bool = config_field(
-        False, help="Evaluate and log each dataset of the validation data by itself, instead of a blend of them."
+        False, help="Evaluate and log each validation dataset separately, instead of a blend of them."
     )
     validation_set_names: list[str] | None = config_field(
-        None, help="Names of the sets of --multiple-validation-sets in the log; unset: the names of their files."
+        None, help="Names of the sets of --multiple-validation-sets in the log; default: the names of their files."
     )
     create_attention_mask_in_dataloader: bool = config_field(
         True,
         flags=("--no-create-attention-mask-in-dataloader",),
-        help="With --reset-attention-mask, batches contain the borders of documents instead of S x S masks.",
+        help="With --reset-attention-mask, put the borders of documents into batches instead of S x S masks.",
     )
 
     def __post_init__(self) -> None:
@@ -103,15 +106,15 @@ class DataConfig:
         sources += [] if self.data_args_path is None else [f"--data-args-path {self.data_args_path}"]
         sources += separate[:1]
         if len(sources) > 1:
-            raise ValueError(f"{sources[0]} contradicts {sources[1]}: give one of them")
+            raise ValueError(f"{sources[0]} contradicts {sources[1]}: give only one of them")
         if separate and self.split is not None:
-            raise ValueError(f"{separate[0]} contradicts --split {self.split}: nothing is split off, drop --split")
+            raise ValueError(f"{separate[0]} contradicts --split {self.split}: no data is split, so drop --split")
 
     def validate_validation(self) -> None:
         if self.full_validation and self.dataloader_type == "external":
             raise ValueError(
-                "--full-validation and --dataloader-type external are both given: the size of external validation data "
-                "is unknown, so drop --full-validation and give --eval-iters"
+                "--full-validation and --dataloader-type external are both given: the size of external validation "
+                "data is unknown, so drop --full-validation and give --eval-iters"
             )
         names = self.validation_set_names
         if names is None:
@@ -130,7 +133,7 @@ class DataConfig:
         }
 
     def names_data(self) -> bool:
-        """Whether any flag names data."""
+        """Returns whether any flag names data."""
         named = (self.data_path, self.data_args_path, *self.paths_per_split().values())
         return self.mock_data or any(one is not None for one in named)
 
@@ -141,23 +144,23 @@ class DataConfig:
         path = Path(self.data_args_path)
         if not path.is_file():
             what = "is a folder" if path.is_dir() else "does not exist"
-            raise FileNotFoundError(f"--data-args-path {path} {what}: must be a file with words as --data-path")
+            raise FileNotFoundError(f"--data-args-path {path} {what}: must be a file with values as for --data-path")
         try:
             words = path.read_text(encoding="utf-8").split()
         except UnicodeDecodeError as error:
             raise ValueError(
-                f"--data-args-path {path} is not UTF-8 text: must hold words as for --data-path"
+                f"--data-args-path {path} is not UTF-8 text: must contain values as for --data-path"
             ) from error
         if not words:
-            raise ValueError(f"--data-args-path {path} is empty: must hold words as for --data-path")
+            raise ValueError(f"--data-args-path {path} is empty: must contain values as for --data-path")
         return get_blend_from_list(words)
 
     def blend_per_split(self) -> list[Blend | None] | None:
-        """Returns the blends of training, validation and test data if they are named separately, else None."""
+        """Returns the blends of training, validation and test data if they are named separately, otherwise None."""
         blends = [get_blend_from_list(words) for words in self.paths_per_split().values()]
         return blends if any(blend is not None for blend in blends) else None
 
 
 def words_of(flag: str, words: list[str]) -> str:
-    """Returns a flag and its words as on a command line."""
+    """Formats a flag and its values as on a command line."""
     return " ".join([flag, *words])

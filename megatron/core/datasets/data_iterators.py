@@ -1,4 +1,4 @@
-"""Endless iterators over microbatches for the training loop, which can start at any consumed sample."""
+"""Endless iterators over microbatches for the training loop, which can start after any number of consumed samples."""
 
 import multiprocessing
 import os
@@ -31,12 +31,12 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """The start of reading, and the rows of this data-parallel rank.
+    """The position at which reading starts, and the rows of this data-parallel rank.
 
-    consumed_*: samples that all ranks together have consumed, from the checkpoint. Test data starts at 0.
-    pin_memory: return pinned batches, for asynchronous copies to a GPU. create_attention_mask: convert borders of
-    documents to masks. dataloader_type: as in DataConfig. seed: of the order under cyclic. full_validation: read
-    validation data from its first sample, in passes over all of it that each end with a padded round.
+    consumed_*: samples that all ranks together have consumed, from the checkpoint. Test data starts at 0. pin_memory:
+    returns pinned batches, for asynchronous copies to a GPU. create_attention_mask: converts document borders to masks.
+    dataloader_type: as in DataConfig. seed: random seed of the cyclic order. full_validation: reads validation data
+    from its first sample, in complete passes that each end with a padded round.
     """
 
     micro_batch_size: int
@@ -57,7 +57,7 @@ class BatchPlan:
         return self.micro_batch_size * self.dp_size
 
     def full_rounds(self, dataset: Dataset[Any]) -> int:
-        """Returns the micro-batches of each rank that cover all samples of a dataset."""
+        """Returns the number of micro-batches per rank that cover all samples of a dataset."""
         return -(-len(dataset) // self.samples_per_round)  # type: ignore[arg-type]
 
 
@@ -68,9 +68,9 @@ class DataIterator(Iterator[Batch]):
     of the batch, row by row; or, with plan.create_attention_mask, attention_mask, [B, 1, S, S] bool.
 
     Batch k depends only on the dataset, `consumed_samples` and the rank, not on workers or on earlier reads. Reading
-    does not use global random generators. Worker processes start with the first `next`; `close` ends them.
-    full_passes: read passes over the whole dataset, each with plan.full_rounds(dataset) batches, instead of an endless
-    sequence of samples. Samples that pad the last round have a loss_mask of 0.
+    does not use global random generators. Worker processes start with the first `next`; `close` ends them. full_passes:
+    reads passes over the whole dataset, each with plan.full_rounds(dataset) batches, instead of an endless sequence of
+    samples. Samples that pad the last round have a loss_mask of 0.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class DataIterator(Iterator[Batch]):
             worker_init_fn=prepare_worker,
             # The default of Python 3.14 would import torch in each worker.
             multiprocessing_context="fork" if num_workers else None,
-            # DataLoader draws a seed when iteration starts. From the global generator, this would change the dropout
-            # masks of a resumed run, which starts iterating at another step.
+            # DataLoader draws a seed when iteration starts. Drawing it from the global generator would change the
+            # dropout masks of a resumed run, which starts iterating at another step.
             generator=torch.Generator(),
         )
         self._pin_memory = plan.pin_memory
@@ -112,10 +112,10 @@ class DataIterator(Iterator[Batch]):
 class MegatronPretrainingSampler:
     """Yields the sample numbers of each microbatch of this data-parallel rank, without end.
 
-    Samples are read in dataset order, and the first follows the last. Of each micro_batch_size * data_parallel_size
-    samples, rank r reads rows r * micro_batch_size to (r + 1) * micro_batch_size. So a global batch consists of the
-    samples from consumed_samples to consumed_samples + global batch size for any number of ranks and micro-batch size,
-    and a run that resumes with another layout trains on the same global batches.
+    Samples are read in dataset order, wrapping around at the end. Of each micro_batch_size * data_parallel_size
+    samples, rank r reads rows r * micro_batch_size to (r + 1) * micro_batch_size. A global batch therefore consists of
+    the samples from consumed_samples to consumed_samples + global batch size for any number of ranks and micro-batch
+    size, and a run that resumes with another layout trains on the same global batches.
     """
 
     def __init__(
@@ -150,20 +150,20 @@ class MegatronPretrainingSampler:
             begin += self._stride
 
     def _sample(self, number: int) -> int:
-        """Returns the sample that is the `number`-th of the run, from 0."""
+        """Returns the sample at position `number` of the run, from 0."""
         return number % self.total_samples
 
 
 class MegatronPretrainingRandomSampler(MegatronPretrainingSampler):
-    """Yields micro-batches as MegatronPretrainingSampler does, but in another random order in each epoch.
+    """Yields micro-batches like MegatronPretrainingSampler, but in a different random order in each epoch.
 
     The order of an epoch depends only on `seed`, the epoch's number and total_samples. It is the same on all ranks and
-    for every layout, no sample is left out, and a micro-batch may contain the end of an epoch and the start of the
-    next. One order is kept, total_samples int64.
+    for every layout. No sample is skipped, and a micro-batch may span two epochs. One order is kept in memory,
+    total_samples int64.
     """
 
     def __init__(self, total_samples: int, consumed_samples: int, *, seed: int, **layout: int) -> None:
-        """layout: micro_batch_size, data_parallel_rank, data_parallel_size."""
+        """Creates the sampler; layout: micro_batch_size, data_parallel_rank, data_parallel_size."""
         super().__init__(total_samples, consumed_samples, **layout)
         self._seed = seed
         self._epoch: int | None = None
@@ -172,14 +172,14 @@ class MegatronPretrainingRandomSampler(MegatronPretrainingSampler):
     def _sample(self, number: int) -> int:
         epoch, place = divmod(number, self.total_samples)
         if epoch != self._epoch:
-            # RandomState, whose numbers are the same in all versions of NumPy.
+            # RandomState, because its numbers are the same in all versions of NumPy.
             self._order = np.random.RandomState([self._seed, epoch]).permutation(self.total_samples)
             self._epoch = epoch
         return int(self._order[place])
 
 
 class _FullPassSampler(MegatronPretrainingSampler):
-    """Yields passes over all samples. A number of total_samples or more stands for a sample that pads a round."""
+    """Yields passes over all samples. A number of at least total_samples denotes a sample that pads a round."""
 
     def __init__(self, total_samples: int, **layout: int) -> None:
         super().__init__(total_samples, 0, **layout)
@@ -205,7 +205,7 @@ def _sampler(
     return MegatronPretrainingSampler(total_samples, consumed_samples, **layout)
 
 
-# Validation data may consist of several sets. Iterators of --dataloader-type external yield what the script's do.
+# Validation data may consist of several sets. Iterators of --dataloader-type external yield whatever the script's do.
 DataIterators = tuple[Iterator[Any] | None, list[Iterator[Any] | None], Iterator[Any] | None]
 
 
@@ -214,7 +214,7 @@ def stack_samples(samples: Sequence[Batch]) -> dict[str, np.ndarray]:
 
     cu_seqlens of the samples, [n_i + 1], int32, are concatenated over the rows, [n + 1].
     """
-    # Arrays, since workers send tensors as shared-memory files, which costs milliseconds per batch.
+    # Arrays, because workers send tensors as shared-memory files, which costs milliseconds per batch.
     columns = {key: [np.asarray(sample[key]) for sample in samples] for key in samples[0]}
     return {
         key: join_cumulative_lengths(rows) if key == "cu_seqlens" else np.stack(rows) for key, rows in columns.items()
@@ -227,7 +227,7 @@ def _stack_or_pass_on(
     if isinstance(samples, Exception):
         return samples
     batch = stack_samples(samples)
-    # For the whole batch, since masks of single samples would be written twice.
+    # Created for the whole batch, because masks of single samples would be written twice.
     if create_attention_mask and "cu_seqlens" in batch:
         batch["attention_mask"] = document_masks(batch.pop("cu_seqlens"), seq_length=batch["tokens"].shape[1])
     return batch
@@ -252,7 +252,7 @@ def build_train_valid_test_datasets(
 
 
 def gpt_dataset_config(config: DataConfig, tokenizer: Vocabulary, *, seed: int) -> GPTDatasetConfig:
-    """Returns the configuration of GPT datasets for these flags. Raises ValueError if the flags name no data."""
+    """Builds the configuration of GPT datasets from these flags. Raises ValueError if the flags name no data."""
     if config.seq_length is None:
         raise ValueError("--seq-length is missing: must be the number of tokens per sample")
     if not config.names_data():
@@ -278,12 +278,13 @@ def gpt_dataset_config(config: DataConfig, tokenizer: Vocabulary, *, seed: int) 
 
 
 def build_data_iterators(datasets: Sequence[Any], plan: BatchPlan) -> DataIterators:
-    """Returns iterators over [train, valid, test] of build_train_valid_test_datasets or of a user's provider.
+    """Builds iterators over the [train, valid, test] datasets of build_train_valid_test_datasets or of a user's
+    provider.
 
     valid: one dataset or a list of several; the second result has an iterator for each. None for each dataset that is
     None. Validation continues at consumed_valid_samples of each set, so that successive evaluations use successive
-    samples, also in a resumed run; with plan.full_validation every evaluation reads all of them. Under
-    --dataloader-type external the "datasets" are iterators, which are returned as they are.
+    samples, also in a resumed run; with plan.full_validation every evaluation reads all of them. With --dataloader-type
+    external the "datasets" are iterators, which are returned unchanged.
     """
     train, valid, test = datasets
     return (
@@ -297,7 +298,9 @@ def build_data_iterators(datasets: Sequence[Any], plan: BatchPlan) -> DataIterat
 
 
 def validation_sets(valid: Any) -> list[Any]:
-    """Returns the validation sets of a provider, which returns one dataset, a list of several, or None."""
+    """Returns the validation sets of a provider as a list; the provider returns one dataset, a list of several, or
+    None.
+    """
     if valid is None:
         return []
     return list(valid) if isinstance(valid, (list, tuple)) else [valid]
@@ -314,7 +317,7 @@ def _iterator(
 
 
 def _external_iterator(given: Any) -> Iterator[Any]:
-    """Returns an iterator of a script as it is, and starts an iterable such as a DataLoader."""
+    """Returns a script's iterator unchanged, and creates an iterator of an iterable such as a DataLoader."""
     if not isinstance(given, Iterable) or isinstance(given, (list, tuple)):
         raise ValueError(
             f"--dataloader-type is external and the dataset provider returned {type(given).__name__}: must be an "
@@ -340,12 +343,12 @@ class _Samples(Dataset[Batch]):
             return error
 
     def _padding(self) -> Batch:
-        """Returns a sample without a token to learn, which fills the last round of a full pass."""
+        """Returns a sample whose tokens are all masked, which fills the last round of a full pass."""
         sample = self.dataset[self._size - 1]
         if "loss_mask" not in sample:
             raise DataError(
-                f"--full-validation pads a validation set of {self._size} samples to whole micro-batches, and its "
-                "samples have no loss_mask to mark padding with: add one, or give a set whose size divides"
+                f"--full-validation pads a validation set of {self._size} samples to whole micro-batches, but its "
+                "samples have no loss_mask to mark padding: add one, or use a set whose size is divisible"
             )
         return {**sample, "loss_mask": torch.zeros_like(torch.as_tensor(sample["loss_mask"]))}
 

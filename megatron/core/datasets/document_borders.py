@@ -1,6 +1,6 @@
 """Borders of documents within a sample, and the positions and masks of --reset-position-ids and --reset-attention-mask.
 
-megatron/training/utils.py has a version for whole batches, for scripts that have only tokens.
+A version for whole batches is in megatron/training/utils.py, for scripts that have only tokens.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def document_masks(cu_seqlens: np.ndarray, *, seq_length: int) -> np.ndarray:
     """
     masks = np.ones((int(cu_seqlens[-1]) // seq_length, 1, seq_length, seq_length), dtype=bool)
     places = np.arange(seq_length, dtype=np.int32)
-    # Writes only the blocks of documents: most of the S x S bytes are then written once and never read.
+    # Writes only the blocks of documents, so most of the S x S bytes are written once and never read.
     for begin, length in zip(cu_seqlens[:-1].tolist(), np.diff(cu_seqlens).tolist()):
         row, start = divmod(begin, seq_length)
         block = masks[row, 0, start : start + length, start : start + length]

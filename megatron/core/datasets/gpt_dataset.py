@@ -32,7 +32,7 @@ from megatron.core.datasets.indexed_dataset import (
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
 
-# Tokens that are checked at startup, to detect data of another tokenizer. Training checks every sample.
+# Number of tokens that are checked at startup, to detect data of another tokenizer. Training checks every sample.
 _PROBED_DOCUMENTS = 64
 _PROBED_TOKENS = 65536
 # Incremented when gpt_indices.py returns other arrays for the same description, which invalidates old caches.
@@ -43,7 +43,7 @@ MOCK_MEAN_LENGTH = 512
 MOCK_STRIDES = (1, 2, 3, 5)
 
 
-_MOCK = "made-up documents have one distribution of lengths, see MockGPTLowLevelDataset"
+_MOCK = "synthetic documents have one distribution of lengths, see MockGPTLowLevelDataset"
 
 
 class TokenSequences(Protocol):
@@ -59,14 +59,16 @@ class TokenSequences(Protocol):
 class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     """Options of GPT samples at the borders of documents, which the tokenizer's eod marks."""
 
-    reset_position_ids: bool | None = config_field(None, help="Positions restart after each eod; None means no.")
+    reset_position_ids: bool | None = config_field(None, help="Restart positions after each eod; None means no.")
     reset_attention_mask: bool | None = config_field(
-        None, help="Attention is limited to the tokens of one document; None means no."
+        None, help="Limit attention to the tokens of one document; None means no."
     )
-    eod_mask_loss: bool | None = config_field(None, help="No loss for positions whose input is eod; None means no.")
+    eod_mask_loss: bool | None = config_field(
+        None, help="Exclude positions whose input is eod from the loss; None means no."
+    )
     create_attention_mask: bool = config_field(
         True,
-        help="Samples contain masks, S x S; False: none, or with reset_attention_mask the borders of documents.",
+        help="Add S x S masks to samples. False: no masks, or with reset_attention_mask the borders of documents.",
     )
     drop_last_partial_validation_sequence: bool = unsupported_field(
         True, why="the tokens after the last whole sample are never read"
@@ -75,18 +77,18 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
         True, why="a sample of S inputs and S targets is cut from S + 1 tokens"
     )
     object_storage_cache_path: str | None = unsupported_field(
-        None, why="object stores are not read: mount them and give a path"
+        None, why="object stores are not supported: mount them and give a path"
     )
-    # No effect: a sample is the same for every layout, and is cut over ranks after it is read.
+    # No effect, because a sample is the same for every layout, and is split over ranks after it is read.
     data_parallel_size: int = 1
     sequence_parallel_size: int = 0
     context_parallel_size: int | None = None
     hybrid_context_parallel: bool = unsupported_field(
-        False, why="all samples of a run are cut over the same number of context-parallel ranks"
+        False, why="all samples of a run are split over the same number of context-parallel ranks"
     )
     sequences_per_dataset: dict[str, int] | None = unsupported_field(None, why=WITHOUT_INDEX)
     inter_document_masking: bool = unsupported_field(
-        False, why="set reset_attention_mask and create_attention_mask=False for borders of documents"
+        False, why="set reset_attention_mask and create_attention_mask=False for document borders"
     )
     sft_mock_dataset_config_json: str | None = unsupported_field(None, why=_MOCK)
     varlen_mock_dataset_config_json: str | None = unsupported_field(None, why=_MOCK)
@@ -99,22 +101,22 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     def validate_document_borders(self) -> None:
         for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
             if vars(self)[name] and self.tokenizer is None:
-                raise ValueError(f"{name} is True without a tokenizer: must have one, whose eod ends documents")
+                raise ValueError(f"{name} is True without a tokenizer: requires one, whose eod ends documents")
 
 
 class GPTDataset(MegatronDataset):
-    """Samples of fixed length from the documents `indexed_indices`, in an order that the seed determines.
+    """Samples of fixed length from the documents `indexed_indices`, in an order determined by the seed.
 
-    Items: tokens [S] int64, labels [S] int64 (the next tokens), loss_mask [S] float32, position_ids [S] int64, and
-    with create_attention_mask attention_mask [1, S, S] bool (True means forbidden), else with reset_attention_mask
+    Items: tokens [S] int64, labels [S] int64 (the next tokens), loss_mask [S] float32, position_ids [S] int64, and with
+    create_attention_mask attention_mask [1, S, S] bool (True means forbidden), else with reset_attention_mask
     cu_seqlens [n + 1] int32. The pair PREFIX_loss_mask.bin/.idx selects the tokens that are learned; without it all
-    are. num_samples: None means one epoch. len() may be slightly larger. Indices are cached on disk. Raises ValueError
-    if the documents are too short for one sample or contain tokens outside the tokenizer's vocabulary, and OSError if
-    the cache is not writable.
+    tokens are learned. num_samples: None means one epoch. len() may be slightly larger. Indices are cached on disk.
+    Raises ValueError if the documents are too short for one sample or contain tokens outside the tokenizer's
+    vocabulary, and OSError if the cache is not writable.
     """
 
     config: GPTDatasetConfig
-    unnamed = "data without a path"  # the name in errors if dataset_path is None
+    unnamed = "data without a path"  # the name used in errors if dataset_path is None
 
     def __init__(
         self,
@@ -134,7 +136,7 @@ class GPTDataset(MegatronDataset):
         self._check_enough_text()
         self._probe_vocabulary()
         self._cache = self._index_cache()
-        # Ranks that do not build first rely on the files, so they must be there even if they are opened later.
+        # Ranks that do not build first rely on the files, so the files must exist even if they are opened later.
         is_deferred = config.defer_npy_index_mmap and self._cache is not None and self._cache.holds_files()
         self._opened_indices = None if is_deferred else self._load_or_build_indices()
         # Equal for all samples, and copied into each.
@@ -144,11 +146,13 @@ class GPTDataset(MegatronDataset):
     @staticmethod
     def build_low_level_dataset(dataset_path: str | None, config: GPTDatasetConfig) -> TokenSequences:
         if dataset_path is None:
-            raise ValueError("dataset_path is None: must be the prefix of a .bin/.idx pair; MockGPTDataset needs none")
+            raise ValueError(
+                "dataset_path is None: must be the prefix of a .bin/.idx pair; only MockGPTDataset needs none"
+            )
         dataset = IndexedDataset(dataset_path, mmap=config.mmap_bin_files)
         if not np.issubdtype(dataset.index.dtype, np.integer):
             kind = np.dtype(dataset.index.dtype).name
-            raise DataError(f"{dataset_path}.idx says that its elements are {kind}: tokens must be integers")
+            raise DataError(f"{dataset_path}.idx declares elements of type {kind}: tokens must be integers")
         return dataset
 
     @staticmethod
@@ -188,7 +192,7 @@ class GPTDataset(MegatronDataset):
         text = self.sample_tokens(idx)
         item = {
             "tokens": torch.from_numpy(text[:-1]),
-            # A copy, since writing to tokens must not change labels.
+            # A copy, because writing to tokens must not change labels.
             "labels": torch.from_numpy(text[1:].copy()),
             "loss_mask": self._loss_mask.clone(),
             "position_ids": self._position_ids.clone(),
@@ -216,7 +220,7 @@ class GPTDataset(MegatronDataset):
         items = {}
         if self.config.reset_position_ids:
             items["position_ids"] = restarted_positions(starts, num_tokens=num_tokens)
-        # Without the option a sample is one document for attention.
+        # Without the option, attention treats a sample as one document.
         separate = starts if self.config.reset_attention_mask else starts[:1]
         borders = cumulative_lengths(separate, num_tokens=num_tokens)
         if self.config.create_attention_mask:
@@ -245,7 +249,7 @@ class GPTDataset(MegatronDataset):
         tokens = self._num_tokens()
         if tokens <= self.config.sequence_length:
             raise ValueError(
-                f"{self._where} has {len(self.indices)} documents with {tokens} tokens: one sample takes "
+                f"{self._where} has {len(self.indices)} documents with {tokens} tokens: one sample requires "
                 f"seq_length + 1 = {self.config.sequence_length + 1}; give more text, a shorter --seq-length "
                 f"{'or a larger share in --split' if self.config.split else 'or other files'}"
             )
@@ -262,14 +266,14 @@ class GPTDataset(MegatronDataset):
             self._check_vocabulary(np.asarray(self.dataset.get(int(document), 0, length), dtype=np.int64))
 
     def _check_vocabulary(self, tokens: np.ndarray) -> None:
-        # As unsigned numbers negative tokens are the largest, so that one pass finds both kinds.
+        # As unsigned numbers, negative tokens are the largest, so one pass finds both kinds.
         if self._vocab_size is None or not len(tokens) or tokens.view(np.uint64).max() < self._vocab_size:
             return
         wrong = tokens[(tokens < 0) | (tokens >= self._vocab_size)][0]
         assert self.config.tokenizer is not None
         raise DataError(
-            f"{self._where} holds token {wrong}: {self.config.tokenizer.name} has ids 0 to {self._vocab_size - 1}; "
-            "the data was made with another tokenizer"
+            f"{self._where} contains token {wrong}: {self.config.tokenizer.name} has ids 0 to "
+            f"{self._vocab_size - 1}; the data was created with another tokenizer"
         )
 
     def _load_or_build_indices(self) -> GPTIndices:
@@ -328,7 +332,7 @@ class GPTDataset(MegatronDataset):
 
 
 class MockGPTLowLevelDataset:
-    """Synthetic documents that a model can learn: each counts up from a random token with its own stride.
+    """Synthetic documents that a model can learn. Each counts up from a random token with its own stride.
 
     Ids wrap around, and a document ends with eod. Two tokens determine the stride, and so the rest of the document. Low
     ids are more frequent as first tokens, so that token frequencies can be learned first. Equal tokenizers give equal
@@ -337,7 +341,7 @@ class MockGPTLowLevelDataset:
 
     def __init__(self, tokenizer: Vocabulary, num_documents: int = MOCK_DOCUMENTS) -> None:
         if tokenizer.vocab_size < 2:
-            raise ValueError(f"{tokenizer.name} has {tokenizer.vocab_size} ids: made-up data needs 2 or more")
+            raise ValueError(f"{tokenizer.name} has {tokenizer.vocab_size} ids: synthetic data requires at least 2")
         rng = np.random.RandomState(0)
         self._eod = tokenizer.eod
         self._num_words = tokenizer.vocab_size - 1
@@ -381,5 +385,7 @@ class MockGPTDataset(GPTDataset):
     @staticmethod
     def build_low_level_dataset(dataset_path: str | None, config: GPTDatasetConfig) -> TokenSequences:
         if config.tokenizer is None:
-            raise ValueError("made-up data needs a tokenizer in its configuration: its vocabulary is made up of it")
+            raise ValueError(
+                "synthetic data requires a tokenizer in its configuration, because it is generated from its vocabulary"
+            )
         return MockGPTLowLevelDataset(config.tokenizer)

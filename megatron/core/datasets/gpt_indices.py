@@ -1,8 +1,8 @@
 """Three arrays that define a fixed, shuffled list of samples of a corpus; pure functions without files.
 
 A part of a corpus is read as one long stream: its documents in shuffled order, epoch after epoch. Sample i consists of
-the S + 1 tokens from stream position i * S; its last token is the first of sample i + 1. Orders and arrays equal those
-of Megatron for the same seed.
+the S + 1 tokens from stream position i * S; its last token is the first of sample i + 1. Orders and arrays are
+identical to Megatron's for the same seed.
   document index [epochs * D]: the document at each place of the stream.
   sample index [N + 1, 2]: (place, offset in that document) of stream position i * S.
   shuffle index [N]: the sample that request i returns.
@@ -37,9 +37,9 @@ class EpochPlan:
 
 
 def plan_epochs(tokens_per_epoch: int, seq_length: int, *, num_samples: int | None) -> EpochPlan:
-    """Returns the fewest epochs with `num_samples` samples (None means one epoch); they may have more samples."""
+    """Returns the minimum number of epochs with at least `num_samples` samples; None means one epoch."""
     if tokens_per_epoch <= seq_length:
-        raise ValueError(f"{tokens_per_epoch} tokens do not make one sample of {seq_length} + 1 tokens")
+        raise ValueError(f"{tokens_per_epoch} tokens are too few for one sample of {seq_length} + 1 tokens")
     num_epochs = 1 if num_samples is None else -(-(num_samples * seq_length + 1) // tokens_per_epoch)
     per_epoch = (tokens_per_epoch - 1) // seq_length
     before_last = ((num_epochs - 1) * tokens_per_epoch - 1) // seq_length if num_epochs > 1 else 0
@@ -55,7 +55,8 @@ def plan_epochs(tokens_per_epoch: int, seq_length: int, *, num_samples: int | No
 def build_gpt_indices(
     lengths: np.ndarray, documents: np.ndarray, *, seq_length: int, num_samples: int | None, seed: int
 ) -> GPTIndices:
-    """Builds the indices of one part of a corpus. lengths: tokens of all documents; documents: [D], those of the part.
+    """Builds the indices of one part of a corpus. lengths: tokens of all documents; documents: [D], the part's
+    documents.
 
     Raises ValueError if one epoch is too short for a sample.
     """
@@ -69,13 +70,13 @@ def build_gpt_indices(
 def check_gpt_indices(
     indices: GPTIndices, lengths: np.ndarray, *, documents: np.ndarray, seq_length: int, num_samples: int | None
 ) -> None:
-    """Raises ValueError for arrays with other shapes, types or ranges than build_gpt_indices returns for them.
+    """Raises ValueError for arrays whose shapes, types or ranges differ from the result of build_gpt_indices.
 
-    Reads each element once. The order of elements is not checked, as that would require building them.
+    Reads each element once. The order of elements is not checked, because that would require rebuilding them.
     """
     plan = plan_epochs(int(lengths[documents].sum(dtype=np.int64)), seq_length, num_samples=num_samples)
     if indices.sample.shape[1:] != (2,):
-        raise ValueError(f"sample index is of {indices.sample.shape}: must be of [N, 2]")
+        raise ValueError(f"sample index has shape {indices.sample.shape}: must be [N, 2]")
     places = plan.num_epochs * len(documents)
     expected = {
         "document": (indices.document, (places,), "i", int(documents.min()), int(documents.max())),
@@ -85,9 +86,9 @@ def check_gpt_indices(
     }
     for name, (array, shape, kinds, least, most) in expected.items():
         if array.shape != shape or array.dtype.kind not in kinds:
-            raise ValueError(f"{name} index is {array.dtype} of {array.shape}: must be integers of {shape}")
+            raise ValueError(f"{name} index is {array.dtype} of shape {array.shape}: must be integers of shape {shape}")
         if array.min() < least or array.max() > most:
-            raise ValueError(f"{name} index holds {array.min()} to {array.max()}: must be {least} to {most}")
+            raise ValueError(f"{name} index contains {array.min()} to {array.max()}: must be {least} to {most}")
 
 
 def build_document_index(documents: np.ndarray, plan: EpochPlan, *, rng: np.random.RandomState) -> np.ndarray:
@@ -104,21 +105,25 @@ def build_document_index(documents: np.ndarray, plan: EpochPlan, *, rng: np.rand
 def build_sample_index(
     lengths: np.ndarray, document_index: np.ndarray, *, seq_length: int, num_samples: int
 ) -> np.ndarray:
-    """Returns (place, offset) of stream positions 0, S, 2S ...: [num_samples + 1, 2]. lengths: of all documents."""
+    """Returns (place, offset) of stream positions 0, S, 2S ...: [num_samples + 1, 2]. lengths: lengths of all
+    documents.
+    """
     ends = np.cumsum(lengths[document_index], dtype=np.int64)
-    positions = np.arange(num_samples + 1, dtype=np.int64) * seq_length
-    # side="right" finds the first document that ends after the position, so empty documents are skipped.
-    places = np.searchsorted(ends, positions, side="right")
+    small = max(len(document_index), int(lengths.max(initial=0))) < np.iinfo(np.int32).max
+    index = np.empty((num_samples + 1, 2), dtype=np.int32 if small else np.int64)
+    # Positions before the end of each document. An empty one has the count of the document before it, and is skipped.
+    counts = np.minimum(-(-ends // seq_length), num_samples + 1)
+    places = np.repeat(np.arange(len(ends)), np.diff(counts, prepend=0))
     # Megatron's first entry is the first document even if it is empty, which gives the same tokens.
     places[0] = 0
-    starts = ends[places] - lengths[document_index[places]]
-    offsets = positions - starts
-    small = max(len(document_index), int(lengths.max(initial=0))) < np.iinfo(np.int32).max
-    return np.stack([places, offsets], axis=1).astype(np.int32 if small else np.int64)
+    index[:, 0] = places
+    starts = ends - lengths[document_index]
+    index[:, 1] = np.arange(num_samples + 1, dtype=np.int64) * seq_length - starts[places]
+    return index
 
 
 def build_shuffle_index(plan: EpochPlan, *, rng: np.random.RandomState) -> np.ndarray:
-    """Returns [num_samples]: all samples shuffled together, or those of the last epoch separately."""
+    """Returns [num_samples]: all samples shuffled together, or the last epoch's samples shuffled separately."""
     dtype = np.uint32 if plan.num_samples < np.iinfo(np.uint32).max - 1 else np.int64
     border = plan.num_samples_before_last if plan.separate_last else plan.num_samples
     order = np.arange(plan.num_samples, dtype=dtype)

@@ -1,7 +1,7 @@
 """A cache of arrays on disk, found by a description of their inputs and rebuilt if damaged.
 
-It needs no locks: every file is written under a temporary name and renamed, and equal descriptions give equal arrays.
-So ranks, nodes and jobs may race.
+It needs no locks, because every file is written under a temporary name and renamed, and equal descriptions give equal
+arrays. Ranks, nodes and jobs may therefore race.
 """
 
 import hashlib
@@ -32,9 +32,9 @@ class IndexCache:
     def load_or_build(
         self, build: Callable[[], Mapping[str, np.ndarray]], *, check: Callable[[Mapping[str, np.ndarray]], None]
     ) -> dict[str, np.ndarray]:
-        """Returns the cached arrays as read-only maps, after it has stored those of `build()` if there are none.
+        """Returns the cached arrays as read-only maps, after storing the result of `build()` if there are none.
 
-        check: raises ValueError for arrays that `build` cannot have returned. Raises OSError if the folder is not
+        check: raises ValueError for arrays that cannot be a result of `build`. Raises OSError if the folder is not
         writable.
         """
         arrays = self.load(check)
@@ -57,7 +57,7 @@ class IndexCache:
             return None
 
     def holds_files(self) -> bool:
-        """Whether all files of the description are there with the right sizes. Does not read the arrays."""
+        """Returns whether all files of the description exist with the right sizes. Does not read the arrays."""
         try:
             return all(self._array_path(name, facts).is_file() for name, facts in self._read_manifest().items())
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -72,8 +72,8 @@ class IndexCache:
             self._replace("manifest.json", lambda file: file.write(text.encode()))
         except OSError as error:
             raise OSError(
-                f"the index cache {self.folder} cannot be written ({error.strerror or error}): "
-                "name a writable folder with --data-cache-path"
+                f"the index cache {self.folder} cannot be written ({error.strerror or error}): give a writable "
+                "folder with --data-cache-path"
             ) from error
 
     def _path(self, name: str) -> Path:
@@ -83,7 +83,7 @@ class IndexCache:
         """Returns size and checksum of each array. Raises ValueError for another description."""
         manifest = json.loads(self._path("manifest.json").read_text())
         if manifest["description"] != self.description:
-            raise ValueError("the cache is of other inputs")
+            raise ValueError("the cache belongs to other inputs")
         facts_by_name: dict[str, dict[str, int]] = manifest["arrays"]
         return facts_by_name
 
@@ -98,7 +98,7 @@ class IndexCache:
         path = self._array_path(name, facts)
         if not self._trusted and file_crc32(path) != facts["crc32"]:
             raise ValueError(f"{path} is damaged")
-        # np.load would also read archives and pickles. The view is a plain array, since np.memmap does extra work for
+        # np.load would also read archives and pickles. The view is a plain array, because np.memmap does extra work for
         # every element that is read.
         return np.lib.format.open_memmap(path, mode="r").view(np.ndarray)
 

@@ -41,12 +41,12 @@ class DType(Enum):
 
     @staticmethod
     def size(key: int | type[np.number]) -> int:
-        """Returns the bytes of one element, for a stored code or a numpy dtype."""
+        """Returns the size in bytes of one element, for a stored code or a numpy dtype."""
         return np.dtype(DType.dtype_from_code(key) if isinstance(key, int) else key).itemsize
 
     @staticmethod
     def optimal_dtype(cardinality: int | None) -> type[np.number]:
-        """Returns the dtype in which Megatron stores ids: uint16 below 65,500 of them, else (or for None) int32."""
+        """Returns the dtype in which Megatron stores ids: uint16 below 65,500 ids, otherwise (or for None) int32."""
         return np.uint16 if cardinality is not None and cardinality < 65500 else np.int32
 
 
@@ -94,8 +94,8 @@ def read_index(path: Path, *, multimodal: bool = False) -> SequenceIndex:
     if found != expected:
         hint = "; it has one mode byte per sequence: open it as multimodal" if found == expected + num_sequences else ""
         raise ValueError(
-            f"{path} has {found} bytes: {num_sequences} sequences and {num_borders} document borders "
-            f"take {expected}{hint or '; the file is truncated or damaged'}"
+            f"{path} has {found} bytes: {num_sequences} sequences and {num_borders} document borders require "
+            f"{expected}{hint or '; the file is truncated or damaged'}"
         )
     return _map_arrays(buffer, DType.dtype_from_code(code), num_sequences=num_sequences, num_borders=num_borders)
 
@@ -104,7 +104,7 @@ def _check_header(path: Path, magic: bytes, *, version: int, code: int) -> None:
     if magic != MAGIC:
         raise ValueError(f"{path} starts with {magic!r}: an index starts with {MAGIC!r}")
     if version != VERSION:
-        raise ValueError(f"{path} is of version {version}: must be {VERSION}")
+        raise ValueError(f"{path} has version {version}: must be {VERSION}")
     if code not in {dtype.value for dtype in DType}:
         raise ValueError(f"{path} has dtype code {code}: must be 1 to {len(DType)}")
 
@@ -134,9 +134,10 @@ def check_index(index: SequenceIndex, idx_path: Path, *, bin_path: Path) -> None
         if bad.any():
             row = int(bad.argmax())
             raise ValueError(
-                f"{idx_path}: sequence {start + row} is {lengths[row]} elements of {size} bytes at byte "
-                f"{pointers[row]}, but {bin_path} has {available} bytes; the .bin file is truncated or not this one's"
+                f"{idx_path}: sequence {start + row} has {lengths[row]} elements of {size} bytes at byte "
+                f"{pointers[row]}, but {bin_path} has {available} bytes; the .bin file is truncated or belongs to "
+                "another index"
             )
     borders = index.documents
     if len(borders) and (borders[0] != 0 or borders[-1] != len(index.lengths) or (np.diff(borders) < 0).any()):
-        raise ValueError(f"{idx_path}: document borders must rise from 0 to {len(index.lengths)} sequences")
+        raise ValueError(f"{idx_path}: document borders must increase from 0 to {len(index.lengths)} sequences")

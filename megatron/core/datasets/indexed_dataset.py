@@ -1,6 +1,6 @@
 """Reader and writer of Megatron's .bin/.idx pairs, byte for byte, and of the loss masks that belong to tokens.
 
-The layout of the .idx file is in index_file.py. Samples are made in gpt_dataset.py.
+The layout of the .idx file is in index_file.py. Samples are created in gpt_dataset.py.
 """
 
 import dataclasses
@@ -24,19 +24,19 @@ from megatron.core.datasets.index_file import (
     read_index,
 )
 
-# Why arguments of Megatron's that skip reading the .idx file are refused.
+# Reasons why Megatron's arguments that skip reading the .idx file are rejected.
 WITHOUT_INDEX = "a dataset is opened with its .idx file, which takes milliseconds"
 
-_ON_DISK = "object stores are not read: mount them and give a path"
+_ON_DISK = "object stores are not supported: mount them and give a path"
 
-# Chunk size when a pair is appended to another.
+# Chunk size for appending one pair to another.
 _COPY_BYTES = 1 << 22
 
 __all__ = ["DType", "DataError", "IndexedDataset", "IndexedDatasetBuilder", "get_bin_path", "get_idx_path"]
 
 
 class DataError(ValueError):
-    """The data does not match the settings of the run; the message says how."""
+    """Mismatch between the data and the settings of the run; the message says how to fix it."""
 
 
 def get_bin_path(path_prefix: str) -> str:
@@ -50,7 +50,7 @@ def get_idx_path(path_prefix: str) -> str:
 class IndexedDataset(Dataset[Any]):
     """The sequences of PREFIX.bin, located by PREFIX.idx.
 
-    mmap: map the .bin file instead of reading each sequence with one positioned read, which some file systems need.
+    mmap: maps the .bin file. Otherwise each sequence is read with one positioned read, which some file systems require.
     Both return the same elements and are safe in forked and spawned workers. Raises OSError for a missing file,
     ValueError for a damaged one.
     """
@@ -81,7 +81,7 @@ class IndexedDataset(Dataset[Any]):
         sequences_per_dataset: None = None,
         dtype_code: None = None,
     ) -> None:
-        """Opens the files; called again, opens other ones. The last four arguments must have their defaults."""
+        """Opens the files, also on repeated calls. The last four arguments must have their defaults."""
         require_defaults("IndexedDataset", _ON_DISK, object_storage_config=(object_storage_config, None))
         require_defaults(
             "IndexedDataset",
@@ -147,7 +147,9 @@ class IndexedDataset(Dataset[Any]):
         total = int(self.index.lengths[idx])
         length = total - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > total:
-            raise IndexError(f"{self.path_prefix}: sequence {idx} has {total} elements, not {offset} + {length}")
+            raise IndexError(
+                f"{self.path_prefix}: sequence {idx} has {total} elements, but {offset} + {length} were requested"
+            )
         start = int(self.index.pointers[idx]) + offset * self._itemsize
         array = np.frombuffer(self._bytes.read(start, length * self._itemsize), self.index.dtype, length)
         return array if self.index.modes is None else (array, self.index.modes[idx])
@@ -191,7 +193,7 @@ class _ReadBytes:
 
 
 class IndexedDatasetBuilder:
-    """Writes a .bin/.idx pair. Both files get their names only in `finalize`, the .idx last.
+    """Writes a .bin/.idx pair. Both files get their final names only in `finalize`, the .idx last.
 
     An interrupted write therefore leaves only `*.partial-PID` files, which leaving a `with` block removes.
     """
@@ -261,7 +263,7 @@ class IndexedDatasetBuilder:
         self.document_indices.extend(range(first, first + len(lengths)))
 
     def end_document(self) -> None:
-        """Ends a document, which has the sequences since the last border."""
+        """Ends a document, which consists of the sequences since the last border."""
         self.document_indices.append(len(self.sequence_lengths))
 
     def add_index(self, path_prefix: str) -> None:
@@ -269,7 +271,7 @@ class IndexedDatasetBuilder:
         other = IndexedDataset(path_prefix, multimodal=self.multimodal)
         if np.dtype(other.index.dtype) != np.dtype(self.dtype):
             raise ValueError(
-                f"{path_prefix} holds {np.dtype(other.index.dtype).name}: must be {np.dtype(self.dtype).name}"
+                f"{path_prefix} contains {np.dtype(other.index.dtype).name}: must be {np.dtype(self.dtype).name}"
             )
         first = len(self.sequence_lengths)
         if np.array_equal(other.index.pointers, contiguous_pointers(other.index.lengths, self.dtype)):
@@ -315,7 +317,9 @@ class IndexedDatasetBuilder:
 
     def _append(self, array: np.ndarray, lengths: Sequence[int], *, modes: Sequence[int]) -> None:
         if len(array) != sum(lengths):
-            raise ValueError(f"{len(array)} elements for sequences of {list(lengths)}, which are {sum(lengths)}")
+            raise ValueError(
+                f"{len(array)} elements for sequences of lengths {list(lengths)}, which sum to {sum(lengths)}"
+            )
         self._file.write(self._elements(array).tobytes())
         self.sequence_lengths.extend(int(length) for length in lengths)
         if self.multimodal:
@@ -344,9 +348,9 @@ def _exactly(array: np.ndarray, dtype: type[np.number], *, path: Path) -> np.nda
 def _what_to_give(path_prefix: str) -> str:
     prefix = path_prefix.removesuffix(".bin").removesuffix(".idx")
     if prefix != path_prefix and IndexedDataset.exists(prefix):
-        return f"give {prefix}, without the ending"
+        return f"give {prefix}, without the file extension"
     if os.path.isdir(path_prefix):
-        return f"{path_prefix} is a folder; give the path of a .bin and .idx file, without these endings"
+        return f"{path_prefix} is a folder; give the path of a .bin and .idx file, without file extension"
     return f"{path_prefix} must name a .bin and an .idx file"
 
 
@@ -368,8 +372,8 @@ def open_loss_mask(path_prefix: str | None, lengths: np.ndarray, *, mmap: bool) 
     """Opens the loss masks of the tokens at `path_prefix`; None if there are none.
 
     Masks are a pair PREFIX_loss_mask.bin/.idx with one uint8 per token, in documents of the same lengths: 1 if the
-    token is learned as a target, else 0. lengths: [N] int32, of the token documents. Raises DataError if the masks do
-    not match the tokens, FileNotFoundError if one file of the pair is missing.
+    token is learned as a target, else 0. lengths: [N] int32, lengths of the token documents. Raises DataError if the
+    masks do not match the tokens, FileNotFoundError if one file of the pair is missing.
     """
     if path_prefix is None:
         return None
@@ -378,15 +382,15 @@ def open_loss_mask(path_prefix: str | None, lengths: np.ndarray, *, mmap: bool) 
         return None
     masks = IndexedDataset(prefix, mmap=mmap)
     if masks.index.dtype is not np.uint8:
-        raise DataError(f"{prefix}.idx holds {np.dtype(masks.index.dtype).name}: loss masks must be uint8, 0 or 1")
+        raise DataError(f"{prefix}.idx contains {np.dtype(masks.index.dtype).name}: loss masks must be uint8, 0 or 1")
     if len(masks) != len(lengths):
-        raise DataError(f"{prefix}.idx has {len(masks)} documents: must have {len(lengths)} as {path_prefix}.idx has")
+        raise DataError(f"{prefix}.idx has {len(masks)} documents: must have {len(lengths)}, like {path_prefix}.idx")
     different = np.flatnonzero(masks.sequence_lengths != lengths)
     if len(different):
         document = int(different[0])
         raise DataError(
             f"{prefix}.idx: document {document} has {masks.sequence_lengths[document]} values for "
-            f"{lengths[document]} tokens of {path_prefix}.idx; the masks belong to other data, make them anew"
+            f"{lengths[document]} tokens of {path_prefix}.idx; the masks belong to other data, so create them again"
         )
     return masks
 
@@ -394,4 +398,4 @@ def open_loss_mask(path_prefix: str | None, lengths: np.ndarray, *, mmap: bool) 
 def check_loss_mask(mask: np.ndarray, where: str) -> None:
     """Raises DataError for values other than 0 and 1. mask: [S] float32, read as uint8."""
     if mask.max(initial=0) > 1:
-        raise DataError(f"the loss mask of {where} holds {int(mask.max())}: must be 0 or 1")
+        raise DataError(f"the loss mask of {where} contains {int(mask.max())}: must be 0 or 1")

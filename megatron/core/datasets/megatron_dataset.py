@@ -14,7 +14,7 @@ from megatron.core.datasets.utils import Split
 class MegatronDataset(ABC, Dataset[dict[str, torch.Tensor]]):
     """Samples from the documents `indices` of a low-level dataset; a subclass implements the four methods.
 
-    num_samples: the number that the run needs; None means one epoch. index_split: the part of the corpus.
+    num_samples: the number of samples that the run needs; None means one epoch. index_split: the part of the corpus.
     """
 
     def __init__(

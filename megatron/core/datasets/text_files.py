@@ -260,7 +260,7 @@ def _decode_text(raw: RawDocument) -> tuple[str, list[BadLine]]:
     try:
         return raw.data.decode(), []
     except UnicodeDecodeError:
-        pass  # decodes line by line, so that only the lines with wrong bytes are lost
+        pass  # Decodes line by line, so that only the lines with invalid bytes are lost.
     good, bad = [], []
     for line, data in enumerate(io.BytesIO(raw.data), raw.line):
         try:

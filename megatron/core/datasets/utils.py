@@ -19,7 +19,7 @@ class Split(Enum):
 
 
 def compile_helpers() -> None:
-    """Does nothing, because indices are computed by torch here; in Megatron Core it compiles C++ helpers."""
+    """Does nothing, because torch computes the indices here; in Megatron Core it compiles C++ helpers."""
 
 
 def get_blend_from_list(blend: list[str] | None) -> Blend | None:
@@ -35,8 +35,8 @@ def get_blend_from_list(blend: list[str] | None) -> Blend | None:
         return blend, None
     if len(blend) % 2 or any(weight is None for weight in weights):
         raise ValueError(
-            f"data_path is {' '.join(blend)}: must be WEIGHT PREFIX pairs, or prefixes alone "
-            "(a prefix that looks like a number: ./1)"
+            f"data_path is {' '.join(blend)}: must be WEIGHT PREFIX pairs, or only prefixes (a prefix that looks "
+            "like a number: ./1)"
         )
     return [prefix.strip() for prefix in blend[1::2]], [weight for weight in weights if weight is not None]
 
@@ -51,7 +51,7 @@ def _as_number(word: str) -> float | None:
 def parse_split(split: str) -> list[float]:
     """Parses --split into three shares with sum 1. Raises ValueError unless it has 1 to 3 numbers >= 0, not all 0."""
     try:
-        # Launch scripts that keep their flags in arrays often keep the quotes too: '99,1,0'.
+        # Launch scripts that keep their flags in arrays often include quotes: '99,1,0'.
         weights = [float(word) for word in split.strip("'\"").split(",")]
     except ValueError:
         weights = []

@@ -1,6 +1,7 @@
-"""Differences between a CPU and a GPU: devices, memory, streams, random numbers and graphs; re-exports only.
+"""Device abstraction over CPU and GPU: devices, memory, streams, random numbers and graphs; re-exports only.
 
-Calls of torch.cuda belong here. The paged stash makes its own, since it imports only pinned_memory and triton_compile.
+Calls of torch.cuda belong here. The paged stash has its own calls, because it imports only pinned_memory and
+triton_compile.
 """
 
 from megatron.core.device.current import (

@@ -1,6 +1,7 @@
-"""The device of this process: which one it is, its name and its settings.
+"""The device of this process: its type, name and settings.
 
-Also what depends on the kind of device alone: sizes of row chunks, and the mark of functions for the CPU.
+This file also contains everything that depends only on the kind of device: sizes of row chunks, and the mark of
+CPU-only functions.
 """
 
 import ctypes
@@ -17,7 +18,7 @@ import torch
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
-# The device that default_device returns in place of this process's own.
+# The device that default_device returns instead of this process's own.
 _STAND_IN: ContextVar[torch.device | None] = ContextVar("stand_in", default=None)
 # Parameter numbers of mallopt(3) in glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -64,8 +65,8 @@ def prepare_device(device: torch.device) -> None:
 def keep_cpu_heap() -> bool:
     """Lets glibc's malloc keep blocks below 1 GiB instead of returning them to the kernel. Returns whether it accepted.
 
-    Each training step allocates and frees activations of the same sizes. By default malloc maps each large one
-    newly, and the kernel fills its pages with zeros, which costs 11 to 16% of a CPU step.
+    Each training step allocates and frees activations of the same sizes. By default malloc maps each large block anew,
+    and the kernel fills its pages with zeros, which costs 11 to 16% of a CPU step.
     """
     try:
         libc = ctypes.CDLL("libc.so.6")
@@ -84,10 +85,7 @@ def use_deterministic_kernels() -> None:
 
 
 def cpu_alone(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Marks a function that runs only with tensors of the CPU, where reading a value waits for nothing.
-
-    graphs/safety.py finds the wrapper among the callers and allows such reads.
-    """
+    """Marks a function that runs only with CPU tensors, where reading a value does not wait."""
 
     @functools.wraps(function)
     def run_on_cpu_alone(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:

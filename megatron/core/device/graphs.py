@@ -1,13 +1,13 @@
-"""CudaGraphs: captures the work of a GPU as CUDA graphs of torch. It is the GraphDevice of graphs/capture.py.
+"""CudaGraphs: captures GPU work as CUDA graphs of torch. It implements the GraphDevice of graphs/capture.py.
 
-Tests without a GPU run its calls of torch with a stand-in for torch.cuda.
+Tests without a GPU replace torch.cuda by a stand-in.
 
-[Note: broken captures] The GPU may break off a capture, for example at an operation that no graph can hold.
-capture_end raises then, and leaves three things behind. The first is the current stream, if torch.cuda.graph made it
-current. The second is the allocator's use of the memory pool, which torch ends only for an intact capture: the
+[Note: broken captures] The GPU may abort a capture, for example at an operation that a graph cannot contain.
+capture_end then raises an error, and leaves three things behind. The first is the current stream, if torch.cuda.graph
+made it current. The second is the allocator's use of the memory pool, which torch ends only for an intact capture: the
 allocator would keep the memory for a graph that does not exist, and would stop checking events. The third is the
 registered generators, which raise at the next number drawn (up to torch 2.11 at least). The end of another capture
-releases them. It must not be empty, since torch warns of an empty capture.
+releases them. It must not be empty, because torch warns of an empty capture.
 """
 
 import enum
@@ -21,7 +21,7 @@ import torch
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether work that is now launched on this device becomes part of a CUDA graph; False on a CPU."""
+    """Returns whether work launched now on this device becomes part of a CUDA graph; False on a CPU."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -31,20 +31,20 @@ class _GraphPool:
     def __init__(self) -> None:
         self._handle = torch.cuda.graph_pool_handle()
         self.graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-        self.is_broken = False  # the GPU broke off the last capture into the present pool of torch
+        self.is_broken = False  # the GPU aborted the last capture into torch's current pool
 
     def handle_for_capture(self) -> Any:
         """Returns the handle of torch's pool for the next capture."""
         if self.is_broken or not self.graphs:
-            # Once its last graph has been freed, torch accepts no capture into a pool of which a tensor is still alive.
+            # Once its last graph has been freed, torch accepts no capture into a pool that still has live tensors.
             self._handle, self.is_broken = torch.cuda.graph_pool_handle(), False
         return self._handle
 
 
 class _Tidying(enum.Enum):
-    """Whether the next capture first waits for the GPU and gives back the memory that the allocator caches."""
+    """Determines whether the next capture first waits for the GPU and frees the allocator's cached memory."""
 
-    EACH = "captures outside of on_capture_stream tidy up, each of them"
+    EACH = "captures outside of on_capture_stream each tidy up"
     DUE = "within on_capture_stream, the first capture tidies up"
     DONE = "further captures within on_capture_stream do not"
 
@@ -52,20 +52,20 @@ class _Tidying(enum.Enum):
 class CudaGraphs:
     """Captures the work of one GPU; see GraphDevice.
 
-    generators: returns the generators, in addition to the default one, that captured work draws from. It is called for
-    each capture.
+    generators: returns the generators, in addition to the default one, that captured work uses. It is called for each
+    capture.
     """
 
     def __init__(self, device: torch.device, *, generators: Callable[[], Sequence[torch.Generator]] = tuple) -> None:
-        """Raises ValueError if `device` is no GPU."""
+        """Stores the device; raises ValueError if it is not a GPU."""
         if device.type != "cuda":
-            raise ValueError(f"device is {device}: CUDA graphs need a GPU; use TapeGraphs() for tests without one")
+            raise ValueError(f"device is {device}: CUDA graphs require a GPU; use TapeGraphs() for tests without one")
         self._device, self._generators = device, generators
-        # The default stream cannot be captured. All captures use one other stream, as the allocator reuses memory that
-        # one capture freed in a later capture only on the same stream.
+        # The default stream cannot be captured. All captures use one other stream, because the allocator reuses memory
+        # freed by a capture in a later capture only on the same stream.
         self._stream = torch.cuda.Stream(device)
         self._own_pool = _GraphPool()
-        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # of all pools
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # graphs of all pools
         self._tidying = _Tidying.EACH
         self._scratch = torch.zeros(1, dtype=torch.float32, device=device)
 
@@ -73,7 +73,7 @@ class CudaGraphs:
     def on_capture_stream(self) -> Iterator[None]:
         """Runs its body on the capture stream, so that cuBLAS and other libraries create their workspaces for it.
 
-        Captures in the body are those of one step: together they wait for the GPU and empty the allocator's cache once.
+        Captures in the body belong to one step: together they wait for the GPU and empty the allocator's cache once.
         """
         main = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(main)
@@ -83,7 +83,7 @@ class CudaGraphs:
                 yield
         finally:
             self._tidying = _Tidying.EACH
-            # After an error too, since the next work uses the same memory.
+            # After an error as well, because the next work uses the same memory.
             main.wait_stream(self._stream)
 
     def new_pool(self) -> _GraphPool:
@@ -92,7 +92,7 @@ class CudaGraphs:
 
     @contextmanager
     def capturing(self, pool: _GraphPool | None = None) -> Iterator[torch.cuda.CUDAGraph]:
-        """Captures its body into the graph that it yields. Raises RuntimeError if the GPU broke the capture off.
+        """Captures its body into the graph that it yields. Raises RuntimeError if the GPU aborted the capture.
 
         The caller must wait for all other streams before the body ends.
         """
@@ -113,11 +113,11 @@ class CudaGraphs:
         pool.graphs.add(graph)
 
     def capturing_together(self) -> AbstractContextManager[None]:
-        """Does nothing, since a GPU keeps the memory that a capture allocated."""
+        """Does nothing, because a GPU keeps the memory that a capture allocated."""
         return nullcontext()
 
     def _tidy_up(self) -> None:
-        """Frees the device memory that nothing uses, for which a graph's pool has no other way to ask."""
+        """Frees unused device memory, which a graph's pool cannot request otherwise."""
         if self._tidying is _Tidying.DONE:
             return
         if not self._graphs:
@@ -135,12 +135,13 @@ class CudaGraphs:
         return graph
 
     def _end(self, graph: torch.cuda.CUDAGraph, handle: Any) -> None:
-        """Ends a capture. Cleans up and raises RuntimeError if the GPU broke it off."""
+        """Ends a capture. Cleans up and raises RuntimeError if the GPU aborted it."""
         try:
             graph.capture_end()
         except RuntimeError:
             if self._tidying is _Tidying.DONE:
-                # The capture may have lacked memory, which eager work since the first capture has left in the cache.
+                # The capture may have run out of memory because eager work since the first capture has left memory in
+                # the cache.
                 self._tidying = _Tidying.DUE
             self._forget_broken_capture(handle)
             raise
@@ -151,7 +152,7 @@ class CudaGraphs:
         try:
             torch._C._cuda_endAllocateToPool(self._stream.device_index, handle)
         except RuntimeError:
-            # Some versions of torch have done it already.
+            # Some versions of torch have already done it.
             return
         else:
             torch._C._cuda_releasePool(self._stream.device_index, handle)
@@ -164,7 +165,7 @@ class CudaGraphs:
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Disables garbage collection: finalizers of earlier graphs or stash pages would run within the capture."""
+    """Disables garbage collection, because finalizers of earlier graphs or stash pages would run within the capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

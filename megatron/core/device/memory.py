@@ -1,4 +1,6 @@
-"""Memory of a device and of its host: sizes, use and peaks, pinned buffers, and the recordings of torch's allocator."""
+"""Memory of a device and of its host: sizes, usage and peaks, pinned buffers, and the recordings of
+torch's allocator.
+"""
 
 import os
 import resource
@@ -14,8 +16,8 @@ from megatron.core.device.pinned_memory import pinned_bytes
 def memory_bytes(device: torch.device) -> dict[str, int]:
     """Returns the memory in use now and its peaks since the start, by kind.
 
-    A GPU has allocated and reserved bytes of torch's allocator. The resident set of the process is "rss" and
-    "peak_rss"; the former on Linux alone.
+    For a GPU, these are allocated and reserved bytes of torch's allocator. The resident set of the process is "rss" and
+    "peak_rss"; the former only on Linux.
     """
     memory = {}
     if device.type == "cuda":
@@ -29,7 +31,7 @@ def memory_bytes(device: torch.device) -> dict[str, int]:
     if sys.platform == "linux":
         with open("/proc/self/statm", encoding="ascii") as stream:
             memory["rss"] = int(stream.read().split()[1]) * resource.getpagesize()
-    # The kernel counts the two separately, and its peak may be some pages less than the current size.
+    # The kernel counts the two separately, and its peak may be a few pages less than the current size.
     memory["peak_rss"] = max(peak_memory_bytes(torch.device("cpu")), memory.get("rss", 0))
     return memory
 
@@ -53,8 +55,8 @@ def total_memory_bytes(device: torch.device) -> int:
 def host_bytes(num_bytes: int, device: torch.device) -> torch.Tensor:
     """Allocates host memory for copies from and to `device`: [num_bytes], uint8, on the CPU, pinned for a GPU.
 
-    Meant for long-lived buffers: for a GPU its release waits for the device, see [Note: end of pinned memory] in
-    pinned_memory.py. Raises PinnedMemoryError, a RuntimeError, if a GPU's memory cannot be pinned.
+    Intended for long-lived buffers, because its release waits for the device with a GPU, see [Note: end of pinned
+    memory] in pinned_memory.py. Raises PinnedMemoryError, a RuntimeError, if a GPU's memory cannot be pinned.
     """
     # The host would wait for each copy from or to memory that is not pinned.
     if device.type == "cuda":
@@ -65,8 +67,8 @@ def host_bytes(num_bytes: int, device: torch.device) -> torch.Tensor:
 class OffloadedMemory:
     """Memory of tensors that was copied to the host and freed on its device, until `restore`.
 
-    tensors: any shapes and dtypes, on one device; all views of their storages lose their memory and get it back. Work
-    that the current stream has launched before is completed first.
+    tensors: any shapes and dtypes, on one device; all views of their storages lose their memory until it is restored.
+    Work already launched on the current stream is completed first.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -84,7 +86,7 @@ class OffloadedMemory:
         return sum(copy.nbytes for _, copy in self._held)
 
     def restore(self) -> None:
-        """Allocates the memory again, elsewhere perhaps, and copies its contents back."""
+        """Allocates the memory again, possibly at other addresses, and copies its contents back."""
         for storage, copy in self._held:
             storage.resize_(copy.nbytes)
             _bytes_in(storage).copy_(copy)

@@ -2,11 +2,11 @@
 
     memory = pinned_bytes(20 << 30, torch.device("cuda", 0))    # [num_bytes], uint8, on the CPU
 
-Use it for buffers that live longer than a step: host pages of the stash, master weights and staging buffers of an
-optimizer on the host, host buffers of offloaded activations and of saves, and shards of FSDP2 on the host. Torch's own
-allocator (pin_memory=True) rounds sizes up to powers of two and keeps freed memory until the process ends. It suits
-buffers that are allocated in every step, such as batches and released gradient buckets, since it reuses them without a
-wait.
+It is intended for buffers that live longer than a step: host pages of the stash, master weights and staging buffers of
+an optimizer on the host, host buffers of offloaded activations and of saves, and shards of FSDP2 on the host. Torch's
+own allocator (pin_memory=True) rounds sizes up to powers of two and keeps freed memory until the process ends. It suits
+buffers that are allocated in every step, such as batches and released gradient buckets, because it reuses them without
+a wait.
 
 [Note: end of pinned memory] The memory is unregistered and unmapped when the storage is deleted, that is, with the last
 tensor that uses it. Torch's allocators do not manage it, so neither record_stream nor a copy keeps it alive. Its
@@ -27,13 +27,13 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-# Pinned for all contexts of the process. With unified addressing a kernel reaches the memory at the host's address.
+# Pinned for all contexts of the process. With unified addressing, a kernel accesses the memory at the host's address.
 _PORTABLE = 1
 _HUGE_PAGE_BYTES = 2**21
 
 
 class PinnedMemoryError(RuntimeError):
-    """Memory could not be mapped or registered. No part of it is kept."""
+    """Failure to map or register memory. No part of it is kept."""
 
 
 @torch.inference_mode(False)  # tensors made in inference mode cannot be changed outside of it
@@ -52,7 +52,7 @@ def pinned_bytes(num_bytes: int, device: torch.device) -> Tensor:
     try:
         _register(ctypes.addressof(view), len(mapping), device)
     except PinnedMemoryError:
-        # Unmaps explicitly, since the traceback keeps the frame, and so the mapping, alive.
+        # Unmapped explicitly, because the traceback keeps the frame, and so the mapping, alive.
         del view
         mapping.close()
         raise
@@ -119,8 +119,8 @@ def _return_sync(address: int, mapping: mmap.mmap, device: torch.device, process
         return
     if torch.cuda.is_current_stream_capturing():
         warnings.warn(
-            f"{_size(len(mapping))} of pinned memory lost their last tensor during a capture and stay until the end"
-            " of the process",
+            f"{_size(len(mapping))} of pinned memory lost their last tensor during a capture and stay allocated "
+            "until the process ends",
             RuntimeWarning,
             stacklevel=2,
         )

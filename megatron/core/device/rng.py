@@ -1,8 +1,8 @@
 """Random numbers: seeds, the states of torch's generators, and streams in addition to the default one.
 
 [Note: generators of a GPU] While a CUDA graph is captured, the bytes of a generator's state may be neither read nor
-written. One generator object may take over for another, though: graphsafe_set_state makes the default generator share
-the state of `gpu`. A replay advances the objects that were registered with the graph before its capture. So a stream
+written. However, one generator object may replace another: graphsafe_set_state makes the default generator share the
+state of `gpu`. A replay advances the objects that were registered with the graph before its capture. A stream therefore
 keeps one object for its lifetime, and a loaded state is written into it.
 """
 
@@ -92,16 +92,17 @@ class CudaRNGStatesTracker:
     """Named random-number streams in addition to the default one, on a GPU or on the CPU."""
 
     def __init__(self, use_cudagraphable_rng: bool = False, is_inference_rng_tracker: bool = False) -> None:
-        """use_cudagraphable_rng: accepted, since GPU streams may be used in CUDA graphs in any case.
+        """Creates a tracker without streams.
 
-        Raises ValueError if is_inference_rng_tracker is True.
+        use_cudagraphable_rng: ignored, because GPU streams can always be used in CUDA graphs. Raises ValueError if
+        is_inference_rng_tracker is True.
         """
         if is_inference_rng_tracker:
-            raise ValueError("is_inference_rng_tracker is True: nothing is served here, must be False")
+            raise ValueError("is_inference_rng_tracker is True: inference is not supported, must be False")
         self._streams: dict[str, RandomStream] = {}
 
     def is_initialized(self) -> bool:
-        """Whether there are streams."""
+        """Returns whether there are streams."""
         return bool(self._streams)
 
     def reset(self) -> None:
@@ -121,7 +122,7 @@ class CudaRNGStatesTracker:
     def add(self, name: str, seed: int) -> None:
         """Adds a stream. Raises ValueError if the name is taken."""
         if name in self._streams:
-            raise ValueError(f"the random-number stream {name!r} exists already: reset the tracker first")
+            raise ValueError(f"the random-number stream {name!r} already exists: reset the tracker first")
         self._streams[name] = RandomStream(seed, default_device())
 
     def generators(self) -> list[torch.Generator]:

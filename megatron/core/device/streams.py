@@ -1,11 +1,11 @@
 """Order and times of work on a device: synchronization, timestamps, and streams in addition to the main one.
 
 A CPU has no streams: work completes before its call returns, and the classes below have nothing to wait for. On a GPU,
-times and synchronization have been run, and no test of the copies of CopyStream yet.
+times and synchronization have been tested, but the copies of CopyStream have not.
 
 [Note: memory across streams] The caching allocator reuses freed memory for the stream that allocated it, in the order
-of that stream. A tensor that another stream still uses must be recorded there (record_stream), or its memory is
-reused while it is read or written.
+of that stream. A tensor that another stream still uses must be recorded there (record_stream). Otherwise its memory is
+reused while it is being read or written.
 """
 
 import time
@@ -40,7 +40,7 @@ def seconds_between(start: TimeMark, end: TimeMark) -> float:
     if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
         end.synchronize()
         return start.elapsed_time(end) / 1000.0
-    assert isinstance(start, float) and isinstance(end, float), "times of two devices"
+    assert isinstance(start, float) and isinstance(end, float), "times of two different devices"
     return end - start
 
 
@@ -54,7 +54,8 @@ class CompletionMarks:
         """Calls `note` with the time at which the last of `works` completes.
 
         For a GPU it calls `note` immediately, with an event. For a CPU a thread of the backend calls it, once for each
-        work; the last call counts. The caller must keep the tensors of the works until it has waited for the works.
+        work; the last call is the relevant one. The caller must keep the tensors of the works until it has waited for
+        the works.
         """
         if self._stream is not None:
             event = torch.cuda.Event(enable_timing=True)
@@ -111,7 +112,7 @@ class Writers:
     """The streams that wrote the tensors of one collective.
 
     Autograd runs a parameter's hook on the stream of its forward, so gradients of one bucket may be written on several
-    streams. A collective waits only for the stream that launches it. Without `join` it may send gradients before the
+    streams. A collective waits only for the stream that launches it. Without `join`, it may send gradients before the
     other streams have written them.
     """
 
@@ -134,7 +135,7 @@ class Writers:
 
 
 class Arrival:
-    """The point at which one stream has waited for a collective, for which other streams can wait too."""
+    """The point at which one stream has waited for a collective, for which other streams can wait as well."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -155,7 +156,7 @@ class Arrival:
         self._waited.clear()
 
     def wait(self) -> None:
-        """Makes the current stream wait too, once for each stream. Does not block the host."""
+        """Makes the current stream wait as well, once for each stream. Does not block the host."""
         if self._event is not None:
             current = torch.cuda.current_stream(self._device)
             if current not in self._waited:

@@ -1,4 +1,4 @@
-"""trace_range: marks a function in traces of torch's profiler, at almost no cost without a profiler."""
+"""Provides trace_range, which marks a function in traces of torch's profiler, at almost no cost without a profiler."""
 
 import functools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ _Result = TypeVar("_Result")
 def trace_range(name: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
     """Returns a decorator that makes the calls of a function appear as a range `name` in traces.
 
-    record_function of torch does the same, but without a profiler it still costs 8 Python calls and two operators per
+    torch's record_function does the same, but even without a profiler it costs 8 Python calls and two operators per
     range, and a step has about 20 ranges. Ranges appear under torch.profiler.profile and emit_nvtx, for this thread or
     all threads, but not for observers without a profiler, such as an ExecutionTraceObserver.
     """
@@ -25,8 +25,8 @@ def trace_range(name: str) -> Callable[[Callable[_Arguments, _Result]], Callable
 
         @functools.wraps(function)
         def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-            # The first flag is that of the process, since a profiler of all threads is started in one of them. Dispatch
-            # modes may read the ranges without a profiler, as the recorder of megatron/planner does.
+            # The first flag belongs to the process, because a profiler of all threads is started in one of them.
+            # Dispatch modes may read the ranges without a profiler, as the recorder of megatron/planner does.
             is_traced = profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled()
             if is_traced or torch._C._len_torch_dispatch_stack():
                 return traced(*args, **kwargs)

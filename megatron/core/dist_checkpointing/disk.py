@@ -1,7 +1,7 @@
 """Durable file operations, in an order that a kill or power failure cannot corrupt.
 
-Every write of a save goes through this file, so that tests can kill a process at each of them. The meaning of the files
-is defined elsewhere.
+Every write of a save goes through this file, so that tests can kill a process at each of them. The files' contents are
+defined elsewhere.
 """
 
 import json
@@ -64,7 +64,7 @@ def replace_file(path: Path, content: bytes, *, temporary: Path) -> None:
 
 
 def hand_over(path: Path, content: bytes, *, temporary: Path) -> None:
-    """Publishes a small new file atomically through `temporary`, without a sync: a power failure may lose it."""
+    """Publishes a small new file atomically through `temporary`, without a sync, so a power failure may lose it."""
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         _write_all(descriptor, content)
@@ -102,7 +102,7 @@ def remove_tree(path: Path) -> None:
 
 
 def try_to_remove_tree(path: Path) -> None:
-    """Deletes a folder as far as the file system allows."""
+    """Deletes a folder as far as the file system permits."""
     shutil.rmtree(path, ignore_errors=True)
 
 

@@ -1,6 +1,6 @@
 """CheckpointError, and a context that raises one rank's I/O error identically on every rank of a group.
 
-Programming and user errors keep their types; see all_ranks_agree.
+Programming and user errors keep their type; see all_ranks_agree.
 """
 
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ from megatron.core.group_collectives import RemoteRankError, gather_objects
 
 
 class CheckpointError(OSError):
-    """Writing or reading a checkpoint failed; every rank raises it with the same text."""
+    """Failure to write or read a checkpoint; every rank raises it with the same text."""
 
 
 @contextmanager
 def one_error_everywhere(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
     """Runs the body on each rank. If it raises OSError on any rank, all ranks raise CheckpointError with that text.
 
-    The text is from the lowest such rank. Other errors are handled as by all_ranks_agree. The body must not wait for
+    The text is from the lowest such rank. Other errors are handled as in all_ranks_agree. The body must not wait for
     other ranks.
     """
     failure: Exception | None = None

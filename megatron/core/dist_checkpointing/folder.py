@@ -1,6 +1,6 @@
 """The folder of a checkpoint: atomic creation, recovery after a kill, and removal.
 
-The contents are opaque here, except that the presence of a manifest means that a checkpoint is complete.
+The contents are opaque to this file, except that the presence of a manifest means that a checkpoint is complete.
 
 [Note: Atomic folders] A save writes to `iter_0000100.incomplete-<id>`, which may be deleted at any time. One rename
 gives the folder its final name once everything in it is on disk. To replace a checkpoint, the old folder is renamed to
@@ -40,8 +40,8 @@ def refuse_foreign(folder: Path) -> None:
     """Raises FileExistsError if `folder` exists but is not a checkpoint, so that a save never overwrites it."""
     # An OSError, like a full disk: training continues, and the user can move the folder before the next save.
     if folder.is_dir() and _is_foreign({entry.name for entry in folder.iterdir()}):
-        raise FileExistsError(f"{folder} holds something that is not a checkpoint of this format: not overwritten")
-    # Parents too: mkdir below a file fails with a message that names neither.
+        raise FileExistsError(f"{folder} contains something other than a checkpoint of this format: not overwritten")
+    # Checks parents too, because mkdir below a file fails with a message that names neither.
     for path in (folder, *folder.parents):
         if path.exists() and not path.is_dir():
             raise FileExistsError(f"{path} is a file: not overwritten")
@@ -51,7 +51,7 @@ def begin(temporary: Path, folder: Path) -> None:
     """Cleans up after killed saves of `folder` and creates the temporary folder of a new one."""
     refuse_foreign(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Restore before cleaning up: the folder set aside may be the only complete checkpoint.
+    # Restore before cleaning up, because the folder set aside may be the only complete checkpoint.
     aside = None if folder.exists() else _aside(folder)
     if aside is not None:
         disk.rename(aside, folder)
@@ -75,16 +75,16 @@ def commit(temporary: Path, folder: Path) -> None:
     disk.rename(temporary, folder)
     disk.sync(folder.parent)
     if aside.exists():
-        # Deletion takes time; this name marks a half-deleted folder as removable.
+        # Deletion takes time, and this name marks a half-deleted folder as removable.
         disk.rename(aside, temporary)
         disk.remove_tree(temporary)
 
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Context that yields a folder to fill with anything but a checkpoint; it appears as `folder` after the body.
+    """Yields a folder to fill with content other than a checkpoint; it appears as `folder` after the body.
 
-    Its content is then on disk. `folder` must not exist before. If the body fails, nothing remains. Raises OSError.
+    The content is then on disk. `folder` must not exist before. If the body fails, nothing remains. Raises OSError.
     """
     temporary = incomplete_folder(folder, new_id())
     disk.make_folder(temporary)
@@ -100,7 +100,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 def remove(folder: Path) -> None:
     """Deletes a checkpoint; if killed midway, the next save removes the rest."""
-    # Deletion takes time; this name marks a half-deleted folder as removable.
+    # Deletion takes time, and this name marks a half-deleted folder as removable.
     doomed = incomplete_folder(folder, new_id())
     disk.rename(find_checkpoint(folder), doomed)
     disk.remove_tree(doomed)
@@ -112,7 +112,7 @@ def discard(temporary: Path) -> None:
 
 
 def remove_incomplete(parent: Path, *, name: str) -> None:
-    """Deletes what killed saves left in `parent` under names that match the pattern `name`."""
+    """Deletes remains of killed saves in `parent` under names that match the pattern `name`."""
     pattern = re.compile(f"(?P<name>{name})(?P<kind>{re.escape(_INCOMPLETE)}|{re.escape(_REPLACED)}){_ID}")
     for entry in list(parent.iterdir()):
         match = pattern.fullmatch(entry.name)
@@ -125,7 +125,7 @@ def remove_incomplete(parent: Path, *, name: str) -> None:
 
 
 def find_checkpoint(folder: Path) -> Path:
-    """Returns the folder to read for `folder`: itself, or the copy that a killed replacement set aside.
+    """Returns the folder to read for `folder`: the folder itself, or the copy set aside by a killed replacement.
 
     Raises ValueError if there is none or it is not complete.
     """
@@ -150,7 +150,7 @@ def _hint(folder: Path) -> str:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a complete checkpoint can be read for `folder`."""
+    """Returns whether a complete checkpoint can be read for `folder`."""
     try:
         find_checkpoint(folder)
     except ValueError:
@@ -178,6 +178,6 @@ def _is_foreign(names: set[str]) -> bool:
 
 def _aside(folder: Path) -> Path | None:
     found = sorted(folder.parent.glob(f"{folder.name}{_REPLACED}*")) if folder.parent.is_dir() else []
-    # Several only if several saves were killed. Each is complete, and ids have no order.
+    # There are several only if several saves were killed. Each is complete, and ids have no order.
     whole = [entry for entry in found if (entry / MANIFEST_FILE).is_file()]
     return whole[0] if whole else None

@@ -18,7 +18,7 @@ from megatron.core.logical_tensors import Box
 MANIFEST_FILE = "manifest.json"
 # Version 1 has one checksum for each file and lists no pieces.
 FORMAT_VERSION = 2
-# Reader threads of one rank; checksums and copies release the GIL.
+# Reader threads per rank; checksums and copies release the GIL.
 NUM_READERS = 4
 
 
@@ -87,7 +87,7 @@ class FileEntry:
         entry = cls(_count(value["bytes"]), crc32, tuple(map(Piece.from_json, value.get("pieces", ()))))
         ends = [0, *(piece.end for piece in entry.pieces)]
         if entry.crc32 is None and [*(piece.start for piece in entry.pieces), entry.num_bytes] != ends:
-            raise ValueError("its pieces leave gaps, which no checksum covers")
+            raise ValueError("its pieces leave gaps that no checksum covers")
         return entry
 
     def checked_parts(self) -> Iterator[Piece | None]:
@@ -154,12 +154,12 @@ def verify_file(folder: Path, name: str, *, expected: FileEntry) -> None:
 
 
 def verify_share(folder: Path, files: Manifest, *, rank: int, num_ranks: int) -> None:
-    """Raises ValueError if this rank's share of the bytes is damaged; the shares of all ranks cover everything."""
+    """Raises ValueError if this rank's share of the bytes is damaged; together, the ranks' shares cover everything."""
     parts = [(name, part) for name in sorted(files) for part in files[name].checked_parts()]
     sizes = [files[name].num_bytes if part is None else part.num_bytes for name, part in parts]
     begin, total, own = 0, max(1, sum(sizes)), []
     for entry, size in zip(parts, sizes, strict=True):
-        # The rank that owns the middle of a part checks it: each byte is read once, mostly in contiguous ranges.
+        # The rank that owns the middle of a part checks it, so each byte is read once, mostly in contiguous ranges.
         if (begin + size // 2) * num_ranks // total == rank:
             own.append(entry)
         begin += size

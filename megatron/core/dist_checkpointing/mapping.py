@@ -14,7 +14,7 @@ import torch
 from megatron.core.logical_tensors import Box, LogicalPiece, canonical_name, model_logical_pieces, views_of_range, whole
 from megatron.core.utils import divide
 
-# Rank of a copy among equal ones; the copy whose numbers are all 0 is the main one.
+# Rank of a copy among equal copies; the copy whose numbers are all 0 is the main one.
 ReplicaId = int | tuple[int, ...]
 
 
@@ -22,13 +22,13 @@ ReplicaId = int | tuple[int, ...]
 class ShardedTensor:
     """A part of a logical tensor that this rank holds; one rank may hold several parts of one key.
 
-    Fields are those of Megatron-Core. key: name in the checkpoint, without rank, padding or bucket. data:
-    [*local_shape], `dtype`, any strides; a save reads it and a load fills it in place; None in an item of without_data.
-    global_shape, global_offset: shape of the whole tensor and index of the part's first element; they begin with
-    `prepend_axis_num` axes that `data` lacks. axis_fragmentations: number of equal parts along each axis, or None.
-    replica_id: copies of the main replica are not written. allow_shape_mismatch: a load reads the elements that the
-    stored tensor has. flattened_range: `data` is this range, [N], of the flattened part. allow_cast: whether a load may
-    convert from another floating-point dtype.
+    The fields are those of Megatron-Core. key: name in the checkpoint, without rank, padding or bucket. data:
+    [*local_shape], `dtype`, any strides; a save reads it and a load fills it in place; None for an item created by
+    without_data. global_shape, global_offset: shape of the whole tensor and index of the part's first element; they
+    begin with `prepend_axis_num` axes that `data` lacks. axis_fragmentations: number of equal parts along each axis, or
+    None. replica_id: copies of the main replica are not written. allow_shape_mismatch: whether a load may read only the
+    elements that the stored tensor has. flattened_range: `data` is this range, [N], of the flattened part. allow_cast:
+    whether a load may convert from another floating-point dtype.
     """
 
     key: str
@@ -81,7 +81,7 @@ class ShardedTensor:
         """Builds the item of one of several equal parts; data: any shape and dtype.
 
         rank_offsets: (global axis, number of this part, number of parts) for each axis that is divided. init_kwargs:
-        further fields. Raises ValueError for an axis or a number that does not exist.
+        additional fields. Raises ValueError for an axis or a part number out of range.
         """
         if flattened_range is not None:
             raise ValueError(f"{key}: flattened_range is {flattened_range}: give the field to the constructor instead")
@@ -91,8 +91,8 @@ class ShardedTensor:
         for axis, number, count in rank_offsets:
             if not 0 <= axis < len(shape) or not 0 <= number < count or fragments[axis] != 1:
                 raise ValueError(
-                    f"{key}: rank offset {(axis, number, count)} is wrong: must be an axis below {len(shape)}, given "
-                    "once, and the number of a part below the number of parts"
+                    f"{key}: rank offset {(axis, number, count)} is invalid: must be an axis below {len(shape)}, "
+                    "given once, and the number of a part below the number of parts"
                 )
             offset[axis], fragments[axis] = number * shape[axis], count
             shape[axis] *= count
@@ -110,18 +110,18 @@ class ShardedTensor:
         )
 
     def __post_init__(self) -> None:
-        # An out-of-bounds box would otherwise be written, and surface only as elements missing elsewhere.
+        # An out-of-bounds box would otherwise be written, and be noticed only as elements missing elsewhere.
         self.validate_metadata_integrity()
 
     def validate_metadata_integrity(self) -> None:
         """Raises ValueError, naming the key, if the fields contradict each other or the data."""
         if self.data is not None and self.data.dtype != self.dtype:
-            raise ValueError(f"{self._describe()}: the data is {self.data.dtype}, the field dtype is {self.dtype}")
+            raise ValueError(f"{self._describe()}: the data is {self.data.dtype}, but the field dtype is {self.dtype}")
         if self.data is not None and tuple(self.data.shape) != self._data_shape:
             raise ValueError(f"{self._describe()}: the data has shape {list(self.data.shape)}")
         ndim = self.prepend_axis_num + len(self.local_shape)
         if not ndim == len(self.global_shape) == len(self.global_offset):
-            raise ValueError(f"{self._describe()}: needs one offset and one global size for each dimension")
+            raise ValueError(f"{self._describe()}: must have one offset and one global size for each dimension")
         if not self.box.is_inside(whole(tuple(self.global_shape))):
             raise ValueError(f"{self._describe()}: the box exceeds the global tensor")
 
@@ -158,7 +158,7 @@ class ShardedTensor:
             raise ValueError(f"{self._describe()}: axis_fragmentations is None, so parts have no numbers")
         steps = [size or 1 for size in self.box.shape]
         if any(start % step for start, step in zip(self.global_offset, steps)):
-            raise ValueError(f"{self._describe()}: the offset is no multiple of the part's shape")
+            raise ValueError(f"{self._describe()}: the offset is not a multiple of the part's shape")
         return tuple(start // step for start, step in zip(self.global_offset, steps))
 
     def without_data(self) -> "ShardedTensor":
@@ -171,7 +171,7 @@ class ShardedTensor:
             self.data = init_fn(self._data_shape, dtype=self.dtype, device=device)
 
     def narrow(self, dim: int, start: int, length: int) -> list["ShardedTensor"]:
-        """Returns the part `start` to `start + length` of `data` along `dim`, as if every rank narrowed its own.
+        """Returns the part `start` to `start + length` of `data` along `dim`, as if every rank narrowed its own part.
 
         The list has one item: a view of the data, in a whole tensor that is smaller along that axis. Raises ValueError
         for a flat range.
@@ -215,8 +215,8 @@ class ShardedTensor:
 class ShardedObject:
     """A small JSON value (numbers, strings, lists, dicts) stored under a key; a load replaces `data`.
 
-    global_shape, global_offset: place in a grid of objects of one key; without them the object is the only one. Every
-    rank that holds the same place must hold the same value, because only one copy is stored.
+    global_shape, global_offset: position in a grid of objects of one key; without them the object is the only one.
+    Every rank that holds the same position must hold the same value, because only one copy is stored.
     """
 
     key: str
@@ -229,19 +229,19 @@ class ShardedObject:
         self.validate_metadata_integrity()
 
     def validate_metadata_integrity(self) -> None:
-        """Raises ValueError, naming the key, if the place is not in the grid."""
+        """Raises ValueError, naming the key, if the position is not in the grid."""
         shape, offset = tuple(self.global_shape), tuple(self.global_offset)
         if len(shape) != len(offset) or any(not 0 <= o < n for o, n in zip(offset, shape)):
-            raise ValueError(f"{self.key}: global_offset is {offset}: must be a place in a grid of {shape}")
+            raise ValueError(f"{self.key}: global_offset is {offset}: must be a position in a grid of shape {shape}")
 
     @property
     def unique_key(self) -> str:
-        """The key with the place in the grid: key/shard_1.0_2.4."""
+        """The key with the position in the grid: key/shard_1.0_2.4."""
         return f"{self.key}/shard_{_dotted(self.global_offset)}_{_dotted(self.global_shape)}"
 
     @property
     def stored_key(self) -> str:
-        """The name in the checkpoint: the key of a single object, the unique_key of one of several."""
+        """The name in the checkpoint: the key of a single object, or the unique_key of one of several."""
         return self.key if tuple(self.global_shape) == (1,) else self.unique_key
 
     @property
@@ -255,7 +255,7 @@ class ShardedObject:
 
     @classmethod
     def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> "ShardedObject":
-        """Returns the object without a value that has this unique_key."""
+        """Returns the object with this unique_key, without a value."""
         found = re.fullmatch(r"(.+)/shard_([\d.]*)_([\d.]*)", unique_key, flags=re.S)
         if found is None:
             raise ValueError(f"unique_key is {unique_key!r}: must end with /shard_OFFSET_SHAPE, as in /shard_1.0_2.4")
@@ -271,7 +271,7 @@ def _dotted(numbers: Sequence[int]) -> str:
     return ".".join(map(str, numbers))
 
 
-# Argument of `save_items` and `load_items`: items in any nesting of lists and dicts. Keys of the dicts have no meaning.
+# Argument of `save_items` and `load_items`: items in any nesting of lists and dicts. The keys of the dicts are ignored.
 ShardedState = ShardedTensor | ShardedObject | Sequence["ShardedState"] | Mapping[str, "ShardedState"]
 
 
@@ -283,7 +283,7 @@ def flatten(state: ShardedState) -> Iterator[ShardedTensor | ShardedObject]:
         for part in state.values() if isinstance(state, Mapping) else state:
             yield from flatten(part)
     else:
-        raise ValueError(f"checkpoint state holds a {type(state).__name__}: must be ShardedTensor or ShardedObject")
+        raise ValueError(f"checkpoint state contains a {type(state).__name__}: must be ShardedTensor or ShardedObject")
 
 
 def sharded_tensors(
@@ -307,8 +307,8 @@ def range_tensors(
     """Builds the boxes of a flat range of a parameter, at most 2d - 1 for each piece.
 
     pieces: all pieces of the parameter. flat: [N], any dtype, contiguous, begins at the parameter's element `start`.
-    The boxes are views, so loading them fills `flat`. Padding elements, which belong to no piece, are skipped, and so
-    are empty boxes. prefix is prepended to each key.
+    The boxes are views, so loading them fills `flat`. Padding elements, which belong to no piece, and empty boxes are
+    skipped. prefix is prepended to each key.
     """
     return [
         ShardedTensor.at(prefix + piece.key, view, piece.global_shape, offset, allow_cast=allow_cast)
@@ -328,7 +328,9 @@ def model_sharded_tensors(model: torch.nn.Module, *, allow_cast: bool = False) -
 
 
 class BoxesOfTensor(list[ShardedTensor]):
-    """The boxes of one tensor, in whose place a loaded state dict has the tensor. tensor: what they are views of."""
+    """The boxes of one tensor; a loaded state dict contains the tensor in their place. tensor: the tensor they are
+    views of.
+    """
 
     def __init__(self, boxes: Iterable[ShardedTensor], *, tensor: torch.Tensor) -> None:
         super().__init__(boxes)

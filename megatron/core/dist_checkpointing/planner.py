@@ -1,4 +1,4 @@
-"""Plans of saves and loads: assigns boxes to ranks, in any layout, and checks requests against a checkpoint's contents.
+"""Plans saves and loads: assigns boxes to ranks, in any layout, and checks requests against a checkpoint's contents.
 
 Plans are pure data. storage.py reads and writes the files.
 """
@@ -25,12 +25,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.logical_tensors import Box, BoxIndex, disjoint_parts, intersection
 
 Items = Sequence[ShardedTensor | ShardedObject]
-# Number of wrong keys that an error names; further ones are only counted.
+# Number of wrong keys that an error names; the remaining ones are only counted.
 MAX_NAMED_KEYS = 4
 
 
 class ReplicaWriters(enum.Enum):
-    """Policy that picks the writer among the ranks holding the same box."""
+    """Policy that selects the writer among the ranks that hold the same box."""
 
     SPREAD = "the rank with the fewest bytes to write so far"
     FIRST = "the lowest rank"
@@ -54,7 +54,7 @@ class HeldItems:
         return objects + boxes
 
     def content(self, item: WriteItem) -> tuple[str, Box | None, torch.Tensor | bytes]:
-        """Returns key, box and content of a write.
+        """Returns the key, box and content of a write.
 
         The content is the bytes of an object, or part of a box: [*part shape], any dtype, a view. Raises ValueError if
         an object is not JSON-serializable.
@@ -72,9 +72,9 @@ class HeldItems:
 def assign_writes(
     offers: list[list[WriteItem]], replicas: ReplicaWriters = ReplicaWriters.SPREAD
 ) -> tuple[list[list[WriteItem]], Metadata]:
-    """Assigns disjoint writes to ranks from the boxes each one offers, and builds the checkpoint's metadata.
+    """Assigns disjoint writes to ranks from the boxes that they offer, and builds the checkpoint's metadata.
 
-    Raises ValueError if ranks disagree about a key, or if no rank offers some element.
+    Raises ValueError if ranks disagree about a key, or if no rank offers one of the elements.
     """
     written: list[list[WriteItem]] = [[] for _ in offers]
     stored: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
@@ -157,7 +157,7 @@ class Read:
 
 
 def plan_reads(items: Items, stored: dict[str, list[tuple[str, Piece]]]) -> list[Read]:
-    """Returns the reads that fill the tensors among `items`, in file order; call `check_wanted` first.
+    """Returns the reads that fill the tensors among `items`, in file order; `check_wanted` must be called first.
 
     Raises ValueError if the stored pieces do not fill a box exactly.
     """
@@ -169,7 +169,7 @@ def plan_reads(items: Items, stored: dict[str, list[tuple[str, Piece]]]) -> list
         held, windows = stored.get(tensor.key, []), []
         if tensor.key not in places:
             places[tensor.key] = BoxIndex(piece.box for _, piece in held if piece.box is not None)
-        # In most layouts a rank needs few of the stored boxes, and never opens the files of the others.
+        # In most layouts a rank needs few of the stored boxes, and never opens the other files.
         for position in places[tensor.key].overlapping(tensor.box):
             name, piece = held[position]
             assert piece.box is not None, "overlapping boxes share elements"
@@ -189,7 +189,7 @@ def check_wanted(items: Items, metadata: Metadata) -> None:
     problems = [problem for item in items if (problem := _problem(item, metadata)) is not None]
     if problems:
         more = f"; and {len(problems) - MAX_NAMED_KEYS} more" if len(problems) > MAX_NAMED_KEYS else ""
-        raise ValueError(f"checkpoint of another model: {'; '.join(problems[:MAX_NAMED_KEYS])}{more}")
+        raise ValueError(f"the checkpoint is from another model: {'; '.join(problems[:MAX_NAMED_KEYS])}{more}")
 
 
 def _problem(item: ShardedTensor | ShardedObject, metadata: Metadata) -> str | None:
@@ -201,11 +201,11 @@ def _problem(item: ShardedTensor | ShardedObject, metadata: Metadata) -> str | N
         same_kind = isinstance(item, ShardedObject) == isinstance(stored, BytesStorageMetadata)
         return None if same_kind else f"{item.key} is an object on one side and a tensor on the other"
     if tuple(stored.size) != item.global_shape:
-        return f"{item.key} has shape {list(stored.size)} in it, {list(item.global_shape)} is wanted"
+        return f"{item.key} has shape {list(stored.size)} in it, but {list(item.global_shape)} is requested"
     dtype, wanted = stored.properties.dtype, item.data.dtype
     # Integers are positions, counts and generator states, which must never be converted.
     castable = item.allow_cast and dtype.is_floating_point and wanted.is_floating_point
-    return None if dtype == wanted or castable else f"{item.key} is {dtype} in it, {wanted} is wanted"
+    return None if dtype == wanted or castable else f"{item.key} is {dtype} in it, but {wanted} is requested"
 
 
 def _write_item(key: str, box: Box, *, tensor: TensorStorageMetadata, index: int | None = None) -> WriteItem:
@@ -214,7 +214,7 @@ def _write_item(key: str, box: Box, *, tensor: TensorStorageMetadata, index: int
 
 
 def _tensor_metadata(tensor: ShardedTensor) -> TensorStorageMetadata:
-    # The dtype alone: strides, device and requires_grad are up to the reader.
+    # Only the dtype: strides, device and requires_grad are up to the reader.
     properties = TensorProperties(dtype=tensor.data.dtype)
     return TensorStorageMetadata(properties, torch.Size(tensor.global_shape), [])
 

@@ -1,7 +1,7 @@
-"""Saving: plans a checkpoint, optionally copies it, and writes it, in the background if requested.
+"""Saving: plans a checkpoint, optionally copies its tensors, and writes it, in the background if requested.
 
-A save is collective and atomic. serialization.py has `load` and a blocking `save`, storage.py the data files, and
-folder.py the folder.
+A save is collective and atomic. `load` and a blocking `save` are in serialization.py, data files in storage.py, and
+folders in folder.py.
 
 [Note: Parts] Background threads use no collectives, which belong to the training step. Each rank with anything to write
 publishes a small file, its part, next to its data file once that is on disk: the list of its pieces. Rank 0's thread
@@ -42,7 +42,7 @@ from megatron.core.process_groups_config import group_rank, group_size
 
 _POLL_SECONDS = 0.01
 _PART_SECONDS = 3600.0  # measured from the end of rank 0's own write; a killed rank never publishes its part
-_ALIGNMENT = 64  # bytes: suits every dtype, and full copy speed
+_ALIGNMENT = 64  # in bytes: suits every dtype, and achieves full copy speed
 # Size at which a stream starts a new data file, so that many files can be read in parallel.
 _FILE_BYTES = 16 << 30
 _Content = tuple[str, Box | None, torch.Tensor | bytes]
@@ -58,12 +58,12 @@ def begin_save(
     on_commit: Callable[[], None] | None = None,
     replicas: ReplicaWriters = ReplicaWriters.SPREAD,
 ) -> "PendingSave":
-    """Starts to write the boxes and objects that all ranks of the group hold, and `common` (JSON, rank 0's).
+    """Starts writing the boxes and objects that all ranks of the group hold, and rank 0's `common` (JSON).
 
     Collective. With `staging`, a thread writes a copy of this rank's share, and the state may change immediately.
     Otherwise nothing is written before `finish`, and the state must not change until then. Raises CheckpointError on
-    every rank if the folder cannot be created. process_group: None is all ranks. on_commit: called on rank 0 when the
-    checkpoint is complete, by the thread if there is one; its errors fail the save.
+    every rank if the folder cannot be created. process_group: None means all ranks. on_commit: called on rank 0 when
+    the checkpoint is complete, by the thread if there is one; its errors make the save fail.
     """
     target, group = Path(checkpoint_dir), every_rank(process_group)
     held = HeldItems(list(flatten(state)))
@@ -77,7 +77,9 @@ def begin_save(
         plan = _plan(held, group, what=what, replicas=replicas, temporary=temporary, target=target)
         with one_error_everywhere(what, group):
             if not temporary.is_dir():
-                raise ValueError(f"rank 0 created {temporary}, this rank cannot see it: save to a shared file system")
+                raise ValueError(
+                    f"rank 0 created {temporary}, but this rank cannot see it: save to a shared file system"
+                )
             contents = [held.content(item) for item in plan.writes]
             summary = None
             if plan.metadata is not None:
@@ -105,11 +107,13 @@ class PendingSave:
             self._thread.start()
 
     def is_done(self) -> bool:
-        """Whether this rank has finished its part or failed; on rank 0, whether the checkpoint is complete. Local."""
+        """Returns whether this rank has finished its part or failed; on rank 0, whether the checkpoint is complete.
+        Local.
+        """
         return self._thread is not None and not self._thread.is_alive()
 
     def ranks_are_done(self) -> bool:
-        """Whether `finish` would return without waiting: all ranks are done, or one has failed. Collective."""
+        """Returns whether `finish` would return without waiting: all ranks are done, or one has failed. Collective."""
         reports: list[tuple[bool, bool]] = [(self.is_done(), self._writing.error is not None)] * group_size(self._group)
         if len(reports) > 1:
             dist.all_gather_object(reports, reports[0], group=self._group)
@@ -138,7 +142,7 @@ class PendingSave:
                     self._thread.join()
                 writing.raise_error()
         except (ValueError, OSError, RuntimeError):
-            # No rank is still writing: all have passed the first of the two blocks.
+            # No rank is still writing, because all have passed the first of the two blocks.
             self.abandon(seconds=0.0)
             if writing.summary is not None:
                 folders.discard(writing.temporary)
@@ -200,7 +204,7 @@ class _Writing:
             self.error = self.error or sys.exception()
 
     def write(self) -> None:
-        """Writes this rank's data file, and its part for rank 0. See [Note: Parts]"""
+        """Writes this rank's data file, and its part for rank 0. See [Note: Parts]."""
         try:
             if self.staging is not None:
                 self.staging.host_waits_sync()
@@ -245,7 +249,7 @@ class _Writing:
         """Returns the data files of all ranks once they are on disk; None if the save is abandoned first."""
         missing, deadline = set(writers), time.monotonic() + _PART_SECONDS
         while True:
-            # Lists the folder: a network file system may serve a stale negative lookup for a single name.
+            # Lists the folder, because a network file system may serve a stale negative lookup for a single name.
             names = set(os.listdir(self.temporary))
             missing = {rank for rank in missing if _part(self.temporary, rank).name not in names}
             if not missing:
@@ -304,7 +308,7 @@ def _staged(contents: list[_Content], staging: "StagingMemory") -> list[_Content
 
 
 def _on_host_sync(content: torch.Tensor | bytes) -> torch.Tensor | bytes:
-    """Returns an object's bytes, or a tensor of any shape and dtype, contiguous and on the host: itself or a copy."""
+    """Returns an object's bytes, or a contiguous host tensor of any shape and dtype: the tensor itself or a copy."""
     return content if isinstance(content, bytes) else content.cpu().contiguous()
 
 
@@ -336,7 +340,7 @@ class StagingMemory:
     def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Starts to copy `tensors`, any shape and dtype, to contiguous host memory.
 
-        The copies may be read after `host_waits_sync`. Device work enqueued from now on runs after the copies.
+        The copies may be read after `host_waits_sync`. Device work enqueued afterwards runs after the copies.
         """
         starts, size = [], 0
         for tensor in tensors:
@@ -431,11 +435,11 @@ class _Stream:
             del content
 
     def metadata(self) -> Metadata:
-        """Returns the metadata of all tensors; raises ValueError if boxes overlap or leave out elements."""
+        """Returns the metadata of all tensors; raises ValueError if boxes overlap or omit elements."""
         for key, entry in self._stored.items():
             present = sum(chunk.sizes.numel() for chunk in entry.chunks)
             if present != entry.size.numel():
-                raise ValueError(f"{key}: boxes hold {present} elements of {list(entry.size)}")
+                raise ValueError(f"{key}: boxes contain {present} elements of {list(entry.size)}")
         return Metadata(dict(self._stored))
 
     def _record(self, tensor: ShardedTensor) -> None:
@@ -443,6 +447,7 @@ class _Stream:
         entry = self._stored.setdefault(tensor.key, TensorStorageMetadata(TensorProperties(dtype=dtype), size, []))
         if (entry.size, entry.properties.dtype) != (size, dtype):
             raise ValueError(
-                f"{tensor.key} is {list(entry.size)} of {entry.properties.dtype}, and later {list(size)} of {dtype}"
+                f"{tensor.key} is {list(entry.size)} of {entry.properties.dtype} at first, and {list(size)} of "
+                f"{dtype} later"
             )
         entry.chunks.append(ChunkStorageMetadata(torch.Size(tensor.global_offset), tensor.data.shape))

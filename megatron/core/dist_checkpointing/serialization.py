@@ -1,8 +1,9 @@
 """save, load, save_items, load_items, verify: collective, for any layout, with equal results on all ranks.
 
-A `process_group` of None is all ranks of torch.distributed, or this process alone if that is not initialized.
+A `process_group` of None means all ranks of torch.distributed, or this process alone if it is not initialized.
 Background saves are in saving.py, plans in planner.py, data files in storage.py, folders in folder.py and their
-manifest in manifest.py. save and load take Megatron-Core's arguments; they are thin over save_items and load_items.
+manifest in manifest.py. save and load take Megatron-Core's arguments; they are thin wrappers of save_items and
+load_items.
 """
 
 import hashlib
@@ -60,7 +61,7 @@ from megatron.core.process_groups_config import group_rank, group_size
 _FEW_ELEMENTS = 1 << 16
 # Key of the plain values under which save stores its content_metadata.
 _CONTENT_METADATA = "content_metadata"
-# Key, box and dtype: must be equal on two ranks for one to send its elements to the other.
+# Key, box and dtype, which must be equal on two ranks for one to send its elements to the other.
 _Request = tuple[str, Box, str]
 
 
@@ -71,11 +72,11 @@ def save_items(
     common: dict[str, Any],
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Writes the boxes and objects that all ranks of the group hold, and `common` (JSON, rank 0's), as a checkpoint.
+    """Writes the boxes and objects that all ranks of the group hold, and rank 0's `common` (JSON), as a checkpoint.
 
     Collective. `checkpoint_dir` appears, or is replaced, atomically once everything is on disk (see [Note: Atomic
     folders]). After a failure, which all ranks report, it is unchanged. Boxes held by several ranks are written once.
-    process_group: None is all ranks.
+    process_group: None means all ranks.
     """
     begin_save(state, checkpoint_dir, common=common, process_group=process_group).finish()
 
@@ -107,7 +108,7 @@ class VerifiedCheckpoint:
         """The JSON values saved with the tensors."""
         return _read_common(self.folder)
 
-    # Cached, because a comparison of checkpoints makes thousands of small loads.
+    # Cached, because a comparison of checkpoints performs thousands of small loads.
     @cached_property
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Global shape and dtype of every stored tensor, by key."""
@@ -122,7 +123,7 @@ def verify(checkpoint_dir: str | Path, *, process_group: dist.ProcessGroup | Non
     """Reads every file of a checkpoint once, shared among the ranks, and compares it with the manifest's checksums.
 
     Collective. Raises ValueError on every rank, naming file and tensor, if anything is damaged or missing.
-    process_group: None is all ranks.
+    process_group: None means all ranks.
     """
     group = every_rank(process_group)
     with all_ranks_agree(group):
@@ -143,12 +144,11 @@ def load_items(
 ) -> dict[str, Any]:
     """Fills the tensors of `state` in place, replaces the data of its objects, and returns the saved `common`.
 
-    Collective. Ranks may hold other boxes than those saved, and any subset of the keys. All files are verified first,
-    by the ranks together, unless `checkpoint` already is verified. Raises ValueError on every rank, with nothing
-    changed, if a file is damaged, or if a key is missing or has another shape or dtype (naming key, stored and
-    requested). Each rank reads only the elements it needs, a few MiB at a time. process_group: None is all ranks.
-    replicas: boxes that all ranks of this group need are read by one of them and broadcast to the others; None is this
-    rank alone.
+    Collective. Ranks may hold other boxes than those saved, and any subset of the keys. The ranks first verify all
+    files together, unless `checkpoint` is already verified. Raises ValueError on every rank, with nothing changed, if a
+    file is damaged, or if a key is missing or has another shape or dtype (naming key, stored and requested). Each rank
+    reads only the elements it needs, a few MiB at a time. process_group: None means all ranks. replicas: boxes that all
+    ranks of this group need are read by one of them and broadcast to the others; None means this rank alone.
     """
     items, group = list(flatten(state)), every_rank(process_group)
     # All checks precede the first write to a tensor.
@@ -165,7 +165,7 @@ def load_items(
     return checkpoint.common
 
 
-# State dicts of Megatron-Core's form.
+# State dicts in Megatron-Core's format.
 
 
 def save(
@@ -183,15 +183,15 @@ def save(
 ) -> PendingSave | None:
     """Writes a nested state dict: its ShardedTensors and ShardedObjects, and its other values, which must be JSON.
 
-    Collective, atomic and complete as save_items. Of equal items the one with replica_id 0 is written. The other values
-    are rank 0's; a warning names ranks where they differ, after preprocess_common_before_consistancy_check.
+    Collective and atomic, like save_items. Among equal items, the one with replica_id 0 is written. The other values
+    are taken from rank 0; a warning names ranks where they differ, after preprocess_common_before_consistancy_check.
     content_metadata: JSON, see load_content_metadata. async_sharded_save: returns a PendingSave, which all ranks must
     `finish`; the state may change immediately. async_strategy: no effect, because one strategy exists.
     verify_integrity: no effect, because checksums are always written.
     """
     require_defaults(
         "dist_checkpointing.save",
-        "there is one format, and the parts of a tensor must cover it",
+        "there is only one format, and the parts of a tensor must cover it",
         sharded_strategy=(sharded_strategy, None),
         validate_access_integrity=(validate_access_integrity, True),
     )
@@ -215,7 +215,10 @@ def _warn_of_differences(
     others = [rank for rank, text in enumerate(texts) if text != texts[0]]
     if others and group_rank(group) == 0:
         shown = ", ".join(map(str, others[:8]))
-        print(f"WARNING: plain values of the state dict differ on ranks {shown}: rank 0's are saved", flush=True)
+        print(
+            f"WARNING: plain values of the state dict differ on ranks {shown}: the values of rank 0 are saved",
+            flush=True,
+        )
 
 
 def load(
@@ -227,16 +230,16 @@ def load(
     verify_integrity: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """Returns the saved plain values, with the loaded data in the places of the state dict's sharded items.
+    """Returns the saved plain values, with the loaded data in place of the state dict's sharded items.
 
     Collective. Tensors with data are filled in place, others are allocated on the CPU. Plain values of the state dict
     are not used. strict: see StrictHandling; RETURN_UNEXPECTED and RETURN_ALL return (state dict, missing keys,
     unexpected keys). verify_integrity: no effect, because checksums are always verified. Raises ValueError on every
-    rank, with nothing changed, as load_items does.
+    rank, with nothing changed, like load_items.
     """
     require_defaults(
         "dist_checkpointing.load",
-        "there is one format, and every element must be stored",
+        "there is only one format, and every element must be stored",
         sharded_strategy=(sharded_strategy, None),
         validate_access_integrity=(validate_access_integrity, True),
     )
@@ -269,7 +272,7 @@ def _report_keys(folder: Path, strict: StrictHandling, *, unexpected: set[str], 
     if unexpected:
         problems.append(f"it lacks {_some(unexpected)}")
     if missing:
-        problems.append(f"nothing asks for {_some(missing)}")
+        problems.append(f"no item requests {_some(missing)}")
     text = f"checkpoint {folder} has other keys than the state dict: {'; '.join(problems)}"
     if (unexpected and strict.raises) or (missing and strict is StrictHandling.RAISE_ALL):
         raise ValueError(text)
@@ -355,7 +358,9 @@ def _read_objects(checkpoint: VerifiedCheckpoint, objects: list[ShardedObject]) 
 def _read_common(folder: Path) -> dict[str, Any]:
     values = read_json(folder / folders.COMMON_FILE)
     if not isinstance(values, dict):
-        raise ValueError(f"{folder / folders.COMMON_FILE} is corrupt: holds a {type(values).__name__}, must be a dict")
+        raise ValueError(
+            f"{folder / folders.COMMON_FILE} is corrupt: it contains a {type(values).__name__}, must be a dict"
+        )
     return values
 
 
@@ -393,7 +398,7 @@ class SharedReads:
 
 
 def share_reads(tensors: Sequence[ShardedTensor], group: dist.ProcessGroup | None) -> SharedReads:
-    """Distributes the reads of boxes that all ranks of `group` need evenly over them. Collective over `group`.
+    """Distributes reads of boxes that all ranks of `group` need evenly over these ranks. Collective over `group`.
 
     tensors: any shape and dtype.
     """

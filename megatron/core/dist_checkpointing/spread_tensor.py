@@ -1,6 +1,6 @@
-"""SpreadTensor: a tensor of which each rank holds some boxes, in a form that torch.distributed.checkpoint accepts.
+"""SpreadTensor: a tensor whose boxes are distributed over ranks, in a form that torch.distributed.checkpoint accepts.
 
-The owner of a SpreadTensor holds its elements. Our own checkpoint format is in serialization.py.
+The elements belong to the owner of a SpreadTensor. This framework's own checkpoint format is in serialization.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,12 +26,12 @@ class HeldBox:
     read: Callable[[], torch.Tensor]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HeldBox":
-        # torch's stager deep-copies a tensor's attributes. Copy the elements only, not the owner that `read` refers to.
+        # torch's stager deep-copies a tensor's attributes. Copy only the elements, not the owner that `read` refers to.
         return _box_of(self.box.offset, _copy_on_host(self.read()))
 
 
 class SpreadTensor(torch.Tensor):
-    """Size of a tensor of any floating dtype, and this rank's disjoint boxes of it.
+    """The size of a tensor of any floating dtype, and this rank's disjoint boxes of it.
 
     torch.distributed.checkpoint saves it box by box, reading from the owner at that moment. A load fills host memory
     separate from the owner's: a load that fails midway has changed nothing, and the caller passes the filled tensor to
@@ -40,7 +40,7 @@ class SpreadTensor(torch.Tensor):
     computation.
     """
 
-    # By offset, which is unique for disjoint non-empty boxes.
+    # Keyed by offset, which is unique for disjoint non-empty boxes.
     _held: dict[tuple[int, ...], HeldBox]
     # Loaded elements by offset; None before a load, when the owner has the elements.
     _loaded: dict[tuple[int, ...], torch.Tensor] | None
@@ -111,7 +111,7 @@ class SpreadTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Refuses computation, because this rank holds only some boxes; any shape and dtype."""
+        """Rejects computation, because this rank holds only some boxes; any shape and dtype."""
         # The stager of async_save first calls new_empty, then copies the attributes.
         if func is torch.ops.aten.new_empty.default:
             return SpreadTensor(args[1], dtype=args[0].dtype)

@@ -1,4 +1,4 @@
-"""Nested state dicts of Megatron-Core's form: sharded items among plain values, and their way to and from checkpoints.
+"""Nested state dicts in Megatron-Core's format: sharded items among plain values, and their conversion for checkpoints.
 
 A checkpoint stores the items under their keys, and the plain values as one JSON value (`common`).
 """
@@ -27,7 +27,7 @@ class SplitState:
 def split_state(state: Mapping[str, Any]) -> SplitState:
     """Separates the items of a state dict from its plain values.
 
-    Raises ValueError, naming the place, for a plain value that is no JSON value.
+    Raises ValueError, naming the path, for a plain value that is not JSON.
     """
     split = SplitState()
     for key, value in state.items():
@@ -38,7 +38,7 @@ def split_state(state: Mapping[str, Any]) -> SplitState:
 
 
 def split_items(state: Any) -> list[Item]:
-    """Returns the items of a nested state in order, whatever its other values are."""
+    """Returns the items of a nested state in order, ignoring its other values."""
     if isinstance(state, (ShardedTensor, ShardedObject)):
         return [state]
     if isinstance(state, (Mapping, list, tuple)):
@@ -66,8 +66,8 @@ def _split(value: Any, items: list[Item], *, path: str) -> Any:
     if value is None or isinstance(value, (str, int, float)):
         return value
     raise ValueError(
-        f"{path} is a {type(value).__name__}: must be a ShardedTensor, a ShardedObject, or of numbers, strings, lists "
-        "and dicts"
+        f"{path} is a {type(value).__name__}: must be a ShardedTensor, a ShardedObject, or consist of numbers, "
+        "strings, lists and dicts"
     )
 
 
@@ -78,9 +78,9 @@ def _text_key(key: Any, *, path: str) -> str:
 
 
 def joined_state(state: Mapping[str, Any], plain: Mapping[str, Any], *, absent: set[str]) -> dict[str, Any]:
-    """Returns the plain values with the data of the state's items in their places.
+    """Returns the plain values with the data of the state's items inserted at their positions.
 
-    plain: of a checkpoint. absent: keys of items that the checkpoint lacks, which are left out.
+    plain: plain values of a checkpoint. absent: keys of items that the checkpoint lacks, which are omitted.
     """
     joined = dict(plain)
     for key, value in state.items():
@@ -108,7 +108,7 @@ def _joined(value: Any, plain: Any, *, absent: set[str]) -> Any:
 
 
 def written_items(items: list[Item]) -> list[Item]:
-    """Returns the boxes and objects that this rank offers to write: those of main replicas."""
+    """Returns the boxes and objects that this rank offers to write, which are its main replicas."""
     written: list[Item] = []
     for item in items:
         item.validate_metadata_integrity()
@@ -116,7 +116,7 @@ def written_items(items: list[Item]) -> list[Item]:
             continue
         if isinstance(item, ShardedTensor):
             if item.data is None:
-                raise ValueError(f"{item.key} has no data: save needs the elements of every main replica")
+                raise ValueError(f"{item.key} has no data: saving requires the elements of every main replica")
             written += item.boxes()
         else:
             written.append(ShardedObject(item.stored_key, item.data))
@@ -124,7 +124,7 @@ def written_items(items: list[Item]) -> list[Item]:
 
 
 def read_boxes(item: ShardedTensor, stored_shape: tuple[int, ...]) -> list[ShardedTensor]:
-    """Returns the boxes to read for an item, whose data is allocated on the CPU if there is none.
+    """Returns the boxes to read for an item. Its data is allocated on the CPU if it has none.
 
     stored_shape: global shape in the checkpoint. With allow_shape_mismatch, the elements beyond it keep their values.
     """

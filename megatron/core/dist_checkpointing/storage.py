@@ -1,7 +1,7 @@
 """Data files of a checkpoint, and the metadata file of torch.distributed.checkpoint.
 
-A data file is a sequence of pieces. A piece is what torch.save writes for one tensor, so that torch's own tools can
-read the files. Its elements are contiguous, so that a part of them can be read alone. folder.py handles the folder, and
+A data file is a sequence of pieces. A piece is the output of torch.save for one tensor, so torch's own tools can read
+the files. Its elements are contiguous, so parts of them can be read separately. folder.py handles the folder, and
 planner.py decides which rank writes or reads which piece.
 """
 
@@ -71,7 +71,7 @@ def data_file(rank: int) -> str:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Returns the memory of a host tensor without a copy: any shape and dtype, contiguous."""
-    # Not view(-1): the stride of a dimension of size 1 is arbitrary.
+    # view(-1) would fail, because the stride of a dimension of size 1 is arbitrary.
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # [elements], same dtype
     return flat.view(torch.uint8).numpy().data
 
@@ -87,8 +87,8 @@ def write_pieces(
 
     Content: the bytes of an object, or a tensor: [*box shape], any dtype, contiguous, on the host. helper: an executor
     that computes checksums of large pieces while this thread writes; None computes them on this thread.
-    with_zip_checksums: whether torch.save's own format has right checksums, for other programs; needs a copy of each
-    tensor in memory.
+    with_zip_checksums: whether torch.save's own format has correct checksums, for other programs; requires a copy of
+    each tensor in memory.
     """
     pieces: list[Piece] = []
     sums: list[Callable[[], int]] = []
@@ -98,7 +98,7 @@ def write_pieces(
             start, data_start = file.num_bytes, None
             if isinstance(content, torch.Tensor) and with_zip_checksums:
                 buffer = io.BytesIO()
-                torch.save(content.clone(), buffer)  # not the memory around a view
+                torch.save(content.clone(), buffer)  # excludes the memory around a view
                 sums.append(_write_parts(file, (buffer.getbuffer(),), helper=None))
             elif isinstance(content, torch.Tensor):
                 kind = content.shape, content.dtype
@@ -122,7 +122,7 @@ def write_pieces(
 def _write_parts(
     file: disk.DurableFile, parts: tuple[bytes | memoryview, ...], *, helper: Executor | None
 ) -> Callable[[], int]:
-    """Writes the parts in sequence and returns a function that gives their CRC-32, waiting for it if necessary."""
+    """Writes the parts in sequence and returns a function that returns their CRC-32, waiting for it if necessary."""
     if helper is None or sum(map(len, parts)) < _SHARED_BYTES:
         checksum = 0
         for part in parts:
@@ -250,10 +250,10 @@ class PieceReader:
         """Fills `target` from byte `start`: any shape and dtype, contiguous, on the host."""
         left = bytes_of(target)
         while len(left):
-            # Not seek and read: several threads share this open file.
+            # seek and read cannot be used, because several threads share this open file.
             num_read = os.preadv(self._file.fileno(), [left], start)
             if not num_read:
-                raise OSError(f"{self._path} has become shorter since it was verified")
+                raise OSError(f"{self._path} has been truncated since it was verified")
             left, start = left[num_read:], start + num_read
 
 
@@ -278,22 +278,22 @@ def load_allowed(source: Path | IO[bytes], where: object, *, allowed: Sequence[A
         MemoryError,
         AssertionError,
     ) as error:
-        # Only the first line: torch continues with advice to unpickle without checks.
+        # Only the first line, because torch continues with advice to unpickle without checks.
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ValueError(f"{where} cannot be read: {reason}") from error
 
 
 def check_records(archive: zipfile.ZipFile) -> None:
-    """Reads all records of an archive of torch.save, which compares them with its checksums.
+    """Reads all records of a torch.save archive, which verifies their checksums.
 
-    Raises BadZipFile, ValueError, or another error of zipfile's for damage, and ValueError for another byte order.
+    Raises BadZipFile, ValueError, or another zipfile error for damage, and ValueError for another byte order.
     """
     for record in archive.infolist():
         with archive.open(record) as data:
             while data.read(_READ_BYTES):
                 pass
         if record.filename.endswith("/byteorder") and archive.read(record) != b"little":
-            raise ValueError("was written by a machine of another byte order")
+            raise ValueError("it was written by a machine with another byte order")
 
 
 # The metadata file.
@@ -315,11 +315,11 @@ def write_metadata(folder: Path, metadata: Metadata, *, files: Manifest) -> File
 def read_metadata(folder: Path, *, stand_ins: Mapping[tuple[str, str], type] | None = None) -> Metadata:
     """Reads the metadata of the checkpoint in `folder`; raises ValueError if the file is not what torch writes.
 
-    stand_ins: classes to use in place of those, by module and name, that another program's metadata refers to.
+    stand_ins: replacements, by module and name, for classes that another program's metadata refers to.
     """
     content = (folder / METADATA_FILE).read_bytes()
     try:
-        # From memory: a length beyond the end of the file then allocates nothing for the missing bytes.
+        # Read from memory, so that a length beyond the end of the file allocates nothing for the missing bytes.
         return check_metadata(_MetadataUnpickler(io.BytesIO(content), stand_ins or {}).load())
     except (
         pickle.UnpicklingError,
@@ -349,13 +349,13 @@ class _MetadataUnpickler(pickle.Unpickler):
         # torch pickles a dtype as a plain name in its namespace.
         if module == "torch" and isinstance(found := vars(torch).get(name), (torch.dtype, torch.layout)):
             return found
-        raise pickle.UnpicklingError(f"refers to {module}.{name}")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}")
 
 
 def check_metadata(metadata: object) -> Metadata:
     """Returns `metadata` if each of its entries describes a tensor or an object; raises ValueError otherwise."""
     if type(metadata) is not Metadata or not isinstance(vars(metadata).get("state_dict_metadata"), dict):
-        raise ValueError(f"holds a {type(metadata).__name__} that lists no tensors")
+        raise ValueError(f"it contains a {type(metadata).__name__} that lists no tensors")
     for key, entry in metadata.state_dict_metadata.items():
         if not isinstance(key, str) or not isinstance(entry, (TensorStorageMetadata, BytesStorageMetadata)):
             raise ValueError(f"{key!r:.80} is neither a tensor nor an object")
@@ -371,14 +371,14 @@ def _check_tensor(key: str, entry: TensorStorageMetadata) -> None:
     properties = facts.get("properties")
     dtype = vars(properties).get("dtype") if isinstance(properties, TensorProperties) else None
     if not isinstance(dtype, torch.dtype) or not _PLAIN_DTYPE.fullmatch(str(dtype)):
-        raise ValueError(f"{key} has the dtype {dtype}, which is not stored here")
+        raise ValueError(f"{key} has the dtype {dtype}, which is not supported")
 
 
 def stored_pieces(files: Manifest, metadata: Metadata) -> StoredPieces:
     """Returns file and piece of every stored item, by key; metadata: as returned by read_metadata.
 
-    Files and metadata have passed their checksums. Raises ValueError if they contradict each other: a piece exceeds its
-    tensor or its file, or elements are missing.
+    Files and metadata must have passed their checksums. Raises ValueError if they contradict each other, because a
+    piece exceeds its tensor or its file, or elements are missing.
     """
     pieces = [(name, piece) for name, entry in files.items() for piece in entry.pieces]
     if not pieces:
@@ -408,7 +408,7 @@ def _check_pieces(entry: TensorStorageMetadata, held: list[tuple[str, Piece]], *
             raise ValueError(f"{name} has no room for the elements of {piece} in its {piece.num_bytes} bytes")
         num_elements += piece.box.volume
     if num_elements != math.prod(entry.size):
-        raise ValueError(f"{num_elements} elements of {key} are stored, out of {math.prod(entry.size)}")
+        raise ValueError(f"only {num_elements} elements of {key} are stored, out of {math.prod(entry.size)}")
 
 
 def _pieces_of_metadata(files: Manifest, metadata: Metadata) -> list[tuple[str, Piece]]:
@@ -424,7 +424,7 @@ def _pieces_of_metadata(files: Manifest, metadata: Metadata) -> list[tuple[str, 
         name, start, num_bytes = place.get("relative_path"), place.get("offset", -1), place.get("length", -1)
         if name not in files or not _is_shape((start, num_bytes)) or start + num_bytes > files[name].num_bytes:
             raise ValueError(
-                f"{index.fqn} is in {name!r:.80}, bytes {start!r:.20} + {num_bytes!r:.20}: no file has this range"
+                f"{index.fqn} is in {name!r:.80}, bytes {start!r:.20} + {num_bytes!r:.20}: no file contains this range"
             )
         pieces.append((name, Piece(index.fqn, _chunk_box(metadata, index), start, num_bytes, None, None)))
     return pieces

@@ -1,4 +1,4 @@
-"""StrictHandling: what `load` does about keys that only the state dict or only the checkpoint has."""
+"""StrictHandling: the reaction of `load` to keys that only the state dict or only the checkpoint has."""
 
 import enum
 
@@ -39,5 +39,5 @@ class StrictHandling(enum.Enum):
 
     @property
     def minds_missing(self) -> bool:
-        """Whether missing keys count too."""
+        """Whether missing keys are reported as well."""
         return self in (StrictHandling.LOG_ALL, StrictHandling.RAISE_ALL, StrictHandling.RETURN_ALL)

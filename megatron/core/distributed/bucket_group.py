@@ -249,7 +249,7 @@ class _ParamAndGradBucketGroup:
         return any(bucket.grads.is_moving for bucket in self.buckets)
 
     def missing(self) -> list[str]:
-        """Names of the parameters without a gradient in this iteration."""
+        """Returns the names of the parameters without a gradient in this iteration."""
         return [name for bucket in self.buckets for name in bucket.grads.missing()]
 
     @trace_range("_ParamAndGradBucketGroup.launch_reductions")

@@ -120,7 +120,10 @@ class _ParamAndGradBucket:
         return self.slots[0].param.device
 
     def reduced_grad(self) -> torch.Tensor:
-        """This rank's part of the reduced gradients: [owned elements], gradient dtype; see GradStorage.owned_grad."""
+        """Returns this rank's part of the reduced gradients: [owned elements], gradient dtype.
+
+        See GradStorage.owned_grad.
+        """
         return self.grads.owned_grad()
 
     def reduce(self, flat: torch.Tensor, *, into: torch.Tensor | None = None) -> Handle:
@@ -197,7 +200,7 @@ class GradStorage(ABC):
         """Records that the caller has added a parameter's gradient to main_grad without the gradient scale."""
 
     def missing(self) -> list[str]:
-        """Names of the parameters without a gradient in this iteration."""
+        """Returns the names of the parameters without a gradient in this iteration."""
         return [slot.name for slot in self._bucket.slots if slot.param not in self._with_grad]
 
     @property
@@ -236,7 +239,7 @@ class GradStorage(ABC):
 
     @abstractmethod
     def owned_grad(self) -> torch.Tensor:
-        """This rank's part of the reduced gradients: [owned elements], the gradients' dtype.
+        """Returns this rank's part of the reduced gradients: [owned elements], the gradients' dtype.
 
         A view of persistent memory. Without persistent memory, ownership moves to the caller, once per iteration.
         """

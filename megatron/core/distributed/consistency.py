@@ -512,7 +512,7 @@ class GradChecks:
         )
 
     def looks_at(self, param: nn.Parameter) -> bool:
-        """Whether this parameter's sum, any shape, is measured after each of its gradients."""
+        """Returns whether this parameter's sum, any shape, is measured after each of its gradients."""
         return self._nan and (self._each or param is self._probe)
 
     def measure(self, named_grads: Sequence[tuple[str, torch.Tensor]]) -> None:

@@ -286,7 +286,7 @@ class _StaleReads:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context in which operations are not checked."""
+        """Suspends the checks of operations inside the context."""
         self._is_paused = True
         try:
             yield

@@ -240,7 +240,7 @@ class _HookRegistry:
         return not (self._of_bucket or self._post_backward or any(self._of_param.values()))
 
     def has_param_hooks(self, name: str) -> bool:
-        """Whether `fire_param` would call a hook."""
+        """Returns whether `fire_param` would call a hook."""
         return bool(self._of_param.get(name))
 
     def begin(self) -> None:
@@ -307,7 +307,10 @@ class ReleasedBucket(Protocol):
     @property
     def slots(self) -> list[ParamSlot]: ...
     def reduced_grad(self) -> torch.Tensor:
-        """This rank's part of the gradients: [n], gradient dtype; without persistent memory, the caller owns it."""
+        """Returns this rank's part of the gradients: [n], gradient dtype.
+
+        Without persistent memory, the caller owns it.
+        """
         ...
 
 

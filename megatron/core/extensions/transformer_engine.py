@@ -1,12 +1,12 @@
-"""NVIDIA's Transformer Engine in the place of local layers: linear layers, norms and the attention core.
+"""NVIDIA's Transformer Engine as a replacement for local layers: linear layers, norms and the attention core.
 
     from megatron.core.extensions.transformer_engine import TELinear, TEColumnParallelLinear, TERowParallelLinear
     from megatron.core.extensions.transformer_engine import TENorm, TEDotProductAttention
 
-The classes are made when they are first asked for, which needs the package transformer_engine and raises
-TransformerEngineMissingError without it. Parameters have the names, shapes, first values and pieces of the local
-layers, so that either loads the other's checkpoints; what Transformer Engine adds to state dicts (`_extra_state`) is
-left out. Its API: https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/pytorch.html
+The classes are created on first access, which requires the package transformer_engine and raises
+TransformerEngineMissingError without it. Parameters have the names, shapes, initial values and pieces of the local
+layers, so that either loads the other's checkpoints; Transformer Engine's additions to state dicts (`_extra_state`) are
+omitted. Its API: https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/pytorch.html
 """
 
 import functools
@@ -39,22 +39,22 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class TransformerEngineMissingError(ImportError, ValueError):
-    """The package transformer_engine cannot be imported."""
+    """Error raised if the package transformer_engine cannot be imported."""
 
 
 def __getattr__(name: str) -> Any:
-    """The classes of this module; see its docstring."""
+    """Returns the classes of this module; see its docstring."""
     if name not in _BUILDERS:
-        raise AttributeError(f"{__name__} has no {name!r}: it has {', '.join(_BUILDERS)}")
+        raise AttributeError(f"{__name__} has no {name!r}: must be one of {', '.join(_BUILDERS)}")
     return _class_of(name, _engine())
 
 
 def check_supported(config: TransformerConfig) -> None:
-    """Raises ValueError for settings of layers that these do not have, and where the package is missing."""
+    """Raises ValueError for settings that these layers do not support, and if the package is missing."""
     refused = {
         "lora_rank": config.lora_rank is not None,
         "softmax_type": config.softmax_type != "vanilla",
-        # Its norms are not known to read a wider stream than their weights.
+        # Its norms may not support an input wider than their weights.
         "fp32_residual_connection": config.fp32_residual_connection,
         "init_model_with_meta_device": config.init_model_with_meta_device,
     }
@@ -62,7 +62,7 @@ def check_supported(config: TransformerConfig) -> None:
         if is_set:
             raise ValueError(
                 f"{name} is {getattr(config, name)} and transformer_impl is transformer_engine, whose layers do not "
-                "have it here: give transformer_impl local"
+                "support it here: give transformer_impl local"
             )
     _engine()
 
@@ -72,8 +72,8 @@ def _engine() -> Any:
         import transformer_engine.pytorch as engine
     except ImportError as error:
         raise TransformerEngineMissingError(
-            f"transformer_impl is transformer_engine, and the package transformer_engine cannot be imported ({error}): "
-            "install transformer-engine[pytorch], which needs a GPU, or give transformer_impl local"
+            "transformer_impl is transformer_engine, and the package transformer_engine cannot be imported "
+            f"({error}): install transformer-engine[pytorch], which requires a GPU, or give transformer_impl local"
         ) from error
     return engine
 
@@ -84,14 +84,16 @@ def _class_of(name: str, engine: Any) -> type:
 
 
 class _WithoutExtraState:
-    """Leaves out the extra state of Transformer Engine, which only eight-bit formats need."""
+    """Omits the extra state of Transformer Engine, which only eight-bit formats need."""
 
     get_extra_state, set_extra_state = nn.Module.get_extra_state, nn.Module.set_extra_state
 
 
 def _linear(engine: Any) -> type:
     class TELinear(_WithoutExtraState, engine.Linear):
-        """y = x W^T (+ b) with W split as parallel_mode says: "column", "row" or None. Returns (y, bias or None)."""
+        """Computes y = x W^T (+ b) with W split according to parallel_mode: "column", "row" or None. Returns (y, bias
+        or None).
+        """
 
         def __init__(
             self,
@@ -107,8 +109,10 @@ def _linear(engine: Any) -> type:
             tp_comm_buffer_name: str | None = None,
             tp_group: dist.ProcessGroup | None = None,
         ) -> None:
-            """skip_bias_add: leave adding the bias to the caller. tp_group: ranks that hold parts; as local layers.
-            is_expert: must be False. tp_comm_buffer_name: accepted, since communication in kernels is not used.
+            """Builds the layer.
+
+            skip_bias_add: leaves adding the bias to the caller. tp_group: ranks that hold parts, as in local layers.
+            is_expert: must be False. tp_comm_buffer_name: ignored, because communication in kernels is not used.
             """
             _require_unset(is_expert=is_expert)
             group = group_or_existing(tp_group)
@@ -122,7 +126,7 @@ def _linear(engine: Any) -> type:
                 input_size,
                 output_size,
                 sequence_parallel=is_partial and parallel_mode is not None,
-                # Gradients are moved by this project's own hooks, from where autograd puts them.
+                # Gradients are handled by this project's own hooks, from where autograd puts them.
                 fuse_wgrad_accumulation=False,
                 tp_group=group if ranks > 1 else None,
                 tp_size=ranks,
@@ -137,7 +141,7 @@ def _linear(engine: Any) -> type:
             self.init_method = init_of_matrix(init_method, output_size, input_size)
             self.tp_group, self.skip_bias_add, self.stride = group, skip_bias_add, 1
             if not bias:
-                # There, a tensor without elements.
+                # In Transformer Engine, this is a tensor without elements.
                 self.bias = None
             self._mark(parallel_mode, is_partial=is_partial)
             drawn_apart = group if parallel_mode is not None else None
@@ -153,18 +157,19 @@ def _linear(engine: Any) -> type:
                 mark_partial_gradient(self.bias, partial=is_partial and dim != 0)
 
         def init_methods(self) -> dict[str, InitMethod]:
-            """Initialization of the parameters, by name."""
+            """Returns the init methods of the parameters, by name."""
             names = ["weight"] if self.bias is None else ["weight", "bias"]
             return {name: self.init_method if name == "weight" else ConstantInit(0) for name in names}
 
         def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-            """input_: [*, this rank's input columns], parameter dtype. Returns [*, its output columns], same dtype, and
-            the skipped bias.
+            """Computes the product; input_: [*, this rank's input columns], parameter dtype.
+
+            Returns [*, this rank's output columns], same dtype, and the skipped bias.
             """
             output = super().forward(input_)
             if not self.skip_bias_add:
                 return output, None
-            # Without a bias to skip, there is one without elements.
+            # Without a bias to skip, Transformer Engine returns one without elements.
             return output[0], None if self.bias is None else output[1]
 
     return TELinear
@@ -174,12 +179,12 @@ def _column(engine: Any) -> type:
     linear: Any = _class_of("TELinear", engine)
 
     class TEColumnParallelLinear(linear):
-        """ColumnParallelLinear of Transformer Engine: W's rows are split; see there."""
+        """ColumnParallelLinear of Transformer Engine, with W's rows split; see megatron.core.tensor_parallel."""
 
         logical_pieces = ColumnParallelLinear.logical_pieces
 
         def __init__(self, input_size: int, output_size: int, *, gather_output: bool = False, **settings: Any) -> None:
-            """gather_output: must be False. settings: as of TELinear."""
+            """Builds the layer; gather_output: must be False. settings: as in TELinear."""
             _require_unset(gather_output=gather_output)
             super().__init__(input_size, output_size, parallel_mode="column", **settings)
 
@@ -190,17 +195,18 @@ def _row(engine: Any) -> type:
     linear: Any = _class_of("TELinear", engine)
 
     class TERowParallelLinear(linear):
-        """RowParallelLinear of Transformer Engine: W's columns are split; see there."""
+        """RowParallelLinear of Transformer Engine, with W's columns split; see megatron.core.tensor_parallel."""
 
         logical_pieces = RowParallelLinear.logical_pieces
 
         def __init__(
             self, input_size: int, output_size: int, *, input_is_parallel: bool = True, **settings: Any
         ) -> None:
-            """input_is_parallel: must be True. settings: as of TELinear."""
+            """Builds the layer; input_is_parallel: must be True. settings: as in TELinear."""
             if not input_is_parallel:
                 raise ValueError(
-                    "input_is_parallel is False: TERowParallelLinear takes its part of the input alone, must be True"
+                    "input_is_parallel is False: TERowParallelLinear accepts only this rank's part of the input, "
+                    "must be True"
                 )
             super().__init__(input_size, output_size, parallel_mode="row", **settings)
 
@@ -213,7 +219,7 @@ def _norm(engine: Any) -> type:
     }
 
     class TENorm:
-        """Builds the norm that config.normalization names, of Transformer Engine: TENorm(config, hidden_size)."""
+        """Builds the Transformer Engine norm selected by config.normalization: TENorm(config, hidden_size)."""
 
         def __new__(cls, config: TransformerConfig, hidden_size: int, *, eps: float = 1e-5) -> Any:
             is_rms = config.normalization == "RMSNorm"
@@ -226,7 +232,7 @@ def _norm(engine: Any) -> type:
             )
             for param in norm.parameters():
                 set_tensor_model_parallel_attributes(param, False, -1, 1)
-                # A rank of a split sequence sees its own tokens alone.
+                # With a split sequence, a rank has only its own tokens.
                 mark_partial_gradient(param, partial=config.sequence_parallel)
             scale = ConstantInit(0 if config.layernorm_zero_centered_gamma else 1)
             first = {"weight": scale} if is_rms else {"weight": scale, "bias": ConstantInit(0)}
@@ -238,9 +244,10 @@ def _norm(engine: Any) -> type:
 
 def _attention(engine: Any) -> type:
     class TEDotProductAttention(_WithoutExtraState, engine.DotProductAttention):
-        """DotProductAttention of Transformer Engine; see there. It attends over context-parallel ranks itself.
+        """DotProductAttention of Transformer Engine, with the interface of the local one. It attends over
+        context-parallel ranks.
 
-        There are no sinks.
+        Sinks are not supported.
         """
 
         exchanges_sequences = True
@@ -258,9 +265,10 @@ def _attention(engine: Any) -> type:
             cp_comm_type: str | None = None,
             pg_collection: ProcessGroupCollection | None = None,
         ) -> None:
-            """k_channels, v_channels: widths of a head's key and value; None means the configuration's.
+            """Builds the attention core.
 
-            cp_comm_type: None means the configuration's of the layer.
+            k_channels, v_channels: widths of a head's key and value; None means the configured widths. cp_comm_type:
+            None means the configured value of the layer.
             """
             groups = pg_collection or existing_process_groups()
             group = or_alone(groups.tp)
@@ -297,13 +305,17 @@ def _attention(engine: Any) -> type:
             attention_bias: Tensor | None = None,
             packed_seq_params: PackedSeqParams | None = None,
         ) -> Tensor:
-            """query: [S, B, N, D]; key: [S, B, G, D]; value: [S, B, G, E], any float dtype; attention_mask: bool,
-            [B, 1, S, S], True where attention is forbidden, or None for what the mask type says; attention_bias: must
-            be None. Returns [S, B, N * E], same dtype. With packed_seq_params S x B is one dimension of tokens, sample
-            by sample; raises ValueError for these over context-parallel ranks, and with a mask.
+            """Computes attention of `query` over `key` and `value`.
+
+            query: [S, B, N, D]; key: [S, B, G, D]; value: [S, B, G, E], any float dtype; attention_mask: bool, [B, 1,
+            S, S], True where attention is forbidden, or None to use the mask type; attention_bias: must be None.
+            Returns [S, B, N * E], same dtype. With packed_seq_params, S x B is one dimension of tokens, sample by
+            sample. Raises ValueError for packed_seq_params over context-parallel ranks, and with a mask.
             """
             if attention_bias is not None:
-                raise ValueError("attention_bias is given: TEDotProductAttention adds none here, must be None")
+                raise ValueError(
+                    "attention_bias is given: TEDotProductAttention does not support a bias on scores, must be None"
+                )
             name = self.mask_name if attn_mask_type is None else attn_mask_type.name
             output: Tensor
             if packed_seq_params is not None:
@@ -317,9 +329,10 @@ def _attention(engine: Any) -> type:
             if self.cp_size > 1 or mask is not None or self.mask_name != AttnMaskType.causal.name:
                 raise ValueError(
                     f"packed_seq_params is given, context_parallel_size is {self.cp_size}, the mask type is "
-                    f"{self.mask_name} and attention_mask {'None' if mask is None else 'given'}: with transformer_impl "
-                    "transformer_engine packed samples must be causal, without a mask, and whole on each rank, since "
-                    "it cuts each segment and this project each sample; give transformer_impl local"
+                    f"{self.mask_name} and attention_mask is {'None' if mask is None else 'given'}: with "
+                    "transformer_impl transformer_engine, packed samples must be causal, without a mask, and whole "
+                    "on each rank, because it splits each segment and this project each sample; give "
+                    "transformer_impl local"
                 )
             borders = packed.borders_on(query.device)
             return {
@@ -335,10 +348,10 @@ def _attention(engine: Any) -> type:
 
 
 def _exchange(groups: ProcessGroupCollection, config: TransformerConfig, kind: str) -> dict[str, Any]:
-    """Returns the arguments by which Transformer Engine's attention exchanges parts of sequences; none for one rank.
+    """Returns the arguments with which Transformer Engine's attention exchanges parts of sequences; none for one rank.
 
-    For a2a+p2p it is given two groups, in which heads are exchanged and keys and values pass around a ring. The ranks
-    are those of both levels in any case.
+    For a2a+p2p it receives two groups, one to exchange heads and one to pass keys and values around a ring. The ranks
+    always include both levels.
     """
     if group_size(groups.cp) == 1:
         return {}
@@ -352,7 +365,7 @@ def _exchange(groups: ProcessGroupCollection, config: TransformerConfig, kind: s
 
 @functools.cache
 def _exchange_stream() -> Any:
-    """Returns the stream that all layers compute half of their exchanged blocks on; None without a GPU."""
+    """Returns the stream on which all layers compute half of their exchanged blocks; None without a GPU."""
     return torch.cuda.Stream() if default_device().type == "cuda" else None
 
 
@@ -364,7 +377,7 @@ def _left_as_it_is(weight: Tensor) -> Tensor:
 def _require_unset(**settings: bool) -> None:
     for name, is_set in settings.items():
         if is_set:
-            raise ValueError(f"{name} is True: layers of Transformer Engine do not have it here, must be False")
+            raise ValueError(f"{name} is True: layers of Transformer Engine do not support it here, must be False")
 
 
 _BUILDERS = {

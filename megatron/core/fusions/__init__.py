@@ -1,1 +1,1 @@
-"""Several element-wise steps in one autograd function, under the names Megatron users know."""
+"""Functions that combine several element-wise steps in one autograd function, under Megatron's names."""

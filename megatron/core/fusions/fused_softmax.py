@@ -1,4 +1,6 @@
-"""FusedScaleMaskSoftmax, which attention layers written for Megatron-LM build; torch's operators, nothing is fused."""
+"""FusedScaleMaskSoftmax, which attention layers written for Megatron-LM build. It uses torch operators and fuses
+nothing.
+"""
 
 import enum
 from collections.abc import Callable
@@ -8,12 +10,12 @@ from torch import Tensor, nn
 
 from megatron.core.config_field import require_defaults
 
-# Far below any score, and finite in fp16: a row of such scores has a softmax, where one of -inf is NaN.
+# Far below any score, and finite in fp16: a row of such scores has a softmax, whereas a row of -inf gives NaN.
 FORBIDDEN_SCORE = -10000.0
 
 
 def attention_mask_func(attention_scores: Tensor, attention_mask: Tensor) -> Tensor:
-    """Replaces scores where attention is forbidden, in place, and returns them.
+    """Masks scores where attention is forbidden, in place, and returns them.
 
     attention_scores: [B, N, S, S], any float dtype; attention_mask: bool, broadcastable to it, True where forbidden.
     """
@@ -21,7 +23,7 @@ def attention_mask_func(attention_scores: Tensor, attention_mask: Tensor) -> Ten
 
 
 class FusedScaleMaskSoftmax(nn.Module):
-    """softmax(mask(scale * scores)) over the last dimension."""
+    """Computes softmax(mask(scale * scores)) over the last dimension."""
 
     def __init__(
         self,
@@ -34,26 +36,28 @@ class FusedScaleMaskSoftmax(nn.Module):
         scale: float | None,
         window_size: tuple[int, int] | None = None,
     ) -> None:
-        """attn_mask_type: AttnMaskType.causal forbids later tokens where no mask is given. mask_func: maps scores and a
-        mask, True where forbidden, to scores; None means attention_mask_func. softmax_in_fp32: compute in fp32, and
-        round to the input's dtype after. window_size: must be None. The other flags have no effect.
+        """Stores the mask and the precision.
 
-        Raises ValueError for a scale without softmax_in_fp32, which could overflow, and for both input dtypes at once.
+        attn_mask_type: AttnMaskType.causal forbids later tokens if no mask is given. mask_func: maps scores and a mask,
+        True where forbidden, to scores; None means attention_mask_func. softmax_in_fp32: computes in fp32, and rounds
+        to the input's dtype afterwards. window_size: must be None. The other flags have no effect. Raises ValueError
+        for a scale without softmax_in_fp32, which could overflow, and if both input dtypes are set.
         """
         super().__init__()
         require_defaults("FusedScaleMaskSoftmax", "give a mask instead", window_size=(window_size, None))
         if input_in_fp16 and input_in_bf16:
-            raise ValueError("input_in_fp16 and input_in_bf16 are True: must be one of them at most")
+            raise ValueError("input_in_fp16 and input_in_bf16 are both True: set only one of them")
         if scale is not None and not softmax_in_fp32:
             raise ValueError(f"scale is {scale} and softmax_in_fp32 is False: must be True, so that no score overflows")
-        # By name, because the layers that have AttnMaskType import this module.
+        # Compared by name, because the layers that have AttnMaskType import this module.
         self.is_causal, self.mask_func = attn_mask_type.name == "causal", mask_func or attention_mask_func
         self.softmax_in_fp32, self.scale = softmax_in_fp32, scale
 
     def forward(self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None) -> Tensor:
-        """input: [B, N, S, S], any float dtype; mask: bool, broadcastable to it, or None; softmax_offset: [N], any
-        float dtype, the logits of a further column that takes a share of the probability. Returns [B, N, S, S], same
-        dtype.
+        """Computes the probabilities; input: [B, N, S, S], any float dtype; mask: bool, broadcastable to it, or None.
+
+        softmax_offset: [N], any float dtype, the logits of an additional column that takes a share of the probability.
+        Returns [B, N, S, S], same dtype.
         """
         scores = input.float() if self.softmax_in_fp32 else input
         if self.scale is not None:
@@ -61,7 +65,7 @@ class FusedScaleMaskSoftmax(nn.Module):
         if mask is None and self.is_causal:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         if mask is not None:
-            # A copy, because functions such as attention_mask_func write to what they are given.
+            # A copy, because functions such as attention_mask_func modify their input.
             scores = self.mask_func(scores.clone(), mask)
         if softmax_offset is not None:
             column = softmax_offset.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)

@@ -1,5 +1,6 @@
-"""gate * sigmoid(gain * gate) * (up + offset), optionally clamped and weighted per row, that keeps only its input for
-backward; SwiGLU under the names that Megatron users import is in fused_bias_swiglu.py.
+"""GatedSigmoid: gate * sigmoid(gain * gate) * (up + offset), optionally clamped and weighted per row.
+
+It saves only its input for backward. SwiGLU under the names that Megatron users import is in fused_bias_swiglu.py.
 """
 
 from dataclasses import dataclass
@@ -11,14 +12,15 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.device import RowChunks
 
-# Rows worked on together: on the CPU the temporaries of a chunk stay in the shared cache, on a GPU they stay few.
+# Rows processed together: on the CPU a chunk's temporaries stay in the shared cache, on a GPU there are few of them.
 _CHUNKS = RowChunks(cpu_elements=1 << 19, gpu_elements=1 << 26)
 
 
 @dataclass(frozen=True)
 class GatedSigmoid:
-    """gain: 1 is SiLU. clamp: the largest gate, and the largest up of either sign; None: no limit. offset: added to up
-    after that.
+    """The gated activation; gain: 1 is SiLU.
+
+    clamp: the largest gate, and the largest magnitude of up; None means no limit. offset: added to up after the clamp.
     """
 
     gain: float = 1.0
@@ -26,9 +28,10 @@ class GatedSigmoid:
     offset: float = 0.0
 
     def __call__(self, gate_up: Tensor, weights: Tensor | None) -> Tensor:
-        """gate_up: [*, 2F], gate before up, any float dtype; weights: [*, 1], fp32 or the same dtype, or None.
+        """Computes the activation; gate_up: [*, 2F], gate before up, any float dtype; weights: [*, 1] or None.
 
-        Returns [*, F], same dtype. Half precision is computed in fp32 and rounded once.
+        weights are fp32 or of the same dtype. Returns [*, F], same dtype. Half precision is computed in fp32 and
+        rounded once.
         """
         # One weight for each of the R rows.
         per_row = weights if weights is None or weights.dim() == 2 else weights.reshape(-1, 1)
@@ -36,13 +39,13 @@ class GatedSigmoid:
         return act
 
     def limited(self, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        """Both as they are multiplied; [C, F], fp32 or fp64 -> the same."""
+        """Returns the clamped and offset gate and up: [C, F], fp32 or fp64 -> the same."""
         if self.clamp is not None:
             gate, up = gate.clamp(max=self.clamp), up.clamp(min=-self.clamp, max=self.clamp)
         return gate, up + self.offset if self.offset else up
 
     def value(self, gate: Tensor, *, out: Tensor) -> Tensor:
-        """gate * sigmoid(gain * gate) in `out`, which may be the gate; [C, F], fp32 or fp64 -> the same."""
+        """Writes gate * sigmoid(gain * gate) to `out`, which may be the gate; [C, F], fp32 or fp64 -> the same."""
         if self.gain == 1:
             return torch.ops.aten.silu.out(gate, out=out)
         return torch.mul(gate, torch.sigmoid(self.gain * gate), out=out)
@@ -57,14 +60,14 @@ class GatedSigmoid:
         out_gate.mul_(torch.mul(grad, up, out=value))
 
     def stop_clamped(self, out_gate: Tensor, out_up: Tensor, *, gate: Tensor, up: Tensor) -> None:
-        """Zeroes the gradients of what was clamped; all [C, F], one dtype; gate and up as they were before."""
+        """Zeroes the gradients of clamped values; all [C, F], one dtype; gate and up: values before the clamp."""
         if self.clamp is not None:
             out_gate.masked_fill_(gate > self.clamp, 0)
             out_up.masked_fill_(up.abs() > self.clamp, 0)
 
 
 class _GatedSigmoid(torch.autograd.Function):
-    """Saves gate_up and the weights; the sigmoid is computed again in backward."""
+    """Saves gate_up and the weights; the sigmoid is recomputed in backward."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, weights: Tensor | None, unit: GatedSigmoid) -> Tensor:
@@ -108,7 +111,7 @@ class _GatedSigmoid(torch.autograd.Function):
 
 
 def _destination(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """`rows` itself where it has the dtype of the arithmetic; else a buffer, so that half precision is rounded once."""
+    """Returns `rows` if it has the compute dtype, else a buffer, so that half precision is rounded once."""
     return rows if rows.dtype == dtype else torch.empty(rows.shape, dtype=dtype, device=rows.device)
 
 
@@ -118,7 +121,7 @@ def _write(rows: Tensor, values: Tensor) -> None:
 
 
 def _halves(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Gate and up of gate_up rows [C, 2F], in fp32 where the rows are in half precision."""
+    """Returns gate and up of gate_up rows [C, 2F], in fp32 if the rows are in half precision."""
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
     ffn = rows.shape[-1] // 2
     return rows[:, :ffn], rows[:, ffn:]

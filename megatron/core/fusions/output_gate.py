@@ -1,4 +1,4 @@
-"""The gate over attention's output: context * sigmoid(gate), which keeps only its inputs for backward."""
+"""The gate on attention's output, context * sigmoid(gate), which saves only its inputs for backward."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def apply_output_gate(context: Tensor, gate: Tensor) -> Tensor:
 
 
 class _OutputGate(torch.autograd.Function):
-    """Saves context and gate, which is a part of the projection that values keep anyway."""
+    """Saves context and gate; gate is a part of the projection, whose memory is kept alive by the values anyway."""
 
     @staticmethod
     def forward(ctx: Any, context: Tensor, gate: Tensor) -> Tensor:

@@ -1,17 +1,17 @@
-"""Interfaces of a capture: the device that makes graphs, participants that keep records, and static inputs.
+"""Interfaces of a capture: the device that creates graphs, participants that maintain records, and static inputs.
 
 full_cuda_graph.py captures the forward and backward passes of a step, transformer/cuda_graphs.py parts of layers.
-graphs/safety.py checks what captured code must not do.
+graphs/safety.py detects forbidden operations in captured code.
 
 [Note: graphs] A graph repeats the work that was launched during its capture: the same kernels on the same memory, with
-the numbers that the host passed to them then. A replay runs no Python. So inputs are copied into static memory, and
-numbers that change are read from the device. A participant restores the host's records of what the passes did.
+the numbers that the host passed to them then. A replay runs no Python. Inputs are therefore copied into static memory,
+and numbers that change are read from the device. A participant restores the host's records of the passes.
 
 [Note: pools] The graphs of one memory pool share memory: a capture reuses the memory that earlier captures of its pool
 have freed. A replay may therefore overwrite all memory that later captures of its pool allocated, including their
-outputs and saved tensors. A later capture never reuses memory that is still referenced. So the graphs of a pool must
-be replayed in the order of their capture, one at a time. When an earlier graph is replayed, nothing may still need the
-memory of the later ones.
+outputs and saved tensors. A later capture never reuses memory that is still referenced. The graphs of a pool must
+therefore be replayed in the order of their capture, one at a time. When an earlier graph is replayed, the memory of
+later ones must no longer be needed.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -45,27 +45,27 @@ class GraphDevice(Protocol):
         ...
 
     def capturing(self, pool: Any = None) -> AbstractContextManager[Graph]:
-        """Records its body into a graph instead of running it. Raises RuntimeError if no graph can hold the body.
+        """Records its body into a graph instead of running it. Raises RuntimeError if the body cannot be captured.
 
         pool: a result of `new_pool`; None for the device's own pool.
         """
         ...
 
     def capturing_together(self) -> AbstractContextManager[None]:
-        """Surrounds several captures, if later ones use tensors of earlier ones before any graph was replayed."""
+        """Wraps several captures, if later ones use tensors of earlier ones before any graph was replayed."""
         ...
 
 
 class GraphParticipant:
-    """Keeps the host's records of what captured passes do; see [Note: graphs]. By itself it does nothing.
+    """Maintains the host's records of captured passes; see [Note: graphs]. The base class does nothing.
 
     An account is a participant's record of one captured graph.
     """
 
     def fingerprint(self) -> Hashable:
-        """Returns a value that differs once captured graphs can no longer be used.
+        """Returns a value that changes once captured graphs can no longer be used.
 
-        A replay changes it on all ranks or on none. Eager passes may change it on some ranks alone.
+        A replay changes it on all ranks or on none. Eager passes may change it on some ranks only.
         """
         return None
 
@@ -73,7 +73,7 @@ class GraphParticipant:
         """Completes work in flight. Called before each capture and each replay, outside of them."""
 
     def capturing(self) -> AbstractContextManager[None]:
-        """Surrounds the captured passes. The current stream must have joined all other streams when the block ends."""
+        """Wraps the captured passes. The current stream must have joined all other streams when the block ends."""
         return nullcontext()
 
     def captured(self) -> Any:
@@ -90,7 +90,7 @@ class GraphParticipant:
 class StaticTree:
     """Static device memory for values of one structure: tensors in dicts, lists and tuples.
 
-    Values other than tensors are part of the graph, so they must be equal each time the memory is filled.
+    Values other than tensors are part of the graph, so they must be identical each time the memory is filled.
     """
 
     def __init__(self, values: Any, device: torch.device) -> None:
@@ -105,9 +105,10 @@ class StaticTree:
         return tree_unflatten(self._leaves, self._structure)
 
     def fill(self, values: Any) -> None:
-        """Copies values in, in the order of the current stream. Copies from pinned tensors do not block the host.
+        """Copies values into the static memory, on the current stream. Copies from pinned tensors do not block the
+        host.
 
-        Their signature must be that of the values from which this was made: see `signature`.
+        Their signature must equal that of the values from which this object was created, see `signature`.
         """
         for own, new in zip(self._leaves, tree_flatten(values)[0], strict=True):
             if isinstance(own, torch.Tensor):
@@ -115,16 +116,17 @@ class StaticTree:
 
 
 def signature(values: Any) -> Hashable:
-    """Returns the structure, shapes and dtypes of tensors, and other values: what values of one StaticTree share.
+    """Returns the properties shared by all values of one StaticTree: structure, shapes and dtypes of tensors, other
+    values.
 
-    Raises ValueError for an object that is neither a tensor nor a plain constant, as it could change unnoticed.
+    Raises ValueError for an object that is neither a tensor nor a plain constant, because it could change unnoticed.
     """
     leaves, structure = tree_flatten(values)
     wrong = next((leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *CONSTANTS))), None)
     if wrong is not None:
         raise ValueError(
-            f"a batch has a {type(wrong).__name__}: with CUDA graphs batches are tensors, numbers, texts and None in "
-            "dicts, lists and tuples; make it a tensor"
+            f"a batch contains a {type(wrong).__name__}: with CUDA graphs batches consist of tensors, numbers, "
+            "strings and None in dicts, lists and tuples; convert it to a tensor"
         )
     return str(structure), tuple(
         (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf) for leaf in leaves
@@ -149,15 +151,16 @@ _MISTAKES = (
 
 
 class CaptureFailedError(RuntimeError):
-    """Work could not be captured, and none of it has run. For a whole step, all ranks raise it."""
+    """Error for work that could not be captured; none of it has run. For a whole step, all ranks raise it."""
 
 
 @contextmanager
 def naming_first_error() -> Iterator[None]:
-    """Turns an error inside into a CaptureFailedError with a message of one line.
+    """Converts an error inside into a CaptureFailedError with a one-line message.
 
-    It surrounds the captured work, and once more the capture: ending a capture after an error raises a second error,
-    and the message should be that of the first. It accepts most types of errors, as other ranks must learn of each.
+    It wraps the captured work and also the capture, because ending a capture after an error raises a second error, and
+    the message should be that of the first. It handles most types of errors, because other ranks must be notified of
+    each.
     """
     try:
         yield

@@ -1,7 +1,8 @@
-"""Tables of what a CUDA graph cannot hold: Python functions, functions of torch, and operators, with reasons.
+"""Tables of operations that a CUDA graph cannot contain: Python functions, functions of torch, and operators, with
+reasons.
 
-graphs/safety.py watches the calls and names their lines. The reasons are those of CUDA. On a CPU many of these calls
-wait for nothing, and they are refused still, so that code developed without a GPU can be captured on one.
+graphs/safety.py monitors the calls and reports their lines. The reasons apply to CUDA. On a CPU many of these calls
+wait for nothing, but they are still rejected, so that code developed without a GPU can be captured on one.
 """
 
 import math
@@ -39,7 +40,7 @@ SCALAR = Reason(
 )
 HOST_DATA = Reason(
     "host data is copied to the device through pageable memory: the host waits, and a replay copies the old data",
-    "make the tensor before the region and copy into it between replays; torch.full makes constants on the device",
+    "create the tensor before the region and copy into it between replays; torch.full creates constants on the device",
 )
 HOST_MEMORY = Reason(
     "it allocates memory of the host, which a capture cannot do and a replay does not repeat",
@@ -50,7 +51,7 @@ COPY = Reason(
     "copy outside the region, or between device and pinned memory allocated before it, with non_blocking=True",
 )
 BAKED = Reason(
-    "a number on the host is read once, when the graph is captured, and every replay uses the old one",
+    "a host number is read once, when the graph is captured, and every replay uses the old value",
     "keep it in a tensor on the device that is written between replays",
 )
 WAIT = Reason(
@@ -62,7 +63,7 @@ GENERATOR = Reason(
     "draw from the default generator, or register this one with the graph and name it in `generators`",
 )
 GENERATOR_STATE = Reason(
-    "the host reads or writes a generator's state, which fails in a capture; a replay would not do it again",
+    "the host reads or writes a generator's state, which fails in a capture; a replay would not do so again",
     "seed before the region; to draw the same numbers again, use generator objects that are registered with the graph",
 )
 HOST_RANDOM = Reason(
@@ -75,7 +76,7 @@ OBJECTS = Reason(
 ALLOCATOR = Reason("the allocator waits for the device", "do it between replays")
 OUTLIVES = Reason(
     "this memory is still referenced at the end of the region, and the next replay overwrites it",
-    "delete the reference, allocate it before the region, or plan it with Region.keep",
+    "delete the reference, allocate the memory before the region, or declare it with Region.keep",
 )
 RESIZED = Reason(
     "memory from before the region is resized inside; replays use the old address",
@@ -83,12 +84,13 @@ RESIZED = Reason(
 )
 
 ADDRESS = Reason(
-    "the address or memory of a tensor is passed to code that is not watched, whose reads and writes are in no graph",
+    "the address or memory of a tensor is passed to code that is not monitored, whose reads and writes are not part "
+    "of the graph",
     "use operators of torch or torch.library, or pass the memory between replays",
 )
 UNSEEN_COPY = Reason(
-    "memory is copied without an operator: the copy is in no graph, and its references cannot be checked",
-    "use clone(), and plan copies that outlive the region with Region.keep",
+    "memory is copied without an operator: the copy is not part of the graph, and its references cannot be checked",
+    "use clone(), and declare copies that outlive the region with Region.keep",
 )
 THREAD = Reason(
     "another thread does its work once, during the capture, and not in a replay",
@@ -102,7 +104,7 @@ def _always(_: Arguments) -> bool:
     return True
 
 
-# Operators that read values back on a GPU, though their tags do not say so: the name without `aten::` and a last
+# Operators that read values back on a GPU, although their tags do not say so: the name without `aten::` and a trailing
 # underscore, and the condition on the arguments.
 _CHECKED: dict[str, Callable[[Arguments], bool]] = {
     "histc": lambda given: given["min"] == given["max"],
@@ -134,7 +136,7 @@ _SCALARS = {"masked_fill": "value", "index_fill": "value", "_foreach_addcdiv": "
 
 
 def reason_against_operator(func: Any, given: Arguments) -> Reason | None:
-    """Returns why an operator overload cannot be captured with these arguments (by name), or None.
+    """Returns the reason why an operator overload cannot be captured with these arguments (by name), or None.
 
     Copies between devices are covered by `reason_of_copy`.
     """
@@ -157,7 +159,7 @@ def _reason_of_tags(tags: Sequence[torch.Tag], given: Arguments) -> Reason | Non
     if torch.Tag.data_dependent_output in tags:
         return READ
     if torch.Tag.dynamic_output_shape in tags:
-        # With output_size, as of repeat_interleave, the shape is fixed.
+        # With output_size, as in repeat_interleave, the shape is fixed.
         return SHAPE if given.get("output_size") is None else None
     if torch.Tag.cudagraph_unsafe in tags:
         return Reason("torch marks this operator as unsafe in CUDA graphs", "do it outside the region")
@@ -165,7 +167,7 @@ def _reason_of_tags(tags: Sequence[torch.Tag], given: Arguments) -> Reason | Non
 
 
 def reason_of_copy(func: Any, given: Arguments) -> Reason | None:
-    """Returns why an operator with tensors on the host and on a device cannot be captured, or None.
+    """Returns the reason why an operator with tensors on the host and on a device cannot be captured, or None.
 
     Operators of other libraries are trusted.
     """
@@ -187,13 +189,15 @@ def reason_of_copy(func: Any, given: Arguments) -> Reason | None:
 
 
 def _is_asynchronous(given: Arguments) -> bool:
-    """Whether a copy_ does not block the host. Fake tensors count as pinned, as they have no such property."""
+    """Returns whether a copy_ does not block the host. Fake tensors are treated as pinned, because they lack that
+    property.
+    """
     host = given["self"] if given["self"].device.type == "cpu" else given["src"]
     return bool(given["non_blocking"]) and (isinstance(host, torch._subclasses.FakeTensor) or host.is_pinned())
 
 
 def is_elsewhere(given: Arguments) -> bool:
-    """Whether any of the tensors is not on the CPU."""
+    """Returns whether any of the tensors is not on the CPU."""
     return any(tensor.device.type != "cpu" for tensor in tensors_in(given.values()))
 
 
@@ -212,7 +216,7 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
-# Methods of Tensor that return values to the host. A method that is not listed here calls an operator that is refused.
+# Methods of Tensor that return values to the host. A method that is not listed here calls an operator that is rejected.
 _READS = frozenset(
     "item tolist numpy cpu __array__ __bool__ __int__ __float__ __index__ __complex__ __repr__ __format__ "
     "__contains__ is_nonzero".split()
@@ -226,7 +230,7 @@ _COUNTED_IN_BACKWARD = frozenset(("prod", "cumprod"))
 
 
 def reason_against_function(name: str, given: Sequence[Any], *, named: Mapping[str, Any]) -> Reason | None:
-    """Returns why a function or method of torch cannot be captured with these arguments, or None.
+    """Returns the reason why a function or method of torch cannot be captured with these arguments, or None.
 
     Covers only functions whose operators do not show it on the CPU.
     """
@@ -249,13 +253,13 @@ def reason_against_function(name: str, given: Sequence[Any], *, named: Mapping[s
 
 
 def reads_only_on_cpu(name: str, given: Sequence[Any], *, named: Mapping[str, Any]) -> bool:
-    """Whether this function of torch reads values only on the CPU, to check them."""
+    """Returns whether this function of torch reads values only on the CPU, to check them."""
     num_classes = named.get("num_classes", given[1] if len(given) > 1 else -1)
     return name == "one_hot" and num_classes >= 0
 
 
 def fills_where_masked(name: str, given: Sequence[Any]) -> bool:
-    """Whether this is x[mask] = number, which runs as masked_fill on a GPU."""
+    """Returns whether this is x[mask] = number, which runs as masked_fill on a GPU."""
     if name != "__setitem__" or isinstance(given[2], Tensor):
         return False
     indices = given[1] if isinstance(given[1], tuple) else (given[1],)
@@ -263,7 +267,7 @@ def fills_where_masked(name: str, given: Sequence[Any]) -> bool:
 
 
 def reason_against_result(name: str, result: Any, *, named: Mapping[str, Any]) -> Reason | None:
-    """Returns why a tensor that a function of torch returned, or its backward, cannot be captured, or None."""
+    """Returns the reason why a tensor returned by a function of torch, or its backward, cannot be captured, or None."""
     if name in _COUNTED_IN_BACKWARD and isinstance(result, Tensor) and result.requires_grad:
         return CHECK
     if name not in _FACTORIES or named.get("out") is not None or not isinstance(result, Tensor):
@@ -277,7 +281,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (bool, int, float, complex))
 
 
-# Functions by their own module and qualified name, as their frames have them. Re-exports of a name do not matter: the
+# Functions by their own module and qualified name, as their frames have them. Re-exports do not matter, because the
 # module must be the one that defines the function.
 PYTHON_CALLS: dict[str, Reason] = {
     **dict.fromkeys(
@@ -327,7 +331,7 @@ PYTHON_NAMES = frozenset(name.rsplit(".", 1)[1] for name in PYTHON_CALLS)
 
 # Methods that read or write a state's bytes. Those named graphsafe_ exchange the state object instead.
 _OF_STATES = frozenset("manual_seed seed initial_seed get_state set_state get_offset set_offset".split())
-# A function that touches the bytes of the CPU's state alone, and on a GPU exchanges registered state objects.
+# A function that accesses only the CPU's state bytes, and on a GPU exchanges registered state objects.
 GRAPH_SAFE_STATES = "megatron.core.device.rng.RandomStream.drawn"
 # The wrapper of functions that run on the CPU alone.
 ON_CPU_ALONE = "megatron.core.device.current.cpu_alone.<locals>.run_on_cpu_alone"
@@ -341,14 +345,14 @@ READS_OF_THREADS = (*sorted(_READS - {"__repr__", "__format__"}), "nonzero", "__
 
 
 def reason_against_method(owner: Any, name: str) -> Reason | None:
-    """Returns why a method or function in C, which torch's modes do not see, cannot be captured, or None."""
+    """Returns the reason why a C method or function, which torch's modes do not see, cannot be captured, or None."""
     if name in ("synchronize", "query", "elapsed_time") and isinstance(owner, (torch.Event, torch.Stream)):
         return WAIT
     if name == "is_completed":
         return WAIT
     if isinstance(owner, torch.Generator) and name in _OF_STATES:
         return GENERATOR_STATE
-    # Seeding is allowed: torch imports parts of itself late, which create generators of Python.
+    # Seeding is allowed, because torch imports parts of itself lazily, which create generators of Python.
     if isinstance(owner, Random) and name in ("random", "getrandbits"):
         return HOST_RANDOM
     if name in _GIVES_MEMORY or (name == "data_ptr" and isinstance(owner, torch.UntypedStorage)):

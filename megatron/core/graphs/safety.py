@@ -1,17 +1,18 @@
-"""The lint: assert_capturable() raises, without a GPU, at the first operation that a CUDA graph cannot repeat.
+"""The lint for captured code. assert_capturable() raises, without a GPU, at the first operation that a CUDA graph
+cannot repeat.
 
-It watches code that runs on tensors of the CPU or on fake tensors of any device. graphs/refusals.py has the tables of
-refused operations with their reasons. Graphs are made elsewhere.
+It monitors code that runs on CPU tensors or on fake tensors of any device. graphs/refusals.py has the tables of
+rejected operations with their reasons. Graphs are created in other files.
 
-[Note: what is watched] A TorchFunctionMode sees calls of torch's functions and methods with their arguments, including
-those that call no operator on a CPU, such as x.cpu(). A TorchDispatchMode sees the operators, in backward too. A
-profile function sees calls that neither mode sees: of streams, events, generators and barriers. The inside of an
-operator is not watched, since a GPU has another kernel for it.
-These watch the thread of the region. In other threads only methods of Tensor that read values are watched, and only for
-tensors that the region allocates or writes; other tensors are those of checkpoints and of data loading. Work that such
-a thread launches on the device is not seen.
-Code of this framework and of Triton may ask for addresses. It compares them, or passes them to kernels. A read by an
-address from before the region, as ctypes makes it, is not seen.
+[Note: monitored calls] A TorchFunctionMode sees calls of torch's functions and methods with their arguments, including
+calls that run no operator on a CPU, such as x.cpu(). A TorchDispatchMode sees the operators, also in backward. A
+profile function sees calls that neither mode sees, on streams, events, generators and barriers. The inside of an
+operator is not monitored, because a GPU has another kernel for it.
+These monitor the thread of the region. In other threads only methods of Tensor that read values are monitored, and only
+for tensors that the region allocates or writes; other tensors belong to checkpoints and data loading. Work that such a
+thread launches on the device is not detected.
+Code of this framework and of Triton may read addresses. It compares them, or passes them to kernels. A read through an
+address from before the region, as with ctypes, is not detected.
 """
 
 import gc
@@ -64,17 +65,17 @@ from megatron.core.graphs.refusals import (
     tensors_in,
 )
 
-# Files whose frames are no user code.
+# Files whose frames are not user code.
 _OWN_OR_TORCHS = (os.path.dirname(torch.__file__) + os.sep, __file__)
 _FRAMEWORKS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _PYTHONS = sysconfig.get_path("stdlib") + os.sep
 _FORWARD_LINE = "line of the forward"
-_RELEASE_SECONDS = 1.0  # far more than gloo's threads need on a busy machine
+_RELEASE_SECONDS = 1.0  # far longer than gloo's threads need on a busy machine
 
 
 @dataclass(frozen=True)
 class SourceLine:
-    """A line of user code. backward: the autograd node that ran, if the line is that of its forward."""
+    """A line of user code. backward: the autograd node that ran, if the line is in its forward."""
 
     file: str
     number: int
@@ -87,7 +88,9 @@ class SourceLine:
 
 
 class CaptureError(RuntimeError):
-    """An operation that cannot be captured, the reason, the line of user code, and what to do instead."""
+    """Error for an operation that cannot be captured: the operation, the reason, the line of user code, and an
+    alternative.
+    """
 
     def __init__(self, operation: str, why: str, *, line: SourceLine, instead: str) -> None:
         super().__init__(f"{operation} at {line}: {why}; {instead}")
@@ -95,53 +98,53 @@ class CaptureError(RuntimeError):
 
 
 class Region:
-    """A watched region. refusals: findings so far, one for each operation of a line."""
+    """A monitored region. refusals: findings so far, one for each operation of a line."""
 
     def __init__(self, memory: "_Memory") -> None:
         self.refusals: list[CaptureError] = []
         self.memory = memory
 
     def keep(self, *tensors: Tensor) -> None:
-        """Declares tensors, any shape and dtype, that outlive the region, such as outputs that are read after a replay.
+        """Declares tensors, any shape and dtype, that outlive the region, such as outputs read after a replay.
 
         Each replay overwrites them in place.
         """
         self.memory.planned |= {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def check_memory(self) -> None:
-        """Adds memory that is still referenced, and was not declared by `keep`, to the refusals.
+        """Adds memory that is still referenced, and was not declared with `keep`, to the refusals.
 
-        assert_capturable calls it after the region. With collect_refusals the caller does, once it has used the results
-        of the region.
+        assert_capturable calls it after the region. With collect_refusals the caller must call it, once it has used the
+        results of the region.
         """
         if self.memory.left_over():
-            # References of unreachable cycles do not count.
+            # References from unreachable cycles are ignored.
             gc.collect()
             self.memory.wait_for_collectives()
         for operation, line in self.memory.left_over():
             self.add(CaptureError(f"the memory of {operation}", OUTLIVES.why, line=line, instead=OUTLIVES.instead))
 
     def add(self, error: CaptureError) -> None:
-        """Adds a refusal, unless there is one of the same operation and line."""
+        """Adds a refusal, unless there is one for the same operation and line."""
         if all((one.operation, one.line) != (error.operation, error.line) for one in self.refusals):
             self.refusals.append(error)
 
 
 @contextmanager
 def assert_capturable(generators: Sequence[torch.Generator] = ()) -> Iterator[Region]:
-    """Raises CaptureError at the first operation inside that a CUDA graph cannot hold, or would repeat wrongly.
+    """Raises CaptureError at the first operation inside that a CUDA graph cannot contain, or would repeat incorrectly.
 
-    generators: generators, in addition to the default one, that will be registered with the graph. It refuses:
+    generators: generators, in addition to the default one, that will be registered with the graph. It rejects:
 
     - Reads of values by the host, and checks that need them. The host would wait, and a replay does not read again.
     - Shapes that depend on values. Replays have the shapes of the capture.
     - Allocation of host memory, and copies from or to it that are not both pinned and asynchronous. The host would
       wait, or would do the work, which a replay does not repeat.
-    - Numbers on the host that are no constants. A replay uses those of the capture.
+    - Host numbers that are not constants. A replay uses the values of the capture.
     - Other generators, reads and writes of generator states, and numbers drawn on the host. A replay would use the same
       numbers again.
     - Waits of the host for streams, events and ranks, which fail in a capture.
-    - Addresses of tensors, and memory passed to another library (dlpack, ctypes), whose work is in no graph.
+    - Addresses of tensors, and memory passed to another library (dlpack, ctypes), whose work is not part of the graph.
     - Work of other threads, and copies without an operator (deepcopy). A replay does not repeat them.
     - Memory allocated inside that is still referenced at the end, unless Region.keep declared it. Replays overwrite it.
     - Older memory that is resized inside. Replays use the old address.
@@ -151,7 +154,7 @@ def assert_capturable(generators: Sequence[torch.Generator] = ()) -> Iterator[Re
         yield watch.region
     watch.region.check_memory()
     if watch.region.refusals:
-        # The memory check found one, or code of the region caught an earlier one.
+        # The memory check found a problem, or code of the region caught an earlier error.
         raise watch.region.refusals[0]
 
 
@@ -159,10 +162,10 @@ def assert_capturable(generators: Sequence[torch.Generator] = ()) -> Iterator[Re
 def collect_refusals(
     generators: Sequence[torch.Generator] = (), *, goes_on_with: Region | None = None
 ) -> Iterator[Region]:
-    """Collects all that assert_capturable would refuse in Region.refusals, without raising.
+    """Collects all operations that assert_capturable would reject in Region.refusals, without raising.
 
-    The caller calls Region.check_memory itself. goes_on_with: the region of a graph that is captured before this one
-    and shares its memory.
+    The caller must call Region.check_memory. goes_on_with: the region of a graph that is captured before this one and
+    shares its memory.
     """
     watch = _Watch(generators, stops=False, memory=None if goes_on_with is None else goes_on_with.memory)
     with _watched(watch):
@@ -231,12 +234,12 @@ class _Memory:
 
     def __init__(self) -> None:
         self.planned: set[int] = set()
-        self._older: dict[int, tuple[StorageWeakRef, int]] = {}  # from before the region, with their sizes
+        self._older: dict[int, tuple[StorageWeakRef, int]] = {}  # storages from before the region, with their sizes
         self._made: dict[int, tuple[StorageWeakRef, str, SourceLine]] = {}
-        self._written: set[int] = set()  # of older ones
+        self._written: set[int] = set()  # weak references to these storages
 
     def is_of_region(self, storage: torch.UntypedStorage) -> bool:
-        """Whether an operator of the region allocated the storage or wrote to it."""
+        """Returns whether an operator of the region allocated the storage or wrote to it."""
         return storage._cdata in self._made or storage._cdata in self._written
 
     def write(self, storages: Iterable[torch.UntypedStorage]) -> None:
@@ -244,23 +247,25 @@ class _Memory:
         self._written.update(storage._cdata for storage in storages)
 
     def is_made(self, storage: torch.UntypedStorage) -> bool:
-        """Whether an operator of the region allocated the storage."""
+        """Returns whether an operator of the region allocated the storage."""
         return storage._cdata in self._made
 
     def meet(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Records arguments of an operator. Storages that no operator of the region allocated are older."""
+        """Records arguments of an operator. Storages that no operator of the region allocated are older than the
+        region.
+        """
         for storage in storages:
             if storage._cdata not in self._made and storage._cdata not in self._older:
                 self._older[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
 
     def make(self, operation: str, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Records results of an operator, which allocated those storages that are not known yet."""
+        """Records results of an operator, which allocated the storages that are not known yet."""
         for storage in storages:
             if storage._cdata not in self._made and storage._cdata not in self._older:
                 self._made[storage._cdata] = StorageWeakRef(storage), operation, user_line()
 
     def is_resized(self, storage: torch.UntypedStorage) -> bool:
-        """Whether the storage is older than the region and had another size then."""
+        """Returns whether the storage is older than the region and had a different size then."""
         _, num_bytes = self._older.get(storage._cdata, (None, storage.nbytes()))
         return num_bytes != storage.nbytes()
 
@@ -280,14 +285,14 @@ class _Memory:
 
 
 class _Watch:
-    """State that the modes share: the region, and what is allowed at present."""
+    """State shared by the modes: the region, and the currently allowed operations."""
 
     def __init__(self, generators: Sequence[torch.Generator], *, stops: bool, memory: "_Memory | None" = None) -> None:
         self.memory = _Memory() if memory is None else memory
         self.region = Region(self.memory)
-        # By address, since operators receive another Python object for the same generator.
+        # Keyed by address, because operators receive another Python object for the same generator.
         self.generators = {one._cdata for one in (torch.default_generator, *generators)}  # type: ignore[attr-defined]
-        # is_quiet: inside an operator or a refused function. in_check: inside a check that reads on the CPU alone.
+        # is_quiet: inside an operator or a rejected function. in_check: inside a check that reads only on the CPU.
         # in_masked_fill: inside x[mask] = number.
         self.is_quiet = self.in_check = self.in_masked_fill = False
         self.unpatched: dict[Callable[..., Any], Callable[..., Any]] = {}  # patched methods and torch's own
@@ -305,7 +310,7 @@ class _Watch:
 
 
 class _Calls:
-    """The profile function; see [Note: what is watched]."""
+    """The profile function; see [Note: monitored calls]."""
 
     def __init__(self, watch: _Watch) -> None:
         self._watch = watch
@@ -336,7 +341,7 @@ class _Calls:
 
 
 class _Functions(TorchFunctionMode):
-    """Sees functions and methods of torch; see [Note: what is watched]."""
+    """Monitors functions and methods of torch; see [Note: monitored calls]."""
 
     def __init__(self, watch: _Watch) -> None:
         super().__init__()
@@ -371,7 +376,7 @@ class _Functions(TorchFunctionMode):
         return result
 
     def _names_host(self, args: Sequence[Any], named: dict[str, Any]) -> bool:
-        """Whether an argument is "cpu", or a torch.device("cpu") made in this line. x.device does not count."""
+        """Returns whether an argument is "cpu", or a torch.device("cpu") created in this line. x.device is excluded."""
         values = (*args, named.get("device"))
         if any(isinstance(value, str) and value.split(":")[0] == "cpu" for value in values):
             return True
@@ -380,7 +385,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Operators(TorchDispatchMode):
-    """Sees operators, also those of backward; see [Note: what is watched]."""
+    """Monitors operators, including those of backward; see [Note: monitored calls]."""
 
     def __init__(self, watch: _Watch) -> None:
         super().__init__()
@@ -424,7 +429,7 @@ class _Operators(TorchDispatchMode):
 
 
 def _does_more(kind: type[Tensor]) -> bool:
-    """Whether an operator on tensors of this class runs other operators. That of a fake tensor does not."""
+    """Returns whether an operator on tensors of this class runs other operators. Operators on fake tensors do not."""
     return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not issubclass(kind, FakeTensor)
 
 
@@ -437,7 +442,7 @@ def _by_name(func: Any, args: Sequence[Any], *, named: dict[str, Any]) -> dict[s
 def _note_forward_line(result: Any) -> None:
     """Stores the current line in the autograd node of a result, for messages about its backward."""
     for tensor in tensors_in((result,)):
-        # Reading grad_fn of a view may create its node again, which fails for some views.
+        # Reading grad_fn of a view may recreate its node, which fails for some views.
         if not tensor._is_view() and tensor.grad_fn is not None:
             # torch's stubs declare `metadata` as a method.
             metadata: Any = tensor.grad_fn.metadata
@@ -445,7 +450,7 @@ def _note_forward_line(result: Any) -> None:
 
 
 def user_line(frame: FrameType | None = None) -> SourceLine:
-    """Returns the innermost line of user code. In backward of a node of torch it is the line of the node's forward."""
+    """Returns the innermost line of user code. In backward of a torch node it is the line of the node's forward."""
     here = frame or sys._getframe()
     node: Any = None
     while here.f_back is not None and _is_not_users(here.f_code.co_filename):
@@ -453,7 +458,7 @@ def user_line(frame: FrameType | None = None) -> SourceLine:
             node = torch._C._current_autograd_node()
         here = here.f_back
     if _is_not_users(here.f_code.co_filename):
-        # Nodes of a GPU run in a thread of autograd, which has no frame of user code.
+        # GPU nodes run in an autograd thread, which has no frame of user code.
         node = torch._C._current_autograd_node()
     if node is None:
         return SourceLine(here.f_code.co_filename, here.f_lineno)
@@ -462,7 +467,7 @@ def user_line(frame: FrameType | None = None) -> SourceLine:
 
 
 def _may_ask_for_addresses(file: str) -> bool:
-    """Whether the code of this file may ask for addresses; see [Note: what is watched]."""
+    """Returns whether the code of this file may read addresses; see [Note: monitored calls]."""
     return file.startswith(_FRAMEWORKS) or f"{os.sep}triton{os.sep}" in file
 
 
@@ -472,7 +477,9 @@ def _is_trusted_with_addresses(frame: FrameType) -> bool:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Whether a module is being imported. torch imports parts of itself late, and some draw random names then."""
+    """Returns whether a module is being imported. torch imports parts of itself lazily, and some draw random names
+    then.
+    """
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True

@@ -1,19 +1,19 @@
-"""TapeGraphs: captures and replays on the CPU with the effects of CUDA graphs, for tests and tools/check_capture.py.
+"""TapeGraphs: captures and replays on the CPU with the semantics of CUDA graphs, for tests and tools/check_capture.py.
 
-It makes no run faster. graphs/safety.py checks what captured code must not do; a tape refuses reads alone.
+It does not make runs faster. graphs/safety.py detects forbidden operations in captured code; a tape rejects only reads.
 
 [Note: tape] A capture records each operator that PyTorch dispatches, with its arguments. As on a GPU, the capture
-itself has no effect: afterwards memory and random-number states are those from before, and memory that was allocated
-inside holds NaN until the first replay. A replay runs the operators on the same memory and runs no other Python code.
-So a loss differs from the eager one if Python carried a value from one pass to the next, if a number of the host became
-part of the graph, or if no participant restored a record.
+itself has no effect: afterwards memory and random-number states are unchanged, and memory that was allocated inside
+holds NaN until the first replay. A replay runs the operators on the same memory and runs no other Python code. A loss
+therefore differs from the eager one if Python passed a value from one pass to the next, if a host number became part of
+the graph, or if no participant restored a record.
 
-On a GPU a later capture reuses memory that earlier captures of its pool freed. The allocator decides which, so a tape
-assumes the worst case of [Note: pools]: a replay first fills all memory of later captures of its pool with NaN.
+On a GPU a later capture reuses memory that earlier captures of its pool freed. The allocator decides which memory, so a
+tape assumes the worst case of [Note: pools]: a replay first fills all memory of later captures of its pool with NaN.
 
 [Note: waits of a tape] A replayed collective is asynchronous. The replay waits for it before the next operator that
-uses any of its tensors, and at the end. It must not wait before sends and receives, as their partner may be launched
-later.
+uses any of its tensors, and at the end. It must not wait before sends and receives, because their partner may be
+launched later.
 """
 
 import weakref
@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 from megatron.core.device import rng_state_bytes, set_rng_state_bytes
 
 _CPU = torch.device("cpu")
-# Operators that only allocate memory. A replay leaves the memory's content as it is.
+# Operators that only allocate memory. A replay leaves the memory's contents unchanged.
 _MAKE_MEMORY = frozenset(
     {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
 )
@@ -47,7 +47,7 @@ _READS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_sh
 
 @dataclass(frozen=True)
 class _Launch:
-    """One call of an operator. made: the results with memory of their own, as (position, tensor)."""
+    """One call of an operator. made: the results with their own memory, as (position, tensor)."""
 
     operator: Any
     args: tuple[Any, ...]
@@ -63,7 +63,7 @@ class _Pool:
     tapes: "list[weakref.ref[Tape]]" = field(default_factory=list)
 
     def later_than(self, tape: "Tape") -> "list[Tape]":
-        """Returns the tapes that were captured after `tape`."""
+        """Returns the tapes captured after `tape`."""
         alive = [found for found in (reference() for reference in self.tapes) if found is not None]
         return alive[alive.index(tape) + 1 :]
 
@@ -110,7 +110,7 @@ class Tape:
 
 
 class TapeGraphs:
-    """A GraphDevice for the CPU; see [Note: tape]. It knows no random generator besides torch's default one."""
+    """A GraphDevice for the CPU; see [Note: tape]. It supports only torch's default random generator."""
 
     def __init__(self) -> None:
         # The captures inside capturing_together; None outside of it.
@@ -119,7 +119,7 @@ class TapeGraphs:
 
     @contextmanager
     def on_capture_stream(self) -> Iterator[None]:
-        """Runs its body unchanged: the CPU has no streams."""
+        """Runs its body unchanged, because the CPU has no streams."""
         yield
 
     def new_pool(self) -> _Pool:
@@ -142,7 +142,7 @@ class TapeGraphs:
 
     @contextmanager
     def capturing_together(self) -> Iterator[None]:
-        """Restores memory only at the end of the block, since later captures read results of earlier ones."""
+        """Restores memory only at the end of the block, because later captures read results of earlier ones."""
         recorders: list[_Recorder] = []
         self._together = recorders
         try:
@@ -176,9 +176,9 @@ class _Recorder(TorchDispatchMode):
             self._keep(tensor)
         results = func(*args, **kwargs)
         for place, leaf in enumerate(tree_leaves(results)):
-            # A meta tensor describes a layout alone and has no memory.
+            # A meta tensor only describes a layout and has no memory.
             if isinstance(leaf, Tensor) and not leaf.is_meta and _key(leaf) not in launch.storages:
-                # A tensor of the tape's own, as the caller may give its tensor other memory (set_, .data).
+                # A tensor owned by the tape, because the caller may assign its tensor other memory (set_, .data).
                 launch.made.append((place, leaf.detach()))
                 self._made[_key(leaf)] = (_bytes(leaf), leaf.untyped_storage().nbytes())
         if func._schema.name in _MAKE_MEMORY:
@@ -212,9 +212,9 @@ def _spoil(made: Iterable[tuple[Tensor, int]]) -> None:
 @contextmanager
 def _python_calls_patched(recorder: "_Recorder") -> Iterator[None]:
     with ExitStack() as stack:
-        # Some collectives of gloo copy their result within `wait`. A replay calls `wait` too, which copies it then.
+        # Some collectives of gloo copy their result in `wait`. A replay also calls `wait`, which then copies it.
         stack.enter_context(patch.object(dist.Work, "wait", _unrecorded(dist.Work.wait)))
-        # These methods are no operators, so the dispatch mode does not see them.
+        # These methods are not operators, so the dispatch mode does not see them.
         for name in ("tolist", "numpy"):
             method = _refused_outside_operators(vars(torch._C.TensorBase)[name], name, recorder=recorder)
             stack.enter_context(patch.object(Tensor, name, method, create=True))
@@ -232,9 +232,9 @@ def _refused_outside_operators(read: Callable[..., Any], name: str, *, recorder:
 
 def _read_refused(operation: str) -> RuntimeError:
     return RuntimeError(
-        f"{operation} reads a value of the device, or has a shape that depends on values: no graph can hold it; "
-        "megatron.core.graphs.safety.assert_capturable names the line (some code reads values on the CPU alone; for a "
-        "tape, set --deterministic-mode, with which it does not)"
+        f"{operation} reads a value of the device, or has a shape that depends on values, so a graph cannot contain "
+        "it; megatron.core.graphs.safety.assert_capturable reports the line (some code reads values only on the "
+        "CPU; for a tape, set --deterministic-mode, with which it does not)"
     )
 
 
@@ -247,13 +247,13 @@ def _unrecorded(wait: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _is_plain_index(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether this indexes by positions. The operator is tagged with a dynamic shape because it also accepts masks."""
+    """Returns whether this indexes by positions. The operator is tagged as dynamic because it also accepts masks."""
     masks = (torch.bool, torch.uint8)
     return func is torch.ops.aten.index.Tensor and all(index is None or index.dtype not in masks for index in args[1])
 
 
 def _key(tensor: Tensor) -> int:
-    # The tape keeps the storages alive, so two of them never have the same address.
+    # The tape keeps the storages alive, so no two of them have the same address.
     return tensor.untyped_storage()._cdata
 
 

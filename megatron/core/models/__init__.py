@@ -1,1 +1,1 @@
-"""Models made of the transformer's parts."""
+"""Models built from the transformer's parts."""

@@ -224,7 +224,7 @@ class GradStats:
         ]
 
     def sums_over(self, group: dist.ProcessGroup) -> bool:
-        """Returns whether the statistics of any gradients are summed over a group, possibly among others."""
+        """Returns whether the statistics of some gradients are summed over a group."""
         return group in self._dense_groups or (group in self._expert_groups and not self._is_one_group)
 
     @property

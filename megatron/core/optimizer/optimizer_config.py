@@ -142,7 +142,7 @@ class OptimizerOffloadConfig:
         cli_default=1.0,
         at_least=0,
         at_most=1,
-        help="Fraction of the parameters whose state --optimizer-cpu-offload moves.",
+        help="Fraction of the parameters whose state --optimizer-cpu-offload moves to the host.",
     )
     overlap_cpu_optimizer_d2h_h2d: bool = config_field(
         False,

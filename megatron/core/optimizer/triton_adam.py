@@ -223,7 +223,7 @@ def _tile_blocks(*item_bytes: int) -> int:
 
 
 def _num_programs(device: torch.device, tiles: int) -> int:
-    """Triton grid size: one program per resident CTA; 2 under the interpreter."""
+    """Returns the Triton grid size: one program per resident CTA; 2 under the interpreter."""
     if device.type == "cpu":
         return 2
     properties: Any = torch.get_device_module(device).get_device_properties(device)

@@ -1,4 +1,4 @@
-"""Schedules of a training step's forward and backward passes, and what executes them."""
+"""Pipeline schedules of forward and backward passes, and the runner that executes them."""
 
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 

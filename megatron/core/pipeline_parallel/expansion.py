@@ -1,7 +1,7 @@
-"""A stage's passes expanded to what happens inside them: which expert group runs forward and backward when.
+"""Expands a stage's passes into the order in which expert groups run forward and backward.
 
-Pure. The events count as the paged stash counts its groups, so that a list can be handed to it (expert_memory.py of
-megatron.training); nothing of it is imported.
+All functions are pure. Events are numbered like the groups of the paged stash, so a list can be passed to it
+(expert_memory.py of megatron.training); nothing is imported from the stash.
 """
 
 import enum
@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel.schedule import Action, ActionKind
 
 
 class EventKind(enum.Enum):
-    """Events of an expert group. RECOMPUTE: its forward once more, while backward runs."""
+    """Events of an expert group. RECOMPUTE: its forward is repeated while backward runs."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -23,8 +23,9 @@ class EventKind(enum.Enum):
 
 @dataclass(frozen=True)
 class ExpertEvent:
-    """A pass of one expert group. layer: from 1, over the whole model. instance: which forward of the layer
-    in the step it was, from 0.
+    """A pass of one expert group.
+
+    layer: from 1, over the whole model. instance: index of the layer's forward in the step, from 0.
     """
 
     kind: EventKind
@@ -38,11 +39,11 @@ class ExpertEvent:
 def expand(
     actions: Sequence[Action], layer_map: Sequence[Sequence[int]], *, recompute: Mapping[int, int] | None = None
 ) -> list[ExpertEvent]:
-    """The events of a stage's passes, in order.
+    """Returns the events of a stage's passes, in order.
 
-    layer_map: of each chunk, the numbers (from 1, over the whole model) of its layers with experts, in order.
-    recompute: number of a layer that runs again in backward -> number of its segment; layers of one segment run
-    again together, before the backward of the last of them.
+    layer_map: for each chunk, the numbers (from 1, over the whole model) of its layers with experts, in order.
+    recompute: number of a layer that is recomputed in backward -> number of its segment; layers of one segment are
+    recomputed together, before the backward of the last of them.
     """
     recompute = recompute or {}
     forwards: Counter[int] = Counter()
@@ -60,7 +61,7 @@ def expand(
 
 
 def kept_events(events: Sequence[ExpertEvent]) -> list[ExpertEvent]:
-    """Without the groups that run again: their first forward keeps nothing that could be stashed."""
+    """Removes recomputed groups, whose first forward saves nothing that could be stashed."""
     again = {(event.layer, event.instance) for event in events if event.kind is EventKind.RECOMPUTE}
     return [event for event in events if (event.layer, event.instance) not in again]
 
@@ -71,7 +72,7 @@ def _forward(layers: Sequence[int]) -> list[tuple[EventKind, int]]:
 
 def _backward(layers: Sequence[int], recompute: Mapping[int, int]) -> list[tuple[EventKind, int]]:
     events: list[tuple[EventKind, int]] = []
-    # A layer that does not run again is a segment of its own.
+    # A layer that is not recomputed is its own segment.
     for _, members in groupby(reversed(layers), key=lambda layer: recompute.get(layer, -layer)):
         segment = list(members)
         if segment[0] in recompute:

@@ -1,6 +1,6 @@
-"""P2PCommunicator: moves activations and gradients between the stages of a pipeline, in batches.
+"""P2PCommunicator: sends activations and gradients between the stages of a pipeline, in batches.
 
-When which transfer is posted is decided in transfers.py; shapes are agreed once, not sent along.
+transfers.py decides when each transfer is posted. Shapes are agreed once and not sent along.
 """
 
 from collections import deque
@@ -22,14 +22,14 @@ from megatron.core.process_groups_config import group_rank, group_size
 
 
 class P2PCommunicator:
-    """One step's transfers of one stage.
+    """The transfers of one stage in one step.
 
-    Sent tensors are kept until their batch is done: at most MAX_BATCHES batches are in flight.
+    Sent tensors are kept alive until their batch completes; at most MAX_BATCHES batches are in flight.
     """
 
     def __init__(self, pp_group: dist.ProcessGroup | None, config: ModelParallelConfig) -> None:
         self.pp_group = pp_group
-        # Of all tensors that stages exchange.
+        # Shape of all tensors that stages exchange.
         self.dtype = config.pipeline_dtype or config.hidden_dtype
         self.stage, self.num_stages = group_rank(pp_group), group_size(pp_group)
         self._shape: tuple[int, ...] = ()
@@ -59,7 +59,7 @@ class P2PCommunicator:
     def agree_on_shape(self, shape: tuple[int, ...]) -> None:
         """Sets the shape of all tensors that stages exchange. Collective over the stages, once for each shape.
 
-        Raises ValueError on all of them where they differ.
+        Raises ValueError on all stages if the shapes differ.
         """
         if self.num_stages > 1:
             _check_same_everywhere(self.pp_group, (shape, str(self.dtype)))
@@ -67,9 +67,9 @@ class P2PCommunicator:
 
     @trace_range("P2PCommunicator.post")
     def post(self, transfers: Sequence[Transfer], outputs: dict[Transfer, Tensor], *, device: torch.device) -> None:
-        """Starts the transfers together. outputs: of those that send: [*agreed shape], dtype pipeline_dtype.
+        """Starts the transfers together. outputs: tensors to send, [*agreed shape], dtype pipeline_dtype.
 
-        Raises ValueError where an output has another shape or dtype.
+        Raises ValueError if an output has another shape or dtype.
         """
         while len(self._batches) >= MAX_BATCHES:
             self._batches.popleft().wait()
@@ -103,45 +103,48 @@ class P2PCommunicator:
         return tensor
 
     def finish(self) -> None:
-        """Waits for everything that was posted."""
+        """Waits for all posted transfers."""
         while self._batches:
             self._batches.popleft().wait()
 
-    # For schedules of one's own, as Megatron's users write them: each call returns when its transfers are done. Sent
-    # tensors: any shape, received ones: [*shape], both dtype pipeline_dtype; lists in, lists out; None at the ends.
+    # For custom schedules, as written by Megatron's users: each call returns when its transfers have completed. Sent
+    # tensors have any shape, received ones [*shape], both dtype pipeline_dtype. Lists are accepted and returned; None
+    # at the ends of the pipeline.
 
     def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any:
-        """The stage before's outputs, that gradients go back to; tensor_shapes: one shape, or a list."""
+        """Receives the previous stage's outputs, through which gradients flow back; tensor_shapes: one shape, or a
+        list.
+        """
         return self._with_neighbour(-1, shapes=tensor_shapes, is_end=is_first_stage)
 
     def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Any:
-        """The gradients of this stage's outputs, from the next; tensor_shapes: one shape, or a list."""
+        """Receives the gradients of this stage's outputs from the next stage; tensor_shapes: one shape, or a list."""
         return self._with_neighbour(1, shapes=tensor_shapes, is_end=is_last_stage)
 
     def send_forward(self, output_tensors: Any, is_last_stage: bool) -> None:
-        """Outputs to the next stage; output_tensors: one, or a list."""
+        """Sends outputs to the next stage; output_tensors: one tensor, or a list."""
         self._with_neighbour(1, sent=output_tensors, is_end=is_last_stage)
 
     def send_backward(self, input_tensor_grads: Any, is_first_stage: bool) -> None:
-        """Gradients of inputs to the stage before; input_tensor_grads: one, or a list."""
+        """Sends gradients of inputs to the previous stage; input_tensor_grads: one tensor, or a list."""
         self._with_neighbour(-1, sent=input_tensor_grads, is_end=is_first_stage)
 
     def send_forward_recv_backward(self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool) -> Any:
-        """send_forward and recv_backward at once."""
+        """Runs send_forward and recv_backward concurrently."""
         return self._with_neighbour(1, sent=output_tensors, shapes=tensor_shapes, is_end=is_last_stage)
 
     def send_backward_recv_forward(self, input_tensor_grads: Any, tensor_shapes: Any, is_first_stage: bool) -> Any:
-        """send_backward and recv_forward at once."""
+        """Runs send_backward and recv_forward concurrently."""
         return self._with_neighbour(-1, sent=input_tensor_grads, shapes=tensor_shapes, is_end=is_first_stage)
 
     def send_forward_recv_forward(
         self, output_tensor: Tensor | None, recv_prev: bool, tensor_shape: Any, overlap_p2p_comm: bool = False
     ) -> Any:
-        """Sends an output to the next stage while the previous one's arrives; the last stage's next is the first.
+        """Sends an output to the next stage while receiving the previous one's; the first stage follows the last.
 
-        output_tensor: any shape, dtype pipeline_dtype, or None, which sends nothing. recv_prev: whether one arrives.
-        Returns it, [*tensor_shape], or None. overlap_p2p_comm: returns immediately, with a list of works; the caller
-        waits for them before it uses the tensors.
+        output_tensor: any shape, dtype pipeline_dtype, or None to send nothing. recv_prev: whether to receive a tensor.
+        Returns it, [*tensor_shape], or None. overlap_p2p_comm: returns immediately, with a list of works that the
+        caller must wait for before it uses the tensors.
         """
         batch, arrived = self._exchange(to_next=output_tensor, from_previous=recv_prev, shape=tensor_shape)
         return self._returned(batch, arrived[0], is_running=overlap_p2p_comm)
@@ -149,7 +152,7 @@ class P2PCommunicator:
     def send_backward_recv_backward(
         self, input_tensor_grad: Tensor | None, recv_next: bool, tensor_shape: Any, overlap_p2p_comm: bool = False
     ) -> Any:
-        """Sends a gradient to the previous stage while the next one's arrives; as send_forward_recv_forward.
+        """Sends a gradient to the previous stage while receiving the next one's; see send_forward_recv_forward.
 
         input_tensor_grad: any shape, dtype pipeline_dtype, or None.
         """
@@ -164,7 +167,7 @@ class P2PCommunicator:
         recv_next: bool,
         tensor_shape: Any,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Sends an output and a gradient while others arrive; any shape, dtype pipeline_dtype, or None.
+        """Sends an output and a gradient while receiving others; any shape, dtype pipeline_dtype, or None.
 
         Returns the previous stage's output and the next one's gradient, [*tensor_shape], or None for each.
         """
@@ -187,7 +190,7 @@ class P2PCommunicator:
         from_previous: bool = False,
         from_next: bool = False,
     ) -> "tuple[_Batch, tuple[Tensor | None, Tensor | None]]":
-        """Starts transfers with both neighbours; returns them and what will arrive from the previous and the next."""
+        """Starts transfers with both neighbours; returns them and the tensors being received from previous and next."""
         following, before = (self.stage + 1) % self.num_stages, (self.stage - 1) % self.num_stages
         arrived = [
             arriving(tuple(shape), self.pp_group, dtype=self.dtype, device=default_device()) if wanted else None
@@ -229,7 +232,7 @@ class P2PCommunicator:
         operations += [dist.P2POp(dist.irecv, t, group=self.pp_group, group_peer=peer) for t in arrived]
         _Batch(operations).wait()
         for tensor in arrived:
-            # Leaves: the gradient that goes back to the stage before ends there.
+            # Leaves, because the gradient to send to the previous stage ends there.
             tensor.requires_grad_()
         return arrived[0] if is_single else arrived
 
@@ -237,8 +240,8 @@ class P2PCommunicator:
         if tuple(output.shape) != self._shape or output.dtype != self.dtype:
             raise ValueError(
                 f"pipeline stage {self.stage} would {transfer}: {output.dtype} of shape {list(output.shape)}, but "
-                f"stages exchange {self.dtype} of shape {list(self._shape)} (sequence, micro-batch, "
-                "hidden): check seq_length and micro_batch_size, and that the model returns its hidden states"
+                f"stages exchange {self.dtype} of shape {list(self._shape)} (sequence, micro-batch, hidden): check "
+                "seq_length and micro_batch_size, and that the model returns its hidden states"
             )
         return output.contiguous()
 
@@ -247,12 +250,12 @@ class _Batch:
     """Transfers started together."""
 
     def __init__(self, operations: list[dist.P2POp]) -> None:
-        # Kept: a back end may read a tensor until its work is done.
+        # Kept alive, because a backend may read a tensor until its work completes.
         self._operations = operations
         self._works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> None:
-        """Until all of them are done; nothing happens the second time."""
+        """Waits until all transfers have completed; does nothing on the second call."""
         for work in self._works:
             work.wait()
         self._works, self._operations = [], []
@@ -260,11 +263,13 @@ class _Batch:
 
 @lru_cache(maxsize=8)
 def _check_same_everywhere(group: dist.ProcessGroup, value: tuple[tuple[int, ...], str]) -> None:
-    """Collective, the first time. It also makes NCCL's communicator, which a batch between two stages could not."""
+    """Checks that all stages agree. Collective; on the first call it also creates NCCL's communicator, which a batch
+    between two stages could not do.
+    """
     everyone: list[tuple[tuple[int, ...], str] | None] = [None] * group_size(group)
     dist.all_gather_object(everyone, value, group=group)
     if any(other != value for other in everyone):
         raise ValueError(
             f"pipeline stages would exchange different tensors: {', '.join(map(str, everyone))} (shape and dtype by "
-            "stage): seq_length, micro_batch_size and hidden_size must be the same on all of them"
+            "stage): seq_length, micro_batch_size and hidden_size must be the same on all stages"
         )

@@ -1,6 +1,6 @@
-"""Executes a stage's list: forward steps, loss scaling, backward passes, transfers, and gradient finalization.
+"""Executes a stage's program: forward steps, loss scaling, backward passes, transfers, and gradient finalization.
 
-Which steps run in which order is decided in schedule.py and transfers.py.
+schedule.py and transfers.py decide which steps run in which order.
 """
 
 import warnings
@@ -33,14 +33,14 @@ class ScalesAuxLosses(Protocol):
     """A model with auxiliary losses, such as those of routers, which are not part of the loss function."""
 
     def set_aux_loss_scale(self, scale: torch.Tensor) -> None:
-        """Sets the factor of their gradients in this step; scale: [], fp64."""
+        """Sets the gradient factor of the auxiliary losses in this step; scale: [], fp64."""
         ...
 
 
 class _Kept(NamedTuple):
-    """The state of a forward for its backward: the input, and the end of its graph.
+    """The state of a forward that its backward needs: the input, and the end of its graph.
 
-    The edge does not reference the output, whose memory can be freed once it was sent.
+    The edge does not reference the output, so the output's memory can be freed once it was sent.
     """
 
     given: torch.Tensor | None
@@ -49,10 +49,10 @@ class _Kept(NamedTuple):
 
 @dataclass(kw_only=True)
 class ScheduleRunner:
-    """Executes the list of a step on the chunks of `model` and collects the report of each microbatch's loss.
+    """Executes the program of a step on the chunks of `model` and collects the loss report of each microbatch.
 
-    data_iterators: one a chunk. cp_group: the ranks that hold parts of the same sequences. non_loss_data: the loss
-    function is called with non_loss_data=True, and what it returns is collected as it is.
+    data_iterators: one per chunk. cp_group: the ranks that hold parts of the same sequences. non_loss_data: calls the
+    loss function with non_loss_data=True and collects its results unchanged.
     """
 
     forward_step: ForwardStep
@@ -70,13 +70,13 @@ class ScheduleRunner:
     _outputs: dict[Transfer, torch.Tensor] = field(init=False, default_factory=dict)
 
     def run(self, steps: Sequence[Step]) -> list[Any]:
-        """Executes `steps`; returns one report a microbatch: name to a tensor [] or [2] (sum, count), fp32.
+        """Executes `steps`; returns one report per microbatch: name to a tensor [] or [2] (sum, count), fp32.
 
-        Stages that compute no loss return none. Raises ValueError, with nothing executed, where the passes cannot run
-        in this order.
+        Stages that compute no loss return none. Raises ValueError, before anything is executed, if the passes cannot
+        run in this order.
         """
         actions = [step for step in steps if isinstance(step, Action)]
-        # Checked before anything is executed, since half a step would leave gradients behind.
+        # Checked before anything is executed, because half a step would leave gradients behind.
         validate_schedule(actions)
         has_backward = any(action.kind is ActionKind.BACKWARD for action in actions)
         if has_backward:
@@ -159,8 +159,8 @@ class ScheduleRunner:
             self.num_tokens = num_tokens if self.num_tokens is None else self.num_tokens + num_tokens
             return loss
         if ranks > 1:
-            # Parts with fewer tokens would have a larger weight if each rank divided by its own number. A copy, since
-            # the loss function reports its count too.
+            # Parts with fewer tokens would have a larger weight if each rank divided by its own number. A copy, because
+            # the loss function also reports its count.
             num_tokens = num_tokens.detach().clone()
             dist.all_reduce(num_tokens, group=self.cp_group)
             loss = loss * ranks
@@ -168,11 +168,11 @@ class ScheduleRunner:
         return loss / num_tokens.clamp(min=1) / self.num_microbatches
 
     def _set_aux_loss_scale(self) -> None:
-        # Once per step, since it is equal for all microbatches.
+        # Once per step, because it is equal for all microbatches.
         scaled = [chunk for chunk in unwrap_model(list(self.model)) if isinstance(chunk, ScalesAuxLosses)]
         if not scaled:
             return
-        # fp64, since fp32 would round factors such as 1/3 for models in fp64.
+        # fp64, because fp32 would round factors such as 1/3 for models in fp64.
         scale = torch.ones((), dtype=torch.float64)
         if self.config.grad_scale_func is not None:
             scale = self.config.grad_scale_func(scale)
@@ -194,11 +194,11 @@ class ScheduleRunner:
         if target is not None:
             assert given is not None, f"{action} has no input to send a gradient of"
             if given.grad is None:
-                # Python shows it once. The loss does not depend on that input: its gradient is zero.
+                # Python shows this warning once. The loss does not depend on that input, so its gradient is zero.
                 warnings.warn(
-                    f"what stage {self.communicator.stage} computes does not depend on the hidden states it is given: "
-                    "the earlier stages get gradients of zero. forward_step should use what set_input_tensor gave the "
-                    "model",
+                    f"the output of stage {self.communicator.stage} does not depend on the hidden states that it "
+                    "receives: earlier stages get zero gradients. forward_step should use the tensor passed to the "
+                    "model by set_input_tensor",
                     RuntimeWarning,
                     stacklevel=2,
                 )

@@ -1,6 +1,6 @@
 """Schedules as data: pure functions that list the forward and backward passes of each stage, in order.
 
-What stages send each other follows from these lists (transfers.py); nothing is executed here (runner.py).
+transfers.py derives the transfers between stages from these lists, and runner.py executes them.
 """
 
 import enum
@@ -35,7 +35,7 @@ Orders = Sequence[Sequence[Action]]
 
 
 class Neighbor(NamedTuple):
-    """A pass of another stage, which gives a pass its input or takes its output."""
+    """A pass of another stage that produces the input of a pass, or consumes its output."""
 
     stage: int
     action: Action
@@ -48,7 +48,7 @@ class Pipeline(NamedTuple):
     num_chunks: int = 1
 
     def source(self, stage: int, action: Action) -> Neighbor | None:
-        """The pass whose output this one needs; None for the first forward and the first backward of a microbatch."""
+        """Returns the pass whose output this one needs; None for the first forward and backward of a microbatch."""
         return _neighbor(self, stage, action=action, distance=-1 if action.kind is ActionKind.FORWARD else 1)
 
     def target(self, stage: int, action: Action) -> Neighbor | None:
@@ -56,7 +56,7 @@ class Pipeline(NamedTuple):
         return _neighbor(self, stage, action=action, distance=1 if action.kind is ActionKind.FORWARD else -1)
 
 
-# Asked five times of each pass while lists are made and checked.
+# Called five times per pass while lists are built and checked.
 @lru_cache(maxsize=1 << 14)
 def _neighbor(pipeline: Pipeline, stage: int, *, action: Action, distance: int) -> Neighbor | None:
     part = action.chunk * pipeline.num_stages + stage + distance
@@ -67,7 +67,9 @@ def _neighbor(pipeline: Pipeline, stage: int, *, action: Action, distance: int) 
 
 
 def no_pipelining_schedule(num_microbatches: int) -> list[Action]:
-    """Each microbatch's forward directly followed by its backward: one microbatch's activations live at a time."""
+    """Lists each microbatch's forward directly followed by its backward, with one microbatch's activations alive at a
+    time.
+    """
     return [
         Action(kind, chunk=0, microbatch=microbatch)
         for microbatch in range(num_microbatches)
@@ -76,9 +78,10 @@ def no_pipelining_schedule(num_microbatches: int) -> list[Action]:
 
 
 def one_forward_one_backward(stage: int, num_stages: int, *, num_microbatches: int) -> list[Action]:
-    """1F1B: a stage runs ahead by as many forwards as stages follow it, then alternates. Any number of microbatches.
+    """Lists 1F1B: a stage runs as many warm-up forwards as stages follow it, then alternates.
 
-    At most num_stages - stage microbatches are between forward and backward (PipeDream-Flush, Narayanan et al. 2021).
+    Any number of microbatches is allowed. At most num_stages - stage microbatches are between forward and backward
+    (PipeDream-Flush, Narayanan et al. 2021).
     """
     forwards = [Action(ActionKind.FORWARD, 0, microbatch) for microbatch in range(num_microbatches)]
     backwards = [Action(ActionKind.BACKWARD, 0, microbatch) for microbatch in range(num_microbatches)]
@@ -88,11 +91,12 @@ def one_forward_one_backward(stage: int, num_stages: int, *, num_microbatches: i
 def interleaved_schedule(
     stage: int, pipeline: Pipeline, *, num_microbatches: int, group_size: int | None = None
 ) -> list[Action]:
-    """Interleaved 1F1B: `group_size` microbatches pass through a chunk before the stage turns to its next chunk.
+    """Lists interleaved 1F1B: `group_size` microbatches pass through a chunk before the stage continues with its next
+    chunk.
 
-    group_size: at least the number of stages, which is the default: smaller groups wait for themselves. Any number
-    of microbatches: a last group with fewer than there are stages is scheduled as if it had as many, and what is not
-    there is left out. Raises ValueError for a smaller group.
+    group_size: at least the number of stages, which is the default, because smaller groups would wait for themselves.
+    Any number of microbatches is allowed: a last group smaller than the number of stages is scheduled as if it were
+    complete, and its missing microbatches are skipped. Raises ValueError for a smaller group_size.
     """
     stages, chunks = pipeline.num_stages, pipeline.num_chunks
     group_size = stages if group_size is None else group_size
@@ -101,7 +105,7 @@ def interleaved_schedule(
             f"microbatch_group_size_per_vp_stage is {group_size}: must be at least pipeline_model_parallel_size "
             f"({stages})"
         )
-    # Leaving out a microbatch of a schedule that runs gives one that runs: microbatches do not need each other.
+    # Removing a microbatch from a valid schedule leaves a valid one, because microbatches do not depend on each other.
     remainder = num_microbatches % group_size
     padded = num_microbatches + (max(0, stages - remainder) if remainder else 0)
     forwards = grouped_forwards(padded, chunks, group_size=group_size)
@@ -121,9 +125,9 @@ def grouped_forwards(num_microbatches: int, num_chunks: int, *, group_size: int)
 
 
 def forwards_ahead(stage: int, pipeline: Pipeline, *, group_size: int | None = None) -> int:
-    """Returns the forwards that a stage runs before it alternates, if there are that many; see the schedules.
+    """Returns the number of warm-up forwards before a stage alternates, if there are that many; see the schedules.
 
-    group_size: of an interleaved schedule; None means the number of stages.
+    group_size: group size of an interleaved schedule; None means the number of stages.
     """
     following = pipeline.num_stages - stage - 1
     if pipeline.num_chunks == 1:
@@ -138,20 +142,20 @@ def _alternating(forwards: list[Action], backwards: list[Action], *, ahead: int)
 
 
 def stage_orders(pipeline: Pipeline, num_microbatches: int, *, group_size: int | None = None) -> list[list[Action]]:
-    """The passes of every stage: without stages one after the other, else 1F1B, interleaved where chunks are several.
+    """Lists the passes of every stage: sequential without stages, otherwise 1F1B, interleaved with several chunks.
 
-    Raises ValueError for a group that is too small, and for chunks without stages to spread them over.
+    Raises ValueError for a group that is too small, and for several chunks without pipeline stages.
     """
     if pipeline.num_chunks > 1:
         if pipeline.num_stages == 1:
             raise ValueError(
-                f"{pipeline.num_chunks} model chunks were given: without pipeline parallelism there is exactly 1"
+                f"{pipeline.num_chunks} model chunks were given: without pipeline parallelism there must be exactly 1"
             )
         return [
             interleaved_schedule(stage, pipeline, num_microbatches=num_microbatches, group_size=group_size)
             for stage in range(pipeline.num_stages)
         ]
-    # With one stage, 1F1B is no pipelining.
+    # With one stage, 1F1B does no pipelining.
     return [
         one_forward_one_backward(stage, pipeline.num_stages, num_microbatches=num_microbatches)
         for stage in range(pipeline.num_stages)

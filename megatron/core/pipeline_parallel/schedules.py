@@ -1,6 +1,7 @@
-"""The entry points that training scripts know: get_forward_backward_func and the functions it returns.
+"""The entry points used by training scripts: get_forward_backward_func and the functions it returns.
 
-Thin: schedule.py lists the passes, transfers.py what stages send each other, runner.py executes them.
+This is a thin layer: schedule.py lists the passes, transfers.py derives the transfers between stages, and runner.py
+executes both.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,9 +33,10 @@ def get_forward_backward_func(
 ) -> ForwardBackward:
     """Returns the function that runs forward and backward of all microbatches of a step in the current layout.
 
-    pp_size, vp_size: pipeline stages and chunks of each; None means those of parallel_state. schedule_pg_collection:
-    the groups of the schedule, whose number of stages counts without pp_size; the function then uses them unless it is
-    called with others. The three functions take the same keywords, see `forward_backward`.
+    pp_size, vp_size: pipeline stages and chunks per stage; None means the values of parallel_state.
+    schedule_pg_collection: the groups of the schedule, which determine the number of stages if pp_size is None; the
+    function then uses them unless it is called with other groups. The three functions take the same keywords, see
+    `forward_backward`.
     """
     groups = schedule_pg_collection or existing_process_groups()
     stages = group_size(groups.pp) if pp_size is None else pp_size
@@ -50,8 +52,10 @@ def get_forward_backward_func(
 
 
 class PipelineMicrobatches(NamedTuple):
-    """The forwards of a stage's chunks, whether all run before the first backward, and how many run before and while
-    passes alternate.
+    """Numbers of forwards in a stage's schedule.
+
+    They count all forwards of a stage's chunks, whether all run before the first backward, and how many run before and
+    during the alternating phase.
     """
 
     total_num_microbatches: int
@@ -68,10 +72,11 @@ def get_pp_rank_microbatches(
     overlap_moe_expert_parallel_comm: bool = False,
     p2p_communicator: P2PCommunicator | None = None,
 ) -> PipelineMicrobatches:
-    """Counts the passes of this rank's stage in the schedule that it runs.
+    """Counts the passes of this rank's stage in its schedule.
 
-    microbatch_group_size_per_vp_stage: of an interleaved schedule; None means the number of stages. p2p_communicator:
-    knows the stage; None means that of parallel_state. overlap_moe_expert_parallel_comm: must be False.
+    microbatch_group_size_per_vp_stage: group size of an interleaved schedule; None means the number of stages.
+    p2p_communicator: provides the stage; None means the stage of parallel_state. overlap_moe_expert_parallel_comm: must
+    be False.
     """
     require_defaults(
         "get_pp_rank_microbatches",
@@ -104,13 +109,13 @@ def forward_backward_no_pipelining(**arguments: Any) -> list[Any]:
 
 @trace_range("forward_backward_pipelining_without_interleaving")
 def forward_backward_pipelining_without_interleaving(**arguments: Any) -> list[Any]:
-    """1F1B over pipeline stages with one model chunk each. Keywords: see `forward_backward`."""
+    """Runs 1F1B over pipeline stages with one model chunk each. Keywords: see `forward_backward`."""
     return forward_backward(**arguments)
 
 
 @trace_range("forward_backward_pipelining_with_interleaving")
 def forward_backward_pipelining_with_interleaving(**arguments: Any) -> list[Any]:
-    """Interleaved 1F1B over pipeline stages with several model chunks each. Keywords: see `forward_backward`."""
+    """Runs interleaved 1F1B over pipeline stages with several model chunks each. Keywords: see `forward_backward`."""
     return forward_backward(**arguments)
 
 
@@ -127,18 +132,20 @@ def forward_backward(
     pg_collection: ProcessGroupCollection | None = None,
     **rest: Any,
 ) -> list[Any]:
-    """Runs forward and backward of `num_microbatches` in the order that stages and chunks ask for. Collective.
+    """Runs forward and backward of `num_microbatches` in the order that stages and chunks require. Collective.
 
-    data_iterator, model: one, or a list with one a model chunk. seq_length, micro_batch_size: what stages exchange is
-    [seq_length / cp (and / tp under sequence parallelism), micro_batch_size, hidden_size], hidden_dtype; without
-    stages they have no part. collect_non_loss_data, with forward_only: see ScheduleRunner. pg_collection: the groups
-    of this rank; None: those of parallel_state, if there are any. rest: other keywords of Megatron, see check_rest.
-    Returns what the loss function reported of each microbatch on the last stage, nothing on others: name to a tensor
-    [] or [2] (sum, count), fp32.
+    data_iterator, model: a single one, or a list with one per model chunk. seq_length, micro_batch_size: stages
+    exchange tensors of shape [seq_length / cp (and / tp under sequence parallelism), micro_batch_size, hidden_size],
+    hidden_dtype; unused without stages. collect_non_loss_data, with forward_only: see ScheduleRunner. pg_collection:
+    the groups of this rank; None means the groups of parallel_state, if there are any. rest: other keywords of
+    Megatron, see check_rest. Returns the loss function's report of each microbatch on the last stage, nothing on other
+    stages: name to a tensor [] or [2] (sum, count), fp32.
     """
     check_rest(rest, seq_length=seq_length)
     if collect_non_loss_data and not forward_only:
-        raise ValueError("collect_non_loss_data is True: there is no loss to run backward from, set forward_only too")
+        raise ValueError(
+            "collect_non_loss_data is True: there is no loss to run backward from, so set forward_only as well"
+        )
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches is {num_microbatches}: must be at least 1")
     chunks = list(model) if isinstance(model, list) else [model]
@@ -155,7 +162,7 @@ def forward_backward(
     if communicator.num_stages > 1:
         if seq_length is None or micro_batch_size is None:
             raise ValueError(
-                f"seq_length is {seq_length} and micro_batch_size is {micro_batch_size}: pipeline stages need both"
+                f"seq_length is {seq_length} and micro_batch_size is {micro_batch_size}: pipeline stages require both"
             )
         parts = group_size(groups.cp) * (group_size(groups.tp) if config.sequence_parallel else 1)
         communicator.agree_on_shape((seq_length // parts, micro_batch_size, config.hidden_size))
@@ -174,10 +181,10 @@ def forward_backward(
 
 
 def check_rest(rest: dict[str, Any], *, seq_length: int | None) -> None:
-    """Raises ValueError for keywords that would have a meaning here but have none, TypeError for unknown ones.
+    """Raises ValueError for keywords that Megatron supports but this function does not, TypeError for unknown ones.
 
-    decoder_seq_length must be seq_length: models are decoders alone. first_val_step says when weights in eight bits
-    are converted, of which there are none. adjust_tensor_shapes_fn must be None, force_all_reduce False.
+    decoder_seq_length must be seq_length, because models are decoder-only. first_val_step determines when 8-bit weights
+    are converted, which do not exist here. adjust_tensor_shapes_fn must be None, force_all_reduce False.
     p2p_communicator: see _communicator.
     """
     known = {"decoder_seq_length", "first_val_step", "adjust_tensor_shapes_fn", "p2p_communicator", "force_all_reduce"}
@@ -186,13 +193,14 @@ def check_rest(rest: dict[str, Any], *, seq_length: int | None) -> None:
         raise TypeError(f"unexpected keyword arguments: {', '.join(unknown)}")
     require_defaults(
         "forward_backward",
-        "stages exchange one shape, and finalize_model_grads_func reduces gradients as the wrapper was built to",
+        "stages exchange tensors of one shape, and finalize_model_grads_func reduces gradients as configured in the "
+        "wrapper",
         adjust_tensor_shapes_fn=(rest.get("adjust_tensor_shapes_fn"), None),
         force_all_reduce=(rest.get("force_all_reduce") or False, False),
     )
     if rest.get("decoder_seq_length") not in (None, seq_length):
         raise ValueError(
-            f"decoder_seq_length is {rest['decoder_seq_length']}: there is no encoder, must be seq_length "
+            f"decoder_seq_length is {rest['decoder_seq_length']}: models have no encoder, so it must be seq_length "
             f"({seq_length})"
         )
 
@@ -200,7 +208,8 @@ def check_rest(rest: dict[str, Any], *, seq_length: int | None) -> None:
 def _communicator(given: Any, groups: ProcessGroupCollection, config: ModelParallelConfig) -> P2PCommunicator:
     """Returns the given communicator, or one over the stages of the groups.
 
-    Raises ValueError for another class, whose transfers the runner could not post, and for other stages.
+    Raises ValueError for another class, whose transfers the runner could not post, and for a different number of
+    stages.
     """
     if given is None:
         return P2PCommunicator(groups.pp, config)
@@ -211,7 +220,7 @@ def _communicator(given: Any, groups: ProcessGroupCollection, config: ModelParal
         )
     if given.num_stages != group_size(groups.pp):
         raise ValueError(
-            f"p2p_communicator has {given.num_stages} stages: must be of the {group_size(groups.pp)} stages of "
+            f"p2p_communicator has {given.num_stages} stages: must have the {group_size(groups.pp)} stages of "
             "pg_collection"
         )
     return given

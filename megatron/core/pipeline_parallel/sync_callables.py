@@ -1,4 +1,4 @@
-"""When the callables of a model's configuration run that reduce gradients and gather parameters, chunk by chunk."""
+"""Calls the callables of a model's configuration that reduce gradients and gather parameters, chunk by chunk."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -11,19 +11,20 @@ from megatron.core.pipeline_parallel.schedule import Action, ActionKind
 
 
 class SyncCallables:
-    """Calls no_sync_func, grad_sync_func and param_sync_func of one step.
+    """Calls no_sync_func, grad_sync_func and param_sync_func during one step.
 
     no_sync_func is entered for each chunk before the first pass and left before the chunk's last backward, whose
-    gradients complete the sums; where grad_sync_func is given, after it, and grad_sync_func(parameters) follows.
-    One for several chunks holds back all of them: it is left for the last backward of each, and entered again.
-    param_sync_func(parameters) is called for the first two chunks before the first pass, and for each other chunk
-    before the first forward of the chunk before it. Raises ValueError unless each is None, one callable for one
-    chunk, or a list with one a chunk; no_sync_func may be one for several.
+    gradients complete the sums. If grad_sync_func is given, no_sync_func is left after that backward instead, and
+    grad_sync_func(parameters) follows. A single no_sync_func for several chunks defers all of them: it is left for the
+    last backward of each chunk, and entered again. param_sync_func(parameters) is called for the first two chunks
+    before the first pass, and for each other chunk before the first forward of the preceding chunk. Each must be None,
+    one callable for one chunk, or a list with one per chunk; a single no_sync_func may serve several chunks. Otherwise
+    ValueError is raised.
     """
 
     def __init__(self, config: ModelParallelConfig, model: Sequence[nn.Module], *, actions: Sequence[Action]) -> None:
         self._model = model
-        # Of each chunk, or of all chunks together.
+        # One per chunk, or one for all chunks together.
         self._is_shared = callable(config.no_sync_func)
         self._no_sync = _per_chunk("no_sync_func", config.no_sync_func, num_chunks=1 if self._is_shared else len(model))
         self._grad_sync = _per_chunk("grad_sync_func", config.grad_sync_func, num_chunks=len(model))
@@ -34,20 +35,20 @@ class SyncCallables:
         self._deferred = [ExitStack() for _ in self._no_sync]
 
     def begin(self) -> None:
-        """Before the first pass."""
+        """Runs the callables due before the first pass."""
         self._defer()
         for chunk in range(min(2, len(self._model))):
             self._gather(chunk)
 
     def before(self, action: Action) -> None:
-        """Before each pass."""
+        """Runs the callables due before a pass."""
         if action.chunk > 0 and action == self._first_forward.get(action.chunk):
             self._gather(action.chunk + 1)
         if not self._grad_sync and action == self._last_backward.get(action.chunk):
             self._let_go(action.chunk)
 
     def after(self, action: Action) -> None:
-        """After each pass."""
+        """Runs the callables due after a pass."""
         if action != self._last_backward.get(action.chunk):
             return
         if self._grad_sync:
@@ -58,7 +59,7 @@ class SyncCallables:
             self._defer()
 
     def end(self) -> None:
-        """After the last pass, or an error: nothing stays deferred."""
+        """Ends deferral after the last pass, or after an error."""
         for deferred in self._deferred:
             deferred.close()
 
@@ -77,7 +78,7 @@ class SyncCallables:
 
 
 def _per_chunk(name: str, given: Any, *, num_chunks: int) -> list[Callable[..., Any]]:
-    """One callable a chunk; none at all for None."""
+    """Returns one callable per chunk; an empty list for None."""
     if given is None:
         return []
     functions = list(given) if isinstance(given, (list, tuple)) else [given]

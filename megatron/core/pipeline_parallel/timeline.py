@@ -1,6 +1,6 @@
-"""When each pass of a schedule runs, given how long passes and transfers take.
+"""Start and end times of each pass of a schedule, from the durations of passes and transfers.
 
-Pure: the order of transfers, drawings and the memory planner are made from it; nothing is measured here.
+All functions are pure. The order of transfers, drawings and the memory planner use them; nothing is measured here.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ DURATIONS = {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 2.0}
 
 
 class Span(NamedTuple):
-    """The start and end of a pass; the unit is a chunk's forward unless something else is said."""
+    """The start and end of a pass; the default unit is a chunk's forward."""
 
     start: float
     end: float
@@ -27,18 +27,18 @@ def timeline(
     transfer: float = 0.0,
     overlap: bool = True,
 ) -> list[dict[Action, Span]]:
-    """Returns for each stage when its passes run: each as soon as the one before it is done and its input is there.
+    """Returns the times of each stage's passes, each starting when its predecessor and its input are complete.
 
-    seconds: how long a pass of a stage takes; without, DURATIONS say. transfer: how long an input is under way from
-    another stage. overlap: whether it is while the stage that waits for it computes, as for with_transfers. Raises
-    ValueError where a stage repeats a pass, turns forward and backward round, or where stages wait for each other in a
-    circle or for a pass that nobody runs.
+    seconds: duration of a pass of a stage; None means DURATIONS. transfer: time that an input takes from another stage.
+    overlap: whether transfers overlap with computation of the receiving stage, as in with_transfers. Raises ValueError
+    if a stage repeats a pass or runs backward before forward, or if stages wait for each other in a cycle or for a pass
+    that never runs.
     """
     for order in orders:
         validate_schedule(order)
     spans: list[dict[Action, Span]] = [{} for _ in orders]
     clocks = [0.0] * len(orders)
-    # Stages that may have become able to go on.
+    # Stages that may now be able to continue.
     awake = list(range(len(orders)))
     while awake:
         stage = awake.pop()
@@ -65,11 +65,11 @@ def timeline(
 def _check_that_all_ran(orders: Orders, spans: list[dict[Action, Span]]) -> None:
     stuck = [f"stage {s} at {orders[s][len(spans[s])]}" for s in range(len(orders)) if len(spans[s]) < len(orders[s])]
     if stuck:
-        raise ValueError(f"schedule deadlocks, whatever is sent when: {', '.join(stuck)}")
+        raise ValueError(f"schedule deadlocks regardless of the order of transfers: {', '.join(stuck)}")
 
 
 def bubble_share(spans: list[dict[Action, Span]]) -> float:
-    """Share of the stages' time, from the first pass to the last, in which they run nothing."""
+    """Returns the share of the stages' time, from the first pass to the last, in which they are idle."""
     total = max((span.end for stage in spans for span in stage.values()), default=0.0)
     busy = sum(span.end - span.start for stage in spans for span in stage.values())
     return 1 - busy / (total * len(spans)) if total else 0.0

@@ -1,10 +1,10 @@
-"""Transfers between stages as data: where in its list of passes each stage posts and awaits each of them.
+"""Transfers between stages as data: the positions at which each stage posts and awaits them in its list of passes.
 
-[Note: one order for all transfers] Every transfer gets a place in one total order, and every stage posts its own in
-that order. Then no choice of passes, batches and blocking waits can deadlock: of all transfers that are not done, the
-first in the order has both its ends posted, or posted next, because everything that a stage posts or awaits before it
-comes earlier in the order. This holds where a back end runs a stage's transfers one batch after the other (NCCL), and
-so also where they run independently (gloo). validation.py proves it for a list by running it.
+[Note: one order for all transfers] Every transfer has a position in one total order, and every stage posts its own
+transfers in that order. Then no choice of passes, batches and blocking waits can deadlock. Of all incomplete transfers,
+both ends of the first in the order are already posted, or posted next, because everything that a stage posts or awaits
+before it comes earlier in the order. This holds if a backend runs a stage's transfers one batch after the other (NCCL),
+and therefore also if they run independently (gloo). validation.py proves it for a program by simulating it.
 """
 
 import enum
@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel.timeline import timeline
 
 
 class Direction(enum.Enum):
-    """The end of a transfer that this stage is."""
+    """The end of a transfer on this stage: sender or receiver."""
 
     SEND = "send"
     RECEIVE = "receive"
@@ -33,7 +33,10 @@ class Direction(enum.Enum):
 
 
 class Transfer(NamedTuple):
-    """This stage's end of a transfer. action: this stage's own pass, whose output is sent or whose input comes."""
+    """This stage's end of a transfer.
+
+    action: the pass of this stage whose output is sent, or whose input is received.
+    """
 
     direction: Direction
     action: Action
@@ -46,7 +49,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Post:
-    """Starts these transfers together, and waits for none."""
+    """Starts these transfers together, without waiting."""
 
     transfers: tuple[Transfer, ...]
 
@@ -56,7 +59,7 @@ class Post:
 
 @dataclass(frozen=True)
 class Await:
-    """Blocks until the input of `action`, whose transfer is posted, is there."""
+    """Blocks until the input of `action`, whose transfer was posted, has arrived."""
 
     action: Action
 
@@ -65,7 +68,7 @@ class Await:
 
 
 Step = Action | Post | Await
-# The whole list of one stage.
+# The whole program of one stage.
 Program = tuple[Step, ...]
 
 
@@ -78,7 +81,9 @@ def pipeline_programs(
     without_backward: bool = False,
     overlap: bool = True,
 ) -> tuple[Program, ...]:
-    """The list of each stage; as for stage_orders and with_transfers. Kept, because every step asks for the same."""
+    """Returns the program of each stage; arguments as in stage_orders and with_transfers. Cached, because every step
+    requests the same one.
+    """
     orders = stage_orders(pipeline, num_microbatches, group_size=group_size)
     if without_backward:
         orders = [forward_only(order) for order in orders]
@@ -86,10 +91,11 @@ def pipeline_programs(
 
 
 def with_transfers(orders: Orders, pipeline: Pipeline, *, overlap: bool) -> tuple[Program, ...]:
-    """Adds to each stage's passes when it posts and awaits its transfers. See [Note: one order for all transfers].
+    """Inserts into each stage's passes the points at which it posts and awaits its transfers.
 
-    overlap: a receive is posted before the pass during which it arrives, and awaited before the pass that needs it;
-    else it is posted when it has been sent, and awaited at once. Sends are posted when their pass is done.
+    See [Note: one order for all transfers]. overlap: a receive is posted before the pass during which it arrives, and
+    awaited before the pass that needs it. Otherwise it is posted when the tensor has been sent, and awaited
+    immediately. Sends are posted after their pass.
     """
     spans = timeline(orders, pipeline)
     programs = []
@@ -114,7 +120,7 @@ def with_transfers(orders: Orders, pipeline: Pipeline, *, overlap: bool) -> tupl
             elif pipeline.source(stage, action) is not None:
                 steps.append(Await(action))
             if overlap:
-                # Not what this pass sends: that is not there yet.
+                # Excludes the output of this pass, which does not exist yet.
                 steps += _posted(queue.take((span.end, stage)))
             steps.append(action)
         programs.append((*steps, *_posted(queue.take((float("inf"), 0)))))

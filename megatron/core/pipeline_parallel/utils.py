@@ -1,4 +1,4 @@
-"""This rank's pipeline stage in a group, under the path that Megatron users import."""
+"""Queries about this rank's pipeline stage, under the import path of Megatron."""
 
 from torch.distributed import ProcessGroup
 
@@ -7,11 +7,17 @@ from megatron.core.process_groups_config import group_rank, group_size
 
 
 def is_pp_first_stage(pp_group: ProcessGroup | None) -> bool:
-    """Whether this rank is the first stage of the group; None is parallel_state's, or this rank alone without it."""
+    """Returns whether this rank is the first stage of the group.
+
+    None means the group of parallel_state, or this rank alone if there is none.
+    """
     return group_rank(group_or_existing(pp_group, "pp")) == 0
 
 
 def is_pp_last_stage(pp_group: ProcessGroup | None) -> bool:
-    """Whether this rank is the last stage of the group; None is parallel_state's, or this rank alone without it."""
+    """Returns whether this rank is the last stage of the group.
+
+    None means the group of parallel_state, or this rank alone if there is none.
+    """
     group = group_or_existing(pp_group, "pp")
     return group_rank(group) == group_size(group) - 1

@@ -1,4 +1,4 @@
-"""Proves of the lists of all stages that they can run: order, completeness, and freedom from deadlock by simulation."""
+"""Proves that the programs of all stages can run: order, completeness, and freedom from deadlock by simulation."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -7,22 +7,23 @@ from dataclasses import dataclass, field
 from megatron.core.pipeline_parallel.schedule import Action, Pipeline, validate_schedule
 from megatron.core.pipeline_parallel.transfers import Await, Direction, Post, Program, Transfer
 
-# Batches of transfers that a stage has in flight before it waits for the oldest; the runner's number too.
+# Batches of transfers that a stage has in flight before it waits for the oldest; the runner uses the same number.
 MAX_BATCHES = 2
 
 
 def validate_programs(programs: Sequence[Program], pipeline: Pipeline) -> None:
-    """Raises ValueError, naming stage and step, unless the lists run to their end on the strictest back end.
+    """Raises ValueError, naming stage and step, unless the programs run to completion on the strictest backend.
 
-    Strictest: a stage's batches run one after the other, the next only when all of one is done; a transfer moves when
-    the batches at both its ends run; awaiting a transfer is awaiting its batch; a stage stops before it posts a batch
-    beyond MAX_BATCHES. Between two stages transfers match in the order in which they are posted.
+    On that backend, a stage's batches run one after the other, the next only when the previous one has completed. A
+    transfer proceeds when the batches at both its ends run. Awaiting a transfer means awaiting its batch. A stage
+    blocks before it posts a batch beyond MAX_BATCHES. Between two stages, transfers match in the order in which they
+    are posted.
     """
     for stage, program in enumerate(programs):
         _validate_alone(program, pipeline, stage=stage)
     _validate_pairs(programs, pipeline)
     stages = [_Stage(program) for program in programs]
-    # Stages that may have become able to go on.
+    # Stages that may now be able to continue.
     awake = list(range(len(stages)))
     while awake:
         index = awake.pop()
@@ -34,7 +35,7 @@ def validate_programs(programs: Sequence[Program], pipeline: Pipeline) -> None:
 
 
 def _validate_alone(program: Program, pipeline: Pipeline, *, stage: int) -> None:
-    """Checks one stage's list: inputs are posted, then awaited, then used; outputs are sent once they exist."""
+    """Checks one stage's program: inputs are posted, then awaited, then used; outputs are sent once they exist."""
     validate_schedule([step for step in program if isinstance(step, Action)])
     posted: set[Action] = set()
     there: set[Action] = set()
@@ -53,13 +54,13 @@ def _validate_alone(program: Program, pipeline: Pipeline, *, stage: int) -> None
                 if transfer.direction is Direction.RECEIVE:
                     posted.add(transfer.action)
                 elif transfer.action not in done:
-                    raise ValueError(f"stage {stage} sends {transfer.action} before it has run it")
+                    raise ValueError(f"stage {stage} sends {transfer.action} before running it")
     if posted != there:
         raise ValueError(f"stage {stage} never awaits {', '.join(str(action) for action in posted - there)}")
 
 
 def _validate_pairs(programs: Sequence[Program], pipeline: Pipeline) -> None:
-    """Checks that ends of a connection send and receive the same in the same order, as the next pass needs it."""
+    """Checks that both ends of a connection send and receive the same tensors in the same, required order."""
     sent: dict[tuple[int, int], list[Action]] = {}
     received: dict[tuple[int, int], list[Action]] = {}
     for stage, transfer in ((s, t) for s, p in enumerate(programs) for t in _transfers(p)):
@@ -84,7 +85,7 @@ def _transfers(program: Program) -> list[Transfer]:
 
 @dataclass
 class _Stage:
-    """Progress of a stage. batches: posted, unfinished ones, each with the peers that have not posted their end."""
+    """Progress of a stage. batches: posted, incomplete batches, each with the peers that have not posted their end."""
 
     program: Program
     position: int = 0
@@ -98,7 +99,7 @@ class _Stage:
         return str(self.program[self.position]) if self.position < len(self.program) else "its end"
 
     def step(self) -> bool:
-        """Takes the next step; False where it cannot, or not yet."""
+        """Performs the next step; returns False if it is not possible, or not yet."""
         if self.position == len(self.program):
             return False
         step = self.program[self.position]
@@ -116,13 +117,13 @@ class _Stage:
 
 @dataclass
 class _Batch:
-    """Transfers posted together: how many of each direction and peer have not moved."""
+    """Transfers posted together, as the number per direction and peer that have not completed."""
 
     waiting: dict[tuple[Direction, int], int]
 
 
 def _complete(stages: Sequence[_Stage], first: int) -> list[int]:
-    """Moves what can move now that stage `first` has taken a step; gives the stages that got something done."""
+    """Completes transfers that are possible after a step of stage `first`; returns the stages that made progress."""
     changed: list[int] = []
     todo = [first]
     while todo:
@@ -135,7 +136,7 @@ def _complete(stages: Sequence[_Stage], first: int) -> list[int]:
                 continue
             other = stages[peer].batches[0]
             back = (Direction.SEND if direction is Direction.RECEIVE else Direction.RECEIVE, index)
-            # In order between two stages, which _validate_pairs has shown: which ones they are does not matter.
+            # Transfers between two stages are in order, as shown by _validate_pairs, so their identity does not matter.
             moved = min(own.waiting[direction, peer], other.waiting.get(back, 0))
             if moved:
                 _take(own.waiting, (direction, peer), count=moved)

@@ -1,4 +1,6 @@
-"""Layers split over the tensor-parallel group, and recompute with its random numbers; re-exports only."""
+"""Layers that are split over the tensor-parallel group, and recomputation with their random numbers;
+re-exports only.
+"""
 
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.data import broadcast_data

@@ -1,4 +1,4 @@
-"""CopiedWithGroups: the base of layers with process groups, which copy.deepcopy and checkpoints can take apart."""
+"""CopiedWithGroups: the base class of layers with process groups that support copy.deepcopy and checkpoints."""
 
 import contextlib
 import copy
@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.param_attributes import copy_marks
 
 
 class CopiedWithGroups(nn.Module):
-    """A module whose copies by copy.deepcopy share its process groups, and keep the marks of its parameters.
+    """A module whose copies by copy.deepcopy share its process groups and keep the attributes of its parameters.
 
     torch cannot copy a group, and drops attributes of parameters, without which gradients would be reduced over the
     wrong ranks.
@@ -38,19 +38,20 @@ class CopiedWithGroups(nn.Module):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, ShardedTensor | BoxesOfTensor]:
-        """Returns this rank's boxes of parameters and buffers, any shape and dtype, as dist_checkpointing saves them.
+        """Returns this rank's boxes of parameters and buffers, any shape and dtype, in the form that dist_checkpointing
+        saves.
 
-        prefix: the module's full name with a trailing dot. A list is the boxes of a parameter that is stored as several
-        tensors; dist_checkpointing.load returns the parameter in its place. sharded_offsets: must be empty. metadata:
-        accepted, since there is one form of checkpoints here.
+        prefix: the module's full name with a trailing dot. A list contains the boxes of a parameter that is stored as
+        several tensors; dist_checkpointing.load returns the parameter in its place. sharded_offsets: must be empty.
+        metadata: ignored, because there is only one checkpoint format here.
         """
-        why = "layers are stored under names of their own, not as rows of one tensor"
+        why = "layers are stored under their own names, not as rows of one tensor"
         require_defaults("sharded_state_dict", why, sharded_offsets=(tuple(sharded_offsets), ()))
         return module_sharded_state(self, prefix=prefix)
 
 
 def _groups_in(value: Any, seen: set[int]) -> Iterator[ProcessGroup]:
-    """All process groups that a value leads to, but not through modules."""
+    """Yields all process groups reachable from a value, except through modules."""
     if id(value) in seen or isinstance(value, (nn.Module, Tensor, type, FunctionType, ModuleType, str, bytes)):
         return
     seen.add(id(value))
@@ -63,7 +64,7 @@ def _groups_in(value: Any, seen: set[int]) -> Iterator[ProcessGroup]:
     elif isinstance(value, (list, tuple, set, frozenset)):
         inside = value
     else:
-        # Numbers and other objects without attributes of their own lead nowhere.
+        # Numbers and other objects without attributes have nothing to follow.
         with contextlib.suppress(TypeError):
             inside = vars(value).values()
     for part in inside:

@@ -1,7 +1,7 @@
-"""Cross entropy per token over a padded vocabulary, lean in memory; the loss function masks and reduces.
+"""Memory-efficient cross entropy per token over a padded vocabulary; the loss function applies masks and reduces.
 
-The vocabulary's columns may be split over a tensor-parallel group. Each rank then takes the softmax of its own columns
-and one small collective joins the ranks: log-sum-exp and label's logit of each token, [2, T] a rank.
+The vocabulary's columns may be split over a tensor-parallel group. Each rank then computes the softmax of its own
+columns, and one small collective combines the ranks: log-sum-exp and the label's logit of each token, [2, T] per rank.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from megatron.core.group_collectives import all_gather_rows
 from megatron.core.parallel_state import group_or_existing
 from megatron.core.process_groups_config import group_rank, group_size
 
-# A chunk of logits and its exponentials stay in a CPU's cache; a GPU needs a chunk that fills the device.
+# A chunk of logits and its exponentials fit into a CPU's cache; a GPU needs a chunk that fills the device.
 _CHUNKS = RowChunks(cpu_elements=1 << 18, gpu_elements=1 << 25)
 
 
@@ -27,13 +27,13 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     tp_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Negative log-likelihood of each target.
+    """Computes the negative log-likelihood of each target.
 
-    vocab_parallel_logits: [*, V / ranks], any float dtype; left as it is. target: [*], int64, below V, the same on all
-    ranks; where it is negative, as -100, loss and gradient are 0. Returns [*], fp32 (fp64 for fp64 logits), on the
-    logits' device, the same on all ranks. label_smoothing: probability that the target leaves to the V - 1 others,
-    evenly. tp_group: None is parallel_state's, see group_or_existing. Raises ValueError for a label_smoothing that is
-    no probability.
+    vocab_parallel_logits: [*, V / ranks], any float dtype, not modified. target: [*], int64, below V, the same on all
+    ranks; for negative targets, such as -100, loss and gradient are 0. Returns [*], fp32 (fp64 for fp64 logits), on the
+    logits' device, the same on all ranks. label_smoothing: probability distributed evenly over the V - 1 other classes.
+    tp_group: None means the group of parallel_state, see group_or_existing. Raises ValueError for a label_smoothing
+    that is not a probability.
     """
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing is {label_smoothing}: must be at least 0 and below 1")
@@ -47,12 +47,12 @@ def vocab_parallel_cross_entropy(
 def consuming_cross_entropy(
     logits: Tensor, target: Tensor, *, num_classes: int, tp_group: ProcessGroup | None = None
 ) -> Tensor:
-    """Like vocab_parallel_cross_entropy, but the logits' memory is used up: it ends as their gradient.
+    """Computes vocab_parallel_cross_entropy in place: the memory of the logits is overwritten by their gradient.
 
-    logits: [*, V / ranks], any float dtype, contiguous, not a leaf, and nobody else's; of all V columns those from
-    `num_classes` on are padding: they take no part and get a gradient of exactly 0. target: [*], int64,
-    0 <= target < num_classes. tp_group: None is this rank alone. Returns [*], fp32 (fp64 for fp64 logits).
-    A second backward through the same graph raises RuntimeError.
+    logits: [*, V / ranks], any float dtype, contiguous, not a leaf, and not used elsewhere. Of all V columns, those
+    from `num_classes` on are padding: they are ignored and get a gradient of exactly 0. target: [*], int64, 0 <= target
+    < num_classes. tp_group: None means this rank alone. Returns [*], fp32 (fp64 for fp64 logits). A second backward
+    through the same graph raises RuntimeError.
     """
     assert not (logits.is_leaf and logits.requires_grad), "the gradient would overwrite a leaf's values"
     columns = _Columns.of(logits, tp_group, num_classes=num_classes)
@@ -66,9 +66,9 @@ def consuming_cross_entropy(
 
 @dataclass(frozen=True)
 class _Columns:
-    """This rank's columns [first, first + valid) of num_classes; more columns than `valid` are padding.
+    """This rank's columns [first, first + valid) of num_classes; columns beyond `valid` are padding.
 
-    even: probability of every class under the target distribution, to which the label's own is added.
+    even: probability of every class under the target distribution, to which the label's own probability is added.
     """
 
     first: int
@@ -89,25 +89,28 @@ class _Columns:
 
     @property
     def of_label(self) -> float:
-        """The label's probability above that of all classes."""
+        """The label's probability in excess of the probability of all classes."""
         return 1 - self.even * self.num_classes
 
     def own(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """target: [T, 1], int64. Returns as many columns that exist here, and whether they are the target's: bool."""
+        """Returns the target's column on this rank and whether this rank has it, as bool; target: [T, 1], int64."""
         local = target - self.first
         mine = (local >= 0) & (local < self.valid)
-        # Labels that exist nowhere stay out of range, for gather to stop at.
+        # Labels that exist on no rank stay out of range, so that gather fails on them.
         elsewhere = (target >= 0) & (target < self.num_classes) & ~mine
         return local.masked_fill(elsewhere, 0), mine
 
     def join(self, log_sum: Tensor, of_label: Tensor) -> tuple[Tensor, Tensor]:
-        """Over the ranks' columns; log_sum, of_label (0 where the label is not here): [T, 1], fp32 or fp64 -> same."""
+        """Combines the ranks' columns; of_label is 0 if the label is on another rank.
+
+        log_sum, of_label: [T, 1], fp32 or fp64. Returns the same form.
+        """
         ranks = all_gather_rows(torch.stack([log_sum, of_label]).unsqueeze(0), self.group).wait()  # [ranks, 2, T, 1]
         return ranks[:, 0].logsumexp(dim=0), ranks[:, 1].sum(dim=0)
 
 
 class _CrossEntropyInPlace(torch.autograd.Function):
-    """Logits become probabilities in forward and gradients in backward, in one memory: exponentials once."""
+    """Turns logits into probabilities in forward and into gradients in backward, in the same memory."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, columns: _Columns) -> Tensor:
@@ -115,14 +118,14 @@ class _CrossEntropyInPlace(torch.autograd.Function):
         labels, mine = columns.own(target.reshape(-1, 1))  # [T, 1]
         log_sum = rows.new_full(labels.shape, -torch.inf)
         of_label = torch.zeros_like(log_sum)
-        # A rank may hold padding alone.
+        # A rank may hold only padding.
         for chunk in _CHUNKS.of(rows) if columns.valid else ():
             valid = rows[chunk, : columns.valid]
             largest, of_label[chunk] = valid.amax(-1, keepdim=True), valid.gather(1, labels[chunk])
             _softmax_in_place(valid)
-            # log(sum(exp)) from the largest entry, whose probability cannot underflow as the label's may.
+            # log(sum(exp)) is computed from the largest entry, whose probability cannot underflow as the label's may.
             torch.sub(largest, valid.amax(-1, keepdim=True).log_(), out=log_sum[chunk])
-        # By how much this rank's probabilities, which sum to 1, are too large.
+        # The factor by which this rank's probabilities, which sum to 1, are too large.
         share = None
         if group_size(columns.group) > 1:
             local = log_sum
@@ -135,7 +138,7 @@ class _CrossEntropyInPlace(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:
-        # Writing in place moves the tensor's version, so autograd itself refuses a second backward.
+        # In-place writes change the tensor's version, so autograd itself rejects a second backward.
         probs, labels, mine, share = ctx.saved_tensors
         rows, scale = probs.view(-1, probs.shape[-1]), grad_loss.reshape(-1, 1)
         if ctx.columns.valid:
@@ -154,12 +157,12 @@ def _softmax_in_place(rows: Tensor) -> None:
 
 
 def _can_overwrite(rows: Tensor) -> bool:
-    # The CPU kernel writes an element only after its last read of it. Nothing promises so for kernels of GPUs.
+    # The CPU kernel writes an element only after its last read of it. GPU kernels do not guarantee this.
     return rows.device.type == "cpu"
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Keeps the logits and one number per token; exponentials are computed again in backward, chunk by chunk."""
+    """Saves the logits and one number per token; exponentials are recomputed in backward, chunk by chunk."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, columns: _Columns, consume: bool) -> Tensor:
@@ -175,11 +178,11 @@ class _CrossEntropy(torch.autograd.Function):
             of_label[chunk] = valid.gather(1, labels[chunk])
             torch.add(of_label[chunk], loss[chunk], out=log_sum[chunk])
             if columns.even:
-                # The logit that the target distribution expects, as far as this rank has its columns.
+                # The expected logit under the target distribution, restricted to this rank's columns.
                 of_label[chunk].mul_(mine[chunk]).mul_(columns.of_label)
                 of_label[chunk] += columns.even * valid.sum(-1, keepdim=True, dtype=accumulate)
         if group_size(columns.group) > 1:
-            # With an even part, of_label is masked already, and what it has is this rank's own.
+            # With an even part, of_label is already masked and contains only this rank's contribution.
             log_sum, of_label = columns.join(log_sum, of_label if columns.even else of_label.masked_fill_(~mine, 0))
         if group_size(columns.group) > 1 or columns.even:
             loss = log_sum - of_label

@@ -1,4 +1,4 @@
-"""broadcast_data: the first rank of a tensor-parallel group reads a batch, the others get it from there."""
+"""broadcast_data: the first rank of a tensor-parallel group reads a batch and broadcasts it to the other ranks."""
 
 from collections.abc import Sequence
 
@@ -17,14 +17,14 @@ def broadcast_data(
     datatype: torch.dtype,
     tp_group: dist.ProcessGroup | None = None,
 ) -> dict[str, Tensor]:
-    """The tensors of the group's first rank on every rank, on this process's device, by key. Collective.
+    """Broadcasts tensors of the group's first rank to every rank, on this process's device, by key. Collective.
 
-    data: any shapes, datatype; read on the first rank alone. tp_group: None is parallel_state's, see
-    group_or_existing. Raises ValueError on every rank where the first has no data, lacks a key, or has another dtype.
+    data: any shapes, datatype; read only on the first rank. tp_group: None means the group of parallel_state, see
+    group_or_existing. Raises ValueError on every rank if the first has no data, lacks a key, or has another dtype.
     """
     tp_group = group_or_existing(tp_group)
     is_source, is_shared = group_rank(tp_group) == 0, group_size(tp_group) > 1
-    # Shapes, or what is wrong with the data: the others must not wait for what never comes.
+    # Shapes, or an error in the data, because the other ranks must not wait for a message that is never sent.
     told: list[list[torch.Size] | str] = [_shapes_or_fault(keys, data, datatype=datatype) if is_source else ""]
     if is_shared:
         dist.broadcast_object_list(told, group=tp_group, group_src=0)
@@ -46,10 +46,10 @@ def _shapes_or_fault(
     keys: Sequence[str], data: dict[str, Tensor] | None, *, datatype: torch.dtype
 ) -> list[torch.Size] | str:
     if data is None:
-        return "data is None: the group's first rank must have the data"
+        return "data is None: the group's first rank must provide the data"
     for key in keys:
         if not isinstance(data.get(key), Tensor):
-            return f"{key} is {data.get(key)!r}: must be a tensor; there are {', '.join(map(str, data))}"
+            return f"{key} is {data.get(key)!r}: must be a tensor; available keys are {', '.join(map(str, data))}"
         if data[key].dtype != datatype:
             return f"{key} is {data[key].dtype}: must be {datatype}"
     return [data[key].shape for key in keys]

@@ -1,4 +1,6 @@
-"""LargestLogits: the largest score of each of a rank's attention heads, which attention notes and optimizers read."""
+"""LargestLogits: the largest score of each attention head on this rank, recorded by attention and read by
+optimizers.
+"""
 
 import torch
 from torch import Tensor
@@ -7,8 +9,8 @@ from torch import Tensor
 class LargestLogits:
     """The largest scaled score of each query head since the last reset.
 
-    values: [N], fp64, this rank's heads, -inf before the first score; None until a tensor or `on` names the device. It
-    is changed in place, so that CUDA graphs may write it.
+    values: [N], fp64, this rank's heads, -inf before the first score; None until a tensor or `on` determines the
+    device. It is changed in place, so that CUDA graphs may write it.
     """
 
     def __init__(self, num_heads: int) -> None:
@@ -22,11 +24,11 @@ class LargestLogits:
         return self.values
 
     def note(self, scores: Tensor, *, scale: float, first_head: int = 0) -> None:
-        """Takes the largest scores of heads from first_head on; scores: [n], fp32 or fp64, before scaling."""
+        """Records the largest scores of heads from first_head on; scores: [n], fp32 or fp64, before scaling."""
         own = self.on(scores.device)[first_head : first_head + len(scores)]
         own.copy_(torch.maximum(own, scores.to(own.dtype) * scale))
 
     def reset(self) -> None:
-        """Forgets all scores."""
+        """Clears all scores."""
         if self.values is not None:
             self.values.fill_(-torch.inf)

@@ -1,7 +1,7 @@
 """Linear and embedding layers under Megatron's names, split over a tensor-parallel group.
 
-How activations move is in mappings.py and linear.py. A tp_group of None is parallel_state's, see group_or_existing; a
-layer of one rank, as ALONE, is whole.
+The movement of activations is implemented in mappings.py and linear.py. A tp_group of None means the group of
+parallel_state, see group_or_existing; a layer on a single rank, such as ALONE, is whole.
 """
 
 from contextlib import nullcontext
@@ -60,7 +60,7 @@ __all__ = [
 
 
 class LayerConfig(Protocol):
-    """The part of a TransformerConfig that the layers read."""
+    """The fields of a TransformerConfig that the layers read."""
 
     params_dtype: torch.dtype
     use_cpu_initialization: bool
@@ -70,7 +70,7 @@ class LayerConfig(Protocol):
 
 
 class ColumnParallelLinear(CopiedWithGroups):
-    """y = x W^T (+ b), W's rows split over the tensor-parallel group. Returns (y, bias to add or None)."""
+    """Computes y = x W^T (+ b) with W's rows split over the tensor-parallel group. Returns (y, bias to add or None)."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -99,19 +99,21 @@ class ColumnParallelLinear(CopiedWithGroups):
         output_dtype: torch.dtype | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """gather_output: return all columns on every rank, not this rank's. skip_bias_add: leave adding the bias to the
-        caller. skip_weight_param_allocation: the weight is passed to forward. is_expert: whoever brings the tokens
-        moves them between ranks, and sums their gradients; tp_group is then the expert-tensor group. stride: W's rows
-        are that many tensors one below the other, of each of which a rank has its part. keep_master_weight_for_test:
-        keep the initial W of all ranks as master_weight; collective. disable_grad_reduce: the caller sums the input's
-        gradient. tp_group: before that of pg_collection. tp_comm_buffer_name, name: accepted, and have no effect.
+        """Allocates this rank's rows of the weight and of the bias.
+
+        gather_output: returns all columns on every rank, not only this rank's. skip_bias_add: leaves adding the bias to
+        the caller. skip_weight_param_allocation: the weight is passed to forward. is_expert: the token dispatcher moves
+        tokens between ranks and sums their gradients; tp_group is then the expert-tensor group. stride: number of
+        tensors stacked in W's rows, each of which is split over the ranks. keep_master_weight_for_test: keeps the
+        initial W of all ranks as master_weight; collective. disable_grad_reduce: the caller sums the input's gradient.
+        tp_group: takes precedence over pg_collection. tp_comm_buffer_name, name: accepted without effect.
         embedding_activation_buffer, grad_output_buffer, output_dtype: must be None.
         """
         super().__init__()
         init_method = init_of_matrix(init_method, output_size, input_size)
         require_defaults(
             "ColumnParallelLinear",
-            "weight gradients are computed at once, and a product has the dtype of its factors",
+            "weight gradients are computed immediately, and a product has the dtype of its factors",
             embedding_activation_buffer=(embedding_activation_buffer, None),
             grad_output_buffer=(grad_output_buffer, None),
             output_dtype=(output_dtype, None),
@@ -137,11 +139,11 @@ class ColumnParallelLinear(CopiedWithGroups):
             set_tensor_model_parallel_attributes(self.bias, True, 0, stride)
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """Initialization of the parameters, by name."""
+        """Returns the init methods of the parameters, by name."""
         return {name: self.init_method if name == "weight" else ConstantInit(0) for name, _ in self.named_parameters()}
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
-        """This rank's rows of the weight [output_size, input_size] and of the bias [output_size]."""
+        """Returns this rank's rows of the weight [output_size, input_size] and of the bias [output_size]."""
         return {
             name: split_pieces(prefix + name, p, group=self.tp_group, dim=0, stride=self.stride)
             for name, p in self.named_parameters()
@@ -154,12 +156,14 @@ class ColumnParallelLinear(CopiedWithGroups):
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """input_: [*, input_size], parameter dtype; under sequence parallelism [S / ranks, *, input_size].
-        Returns [*, output_size / ranks] of the whole sequence ([*, output_size] where it is gathered), same dtype, and
-        this rank's part of the skipped bias. runtime_gather_output: instead of gather_output; None: as that says.
+        """Computes the product; input_: [*, input_size], parameter dtype; under sequence parallelism [S / ranks, *,
+        input_size].
+
+        Returns [*, output_size / ranks] of the whole sequence ([*, output_size] if gathered), same dtype, and this
+        rank's part of the skipped bias. runtime_gather_output: overrides gather_output; None keeps it.
         """
         weight = self.weight if weight is None else weight
-        assert weight is not None, "the layer has no weight of its own: pass one"
+        assert weight is not None, "the layer has no weight: pass one to forward"
         output = linear_with_grad_accumulation_and_async_allreduce(
             input_,
             weight,
@@ -175,10 +179,11 @@ class ColumnParallelLinear(CopiedWithGroups):
 
 
 class ReplicatedLinear(CopiedWithGroups):
-    """y = x W^T, W whole on every rank of the tensor-parallel group. Returns (y, None), as the split layers do.
+    """Computes y = x W^T with W whole on every rank of the tensor-parallel group. Returns (y, None), like the split
+    layers.
 
-    Under sequence parallelism each rank multiplies its part of the sequence, and the weight's gradient is to be summed.
-    Without it all ranks do the same, on gradients that are whole: what follows sums its input's gradient.
+    Under sequence parallelism each rank multiplies its part of the sequence, and the weight's gradient must be summed
+    over ranks. Otherwise all ranks compute the same product, and the following layer sums its input's gradient.
     """
 
     def __init__(
@@ -192,13 +197,15 @@ class ReplicatedLinear(CopiedWithGroups):
         tp_group: dist.ProcessGroup | None = None,
         **of_split_layers: Any,
     ) -> None:
-        """bias: must be False. tp_group: ranks that hold the same. of_split_layers: what builders tell every linear
-        layer and this one has no use for: gather_output, skip_bias_add, is_expert, tp_comm_buffer_name.
+        """Allocates the weight.
+
+        bias: must be False. tp_group: ranks with identical copies. of_split_layers: arguments that builders pass to
+        every linear layer, and that are unused here: gather_output, skip_bias_add, is_expert, tp_comm_buffer_name.
         """
         super().__init__()
         init_method = init_of_matrix(init_method, output_size, input_size)
         if bias:
-            raise ValueError("bias is True: a ReplicatedLinear has none, must be False")
+            raise ValueError("bias is True: a ReplicatedLinear has no bias, must be False")
         self.input_size, self.output_size, self.init_method = input_size, output_size, init_method
         self.tp_group = group_or_existing(tp_group)
         self.weight = empty_parameter(output_size, input_size, config=config)
@@ -206,11 +213,11 @@ class ReplicatedLinear(CopiedWithGroups):
         initialize_weight(self.weight, init_method, config=config)
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """Initialization of the weight."""
+        """Returns the init method of the weight."""
         return {"weight": self.init_method}
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
-        """input_: [*, input_size], parameter dtype -> [*, output_size], same dtype."""
+        """Computes the product: input_: [*, input_size], parameter dtype -> [*, output_size], same dtype."""
         output = linear_with_grad_accumulation_and_async_allreduce(
             input_, self.weight, None, True, False, False, tp_group=self.tp_group
         )
@@ -218,7 +225,10 @@ class ReplicatedLinear(CopiedWithGroups):
 
 
 class RowParallelLinear(CopiedWithGroups):
-    """y = x W^T (+ b), W's columns split over the tensor-parallel group. Returns (y, bias to add or None)."""
+    """Computes y = x W^T (+ b) with W's columns split over the tensor-parallel group.
+
+    Returns (y, bias to add or None).
+    """
 
     bias: nn.Parameter | None
     master_weight: Tensor | None
@@ -241,10 +251,11 @@ class RowParallelLinear(CopiedWithGroups):
         name: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """skip_bias_add: leave adding the bias to the caller. input_is_parallel: the input has this rank's columns
-        alone, not all of them. is_expert: the ranks' results are summed by whoever takes the tokens back, and the bias
-        is to be added once there; tp_group is then the expert-tensor group. Others as ColumnParallelLinear's, but for
-        columns in the place of rows.
+        """Allocates this rank's columns of the weight, and the bias.
+
+        skip_bias_add: leaves adding the bias to the caller. input_is_parallel: the input has only this rank's columns.
+        is_expert: the token dispatcher sums the ranks' results, and the bias must be added once afterwards; tp_group is
+        then the expert-tensor group. The other arguments are as in ColumnParallelLinear, with columns in place of rows.
         """
         super().__init__()
         init_method = init_of_matrix(init_method, output_size, input_size)
@@ -270,15 +281,15 @@ class RowParallelLinear(CopiedWithGroups):
         self.register_parameter("bias", None)
         if bias:
             self.bias = zero_parameter(output_size, config=config)
-            # It is added to this rank's part of the sequence alone.
+            # The bias is added only to this rank's part of the sequence.
             mark_partial_gradient(self.bias, partial=sequence_parallel)
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """Initialization of the parameters, by name."""
+        """Returns the init methods of the parameters, by name."""
         return {name: self.init_method if name == "weight" else ConstantInit(0) for name, _ in self.named_parameters()}
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
-        """This rank's columns of the weight [output_size, input_size]; the bias is stored whole."""
+        """Returns this rank's columns of the weight [output_size, input_size]; the bias is stored whole."""
         pieces = split_pieces(prefix + "weight", self.weight, group=self.tp_group, dim=1, stride=self.stride)
         return {"weight": pieces}
 
@@ -287,7 +298,9 @@ class RowParallelLinear(CopiedWithGroups):
         return _sizes_of(self, has_bias=self.bias is not None)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """input_: [*, input_size / ranks] ([*, input_size] unless input_is_parallel), parameter dtype.
+        """Computes the product; input_: [*, input_size / ranks] ([*, input_size] unless input_is_parallel), parameter
+        dtype.
+
         Returns [*, output_size], under sequence parallelism [S / ranks, *, output_size], same dtype, and the skipped
         bias.
         """
@@ -298,7 +311,7 @@ class RowParallelLinear(CopiedWithGroups):
         if not self.sums_here:
             return self._multiply(input_, bias), skipped
         output = self.reduce(self._multiply(input_, None), self.tp_group)
-        # After the sum: once, not once a rank.
+        # Added after the sum, so that it is added once and not once per rank.
         return output if bias is None else output + autocast_input(bias), skipped
 
     def _multiply(self, input_: Tensor, bias: Tensor | None) -> Tensor:
@@ -308,7 +321,7 @@ class RowParallelLinear(CopiedWithGroups):
 
 
 class VocabParallelEmbedding(CopiedWithGroups):
-    """One row per vocabulary entry, rows split over the tensor-parallel group."""
+    """An embedding table whose rows, one per vocabulary entry, are split over the tensor-parallel group."""
 
     def __init__(
         self,
@@ -321,8 +334,10 @@ class VocabParallelEmbedding(CopiedWithGroups):
         tp_group: dist.ProcessGroup | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """reduce_scatter_embeddings: return this rank's part of the sequence, sequence first. tp_group: the ranks,
-        before those of pg_collection.
+        """Allocates this rank's rows.
+
+        reduce_scatter_embeddings: returns this rank's part of the sequence, sequence first. tp_group: the ranks; takes
+        precedence over pg_collection.
         """
         super().__init__()
         init_method = init_of_matrix(init_method, num_embeddings, embedding_dim)
@@ -336,21 +351,21 @@ class VocabParallelEmbedding(CopiedWithGroups):
         initialize_weight(self.weight, init_method, config=config, tp_group=tp_group)
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """Initialization of the table, by name."""
+        """Returns the init method of the table, by name."""
         return {"weight": self.init_method}
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
-        """This rank's rows of the table [num_embeddings, embedding_dim]."""
+        """Returns this rank's rows of the table [num_embeddings, embedding_dim]."""
         return {"weight": [split_piece(prefix + "weight", self.weight, group=self.tp_group, dim=0)]}
 
     def forward(self, input_: Tensor) -> Tensor:
-        """input_: [*], int64, from 0, below num_embeddings. Returns [*, embedding_dim], parameter dtype; with
-        reduce_scatter_embeddings, [B, S] gives [S / ranks, B, embedding_dim].
+        """Looks up embeddings; input_: [*], int64, from 0, below num_embeddings.
 
-        Other ids raise ValueError on the CPU; on a GPU the kernel's assertion ends the process.
+        Returns [*, embedding_dim], parameter dtype; with reduce_scatter_embeddings, [B, S] gives [S / ranks, B,
+        embedding_dim]. Other ids raise ValueError on the CPU; on a GPU the kernel's assertion ends the process.
         """
         if self.reduce_scatter_embeddings:
-            # Small integers are transposed instead of wide rows.
+            # Transposes small integers instead of wide rows.
             return reduce_scatter_to_sequence_parallel_region(self._own_rows(input_.t()), self.tp_group)
         return reduce_from_tensor_model_parallel_region_(self._own_rows(input_), self.tp_group)
 
@@ -359,9 +374,9 @@ class VocabParallelEmbedding(CopiedWithGroups):
             return self._look_up(input_, input_)
         local = input_ - self.vocab_start_index
         foreign = (local < 0) | (local >= self.num_embeddings_per_partition)
-        # Ids that no rank holds stay out of range on all of them, for the look-up to stop at.
+        # Ids that exist on no rank stay out of range on all of them, so that the look-up fails.
         elsewhere = foreign & (input_ >= 0) & (input_ < self.num_embeddings)
-        # Any row will do for what other ranks hold; zeros then leave it out of the sum over ranks.
+        # Ids of other ranks may use any row; zeroing the result excludes it from the sum over ranks.
         rows = self._look_up(local.masked_fill(elsewhere, 0), input_)
         return rows.masked_fill(foreign.unsqueeze(-1), 0)
 
@@ -376,7 +391,7 @@ class VocabParallelEmbedding(CopiedWithGroups):
 
 
 def split_size(size: int, group: dist.ProcessGroup | None, *, name: str) -> int:
-    """Returns each rank's part of `size`; raises ValueError, with `name`, where the group does not divide it."""
+    """Returns each rank's part of `size`; raises ValueError, with `name`, if the group does not divide it."""
     if size % group_size(group):
         raise ValueError(f"{name} is {size}: must be divisible by the {group_size(group)} tensor-parallel ranks")
     return divide(size, group_size(group))
@@ -385,9 +400,11 @@ def split_size(size: int, group: dist.ProcessGroup | None, *, name: str) -> int:
 def split_pieces(
     key: str, local: Tensor, *, group: dist.ProcessGroup | None, dim: int, stride: int
 ) -> list[LogicalPiece]:
-    """The pieces of a stored tensor that is `stride` tensors joined along `dim`, each cut evenly in rank order.
+    """Returns the pieces of a stored tensor that consists of `stride` tensors joined along `dim`, each split in rank
+    order.
 
-    local: this rank's parts of these, joined; any shape and dtype. Raises ValueError if stride does not divide them.
+    local: this rank's parts of these tensors, joined; any shape and dtype. Raises ValueError if stride does not divide
+    them.
     """
     if stride == 1:
         return [split_piece(key, local, group=group, dim=dim)]
@@ -410,7 +427,7 @@ def split_pieces(
 
 
 def split_piece(key: str, local: Tensor, *, group: dist.ProcessGroup | None, dim: int) -> LogicalPiece:
-    """The piece of a stored tensor that is cut evenly along `dim` in rank order.
+    """Returns the piece of a stored tensor that is split evenly along `dim` in rank order.
 
     local: this rank's part, any shape and dtype.
     """
@@ -429,7 +446,7 @@ def _group_of_layer(
 
 
 def _whole_weight(local: Tensor, group: dist.ProcessGroup, *, dim: int, stride: int) -> Tensor:
-    """Gathers a weight of which ranks have parts along `dim` as `split_pieces` says."""
+    """Gathers a weight whose parts are distributed over ranks along `dim`, as in `split_pieces`."""
     parts = all_gather_rows(local.detach().unsqueeze(0), group).wait()
     return torch.cat([part for parts_of in parts.chunk(stride, dim + 1) for part in parts_of], dim=dim)
 
@@ -442,19 +459,19 @@ def _sizes_of(layer: "ColumnParallelLinear | RowParallelLinear", *, has_bias: bo
 
 
 def empty_parameter(*shape: int, config: LayerConfig) -> nn.Parameter:
-    """A parameter whose values are still to be set: [*shape], config.params_dtype, on this process's device."""
+    """Creates an uninitialised parameter: [*shape], config.params_dtype, on this process's device."""
     return new_parameter(empty_values(*shape, config=config))
 
 
 def zero_parameter(*shape: int, config: LayerConfig) -> nn.Parameter:
-    """A parameter of zeros: [*shape], config.params_dtype, on this process's device."""
+    """Creates a parameter of zeros: [*shape], config.params_dtype, on this process's device."""
     return new_parameter(empty_values(*shape, config=config).zero_())
 
 
 def empty_values(*shape: int, config: LayerConfig) -> Tensor:
-    """Memory for a parameter, of any values: [*shape], dtype config.params_dtype, on this process's device.
+    """Allocates uninitialised memory for a parameter: [*shape], dtype config.params_dtype, on this process's device.
 
-    None of it, but a tensor on the meta device, where the configuration says so or a `with torch.device("meta")` does.
+    The tensor is on the meta device, without memory, if the configuration or a `with torch.device("meta")` requests it.
     """
     device = torch.device("cpu") if config.use_cpu_initialization else default_device()
     if config.init_model_with_meta_device or torch.get_default_device().type == "meta":
@@ -463,12 +480,14 @@ def empty_values(*shape: int, config: LayerConfig) -> Tensor:
 
 
 def device_for_buffers(param: Tensor) -> torch.device:
-    """Where buffers go that belong to a parameter, any shape and dtype: beside it, but never to the meta device."""
+    """Returns the device for buffers of a parameter, any shape and dtype: its device, but never the meta device."""
     return default_device() if param.is_meta else param.device
 
 
 def new_parameter(values: Tensor) -> nn.Parameter:
-    """A parameter with these values, any shape, float dtype, that is not split: whoever splits it says so after."""
+    """Creates a parameter with these values, any shape, float dtype, marked as not split; callers that
+    split it say so.
+    """
     param = nn.Parameter(values)
     set_tensor_model_parallel_attributes(param, False, -1, 1)
     mark_partial_gradient(param, partial=False)
@@ -478,9 +497,10 @@ def new_parameter(values: Tensor) -> nn.Parameter:
 def initialize_weight(
     weight: nn.Parameter, init_method: InitMethod, *, config: LayerConfig, tp_group: dist.ProcessGroup | None = None
 ) -> None:
-    """Draws a new weight from torch's generator, unless the model that holds it does so later by name.
+    """Initialises a new weight from torch's generator, unless the enclosing model initialises it later by name.
 
-    weight: any shape, any float dtype; filled in place. tp_group: ranks that hold other parts, so draw other numbers.
+    weight: any shape, any float dtype; filled in place. tp_group: ranks that hold other parts and so draw other
+    numbers.
     """
     if not config.perform_initialization:
         return

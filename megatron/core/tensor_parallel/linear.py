@@ -1,4 +1,4 @@
-"""Matrix products whose input gradients are summed over ranks while the weight's gradient is computed."""
+"""Matrix products that overlap summing input gradients over ranks with computing the weight's gradient."""
 
 from typing import Any, TypeVar
 
@@ -29,20 +29,21 @@ def linear_with_grad_accumulation_and_async_allreduce(
     gtp_remat_size: int = 1,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """input W^T + bias; the input's gradient is summed over the group while the weight's is computed.
+    """Computes input W^T + bias; backward sums the input's gradient over the group while computing the weight's
+    gradient.
 
     input: [*, I], or under sequence_parallel this rank's [S / ranks, *, I]; weight: [O, I]; bias: [O] or None, all one
-    float dtype. Returns [*, O], or [S, *, O]. allreduce_dgrad: sum the input's gradient; sequence_parallel sums it
-    anyway and leaves each rank its part. Backward gathers the sequence once more instead of keeping it.
-    tp_group: None is parallel_state's, see group_or_existing.
-    gradient_accumulation_fusion: a weight's owner, if it has one, adds up its gradients itself (weight_grads.py).
-    Under torch.autocast all are cast to its dtype first, as F.linear does; weights then have no owner.
-    grad_output_buffer, wgrad_deferral_limit, gtp_remat_size, output_dtype: must have their defaults.
+    float dtype. Returns [*, O], or [S, *, O]. allreduce_dgrad: sums the input's gradient; sequence_parallel always sums
+    it and leaves each rank its part. Backward gathers the sequence again instead of saving it. tp_group: None means the
+    group of parallel_state, see group_or_existing. gradient_accumulation_fusion: the weight's gradient owner, if it has
+    one, accumulates the gradient (weight_grads.py). Under torch.autocast all tensors are cast to its dtype first, as in
+    F.linear; weights then have no owner. grad_output_buffer, wgrad_deferral_limit, gtp_remat_size, output_dtype: must
+    have their defaults.
     """
     if grad_output_buffer is not None or wgrad_deferral_limit or gtp_remat_size != 1 or output_dtype is not None:
         _require_plain_product(grad_output_buffer, wgrad_deferral_limit, gtp_remat_size, output_dtype)
     tp_group = group_or_existing(tp_group)
-    # Casts of autograd's own: the functions below then save, and multiply in backward, tensors of one dtype.
+    # Casts that autograd tracks, so that the functions below save, and multiply in backward, tensors of one dtype.
     input, weight, bias = autocast_input(input), autocast_input(weight), autocast_input(bias)
     fuses = gradient_accumulation_fusion and has_grad_owner(weight)
     output: Tensor
@@ -61,20 +62,21 @@ _Given = TypeVar("_Given", Tensor, Tensor | None)
 
 
 def autocast_input(tensor: _Given) -> _Given:
-    """Casts an input of a matrix product, any shape and float dtype, as torch.autocast does where it is on: to its
-    dtype, but for fp64.
+    """Casts an input of a matrix product, any shape and float dtype, as torch.autocast would if it is enabled.
+
+    It is cast to the autocast dtype, except for fp64.
     """
     if tensor is None or tensor.dtype == torch.float64:
         return tensor
     kind = tensor.device.type
-    # torch knows no autocast on the meta device, and says so by an error.
+    # torch does not support autocast on the meta device, and raises an error.
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return tensor
     return tensor.to(torch.get_autocast_dtype(kind))
 
 
 class _OwnLinear(torch.autograd.Function):
-    """The linear layer of one rank whose weight has a gradient owner. Supports double backward, as F.linear does."""
+    """The linear layer of a single rank whose weight has a gradient owner. Supports double backward, like F.linear."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -94,7 +96,9 @@ class _OwnLinear(torch.autograd.Function):
 
 
 class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
-    """Under sequence parallelism the input is this rank's part and so is what is kept of it."""
+    """Linear layer over a tensor-parallel group. Under sequence parallelism it saves only this rank's part of the
+    input.
+    """
 
     @staticmethod
     def forward(
@@ -111,25 +115,26 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
         gtp_remat_size: int,
         output_dtype: torch.dtype | None,
     ) -> Tensor:
-        """input: [*, I]; weight: [O, I]; bias: [O] or None, one float dtype. Returns [*, O], same dtype.
+        """Computes the product; input: [*, I]; weight: [O, I]; bias: [O] or None, one float dtype. Returns [*, O], same
+        dtype.
 
-        See linear_with_grad_accumulation_and_async_allreduce. tp_group: None is this rank alone.
+        See linear_with_grad_accumulation_and_async_allreduce. tp_group: None means this rank alone.
         """
         _require_plain_product(grad_output_buffer, wgrad_deferral_limit, gtp_remat_size, output_dtype)
         ctx.save_for_backward(input, weight)
         ctx.gathers, ctx.group = sequence_parallel, tp_group
         ctx.sums = allreduce_dgrad or sequence_parallel
-        # The weight itself: what was saved may come back as another tensor.
+        # The weight itself, because hooks on saved tensors may return another tensor.
         ctx.owned = weight if gradient_accumulation_fusion else None
         return F.linear(_whole(input, ctx).wait(), weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """grad_output: [*, O], the dtype of the factors. Returns the gradients of input, weight and bias, and Nones."""
+        """Returns the gradients of input, weight and bias, and Nones; grad_output: [*, O], the dtype of the factors."""
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *others = ctx.needs_input_grad
-        # Started first: the ranks send while this one multiplies.
+        # Started first, so that the ranks communicate while this one multiplies.
         whole = _whole(x, ctx) if needs_weight else Pending(x, None)
         grad_x = grad_weight = grad_bias = None
         if needs_x:
@@ -157,25 +162,25 @@ def linear_with_frozen_weight(
     gtp_remat_size: int = 1,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """input W^T + bias without a gradient of the weight, for which nothing is saved or gathered.
+    """Computes input W^T + bias without a gradient of the weight, for which nothing is saved or gathered.
 
     input: [*, I], or under sequence_parallel this rank's [S / ranks, *, I], gathered once; weight: [O, I]; bias: [O] or
-    None, all one float dtype. Returns [*, O], or [S, *, O], same dtype. Other arguments are those of
-    linear_with_grad_accumulation_and_async_allreduce; gradient_accumulation_fusion finds no gradient to accumulate.
+    None, all one float dtype. Returns [*, O], or [S, *, O], same dtype. The other arguments are as in
+    linear_with_grad_accumulation_and_async_allreduce; gradient_accumulation_fusion has no gradient to accumulate.
     """
     _require_plain_product(grad_output_buffer, wgrad_deferral_limit or 0, gtp_remat_size, output_dtype)
     tp_group = group_or_existing(tp_group)
     input, weight, bias = autocast_input(input), autocast_input(weight), autocast_input(bias)
     if sequence_parallel:
         input = gather_from_sequence_parallel_region(input, group=tp_group)
-    # A gather sums the gradient already.
+    # The gather's backward already sums the gradient.
     sums = allreduce_dgrad and not sequence_parallel
     output: Tensor = LinearWithFrozenWeight.apply(input, weight, bias, sums, tp_group, output_dtype)
     return output
 
 
 class LinearWithFrozenWeight(torch.autograd.Function):
-    """y = x W^T (+ b) whose weight gets no gradient, so that its input need not be saved."""
+    """Computes y = x W^T (+ b) without a gradient of the weight, so that the input need not be saved."""
 
     @staticmethod
     def forward(
@@ -187,7 +192,10 @@ class LinearWithFrozenWeight(torch.autograd.Function):
         tp_group: ProcessGroup | None,
         output_dtype: torch.dtype | None,
     ) -> Tensor:
-        """input: [*, I]; weight: [O, I]; bias: [O] or None, one float dtype. Returns [*, O]; output_dtype: None."""
+        """Computes the product; input: [*, I]; weight: [O, I]; bias: [O] or None, one float dtype. Returns [*, O].
+
+        output_dtype: must be None.
+        """
         _require_plain_product(None, 0, 1, output_dtype)
         ctx.save_for_backward(weight)
         ctx.gathers, ctx.group, ctx.sums = False, tp_group, allreduce_dgrad
@@ -196,7 +204,7 @@ class LinearWithFrozenWeight(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """grad_output: [*, O], the weight's dtype. Returns the gradients of input and bias, and Nones."""
+        """Returns the gradients of input and bias, and Nones; grad_output: [*, O], the weight's dtype."""
         (weight,) = ctx.saved_tensors
         needs_x, _, needs_bias, *others = ctx.needs_input_grad
         grad_x = _summed(grad_output.matmul(weight), ctx).wait() if needs_x else None
@@ -205,7 +213,7 @@ class LinearWithFrozenWeight(torch.autograd.Function):
 
 
 def _summed(grad: Tensor, ctx: Any) -> Pending:
-    """Starts the sum of an input's gradient over the ranks, if there is one; ctx.gathers: each gets its part."""
+    """Starts summing an input's gradient over the ranks, if needed; with ctx.gathers each rank receives its part."""
     if not ctx.sums:
         return Pending(grad, None)
     return reduce_scatter_rows(grad, ctx.group) if ctx.gathers else all_reduce_sum(grad, ctx.group)
@@ -223,7 +231,7 @@ def _require_plain_product(
 ) -> None:
     require_defaults(
         "a linear layer",
-        "a product has the dtype of its factors, and weight gradients are computed at once, of weights that are whole",
+        "a product has the dtype of its factors, and weight gradients are computed immediately, for whole weights",
         grad_output_buffer=(grad_output_buffer, None),
         wgrad_deferral_limit=(wgrad_deferral_limit, 0),
         gtp_remat_size=(gtp_remat_size, 1),

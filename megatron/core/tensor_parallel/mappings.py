@@ -1,10 +1,10 @@
-"""Moves between whole activations and parts of them on the ranks of a tensor-parallel group, with their gradients.
+"""Converts between whole activations and their parts on the ranks of a tensor-parallel group, with gradients.
 
-[Note: conjugates] Each function's backward is another's forward: copy and all-reduce, split and gather of the last
-dimension, gather and reduce-scatter of the first (the sequence). Which one undoes a gather depends on what follows:
-where every rank goes on with a share of the work, its gradient is a share of the sum and is reduced; where all ranks
-do the same, the gradient is whole already and is only split. A group of None is parallel_state's of tensor parallelism,
-see group_or_existing; with one rank nothing moves.
+[Note: conjugates] Each function's backward is another function's forward: copy and all-reduce, split and gather of the
+last dimension, gather and reduce-scatter of the first (the sequence). The inverse of a gather depends on the following
+computation. If every rank continues with a share of the work, its gradient is a share of the sum and must be reduced.
+If all ranks compute the same, the gradient is already whole and is only split. A group of None means the
+tensor-parallel group of parallel_state, see group_or_existing; with one rank nothing is sent.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,17 +23,17 @@ from megatron.core.parallel_state import group_or_existing
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.utils import divide
 
-# (x, group) -> x's other form; any float dtype, not in place.
+# (x, group) -> the other form of x; any float dtype, not in place.
 _Move = Callable[[Tensor, ProcessGroup | None], Tensor]
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """The input as it is, [*], any float dtype; its gradient is the sum of the ranks'."""
+    """Returns the input unchanged, [*], any float dtype; its gradient is summed over the ranks."""
     return _move(input_, group, forward=_keep, backward=_all_reduce)
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """The sum of the ranks' inputs, [*], any float dtype -> same; the gradient goes to each rank as it is."""
+    """Sums the ranks' inputs, [*], any float dtype -> same; the gradient is passed to each rank unchanged."""
     return _move(input_, group, forward=_all_reduce, backward=_keep)
 
 
@@ -46,17 +46,19 @@ def reduce_from_tensor_model_parallel_region_(own: Tensor, group: ProcessGroup |
 
 
 def scatter_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """This rank's part of the last dimension, [*, H] -> [*, H / ranks], any float dtype; gradients are gathered."""
+    """Returns this rank's part of the last dimension, [*, H] -> [*, H / ranks], any float dtype; gradients are
+    gathered.
+    """
     return _move(input_, group, forward=_split_last, backward=_gather_last)
 
 
 def gather_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """The ranks' parts side by side, [*, H / ranks] -> [*, H], any float dtype; gradients are split."""
+    """Concatenates the ranks' last dimensions, [*, H / ranks] -> [*, H], any float dtype; gradients are split."""
     return _move(input_, group, forward=_gather_last, backward=_split_last)
 
 
 def scatter_to_sequence_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """This rank's part of the sequence, [S, *] -> [S / ranks, *], any float dtype; gradients are gathered."""
+    """Returns this rank's part of the sequence, [S, *] -> [S / ranks, *], any float dtype; gradients are gathered."""
     return _move(input_, group, forward=_split_first, backward=_gather_first)
 
 
@@ -67,11 +69,11 @@ def gather_from_sequence_parallel_region(
     output_split_sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,
 ) -> Tensor:
-    """The whole sequence, [S / ranks, *] -> [S, *], any float dtype.
+    """Gathers the whole sequence, [S / ranks, *] -> [S, *], any float dtype.
 
-    tensor_parallel_output_grad: ranks go on with shares of the work, so gradients are summed and split; False where
-    all do the same, so gradients are split alone. See [Note: conjugates]. output_split_sizes: rows of each rank, where
-    they differ. use_global_buffer: must be False.
+    tensor_parallel_output_grad: True if ranks continue with shares of the work, so that gradients are summed and split;
+    False if all ranks compute the same, so that gradients are only split. See [Note: conjugates]. output_split_sizes:
+    rows of each rank, if they differ. use_global_buffer: must be False.
     """
     if use_global_buffer:
         _refuse_global_buffer("gather_from_sequence_parallel_region")
@@ -85,9 +87,9 @@ def reduce_scatter_to_sequence_parallel_region(
     input_split_sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,
 ) -> Tensor:
-    """This rank's part of the sum of the ranks' sequences, [S, *] -> [S / ranks, *], any dtype.
+    """Sums the ranks' sequences and returns this rank's part, [S, *] -> [S / ranks, *], any dtype.
 
-    input_split_sizes: rows of each rank, where they differ. use_global_buffer: must be False.
+    input_split_sizes: rows of each rank, if they differ. use_global_buffer: must be False.
     """
     if use_global_buffer:
         _refuse_global_buffer("reduce_scatter_to_sequence_parallel_region")
@@ -96,12 +98,16 @@ def reduce_scatter_to_sequence_parallel_region(
 
 
 def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """The ranks' parts side by side, [*, H / ranks] -> [*, H], any float dtype; gradients are summed and split."""
+    """Concatenates the ranks' last dimensions, [*, H / ranks] -> [*, H], any float dtype; gradients are summed and
+    split.
+    """
     return _move(input_, group, forward=_gather_last, backward=_reduce_scatter_last)
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """This rank's columns of the ranks' sum, [*, H] -> [*, H / ranks], any float dtype; gradients are gathered."""
+    """Sums over ranks and returns this rank's columns, [*, H] -> [*, H / ranks], any float dtype; gradients are
+    gathered.
+    """
     return _move(input_, group, forward=_reduce_scatter_last, backward=_gather_last)
 
 
@@ -112,10 +118,10 @@ def all_to_all(
     input_split_sizes: Sequence[int] | None = None,
     use_nccl_stream: bool = False,
 ) -> Tensor:
-    """Sends rows of [N, *], any float dtype, to each rank, and returns the rows that arrive, in rank order: [M, *].
+    """Sends rows of [N, *], any float dtype, to each rank, and returns the received rows in rank order: [M, *].
 
-    output_split_sizes_, input_split_sizes: rows from and to each rank; None is the same number for all ranks. The
-    gradients of rows return to their senders. use_nccl_stream: must be False, since NCCL has streams of its own anyway.
+    output_split_sizes_, input_split_sizes: rows from and to each rank; None means the same number for all ranks.
+    Gradients of rows return to their senders. use_nccl_stream: must be False, because NCCL has its own streams anyway.
     """
     why = "transfers run on the stream of their process group"
     require_defaults("all_to_all", why, use_nccl_stream=(use_nccl_stream, False))
@@ -149,15 +155,15 @@ def all_to_all_hp2sp(input_: Tensor, group: ProcessGroup | None = None) -> Tenso
 
 
 def part_of(x: Tensor, group: ProcessGroup | None, *, dim: int) -> Tensor:
-    """This rank's part, a view, of a tensor that all ranks have, cut evenly in rank order along `dim`.
+    """Returns this rank's part, a view, of a tensor that all ranks have, split evenly in rank order along `dim`.
 
-    x: any shape and dtype. Raises ValueError where the dimension does not divide by the ranks.
+    x: any shape and dtype. Raises ValueError if the dimension is not divisible by the number of ranks.
     """
     size = x.shape[dim]
     if size % group_size(group):
         raise ValueError(
             f"dimension {dim} of a {list(x.shape)} tensor is {size}: must be divisible by the {group_size(group)} "
-            "tensor-parallel ranks that it is split over"
+            "tensor-parallel ranks over which it is split"
         )
     part = divide(size, group_size(group))
     return x.narrow(dim, group_rank(group) * part, part)
@@ -178,8 +184,8 @@ class _Moved(torch.autograd.Function):
 class _SummedInPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup | None) -> Tensor:
-        assert x.is_contiguous(), "a copy would take the sum"
-        # Should somebody have kept it for backward after all, autograd says so.
+        assert x.is_contiguous(), "the sum must not be written to a copy"
+        # If the tensor was saved for backward after all, autograd reports it.
         ctx.mark_dirty(x)
         return all_reduce_sum(x, group).wait()
 
@@ -191,7 +197,7 @@ class _SummedInPlace(torch.autograd.Function):
 
 def _move(x: Tensor, group: ProcessGroup | None, *, forward: _Move, backward: _Move) -> Tensor:
     group = group_or_existing(group)
-    # One rank has both forms in one tensor: nothing to run, nothing for autograd to keep.
+    # With one rank both forms are the same tensor: nothing to run, nothing for autograd to save.
     if group_size(group) == 1:
         return x
     moved: Tensor = _Moved.apply(x, group, forward, backward)
@@ -199,17 +205,17 @@ def _move(x: Tensor, group: ProcessGroup | None, *, forward: _Move, backward: _M
 
 
 def _keep(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    # A view: autograd takes an input that is returned itself for one changed in place.
+    # A view, because autograd treats an input that is returned itself as changed in place.
     return x.view_as(x)
 
 
 def _all_reduce(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    # A copy, since the sum is taken in place and others may still read x.
+    # A copy, because the sum is computed in place and x may still be read elsewhere.
     return all_reduce_sum(x.clone(memory_format=torch.contiguous_format), group).wait()
 
 
 def _split_first(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    # A copy: a view would keep the whole sequence in memory for as long as anyone needs the part.
+    # A copy, because a view would keep the whole sequence in memory as long as the part is used.
     return part_of(x, group, dim=0).clone()
 
 
@@ -227,13 +233,13 @@ def _split_last(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 def _gather_last(x: Tensor, group: ProcessGroup | None) -> Tensor:
     ranks = group_size(group)
-    # Ranks come first out of the collective and belong beside the last dimension.
+    # The collective returns ranks as the first dimension; they belong next to the last one.
     by_rank = all_gather_rows(x.unsqueeze(0), group).wait()  # [ranks, *, H / ranks]
     return by_rank.movedim(0, -2).reshape(*x.shape[:-1], ranks * x.shape[-1])
 
 
 def _reduce_scatter_last(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    # Ranks come first for the collective.
+    # The collective expects ranks as the first dimension.
     by_rank = x.unflatten(-1, (group_size(group), -1)).movedim(-2, 0)
     return reduce_scatter_rows(by_rank, group).wait().squeeze(0)
 
@@ -246,19 +252,21 @@ def _exchange(x: Tensor, group: ProcessGroup | None, *, receive: list[int] | Non
 
 
 def _moves_of_rows(sizes: Sequence[int] | None, group: ProcessGroup | None) -> tuple[_Move, _Move, _Move]:
-    """Returns gather, reduce-scatter and split of the first dimension; sizes: rows of each rank, None if all equal."""
+    """Returns gather, reduce-scatter and split of the first dimension; sizes: rows of each rank, None if
+    all are equal.
+    """
     if sizes is None:
         return _gather_first, _reduce_scatter_first, _split_first
     ranks = group_size(group_or_existing(group))
     if len(sizes) != ranks:
-        raise ValueError(f"the sizes of a split are {list(sizes)}: must be one for each of {ranks} ranks")
+        raise ValueError(f"the sizes of a split are {list(sizes)}: must be one for each of the {ranks} ranks")
     # A tuple, which the caller cannot change before backward.
     uneven = (partial(move, sizes=tuple(sizes)) for move in (_gather_uneven, _reduce_scatter_uneven, _split_uneven))
     return next(uneven), next(uneven), next(uneven)
 
 
 def _gather_uneven(x: Tensor, group: ProcessGroup | None, *, sizes: tuple[int, ...]) -> Tensor:
-    # Every collective of torch takes parts of one size, so short parts are padded.
+    # torch's collectives require parts of equal size, so short parts are padded.
     padded = x.new_zeros(max(sizes), *x.shape[1:])
     padded[: x.shape[0]] = x
     parts = all_gather_rows(padded, group).wait().split(max(sizes))
@@ -277,4 +285,4 @@ def _split_uneven(x: Tensor, group: ProcessGroup | None, *, sizes: tuple[int, ..
 
 
 def _refuse_global_buffer(call: str) -> NoReturn:
-    raise ValueError(f"{call}: use_global_buffer is True: results have memory of their own here, must be False")
+    raise ValueError(f"{call}: use_global_buffer is True: results are newly allocated here, must be False")

@@ -1,7 +1,7 @@
 """Attributes of parameters under Megatron's names, and the matrices that a parameter contains.
 
-The attributes say how a parameter is split, over which ranks its gradient is summed, and where that gradient is. Only
-the functions of this file use their names.
+The attributes describe how a parameter is split, over which ranks its gradient is summed, and where that gradient is
+stored. Only the functions of this file use their names.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from megatron.core.parallel_state import group_or_existing
 from megatron.core.process_groups_config import group_rank
 
-# Attributes that an optimizer or a wrapper sets. They are neither stored nor copied with a parameter, since the copy is
+# Attributes set by an optimizer or a wrapper. They are neither stored nor copied with a parameter, because the copy is
 # not wrapped.
 _OF_OPTIMIZERS = frozenset({"main_param", "main_param_sharded"})
 _OF_WRAPPERS = frozenset({"main_grad", "grad_added_to_main_grad", "gradients_pass", "grad_owner", "__getstate__"})
@@ -25,11 +25,12 @@ _OF_WRAPPERS = frozenset({"main_grad", "grad_added_to_main_grad", "gradients_pas
 class ParamFacts:
     """Distribution of a parameter.
 
-    tensor_model_parallel: ranks of the tensor-parallel group hold different elements, split along partition_dim in
-    partition_stride pieces; otherwise all hold the same. sequence_parallel: the gradient of a rank covers a part of the
-    tokens or heads, so it is summed over ranks. is_expert: the groups are those of expert layers. shared_embedding:
-    another pipeline stage has this weight too, so their gradients are summed. shared: the other stage owns the weight,
-    and this one has a copy. width_mult: with use_mup, the width that a matrix sums over relative to the base model's.
+    tensor_model_parallel: whether ranks of the tensor-parallel group hold different elements, split along partition_dim
+    in partition_stride pieces; otherwise all hold the same. sequence_parallel: whether the gradient of a rank covers
+    only a part of the tokens or heads, so that it is summed over ranks. is_expert: whether the groups of expert layers
+    apply. shared_embedding: whether another pipeline stage also has this weight, so that their gradients are summed.
+    shared: whether the other stage owns the weight, and this one has a copy. width_mult: with use_mup, the width that a
+    matrix sums over, relative to the base model.
     """
 
     tensor_model_parallel: bool = False
@@ -58,12 +59,12 @@ def param_facts(param: Tensor) -> ParamFacts:
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
-    """Sets how a parameter is split, or replaces it; tensor: any shape and dtype."""
+    """Sets or replaces how a parameter is split; tensor: any shape and dtype."""
     vars(tensor).update(tensor_model_parallel=is_parallel, partition_dim=dim, partition_stride=stride)
 
 
 def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
-    """Copies how a tensor is split to another one; both: any shape and dtype."""
+    """Copies the split attributes of a tensor to another one; both: any shape and dtype."""
     facts = param_facts(source_tensor)
     set_tensor_model_parallel_attributes(
         destination_tensor, facts.tensor_model_parallel, facts.partition_dim, facts.partition_stride
@@ -71,7 +72,7 @@ def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_ten
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:
-    """Marks a tensor, any shape and dtype, as not split, unless it is marked as split or not."""
+    """Marks a tensor, any shape and dtype, as not split, unless it is already marked."""
     facts = param_facts(tensor)
     set_tensor_model_parallel_attributes(
         tensor, facts.tensor_model_parallel, facts.partition_dim, facts.partition_stride
@@ -81,10 +82,10 @@ def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> 
 def param_is_not_tensor_parallel_duplicate(
     param: Tensor, tp_group: ProcessGroup | None = None, expert_tp_group: ProcessGroup | None = None
 ) -> bool:
-    """Whether this rank counts a parameter, any shape and dtype, where each element must be counted once.
+    """Returns whether this rank counts a parameter, any shape and dtype, if each element must be counted once.
 
-    Ranks count their parts of split parameters, and the first rank counts those that all hold. tp_group,
-    expert_tp_group: the ranks of dense and of expert layers; None: parallel_state's.
+    Ranks count their parts of split parameters, and the first rank counts parameters that all ranks hold. tp_group,
+    expert_tp_group: the ranks of dense and of expert layers; None means the groups of parallel_state.
     """
     facts = param_facts(param)
     if facts.tensor_model_parallel:
@@ -94,7 +95,7 @@ def param_is_not_tensor_parallel_duplicate(
 
 
 def copy_marks(destination: nn.Parameter, source: nn.Parameter) -> None:
-    """Copies the attributes of layers and users to another parameter; both: any shape and dtype."""
+    """Copies the attributes set by layers and users to another parameter; both: any shape and dtype."""
     vars(destination).update(_marks_in(vars(source)))
 
 
@@ -105,27 +106,29 @@ def mark_partial_gradient(param: nn.Parameter | None, *, partial: bool = True) -
 
 
 def mark_expert(param: nn.Parameter) -> None:
-    """Marks a parameter, any shape and dtype, whose gradient is reduced over the expert-data-parallel group."""
+    """Marks a parameter, any shape and dtype, as an expert's: its gradient is reduced over the expert-data-parallel
+    group.
+    """
     vars(param).update(allreduce=False)
 
 
 def mark_shared(param: nn.Parameter, *, is_copy: bool) -> None:
-    """Marks a tied weight, any shape and dtype, of two pipeline stages; is_copy: the other stage owns it."""
+    """Marks a weight, any shape and dtype, as tied between two stages; is_copy: whether the other stage owns it."""
     vars(param).update(shared=is_copy, shared_embedding=True)
 
 
 def mark_width(param: nn.Parameter, width_mult: float) -> None:
-    """Sets `width_mult` of a matrix, any shape and dtype: optimizers divide its learning rate by it."""
+    """Sets `width_mult` of a matrix, any shape and dtype, by which optimizers divide its learning rate."""
     vars(param).update(width_mult=width_mult)
 
 
 def mark_kept_in_fp32(tensor: Tensor) -> None:
-    """Marks a parameter or buffer, any shape and dtype, that keeps its dtype in a model of half precision."""
+    """Marks a parameter or buffer, any shape and dtype, to keep its dtype in a half-precision model."""
     vars(tensor).update(keep_in_fp32=True)
 
 
 def is_kept_in_fp32(tensor: Tensor) -> bool:
-    """Whether a parameter or buffer, any shape and dtype, is marked by mark_kept_in_fp32."""
+    """Returns whether a parameter or buffer, any shape and dtype, was marked by mark_kept_in_fp32."""
     return bool(vars(tensor).get("keep_in_fp32", False))
 
 
@@ -143,7 +146,7 @@ def clear_main_grad(param: nn.Parameter) -> None:
 
 
 def set_main_param(param: nn.Parameter, main: Tensor | None, *, is_sharded: bool) -> None:
-    """Sets the fp32 numbers that an optimizer steps for a 16-bit parameter, any shape; None if this rank has none.
+    """Sets the fp32 masters that an optimizer updates for a 16-bit parameter, any shape; None if this rank has none.
 
     main: [*parameter shape]; if is_sharded [n], the part that this rank owns.
     """
@@ -152,7 +155,7 @@ def set_main_param(param: nn.Parameter, main: Tensor | None, *, is_sharded: bool
 
 
 def has_main_grad(param: nn.Parameter) -> bool:
-    """Whether a data-parallel wrapper accumulates the gradients of a parameter, any shape and dtype."""
+    """Returns whether a data-parallel wrapper accumulates the gradients of a parameter, any shape and dtype."""
     return "main_grad" in vars(param)
 
 
@@ -163,23 +166,25 @@ def mark_gradients_pass(param: nn.Parameter) -> None:
 
 
 def gradients_pass(param: Tensor) -> bool:
-    """Whether a parameter, any shape and dtype, is wrapped without a persistent gradient."""
+    """Returns whether a parameter, any shape and dtype, is wrapped without a persistent gradient."""
     return bool(vars(param).get("gradients_pass", False))
 
 
 def is_wrapped(param: nn.Parameter) -> bool:
-    """Whether a data-parallel wrapper manages a parameter, any shape and dtype."""
+    """Returns whether a data-parallel wrapper manages a parameter, any shape and dtype."""
     return has_main_grad(param) or gradients_pass(param)
 
 
 def gradient_of(param: Tensor) -> Tensor | None:
-    """Returns the gradient of a parameter, any shape and dtype: main_grad of a wrapper if it has one, else grad."""
+    """Returns the gradient of a parameter, any shape and dtype: the wrapper's main_grad if it has one,
+    otherwise grad.
+    """
     main_grad: Tensor | None = vars(param).get("main_grad")
     return param.grad if main_grad is None else main_grad
 
 
 def added_to_main_grad(param: nn.Parameter) -> bool:
-    """Whether a kernel has added this step's gradient of a parameter, any shape and dtype, to its main_grad."""
+    """Returns whether a kernel has added this step's gradient of a parameter, any shape and dtype, to its main_grad."""
     return bool(vars(param).get("grad_added_to_main_grad", False))
 
 
@@ -189,7 +194,7 @@ def clear_added_to_main_grad(param: nn.Parameter) -> None:
 
 
 def has_grad_beside_main_grad(param: nn.Parameter) -> bool:
-    """Whether `grad` of such a parameter, any shape and dtype, is valid: the gradient of its other uses."""
+    """Returns whether `grad` of such a parameter, any shape and dtype, holds a valid gradient of its other uses."""
     return bool(vars(param).get("zero_out_wgrad", False))
 
 
@@ -208,8 +213,8 @@ def _marks_in(written: dict[str, Any]) -> dict[str, Any]:
 class MatrixWindow:
     """A matrix within a contiguous parameter, as a strided window [*rows, columns]: rows are outputs, columns inputs.
 
-    An optimizer that works on matrices, such as Muon, must treat it as one matrix. shape, stride, offset (in elements):
-    as for torch.as_strided. Several dimensions of rows together are the rows of the matrix.
+    Optimizers that work on matrices, such as Muon, must treat it as one matrix. shape, stride, offset (in elements): as
+    for torch.as_strided. Several row dimensions together form the rows of the matrix.
     """
 
     shape: tuple[int, ...]
@@ -231,5 +236,5 @@ class HasWeightMatrices(Protocol):
     """A module with a parameter that contains several matrices, or a transposed one."""
 
     def weight_matrices(self) -> dict[str, list[MatrixWindow]]:
-        """Returns the matrices of the parameters that are not one matrix [outputs, inputs], by name in the module."""
+        """Returns the matrices of parameters that are not a single matrix [outputs, inputs], by name in the module."""
         ...

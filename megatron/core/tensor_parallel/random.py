@@ -48,14 +48,16 @@ def initialize_rng_tracker(
     use_cudagraphable_rng: bool = False,
     force_reset: bool = False,
 ) -> None:
-    """Checks the arguments as get_cuda_rng_tracker does; force_reset: removes the streams of the process's tracker."""
+    """Validates the arguments like get_cuda_rng_tracker; force_reset: removes the streams of the process's tracker."""
     tracker = get_cuda_rng_tracker(use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
     if force_reset:
         tracker.reset()
 
 
 def get_all_rng_states() -> RngStates:
-    """Returns the states of all named streams, see CudaRNGStatesTracker.get_states. Raises ValueError without any."""
+    """Returns the states of all named streams, see CudaRNGStatesTracker.get_states. Raises ValueError if there are
+    none.
+    """
     tracker = get_cuda_rng_tracker()
     if not tracker.is_initialized():
         raise ValueError("there are no random-number streams: call model_parallel_cuda_manual_seed first")
@@ -63,14 +65,14 @@ def get_all_rng_states() -> RngStates:
 
 
 def is_graph_safe_cuda_rng_tracker(cuda_rng_tracker: Any) -> bool:
-    """Whether a tracker's streams may be used in CUDA graphs: those of every tracker here may."""
+    """Returns whether a tracker's streams may be used in CUDA graphs, which holds for every tracker here."""
     return isinstance(cuda_rng_tracker, CudaRNGStatesTracker)
 
 
 def convert_cuda_rng_state(state: Tensor | torch.Generator, to_graphable: bool = False) -> Tensor | torch.Generator:
     """Returns a generator's state as bytes, [N], uint8, on the CPU; to_graphable: a generator with that state.
 
-    state: such bytes of a generator on this process's device, or a generator, which is not changed.
+    state: the bytes of a generator on this process's device, or a generator, which is not changed.
     """
     if not isinstance(state, torch.Generator):
         return _generator_of(state, default_device()) if to_graphable else state
@@ -86,21 +88,22 @@ def _generator_of(state: Tensor, device: torch.device) -> torch.Generator:
 def get_cuda_rng_tracker(
     use_te_rng_tracker: bool = False, inference_rng_tracker: bool = False, use_cudagraphable_rng: bool = False
 ) -> CudaRNGStatesTracker:
-    """Returns the tracker of this process; its GPU streams may be used in CUDA graphs in any case.
+    """Returns the tracker of this process. Its GPU streams can always be used in CUDA graphs.
 
     Raises ValueError for Megatron's other kinds of trackers, which do not exist here.
     """
     others = {"use_te_rng_tracker": use_te_rng_tracker, "inference_rng_tracker": inference_rng_tracker}
     for name, requested in others.items():
         if requested:
-            raise ValueError(f"{name} is True: there is one kind of random-number streams here, must be False")
+            raise ValueError(f"{name} is True: there is only one kind of random-number streams here, must be False")
     return rng_tracker()
 
 
 def numbers_of_each_rank(group: ProcessGroup | None, *, dropout: float) -> Callable[[], AbstractContextManager[None]]:
-    """Returns a context in which the ranks of a group draw different numbers; empty without dropout or other ranks.
+    """Returns a context in which the ranks of a group draw different numbers; a null context without dropout or other
+    ranks.
 
-    Outside of it the ranks draw the same numbers, as replicated tensors require.
+    Outside the context the ranks draw the same numbers, as replicated tensors require.
     """
     return get_cuda_rng_tracker().fork if dropout > 0 and group_size(group) > 1 else nullcontext
 
@@ -119,10 +122,10 @@ def model_parallel_cuda_manual_seed(
     gtp_remat_world_size: int | None = None,
     egtp_remat_world_size: int | None = None,
 ) -> None:
-    """Seeds the default stream, equally for the ranks of a tensor-parallel group, and named streams for each rank.
+    """Seeds the default stream, identically on the ranks of a tensor-parallel group, and named streams on each rank.
 
-    tp_rank, ep_rank, etp_rank: None means those of parallel_state. force_reset_rng: accepted, since streams are made
-    anew in any case. Raises ValueError for Megatron's other trackers, and for ranks of generalised tensor parallelism.
+    tp_rank, ep_rank, etp_rank: None means the ranks of parallel_state. force_reset_rng: ignored, because streams are
+    always recreated. Raises ValueError for Megatron's other trackers, and for ranks of generalised tensor parallelism.
     """
     require_defaults(
         "model_parallel_cuda_manual_seed",
@@ -156,14 +159,15 @@ def _refuse_distributed_arguments(distribute_saved_activations: bool) -> None:
 
 
 class CheckpointFunction(torch.autograd.Function):
-    """The reentrant form of `checkpoint`, for callers that apply it themselves: its backward runs one of its own.
+    """The reentrant form of `checkpoint`, for callers that apply it themselves. Its backward runs another backward
+    inside.
 
     At least one tensor argument must require a gradient, and torch.autograd.grad cannot pass through it.
     """
 
     @staticmethod
     def forward(ctx: Any, run_function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
-        """Returns run_function(*args); args: tensors of any shape and dtype, or anything else."""
+        """Runs run_function(*args) and returns its result; args: tensors of any shape and dtype, or other objects."""
         _refuse_distributed_arguments(distribute_saved_activations)
         ctx.run_function, ctx.drawn_again = run_function, _RngSnapshot().drawn_again
         ctx.others = [None if isinstance(value, Tensor) else (value,) for value in args]
@@ -175,9 +179,14 @@ class CheckpointFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *args: Any) -> Any:
-        """args: gradients of the outputs. Returns those of the arguments. Raises RuntimeError under autograd.grad."""
+        """Recomputes the function and returns the arguments' gradients; args: gradients of the outputs.
+
+        Raises RuntimeError under autograd.grad.
+        """
         if not torch.autograd._is_checkpoint_valid():
-            raise RuntimeError("CheckpointFunction runs backward inside: call backward, or use checkpoint for grad")
+            raise RuntimeError(
+                "CheckpointFunction runs a nested backward: call backward, or use checkpoint for autograd.grad"
+            )
         saved = iter([t.detach().requires_grad_(n) for t, n in zip(ctx.saved_tensors, ctx.needs_grad, strict=True)])
         again = [next(saved) if other is None else other[0] for other in ctx.others]
         with ctx.drawn_again(), torch.enable_grad(), _checkpointing():
@@ -188,7 +197,7 @@ class CheckpointFunction(torch.autograd.Function):
 
 
 class _CheckpointDepth:
-    """Number of functions now running, one inside the other, that are recomputed."""
+    """Nesting depth of recomputed functions that are currently running."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -201,7 +210,7 @@ def _checkpoint_depth() -> _CheckpointDepth:
 
 @contextmanager
 def _checkpointing() -> Iterator[None]:
-    """Marks the run of a function as one of two, for is_checkpointing."""
+    """Marks the block as a run of a recomputed function, for is_checkpointing."""
     running = _checkpoint_depth()
     running.depth += 1
     try:
@@ -211,7 +220,7 @@ def _checkpointing() -> Iterator[None]:
 
 
 def is_checkpointing() -> bool:
-    """Whether this is called by a function that is recomputed, in its first run or in its second."""
+    """Returns whether the caller runs inside a recomputed function, in its first or second run."""
     return _checkpoint_depth().depth > 0
 
 
@@ -222,12 +231,12 @@ def recompute(
     draws_numbers: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Runs a function as `checkpoint` does, with keywords. Dropout draws the same numbers in both runs.
+    """Runs a function like `checkpoint`, with keywords. Dropout draws the same numbers in both runs.
 
     around: a context for the second run. draws_numbers: False if the function draws no random numbers. Generator states
     are then not read, which takes time and is forbidden during the capture of a CUDA graph. args, kwargs: tensors of
-    any shape and dtype, or anything else. As without recompute, the gradient of a parameter is computed once: autograd
-    has one graph, and the second run only provides the saved tensors.
+    any shape and dtype, or anything else. As without recompute, the gradient of a parameter is computed once, because
+    autograd has one graph, and the second run only provides the saved tensors.
     """
     # Without gradients there is nothing to recompute, and no reason to store states.
     if not torch.is_grad_enabled():
@@ -259,25 +268,28 @@ class CheckpointWithoutOutput:
         *,
         draws_numbers: bool = True,
     ) -> None:
-        """ckpt_manager: discards the output with others, see there. draws_numbers: as in `recompute`.
+        """Registers the function with a manager, if one is given.
 
-        fp8, retain_input_tensors: must be False.
+        ckpt_manager: discards the output together with others, see CheckpointWithoutOutputManager. draws_numbers: see
+        `recompute`. fp8, retain_input_tensors: must be False.
         """
-        require_defaults("CheckpointWithoutOutput", "8-bit training does not exist here", fp8=(bool(fp8), False))
+        require_defaults("CheckpointWithoutOutput", "8-bit training is not supported", fp8=(bool(fp8), False))
         why = "arguments are freed once the second run has read them"
         require_defaults("CheckpointWithoutOutput", why, retain_input_tensors=(retain_input_tensors, False))
         self._draws_numbers, self._manager = draws_numbers, ckpt_manager
         self._second_run: Callable[[], tuple[Tensor, ...]] | None = None
         self._num_saved = 0
         self._saved: dict[int, Tensor] = {}
-        # Storages, since a tensor would reference the graph that references this object, and neither would be freed.
+        # Storages, because a tensor would reference the graph that references this object, and neither would be freed.
         self._outputs: list[torch.UntypedStorage] = []
         self._output_bytes: list[int] = []
 
     def checkpoint(self, run_function: Callable[..., Any], *args: Any) -> Any:
-        """Returns run_function(*args): one or more tensors, any shape and dtype. args: tensors, or anything else.
+        """Runs run_function(*args) and returns one or more tensors, any shape and dtype. args: tensors, or other
+        objects.
 
-        Tensors with a graph that the function reads must be arguments, since only these are saved for the second run.
+        Tensors with a graph that the function reads must be arguments, because only arguments are saved for the second
+        run.
         """
         if not torch.is_grad_enabled():
             return run_function(*args)
@@ -299,8 +311,8 @@ class CheckpointWithoutOutput:
     def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
         """Frees the output until backward reaches hook_tensor: any shape, float dtype, computed from the output.
 
-        All gradients of the output must flow through hook_tensor, and the output must not be read in between.
-        With a manager this does nothing: the manager discards the outputs of all at once.
+        All gradients of the output must flow through hook_tensor, and the output must not be read in between. With a
+        manager this does nothing, because the manager discards all outputs together.
         """
         if self._manager is None and self._outputs and hook_tensor.requires_grad:
             self._discard()
@@ -318,7 +330,9 @@ class CheckpointWithoutOutput:
         # If the output was not discarded, the backward of the function runs before any hook.
         self._refill(None)
         if number not in self._saved:
-            raise RuntimeError("backward came a second time to a part that recomputes its output: it can run only once")
+            raise RuntimeError(
+                "backward ran a second time through a part that recomputes its output: it can run only once"
+            )
         return self._saved.pop(number)
 
     def _refill(self, grad: Tensor | None) -> None:
@@ -341,29 +355,29 @@ class CheckpointWithoutOutput:
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), _never_unpacked)
         with drawn_again(), torch.enable_grad(), hooks, _checkpointing():
             output = function(*kept.detached())
-        assert len(saved) == self._num_saved, f"{len(saved)} tensors saved, {self._num_saved} the first time"
+        assert len(saved) == self._num_saved, f"{len(saved)} tensors saved, but {self._num_saved} in the first run"
         self._saved = dict(enumerate(saved))
         return tuple(tensor.detach() for tensor in _as_tuple(output))
 
 
 class CheckpointWithoutOutputManager:
-    """Several CheckpointWithoutOutputs in the order they ran, whose outputs are freed and recomputed together.
+    """Several CheckpointWithoutOutputs, in execution order, whose outputs are freed and recomputed together.
 
-    An output may be the argument of a later one: they are recomputed in the order of their first runs.
+    An output may be the argument of a later function, because outputs are recomputed in the order of their first runs.
     """
 
     def __init__(self) -> None:
         self._parts: list[CheckpointWithoutOutput] = []
 
     def add_checkpoint(self, ckpt: CheckpointWithoutOutput) -> None:
-        """Adds one that has this manager; its `checkpoint` does so itself."""
+        """Adds a CheckpointWithoutOutput that has this manager; called by its `checkpoint`."""
         if ckpt not in self._parts:
             self._parts.append(ckpt)
 
     def discard_all_outputs_and_register_unified_recompute(self, hook_tensor: Tensor) -> None:
         """Frees all outputs until backward reaches hook_tensor: any shape, float dtype, computed from the last.
 
-        All gradients of the outputs must flow through hook_tensor. The manager is then empty, for other functions.
+        All gradients of the outputs must flow through hook_tensor. The manager is then empty and can be reused.
         """
         parts, self._parts = self._parts, []
         if not hook_tensor.requires_grad:
@@ -386,7 +400,7 @@ class _RngSnapshot:
 
     @contextmanager
     def drawn_again(self) -> Iterator[None]:
-        """Repeats the random numbers inside the block; afterwards all streams continue from where they were."""
+        """Repeats the random numbers inside the block; afterwards all streams continue from their current state."""
         with _default_stream_kept(), _SecondRun(self._streams, nullcontext):
             set_rng_state_bytes(self._default, default_device())
             yield
@@ -444,7 +458,7 @@ class _SaveTensors(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> None:
-        raise AssertionError("only holds tensors")
+        raise AssertionError("this node only holds tensors")
 
 
 def _never_unpacked(_: Any) -> Tensor:

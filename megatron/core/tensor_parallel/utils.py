@@ -1,6 +1,6 @@
-"""Splits of tensors and vocabularies over ranks, under the path that Megatron users import them from; no others.
+"""Splits tensors and vocabularies over ranks, under the import path of Megatron.
 
-Differentiable moves between whole tensors and parts are in mappings.py.
+Differentiable conversions between whole tensors and parts are in mappings.py.
 """
 
 import torch
@@ -18,7 +18,7 @@ def split_tensor_along_last_dim(
 ) -> list[Tensor]:
     """Cuts the last dimension evenly: [*, H] -> num_partitions views [*, H / num_partitions], any dtype.
 
-    contiguous_split_chunks: return contiguous copies instead of views.
+    contiguous_split_chunks: returns contiguous copies instead of views.
     """
     parts = torch.split(tensor, divide(tensor.shape[-1], num_partitions), dim=-1)
     return [part.contiguous() if contiguous_split_chunks else part for part in parts]
@@ -29,8 +29,8 @@ def split_tensor_into_1d_equal_chunks(
 ) -> Tensor:
     """Returns this rank's part of a flattened tensor: any shape and dtype -> [elements / ranks], a view if possible.
 
-    new_buffer: return a copy. tp_group: None is parallel_state's, see group_or_existing. Raises ValueError if the
-    ranks do not divide the elements.
+    new_buffer: returns a copy. tp_group: None means the group of parallel_state, see group_or_existing. Raises
+    ValueError if the number of elements is not divisible by the number of ranks.
     """
     tp_group = group_or_existing(tp_group)
     length = divide(tensor.numel(), group_size(tp_group))
@@ -44,7 +44,7 @@ def gather_split_1d_tensor(tensor: Tensor, tp_group: ProcessGroup | None = None)
 
 
 class VocabUtility:
-    """The rows of a vocabulary that a rank holds: [first, last), cut evenly in rank order."""
+    """The rows of a vocabulary that a rank holds: [first, last), split evenly in rank order."""
 
     @staticmethod
     def vocab_range_from_per_partition_vocab_size(

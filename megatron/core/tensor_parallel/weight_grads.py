@@ -1,15 +1,15 @@
-"""Fusion of weight gradients with their accumulation: a product is added to the accumulation buffer as it is computed.
+"""Fuses weight gradients with their accumulation: a product is added to the accumulation buffer as it is computed.
 
-Layers give the factors of the product to `hand_over`. The wrapper that accumulates is not known here.
+Layers pass the factors of the product to `hand_over`. They do not depend on the wrapper that accumulates.
 
-[Note: gradient accumulation fusion] A wrapper that keeps gradients in memory of its own makes itself their owner. A
-layer's backward then gives the owner a WeightGrad, the factors of a product that is still to be computed, and autograd
-nothing: no tensor of the weight's size is allocated, written and read again. Autograd's hook of the weight runs all the
-same, once every use of it in this backward is done, with whatever gradient its other uses left.
+[Note: gradient accumulation fusion] A wrapper with its own gradient memory registers as the owner of a weight's
+gradients. A layer's backward then passes the owner a WeightGrad, the factors of a product that is still to be computed,
+and passes nothing to autograd. This avoids allocating, writing and reading a tensor of the weight's size. Autograd's
+hook of the weight still runs once every use of it in this backward is done, with the gradient of its other uses.
 
-On a GPU a product of half-precision factors is added to an fp32 main_grad in fp32, where autograd would round it to
-half precision first: main_grad then has up to 16 more correct bits of each product. Where dtypes are equal, only the
-order of scaling and adding differs, and with it last digits. Deterministic mode uses no owner.
+On a GPU a product of half-precision factors is added to an fp32 main_grad in fp32, whereas autograd would round it to
+half precision first, so main_grad has up to 16 more correct bits of each product. If dtypes are equal, only the order
+of scaling and adding differs, which affects the last digits. Deterministic mode uses no owner.
 """
 
 from collections.abc import Callable
@@ -24,24 +24,26 @@ class WeightGrad(Protocol):
     """The gradient of one use of a weight, not computed yet."""
 
     def compute(self) -> Tensor:
-        """The gradient: [*weight shape], the weight's dtype."""
+        """Computes the gradient: [*weight shape], the weight's dtype."""
         ...
 
     def fits(self, out: Tensor) -> bool:
-        """Whether add_to can add to such a tensor: [*weight shape], any float dtype."""
+        """Returns whether add_to can add to such a tensor: [*weight shape], any float dtype."""
         ...
 
     def add_to(self, out: Tensor, *, scale: float, is_zero: bool) -> None:
-        """Adds scale times the gradient to `out`, [*weight shape], any float dtype that fits; is_zero: it holds zeros,
-        and may be overwritten.
+        """Adds scale times the gradient to `out`: [*weight shape], any supported float dtype.
+
+        is_zero: whether `out` holds zeros and may be overwritten.
         """
         ...
 
 
 class GradOwner:
-    """Adds up the gradients of one weight.
+    """Accumulates the gradients of one weight.
 
-    main_grad: where, [*weight shape]. take: is given the weight and each gradient, which it takes at once.
+    main_grad: the accumulation buffer, [*weight shape]. take: called with the weight and each gradient, which it adds
+    immediately.
     """
 
     def __init__(self, main_grad: Tensor, take: Callable[[nn.Parameter, WeightGrad], None]) -> None:
@@ -49,20 +51,21 @@ class GradOwner:
 
 
 def set_grad_owner(param: nn.Parameter, owner: GradOwner | None) -> None:
-    """Sets the object that accumulates a parameter's gradients, any shape and dtype; None: autograd alone."""
+    """Sets the object that accumulates a parameter's gradients, any shape and dtype; None means autograd alone."""
     vars(param).update(grad_owner=owner)
 
 
 def has_grad_owner(weight: Tensor) -> bool:
-    """Whether an owner accumulates the gradient of this use of a weight, any shape and dtype."""
+    """Returns whether an owner accumulates the gradient of this use of a weight, any shape and dtype."""
     return torch.is_grad_enabled() and weight.requires_grad and _owner_of(weight) is not None
 
 
 def hand_over(weight: Tensor, grad: WeightGrad, *, node: Any) -> Tensor | None:
-    """Gives a gradient to the weight's owner in a backward and returns None, or computes it for autograd.
+    """Passes a gradient to the weight's owner and returns None, or computes it for autograd. Called in backward.
 
-    weight: the leaf itself, any shape and dtype. node: where autograd would add its gradient up. Returns the gradient
-    where nobody owns it, where it does not fit, and where someone asked autograd for it or has a hook on it.
+    weight: the leaf itself, any shape and dtype. node: the autograd node that accumulates its gradient. Returns the
+    gradient if the weight has no owner, if the dtypes are incompatible, or if the gradient was requested from autograd
+    or has a hook.
     """
     owner = _owner_of(weight)
     if (
@@ -86,16 +89,18 @@ class LinearGrad:
     x: Tensor
 
     def compute(self) -> Tensor:
-        """Returns the weight's gradient, [O, I], the dtype of both factors."""
+        """Computes the weight's gradient: [O, I], the dtype of both factors."""
         return self.rows.t().matmul(self.x)
 
     def fits(self, out: Tensor) -> bool:
-        """Whether `out`, [O, I], has the dtype of both factors, or on a GPU fp32 where they are half precision."""
+        """Returns whether `out`, [O, I], has the dtype of both factors, or is fp32 on a GPU with half-precision
+        factors.
+        """
         return out.dtype == self.x.dtype or (out.dtype == torch.float32 and is_half_on_gpu(self.x))
 
     def add_to(self, out: Tensor, *, scale: float, is_zero: bool) -> None:
-        """Adds scale times the gradient to `out`, [O, I], a dtype that fits; is_zero: overwrites it."""
-        # beta is 0 for zeros, which are then not read.
+        """Adds scale times the gradient to `out`, [O, I], a supported dtype; is_zero: overwrites it."""
+        # With beta 0, zeros are not read.
         beta = 0 if is_zero else 1
         if out.dtype == self.x.dtype:
             torch.addmm(out, self.rows.t(), self.x, beta=beta, alpha=scale, out=out)
@@ -104,12 +109,14 @@ class LinearGrad:
 
 
 def is_half_on_gpu(tensor: Tensor) -> bool:
-    """Whether products of a tensor, any shape and dtype, can be added to fp32 without a rounding to half precision."""
+    """Returns whether products of a tensor, any shape and dtype, can be added to fp32 without rounding to half
+    precision.
+    """
     return tensor.device.type == "cuda" and tensor.dtype in (torch.bfloat16, torch.float16)
 
 
 def look_up(ids: Tensor, weight: Tensor) -> Tensor:
-    """Rows of a table: ids [*], int64; weight [V, H], any float dtype -> [*, H], same dtype."""
+    """Looks up rows of a table: ids [*], int64; weight [V, H], any float dtype -> [*, H], same dtype."""
     if weight.device.type == "cpu" and has_grad_owner(weight):
         rows: Tensor = _LookUp.apply(ids, weight)
         return rows
@@ -131,7 +138,7 @@ class _LookUp(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _LookUpGrad:
-    """The WeightGrad of an embedding table [V, H] of which rows `ids`, [*], were read: grad [*, H]."""
+    """The WeightGrad of an embedding table [V, H] whose rows `ids`, [*], were read: grad [*, H]."""
 
     grad: Tensor
     ids: Tensor
@@ -141,7 +148,7 @@ class _LookUpGrad:
         return torch.ops.aten.embedding_dense_backward(self.grad, self.ids, self.num_rows, -1, False)
 
     def fits(self, out: Tensor) -> bool:
-        # Token by token: narrow types would round each time.
+        # Added token by token, because narrow types would round each time.
         return out.dtype.itemsize >= 4
 
     def add_to(self, out: Tensor, *, scale: float, is_zero: bool) -> None:
@@ -155,8 +162,9 @@ def _owner_of(weight: Tensor) -> GradOwner | None:
 
 
 def _adds_up(node: Any) -> bool:
-    """Whether this backward adds to `.grad` of the leaf with that node: torch.autograd.grad, and backward with other
-    inputs, do not.
+    """Returns whether this backward adds to `.grad` of the leaf with that node.
+
+    torch.autograd.grad, and backward with other inputs, do not.
     """
     try:
         return bool(torch._C._will_engine_execute_node(node))

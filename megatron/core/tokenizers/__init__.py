@@ -1,4 +1,4 @@
-"""Tokenizers behind one small interface; re-exports only."""
+"""Tokenizers with one small interface; re-exports only."""
 
 from megatron.core.tokenizers.build import TokenizerConfig, build_tokenizer
 from megatron.core.tokenizers.megatron_tokenizer import MegatronTokenizer

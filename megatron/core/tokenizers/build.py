@@ -40,14 +40,14 @@ class TokenizerConfig:
 
     vocab_size: int | None = config_field(
         None,
-        help="Number of token ids of the model, including the end of document, before padding; unset: the "
-        "tokenizer's. NullTokenizer requires it, and TikTokenizer truncates its vocabulary to it.",
+        help="Number of token ids of the model, including the end of document, before padding; default: the "
+        "tokenizer's number. NullTokenizer requires it, and TikTokenizer truncates its vocabulary to it.",
         at_least=1,
     )
     tokenizer_type: str | None = config_field(
         None,
-        help="ByteLevelTokenizer needs no file, NullTokenizer reads ids, GPT2BPETokenizer reads --vocab-file and "
-        "--merge-file and is the default if both are given, the others read --tokenizer-model.",
+        help="Type of tokenizer. ByteLevelTokenizer needs no file, NullTokenizer reads ids, GPT2BPETokenizer reads "
+        "--vocab-file and --merge-file and is the default if both are given, the others read --tokenizer-model.",
         choices=AVAILABLE,
     )
     tokenizer_model: str | None = config_field(
@@ -57,10 +57,10 @@ class TokenizerConfig:
     vocab_file: str | None = config_field(None, help="The vocab.json of GPT2BPETokenizer.")
     merge_file: str | None = config_field(None, help="The merges.txt of GPT2BPETokenizer.")
     tiktoken_pattern: str | None = config_field(
-        None, help="How TikTokenizer splits text before merging.", choices=("v2",)
+        None, help="Pattern with which TikTokenizer splits text before merging.", choices=("v2",)
     )
     null_tokenizer_eod_id: int | None = config_field(
-        None, help="End-of-document id of NullTokenizer; unset: the last id.", at_least=0
+        None, help="End-of-document id of NullTokenizer; default: the last id.", at_least=0
     )
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class TokenizerConfig:
         values = {flag: vars(self)[flag[2:].replace("-", "_")] for flag in (*_FILES, *needs)}
         for flag, value in values.items():
             if flag in needs and value is None:
-                raise ValueError(f"--tokenizer-type {self.tokenizer_type} needs {flag}: {needs[flag]}")
+                raise ValueError(f"--tokenizer-type {self.tokenizer_type} requires {flag}: {needs[flag]}")
             if flag not in needs and value is not None:
                 reads = " and ".join(name for name in needs if name in _FILES) or "no file"
                 raise ValueError(
@@ -88,13 +88,13 @@ class TokenizerConfig:
 def build_tokenizer(config: TokenizerConfig) -> BaseTokenizer:
     """Builds the tokenizer. Raises ValueError or OSError for a wrong type, file or vocab_size.
 
-    An error may occur on this rank only, if other nodes have the file, so call it within `all_ranks_agree`.
+    An error may occur on this rank only, if other nodes have the file, so it should be called within `all_ranks_agree`.
     """
     tokenizer = _build(config)
     if config.vocab_size is not None and config.vocab_size < tokenizer.vocab_size:
         raise ValueError(
-            f"--vocab-size is {config.vocab_size}: {tokenizer.name} has {tokenizer.vocab_size} ids; give at least as "
-            "many, or leave the flag out"
+            f"--vocab-size is {config.vocab_size}: {tokenizer.name} has {tokenizer.vocab_size} ids; give at least "
+            "as many, or omit the flag"
         )
     return tokenizer
 

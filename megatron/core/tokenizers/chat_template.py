@@ -1,7 +1,7 @@
 """Renders chats as text with Jinja templates, and finds the characters that the assistant wrote.
 
 Templates use the dialect of transformers: {% generation %} marks the assistant's text, and raise_exception() rejects a
-conversation. They run in a sandbox. Tokenization is not done here.
+conversation. Templates run in a sandbox. This file does not tokenize.
 """
 
 import json
@@ -18,20 +18,20 @@ _BEGIN, _END = "\ufdd0", "\ufdd1"
 _GENERATION = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
 _END_GENERATION = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
 _NO_PREFIX = (
-    "the template writes earlier messages otherwise when later ones follow, so that the assistant's tokens cannot be "
-    "told: mark them in the template with {% generation %} and {% endgeneration %}"
+    "the template renders earlier messages differently when later ones follow, so the assistant's tokens cannot be "
+    "identified: mark them in the template with {% generation %} and {% endgeneration %}"
 )
 # Errors that expressions of a template can raise, such as 1 / 0.
 _ERRORS_OF_TEMPLATES = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 
 
 class ChatTemplateError(ValueError):
-    """An invalid template, or a conversation that the template cannot render."""
+    """Error for an invalid template, or a conversation that the template cannot render."""
 
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """A conversation as text. spans: the (begin, end) of the assistant's text, in characters and in order."""
+    """A conversation as text. spans: (begin, end) of the assistant's text, in characters and in order."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -52,7 +52,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> RenderedChat:
         """Renders a conversation. variables: other inputs of the template, such as tools. Raises ChatTemplateError."""
         if any(mark in json.dumps([messages, variables], ensure_ascii=False, default=str) for mark in (_BEGIN, _END)):
-            raise ChatTemplateError("a message holds U+FDD0 or U+FDD1, which are no characters")
+            raise ChatTemplateError("a message contains U+FDD0 or U+FDD1, which are not characters")
         if self._marks_spans:
             return _without_marks(self._text(messages, variables))
         text = self._text(messages, variables)
@@ -75,7 +75,7 @@ class ChatTemplate:
         try:
             text: str = self._template.render(messages=messages, **given)
         except (jinja2.TemplateError, *_ERRORS_OF_TEMPLATES) as error:
-            raise ChatTemplateError(f"the chat template does not take this conversation: {error}") from error
+            raise ChatTemplateError(f"the chat template does not support this conversation: {error}") from error
         return text
 
 
@@ -84,7 +84,7 @@ def read_template(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ChatTemplateError(f"{path} is no Jinja template: must be text in UTF-8 ({error})") from error
+        raise ChatTemplateError(f"{path} is not a Jinja template: must be UTF-8 text ({error})") from error
 
 
 def _compile(source: str) -> Any:
@@ -92,18 +92,20 @@ def _compile(source: str) -> Any:
         from jinja2 import TemplateSyntaxError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError as error:
-        raise ChatTemplateError(f"chat templates need the package jinja2: {PIP_EXTRA}") from error
+        raise ChatTemplateError(f"chat templates require the package jinja2: {PIP_EXTRA}") from error
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    # strftime_now, which some templates use if available, is left out: the text must not depend on the date.
+    # strftime_now, which some templates use if available, is omitted, because the text must not depend on the date.
     environment.globals |= {"raise_exception": _raise_exception, "assistant_text": _between_marks}
     environment.filters["tojson"] = _to_json
     marked = _GENERATION.sub(r"{%\1 call assistant_text() \2%}", source)
     try:
         return environment.from_string(_END_GENERATION.sub(r"{%\1 endcall \2%}", marked))
     except TemplateSyntaxError as error:
-        raise ChatTemplateError(f"the chat template is no Jinja: {error.message} in line {error.lineno}") from error
+        raise ChatTemplateError(
+            f"the chat template is not valid Jinja: {error.message} in line {error.lineno}"
+        ) from error
 
 
 def _raise_exception(message: str) -> str:
@@ -122,7 +124,7 @@ def _to_json(value: Any, **settings: Any) -> str:
 def _without_marks(text: str) -> RenderedChat:
     pieces = re.split(f"({_BEGIN}|{_END})", text)
     if pieces[1::2] != [_BEGIN, _END] * (len(pieces) // 4):
-        raise ChatTemplateError("the template holds U+FDD0 or U+FDD1, which are no characters, or nests generation")
+        raise ChatTemplateError("the template contains U+FDD0 or U+FDD1, which are not characters, or nests generation")
     spans = []
     begin = 0
     for number, piece in enumerate(pieces[::2]):

@@ -1,4 +1,4 @@
-"""Tokenizers that run in Hugging Face's `tokenizers` library, from local files: no download, no remote code."""
+"""Tokenizers based on Hugging Face's `tokenizers` library, from local files: no downloads, no remote code."""
 
 import json
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>")
 
 
 class LibraryTokenizer(BaseTokenizer):
-    """Wraps a tokenizer of the library; subclasses determine the special ids. name: for error messages."""
+    """Wraps a tokenizer of the library; subclasses determine the special ids. name: used in error messages."""
 
     def __init__(self, tokenizer: Tokenizer, *, name: str) -> None:
         self.name = name
@@ -45,8 +45,8 @@ class LibraryTokenizer(BaseTokenizer):
 class HuggingFaceTokenizer(LibraryTokenizer):
     """The tokenizer of a tokenizer.json, or of the folder that contains one.
 
-    Special ids are those of a tokenizer_config.json in the same folder, or else the first of the usual names that the
-    vocabulary has. As in transformers, `tokenize` adds the special tokens that tokenizer.json configures, such as a
+    Special ids are those of a tokenizer_config.json in the same folder, or otherwise the first of the usual names in
+    the vocabulary. As in transformers, `tokenize` adds the special tokens that tokenizer.json configures, such as a
     leading <s>, and never the end of document. Raises ValueError without an end-of-document token.
     """
 
@@ -59,7 +59,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         self.pad = self._find(named.get("pad_token"), PAD_NAMES)
         eod = self._find(named.get("eos_token"), EOD_NAMES)
         if eod is None:
-            raise ValueError(f"{self._path} has no end-of-document token: must have one of {', '.join(EOD_NAMES)}")
+            raise ValueError(f"{self._path} has no end-of-document token: must contain one of {', '.join(EOD_NAMES)}")
         self.eod = eod
 
     @property
@@ -74,7 +74,9 @@ class HuggingFaceTokenizer(LibraryTokenizer):
 
     @property
     def chat_template(self) -> str | None:
-        """The template of chat_template.jinja in the same folder, or else the default one of tokenizer_config.json."""
+        """The template of chat_template.jinja in the same folder, or otherwise the default one of
+        tokenizer_config.json.
+        """
         file = self._path.with_name("chat_template.jinja")
         if file.is_file():
             return read_template(file)
@@ -89,7 +91,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         marks = [False] * len(found.ids)
         remaining = list(reversed(spans))
         for number, (begin, end) in enumerate(found.offsets):
-            # Bytes of one character share its offsets. With trim_offsets blanks have empty offsets, (end, end).
+            # Bytes of one character share its offsets. With trim_offsets, blanks have empty offsets, (end, end).
             while remaining and remaining[-1][1] <= min(begin, end - 1):
                 remaining.pop()
             marks[number] = bool(remaining) and remaining[-1][0] < end
@@ -105,7 +107,7 @@ def _tokenizer_file(path: str) -> Path:
     if file.is_dir():
         file = file / "tokenizer.json"
     if not file.is_file():
-        raise FileNotFoundError(f"{file} does not exist: --tokenizer-model must name a tokenizer.json or its folder")
+        raise FileNotFoundError(f"{file} does not exist: --tokenizer-model must be a tokenizer.json or its folder")
     return file
 
 
@@ -114,8 +116,8 @@ def _read_tokenizer(path: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_buffer(text)
     except ValueError as error:
-        raise ValueError(f"{path} is no tokenizer.json: {error}") from error
-    # Files of models for short texts may configure both, and documents would be cut or padded.
+        raise ValueError(f"{path} is not a tokenizer.json: {error}") from error
+    # Files of models for short texts may configure both, and documents would be truncated or padded.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -146,7 +148,7 @@ class GPT2BPETokenizer(LibraryTokenizer):
         missing = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(self._vocab))
         if missing:
             # The library would silently drop these bytes.
-            raise ValueError(f"{vocab_file} lacks {len(missing)} of the 256 byte tokens, {missing[0]!r} for one")
+            raise ValueError(f"{vocab_file} lacks {len(missing)} of the 256 byte tokens, for example {missing[0]!r}")
         self.eod = self._vocab[END_OF_TEXT]
 
     @property
@@ -157,12 +159,12 @@ class GPT2BPETokenizer(LibraryTokenizer):
 def _read_bpe(vocab_file: Path, merge_file: Path) -> Tokenizer:
     for path, flag, usual in ((vocab_file, "--vocab-file", "vocab.json"), (merge_file, "--merge-file", "merges.txt")):
         if not path.is_file():
-            raise FileNotFoundError(f"{path} does not exist: {flag} must name a {usual}")
+            raise FileNotFoundError(f"{path} does not exist: {flag} must be a {usual}")
     # BPE.from_file raises a bare Exception, which cannot be handled precisely.
     try:
         vocab = {str(token): int(number) for token, number in json.loads(vocab_file.read_bytes()).items()}
     except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{vocab_file} is no vocab.json, an object of token and id: {error}") from error
+        raise ValueError(f"{vocab_file} is not a vocab.json, an object of tokens and ids: {error}") from error
     merges = _read_merges(merge_file, vocab)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -177,6 +179,6 @@ def _read_merges(path: Path, vocab: dict[str, int]) -> list[tuple[str, str]]:
         if not line or (number == 1 and line.startswith("#version")):
             continue
         if len(words) != 2 or not {*words, "".join(words)} <= vocab.keys():
-            raise ValueError(f"{path}:{number}: {line!r} must be two tokens that make a third one of the vocabulary")
+            raise ValueError(f"{path}:{number}: {line!r} must be two tokens whose merge is in the vocabulary")
         merges.append((words[0], words[1]))
     return merges

@@ -1,4 +1,4 @@
-"""MegatronTokenizer.from_pretrained, by which scripts written for Megatron Core build a tokenizer of ours."""
+"""MegatronTokenizer.from_pretrained, with which scripts written for Megatron Core build one of our tokenizers."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from typing import Any
 from megatron.core.tokenizers.build import TokenizerConfig, build_tokenizer
 from megatron.core.tokenizers.tokenizer import BaseTokenizer, NullTokenizer
 
-# Libraries in the metadata of a tokenizer, and the kind that reads the files of each.
+# Libraries in a tokenizer's metadata, and the tokenizer type that reads the files of each.
 _KINDS = {
     "byte-level": "ByteLevelTokenizer",
     "huggingface": "HuggingFaceTokenizer",
@@ -17,12 +17,12 @@ _KINDS = {
     "tiktoken": "TikTokenizer",
 }
 _NULL = ("null", "null-text")
-# Where Megatron Core keeps a tokenizer's metadata if nobody says.
+# Default location of a tokenizer's metadata in Megatron Core.
 _METADATA = "tokenizer_metadata.json"
 
 
 class MegatronTokenizer:
-    """Builds tokenizers from a path and the metadata beside it. There are no objects of this class."""
+    """Builds tokenizers from a path and the metadata next to it. The class has no instances."""
 
     @staticmethod
     def from_pretrained(
@@ -33,18 +33,18 @@ class MegatronTokenizer:
         vocab_file: str | None = None,
         merges_file: str | None = None,
     ) -> BaseTokenizer:
-        """Returns the tokenizer of a file, folder or number of ids; see TokenizerConfig for the files of each kind.
+        """Builds the tokenizer of a file, folder or number of ids; see TokenizerConfig for the files of each type.
 
-        metadata_path: a dictionary, or the JSON file of one, whose "library" is byte-level, huggingface, megatron,
-        null-text, sentencepiece or tiktoken; None reads tokenizer_metadata.json beside the tokenizer. vocab_size: of
-        null-text, the ids without the end of document, which is one more. vocab_file, merges_file: of megatron, whose
-        tokenizer is GPT-2's. Raises ValueError for another library, for files that a library does not read and for
-        those that are missing; OSError for a file that cannot be read.
+        metadata_path: a dictionary, or a JSON file containing one, whose "library" is byte-level, huggingface,
+        megatron, null-text, sentencepiece or tiktoken; None reads tokenizer_metadata.json next to the tokenizer.
+        vocab_size: for null-text, the number of ids without the end of document, which is added. vocab_file,
+        merges_file: for megatron, whose tokenizer is GPT-2's. Raises ValueError for another library, for files that a
+        library does not read, and for missing files; OSError for a file that cannot be read.
         """
         library = _library_of(tokenizer_path, metadata_path)
         if library in _NULL:
             if vocab_size is None:
-                raise ValueError(f"vocab_size is None: must be the number of token ids of the library {library}")
+                raise ValueError(f"vocab_size is None: must be the number of token ids for the library {library}")
             return NullTokenizer(vocab_size + 1)
         if library not in _KINDS:
             known = ", ".join(sorted({*_KINDS, *_NULL}))
@@ -64,7 +64,9 @@ def _library_of(tokenizer_path: str | None, metadata: str | os.PathLike[str] | d
     if not isinstance(metadata, dict):
         if metadata is None:
             if tokenizer_path is None:
-                raise ValueError("tokenizer_path and metadata_path are None: one of them must say which tokenizer")
+                raise ValueError(
+                    "tokenizer_path and metadata_path are both None: give one of them to select a tokenizer"
+                )
             path = Path(tokenizer_path)
             metadata = (path if path.is_dir() else path.parent) / _METADATA
         metadata = json.loads(Path(metadata).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Tokenizers of two optional packages: SentencePiece models, and tiktoken vocabularies as Megatron reads them."""
+"""Tokenizers of two optional packages: SentencePiece models, and tiktoken vocabularies in Megatron's format."""
 
 import base64
 import binascii
@@ -46,7 +46,7 @@ class SentencePieceTokenizer(BaseTokenizer):
             None if token < 0 else token for token in (self._model.bos_id(), self._model.eos_id(), self._model.pad_id())
         )
         if eos is None:
-            raise ValueError(f"{path} has no </s>: train the model with an eos piece, it ends documents")
+            raise ValueError(f"{path} has no </s>: train the model with an eos piece, which ends documents")
         self.eod, self.bos, self.pad = eos, bos, pad
 
     def tokenize(self, text: str) -> list[int]:
@@ -79,10 +79,10 @@ class Llama2Tokenizer(SentencePieceTokenizer):
     def __init__(self, path: str) -> None:
         super().__init__(path, kind="Llama2Tokenizer")
         if self.bos is None:
-            raise ValueError(f"{path} has no <s>, which Llama2Tokenizer begins documents with")
+            raise ValueError(f"{path} has no <s>, which Llama2Tokenizer puts at the start of documents")
 
     def tokenize(self, text: str) -> list[int]:
-        assert self.bos is not None, "the constructor checks it"
+        assert self.bos is not None, "the constructor checks this"
         return [self.bos, *self.tokenize_piece(text)]
 
 
@@ -90,20 +90,20 @@ def _read_sentencepiece(path: str, *, kind: str) -> Any:
     try:
         import sentencepiece
     except ImportError as error:
-        raise ValueError(f"--tokenizer-type {kind} needs the package sentencepiece: {PIP_EXTRA}") from error
+        raise ValueError(f"--tokenizer-type {kind} requires the package sentencepiece: {PIP_EXTRA}") from error
     if not Path(path).is_file():
-        raise FileNotFoundError(f"{path} does not exist: --tokenizer-model must name a SentencePiece .model file")
+        raise FileNotFoundError(f"{path} does not exist: --tokenizer-model must be a SentencePiece .model file")
     data = Path(path).read_bytes()
     if not data:
-        raise ValueError(f"{path} is no SentencePiece model: it is empty")
+        raise ValueError(f"{path} is not a SentencePiece model: it is empty")
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=data)
     except RuntimeError as error:
-        raise ValueError(f"{path} is no SentencePiece model") from error
+        raise ValueError(f"{path} is not a SentencePiece model") from error
 
 
 class TikTokenizer(BaseTokenizer):
-    """Uses the ranks of a file plus 1000 as ids. The file is Megatron's JSON list or has OpenAI's .tiktoken lines.
+    """Uses the ranks of a file plus 1000 as ids. The file contains Megatron's JSON list or OpenAI's .tiktoken lines.
 
     vocab_size: number of ids, including special tokens; the last ranks of a larger file are dropped. None means all, up
     to 2**17 as in Megatron. The characters of a special token within a text are tokenized as text.
@@ -116,8 +116,8 @@ class TikTokenizer(BaseTokenizer):
         self.vocab_size = min(available, LARGEST_VOCAB) if vocab_size is None else vocab_size
         if not NUM_SPECIAL_TOKENS + 256 <= self.vocab_size <= available:
             raise ValueError(
-                f"--vocab-size is {vocab_size}: {self.name} takes {NUM_SPECIAL_TOKENS + 256} to {available} "
-                f"({NUM_SPECIAL_TOKENS} special tokens and {len(ranks)} ranks); or leave the flag out"
+                f"--vocab-size is {vocab_size}: {self.name} supports {NUM_SPECIAL_TOKENS + 256} to {available} "
+                f"({NUM_SPECIAL_TOKENS} special tokens and {len(ranks)} ranks); or omit the flag"
             )
         kept = ranks[: self.vocab_size - NUM_SPECIAL_TOKENS]
         # Merging depends only on the order of ranks, so shifted ranks merge identically and serve as ids.
@@ -125,7 +125,7 @@ class TikTokenizer(BaseTokenizer):
         try:
             import tiktoken
         except ImportError as error:
-            raise ValueError(f"--tokenizer-type TikTokenizer needs the package tiktoken: {PIP_EXTRA}") from error
+            raise ValueError(f"--tokenizer-type TikTokenizer requires the package tiktoken: {PIP_EXTRA}") from error
         self._encoding = tiktoken.Encoding(
             name=self.name, pat_str=PATTERN, mergeable_ranks=shifted, special_tokens=self.special_tokens
         )
@@ -137,7 +137,7 @@ class TikTokenizer(BaseTokenizer):
         return {text: token for token, text in enumerate((*SPECIAL_TOKENS, *fillers))}
 
     def tokenize(self, text: str) -> list[int]:
-        """Returns the ids of a text. Splits runs of 100,000 blanks, since longer ones can crash the library."""
+        """Returns the ids of a text. Splits runs of 100,000 blanks, because longer ones can crash the library."""
         if len(text) <= _MOST_BLANKS:
             return self._encode(text)
         return list(itertools.chain.from_iterable(map(self._encode, _MANY_BLANKS.split(text))))
@@ -160,21 +160,23 @@ class TikTokenizer(BaseTokenizer):
 def _read_ranks(path: Path) -> list[bytes]:
     """Reads the bytes of each rank. Raises OSError, or ValueError for an unknown format or a missing rank or byte."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: --tokenizer-model must name a .json or .tiktoken vocabulary")
+        raise FileNotFoundError(f"{path} does not exist: --tokenizer-model must be a .json or .tiktoken vocabulary")
     data = path.read_bytes()
     try:
         pairs = _of_json(data) if data.lstrip()[:1] == b"[" else _of_lines(data)
     except (ValueError, KeyError, TypeError, binascii.Error) as error:
         raise ValueError(
-            f"{path} is no tiktoken vocabulary: must be a JSON list of objects with rank and token_bytes, "
-            f"or lines of base64 and rank ({error})"
+            f"{path} is not a tiktoken vocabulary: must be a JSON list of objects with rank and token_bytes, or "
+            f"lines of base64 and rank ({error})"
         ) from error
     tokens = [token for _, token in sorted(pairs)]
     if sorted(rank for rank, _ in pairs) != list(range(len(pairs))) or len(set(tokens)) < len(tokens):
-        raise ValueError(f"{path} has {len(pairs)} tokens: ranks must be 0 to {len(pairs) - 1}, tokens all different")
+        raise ValueError(
+            f"{path} has {len(pairs)} tokens: ranks must be 0 to {len(pairs) - 1}, and all tokens must differ"
+        )
     missing = {bytes([byte]) for byte in range(256)} - set(tokens[:256])
     if missing:
-        raise ValueError(f"{path}: the first 256 ranks must be the single bytes; {min(missing)!r} is not there")
+        raise ValueError(f"{path}: the first 256 ranks must be the single bytes; {min(missing)!r} is missing")
     return tokens
 
 

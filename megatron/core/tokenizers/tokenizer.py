@@ -1,4 +1,4 @@
-"""The interface of tokenizers, the base class of those in this package, and the two that need no other library."""
+"""The interface of tokenizers, the base class of this package's tokenizers, and the two that need no other library."""
 
 import functools
 import itertools
@@ -14,14 +14,14 @@ NUM_BYTES = 256
 
 
 class Tokenizer(Protocol):
-    """The tokenizer interface that the framework uses. Ids lie in [0, vocab_size); `name` appears in error messages."""
+    """The tokenizer interface that the framework uses. Ids are in [0, vocab_size); `name` is used in error messages."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, including special ones, without the padding of the model's vocabulary."""
+        """Number of ids, including special ids, excluding the padding of the model's vocabulary."""
         ...
 
     @property
@@ -41,14 +41,14 @@ class Tokenizer(Protocol):
 
 
 def vocab_size_with_padding(vocab_size: int, *, divisible_by: int, tensor_parallel_size: int = 1) -> int:
-    """Returns `vocab_size` rounded up so that each tensor-parallel rank has a multiple of `divisible_by` rows."""
+    """Rounds `vocab_size` up so that each tensor-parallel rank has a multiple of `divisible_by` rows."""
     multiple = divisible_by * tensor_parallel_size
     return -(-vocab_size // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class MarkedTokens:
-    """Token ids, and whether each lies in one of the marked spans of the text."""
+    """Token ids, and whether each is in one of the marked spans of the text."""
 
     ids: list[int]
     marks: list[bool]
@@ -146,7 +146,7 @@ class BaseTokenizer(ABC):
 
     @functools.cached_property
     def _special_pattern(self) -> re.Pattern[str]:
-        # Cached, since there may be a thousand special tokens and a chat has many pieces.
+        # Cached, because there may be a thousand special tokens and a chat has many pieces.
         longest_first = sorted(self.special_tokens, key=len, reverse=True)
         return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
@@ -204,7 +204,7 @@ class NullTokenizer(BaseTokenizer):
         ids = []
         for word in text.split():
             if not (word.isascii() and word.isdigit()) or int(word) >= self.vocab_size:
-                raise ValueError(f"{word[:40]!r} is no token of the {self.name}: must be 0 to {self.vocab_size - 1}")
+                raise ValueError(f"{word[:40]!r} is not a token of the {self.name}: must be 0 to {self.vocab_size - 1}")
             ids.append(int(word))
         return ids
 

@@ -1,4 +1,4 @@
-"""The transformer: its configuration, specs, layers and block; models are in ../models."""
+"""The transformer: its configuration, specs, layers and block. Models are in ../models."""
 
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec

@@ -1,6 +1,6 @@
 """Offloads activations to host memory after forward and fetches them one layer ahead of backward.
 
-Holds the plan of the offloaded parts, the offloader and its persistent host buffers. The settings are in
+It contains the plan of the offloaded parts, the offloader and its persistent host buffers. The settings are in
 offload_config.py.
 """
 
@@ -26,8 +26,8 @@ _MIN_BUFFER_BYTES = 4096
 def plan_offload(config: OffloadConfig, has_experts: Sequence[bool]) -> list[frozenset[str]]:
     """Returns the offloaded parts of each layer, in order. WHOLE_LAYER stands for all parts of a layer.
 
-    The last layer is never offloaded, since its backward follows immediately. If only a fraction of the parts is
-    offloaded, the first ones are chosen, since their activations are kept longest.
+    The last layer is never offloaded, because its backward follows immediately. If only a fraction of the parts is
+    offloaded, the first ones are chosen, because their activations are kept longest.
     """
     num_layers = len(has_experts)
     if config.cpu_offloading_num_layers:
@@ -55,7 +55,7 @@ class ActivationOffloader:
     """
 
     def __init__(self, owner: nn.Module, device: torch.device, *, min_elements: int) -> None:
-        """Creates an offloader without host buffers.
+        """Creates an offloader with no host buffers yet.
 
         owner: module whose parameters and buffers are not offloaded; min_elements: smaller tensors stay on the device.
         """
@@ -68,7 +68,7 @@ class ActivationOffloader:
 
     @contextmanager
     def telling(self, told: "Callable[[SavedTensor], None]") -> Iterator[None]:
-        """Inside the block, calls `told` with each SavedTensor, which lives until autograd releases it."""
+        """Calls `told`, inside the block, with each SavedTensor, which lives until autograd releases it."""
         self._told = told
         try:
             yield
@@ -78,7 +78,7 @@ class ActivationOffloader:
     def begin_pass(self) -> None:
         """Starts a forward pass. Must be called before its first layer."""
         owned = [*self._owner.parameters(), *self._owner.buffers()]
-        # Identified by the storage object, since storages on the meta device have no address.
+        # Identified by the storage object, because storages on the meta device have no address.
         self._pass = _Pass(frozenset(tensor.untyped_storage()._cdata for tensor in owned))
 
     @contextmanager
@@ -100,7 +100,7 @@ class ActivationOffloader:
             with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
                 yield
             if moves:
-                # Not in pack: a block may be saved as several tensors, and may still be modified.
+                # Not done in pack, because a block may be saved as several tensors, and may still be modified.
                 self._move_out(saved)
         finally:
             # Autograd keeps `pack`, and so this list, as long as the saved tensors.
@@ -127,8 +127,8 @@ class ActivationOffloader:
         for one, tensor in saved:
             if tensor._version != one.block.version:
                 raise RuntimeError(
-                    f"a tensor of shape {list(tensor.shape)} that backward needs was changed in place by the part of "
-                    "the layer that saved it, so it cannot be offloaded"
+                    f"a tensor of shape {list(tensor.shape)} that backward needs was changed in place by the part "
+                    "of the layer that saved it, so it cannot be offloaded"
                 )
             users.setdefault(one.block, []).append((one, tensor))
         for block, readers in users.items():
@@ -176,14 +176,18 @@ class ActivationOffloader:
         return empty.set_(block.storage, offset, size, stride)
 
     def _reach(self, current: "_Pass", layer: int) -> None:
-        """Fetches the blocks of the layer that backward has reached and of the layer that follows in backward."""
+        """Fetches the blocks of the layer that backward has reached and of the next layer in backward."""
         if self.bytes_out == 0:
             raise ValueError(
-                f"min_offloaded_tensor_size is {self._min_elements} elements and the largest tensor that the offloaded "
-                f"parts save has {self._largest}: lower it, or turn offloading off"
+                (
+                    f"min_offloaded_tensor_size is {self._min_elements} elements, but the largest tensor saved by the "
+                    f"offloaded parts has {self._largest}: lower it, or disable offloading"
+                )
                 if self._largest
-                else "nothing to offload: the parts selected by offload_modules or cpu_offloading_num_layers save no "
-                "activations, which is the case for frozen layers; select other parts, or turn offloading off"
+                else (
+                    "nothing to offload: the parts selected by offload_modules or cpu_offloading_num_layers save "
+                    "no activations, which is the case for frozen layers; select other parts, or disable offloading"
+                )
             )
         current.reached = layer
         earlier = max((one for one in current.layers if one < layer), default=layer)
@@ -226,7 +230,7 @@ class _Block:
         self.host: Tensor | None = None
         self.arrived: Any = None
         self.give_back: weakref.finalize[Any, Any] | None = None
-        # Keeps the address reserved: a new storage at the same address would be mistaken for this one.
+        # Keeps the address reserved, because a new storage at the same address would be mistaken for this one.
         self._address_kept = StorageWeakRef(storage)
 
 
@@ -245,7 +249,7 @@ class _Pass:
 
 
 class SavedTensor:
-    """Replaces a tensor that autograd saves. view: offset, size and stride, in elements."""
+    """Replacement for a tensor that autograd saves. view: offset, size and stride, in elements."""
 
     __slots__ = ("block", "current", "layer", "dtype", "view", "__weakref__")
 
@@ -269,7 +273,7 @@ def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
 class HostBuffers:
     """Pool of persistent host buffers of a few sizes, which are reused because pinning memory is slow.
 
-    free_bytes + lent_bytes is the size of all buffers that were allocated.
+    free_bytes + lent_bytes is the total size of all allocated buffers.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -289,7 +293,7 @@ class HostBuffers:
 
     def give_back(self, buffer: Tensor) -> None:
         """Returns a lent buffer, [N], uint8, to the pool. Copies from it may be pending, but no others may start."""
-        # All copies use one stream, so the next user's copy into the buffer runs after the pending ones.
+        # All copies use one stream, so the next user's copy into the buffer runs after pending copies.
         self._free[buffer.numel()].append(buffer)
         self.free_bytes += buffer.numel()
         self.lent_bytes -= buffer.numel()

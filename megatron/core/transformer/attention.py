@@ -1,6 +1,6 @@
 """Attention layers: projections around an attention core, and self-attention with grouped queries.
 
-The core has masks and kernels. Multi-latent attention is in multi_latent_attention.py.
+Masks and kernels belong to the core. Multi-latent attention is in multi_latent_attention.py.
 """
 
 import math
@@ -29,7 +29,7 @@ from megatron.core.transformer.rope import RotaryTable, apply_rotary_pos_emb, sp
 from megatron.core.transformer.spec_utils import build_module, build_offering
 from megatron.core.transformer.transformer_config import TransformerConfig, require_sizes
 
-# query [S, B, N, D], key [S, B, G, D], value [S, B, G, E]; with a gate over the output also [S, B, G, N / G, D].
+# query [S, B, N, D], key [S, B, G, D], value [S, B, G, E]; with a gate on the output also [S, B, G, N / G, D].
 QueryKeyValue = tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -58,9 +58,9 @@ class Attention(MegatronModule):
         offered: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """Builds the core. cp_comm_type: None means the configuration's of the layer.
+        """Builds the core. cp_comm_type: None means the configured value of the layer.
 
-        offered, options: further arguments of the core: those that it may leave out, and those that it must take.
+        offered: arguments that the core may omit. options: arguments that it must accept.
         """
         config = self.config
         kind = cp_comm_type or config.cp_comm_type_of_layer(layer_number)
@@ -72,8 +72,9 @@ class Attention(MegatronModule):
         if config.watches_logits:
             if not isinstance(self.core_attention, DotProductAttention):
                 raise ValueError(
-                    f"qk_clip or log_max_attention_logit is True and the attention core is a "
-                    f"{type(self.core_attention).__name__}: must be a DotProductAttention, which finds largest scores"
+                    "qk_clip or log_max_attention_logit is True and the attention core is a "
+                    f"{type(self.core_attention).__name__}: must be a DotProductAttention, which computes the "
+                    "largest scores"
                 )
             self.largest_logits = self.core_attention.largest_logits
         self.attn_mask_type = attn_mask_type
@@ -113,7 +114,7 @@ class Attention(MegatronModule):
         *,
         inference_params: Any = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Computes attention of the tokens to each other.
+        """Computes self-attention.
 
         hidden_states: [S, B, H], parameter dtype; attention_mask: bool, True where attention is forbidden, or None;
         packed_seq_params: segments that restrict attention. Returns [S, B, H], same dtype, and the bias [H] that the
@@ -165,12 +166,12 @@ class Attention(MegatronModule):
     def _projected(self, hidden_states: Tensor, rotary_pos_emb: RotaryTable | None) -> QueryKeyValue:
         """Projects [S, B, H], parameter dtype -> query [S, B, N, D], key [S, B, G, D] and value [S, B, G, E].
 
-        Queries and keys are rotated.
+        Applies rotary positions to queries and keys.
         """
         raise NotImplementedError
 
     def clip_factors(self, largest: Tensor) -> Tensor:
-        """Returns threshold / largest where that is below 1, else 1, also for scores that are not finite: [N], fp64.
+        """Computes threshold / largest where that is below 1, otherwise 1, also for non-finite scores: [N], fp64.
 
         largest: [N], fp64, the largest score of each of this rank's heads.
         """
@@ -178,25 +179,25 @@ class Attention(MegatronModule):
         return torch.where((largest > threshold) & largest.isfinite(), threshold / largest, torch.ones_like(largest))
 
     def row_factors(self, factors: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
-        """Returns parameters of projections with factors of their rows: [rows], fp64; factors: [N], fp64, of heads.
+        """Returns parameters of projections with factors of their rows: [rows], fp64; factors: [N], fp64, one per head.
 
-        Scaled by them, the scores of a head are its factor times what they were. Raises ValueError for a layer that
-        does not say which rows these are.
+        Scaling the rows multiplies the scores of each head by its factor. Raises ValueError for a layer that does not
+        define which rows these are.
         """
-        raise ValueError(
-            f"qk_clip is True and {type(self).__name__} has no row_factors: define it, or leave qk_clip off"
-        )
+        raise ValueError(f"qk_clip is True and {type(self).__name__} has no row_factors: define it, or disable qk_clip")
 
     @torch.no_grad()
     def clip_qk(self) -> None:
-        """Scales the projections of heads whose scores have exceeded qk_clip_threshold since the last call (qk_clip).
+        """Scales down the projections of heads whose scores have exceeded qk_clip_threshold since the last call
+        (qk_clip).
 
-        For training loops with an optimizer of their own, after its step; this rank's scores alone count. Optimizers of
-        get_megatron_optimizer clip within their step, over all ranks, after which this changes nothing. Raises
-        ValueError if qk_clip is off, or if an optimizer holds masters of a projection that are not whole here.
+        Intended for custom training loops with their own optimizer, to be called after its step; only this rank's
+        scores are used. Optimizers of get_megatron_optimizer clip within their step, over all ranks, after which this
+        changes nothing. Raises ValueError if qk_clip is False, or if an optimizer's masters of a projection are not
+        whole on this rank.
         """
         if not self.config.qk_clip:
-            raise ValueError("clip_qk was called and qk_clip is False: must be True")
+            raise ValueError("clip_qk was called, but qk_clip is False: must be True")
         if self.largest_logits is None or self.largest_logits.values is None:
             return
         for param, rows in self.row_factors(self.clip_factors(self.largest_logits.values)):
@@ -204,7 +205,9 @@ class Attention(MegatronModule):
             main = vars(param).get("main_param")
             if main is not None:
                 if main.shape != param.shape:
-                    raise ValueError("clip_qk: masters of a projection are in parts: let the optimizer's step clip")
+                    raise ValueError(
+                        "clip_qk: the masters of a projection are distributed over ranks: let the optimizer's step clip"
+                    )
                 param.copy_(main.mul_(factors))
             else:
                 param.mul_(factors)
@@ -235,7 +238,8 @@ class SelfAttention(Attention):
     """Self-attention with grouped queries.
 
     The rows of linear_qkv are ordered by key/value group: its queries, then with attention_output_gate as many gates,
-    then its key, then its value. Tensor-parallel ranks hold whole groups; num_groups is the number of this rank's.
+    then its key, then its value. Tensor-parallel ranks hold whole groups; num_groups is the number of groups on this
+    rank.
     """
 
     def __init__(
@@ -249,8 +253,10 @@ class SelfAttention(Attention):
         pp_layer_offset: int | None = None,
         name: str | None = None,
     ) -> None:
-        """layer_number: from 1 over the whole model. attn_mask_type: as of the core; padding hides nothing by itself.
-        cp_comm_type: None means the configuration's of the layer. pp_layer_offset, name: accepted, without effect.
+        """Builds the projections, the core and the optional norms.
+
+        layer_number: from 1 over the whole model. attn_mask_type: see the core; padding masks nothing by itself.
+        cp_comm_type: None means the configured value of the layer. pp_layer_offset, name: accepted without effect.
         """
         super().__init__(config, num_heads=config.num_attention_heads, pg_collection=pg_collection)
         assert config.kv_channels is not None and config.num_query_groups is not None
@@ -294,7 +300,7 @@ class SelfAttention(Attention):
         """Projects [S, B, H], parameter dtype -> query [S, B, N, D], key and value [S, B, G, D], not yet rotated.
 
         Under tensor parallelism N and G are this rank's heads and groups. S is the whole sequence in the result.
-        output_gate: must be attention_output_gate; True returns the gates, [S, B, G, N / G, D], as a fourth.
+        output_gate: must equal attention_output_gate; True returns the gates, [S, B, G, N / G, D], as a fourth tensor.
         split_qkv: False returns the projection [S, B, G, (q + 2) D], or [S, B, G, (2 q + 2) D] with gates, and the
         widths of queries, gates, key and value in it. key_value_states: must be None.
         """
@@ -302,8 +308,8 @@ class SelfAttention(Attention):
         require_defaults("get_query_key_value_tensors", why, key_value_states=(key_value_states, None))
         if output_gate != self.config.attention_output_gate:
             raise ValueError(
-                f"output_gate is {output_gate} and attention_output_gate {self.config.attention_output_gate}: must be "
-                "the same, since the projection has the rows of gates or has not"
+                f"output_gate is {output_gate} and attention_output_gate is {self.config.attention_output_gate}: "
+                "must be equal, because the projection either has rows for gates or not"
             )
         if split_qkv:
             return self._projected(hidden_states, None)
@@ -331,11 +337,12 @@ class SelfAttention(Attention):
         return (query, key, value.squeeze(3), gate) if self.gates_per_group else (query, key, value.squeeze(3))
 
     def row_factors(self, factors: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
-        """Returns the factors of the rows of linear_qkv, weight and bias: [rows], fp64; factors: [N], fp64, of heads.
+        """Returns the factors of the rows of linear_qkv, weight and bias: [rows], fp64; factors: [N], fp64, one per
+        head.
 
         A group's key is shared by its query heads, so it gets the smallest factor of the group to the power 1 - alpha.
-        Each of these query heads gets what is then missing to its own factor, in all: factor / key's. That is factor
-        to the power alpha for the largest head, and more than 1 for heads below the threshold, whose scores stay.
+        Each of these query heads gets its own factor divided by the key's. This is factor to the power alpha for the
+        largest head, and more than 1 for heads below the threshold, whose scores stay unchanged.
         """
         of_groups = factors.view(self.num_groups, self.queries_per_group)
         of_keys = of_groups.amin(1, keepdim=True) ** (1 - self.config.qk_clip_alpha)
@@ -365,7 +372,7 @@ class SelfAttention(Attention):
         return pieces
 
     def weight_matrices(self) -> dict[str, list[MatrixWindow]]:
-        """Describes linear_qkv as matrices: the queries, gates (if there are any), keys and values of all groups."""
+        """Describes linear_qkv as matrices: the queries, gates (if any), keys and values of all groups."""
         pieces = self._qkv_pieces("linear_qkv.weight", (self.config.hidden_size,))
         return {"linear_qkv.weight": [MatrixWindow(p.shape, p.stride, p.storage_offset) for p in pieces]}
 
@@ -393,5 +400,5 @@ class SelfAttention(Attention):
 
 
 def _require_self_attention(**arguments: Any) -> None:
-    why = "only self-attention in training exists here, with a table in rotary_pos_emb and no bias of scores"
+    why = "only self-attention in training is supported, with a table in rotary_pos_emb and no bias on scores"
     require_defaults("attention", why, **{name: (value, None) for name, value in arguments.items()})

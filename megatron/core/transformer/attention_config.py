@@ -1,4 +1,4 @@
-"""Settings of self-attention and of multi-latent attention. The model has the type of positions."""
+"""Settings of self-attention and of multi-latent attention. The type of positions is a setting of the model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,20 +12,22 @@ from megatron.core.transformer.layer_pattern import parse_layer_pattern
 
 @dataclass(kw_only=True)
 class AttentionConfig:
-    """Settings of attention layers: heads, widths, rotation, windows, exchange between ranks."""
+    """Settings of attention layers: heads, widths, rotation, windows, communication between ranks."""
 
     cli_group: ClassVar[str] = "attention"
 
     num_attention_heads: int = config_field(0, cli_default=None, help="Query heads of each layer.", at_least=0)
     num_query_groups: int | None = config_field(
         None,
-        help="Key/value heads of each layer, with --group-query-attention (unset: 1); without it one per query head.",
+        help="Key/value heads of each layer, with --group-query-attention (default 1); otherwise one per query head.",
         at_least=1,
     )
     kv_channels: int | None = config_field(
-        None, help="Width of one head; unset: hidden size / attention heads.", at_least=1
+        None, help="Width of one head; default: hidden size / attention heads.", at_least=1
     )
-    attention_dropout: float = config_field(0.1, help="Dropout of attention probabilities.", at_least=0, less_than=1)
+    attention_dropout: float = config_field(
+        0.1, help="Dropout probability of attention probabilities.", at_least=0, less_than=1
+    )
     attention_backend: AttnBackend = config_field(
         AttnBackend.auto,
         help="Attention kernel: auto lets torch choose; unfused and local are an fp32 reference.",
@@ -36,64 +38,64 @@ class AttentionConfig:
         True,
         cli_default=False,
         flags=("--attention-softmax-in-fp32",),
-        help="Softmax of attention in fp32, which every kernel here does with or without it.",
+        help="Compute the softmax of attention in fp32. No effect, because every kernel here does so.",
     )
     softmax_scale: float | None = config_field(
-        None, flags=(), more_than=0, help="Factor of the scores of attention; unset: 1 / sqrt(kv_channels)."
+        None, flags=(), more_than=0, help="Factor of the attention scores; default: 1 / sqrt(kv_channels)."
     )
     softmax_type: str = config_field(
         "vanilla",
-        help="What joins the sum of attention's softmax beside the scores: nothing, exp(0) (off-by-one), or exp of a "
-        "learned logit of each head, a sink (learnable).",
+        help="Additional term in the denominator of attention's softmax: none (vanilla), exp(0) (off-by-one), or "
+        "exp of a learned logit per head, a sink (learnable).",
         choices=("vanilla", "off-by-one", "learnable"),
     )
     add_qkv_bias: bool = config_field(
-        False, help="Bias of the query, key and value projection where other layers have none."
+        False, help="Add a bias to the query, key and value projection even if other layers have none."
     )
     qk_layernorm: bool = config_field(
-        False, help="Norm of each query and key over the width of its head, before positions enter."
+        False, help="Normalize each query and key over the width of its head, before positions are applied."
     )
     qk_clip: bool = config_field(
         False,
-        help="After each step, scale down the query and key projections of heads with a score above "
-        "--qk-clip-threshold in it, as MuonClip does.",
+        help="After each step, scale down the query and key projections of heads whose scores exceeded "
+        "--qk-clip-threshold, as in MuonClip.",
     )
     qk_clip_alpha: float = config_field(
         0.5,
-        help="Share of queries in the factor of --qk-clip, as its power; keys have the rest.",
+        help="Exponent of the --qk-clip factor for queries; keys get the remainder.",
         at_least=0,
         at_most=1,
     )
-    qk_clip_threshold: float = config_field(100, help="Largest score that --qk-clip allows.", more_than=0)
+    qk_clip_threshold: float = config_field(100, help="Maximum score that --qk-clip allows.", more_than=0)
     log_max_attention_logit: bool = config_field(
-        False, help="Log the largest score of attention in each step, over all layers and heads."
+        False, help="Log the largest attention score of each step, over all layers and heads."
     )
     attention_output_gate: bool = config_field(
         False,
-        help="Attention's output is multiplied by the sigmoid of a gate, which the projection of queries, keys and "
-        "values computes for each query head and channel.",
+        help="Multiply attention's output by the sigmoid of a gate, which the query, key and value projection "
+        "computes for each query head and channel.",
     )
     rotary_interleaved: bool = config_field(
-        False, help="Neighbouring channels rotate against each other instead of the halves of a head."
+        False, help="Rotate neighbouring channels as pairs instead of the two halves of a head."
     )
     window_size: tuple[int, int] | list[int] | None = config_field(
         None,
-        help="Sliding window LEFT,0: a token sees itself and LEFT tokens before it; LEFT -1 is no limit.",
+        help="Sliding window LEFT,0: a token attends to itself and LEFT tokens before it; LEFT -1 means no limit.",
         at_least=-1,
         parse=lambda word: parse_window_size(word),  # defined below
     )
     window_attn_skip_freq: int | list[int] | str | None = config_field(
         None,
-        help="Layers without the window: every Nth, or a pattern such as [1]*3+[0] with 0 for them; unset: none.",
+        help="Layers without the window: every Nth, or a pattern such as [1]*3+[0] with 0 for them; default: none.",
         parse=partial(parse_layer_pattern, field="window_attn_skip_freq"),
     )
 
     cp_comm_type: list[str] | str | None = config_field(
         None,
         cli_default="p2p",
-        help="How ranks that share sequences attend to each other's tokens, for all layers or one word each: keys and "
-        "values pass from rank to rank (p2p) or are gathered (all_gather), heads change places (a2a), or the last "
-        "between neighbours and the first between groups of them (a2a+p2p).",
+        help="Communication between ranks that share sequences, one value for all layers or one per layer: keys and "
+        "values are passed around a ring (p2p) or gathered (all_gather), heads are exchanged (a2a), or heads "
+        "are exchanged within groups of neighbours and keys and values passed between the groups (a2a+p2p).",
         choices=("p2p", "all_gather", "a2a", "a2a+p2p"),
     )
 
@@ -102,7 +104,7 @@ class AttentionConfig:
 
     @property
     def watches_logits(self) -> bool:
-        """Returns whether attention finds the largest score of each head in training."""
+        """Returns whether attention computes the largest score of each head in training."""
         return self.qk_clip or self.log_max_attention_logit
 
     def cp_comm_type_of_layer(self, layer_number: int) -> str:
@@ -136,7 +138,7 @@ class MLAConfig:
     )
     q_lora_rank: int | None = config_field(
         None,
-        help="Width to which queries are first projected; unset: they are computed from the hidden state.",
+        help="Width to which queries are first projected; default: they are computed from the hidden state.",
         at_least=1,
     )
     kv_lora_rank: int = config_field(
@@ -180,18 +182,18 @@ def validate_attention(config: AttentionConfig, *, hidden_size: int, num_layers:
 
 
 def validate_qk_clip(config: AttentionConfig, *, multi_latent_attention: bool) -> None:
-    """Raises ValueError for settings of qk_clip without it, and for norms that would undo it."""
+    """Raises ValueError for settings of qk_clip without qk_clip, and for norms that would undo it."""
     if not config.qk_clip:
         for name, value, default in (
             ("alpha", config.qk_clip_alpha, 0.5),
             ("threshold", config.qk_clip_threshold, 100),
         ):
             if value != default:
-                raise ValueError(f"qk_clip_{name} is {value}: needs qk_clip")
+                raise ValueError(f"qk_clip_{name} is {value}: requires qk_clip")
     elif config.qk_layernorm and not multi_latent_attention:
         raise ValueError(
-            "qk_clip and qk_layernorm are both True: norms of queries and keys undo the scale of their projections, so "
-            "one of them must be False"
+            "qk_clip and qk_layernorm are both True: norms of queries and keys undo the scale of their projections, "
+            "so set only one of them"
         )
 
 
@@ -200,50 +202,52 @@ def validate_context_parallel(
 ) -> set[str]:
     """Returns the values of cp_comm_type that layers use. levels: hierarchical_context_parallel_sizes.
 
-    Raises ValueError unless there is one value, or one per layer. Raises it also for dropout with values that do not
-    support dropout over several ranks, for a2a+p2p over several ranks without two levels, and for levels without
-    a2a+p2p.
+    Raises ValueError unless there is one value, or one per layer, and also for dropout with values that do not support
+    dropout over several ranks, for a2a+p2p over several ranks without two levels, and for levels without a2a+p2p.
     """
     if isinstance(config.cp_comm_type, list) and len(config.cp_comm_type) not in (1, num_layers):
         raise ValueError(
-            f"cp_comm_type has {len(config.cp_comm_type)} values: must have 1, or one for each of {num_layers} layers"
+            f"cp_comm_type has {len(config.cp_comm_type)} values: must have 1, or one for each of the {num_layers} "
+            "layers"
         )
     used = {config.cp_comm_type_of_layer(number) for number in range(1, num_layers + 1)}
     without_dropout = used - {"a2a"}
     if context_parallel_size > 1 and without_dropout and config.attention_dropout > 0:
         raise ValueError(
             f"attention_dropout is {config.attention_dropout}, context_parallel_size is {context_parallel_size} and "
-            f"cp_comm_type is {min(without_dropout)}, which has no dropout: set attention_dropout to 0, or "
-            "cp_comm_type to a2a if the ranks divide the number of heads"
+            f"cp_comm_type is {min(without_dropout)}, which does not support dropout: set attention_dropout to 0, "
+            "or cp_comm_type to a2a if the number of ranks divides the number of heads"
         )
     if "a2a+p2p" not in used and levels is not None:
         raise ValueError(
             f"hierarchical_context_parallel_sizes is {list(levels)} and cp_comm_type is {', '.join(sorted(used))}: "
-            "only a2a+p2p has levels, set cp_comm_type to it or leave the sizes unset"
+            "only a2a+p2p has levels, so use a2a+p2p or do not set the sizes"
         )
     if "a2a+p2p" in used and (levels is not None or context_parallel_size > 1) and len(levels or ()) != 2:
         raise ValueError(
             f"cp_comm_type is a2a+p2p, context_parallel_size is {context_parallel_size} and "
             f"hierarchical_context_parallel_sizes is {levels}: must be two sizes whose product is "
-            "context_parallel_size, the ranks that exchange heads and the ranks of a ring"
+            "context_parallel_size, the number of ranks that exchange heads and of ranks in a ring"
         )
     return used
 
 
 def validate_window(config: AttentionConfig, *, num_layers: int) -> None:
-    """Raises ValueError for a window that looks ahead, or a window_attn_skip_freq that does not fit the model."""
+    """Raises ValueError for a window that looks ahead, or a window_attn_skip_freq that is inconsistent
+    with the model.
+    """
     size, freq = config.window_size, config.window_attn_skip_freq
     if size is not None and (len(size) != 2 or size[1] > 0 or {type(number) for number in size} != {int}):
-        raise ValueError(f"window_size is {size}: must be (left, 0) in tokens, layers do not look ahead")
+        raise ValueError(f"window_size is {size}: must be (left, 0) in tokens, because layers do not look ahead")
     if freq is None:
         return
     if size is None:
-        raise ValueError(f"window_attn_skip_freq is {freq}, but window_size is not given: give both or none")
+        raise ValueError(f"window_attn_skip_freq is {freq}, but window_size is not given: give both or neither")
     if isinstance(freq, int) and freq < 1:
         raise ValueError(f"window_attn_skip_freq is {freq}: must be at least 1")
     if isinstance(freq, list) and (len(freq) != num_layers or not set(freq) <= {0, 1}):
         raise ValueError(
-            f"window_attn_skip_freq is {freq}: must have a 1 (window) or 0 (none) for each of {num_layers} layers"
+            f"window_attn_skip_freq is {freq}: must have a 1 (window) or 0 (none) for each of the {num_layers} layers"
         )
 
 
@@ -256,27 +260,32 @@ def validate_mla(
     attention_output_gate: bool,
     rotary_interleaved: bool,
 ) -> None:
-    """Raises ValueError for widths without latent attention, and for settings that it does not support."""
+    """Raises ValueError for widths without latent attention, and for settings that latent attention does
+    not support.
+    """
     if not config.multi_latent_attention:
         for name, default in vars(MLAConfig()).items():
             if vars(config)[name] != default:
-                raise ValueError(f"{name} is {vars(config)[name]}: needs multi_latent_attention")
+                raise ValueError(f"{name} is {vars(config)[name]}: requires multi_latent_attention")
         return
     if config.qk_pos_emb_head_dim % 2:
-        raise ValueError(f"qk_pos_emb_head_dim is {config.qk_pos_emb_head_dim}: must be even, channels rotate in pairs")
+        raise ValueError(
+            f"qk_pos_emb_head_dim is {config.qk_pos_emb_head_dim}: must be even, because channels rotate in pairs"
+        )
     if num_query_groups not in (None, num_attention_heads):
         raise ValueError(
             f"num_query_groups is {num_query_groups} and multi_latent_attention is True: each of the "
-            f"{num_attention_heads} heads has keys of its own, must be unset"
+            f"{num_attention_heads} heads has its own keys, so it must not be set"
         )
     if add_qkv_bias:
         raise ValueError("add_qkv_bias is True and multi_latent_attention is True: its projections have no biases")
     if attention_output_gate:
         raise ValueError(
-            "attention_output_gate is True and multi_latent_attention is True: it has no gate, must be False"
+            "attention_output_gate is True and multi_latent_attention is True: latent attention has no gate, must "
+            "be False"
         )
     if rotary_interleaved:
         raise ValueError(
-            "rotary_interleaved is True and multi_latent_attention is True: its neighbouring channels rotate against "
-            "each other anyway, must be False"
+            "rotary_interleaved is True and multi_latent_attention is True: latent attention always rotates "
+            "neighbouring channels as pairs, must be False"
         )

@@ -1,7 +1,7 @@
 """Causal attention in tiles: the tiles of the attention matrix, kernels for one tile, and merging of their results.
 
-Tiles are computed by torch's flash kernels where these support them, otherwise by plain tensor operations. The two
-differ by rounding only. context_parallel.py defines which rank holds which part of a sequence.
+Tiles are computed by torch's flash kernels if these support them, otherwise by plain tensor operations. The two differ
+only by rounding. context_parallel.py defines which rank holds which part of a sequence.
 """
 
 from abc import ABC, abstractmethod
@@ -44,8 +44,8 @@ class Stretch:
 class Tile:
     """A rectangle of the attention matrix: query rows by key columns, as indices of the two tensors.
 
-    Row i sees column j if i + first <= j <= i + last, where None means no limit. Every row sees at least one column.
-    batch: the samples that the tile belongs to.
+    Row i attends to column j if i + first <= j <= i + last, where None means no limit. Every row attends to at least
+    one column. batch: the samples that the tile belongs to.
     """
 
     queries: slice
@@ -56,12 +56,12 @@ class Tile:
 
     @property
     def is_full(self) -> bool:
-        """Returns whether every row sees every column."""
+        """Returns whether every row attends to every column."""
         return self.first is None and self.last is None
 
     @property
     def is_causal_square(self) -> bool:
-        """Returns whether the tile is square and row i sees columns 0 to i."""
+        """Returns whether the tile is square and row i attends to columns 0 to i."""
         same = self.queries.stop - self.queries.start == self.keys.stop - self.keys.start
         return self.first is None and self.last == 0 and same
 
@@ -79,7 +79,7 @@ def stretches(chunks: Sequence[slice]) -> list[Stretch]:
 def tiles_of_batch(
     queries: Sequence[Stretch], keys: Sequence[Stretch], *, segments: Sequence[Sequence[slice]], window: int | None
 ) -> list[Tile]:
-    """Returns causal_tiles of each sample. segments: one entry per sample, or a single entry for all samples."""
+    """Returns causal_tiles for each sample. segments: one entry per sample, or a single entry for all samples."""
     if len(segments) == 1:
         return causal_tiles(queries, keys, segments=segments[0], window=window)
     return [
@@ -92,7 +92,7 @@ def tiles_of_batch(
 def segments_of_samples(packed: PackedSeqParams | None, *, batch: int, seq_length: int) -> list[list[slice]]:
     """Returns the segments of each sample as ranges of the sample.
 
-    Without packed sequences returns a single entry for all samples, the whole sequence.
+    Without packed sequences, returns a single entry for all samples, the whole sequence.
     """
     if packed is None:
         return [[slice(0, seq_length)]]
@@ -110,9 +110,9 @@ def causal_tiles(
 ) -> list[Tile]:
     """Returns tiles that cover every visible pair of a query and a key exactly once.
 
-    A query sees the keys of its segment that do not come after it and, with a window, are at most `window` tokens
-    before it. A stretch of keys must contain a stretch of queries completely or not at all. segments: of the whole
-    sequence, in order.
+    A query attends to keys of its segment that do not come after it and, with a window, are at most `window` tokens
+    before it. A stretch of keys must contain a stretch of queries completely or not at all. segments: segments of the
+    whole sequence, in order.
     """
     found: list[Tile] = []
     for own in queries:
@@ -130,7 +130,7 @@ def causal_tiles(
 
 
 def _row_blocks(start: int, stop: int, *, window: int | None) -> Iterator[tuple[int, int]]:
-    # About as wide as the window: most of a wider block would be masked.
+    # About as wide as the window, because most of a wider block would be masked.
     width = stop - start if window is None else max(window + 1, MIN_ROWS)
     return ((begin, min(begin + width, stop)) for begin in range(start, stop, max(width, 1)))
 
@@ -149,7 +149,7 @@ def _in_band(
     own: Stretch, other: Stretch, *, rows: tuple[int, int], columns: tuple[int, int], window: int
 ) -> Iterator[Tile]:
     start, stop = columns
-    # Rows that see none of the columns are excluded, since their softmax would be undefined.
+    # Rows that attend to none of the columns are excluded, because their softmax would be undefined.
     begin, end = max(rows[0], start), min(rows[1], stop + window)
     if start >= stop or begin >= end:
         return
@@ -234,7 +234,7 @@ class PlainKernel(TileKernel):
         query, key, value = _in_groups(inputs)
         grad, output = (t.to(query.dtype).unflatten(1, query.shape[1:3]) for t in (grad, result.output))
         log_sum = result.log_sum.unflatten(1, query.shape[1:3]).unsqueeze(-1)
-        # The term that the derivative of the softmax subtracts in every column of a row.
+        # The term that the softmax derivative subtracts in every column of a row.
         delta = (grad * output).sum(-1, keepdim=True)
         grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
         for rows in self._row_blocks(inputs):
@@ -260,7 +260,7 @@ class PlainKernel(TileKernel):
 
 
 class Widened(TileKernel):
-    """Pads keys and values to one width for a kernel that needs equal widths. Zeros change no score."""
+    """Pads keys and values to one width for a kernel that requires equal widths. Zeros change no score."""
 
     def __init__(self, kernel: TileKernel, *, width: int) -> None:
         super().__init__(kernel.scale)
@@ -318,9 +318,9 @@ class FlashOnCpu(TileKernel):
 
 
 class FlashOnGpu(PlainKernel):
-    """Computes tiles with torch's GPU flash kernel, and those that it does not support with plain operations.
+    """Computes tiles with torch's GPU flash kernel, and unsupported tiles with plain operations.
 
-    The latter are fp32 inputs, head widths that the kernel lacks, and partly masked tiles other than causal squares.
+    Unsupported are fp32 inputs, head widths that the kernel lacks, and partly masked tiles other than causal squares.
     """
 
     def forward(self, inputs: TileInputs, tile: Tile) -> SoftmaxResult:
@@ -366,13 +366,13 @@ class MergedSoftmax:
     def __init__(self, query: Tensor, *, value_width: int, sink: Tensor | None = None) -> None:
         """Starts with a softmax over no tiles.
 
-        query: [B, N, S, D], any float dtype, the queries that tiles index; sink: [N], any float dtype, scores of an
+        query: [B, N, S, D], any float dtype, the queries indexed by tiles; sink: [N], any float dtype, scores of an
         additional column whose value is 0, or None.
         """
         self._dtype = query.dtype
         dtype = torch.promote_types(query.dtype, torch.float32)
         batch, heads, seq_length, _ = query.shape
-        # Memory order [S, B, N, E], which is the caller's.
+        # Memory order [S, B, N, E], as in the caller.
         output = query.new_zeros(seq_length, batch, heads, value_width, dtype=dtype)
         self._output = output.permute(1, 2, 0, 3)
         self._log_sum = torch.full(query.shape[:3], -torch.inf, dtype=dtype, device=query.device)
@@ -394,7 +394,7 @@ class MergedSoftmax:
 
 
 def tile_kernel(device: torch.device, *, scale: float, plain: bool, widths: tuple[int, int]) -> TileKernel:
-    """Returns the kernel for tiles on `device`. plain: selects plain operations; widths: of keys and values."""
+    """Returns the kernel for tiles on `device`. plain: selects plain operations; widths: widths of keys and values."""
     if plain:
         return PlainKernel(scale)
     kernel = FlashOnCpu(scale) if device.type == "cpu" else FlashOnGpu(scale)
@@ -403,11 +403,11 @@ def tile_kernel(device: torch.device, *, scale: float, plain: bool, widths: tupl
 
 @torch.no_grad()
 def largest_scores(query: Tensor, *, key: Tensor, tile: Tile, allowed: Tensor | None = None) -> Tensor:
-    """Returns the largest score of each head among the pairs that a tile shows, before scaling: [N], fp32 or fp64.
+    """Returns the largest score of each head among the pairs of a tile, before scaling: [N], fp32 or fp64.
 
     query: [B, N, Q, D]; key: [B, G, K, D], any float dtype, the rows and columns of the tile, G divides N. allowed:
     bool, broadcastable to [B, 1, Q, K], True where attention is allowed. The products are rounded to the dtype of the
-    inputs. At most _MAX_SCORES scores are in memory at a time. -inf for a head that sees nothing.
+    inputs. At most _MAX_SCORES scores are in memory at a time. The result is -inf for a head without visible pairs.
     """
     batch, heads, num_rows, _ = query.shape
     columns = key.shape[2]
@@ -416,7 +416,7 @@ def largest_scores(query: Tensor, *, key: Tensor, tile: Tile, allowed: Tensor | 
     step = max(1, _MAX_SCORES // max(1, batch * heads * columns))
     for start in range(0, num_rows, step):
         end = min(start + step, num_rows)
-        # Columns after the last one that these rows see are left out, which halves the work of a causal square.
+        # Columns after the last one visible to these rows are skipped, which halves the work of a causal square.
         seen = columns if tile.last is None else max(0, min(columns, end + tile.last))
         scores = (grouped[..., start:end, :] @ keys[..., :seen, :].mT).flatten(1, 2)
         if not tile.is_full:
@@ -455,7 +455,9 @@ def _in_groups(inputs: TileInputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _allowed(tile: Tile, *, rows: int, columns: int, first_row: int, device: torch.device) -> Tensor:
-    """Returns the tile's mask from row `first_row` on: [rows, columns], bool, True where the row sees the column."""
+    """Returns the tile's mask from row `first_row` on: [rows, columns], bool, True where the row attends
+    to the column.
+    """
     ahead = torch.arange(columns, device=device) - torch.arange(first_row, first_row + rows, device=device).unsqueeze(1)
     allowed = torch.ones_like(ahead, dtype=torch.bool)
     if tile.first is not None:

@@ -18,7 +18,8 @@ _OF_WHOLE_SAMPLES = ("cu_seqlens",)
 
 
 def chunks_of_rank(seq_length: int, *, size: int, rank: int) -> list[slice]:
-    """Returns the ranges of the whole sequence that `rank` holds, in its order: two chunks, or all for a size of 1.
+    """Returns the ranges of the whole sequence that `rank` holds, in its local order: two chunks, or all for a size of
+    1.
 
     Raises ValueError unless seq_length is divisible by 2 * size.
     """
@@ -34,7 +35,7 @@ def chunks_of_rank(seq_length: int, *, size: int, rank: int) -> list[slice]:
 
 
 def split_sequence(tensor: Tensor, dim: int, *, size: int, rank: int) -> Tensor:
-    """Returns the part of `rank`; tensor: any shape and dtype, with S tokens along `dim` -> S / size along `dim`."""
+    """Returns this rank's part; tensor: any shape and dtype, with S tokens along `dim` -> S / size along `dim`."""
     chunks = chunks_of_rank(tensor.shape[dim], size=size, rank=rank)
     parts = [tensor.narrow(dim, chunk.start, chunk.stop - chunk.start) for chunk in chunks]
     return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
@@ -51,7 +52,7 @@ def join_sequence(parts: Sequence[Tensor], dim: int) -> Tensor:
 def slice_batch(batch: dict[str, Tensor], group: ProcessGroup | None) -> dict[str, Tensor]:
     """Returns this rank's tokens of a batch; tensors [B, S, ...], any dtype -> [B, S / size, ...].
 
-    For a size of 1 returns the batch itself. cu_seqlens, the document boundaries, remain those of whole samples. Raises
+    For a size of 1, returns the batch itself. cu_seqlens, the document boundaries, still describe whole samples. Raises
     ValueError for an attention_mask.
     """
     size, rank = group_size(group), group_rank(group)

@@ -1,15 +1,16 @@
 """Attention over sequences that are split over context-parallel ranks, built around a core for whole sequences.
 
-Either keys and values are exchanged, around a ring or in one gather, and tiled_attention.py computes attention of each
-block (ring attention, Liu et al. 2023). Or an all-to-all gives each rank whole sequences of a part of the heads, which
-the core itself processes (DeepSpeed-Ulysses, Jacobs et al. 2023). Two levels of ranks do both.
+There are two methods. Keys and values are exchanged, around a ring or in one gather, and tiled_attention.py computes
+attention of each block (ring attention, Liu et al. 2023). Alternatively, an all-to-all gives each rank whole sequences
+of some of the heads, which the core itself processes (DeepSpeed-Ulysses, Jacobs et al. 2023). Two levels of ranks
+combine both.
 
 [Note: two levels] With a2a+p2p (USP, Fang and Zhao 2024) a group of A x P ranks is divided into P groups of A
 neighbours, which exchange heads, and A groups of P ranks, which form rings: rank o * A + i is the i-th of the o-th
 group of neighbours. A sequence has 2 A P chunks. The neighbours of group o hold chunks o * A to o * A + A - 1 from the
 front, and as many from the back. join_sequence puts them in the order of the sequence. They then are the o-th and the
-o-th last of 2 P chunks with A times the width, which is the part that chunks_of_rank gives rank o of a ring of P. So
-the ring needs no other positions, segments or masks than with p2p over P ranks.
+o-th last of 2 P chunks with A times the width, which is the part that chunks_of_rank assigns to rank o of a ring of P.
+The ring therefore uses the same positions, segments and masks as p2p over P ranks.
 """
 
 from collections.abc import Callable, Iterator
@@ -51,11 +52,12 @@ AroundCore = Callable[..., Tensor]
 
 
 def over_ranks(core: nn.Module, config: TransformerConfig, *, kind: str, groups: ProcessGroupCollection) -> AroundCore:
-    """Returns a function that runs `core` over sequences split over groups.cp. For one rank it calls the core directly.
+    """Returns a function that runs `core` on sequences split over groups.cp. For a single rank it calls the core
+    directly.
 
     kind: a cp_comm_type; a2a+p2p uses groups.hcp. A core that is an ExchangesSequences is called directly in any case.
     The function is not a module, so that the core's parameters have the same names in every layout. Raises ValueError
-    if the groups' sizes differ from those of the config, by which the config was validated, and for a core whose
+    if the groups' sizes differ from those of the config, with which the config was validated, and for a core whose
     softmax cannot be merged from blocks.
     """
     require_group_sizes(groups, {"cp": ("context_parallel_size", config.context_parallel_size)})
@@ -82,7 +84,7 @@ def over_ranks(core: nn.Module, config: TransformerConfig, *, kind: str, groups:
 
 @runtime_checkable
 class ExchangesSequences(Protocol):
-    """An attention core that is given this rank's part of each sequence, and attends over all ranks itself.
+    """An attention core that receives this rank's part of each sequence, and attends over all ranks itself.
 
     exchanges_sequences: a mark, of any value.
     """
@@ -105,7 +107,7 @@ def _run_other_core(
     attn_mask_type: AttnMaskType | None = None,
     packed_seq_params: PackedSeqParams | None = None,
 ) -> Tensor:
-    """Calls a core that is not this project's as Megatron does. [S, B, N, D] -> [S, B, N * E], the query's dtype.
+    """Calls an external core in the way Megatron does. [S, B, N, D] -> [S, B, N * E], the query's dtype.
 
     With packed_seq_params tensors have one row per token, sample by sample: [B * S, N, D].
     """
@@ -123,7 +125,7 @@ def _run_other_core(
     )
     if packed_seq_params is None:
         return context
-    # A core may leave heads apart.
+    # A core may return heads as a separate dimension.
     return context.reshape(batch, -1, query.shape[1] * value.shape[2]).transpose(0, 1)
 
 
@@ -160,8 +162,8 @@ class ContextParallelAttention:
         if attention_mask is not None or mask_type is not AttnMaskType.causal:
             given = f"of type {mask_type.name}" if attention_mask is None else f"{list(attention_mask.shape)}"
             raise ValueError(
-                f"the attention mask is {given} and context_parallel_size is {self.context_parallel_size}: "
-                "must be causal, with document boundaries in packed_seq_params, or cp_comm_type must be a2a"
+                f"the attention mask is {given} and context_parallel_size is {self.context_parallel_size}: must be "
+                "causal, with document boundaries in packed_seq_params, or cp_comm_type must be a2a"
             )
         seq_length = query.shape[0] * group_size(self.group)
         plan = TilePlan(
@@ -221,14 +223,14 @@ class _RingReturn(GradientReturn):
         return _inside(self._message, like=self._like)
 
     def hand_on(self) -> None:
-        assert self._message is not None, "no share was made"
+        assert self._message is not None, "share was not called"
         if self._arriving is not None:
             self._message += self._arriving.wait()
         self._arriving = start_shift(self._message, self._group, tag=_GRADIENT_TAG)
         self._message = None
 
     def own(self) -> KeysAndValues:
-        assert self._arriving is not None and self._like is not None, "no share was handed on"
+        assert self._arriving is not None and self._like is not None, "hand_on was not called"
         return _inside(self._arriving.wait(), like=self._like)
 
 
@@ -238,11 +240,11 @@ class Shift:
 
     requests: list[dist.Work]
     received: Tensor
-    # Referenced until the transfer ends: freed memory could be overwritten before it is sent.
+    # Referenced until the transfer ends, because freed memory could be overwritten before it is sent.
     sent: Tensor
 
     def wait(self) -> Tensor:
-        """Waits and returns the received tensor, any shape and dtype, equal to those of the sent tensor."""
+        """Waits and returns the received tensor, with the shape and dtype of the sent tensor."""
         for request in self.requests:
             request.wait()
         return self.received
@@ -270,7 +272,7 @@ class Gather(ExchangeOfChunks):
     def gradients(self) -> GradientReturn:
         return _ScatteredReturn(self.group)
 
-    # A method, since locals of the generator would keep the parts in memory while the caller computes.
+    # A method, because locals of the generator would keep the parts in memory while the caller computes.
     def _gathered(self, own: KeysAndValues) -> KeysAndValues:
         messages = all_gather_rows(_message(own), self.group).wait().chunk(self.size)
         parts = [_inside(message, like=own) for message in messages]
@@ -293,7 +295,7 @@ class _ScatteredReturn(GradientReturn):
         return self._share
 
     def hand_on(self) -> None:
-        assert self._share is not None, "no share was made"
+        assert self._share is not None, "share was not called"
         parts = [self._part_of(self._share, rank) for rank in range(group_size(self._group))]
         self._share, self._part = None, parts[0]
         sent = torch.stack([_message(part) for part in parts])
@@ -301,7 +303,7 @@ class _ScatteredReturn(GradientReturn):
         dist.all_to_all_single(self._received, sent, group=self._group)
 
     def own(self) -> KeysAndValues:
-        assert self._received is not None and self._part is not None, "no share was handed on"
+        assert self._received is not None and self._part is not None, "hand_on was not called"
         first, *others = self._received
         for share in others:
             first += share
@@ -334,11 +336,11 @@ def _inside(message: Tensor, *, like: KeysAndValues) -> KeysAndValues:
 
 
 class HeadExchangeAttention:
-    """Attends with 1 / size of the heads to the tokens of all ranks of the group, between two all-to-alls.
+    """Attention with 1 / size of the heads over the tokens of all ranks of the group, between two all-to-alls.
 
-    attend: runs the core on them. If the group holds whole sequences this is the core itself, and everything that it
-    does is supported, including masks over whole sequences and dropout. With a2a+p2p it is a ring around the core.
-    setting: the fields of the configuration that chose it and their values, for errors.
+    attend: runs the core on these heads. If the group holds whole sequences this is the core itself, and all its
+    features are supported, including masks over whole sequences and dropout. With a2a+p2p it is a ring around the core.
+    setting: the configuration fields that selected it and their values, for errors.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, attend: AroundCore, setting: str) -> None:
@@ -358,8 +360,8 @@ class HeadExchangeAttention:
         for name, heads in (("attention heads", query.shape[2]), ("key/value heads", key.shape[2])):
             if heads % size:
                 raise ValueError(
-                    f"{self.setting} and a rank has {heads} {name}: must be divisible by {size}, the number of ranks "
-                    "that exchange heads, or use p2p or all_gather"
+                    f"{self.setting} and a rank has {heads} {name}: must be divisible by {size}, the number of "
+                    "ranks that exchange heads, or use p2p or all_gather"
                 )
         whole: list[Tensor] = [_SequenceToHeads.apply(t, self.group) for t in (query, key, value)]
         if isinstance(core, DotProductAttention):

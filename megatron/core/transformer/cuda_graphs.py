@@ -1,26 +1,26 @@
-"""CudaGraphManager: parts of layers as pairs of CUDA graphs, forward and backward, between parts that run eagerly.
+"""CudaGraphManager: runs parts of layers as pairs of CUDA graphs, forward and backward, between parts that run eagerly.
 
-What experts need during replays is in moe/expert_step.py. Interfaces of a capture are in graphs/capture.py.
+moe/expert_step.py handles experts during replays. The interfaces of a capture are in graphs/capture.py.
 
 [Note: slots] A graph writes to the memory of its capture in each replay. Tensors that a forward saves must stay intact
-until its backward has read them, while other microbatches of a pipeline run forward. So each microbatch in flight uses
-its own slot of each part: a pair of graphs. Forward acquires a slot. It is free again after its backward, or after
-autograd has released a forward without a backward. The slot references all memory that one graph of the pair leaves for
-the other, or for eager parts.
+until its backward has read them, while other microbatches of a pipeline run forward. Each microbatch in flight
+therefore uses its own slot of each part, a pair of graphs. Forward acquires a slot. It is free again after its
+backward, or after autograd has released a forward without a backward. The slot references all memory that one graph of
+the pair passes to the other, or to eager parts.
 
 [Note: lanes] Graphs of one memory pool must be replayed in the order of their capture: see [Note: pools] in
-graphs/capture.py. Slots of different microbatches are not, as microbatch 1 runs forward before microbatch 0 runs
+graphs/capture.py. Slots of different microbatches are not, because microbatch 1 runs forward before microbatch 0 runs
 backward. Slots of different layers in one microbatch are: forward runs the layers in the order of their capture, and
-when backward reaches a layer, the later layers have finished. So a lane is a pool with the slots of one microbatch in
-flight, one for each part that its forward step calls. Layers share the temporary memory of the pool.
+when backward reaches a layer, the later layers have finished. A lane is therefore a pool with the slots of one
+microbatch in flight, one for each part that its forward step calls. Layers share the temporary memory of the pool.
 1. At its first part a forward step takes a lane that is not in use, or creates one. A lane is in use while one of its
    slots is.
 2. A slot may run forward only while no later slot of its lane is in use. Otherwise, if a part is called twice or the
    parts run in another order, the forward step continues in another lane.
 3. Backward of a slot marks later slots of its lane that are still in use as overwritten. This happens if branches run
    backward in another order than autograd's. The backward of a marked slot raises.
-4. Autograd may hold a gradient until it can add others to it, while graphs of earlier slots run. So gradients of
-   inputs, and of parameters that several parts use, are copied out of the pool.
+4. Autograd may hold a gradient until it can add others to it, while graphs of earlier slots run. Gradients of inputs,
+   and of parameters that several parts use, are therefore copied out of the pool.
 """
 
 import logging
@@ -49,7 +49,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 logger = logging.getLogger(__name__)
 
-# Limit for one part: combinations of shapes, dtypes and layouts of its arguments. Calls with others run eagerly.
+# Limit per part for combinations of shapes, dtypes and layouts of its arguments. Calls with further combinations run
+# eagerly.
 _MAX_SIGNATURES = 4
 
 # Waits until parameters of a data-parallel wrapper are gathered.
@@ -57,20 +58,20 @@ WaitForParams = Callable[[Iterable[nn.Parameter]], None]
 
 
 class PartParticipant:
-    """Keeps the host's records of what a part does when it runs from graphs; see [Note: graphs] in graphs/capture.py.
+    """Maintains the host-side records of a part that runs from graphs; see [Note: graphs] in graphs/capture.py.
 
-    By itself it does nothing. An account is a participant's record of one slot.
+    The base class does nothing. An account is a participant's record of one slot.
     """
 
     def prepare(self) -> None:
         """Called before each capture of a slot and each replay of its forward, outside of graphs."""
 
     def new_account(self) -> Any:
-        """Returns the account of a slot. Called once, before its capture."""
+        """Creates the account of a slot. Called once, before its capture."""
         return None
 
     def capturing(self, account: Any) -> AbstractContextManager[None]:
-        """Surrounds the capture of a forward, then that of its backward, as GraphParticipant.capturing does."""
+        """Wraps the capture of a forward, then of its backward, like GraphParticipant.capturing."""
         return nullcontext()
 
     def replaying(self, account: Any) -> Any:
@@ -96,19 +97,19 @@ class GraphedPart:
 class CudaGraphManager:
     """A replacement for the function that get_forward_backward_func returns, with the same keywords.
 
-    Unlike Megatron's class of this name, one manager has the parts of all layers.
+    Unlike Megatron's class of this name, one manager handles the parts of all layers.
 
-    1. `graph_layers` makes a run for each part before the first step. Layers call it in place of the plain run.
-    2. The first cuda_graph_warmup_steps training steps run eagerly. So does the step after a change of the fingerprint,
+    1. `graph_layers` creates a run for each part before the first step. Layers call it instead of the plain run.
+    2. The first cuda_graph_warmup_steps training steps run eagerly, as does the step after a change of the fingerprint,
        which drops all graphs.
     3. From then on a part that is called with gradients enabled acquires a free slot, or captures one, and replays it;
-       see [Note: slots] and [Note: lanes]. Calls without gradients or within a backward run eagerly, as do those beyond
+       see [Note: slots] and [Note: lanes]. Calls without gradients or within a backward run eagerly, as do calls beyond
        _MAX_SIGNATURES.
-    4. A part whose capture failed runs eagerly from then on, after one warning. Ranks may differ in this, since graphs
-       and eager parts launch the same collectives.
+    4. A part whose capture failed runs eagerly from then on, after one warning. Ranks may differ in this, because
+       graphs and eager parts launch the same collectives.
 
     All passes run on the capture stream. Autograd accumulates a parameter's gradient on the stream of its first use,
-    and the default stream cannot be captured. fingerprint: is called before each training step; captures depend on its
+    and the default stream cannot be captured. fingerprint: called before each training step; captures depend on its
     value.
     """
 
@@ -140,8 +141,8 @@ class CudaGraphManager:
     def graph_layers(self, model: nn.Module, *, modules: Sequence[str], wait_for_params: WaitForParams | None) -> None:
         """Makes the named parts of all transformer layers of a model chunk run from graphs.
 
-        modules: names of --cuda-graph-modules. wait_for_params: is called with a part's parameters before each replay,
-        since a replay runs no forward hooks of the modules inside; None if parameters are never gathered.
+        modules: names of --cuda-graph-modules. wait_for_params: called with a part's parameters before each replay,
+        because a replay runs no forward hooks of the modules inside; None if parameters are never gathered.
         """
         for layer in model.modules():
             if not isinstance(layer, TransformerLayer):
@@ -165,8 +166,8 @@ class CudaGraphManager:
     ) -> "GraphedRun":
         """Returns the run of one part of one layer.
 
-        name: for messages, the kind of part before the first blank. owner: the module with the part's parameters.
-        inner: the run that is captured, and that runs eagerly.
+        name: used in messages; the text before the first blank is the kind of part. owner: the module with the part's
+        parameters. inner: the run that is captured, and that runs eagerly.
         """
         part = GraphedRun(self, name, owner=owner, inner=inner, participants=participants)
         self._parts.append(part)
@@ -175,17 +176,17 @@ class CudaGraphManager:
 
     @property
     def num_graphs(self) -> int:
-        """Number of graphs: two for each slot of each part."""
+        """Number of graphs, two for each slot of each part."""
         return 2 * sum(part.num_slots for part in self._parts)
 
     @property
     def num_pools(self) -> int:
-        """Number of memory pools: one for each microbatch in flight of each chunk; see [Note: lanes]."""
+        """Number of memory pools, one for each microbatch in flight of each chunk; see [Note: lanes]."""
         return len(self._lanes)
 
     @property
     def failure(self) -> str | None:
-        """Why the first part of `failures` could not be captured; None if no capture has failed."""
+        """Reason why the first part of `failures` could not be captured; None if no capture has failed."""
         return next(iter(self.failures.values()), None)
 
     @property
@@ -194,7 +195,7 @@ class CudaGraphManager:
         return {part.name: part.failure for part in self._parts if part.failure is not None}
 
     def __call__(self, *, data_iterator: Any, forward_only: bool = False, **keywords: Any) -> list[Any]:
-        """Runs the passes and returns the reports of the last stage's losses. Collective if the passes are."""
+        """Runs the passes and returns the loss reports of the last stage. Collective if the passes are."""
         if not forward_only:
             self._begin_step()
         if "forward_step_func" in keywords:
@@ -214,7 +215,7 @@ class CudaGraphManager:
     def lease(self, part: "GraphedRun", signature: Hashable, capture: "Callable[[Any], _Slot]") -> "_Lease":
         """Returns a free slot of the part for the current forward step, or captures one.
 
-        capture: is called with a memory pool. Raises CaptureFailedError.
+        capture: called with a memory pool. Raises CaptureFailedError.
         """
         key = (part, signature)
         lane = self._lane
@@ -230,7 +231,7 @@ class CudaGraphManager:
         return _Lease(lane.slots[key], lane)
 
     def is_shared(self, param: nn.Parameter) -> bool:
-        """Whether several parts use a parameter, any shape and dtype."""
+        """Returns whether several parts use a parameter, any shape and dtype."""
         return self._num_uses[param] > 1
 
     def _in_lane_of_its_own(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -246,8 +247,8 @@ class CudaGraphManager:
         if key not in self._warned:
             self._warned.add(key)
             logger.warning(
-                "%s could not be captured as a CUDA graph (%s): it runs eagerly, as do parts of other layers with the "
-                "same cause. tools/check_capture.py with these flags names the line",
+                "%s could not be captured as a CUDA graph (%s): it runs eagerly, as do parts of other layers with "
+                "the same cause. tools/check_capture.py with these flags reports the line",
                 part.name,
                 part.failure,
             )
@@ -257,11 +258,11 @@ class CudaGraphManager:
         is_stale, self._given = given != self._given, given
         if self._steps_to_warm_up == 0:
             if not self._has_begun:
-                # Eager passes may have changed the fingerprint on some ranks alone.
+                # Eager passes may have changed the fingerprint on some ranks only.
                 (is_stale,) = any_rank_sync(is_stale)
             if is_stale:
                 self.drop_graphs()
-                # One warm-up step grows tables and builds kernels for the new sizes.
+                # One warm-up step grows tables and compiles kernels for the new sizes.
                 self._steps_to_warm_up = 1
         self.uses_graphs = self._has_begun = self._steps_to_warm_up == 0
         self._steps_to_warm_up = max(0, self._steps_to_warm_up - 1)
@@ -280,16 +281,16 @@ class _GatheredParams(PartParticipant):
         self._wait, self._owner = wait, owner
 
     def prepare(self) -> None:
-        """Waits until the part's parameters are gathered. Collective if a gather is due."""
+        """Waits until the part's parameters are gathered. Collective if a gather is pending."""
         self._wait(self._owner.parameters())
 
 
 class GraphedRun:
     """A Run of LayerParts that replays graphs of function(*args, **kwargs) whenever its manager uses graphs.
 
-    The function must depend on its arguments alone. Tensors among them, also in tuples, lists and dicts, are copied
-    into static memory; other values must be plain constants. In the result, too, tensors with gradients must be in
-    tuples, lists and dicts, and each replay returns the other objects of the capture. A later microbatch overwrites the
+    The function must depend only on its arguments. Tensors among them, also in tuples, lists and dicts, are copied into
+    static memory; other values must be plain constants. Tensors with gradients in the result must also be in tuples,
+    lists and dicts, and each replay returns the remaining objects of the capture. A later microbatch overwrites the
     memory of the outputs, after the backward of this one.
     """
 
@@ -309,7 +310,7 @@ class GraphedRun:
         self._signatures: set[Hashable] = set()
 
     def __reduce__(self) -> Any:
-        """Copies as the plain run, so that a copied layer shares no graphs with the original."""
+        """Makes a copy a plain run, so that a copied layer shares no graphs with the original."""
         return _same, (self._inner,)
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -323,7 +324,7 @@ class GraphedRun:
         return self._inner(function, *args, **kwargs)
 
     def drop_slots(self) -> None:
-        """Drops all graphs. Autograd keeps those in flight until their backward has run."""
+        """Drops all graphs. Autograd keeps the ones in flight until their backward has run."""
         self._signatures, self.num_slots = set(), 0
 
     def _take(self, call: "_Call") -> "_Lease | None":
@@ -431,18 +432,18 @@ class _Slot:
     backward: Graph
 
     def __init__(self, part: GraphedRun, given: Sequence[Tensor]) -> None:
-        """given: the tensors of the call that is captured."""
+        """Allocates static memory; given: the tensors of the call that is captured."""
         self.part = part
         self.overwritten_by: str | None = None
         self.memory = [torch.empty_like(tensor, requires_grad=False).copy_(tensor.detach()) for tensor in given]
-        # The inputs of the capture. They share the memory; autograd must not see the copies into it.
+        # The inputs of the capture. They share the memory, and autograd must not track the copies into it.
         self.inputs = [
             own.detach().requires_grad_(tensor.requires_grad) for own, tensor in zip(self.memory, given, strict=True)
         ]
         self.produced: list[Tensor] = []
         self.plain: list[Tensor] = []
         self.params: list[nn.Parameter] = []
-        self.accounts: list[Any] = []  # one of each participant
+        self.accounts: list[Any] = []  # one per participant
         self._output_grads: list[Tensor] = []
         self._input_grads: list[Tensor | None] = []
         self._param_grads: list[Tensor] = []
@@ -468,11 +469,11 @@ class _Slot:
                 self._returned.append((_From.GRAPH, (written, len(written))))
                 written.append(leaf)
         if not self.produced:
-            raise RuntimeError("nothing that it returns has a gradient")
+            raise RuntimeError("no tensor in its result has a gradient")
         self._output_grads = [torch.empty_like(output, requires_grad=False) for output in self.produced]
 
     def run_backward(self, params: Sequence[nn.Parameter], *, is_shared: Callable[[nn.Parameter], bool]) -> None:
-        """Runs backward of the result of run_forward. is_shared: whether other parts use a parameter too."""
+        """Runs backward of the result of run_forward. is_shared: whether other parts also use a parameter."""
         wanted = [own for own in self.inputs if own.requires_grad]
         grads = torch.autograd.grad(self.produced, [*wanted, *params], self._output_grads, allow_unused=True)
         of_wanted = iter(grads)
@@ -482,22 +483,22 @@ class _Slot:
         self._are_shared = [is_shared(param) for param in self.params]
 
     def _keep(self, tensor: Tensor) -> Tensor:
-        # Backward releases saved tensors, during a capture too, but replays read them. Autograd must get a leaf itself
-        # back. Any other tensor is detached, or it would keep its own node alive.
+        # Backward releases saved tensors, also during a capture, but replays read them. Autograd must receive a leaf
+        # itself. Any other tensor is detached, because it would otherwise keep its own node alive.
         self._kept.append(tensor if tensor.is_leaf else tensor.detach())
         return self._kept[-1]
 
     # During a replay.
 
     def replay_forward(self, given: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Replays forward; returns new tensors over the memory of `produced` and `plain`. given: as at the capture."""
+        """Replays forward; returns new tensors over the memory of `produced` and `plain`. given: as in the capture."""
         for own, tensor in zip(self.memory, given, strict=True):
             own.copy_(tensor)
         self.forward.replay()
         return [output.detach() for output in self.produced], [output.detach() for output in self.plain]
 
     def replay_backward(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
-        """Replays backward and returns the gradients of the inputs and of `params`. grads: those of `produced`.
+        """Replays backward and returns the gradients of the inputs and of `params`. grads: gradients of `produced`.
 
         A gradient of a parameter that no other part uses shares memory of the graph. The others are copies.
         """
@@ -543,7 +544,7 @@ class _Lane:
         return bool(self._in_use)
 
     def can_run(self, key: tuple[GraphedRun, Hashable]) -> bool:
-        """Whether that slot, or a new one, may run forward: no slot of its part and no later slot is in use."""
+        """Returns whether that slot, or a new one, may run forward: no slot of its part and no later slot is in use."""
         later = self._captured_from(self.slots[key]) if key in self.slots else []
         return not any(slot.part is key[0] or slot in later for slot in self._in_use)
 
@@ -557,18 +558,21 @@ class _Lane:
         self._in_use.remove(slot)
 
     def begin_backward(self, slot: _Slot) -> None:
-        """Marks the slots whose memory the backward of this one may overwrite. Raises RuntimeError if one did so."""
+        """Marks the slots whose memory the backward of this one may overwrite.
+
+        Raises RuntimeError if the memory of this slot was overwritten.
+        """
         if slot.overwritten_by is not None:
             raise RuntimeError(
-                f"backward of {slot.part.name} ran after that of {slot.overwritten_by}, whose forward had run first: "
-                "their CUDA graphs share memory, so gradients must be computed in the reverse order of forward; "
-                "call backward once for the losses of a forward step, or set --cuda-graph-impl to none"
+                f"backward of {slot.part.name} ran after the backward of {slot.overwritten_by}, whose forward had "
+                "run first: their CUDA graphs share memory, so gradients must be computed in the reverse order of "
+                "forward; call backward once for the losses of a forward step, or set --cuda-graph-impl to none"
             )
         for later in self._captured_from(slot)[1:]:
             later.overwritten_by = slot.part.name
 
     def _captured_from(self, slot: _Slot) -> list[_Slot]:
-        """Returns this slot and those captured later."""
+        """Returns this slot and the slots captured after it."""
         captured = [*self.slots.values()]
         return captured[captured.index(slot) :]
 

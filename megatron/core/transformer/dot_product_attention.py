@@ -1,6 +1,6 @@
 """The attention core, softmax(q k^T / sqrt(D)) v, computed by torch's kernels or by a plain reference.
 
-Includes attention within packed segments and sliding windows. Projections are in attention.py.
+It includes attention within packed segments and sliding windows. Projections are in attention.py.
 
 [Note: attention sinks] A sink is an additional column of the softmax whose value is 0. Its logit, one per head, only
 increases the denominator. torch's scaled-dot-product attention has no sinks, and appending a column of zeros would need
@@ -9,10 +9,10 @@ by exp(lse - lse'), where lse' = log(exp(lse) + exp(sink)). The kernel's own bac
 key and value if it receives the scaled output and lse' in place of its own. The gradient of the sink is
 -exp(sink - lse') (grad . output).
 
-[Note: packed segments] On a GPU one call of torch's variable-length kernel computes all segments. Where that kernel is
-not available, each segment is computed by a call of its own. On the CPU this is the fastest of the alternatives. It is
-faster than attention over the whole sequence even for segments of 8 tokens, a mask is slower, and nested tensors have
-no causal kernel (torch 2.13).
+[Note: packed segments] On a GPU one call of torch's variable-length kernel computes all segments. If that kernel is not
+available, each segment is computed by a separate call. On the CPU this is the fastest alternative. It is faster than
+attention over the whole sequence even for segments of 8 tokens, a mask is slower, and nested tensors have no causal
+kernel (torch 2.13).
 
 [Note: window blocks] Blocks compute only the scores inside the window, whereas a mask computes all scores and discards
 most. With 4,096 tokens and a window of 128, forward and backward take 0.1 s in blocks, 0.5 s without a window and 1.2 s
@@ -65,9 +65,9 @@ _TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 class DotProductAttention(CopiedWithGroups, Drawing):
     """Attention with grouped key/value heads. The constructor chooses the kernel.
 
-    layer_number: starts at 1; selects whether the layer has a window.
-    softmax_offset: [N], logits of learned sinks for this rank's heads; None unless softmax_type is learnable.
-    largest_logits: the largest scores of training; None unless qk_clip or log_max_attention_logit asks for them.
+    layer_number: starts at 1; selects whether the layer has a window. softmax_offset: [N], logits of learned sinks for
+    this rank's heads; None unless softmax_type is learnable. largest_logits: the largest scores in training; None
+    unless qk_clip or log_max_attention_logit requires them.
     """
 
     softmax_offset: nn.Parameter | None
@@ -83,11 +83,13 @@ class DotProductAttention(CopiedWithGroups, Drawing):
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """attention_type: must be "self". attention_dropout, softmax_scale: None means the configuration's, and
-        1 / sqrt(kv_channels). cp_comm_type: accepted, since the attention layer exchanges sequences around the core.
+        """Chooses the kernel.
+
+        attention_type: must be "self". attention_dropout, softmax_scale: None means the configured value, and 1 /
+        sqrt(kv_channels). cp_comm_type: ignored, because the attention layer exchanges sequences around the core.
         """
         super().__init__()
-        why = "there are only decoders here, without cross-attention"
+        why = "only decoders are supported, without cross-attention"
         require_defaults("DotProductAttention", why, attention_type=(attention_type, "self"))
         assert config.kv_channels is not None and config.unscaled_init_method is not None
         self.attn_mask_type = attn_mask_type
@@ -111,7 +113,7 @@ class DotProductAttention(CopiedWithGroups, Drawing):
         self.samples: dict[tuple[int, int], PackedSeqParams] = {}
         self.may_use_varlen = config.attention_backend in (AttnBackend.auto, AttnBackend.flash)
         self.tp_group = or_alone((pg_collection or existing_process_groups()).tp)
-        # A sink sums over no width.
+        # A sink does not sum over a width.
         self.init_method = config.unscaled_init_method
         self.largest_logits: LargestLogits | None = None
         if config.watches_logits:
@@ -150,7 +152,9 @@ class DotProductAttention(CopiedWithGroups, Drawing):
         dtype.
         """
         if attention_bias is not None:
-            raise ValueError("attention_bias is given: DotProductAttention adds none to its scores, must be None")
+            raise ValueError(
+                "attention_bias is given: DotProductAttention does not support a bias on scores, must be None"
+            )
         options: dict[str, Any] = {"mask": attention_mask, "mask_type": attn_mask_type or self.attn_mask_type}
         if self.largest_logits is not None and self.training:
             self._note_logits(query, key, **options, packed=packed_seq_params, first_head=first_head)
@@ -173,16 +177,16 @@ class DotProductAttention(CopiedWithGroups, Drawing):
         packed: PackedSeqParams | None,
         sink: Tensor | None,
     ) -> Tensor:
-        """Returns [S, B, N, E]."""
+        """Computes attention with the selected kernel; returns [S, B, N, E]."""
         parts: dict[str, Any] = {"key": key, "value": value, "sink": sink}
         if packed is not None:
             if mask is not None:
-                raise ValueError("attention_mask and packed_seq_params are both given: one of them must be None")
+                raise ValueError("attention_mask and packed_seq_params are both given: give only one of them")
             return self._packed(query, **parts, packed=packed, mask_type=mask_type)
         needs_varlen = self.window is not None or self.has_sink
         if needs_varlen and mask is None and self._has_varlen_kernel(query):
             # It skips scores outside the window, whereas torch's other kernels would compute all of them under a mask.
-            # It also returns the log-sum-exp that a sink needs.
+            # It also returns the log-sum-exp that a sink requires.
             return self._packed(query, **parts, packed=self._whole_samples(query), mask_type=mask_type)
         if mask is None and self._has_tiles(mask_type):
             return self._in_tiles(query, **parts, packed=None)
@@ -210,7 +214,10 @@ class DotProductAttention(CopiedWithGroups, Drawing):
         packed: PackedSeqParams | None,
         first_head: int,
     ) -> None:
-        """Notes the largest score of each head. Computes scores a second time, block by block: kernels keep none."""
+        """Records the largest score of each head.
+
+        Recomputes scores block by block, because kernels do not keep them.
+        """
         assert self.largest_logits is not None
         (seq_length, batch), is_causal = query.shape[:2], mask is None and mask_type is AttnMaskType.causal
         first, last = None, 0 if is_causal else None
@@ -220,7 +227,7 @@ class DotProductAttention(CopiedWithGroups, Drawing):
         segments = segments_of_samples(packed, batch=batch, seq_length=seq_length)
         q, k = (t.detach().permute(1, 2, 0, 3) for t in (query, key))  # [B, N or G, S, D]
         for sample, of_sample in enumerate(segments):
-            # A single entry is that of all samples.
+            # A single entry applies to all samples.
             samples = slice(None) if packed is None else slice(sample, sample + 1)
             for segment in of_sample:
                 scores = largest_scores(
@@ -343,7 +350,7 @@ def validate_backend(backend: AttnBackend, *, dropout: float) -> None:
 
 
 def sdp_backends(backend: AttnBackend) -> list[SDPBackend]:
-    """Returns the kernels that torch may use for a backend; empty if torch is free to choose or is not used."""
+    """Returns the kernels that torch may use for a backend; empty if torch chooses freely or is not used."""
     if backend is AttnBackend.flash:
         return [SDPBackend.FLASH_ATTENTION]
     if backend is AttnBackend.fused:
@@ -386,7 +393,9 @@ def reference_attention(
 
 
 def _softmax(scores: Tensor, sink: Tensor | None) -> Tensor:
-    """Computes the softmax over the columns and the sink, and drops the sink's; scores: [B, N, S, S]; sink: [N]."""
+    """Computes the softmax over the columns and the sink, and drops the sink's column; scores: [B, N, S,
+    S]; sink: [N].
+    """
     if sink is None:
         return scores.softmax(dim=-1)
     column = sink.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
@@ -438,7 +447,7 @@ class _Segments:
     """Arguments of the variable-length kernel.
 
     borders: [n + 1], int32, on the device, cumulative lengths; longest: number of tokens of the longest segment; scale
-    and window are those of attend_varlen.
+    and window: as in attend_varlen.
     """
 
     borders: Tensor
@@ -513,7 +522,8 @@ def attend_by_segment(
     value=...) -> [1, N, L, D]. Returns [S, B, N, D], the query's dtype.
     """
     seq_length, batch = query.shape[:2]
-    # Splitting instead of slicing: backward concatenates the gradients once, whereas slices would be padded and summed.
+    # Split instead of sliced, because backward then concatenates the gradients once, whereas slices would be padded and
+    # summed.
     queries, keys, values = (t.transpose(0, 1).flatten(0, 1).split(packed.segment_lengths) for t in (query, key, value))
     contexts = []
     for parts in zip(queries, keys, values, strict=True):
@@ -552,7 +562,7 @@ def attend_in_blocks(
     rest = seq_length - rows
     num_blocks = -(-rest // rows)
     padding = (0, 0, 0, num_blocks * rows - rest)
-    # The first block has no tokens before it, so its keys are fewer than those of the others.
+    # The first block has no tokens before it, so it has fewer keys than the other blocks.
     first, others = query.split([rows, rest], dim=2)
     first = masked(first, key=key[:, :, :rows], value=value[:, :, :rows], allowed=None)
     blocks = F.pad(others, padding).unflatten(2, (num_blocks, rows)).transpose(1, 2).flatten(0, 1)
@@ -578,7 +588,8 @@ def attend_in_window(
     window: tuple[int, int],
     **options: Any,
 ) -> Tensor:
-    """Calls `attend` with a mask of the window, combined with `allowed`. Sequences that fit the window need no mask.
+    """Calls `attend` with a mask of the window, combined with `allowed`. Sequences that fit into the window need no
+    mask.
 
     query: [B, N, S, D]; key, value: [B, G, S, D], any float dtype; allowed: bool, broadcastable to [B, 1, S, S];
     options: dropout, scale and sink, passed to `attend`. Returns [B, N, S, D], the query's dtype.
@@ -598,5 +609,5 @@ def band_mask(seq_length: int, *, left: int, looks_ahead: bool, device: torch.de
 
 
 def _block_band(rows: int, left: int, *, device: torch.device) -> Tensor:
-    # Column 0 is the furthest token that the first row sees.
+    # Column 0 is the furthest token visible to the first row.
     return torch.ones(rows, rows + left, dtype=torch.bool, device=device).triu_().tril_(left)

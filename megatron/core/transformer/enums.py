@@ -1,4 +1,4 @@
-"""Enumerations of the transformer's parts: attention masks and attention kernels; no other package's."""
+"""Enumerations of the transformer: attention masks and attention kernels."""
 
 import enum
 
@@ -8,7 +8,7 @@ __all__ = ["AttnBackend", "AttnMaskType", "ModelType", "parse_attn_backend"]
 
 
 class AttnMaskType(enum.Enum):
-    """Positions that a query may attend to without an explicit mask; `causal`: itself and earlier ones."""
+    """Positions that a query may attend to without an explicit mask; `causal`: itself and earlier positions."""
 
     padding = 1
     causal = 2
@@ -30,7 +30,7 @@ class AttnBackend(enum.Enum):
 
 
 def parse_attn_backend(word: str) -> AttnBackend:
-    """The backend of that name; raises ValueError naming the choices."""
+    """Returns the backend of that name; raises ValueError naming the choices."""
     if word not in AttnBackend.__members__:
         raise ValueError(f"{word!r} is not an attention backend: choose from {', '.join(AttnBackend.__members__)}")
     return AttnBackend[word]

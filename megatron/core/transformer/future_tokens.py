@@ -1,4 +1,4 @@
-"""The tokens that follow each token of a micro-batch, for multi-token prediction; the layers are elsewhere.
+"""The tokens that follow each token of a micro-batch, for multi-token prediction. The layers are in other files.
 
 B micro-batch, S tokens of a sequence that this rank holds, W = S / C of one of its C chunks.
 """
@@ -19,10 +19,11 @@ from megatron.core.transformer.context_parallel import chunks_of_rank
 
 @dataclass(frozen=True)
 class FutureToken:
-    """The tokens a number of places ahead of each token. All [B, S]: tokens, positions and labels int64.
+    """The tokens at a fixed distance ahead of each token. All tensors are [B, S]; tokens, positions and labels are
+    int64.
 
-    weights: fp32, of the label's loss; 0 where the label is another document's, or there is none. padding: bool, where
-    the token itself or the one ahead is padding; None without padding.
+    weights: fp32, weight of the label's loss; 0 if the label belongs to another document or does not exist. padding:
+    bool, True where the token itself or the one ahead is padding; None without padding.
     """
 
     tokens: Tensor
@@ -34,11 +35,12 @@ class FutureToken:
 
 @dataclass(frozen=True)
 class FutureTokens:
-    """Tokens up to num_ahead places ahead of this rank's tokens of a micro-batch. All [B, S], int64, but
-    loss_mask, [B, S], float, or None for all ones, and padding_mask, [B, S], bool, or None for no padding.
+    """Tokens up to num_ahead positions ahead of this rank's tokens of a micro-batch.
 
-    packed_seq_params, attention_mask: borders between documents, as for GPTModel. cp_group: ranks that share sequences.
-    Collective over it where it has more than one rank. Raises ValueError where these have less than num_ahead tokens.
+    All tensors are [B, S], int64, except loss_mask, [B, S], float, or None for all ones, and padding_mask, [B, S],
+    bool, or None for no padding. packed_seq_params, attention_mask: document borders, as for GPTModel. cp_group: ranks
+    that share sequences. Collective over it if it has more than one rank. Raises ValueError if ranks have fewer than
+    num_ahead tokens.
     """
 
     input_ids: Tensor
@@ -52,7 +54,7 @@ class FutureTokens:
     padding_mask: Tensor | None = None
 
     def ahead(self, distance: int) -> FutureToken:
-        """Returns the tokens `distance` places ahead, from 1 to num_ahead."""
+        """Returns the tokens `distance` positions ahead, from 1 to num_ahead."""
         tokens, positions, labels, mask = (self._at(extended, distance) for extended in self._extended)
         weights = torch.where(self._is_inside(distance) & (labels >= 0), mask, 0)
         padding = self.padding_mask
@@ -62,7 +64,7 @@ class FutureTokens:
 
     @cached_property
     def _extended(self) -> tuple[Tensor, ...]:
-        # fp32 in any model: half precision does not count far.
+        # fp32 in any model, because half precision cannot represent large counts.
         mask = torch.ones_like(self.labels) if self.loss_mask is None else self.loss_mask
         mask = mask.to(torch.float32)
         return tuple(self._with_following(t) for t in (self.input_ids, self.position_ids, self.labels, mask))
@@ -73,17 +75,19 @@ class FutureTokens:
         return chunks_of_rank(self.input_ids.shape[1] * ranks, size=ranks, rank=group_rank(self.cp_group))
 
     def _with_following(self, own: Tensor) -> Tensor:
-        """[B, S], any dtype -> [B, C, W + num_ahead], same dtype: each chunk, and the first of the one after it."""
+        """Appends to each chunk the first tokens of its successor: [B, S], any dtype -> [B, C, W + num_ahead], same
+        dtype.
+        """
         chunks = own.unflatten(1, (len(self._chunks), -1))
         if len(self._chunks) > 1 and chunks.shape[2] < self.num_ahead:
             raise ValueError(
                 f"mtp_num_layers is {self.num_ahead} and context-parallel ranks have chunks of {chunks.shape[2]} "
-                "tokens: must be at most as many, use longer sequences or fewer ranks"
+                "tokens: must be at most the chunk size, use longer sequences or fewer ranks"
             )
         firsts = F.pad(chunks, (0, self.num_ahead - chunks.shape[2]))[..., : self.num_ahead]
         if group_size(self.cp_group) == 1:
             return torch.cat([chunks, torch.zeros_like(firsts)], dim=2)
-        # Of rank r its chunks r and 2 * ranks - 1 - r.
+        # Rank r holds chunks r and 2 * ranks - 1 - r.
         everyone = all_gather_rows(firsts.unsqueeze(0).contiguous(), self.cp_group).wait()  # [ranks, B, 2, num_ahead]
         in_order = torch.cat([everyone[:, :, 0], everyone[:, :, 1].flip(0)])
         in_order = torch.cat([in_order, torch.zeros_like(in_order[:1])])
@@ -95,19 +99,19 @@ class FutureTokens:
         return extended[..., distance : extended.shape[2] - self.num_ahead + distance].flatten(1)
 
     def _is_inside(self, distance: int) -> Tensor:
-        """Whether the token so far ahead is of the same document: bool, [B, S] or [1, S]."""
+        """Returns whether the token at this distance belongs to the same document: bool, [B, S] or [1, S]."""
         device, length = self.input_ids.device, self.input_ids.shape[1] * group_size(self.cp_group)
-        # [1, S]: places in the whole sequence.
+        # [1, S]: positions in the whole sequence.
         places = torch.cat([torch.arange(c.start, c.stop, device=device) for c in self._chunks]).unsqueeze(0)
         inside = places + distance < length
         if self.packed_seq_params is not None:
             samples = torch.arange(len(self.input_ids), device=device).unsqueeze(1) * length
             ends = self.packed_seq_params.borders_on(device)[1:]
-            # Which segment a token is in: the number of those that end at or before it.
+            # The index of a token's segment is the number of segments that end at or before it.
             here, there = (torch.bucketize(samples + p, ends, right=True) for p in (places, places + distance))
             inside = inside & (here == there)
         if self.attention_mask is not None:
-            # [B or 1, S, S]; a token sees those before it in its document, and no others.
+            # [B or 1, S, S]; a token attends to earlier tokens of its document only.
             mask = self.attention_mask.expand(*self.attention_mask.shape[:-2], length, length)
             forbidden = mask.reshape(-1, length, length).diagonal(-distance, dim1=1, dim2=2)
             inside = inside & ~F.pad(forbidden, (0, distance), value=True)[:, :length]

@@ -1,4 +1,4 @@
-"""Places in a spec that stay empty: a module and a function that give back what they get."""
+"""Placeholders in a spec: a module and a function that return their input."""
 
 from typing import Any
 
@@ -12,12 +12,14 @@ class IdentityOp(nn.Module):
         super().__init__()
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """x: anything, returned as it is."""
+        """Returns x, any object, unchanged."""
         return x
 
 
 class IdentityFuncOp(IdentityOp):
-    """Called, it returns the identity function: for places such as bias-dropout-add that give a function."""
+    """Returns the identity function when called, for places in a spec such as bias-dropout-add that
+    return a function.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns a function that returns its argument."""

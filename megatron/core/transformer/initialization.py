@@ -1,6 +1,6 @@
 """Initial weights by logical name: the same seed gives the same model on any device, layout and expert implementation.
 
-The distributions are the layers' own (their init_methods); the names are those of canonical checkpoints.
+The distributions are the layers' own (their init_methods). The names are those of canonical checkpoints.
 """
 
 import hashlib
@@ -20,22 +20,24 @@ from megatron.core.logical_tensors import LogicalPiece, canonical_name, model_lo
 from megatron.core.model_parallel_config import ConstantInit, InitMethod, XavierUniformInit
 from megatron.core.transformer.transformer_config import NormalInit, TransformerConfig
 
-# Numbers drawn from one generator: a block of rows of the stored tensor, so that a rank draws little beyond its own.
+# Rows drawn from one generator: a block of rows of the stored tensor, so that a rank draws few numbers beyond its own.
 _BLOCK_ELEMENTS = 1 << 17
 
 
 @runtime_checkable
 class HasInitMethods(Protocol):
-    """A module that says how its parameters start."""
+    """A module that defines the initialization of its parameters."""
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """By the parameter's name in the module; one that is left out must not be on the meta device."""
+        """Returns init methods by the parameter's name in the module; a missing parameter must not be on the meta
+        device.
+        """
         ...
 
 
 @contextmanager
 def deferred_initialization(config: TransformerConfig) -> Iterator[None]:
-    """Modules built inside leave their random parameters unset: `initialize_parameters` is to follow."""
+    """Leaves random parameters of modules built inside uninitialised; `initialize_parameters` must follow."""
     wanted, config.perform_initialization = config.perform_initialization, False
     try:
         yield
@@ -44,19 +46,19 @@ def deferred_initialization(config: TransformerConfig) -> Iterator[None]:
 
 
 def initialize_parameters(model: nn.Module, *, seed: int) -> None:
-    """Sets all that starts at random and is not on the meta device, in place, from `seed` and the logical name."""
+    """Initialises all random parameters that are not on the meta device, in place, from `seed` and the logical name."""
     values = InitialValues(model, seed=seed)
     named = [(canonical_name(name), param) for name, param in model.named_parameters() if not param.is_meta]
-    # Constants are set already, by the layers.
+    # Constants are already set by the layers.
     values.fill((name, 0, param.data.view(-1)) for name, param in named if values.is_random(name))
 
 
 class InitialValues:
-    """Initial values of a model's parameters, from `seed` and the logical names; holds none of them.
+    """Initial values of a model's parameters, from `seed` and the logical names; holds none of the values.
 
-    Normal and Xavier's distribution are drawn per stored tensor, by blocks of its rows: a rank draws those that it asks
-    for. Any other init method is the user's own and fills the parameter as this model holds it, in `dtype` (None: in
-    that of what is filled), seeded by the stored tensor's name and by where in it that is.
+    Normal and Xavier distributions are drawn per stored tensor, in blocks of its rows, so a rank draws only the blocks
+    that it requests. Any other init method is user-defined and fills the parameter as this model holds it, in `dtype`
+    (None means the destination's dtype), seeded by the stored tensor's name and the position in it.
     """
 
     def __init__(self, model: nn.Module, *, seed: int, dtype: torch.dtype | None = None) -> None:
@@ -65,18 +67,20 @@ class InitialValues:
         self._seed, self._dtype = seed, dtype
 
     def covers(self, name: str) -> bool:
-        """Whether a module says how this parameter starts."""
+        """Returns whether a module defines the initialization of this parameter."""
         return name in self._methods
 
     def is_random(self, name: str) -> bool:
-        """Whether it starts as anything but a constant."""
+        """Returns whether the parameter is initialised with anything but a constant."""
         return self.covers(name) and not isinstance(self._methods[name], ConstantInit)
 
     def fill(self, ranges: Iterable[tuple[str, int, Tensor]]) -> None:
-        """Sets ranges of parameters: of each the name, its first element in the flattened parameter, and where it is to
-        be, [n], any float dtype. What no checkpoint has, as padding rows, a normal distribution leaves as it is.
+        """Fills ranges of parameters with their initial values.
+
+        ranges: name, index of the first element in the flattened parameter, and destination, [n], any float dtype.
+        Elements that are in no checkpoint, such as padding rows, are left unchanged by a normal distribution.
         """
-        # Listed first, drawn after: a model of many small tensors keeps all threads busy too.
+        # Listed first and drawn afterwards, so that a model of many small tensors also keeps all threads busy.
         blocks: list[_Block] = []
         for name, start, flat in ranges:
             method = self._methods[name]
@@ -87,7 +91,7 @@ class InitialValues:
                     blocks += _blocks(box, draw=_Draw(self._seed, method))
             elif flat.numel():
                 flat.copy_(self._filled_by(method, name, dtype=flat.dtype).view(-1)[start : start + flat.numel()])
-        # numpy draws outside the interpreter lock, so threads help; the result does not depend on their number.
+        # numpy draws without the interpreter lock, so threads help; the result does not depend on their number.
         with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as threads:
             for _ in threads.map(_Block.fill, blocks):
                 pass
@@ -104,8 +108,8 @@ class InitialValues:
 
 
 def _place(piece: LogicalPiece) -> str:
-    # Not by the parameter's own name: the copy of a tied weight has another than its owner. The first rank's piece,
-    # which is the only one of a layer that is not split, has the key alone.
+    # Not seeded by the parameter's own name, because the copy of a tied weight has another name than its owner. The
+    # first rank's piece, which is the only one of a layer that is not split, has the bare key.
     return f"{piece.key}@{piece.global_offset}" if any(piece.global_offset) else piece.key
 
 
@@ -126,7 +130,7 @@ class _Draw:
 
 @dataclass(frozen=True)
 class _Block:
-    """Rows [first, first + num_rows) of a stored tensor, the box of it to be filled, and the numbers to draw."""
+    """Rows [first, first + num_rows) of a stored tensor, the box of it to fill, and the distribution to draw from."""
 
     box: ShardedTensor
     draw: _Draw
@@ -139,7 +143,7 @@ class _Block:
         generator = numpy.random.Generator(
             numpy.random.Philox(key=_hash_words(self.draw.seed, f"{self.box.key}[{self.index}]"))
         )
-        # fp32 for every parameter dtype, so that a bf16 model starts as the rounded fp32 one.
+        # fp32 for every parameter dtype, so that a bf16 model starts as the rounded fp32 model.
         numbers = numpy.empty((self.num_rows, *row_shape), dtype=numpy.float32)
         method = self.draw.method
         if isinstance(method, XavierUniformInit):
@@ -149,7 +153,7 @@ class _Block:
         else:
             generator.standard_normal(dtype=numpy.float32, out=numbers)
             numbers *= numpy.float32(method.std)
-        # Of the drawn rows those that the box holds, and of those the columns that it holds.
+        # Selects from the drawn rows those in the box, and from these the box's columns.
         start, own = self.box.global_offset[0], self.box.data.shape[0]
         low, high = max(start, self.first), min(start + own, self.first + self.num_rows)
         window = (slice(low - self.first, high - self.first),) + tuple(
@@ -160,7 +164,7 @@ class _Block:
 
 
 def _blocks(box: ShardedTensor, *, draw: _Draw) -> Iterator[_Block]:
-    """The blocks that hold a box; their borders depend on the stored tensor's shape alone."""
+    """Yields the blocks that cover a box; their borders depend only on the stored tensor's shape."""
     step = max(1, _BLOCK_ELEMENTS // math.prod(box.global_shape[1:]))
     start, stop = box.global_offset[0], box.global_offset[0] + box.data.shape[0]
     for index in range(start // step, -(-stop // step)):
@@ -169,6 +173,6 @@ def _blocks(box: ShardedTensor, *, draw: _Draw) -> Iterator[_Block]:
 
 
 def _hash_words(seed: int, name: str) -> list[int]:
-    # Not hash(): that differs from process to process.
+    # hash() cannot be used, because it differs between processes.
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=16).digest()
     return [int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")]

@@ -1,4 +1,4 @@
-"""Assigns runners to the layers of a block, which recompute or offload the layers or their parts.
+"""Assigns runners, which recompute or offload layers or their parts, to the layers of a block.
 
 Runners are chosen once, from the plans of recompute.py and activation_offload.py.
 """
@@ -37,7 +37,7 @@ class Arrangement:
 
 
 def arrange_layers(layers: nn.ModuleList, config: TransformerConfig, *, has_experts: Sequence[bool]) -> Arrangement:
-    """Sets the parts of each layer that is a MegatronModule, and returns how to run the layers.
+    """Sets the parts of each layer that is a MegatronModule, and returns the arrangement in which the layers run.
 
     has_experts: one entry per layer.
     """
@@ -83,7 +83,8 @@ def _with_offloading(
     layers: nn.ModuleList, config: TransformerConfig, *, plan: Sequence[frozenset[str]]
 ) -> Arrangement:
     offloader = ActivationOffloader(layers, default_device(), min_elements=config.min_offloaded_tensor_size)
-    # Layers and parts that keep their tensors are wrapped as well: their backward triggers the prefetch of the others.
+    # Layers and parts that keep their tensors are wrapped as well, because their backward triggers the prefetch of the
+    # others.
     runs: list[Run] = [run] * len(layers)
     if config.cpu_offloading_num_layers:
         for index in range(config.cpu_offloading_num_layers + 1):

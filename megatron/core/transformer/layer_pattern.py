@@ -1,4 +1,4 @@
-"""Patterns that say layer by layer what a layer has: ([0]+[1]*3)*2 as text to a list of integers.
+"""Patterns that describe the model layer by layer: parses text such as ([0]+[1]*3)*2 to a list of integers.
 
 The meaning of the integers is documented with their fields: experts in moe_config.py, windows in attention_config.py.
 """
@@ -8,14 +8,14 @@ import re
 # One token of a pattern: a list, an integer, an operator or a parenthesis.
 _TOKEN = re.compile(r"\s*(\[[\d\s,]*\]|\d+|[+*()])")
 MAX_LAYERS = 100_000
-# Parentheses inside each other: beyond, the reader would use up Python's stack.
+# Maximum nesting of parentheses, beyond which the parser would exhaust Python's stack.
 _MAX_DEPTH = 50
 
 
 def parse_layer_pattern(word: str, *, field: str) -> int | list[int]:
-    """An integer, or the list that a pattern of lists, +, * and parentheses stands for: "[0]+[1]*3" -> [0, 1, 1, 1].
+    """Parses an integer, or a pattern of lists, +, * and parentheses: "[0]+[1]*3" -> [0, 1, 1, 1].
 
-    Raises ValueError naming `field` where the word is neither.
+    Raises ValueError naming `field` if the word is neither.
     """
     stripped = word.strip()
     if stripped.isdigit():
@@ -26,9 +26,9 @@ def parse_layer_pattern(word: str, *, field: str) -> int | list[int]:
     return value
 
 
-# A reader instead of eval: the pattern comes from command lines and files.
+# A parser instead of eval, because the pattern comes from command lines and files.
 class _PatternReader:
-    """Recursive descent over a pattern: sum := product ("+" product)*, product := atom ("*" atom)*."""
+    """Recursive-descent parser of a pattern: sum := product ("+" product)*, product := atom ("*" atom)*."""
 
     def __init__(self, pattern: str, field: str) -> None:
         self.pattern, self.field = pattern, field
@@ -70,7 +70,7 @@ class _PatternReader:
         return value
 
     def _repeated(self, left: int | list[int], right: int | list[int]) -> int | list[int]:
-        # The product's length is known before it is made: a slip of the finger must not fill the memory.
+        # The product's length is known before it is built, because a typing mistake must not fill the memory.
         sizes = [len(side) if isinstance(side, list) else side for side in (left, right)]
         if sizes[0] * sizes[1] > MAX_LAYERS:
             raise self._error(f"more than {MAX_LAYERS} layers")
@@ -82,7 +82,7 @@ class _PatternReader:
         token = self.tokens.pop(0)
         if token == "(":
             if self.depth == _MAX_DEPTH:
-                raise self._error(f"more than {_MAX_DEPTH} parentheses inside each other")
+                raise self._error(f"more than {_MAX_DEPTH} nested parentheses")
             self.depth += 1
             value = self._sum()
             self.depth -= 1

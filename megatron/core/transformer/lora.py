@@ -1,6 +1,6 @@
 """Low-rank adapters of linear layers: y = W x + alpha / r * B A x, with W frozen (Hu et al., LoRA, 2021).
 
-models/gpt/gpt_layer_specs.py selects the layers that have them. Adapters of grouped experts are in moe/experts.py.
+models/gpt/gpt_layer_specs.py selects the layers that have adapters. Adapters of grouped experts are in moe/experts.py.
 megatron/training loads checkpoints without adapters.
 """
 
@@ -36,10 +36,15 @@ ADAPTER_NAMES = ("lora_a", "lora_b")
 
 
 class LoRAColumnParallelLinear(ColumnParallelLinear):
-    """A ColumnParallelLinear with an adapter: A whole on every rank, B's rows split as the weight's."""
+    """A ColumnParallelLinear with an adapter, whose A is whole on every rank and whose B has rows split like the
+    weight.
+    """
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
-        """options: as ColumnParallelLinear's. Raises ValueError for experts over expert-tensor-parallel ranks."""
+        """Builds the layer; options: as in ColumnParallelLinear.
+
+        Raises ValueError for expert-tensor-parallel experts.
+        """
         super().__init__(input_size, output_size, config=config, **options)
         if not self.sums_input_grad:
             require_whole_experts(group_size(self.tp_group))
@@ -52,11 +57,11 @@ class LoRAColumnParallelLinear(ColumnParallelLinear):
         set_tensor_model_parallel_attributes(self.lora_b, True, 0, 1)
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """Returns the initialization of each parameter, by name."""
+        """Returns the init method of each parameter, by name."""
         return {**super().init_methods(), "lora_a": init_of_a(self.input_size), "lora_b": ConstantInit(0)}
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
-        """The base layer's, and this rank's rows of lora_b [output_size, r]; lora_a is stored whole."""
+        """Returns the base layer's pieces, and this rank's rows of lora_b [output_size, r]; lora_a is stored whole."""
         pieces = super().logical_pieces(prefix)
         del pieces["lora_a"]
         return pieces
@@ -69,7 +74,7 @@ class LoRAColumnParallelLinear(ColumnParallelLinear):
         Returns [*, output_size / ranks], same dtype, and the skipped bias.
         """
         output, bias = super().forward(input_, weight, runtime_gather_output)
-        # Narrow, so what moves between ranks is next to nothing.
+        # The tensor is narrow, so communication between ranks is negligible.
         low = F.linear(input_, self.lora_a)  # [*, r]
         if self.sequence_parallel:
             low = gather_from_sequence_parallel_region(low, group=self.tp_group)
@@ -82,21 +87,21 @@ class LoRAColumnParallelLinear(ColumnParallelLinear):
 
 
 class LoRAReplicatedLinear(ReplicatedLinear):
-    """A ReplicatedLinear with an adapter: both matrices whole on every rank."""
+    """A ReplicatedLinear with an adapter, whose matrices are both whole on every rank."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
-        """options: as ReplicatedLinear's."""
+        """Builds the layer; options: as in ReplicatedLinear."""
         super().__init__(input_size, output_size, config=config, **options)
         rank, self.scale = rank_and_scale(config)
         self.lora_a = empty_parameter(rank, input_size, config=config)
         initialize_weight(self.lora_a, init_of_a(input_size), config=config)
         self.lora_b = zero_parameter(output_size, rank, config=config)
         for parameter in (self.lora_a, self.lora_b):
-            # As the weight: each rank multiplies by its part of the sequence.
+            # As for the weight, each rank multiplies by its part of the sequence.
             mark_partial_gradient(parameter, partial=config.sequence_parallel)
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """Returns the initialization of each parameter, by name."""
+        """Returns the init method of each parameter, by name."""
         return {**super().init_methods(), "lora_a": init_of_a(self.input_size), "lora_b": ConstantInit(0)}
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
@@ -106,10 +111,12 @@ class LoRAReplicatedLinear(ReplicatedLinear):
 
 
 class LoRARowParallelLinear(RowParallelLinear):
-    """A RowParallelLinear with an adapter: A's columns split as the weight's, B whole on every rank."""
+    """A RowParallelLinear with an adapter, whose A has columns split like the weight and whose B is whole on every
+    rank.
+    """
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
-        """options: as RowParallelLinear's. Raises ValueError for experts over expert-tensor-parallel ranks."""
+        """Builds the layer; options: as in RowParallelLinear. Raises ValueError for expert-tensor-parallel experts."""
         super().__init__(input_size, output_size, config=config, **options)
         is_expert = options.get("is_expert", False)
         if is_expert:
@@ -122,11 +129,13 @@ class LoRARowParallelLinear(RowParallelLinear):
         mark_partial_gradient(self.lora_b, partial=config.sequence_parallel and not is_expert)
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """Returns the initialization of each parameter, by name."""
+        """Returns the init method of each parameter, by name."""
         return {**super().init_methods(), "lora_a": init_of_a(self.input_size), "lora_b": ConstantInit(0)}
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
-        """The base layer's, and this rank's columns of lora_a [r, input_size]; lora_b is stored whole."""
+        """Returns the base layer's pieces, and this rank's columns of lora_a [r, input_size]; lora_b is
+        stored whole.
+        """
         piece = split_piece(prefix + "lora_a", self.lora_a, group=self.tp_group, dim=1)
         return {**super().logical_pieces(prefix), "lora_a": [piece]}
 
@@ -143,7 +152,7 @@ class LoRARowParallelLinear(RowParallelLinear):
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter or a key of that name is an adapter's."""
+    """Returns whether a parameter or checkpoint key with that name belongs to an adapter."""
     return any(part in ADAPTER_NAMES for part in name.split("."))
 
 
@@ -154,12 +163,12 @@ def freeze_all_but_adapters(model: nn.Module) -> None:
 
 
 def rank_and_scale(config: TransformerConfig) -> tuple[int, float]:
-    """The width of adapters, and what their product is multiplied by."""
-    assert config.lora_rank is not None, "layers with adapters are asked for by lora_rank"
+    """Returns the width of adapters, and the factor of their product."""
+    assert config.lora_rank is not None, "layers with adapters require lora_rank"
     return config.lora_rank, config.lora_alpha / config.lora_rank
 
 
 def init_of_a(input_size: int) -> NormalInit:
-    """Returns the initialization of an adapter's narrow matrix."""
-    # Together with B = 0 the model begins as it was.
+    """Returns the init method of an adapter's first matrix."""
+    # Together with B = 0, the model starts unchanged.
     return NormalInit(1 / math.sqrt(input_size))

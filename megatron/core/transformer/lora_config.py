@@ -1,11 +1,11 @@
-"""Settings of low-rank adapters: how wide they are, and which layers have them."""
+"""Settings of low-rank adapters: their width, and the layers that have them."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.core.config_field import config_field, validate_fields
 
-# Those that have adapters where nothing is said. Latent attention has other projections, which are asked for by name.
+# Layers with adapters by default. Latent attention has other projections, which are requested by name.
 ADAPTED_LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 _LATENT_KEYS = ("linear_kv_down_proj", "linear_kv_up_proj")
 _LATENT_QUERIES = ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj")
@@ -13,23 +13,26 @@ _LATENT_QUERIES = ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj")
 
 @dataclass(kw_only=True)
 class LoRAConfig:
-    """Training of small matrices beside frozen weights (Hu et al., LoRA, 2021)."""
+    """Settings for training small matrices in addition to frozen weights (Hu et al., LoRA, 2021)."""
 
     cli_group: ClassVar[str] = "low-rank adapters"
 
     lora_rank: int | None = config_field(
-        None, help="Width of low-rank adapters: they alone are trained, all else is frozen; unset: none.", at_least=1
+        None,
+        help="Width of low-rank adapters. Only adapters are trained, all other parameters are frozen; "
+        "default: no adapters.",
+        at_least=1,
     )
-    lora_alpha: float = config_field(32.0, help="What adapters add is multiplied by this over their rank.", more_than=0)
+    lora_alpha: float = config_field(32.0, help="Factor of the adapters' output, divided by their rank.", more_than=0)
     lora_target_modules: list[str] = config_field(
         default_factory=lambda: list(ADAPTED_LINEARS),
-        help="Linear layers that have adapters, of attention, feed-forward layers and experts.",
+        help="Linear layers that have adapters, in attention, feed-forward layers and experts.",
         choices=(*ADAPTED_LINEARS, *_LATENT_QUERIES, *_LATENT_KEYS),
     )
 
     @property
     def has_feed_forward_adapters(self) -> bool:
-        """Whether feed-forward layers have some."""
+        """Whether feed-forward layers have adapters."""
         return self.lora_rank is not None and bool({"linear_fc1", "linear_fc2"} & set(self.lora_target_modules))
 
     def __post_init__(self) -> None:
@@ -37,8 +40,9 @@ class LoRAConfig:
 
 
 def validate_lora(config: LoRAConfig, *, grouped_experts: bool, expert_parts: int, itemsize: int) -> None:
-    """Raises ValueError where experts are to have adapters that they cannot; expert_parts: ranks that share the width
-    of each; itemsize: bytes of a weight.
+    """Raises ValueError if experts cannot have the requested adapters.
+
+    expert_parts: ranks that share the width of each expert; itemsize: bytes of a weight.
     """
     if config.lora_rank is None or not config.has_feed_forward_adapters:
         return
@@ -52,7 +56,7 @@ def validate_lora(config: LoRAConfig, *, grouped_experts: bool, expert_parts: in
 
 
 def validate_lora_targets(config: LoRAConfig, *, multi_latent_attention: bool, q_lora_rank: int | None) -> None:
-    """Raises ValueError where adapters are asked for by name of layers that the model has not."""
+    """Raises ValueError if adapters are requested for layers that the model does not have."""
     if config.lora_rank is None or set(config.lora_target_modules) == set(ADAPTED_LINEARS):
         return
     queries = ("linear_qkv",)
@@ -63,12 +67,12 @@ def validate_lora_targets(config: LoRAConfig, *, multi_latent_attention: bool, q
     if missing:
         raise ValueError(
             f"lora_target_modules has {' '.join(missing)}, multi_latent_attention is {multi_latent_attention} and "
-            f"q_lora_rank is {q_lora_rank}: the model has none of that name, choose among {' '.join(present)}"
+            f"q_lora_rank is {q_lora_rank}: the model has no such layer, choose among {' '.join(present)}"
         )
 
 
 def require_whole_experts(num_parts: int) -> None:
-    """Raises ValueError for adapters of experts in more than one part."""
+    """Raises ValueError for adapters of experts that are split over ranks."""
     if num_parts > 1:
         raise ValueError(
             f"expert_tensor_parallel_size is {num_parts} and lora_rank is set: experts with adapters must be "

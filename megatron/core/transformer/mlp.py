@@ -1,4 +1,4 @@
-"""The dense feed-forward layer, also one expert of SequentialMLP; grouped experts are in moe/experts.py."""
+"""The dense feed-forward layer, also used as one expert of SequentialMLP; grouped experts are in moe/experts.py."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,10 +25,10 @@ Activation = Callable[..., Tensor]
 
 @dataclass
 class MLPSubmodules:
-    """Specs of the two projections, and of a module in the place of the activation function, built from config.
+    """Specs of the two projections, and of a module that replaces the activation function, built from config.
 
-    activation_func: takes fc1's output with its bias, [*, F] or, gated, [*, 2F], and returns [*, F]; None: the
-    configuration's function.
+    activation_func: takes fc1's output with its bias, [*, F] or, gated, [*, 2F], and returns [*, F]; None means the
+    configured function.
     """
 
     linear_fc1: Any = None
@@ -37,7 +37,9 @@ class MLPSubmodules:
 
 
 class MLP(MegatronModule):
-    """fc2(activation(fc1(x))); with a gated activation fc1's rows are gate over up, on each rank its part of both."""
+    """Computes fc2(activation(fc1(x))). With a gated activation, fc1's rows are gate then up, on each rank its part of
+    both.
+    """
 
     def __init__(
         self,
@@ -50,8 +52,11 @@ class MLP(MegatronModule):
         name: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """is_expert: tokens bring a weight each, and ranks are those of the expert-tensor group. tp_group: the ranks,
-        before those of pg_collection; both None: parallel_state's, if there are any. name: accepted, without effect.
+        """Builds the projections and chooses the activation.
+
+        is_expert: whether each token has a weight, and the ranks are the expert-tensor group. tp_group: the ranks;
+        takes precedence over pg_collection. If both are None, the groups of parallel_state are used, if there are any.
+        name: accepted without effect.
         """
         super().__init__(config)
         self.ffn_hidden_size = ffn_hidden_size or config.ffn_hidden_size or 4 * config.hidden_size
@@ -77,8 +82,8 @@ class MLP(MegatronModule):
             tp_comm_buffer_name="fc1",
             **shared,
         )
-        # By name, once: others take the parameters' places, without such facts, as files' tensors in a conversion. The
-        # narrow part of an adapter has no rows of gate and up.
+        # Found by name, once, because a conversion replaces the parameters by tensors of files, which lack these
+        # attributes. The first matrix of an adapter has no rows of gate and up.
         self._gated_names = [
             name
             for name, param in self.linear_fc1.named_parameters()
@@ -110,20 +115,22 @@ class MLP(MegatronModule):
     ) -> Self:
         """Builds the feed-forward part of a layer, for specs that are functools.partial(MLP.as_mlp_submodule, specs).
 
-        is_mtp_layer: accepted, since layers that predict further tokens have the same.
+        is_mtp_layer: ignored, because layers that predict further tokens have the same feed-forward part.
         """
         return cls(config, submodules, is_expert, input_size, ffn_hidden_size, name=name, pg_collection=pg_collection)
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden_states: [*, H], parameter dtype; per_token_scale: [*], fp32 or parameter dtype, or None.
+        """Runs the layer; hidden_states: [*, H], parameter dtype; per_token_scale: [*], fp32 or parameter dtype, or
+        None.
+
         Returns [*, H], same dtype, and the bias that is still to be added: [H] (scaled per token: [*, H]), or None.
-        kwargs: what callers tell feed-forward layers of any kind. padding_mask has no effect, because padding is
-        computed like other tokens; all others must be None.
+        kwargs: arguments that callers pass to feed-forward layers of any kind. padding_mask has no effect, because
+        padding is computed like other tokens; all others must be None.
         """
         if kwargs:
-            why = "a dense layer has no use for it"
+            why = "a dense layer does not use it"
             require_defaults(
                 "MLP.forward", why, **{name: (value, None) for name, value in kwargs.items() if name != "padding_mask"}
             )
@@ -140,7 +147,7 @@ class MLP(MegatronModule):
         return _scaled(self.activation_func(x if bias is None else x + bias), scale)
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
-        """A gated linear_fc1 is stored as two tensors, gate and up: [F, H], and [F] of the bias; F of all ranks."""
+        """Describes a gated linear_fc1 as two tensors, gate and up: [F, H], and [F] of the bias; F over all ranks."""
         shapes = {name: tuple(self.linear_fc1.get_parameter(name).shape) for name in self._gated_names}
         return {
             f"linear_fc1.{name}": gate_up_pieces(f"{prefix}linear_fc1.{name}", shape, group=self.tp_group)
@@ -149,9 +156,9 @@ class MLP(MegatronModule):
 
 
 def gate_up_pieces(key: str, shape: tuple[int, ...], *, group: ProcessGroup | None = None) -> list[LogicalPiece]:
-    """The upper and lower half of a [2F, H] or [2F] tensor, as `<key>.gate` and `<key>.up`.
+    """Returns the first and second half of a [2F, H] or [2F] tensor, as `<key>.gate` and `<key>.up`.
 
-    group: ranks that hold other rows of both; None for this rank alone.
+    group: ranks that hold other rows of both; None means this rank alone.
     """
     half = (shape[0] // 2, *shape[1:])
     row = shape[1] if len(shape) == 2 else 1
@@ -165,7 +172,7 @@ def gate_up_pieces(key: str, shape: tuple[int, ...], *, group: ProcessGroup | No
 
 
 def build_activation(config: TransformerConfig) -> Activation:
-    """The activation that the configuration describes, chosen once."""
+    """Builds the configured activation, chosen once."""
     function = config.activation_func
     clamp, offset = config.activation_func_clamp_value, config.glu_linear_offset
 
@@ -180,7 +187,7 @@ def build_activation(config: TransformerConfig) -> Activation:
 
     if not config.gated_linear_unit:
         return plain
-    # The usual choices have a function of their own; others keep what torch saves for them.
+    # The common choices have their own function; others save the tensors that torch saves for them.
     gains = {F.silu: 1.0, quick_gelu: QUICK_GELU_GAIN}
     if function not in gains:
         return gated
@@ -193,5 +200,5 @@ def build_activation(config: TransformerConfig) -> Activation:
 
 
 def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
-    # Routing weights are fp32: the product is rounded back to the activations' dtype.
+    # Routing weights are fp32, so the product is rounded back to the activations' dtype.
     return x if scale is None else (x * scale).to(x.dtype)

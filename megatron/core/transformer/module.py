@@ -18,13 +18,13 @@ from megatron.core.utils import ModelWrapper, divide
 
 # Run(function, *args, **kwargs) returns function(*args, **kwargs).
 Run = Callable[..., Any]
-# RunAndRelease(function, *args) returns (function(*args), release). The caller hands release what it computed from
-# the output, a tensor that all of the output's gradients come through; the output may not be read after that.
+# RunAndRelease(function, *args) returns (function(*args), release). The caller passes to release a result computed from
+# the output, a tensor through which all of the output's gradients flow; afterwards the output must not be read.
 RunAndRelease = Callable[..., tuple[Any, Callable[[Tensor], None]]]
 
 
 def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Returns function(*args, **kwargs): the Run of a part that nothing is done for."""
+    """Returns function(*args, **kwargs); the default Run of a part."""
     return function(*args, **kwargs)
 
 
@@ -38,11 +38,11 @@ def run_and_keep(function: Callable[..., Any], *args: Any) -> tuple[Any, Callabl
 
 @dataclass(frozen=True)
 class LayerParts:
-    """Decides how each named part of a layer is run: plainly, recomputed, offloaded, or from CUDA graphs.
+    """Determines how each named part of a layer is run: plainly, recomputed, offloaded, or from CUDA graphs.
 
     The names are those of --recompute-modules, --offload-modules and --cuda-graph-modules. A layer calls its parts
     through these runners, by the decorator `part` or explicitly. layer_arrangement.py chooses the runners, and
-    cuda_graphs.py those of CUDA graphs.
+    cuda_graphs.py the runners for CUDA graphs.
 
     attn: the whole attention layer. mla_up_proj: queries, keys and values of latent attention from the compressed
     projection, inside qkv_linear. mlp: the whole feed-forward layer, dense or with experts. moe_preprocess: the router
@@ -76,9 +76,9 @@ _Method = Callable[Concatenate[_Layer, _Args], _Result]
 
 
 def part(name: str) -> Callable[[_Method[_Layer, _Args, _Result]], _Method[_Layer, _Args, _Result]]:
-    """Makes a method the part `name` of its layer: each call goes through that runner of `self.parts`.
+    """Declares a method as the part `name` of its layer. Each call goes through that runner of `self.parts`.
 
-    name: a Run of LayerParts. A RunAndRelease needs an explicit call, since its caller must call `release`. Raises
+    name: a Run of LayerParts. A RunAndRelease requires an explicit call, because its caller must call `release`. Raises
     ValueError for any other name, when the class is defined.
     """
     runs = [one.name for one in fields(LayerParts) if one.default is run]
@@ -108,7 +108,7 @@ class MegatronModule(CopiedWithGroups):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
-        # A transformer block replaces them by those that layer_arrangement.py chose for the layer.
+        # A transformer block replaces them by the runners that layer_arrangement.py chose for the layer.
         self.parts = LayerParts()
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
@@ -126,19 +126,19 @@ class MegatronModule(CopiedWithGroups):
 class GraphableMegatronModule(MegatronModule):
     """A module that runs on [S, B, H], as transformer layers do, and whose parts CUDA graphs may capture.
 
-    cuda_graphs.py makes the graphs, of all modules of a model chunk together.
+    cuda_graphs.py creates the graphs, for all modules of a model chunk together.
     """
 
     def __init__(self, config: TransformerConfig, vp_stage: int | None = None) -> None:
-        """vp_stage: which of its pipeline stage's chunks it is in; None: the only one."""
+        """Stores the chunk; vp_stage: index of the module's chunk in its pipeline stage; None means the only one."""
         super().__init__(config)
         self.vp_stage = vp_stage
 
     def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> dict[str, Tensor]:
-        """Returns inputs of the shapes that a run has on this rank, on this process's device.
+        """Returns inputs with the shapes used on this rank during a run, on this process's device.
 
-        hidden_states: [seq_length / ranks that it is split over, micro_batch_size, H], dtype config.hidden_dtype,
-        ones that require a gradient.
+        hidden_states: [seq_length / ranks over which it is split, micro_batch_size, H], dtype config.hidden_dtype,
+        filled with ones and requiring a gradient.
         """
         config = self.config
         ranks = config.context_parallel_size * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
@@ -148,74 +148,76 @@ class GraphableMegatronModule(MegatronModule):
 
 
 def to_residual(hidden_states: Tensor, config: TransformerConfig) -> Tensor:
-    """Returns hidden states as the residual stream has them: [*, H], fp32 (fp64) with fp32_residual_connection."""
+    """Converts hidden states to the dtype of the residual stream: [*, H], fp32 (fp64) with fp32_residual_connection."""
     return hidden_states.to(config.hidden_dtype) if config.fp32_residual_connection else hidden_states
 
 
 def is_expert_layer(module: nn.Module) -> bool:
-    """Whether a module, of the project or of a user, is a mixture-of-experts layer."""
+    """Returns whether a module, of this project or of a user, is a mixture-of-experts layer."""
     return isinstance(module, MegatronModule) and module.has_experts
 
 
 class Float16Module(ModelWrapper):
-    """Runs a model in bf16 or fp16: casts its parameters once, floating inputs on the way in, outputs to fp32."""
+    """Runs a model in bf16 or fp16: casts its parameters once, floating-point inputs, and outputs to fp32."""
 
     def __init__(self, config: TransformerConfig, module: nn.Module, *, post_process: bool = True) -> None:
-        """post_process: False for a part whose outputs go to the next pipeline stage, as they are."""
+        """Wraps the model; post_process: False for a part whose outputs go to the next pipeline stage unchanged."""
         super().__init__(module)
         self.config, self.dtype = config, half_dtype(config)
         keeps_fp32 = post_process or config.fp32_residual_connection
         self._output_dtype = torch.float32 if keeps_fp32 else self.dtype
-        # Buffers keep their dtype: rotary tables and router statistics are fp32 in any model.
+        # Buffers keep their dtype, because rotary tables and router statistics are fp32 in any model.
         for parameter in module.parameters():
             if not is_kept_in_fp32(parameter):
                 parameter.data = cast_floating(parameter.data, self.dtype)
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """Passes a stage's input, any shape, float dtype, or a list of it, to the module."""
+        """Passes a stage's input, any shape, float dtype, or a list of inputs, to the module."""
         model: Any = self.module
         model.set_input_tensor(input_tensor)
 
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> Any:
-        """Returns the module's: boxes of tensors of any shape and dtype, under its own names."""
+        """Returns the module's boxes of tensors of any shape and dtype, under its own names."""
         model: Any = self.module
         return model.sharded_state_dict(prefix, *args, **kwargs)
 
     def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
-        """Arguments as the module's; floating tensors are cast. Returns its outputs, floating ones cast to fp32.
+        """Runs the module with floating-point arguments cast; returns its outputs, floating-point ones cast to fp32.
 
-        fp32_output: False leaves the outputs as they are.
+        fp32_output: False leaves the outputs unchanged.
         """
         args = tuple(cast_floating(value, self.dtype) for value in inputs)
         kwargs = {name: cast_floating(value, self.dtype) for name, value in kwargs.items()}
         outputs = self.module(*args, **kwargs)
         if not fp32_output:
             return outputs
-        # fp32 outputs: what follows (losses, sums over ranks) is not to lose digits.
+        # fp32 outputs, because subsequent computations (losses, sums over ranks) must not lose precision.
         if isinstance(outputs, tuple):
             return tuple(cast_floating(value, self._output_dtype) for value in outputs)
         return cast_floating(outputs, self._output_dtype)
 
 
 def half_dtype(config: TransformerConfig) -> torch.dtype:
-    """The half-precision dtype that the flags choose; raises ValueError where neither is set."""
+    """Returns the half-precision dtype selected by the flags; raises ValueError if neither is set."""
     if config.bf16 == config.fp16:
         raise ValueError(f"bf16 is {config.bf16} and fp16 is {config.fp16}: exactly one must be set")
     return torch.bfloat16 if config.bf16 else torch.float16
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """A floating tensor in `dtype`; anything else as it is. value: any shape -> same shape."""
+    """Casts a floating-point tensor to `dtype`; returns anything else unchanged. value: any shape -> same shape."""
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def param_is_not_shared(param: nn.Parameter) -> bool:
-    """Whether this pipeline stage owns a parameter, any shape and dtype, and does not have a copy of another's."""
+    """Returns whether this pipeline stage owns a parameter, any shape and dtype, rather than a copy of
+    another stage's.
+    """
     return not param_facts(param).shared
 
 
 def mark_keep_in_fp32(tensor: Tensor) -> Tensor:
-    """Returns a parameter or buffer, any shape and dtype, marked to keep its dtype in a model of half precision."""
+    """Marks a parameter or buffer, any shape and dtype, to keep its dtype in a half-precision model, and returns it."""
     mark_kept_in_fp32(tensor)
     return tensor
 
@@ -236,7 +238,7 @@ def conversion_helper(val: Any, conversion: Callable[[Any], Any]) -> Any:
 
 
 def fp32_to_float16(val: Any, float16_convertor: Callable[[Tensor], Tensor]) -> Any:
-    """Converts the fp32 tensors, any shape, in any nesting of tuples and lists; all else stays as it is."""
+    """Converts fp32 tensors, any shape, in any nesting of tuples and lists; other values are unchanged."""
 
     def convert(item: Any) -> Any:
         return float16_convertor(item) if isinstance(item, Tensor) and item.dtype == torch.float32 else item
@@ -245,7 +247,9 @@ def fp32_to_float16(val: Any, float16_convertor: Callable[[Tensor], Tensor]) -> 
 
 
 def float16_to_fp32(val: Any) -> Any:
-    """Converts fp16 and bf16 tensors, any shape, in any nesting of tuples and lists to fp32; all else stays."""
+    """Converts fp16 and bf16 tensors, any shape, in any nesting of tuples and lists to fp32; other values are
+    unchanged.
+    """
 
     def convert(item: Any) -> Any:
         is_half = isinstance(item, Tensor) and item.dtype in (torch.float16, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Settings of mixture-of-experts layers: experts, dispatch, capacity. Routers have router_config.py, the stash its own.
+"""Settings of mixture-of-experts layers: experts, dispatch, capacity. Routers and the stash have separate files.
 
 The settings of dense layers are in ../transformer_config.py.
 """
@@ -23,11 +23,11 @@ class CapacityConfig:
     moe_expert_capacity_factor: float | None = config_field(
         None,
         help="Each expert processes at most ceil(tokens x top-k / experts x this) tokens of a micro-batch and drops "
-        "the others; unset or negative: none is dropped.",
+        "the others; unset or negative: no token is dropped.",
     )
     moe_token_drop_policy: str = config_field(
         "probs",
-        help="Which tokens a full expert drops: the ones with the smallest weights, or the last ones.",
+        help="Tokens that a full expert drops: the ones with the smallest weights, or the last ones.",
         choices=("probs", "position"),
     )
     moe_pad_expert_input_to_capacity: bool = config_field(
@@ -36,8 +36,8 @@ class CapacityConfig:
     moe_expert_rank_capacity_factor: float | None = config_field(
         None,
         help="Give the experts of a rank buffers of tokens x top-k x this rows, so that no shape depends on the "
-        "routing; a step with more rows is discarded and retried with larger buffers. Unset: buffers fit the rows that "
-        "arrive.",
+        "routing; a step with more rows is discarded and retried with larger buffers. Unset: buffers fit the "
+        "received rows.",
     )
 
     def __post_init__(self) -> None:
@@ -46,7 +46,7 @@ class CapacityConfig:
 
 @dataclass(kw_only=True)
 class MoEConfig(RouterConfig, CapacityConfig, PagedStashConfig):
-    """The number of experts, the layers that have them, and how tokens reach them."""
+    """The number of experts, the layers that have them, and the dispatch of tokens."""
 
     cli_group: ClassVar[str] = "moe"
 
@@ -59,11 +59,11 @@ class MoEConfig(RouterConfig, CapacityConfig, PagedStashConfig):
     )
     moe_layer_freq: int | list[int] | str = config_field(
         1,
-        help="Which layers have experts: N for every Nth from the first, or a pattern such as ([0]+[1]*3)*2.",
+        help="Layers that have experts: N for every Nth from the first, or a pattern such as ([0]+[1]*3)*2.",
         parse=partial(parse_layer_pattern, field="moe_layer_freq"),
     )
     moe_ffn_hidden_size: int | None = config_field(
-        None, help="Inner width of one expert; unset: the width of the dense layers.", at_least=1
+        None, help="Inner width of one expert; default: the width of the dense layers.", at_least=1
     )
     moe_shared_expert_intermediate_size: int | None = config_field(
         None,
@@ -78,8 +78,8 @@ class MoEConfig(RouterConfig, CapacityConfig, PagedStashConfig):
     )
     moe_token_dispatcher_type: str = config_field(
         "allgather",
-        help="How tokens reach the ranks of their experts: every rank gathers all tokens, or each row is sent to the "
-        "rank of its expert. flex uses the library of --moe-flex-dispatcher-backend.",
+        help="Token dispatch: every rank gathers all tokens (allgather), each row is sent to the rank of its expert "
+        "(alltoall), or the library of --moe-flex-dispatcher-backend is used (flex).",
         choices=("allgather", "alltoall", "flex"),
     )
     moe_flex_dispatcher_backend: str = config_field(
@@ -89,7 +89,7 @@ class MoEConfig(RouterConfig, CapacityConfig, PagedStashConfig):
         choices=("deepep", "hybridep", "ncclep", "symm_mem"),
     )
     moe_permute_fusion: bool = config_field(
-        False, help="Move rows into expert order in one pass. No effect: this is always done."
+        False, help="Move rows into expert order in one pass. No effect, because this is always done."
     )
     moe_shared_expert_overlap: bool = config_field(
         False, help="Compute the shared expert while rows are sent to the ranks of their experts."
@@ -113,7 +113,7 @@ def layers_with_experts(
 
 
 def validate_moe(config: MoEConfig) -> None:
-    """Raises ValueError where fields of the expert layers contradict each other."""
+    """Raises ValueError if fields of the expert layers contradict each other."""
     # Without experts the other fields have no effect.
     if config.num_moe_experts is None:
         if config.moe_grouped_gemm:
@@ -135,11 +135,11 @@ def validate_moe(config: MoEConfig) -> None:
 def validate_expert_parts(config: MoEConfig) -> None:
     """Raises ValueError for options of expert layers whose prerequisites are missing."""
     if config.moe_shared_expert_gate and config.moe_shared_expert_intermediate_size is None:
-        raise ValueError("moe_shared_expert_gate is True: needs a moe_shared_expert_intermediate_size")
+        raise ValueError("moe_shared_expert_gate is True: requires moe_shared_expert_intermediate_size")
     if config.moe_expert_rank_capacity_factor is not None and not config.moe_grouped_gemm:
         raise ValueError(
-            "moe_expert_rank_capacity_factor is set but moe_grouped_gemm is not: experts that run one after the other "
-            "wait for the number of their rows, give --moe-grouped-gemm"
+            "moe_expert_rank_capacity_factor is set but moe_grouped_gemm is not: experts that run one after the "
+            "other must wait for their number of rows, so give --moe-grouped-gemm"
         )
 
 
@@ -148,28 +148,28 @@ def validate_dispatcher(config: MoEConfig) -> None:
     kind = config.moe_token_dispatcher_type
     if kind == "flex" and config.moe_expert_rank_capacity_factor is None:
         raise ValueError(
-            "moe_token_dispatcher_type is flex but moe_expert_rank_capacity_factor is not set: its back ends fill "
-            "buffers of a fixed size, give that factor or --moe-token-dispatcher-type alltoall"
+            "moe_token_dispatcher_type is flex but moe_expert_rank_capacity_factor is not set: its backends fill "
+            "fixed-size buffers, so give that factor or --moe-token-dispatcher-type alltoall"
         )
     if not config.moe_shared_expert_overlap:
         return
     if config.moe_shared_expert_intermediate_size is None:
-        raise ValueError("moe_shared_expert_overlap is True: needs a moe_shared_expert_intermediate_size")
+        raise ValueError("moe_shared_expert_overlap is True: requires moe_shared_expert_intermediate_size")
     if kind != "alltoall":
         raise ValueError(f"moe_shared_expert_overlap is True but moe_token_dispatcher_type is {kind}: must be alltoall")
 
 
 def validate_capacity(config: CapacityConfig) -> None:
-    """Raises ValueError where fields contradict each other; replaces a negative factor by None, as Megatron does."""
+    """Raises ValueError if fields contradict each other; replaces a negative factor by None, as in Megatron."""
     factor = config.moe_expert_capacity_factor
     if factor is not None and (factor == 0 or not math.isfinite(factor)):
         raise ValueError(
-            f"moe_expert_capacity_factor is {factor}: must be a number above 0, or negative to drop no token"
+            f"moe_expert_capacity_factor is {factor}: must be a number above 0, or negative to drop no tokens"
         )
     if factor is not None and factor < 0:
         config.moe_expert_capacity_factor = factor = None
     if factor is None and config.moe_pad_expert_input_to_capacity:
-        raise ValueError("moe_pad_expert_input_to_capacity is True: needs a moe_expert_capacity_factor above 0")
+        raise ValueError("moe_pad_expert_input_to_capacity is True: requires a moe_expert_capacity_factor above 0")
     validate_rank_capacity(config)
 
 
@@ -185,18 +185,19 @@ def validate_rank_capacity(config: CapacityConfig) -> None:
     if config.moe_expert_capacity_factor is not None:
         raise ValueError(
             f"moe_expert_rank_capacity_factor is {factor} and moe_expert_capacity_factor is "
-            f"{config.moe_expert_capacity_factor}: choose room for a rank, which drops nothing, or for each expert"
+            f"{config.moe_expert_capacity_factor}: give either a capacity per rank, which drops nothing, or a "
+            "capacity per expert"
         )
 
 
 def validate_grouped_gemm(config: MoEConfig, *, hidden_size: int, itemsize: int, expert_tensor_size: int) -> None:
-    """Raises ValueError where widths of the grouped product are no multiple of 16 bytes.
+    """Raises ValueError if widths of the grouped product are not a multiple of 16 bytes.
 
     itemsize: bytes of a weight. expert_tensor_size: number of ranks over which an expert's width is split.
     """
     if config.num_moe_experts is None or not config.moe_grouped_gemm:
         return
-    assert config.moe_ffn_hidden_size is not None, "filled in by TransformerConfig"
+    assert config.moe_ffn_hidden_size is not None, "set by TransformerConfig"
     words = max(1, 16 // itemsize)
     shared = "" if expert_tensor_size == 1 else f" and expert_tensor_parallel_size {expert_tensor_size}"
     ffn = ("moe_ffn_hidden_size", config.moe_ffn_hidden_size, words * expert_tensor_size, shared)
@@ -209,17 +210,17 @@ def validate_grouped_gemm(config: MoEConfig, *, hidden_size: int, itemsize: int,
 
 
 def validate_moe_layer_freq(config: MoEConfig, num_layers: int) -> None:
-    """Raises ValueError where the layer pattern does not fit the layers."""
+    """Raises ValueError if the layer pattern is inconsistent with the number of layers."""
     freq = config.moe_layer_freq
     if config.num_moe_experts is None:
         return
     if isinstance(freq, int) and freq < 1:
         raise ValueError(f"moe_layer_freq is {freq}: must be at least 1")
-    # One entry for each layer, also where the user gave a single number.
+    # One entry per layer, even if the user gave a single number.
     pattern = layers_with_experts(config.num_moe_experts, freq, num_layers=num_layers)
     if len(pattern) != num_layers:
         raise ValueError(
-            f"moe_layer_freq has {len(pattern)} entries: must have one per layer, num_layers is {num_layers}"
+            f"moe_layer_freq has {len(pattern)} entries: must have one per layer (num_layers is {num_layers})"
         )
     if set(pattern) - {0, 1}:
         raise ValueError(f"moe_layer_freq is {freq!r}: entries must be 0 (dense) or 1 (experts)")

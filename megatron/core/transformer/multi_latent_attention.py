@@ -1,4 +1,4 @@
-"""Multi-latent attention: the keys and values of all heads are projected from one narrow vector per token.
+"""Multi-latent attention, which projects the keys and values of all heads from one narrow vector per token.
 
 As in DeepSeek-V2 and V3. Shapes: N heads of this rank; C = kv_lora_rank; P = qk_pos_emb_head_dim, the rotated channels
 of a head; D = qk_head_dim, the other channels; E = v_head_dim.
@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class MLASelfAttentionSubmodules:
     """Specs of the projections, the attention core, and the optional norms between down and up projections.
 
-    With a q_lora_rank, linear_q_down_proj and linear_q_up_proj are built, without one linear_q_proj.
+    With a q_lora_rank, linear_q_down_proj and linear_q_up_proj are built, otherwise linear_q_proj.
     """
 
     linear_q_proj: Any = None
@@ -50,8 +50,8 @@ class MLASelfAttention(Attention):
     1. Every tensor-parallel rank projects the hidden states down for all heads, to q_lora_rank and to C + P channels.
     2. Norms apply to the q_lora_rank channels and to the C channels (qk_layernorm).
     3. Each rank projects up for its heads: queries of D + P channels, keys of D and values of E.
-    4. The last P channels of the queries are rotated, as are the P channels of step 1. The latter are appended to the
-       keys of all heads.
+    4. The last P channels of the queries and the P channels of step 1 are rotated. The latter are appended to the keys
+       of all heads.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class MLASelfAttention(Attention):
         pp_layer_offset: int | None = None,
         name: str | None = None,
     ) -> None:
-        """Arguments as of SelfAttention.
+        """Builds the projections, the core and the norms; the arguments are those of SelfAttention.
 
-        Raises ValueError if multi_latent_attention is off, or if qk_layernorm is on and the spec lacks norms.
+        Raises ValueError if multi_latent_attention is False, or if qk_layernorm is True and the spec lacks norms.
         """
         super().__init__(config, num_heads=config.num_attention_heads, pg_collection=pg_collection)
         if not config.multi_latent_attention:
@@ -165,7 +165,7 @@ class MLASelfAttention(Attention):
     def _project_up(self, rotary_pos_emb: RotaryTable | None, *projected: Tensor) -> QueryKeyValue:
         """Projects the result of _project_down up to queries, keys and values, and rotates them."""
         if rotary_pos_emb is None:
-            raise ValueError("rotary_pos_emb is None: latent attention needs a table of its rotating channels")
+            raise ValueError("rotary_pos_emb is None: latent attention requires a table for its rotated channels")
         config = self.config
         query, latent = projected
         latent, key_pos = latent.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
@@ -174,11 +174,11 @@ class MLASelfAttention(Attention):
         key = torch.cat((key, key_pos.expand(-1, -1, self.num_heads, -1)), dim=-1)
         query_nope, query_rope = self._queries(query).split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
         query = torch.cat((query_nope, apply_rotary_pos_emb(query_rope, rotary_pos_emb)), dim=-1)
-        # A copy: a view would also keep the memory of the keys, which were already copied.
+        # A copy, because a view would also keep the memory of the keys, which were already copied.
         return query, key, value.contiguous()
 
     def _queries(self, query: Tensor) -> Tensor:
-        """Returns [S, B, N, D + P]."""
+        """Projects queries up; returns [S, B, N, D + P]."""
         if self.linear_q_proj is not None:
             query, _ = self.linear_q_proj(query)
         else:
@@ -187,7 +187,7 @@ class MLASelfAttention(Attention):
         return query.unflatten(-1, (self.num_heads, self.config.qk_width))
 
     def _keys_and_values(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns [S, B, N, D] and [S, B, N, E]."""
+        """Projects keys and values up; returns [S, B, N, D] and [S, B, N, E]."""
         config = self.config
         both, _ = self.linear_kv_up_proj(latent if self.kv_layernorm is None else self.kv_layernorm(latent))
         both = both.unflatten(-1, (self.num_heads, config.qk_head_dim + config.v_head_dim))
@@ -204,8 +204,8 @@ class MLASelfAttention(Attention):
         """Returns the factors of the rows of the up projections: [rows], fp64; factors: [N], fp64, of each head.
 
         As in Kimi K2: the D channels of a query get factor ** alpha and those of a key factor ** (1 - alpha). The P
-        rotating channels of a query get the whole factor, since all heads share the other side, which stays. Values
-        stay too.
+        rotated channels of a query get the whole factor, because their key is shared by all heads and stays unchanged.
+        Values are also unchanged.
         """
         config, alpha = self.config, self.config.qk_clip_alpha
         query = self.linear_q_proj if self.linear_q_proj is not None else self.linear_q_up_proj

@@ -1,6 +1,6 @@
 """Multi-token prediction: layers after the last that predict tokens further ahead (DeepSeek-V3, section 2.2).
 
-Which tokens those are is future_tokens.py's; the embedding, the output layer and the losses are the model's.
+future_tokens.py determines these tokens. The embedding, the output layer and the losses belong to the model.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 @dataclass
 class MultiTokenPredictionLayerSubmodules:
-    """Specs of one depth's parts; names as Megatron-Core's."""
+    """Specs of the parts at one depth, named as in Megatron-Core."""
 
     enorm: Any = Norm
     hnorm: Any = Norm
@@ -42,13 +42,13 @@ class MultiTokenPredictionLayerSubmodules:
 
 @dataclass
 class MultiTokenPredictionBlockSubmodules:
-    """Specs of the layers, one a depth."""
+    """Specs of the layers, one per depth."""
 
     layer_specs: list[ModuleSpec] = field(default_factory=list)
 
 
 class MultiTokenPredictionLayer(MegatronModule):
-    """norm(layer(W [norm(embedding of the token that is k ahead); norm(hidden states)])), of depth k."""
+    """Computes norm(layer(W [norm(embedding of the token k ahead); norm(hidden states)])) at depth k."""
 
     def __init__(
         self,
@@ -58,7 +58,10 @@ class MultiTokenPredictionLayer(MegatronModule):
         layer_number: int = 1,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """layer_number: the depth, from 1. pg_collection: None: parallel_state's, if there are any."""
+        """Builds the parts; layer_number: the depth, from 1.
+
+        pg_collection: None means the groups of parallel_state, if there are any.
+        """
         super().__init__(config)
         assert config.init_method is not None
         groups = pg_collection or existing_process_groups()
@@ -75,7 +78,7 @@ class MultiTokenPredictionLayer(MegatronModule):
             bias=False,
             tp_group=self.tp_group,
         )
-        # Of the kind of the last layer, where kinds go by number.
+        # The same kind as the last layer, if the kind depends on the layer number.
         self.transformer_layer: TransformerLayer = build_offering(
             submodules.transformer_layer,
             {"is_mtp_layer": True, "add_layer_offset": False},
@@ -96,12 +99,14 @@ class MultiTokenPredictionLayer(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """hidden_states: [S, B, H], parameter dtype, of the depth before; embedded: [S, B, H], config.hidden_dtype, of
-        the tokens that are `layer_number` places ahead; the rest as TransformerLayer's. Returns [S, B, H], parameter
-        dtype. Under sequence parallelism all have this rank's part of the sequence.
+        """Runs one depth; hidden_states: [S, B, H], parameter dtype, of the previous depth.
+
+        embedded: [S, B, H], config.hidden_dtype, embeddings of the tokens `layer_number` positions ahead; the other
+        arguments are as in TransformerLayer. Returns [S, B, H], parameter dtype. Under sequence parallelism all tensors
+        have this rank's part of the sequence.
         """
         joined = torch.cat([self.enorm(embedded), self.hnorm(hidden_states)], dim=-1)
-        projected, _ = self.eh_proj(joined)  # [S, B, H / ranks], of the whole sequence
+        projected, _ = self.eh_proj(joined)  # [S, B, H / ranks], the whole sequence
         projected = gather_from_tensor_model_parallel_region(projected, self.tp_group)
         if self.config.sequence_parallel:
             projected = scatter_to_sequence_parallel_region(projected, self.tp_group)
@@ -118,7 +123,7 @@ class MultiTokenPredictionLayer(MegatronModule):
 
 
 class MultiTokenPredictionBlock(MegatronModule):
-    """One layer for each token that is predicted beyond the next one, each on top of the one before."""
+    """One layer for each token predicted beyond the next one, each on top of the previous one."""
 
     def __init__(
         self,
@@ -128,8 +133,10 @@ class MultiTokenPredictionBlock(MegatronModule):
         layers_before: int,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """layers_before: the transformer layers of the same chunk, which count before these where some are recomputed.
-        Raises ValueError where the spec has another number of layers than mtp_num_layers.
+        """Builds the layers.
+
+        layers_before: number of transformer layers in the same chunk, which are counted first if only some layers are
+        recomputed. Raises ValueError if the spec does not have mtp_num_layers layers.
         """
         super().__init__(config)
         if len(spec.layer_specs) != config.mtp_num_layers:
@@ -144,18 +151,19 @@ class MultiTokenPredictionBlock(MegatronModule):
         self.runs = self._arranged(layers_before)
 
     def forward(self, hidden_states: Tensor, embedded: Tensor, *context: Any, depth: int, **packing: Any) -> Tensor:
-        """hidden_states, embedded: [S, B, H], as all else as for MultiTokenPredictionLayer.
-        Returns the hidden states of one depth, from 1: [S, B, H], parameter dtype.
+        """Runs one depth, from 1; the other arguments are as in MultiTokenPredictionLayer.
+
+        hidden_states, embedded: [S, B, H]. Returns the hidden states of that depth: [S, B, H], parameter dtype.
         """
         output: Tensor = self.runs[depth - 1](self.layers[depth - 1], hidden_states, embedded, *context, **packing)
         return output
 
     def planned_layers(self) -> Iterator[tuple[TransformerLayer, LayerRecompute]]:
-        """Yields the transformer layer of each depth and which of its parts are recomputed."""
+        """Yields the transformer layer of each depth and its recomputed parts."""
         return zip(self._inner_layers, self.plan)
 
     def recomputed_layers(self) -> list[int]:
-        """Numbers in the whole model, from 1, of the layers that run again in backward as a whole."""
+        """Returns the numbers, from 1 over the whole model, of layers that are recomputed as a whole in backward."""
         layers = zip(self._inner_layers, self.runs)
         return [layer.layer_number for layer, its in layers if isinstance(its, Recomputed)]
 

@@ -1,4 +1,4 @@
-"""Settings of maximal update parametrisation (Tensor Programs V): what stays the same while a model grows wider.
+"""Settings of maximal update parametrisation (Tensor Programs V), which keeps training stable as a model grows wider.
 
 Learning rates of matrices are in optimizer/param_groups.py, which reads the widths that GPTModel marks.
 """
@@ -9,28 +9,31 @@ from typing import ClassVar
 from megatron.core.config_field import config_field, validate_fields
 
 # [Note: what follows the width]
-# m is mup_width_mult, hidden_size / mup_base_hidden_size. Layers that sum over a width start with a standard deviation
-# divided by sqrt(m), and adam steps them by the learning rate / m: an update of all their elements adds up over m times
-# as many terms. Embeddings, biases and norms sum over no width, and start and learn as at the base. The output layer
-# starts and learns as an embedding does, because the two may share a weight, and the logits are divided by m instead.
+# m is mup_width_mult, hidden_size / mup_base_hidden_size. Layers that sum over a width are initialised with a standard
+# deviation divided by sqrt(m), and adam uses a learning rate divided by m, because an update of all their elements adds
+# up over m times as many terms. Embeddings, biases and norms do not sum over a width, and are initialised and trained
+# as in the base model. The output layer is initialised and trained like an embedding, because the two may share a
+# weight, and the logits are divided by m instead.
 
 
 @dataclass(kw_only=True)
 class MuPConfig:
-    """Settings of --use-mup, under which the best learning rate of a narrow model is that of a wide one too."""
+    """Settings of --use-mup, with which the best learning rate of a narrow model is also the best for a wide one."""
 
     cli_group: ClassVar[str] = "maximal update parametrisation"
 
     use_mup: bool = config_field(
         False,
-        help="Start, learning rate and logits follow the width, so that a wide model trains with the settings of a "
-        "narrow one.",
+        help="Scale initialization, learning rates and logits with the width, so that a wide model trains with the "
+        "settings of a narrow one.",
     )
     mup_width_mult: float = config_field(
-        1.0, more_than=0, help="Width relative to the model that settings come from; see --mup-base-hidden-size."
+        1.0,
+        more_than=0,
+        help="Width relative to the base model, from which settings are taken; see --mup-base-hidden-size.",
     )
     mup_base_hidden_size: int | None = config_field(
-        None, at_least=1, help="Hidden size of the model that settings come from, in place of --mup-width-mult."
+        None, at_least=1, help="Hidden size of the base model, an alternative to --mup-width-mult."
     )
     mup_embedding_mult: float = config_field(1.0, more_than=0, help="Factor of the embedding's output.")
     mup_output_mult: float = config_field(
@@ -39,11 +42,11 @@ class MuPConfig:
     mup_base_head_dim: float | None = config_field(
         None,
         more_than=0,
-        help="Width of a head of the model that settings come from; unset: as in this one. At this width scores are "
-        "divided by its square root, as usual.",
+        help="Head width of the base model; default: as in this model. At this width scores are divided by its "
+        "square root, as usual.",
     )
     mup_attn_scale_power: float = config_field(
-        1.0, at_least=0, help="Exponent of the width of a head that divides scores, relative to --mup-base-head-dim."
+        1.0, at_least=0, help="Exponent of the head width that divides scores, relative to --mup-base-head-dim."
     )
 
     def __post_init__(self) -> None:
@@ -60,7 +63,7 @@ class MuPConfig:
         return self.mup_output_mult / self.mup_width_mult if self.use_mup else 1.0
 
     def score_factor(self, head_width: int) -> float:
-        """Returns the factor of the scores of attention in addition to 1 / sqrt(head_width)."""
+        """Returns the factor of attention scores in addition to 1 / sqrt(head_width)."""
         if not self.use_mup or self.mup_base_head_dim is None:
             return 1.0
         # base ** (power - 1/2) / width ** power, over 1 / sqrt(width).
@@ -70,32 +73,33 @@ class MuPConfig:
 def resolve_mup(config: MuPConfig, *, hidden_size: int, has_adapters: bool) -> None:
     """Computes mup_width_mult from mup_base_hidden_size.
 
-    Raises ValueError for settings without use_mup, for two that contradict each other or have no effect, and for
+    Raises ValueError for settings without use_mup, for settings that contradict each other or have no effect, and for
     adapters.
     """
     if not config.use_mup:
         for name, default in vars(MuPConfig()).items():
             if vars(config)[name] != default:
                 raise ValueError(
-                    f"{name} is {vars(config)[name]}, but use_mup is False: set use_mup, or leave {name} at {default}"
+                    f"{name} is {vars(config)[name]}, but use_mup is False: set use_mup, or leave {name} at its "
+                    f"default {default}"
                 )
         return
     if config.mup_attn_scale_power != 1 and config.mup_base_head_dim is None:
         raise ValueError(
-            f"mup_attn_scale_power is {config.mup_attn_scale_power} and mup_base_head_dim is None, which makes this "
-            "model's heads those of the base: give mup_base_head_dim"
+            f"mup_attn_scale_power is {config.mup_attn_scale_power} and mup_base_head_dim is None, so the heads of "
+            "this model are those of the base model: give mup_base_head_dim"
         )
     if has_adapters:
         raise ValueError(
             "use_mup is True and lora_rank is set: adapters are trained on a finished model, whose width does not "
-            "grow; leave one of them out"
+            "grow; set only one of them"
         )
     if config.mup_base_hidden_size is not None:
         relative = hidden_size / config.mup_base_hidden_size
         if config.mup_width_mult not in (1.0, relative):
             raise ValueError(
                 f"mup_width_mult is {config.mup_width_mult}, but hidden_size {hidden_size} / mup_base_hidden_size "
-                f"{config.mup_base_hidden_size} is {relative}: give one of the two"
+                f"{config.mup_base_hidden_size} is {relative}: give only one of the two"
             )
-        # Configurations that are not filled in yet have no width.
+        # Incomplete configurations have no width yet.
         config.mup_width_mult = relative or 1.0

@@ -1,7 +1,7 @@
-"""LayerNorm and RMSNorm with statistics in fp32; which one a model uses is in its configuration.
+"""LayerNorm and RMSNorm with statistics in fp32; the configuration selects one of them.
 
-A norm that reads a wider stream than its weight's dtype, as that of fp32_residual_connection, returns the weight's
-dtype, rounded once.
+A norm whose input is wider than its weight's dtype, as with fp32_residual_connection, returns the weight's dtype,
+rounded once.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class Norm:
-    """Builds the norm that `config.normalization` names: Norm(config, hidden_size) is a LayerNorm or an RMSNorm."""
+    """Builds the norm selected by `config.normalization`: Norm(config, hidden_size) is a LayerNorm or an RMSNorm."""
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, *, eps: float = 1e-5) -> Any:
         kind = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
@@ -27,7 +27,7 @@ class Norm:
 
 
 class LayerNorm(CopiedWithGroups):
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension."""
+    """Computes (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, *, eps: float = 1e-5) -> None:
         super().__init__()
@@ -37,11 +37,11 @@ class LayerNorm(CopiedWithGroups):
         mark_partial_gradient(self.bias, partial=config.sequence_parallel)
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """Initialization of the parameters, by name."""
+        """Returns the init methods of the parameters, by name."""
         return {"weight": ConstantInit(0 if self.zero_centered else 1), "bias": ConstantInit(0)}
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [*, hidden_size], any float dtype -> same shape, x's dtype or the weight's, whichever is narrower."""
+        """Normalizes x: [*, hidden_size], any float dtype -> same shape, the narrower of x's dtype and the weight's."""
         dtype = narrower(x.dtype, self.weight.dtype)
         if not self.zero_centered and x.dtype == dtype:
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
@@ -53,7 +53,7 @@ class LayerNorm(CopiedWithGroups):
 
 
 class RMSNorm(CopiedWithGroups):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
+    """Computes x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, *, eps: float = 1e-5) -> None:
         super().__init__()
@@ -61,47 +61,51 @@ class RMSNorm(CopiedWithGroups):
         self.weight = scale_parameter(hidden_size, config)
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """Initialization of the weight."""
+        """Returns the init method of the weight."""
         return {"weight": ConstantInit(0 if self.zero_centered else 1)}
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [*, hidden_size], any float dtype -> same shape, x's dtype or the weight's, whichever is narrower."""
+        """Normalizes x: [*, hidden_size], any float dtype -> same shape, the narrower of x's dtype and the weight's."""
         scale = one_plus(self.weight) if self.zero_centered else self.weight
         return rms_norm(x, scale, eps=self.eps, dtype=narrower(x.dtype, self.weight.dtype))
 
 
 def scale_parameter(size: int, config: TransformerConfig) -> nn.Parameter:
-    """A norm's weight at its start, 1, or 0 where it is stored minus 1: [size], config.params_dtype, on this process's
-    device.
+    """Creates a norm's weight: [size], config.params_dtype, on this process's device.
+
+    It is 1, or 0 if it is stored minus 1.
     """
     start = 0 if config.layernorm_zero_centered_gamma else 1
     weight = new_parameter(empty_values(size, config=config).fill_(start))
-    # A rank of a split sequence sees its own tokens alone.
+    # With a split sequence, a rank has only its own tokens.
     mark_partial_gradient(weight, partial=config.sequence_parallel)
     return weight
 
 
 def one_plus(weight: Tensor) -> Tensor:
-    """Returns 1 + weight, the factor of a norm stored minus 1; weight: [H] -> [H], fp32, or fp64 as the weight."""
+    """Returns 1 + weight, the factor of a norm stored minus 1; weight: [H] -> [H], fp32, or fp64 like the weight."""
     return weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1
 
 
 def narrower(first: torch.dtype, second: torch.dtype) -> torch.dtype:
-    """Returns the dtype with fewer bytes; the first of two that have as many."""
+    """Returns the dtype with fewer bytes; the first if they have equal size."""
     return second if second.itemsize < first.itemsize else first
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, dtype: torch.dtype) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight; x: [*, H], weight: [H], any float dtypes -> [*, H], dtype."""
+    """Computes x / sqrt(mean(x^2) + eps) * weight; x: [*, H], weight: [H], any float dtypes -> [*, H], dtype."""
     if x.device.type == "cpu":
         return _RMSNormCPU.apply(x, weight, eps, dtype)
-    # No kernel takes two precisions.
+    # No kernel supports two precisions.
     wide = torch.promote_types(x.dtype, weight.dtype)
     return F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps).to(dtype)
 
 
 class _RMSNormCPU(torch.autograd.Function):
-    """Torch's RMSNorm is one kernel on a GPU but ten passes on the CPU (torch 2.13); this one makes five."""
+    """RMSNorm on the CPU in five passes.
+
+    torch's RMSNorm is one kernel on a GPU but ten passes on the CPU (torch 2.13).
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -129,5 +133,5 @@ class _RMSNormCPU(torch.autograd.Function):
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[*, H] as [N, H], in fp32 where x is in half precision."""
+    """Reshapes [*, H] to [N, H], in fp32 if x is in half precision."""
     return x.reshape(-1, x.shape[-1]).to(torch.promote_types(x.dtype, torch.float32))

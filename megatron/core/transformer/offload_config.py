@@ -16,24 +16,24 @@ _MIN_ELEMENTS = 1024 * 1024
 
 @dataclass(kw_only=True)
 class OffloadConfig(LayerOffloadConfig):
-    """Settings that select the activations kept in host memory between forward and backward."""
+    """Settings that select the activations stored in host memory between forward and backward."""
 
     cli_group: ClassVar[str] = "activation offloading"
 
     fine_grained_activation_offloading: bool = config_field(
-        False, help="Keep the activations of --offload-modules in host memory between forward and backward."
+        False, help="Store the activations of --offload-modules in host memory between forward and backward."
     )
     offload_modules: list[str] = config_field(
         default_factory=list,
-        help="Parts of a layer whose activations go to the host.",
+        help="Parts of a layer whose activations are offloaded to the host.",
         choices=OFFLOAD_MODULES,
         nargs="+",
     )
     activation_offload_fraction: float = config_field(
-        1.0, help="Share of those parts, over the layers but the last, that is offloaded.", more_than=0, at_most=1
+        1.0, help="Fraction of those parts, over all layers but the last, that is offloaded.", more_than=0, at_most=1
     )
     min_offloaded_tensor_size: int = config_field(
-        _MIN_ELEMENTS, help="Elements; smaller tensors stay where they are.", at_least=0
+        _MIN_ELEMENTS, help="Minimum size in elements; smaller tensors are not offloaded.", at_least=0
     )
 
     def __post_init__(self) -> None:
@@ -54,12 +54,13 @@ def validate_offload(config: OffloadConfig, *, has_experts: list[int], grouped_e
     whole, num_layers = config.cpu_offloading_num_layers, len(has_experts)
     if whole and config.fine_grained_activation_offloading:
         raise ValueError(
-            f"cpu_offloading_num_layers is {whole} and fine_grained_activation_offloading is set: choose one of them"
+            f"cpu_offloading_num_layers is {whole} and fine_grained_activation_offloading is set: choose only one "
+            "of them"
         )
     if whole and whole >= num_layers:
         raise ValueError(
-            f"cpu_offloading_num_layers is {whole}: must be less than num_layers ({num_layers}), "
-            "since the backward of the last layer follows immediately"
+            f"cpu_offloading_num_layers is {whole}: must be less than num_layers ({num_layers}), because the "
+            "backward of the last layer follows immediately"
         )
     if config.fine_grained_activation_offloading:
         _validate_modules(config, has_experts=has_experts, grouped_experts=grouped_experts)
@@ -68,11 +69,11 @@ def validate_offload(config: OffloadConfig, *, has_experts: list[int], grouped_e
         if vars(config)[name] != default:
             given = vars(config)[name]
             shown = " ".join(given) if isinstance(given, list) else given
-            raise ValueError(f"{name} is {shown}: needs fine_grained_activation_offloading")
+            raise ValueError(f"{name} is {shown}: requires fine_grained_activation_offloading")
     if not whole and config.min_offloaded_tensor_size != _MIN_ELEMENTS:
         raise ValueError(
-            f"min_offloaded_tensor_size is {config.min_offloaded_tensor_size}: "
-            "needs fine_grained_activation_offloading or cpu_offloading_num_layers"
+            f"min_offloaded_tensor_size is {config.min_offloaded_tensor_size}: requires "
+            "fine_grained_activation_offloading or cpu_offloading_num_layers"
         )
 
 
@@ -82,17 +83,18 @@ def _validate_modules(config: OffloadConfig, *, has_experts: list[int], grouped_
         raise ValueError("fine_grained_activation_offloading is set and offload_modules is empty: name at least one")
     if len(has_experts) == 1:
         raise ValueError(
-            "fine_grained_activation_offloading with num_layers 1 would move nothing: the last layer is never offloaded"
+            "fine_grained_activation_offloading with num_layers 1 would offload nothing: the last layer is never "
+            "offloaded"
         )
     if modules & EXPERT_MODULES and not grouped_experts:
         raise ValueError(
-            f"offload_modules has {min(modules & EXPERT_MODULES)}: the model needs grouped experts "
-            "(num_moe_experts and moe_grouped_gemm), or leave it out"
+            f"offload_modules has {min(modules & EXPERT_MODULES)}: requires grouped experts (num_moe_experts and "
+            "moe_grouped_gemm), otherwise remove it"
         )
     if not can_offload(config, has_experts):
         raise ValueError(
             f"offload_modules is {' '.join(config.offload_modules)}, and only the last layer, which is never "
-            "offloaded, has experts: add parts of other layers, or turn offloading off"
+            "offloaded, has experts: add parts of other layers, or disable offloading"
         )
     if "attn_proj" in modules and "core_attn" not in modules:
         raise ValueError(
@@ -108,14 +110,14 @@ def validate_offload_with_recompute(
     if recompute_granularity is not None and config.cpu_offloading_num_layers:
         raise ValueError(
             f"cpu_offloading_num_layers is {config.cpu_offloading_num_layers} and recompute_granularity is "
-            f"{recompute_granularity}: choose one of them"
+            f"{recompute_granularity}: choose only one of them"
         )
     if not config.fine_grained_activation_offloading:
         return
     if recompute_granularity == "full":
         raise ValueError(
-            "fine_grained_activation_offloading is set and recompute_granularity is full, which keeps nothing of a "
-            "layer: use selective"
+            "fine_grained_activation_offloading is set and recompute_granularity is full, which saves no "
+            "activations inside a layer: use selective"
         )
     recomputed = recomputed_parts(recompute_modules or [], config.offload_modules)
     if recomputed:

@@ -1,4 +1,4 @@
-"""Settings of the paged stash in training, and their checks; paged_stash/sizing.py computes sizes of pools."""
+"""Settings of the paged stash in training, and their checks; paged_stash/sizing.py computes pool sizes."""
 
 import re
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def parse_bytes(text: str, *, field: str = "size") -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", text.strip(), re.ASCII)
     if match is None or match[2].upper() not in _UNITS:
         raise ValueError(f"{field} is {text!r}: must be a number of bytes, or one with a unit such as 512MB or 2GiB")
-    # A Fraction, since a float is not exact for many digits.
+    # A Fraction, because a float is not exact for many digits.
     return int(Fraction(match[1]) * _UNITS[match[2].upper()])
 
 
@@ -32,30 +32,30 @@ def _parse_buffer_bytes(text: str) -> int:
 
 @dataclass(kw_only=True)
 class PagedStashConfig:
-    """Settings of the pages that hold the live rows which experts save for backward."""
+    """Settings of the pages that hold the live rows saved by experts for backward."""
 
     cli_group: ClassVar[str] = "paged stash"
 
     moe_paged_stash: bool = config_field(
         False,
-        help="Save only the live rows of the experts' static buffers for backward, in pages of a shared pool. Memory "
-        "then follows the number of rows, although no shape depends on the routing.",
+        help="Save only the live rows of the experts' static buffers for backward, in pages of a shared pool. "
+        "Memory then depends on the number of rows, although no shape depends on the routing.",
     )
     moe_paged_stash_page_size: int = config_field(
         64, help="Page size, in rows of hidden size; a power of two.", at_least=1
     )
     moe_paged_stash_buffer_size_factor_cuda: float = config_field(
         1.1,
-        help="Pages on the device, as a multiple of the need of a step in which every rank receives the same number of "
-        "rows; negative: of the measured need of the first step, or of the steps before a checkpoint; 0: all pages are "
-        "on the host.",
+        help="Pages on the device, as a multiple of the need of a step in which every rank receives the same number "
+        "of rows; negative: a multiple of the measured need of the first step, or of the steps before a "
+        "checkpoint; 0: all pages are on the host.",
     )
     moe_paged_stash_buffer_size_factor_cpu: float = config_field(
-        0.0, help="Pages in page-locked host memory, for rows that get none on the device; a multiple of the same need."
+        0.0, help="Pages in page-locked host memory, for rows without pages on the device; a multiple of the same need."
     )
     moe_paged_stash_buffer_bytes: int | None = config_field(
         None,
-        help="Bytes of the pages on the device, such as 512MB or 2GiB; overrides the factor for the device.",
+        help="Size of the pages on the device in bytes, such as 512MB or 2GiB; overrides the factor for the device.",
         at_least=1,
         parse=_parse_buffer_bytes,
     )
@@ -64,14 +64,16 @@ class PagedStashConfig:
     )
     moe_paged_stash_copy_sms: int = config_field(
         0,
-        help="Streaming multiprocessors that a copy to or from pages may fill while other kernels run; 0: all of them.",
+        help="Streaming multiprocessors that a copy to or from pages may occupy while other kernels run; 0: all of "
+        "them.",
         at_least=0,
     )
     moe_paged_stash_overflow_policy: str = config_field(
         "recompute",
-        help="What happens if pages run out. recompute: activations are recomputed, and the step is retried with more "
-        "pages only if the experts' inputs got none. rerun: the step is retried with more pages immediately. error: "
-        "the run ends. If buffers are too small for the rows, the first two retry the step with larger ones.",
+        help="Reaction to running out of pages. recompute: activations are recomputed, and the step is retried with "
+        "more pages only if the experts' inputs got none. rerun: the step is retried with more pages "
+        "immediately. error: the run ends. If buffers are too small for the rows, the first two retry the step "
+        "with larger ones.",
         choices=OVERFLOW_POLICIES,
     )
 
@@ -87,7 +89,7 @@ def validate_paged_stash(
     moe_expert_rank_capacity_factor: float | None,
     has_experts: Sequence[int],
 ) -> None:
-    """Raises ValueError where the stash lacks its prerequisites, and for impossible sizes of pools.
+    """Raises ValueError if the stash lacks its prerequisites, and for impossible pool sizes.
 
     itemsize: bytes of a parameter. has_experts: 1 for each layer with experts, else 0.
     """
@@ -98,8 +100,8 @@ def validate_paged_stash(
         raise ValueError("moe_paged_stash is True but no layer has experts: give num_moe_experts, or drop the stash")
     if moe_expert_rank_capacity_factor is None:
         raise ValueError(
-            "moe_paged_stash is True but moe_expert_rank_capacity_factor is not set: without it buffers have no more "
-            "rows than arrive, and a stash saves no memory; give a factor such as 2"
+            "moe_paged_stash is True but moe_expert_rank_capacity_factor is not set: without it buffers have "
+            "exactly the received rows, and a stash saves no memory; give a factor such as 2"
         )
     size = config.moe_paged_stash_page_size
     if size & (size - 1):
@@ -109,8 +111,8 @@ def validate_paged_stash(
     device, host = config.moe_paged_stash_buffer_size_factor_cuda, config.moe_paged_stash_buffer_size_factor_cpu
     if device == 0 and host == 0 and given is None:
         raise ValueError(
-            "moe_paged_stash_buffer_size_factor_cuda is 0 and moe_paged_stash_buffer_size_factor_cpu is 0: the pool "
-            "would have no page; give one of them, such as 1.1 for the device"
+            "moe_paged_stash_buffer_size_factor_cuda and moe_paged_stash_buffer_size_factor_cpu are both 0: the "
+            "pool would have no pages; give one of them, such as 1.1 for the device"
         )
     one_page = page_bytes(size, hidden_size=hidden_size, itemsize=itemsize)
     if given is not None and given < one_page:
@@ -129,7 +131,7 @@ def validate_stash_with_activation_memory(
     offload_modules: Sequence[str],
     offloaded_layers: int,
 ) -> None:
-    """Raises ValueError if recompute or offloading leaves no tensors to the stash, or handles the same tensors.
+    """Raises ValueError if recompute or offloading leaves no tensors for the stash, or handles the same tensors.
 
     has_experts: whether each layer has experts. runs_again: whether each layer is recomputed as a whole.
     offloaded_layers: number of layers, from the first, that are offloaded as a whole.
@@ -139,8 +141,8 @@ def validate_stash_with_activation_memory(
     with_experts = [layer for layer, experts in enumerate(has_experts) if experts]
     if all(runs_again[layer] for layer in with_experts):
         raise ValueError(
-            "moe_paged_stash is True and recompute_granularity is full for every layer with experts, which then saves "
-            "nothing to stash: use recompute_method block for fewer layers, or drop the stash"
+            "moe_paged_stash is True and recompute_granularity is full for every layer with experts, which then "
+            "saves nothing to stash: use recompute_method block for fewer layers, or drop the stash"
         )
     if "moe" in recompute_modules:
         raise ValueError(
@@ -150,8 +152,8 @@ def validate_stash_with_activation_memory(
     both = [module for module in offload_modules if module in ("expert_fc1", "moe_act")]
     if both:
         raise ValueError(
-            f"moe_paged_stash is True and offload_modules has {both[0]}, whose rows the stash saves: drop one of them; "
-            "moe_paged_stash_buffer_size_factor_cpu gives the stash pages on the host"
+            f"moe_paged_stash is True and offload_modules has {both[0]}, whose rows the stash saves: drop one of "
+            "them; moe_paged_stash_buffer_size_factor_cpu gives the stash pages on the host"
         )
     if with_experts[-1] < offloaded_layers:
         raise ValueError(
@@ -167,4 +169,4 @@ def _refuse_settings_without_stash(config: PagedStashConfig, *, has_buffers: boo
     with_buffers = {"moe_paged_stash_overflow_policy"} if has_buffers else set()
     for name in vars(unused):
         if name not in with_buffers and vars(config)[name] != vars(unused)[name]:
-            raise ValueError(f"{name} is {vars(config)[name]}: needs moe_paged_stash")
+            raise ValueError(f"{name} is {vars(config)[name]}: requires moe_paged_stash")

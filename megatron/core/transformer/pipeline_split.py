@@ -19,15 +19,16 @@ def layers_per_part(config: ModelParallelConfig, *, num_layers: int) -> list[int
     if config.pipeline_model_parallel_layout is not None:
         if first or last or accounted:
             raise ValueError(
-                f"pipeline_model_parallel_layout is {config.pipeline_model_parallel_layout!r}: it says what every "
-                "stage holds, drop the other settings of the split"
+                f"pipeline_model_parallel_layout is {config.pipeline_model_parallel_layout!r}: it already "
+                "determines the layers of every stage, so drop the other settings of the split"
             )
         return _from_layout(config.pipeline_model_parallel_layout, stages * chunks, num_layers=num_layers)
     if first or last:
         if accounted:
             raise ValueError(
-                "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage already say what the ends of "
-                "the pipeline hold: drop account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split"
+                "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage already determine the "
+                "ends of the pipeline: drop account_for_embedding_in_pipeline_split and "
+                "account_for_loss_in_pipeline_split"
             )
         return _with_given_ends(config, num_layers=num_layers)
     return _evenly(config, num_layers=num_layers)
@@ -88,14 +89,14 @@ def _with_given_ends(config: ModelParallelConfig, *, num_layers: int) -> list[in
     given = {0: config.num_layers_in_first_pipeline_stage, stages - 1: config.num_layers_in_last_pipeline_stage}
     if stages == 1:
         raise ValueError(
-            "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage need "
+            "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage require a "
             "pipeline_model_parallel_size of at least 2"
         )
     known = {stage: count for stage, count in given.items() if count is not None}
     rest, others = num_layers - sum(known.values()), stages - len(known)
     if rest < 0 or (rest if others == 0 else rest % others):
         raise ValueError(
-            f"num_layers is {num_layers}: with {', '.join(f'{n} in stage {s}' for s, n in known.items())} "
+            f"num_layers is {num_layers}: with {', '.join((f'{n} in stage {s}' for s, n in known.items()))} "
             f"(num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage) {rest} are left for {others} "
             "stages: must be a multiple"
         )
@@ -130,22 +131,22 @@ def _parts_of_layout(layout: str) -> list[str]:
         body = alone if alone is not None else group if group is not None else letter
         count = int(times or letter_times or 1)
         if len(text) + len(body) * count > 100_000:
-            raise ValueError(f"pipeline_model_parallel_layout is {layout!r}: repeats too much")
+            raise ValueError(f"pipeline_model_parallel_layout is {layout!r}: too many repetitions")
         text = text[: match.start()] + body * count + text[match.end() :]
     parts = text.split("|")
     unknown = sorted(set(text) - set("EtmL|"))
     where = f"pipeline_model_parallel_layout is {layout!r}"
     if "[" in unknown:
-        raise ValueError(f"{where}: lists are not taken, write letters such as Et*3|(tt|)*2,L")
+        raise ValueError(f"{where}: lists are not supported, write letters such as Et*3|(tt|)*2,L")
     if {"(", ")"} & set(unknown):
-        raise ValueError(f"{where}: a parenthesis has no partner")
+        raise ValueError(f"{where}: unbalanced parentheses")
     if unknown:
         raise ValueError(
-            f"{where}: {unknown[0]!r} means nothing there, must be of E, t, m, L, |, (...) and *N after them"
+            f"{where}: {unknown[0]!r} is not allowed, must consist of E, t, m, L, |, (...) and *N after them"
         )
     if not re.fullmatch(r"E[t|]*m*L", text):
         raise ValueError(
-            f"{where}: must begin with the embedding (E) and end with the loss (L), each once, after the layers of "
-            "multi-token prediction (m), which are where the loss is"
+            f"{where}: must begin with the embedding (E) and end with the loss (L), each once, with the layers of "
+            "multi-token prediction (m) in the same stage as the loss"
         )
     return parts

@@ -1,6 +1,6 @@
-"""Layers and parts that backward recomputes: the plan as data, and the runners that follow it.
+"""Layers and parts that backward recomputes: the plan as data, and the runners that execute it.
 
-The mechanism is tensor_parallel/random.py's; nothing here looks at tensors.
+The mechanism is in tensor_parallel/random.py; this file does not handle tensors.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ from megatron.core.transformer.recompute_config import RecomputeConfig
 _OF_DENSE_LAYERS = {"mlp"}
 _OF_EXPERT_LAYERS = {"moe", "moe_act", "shared_experts"}
 _INSIDE_MOE = {"moe_act", "shared_experts"}
-# Where the modules of a part are in a layer.
+# Locations of a part's modules in a layer.
 _PLACES = {"core_attn": "self_attention", "mlp": "mlp", "shared_experts": "mlp.shared_experts"}
 # Python modules whose classes draw no random numbers, or are Drawing.
 _KNOWN = (
@@ -33,8 +33,8 @@ _KNOWN = (
 class LayerRecompute:
     """The parts of one layer that are recomputed in backward.
 
-    segment: layers of one number are recomputed together, from the input of their first; None: not as a whole. modules:
-    parts that are recomputed one by one, by their names in --recompute-modules.
+    segment: layers with the same number are recomputed together, from the input of the first; None means not as a
+    whole. modules: parts that are recomputed one by one, by their names in --recompute-modules.
     """
 
     segment: int | None = None
@@ -42,12 +42,12 @@ class LayerRecompute:
 
     @property
     def has_router(self) -> bool:
-        """Whether the router of the layer's experts runs again."""
+        """Whether the router of the layer's experts is recomputed."""
         return self.segment is not None or "moe" in self.modules
 
 
 def plan_recompute(config: RecomputeConfig, has_experts: Sequence[bool]) -> list[LayerRecompute]:
-    """One entry a layer, in order; has_experts: for each layer, whether it is a mixture of experts."""
+    """Returns one entry per layer, in order; has_experts: for each layer, whether it is a mixture of experts."""
     count = config.recompute_num_layers
     if config.recompute_granularity == "full":
         assert count is not None, "checked by validate_recompute"
@@ -57,13 +57,13 @@ def plan_recompute(config: RecomputeConfig, has_experts: Sequence[bool]) -> list
     if config.recompute_granularity is None:
         return [LayerRecompute() for _ in has_experts]
     chosen = frozenset(config.recompute_modules or ())
-    # Whoever runs the whole layer of experts again has no use for parts of it.
+    # If the whole expert layer is recomputed, recomputing parts of it is pointless.
     of_experts = chosen - _OF_DENSE_LAYERS - (_INSIDE_MOE if "moe" in chosen else set())
     return [LayerRecompute(modules=of_experts if experts else chosen - _OF_EXPERT_LAYERS) for experts in has_experts]
 
 
 def recomputed_parts(layer: nn.Module, modules: frozenset[str]) -> dict[str, Any]:
-    """Runners of LayerParts, by name, for the parts of a layer that run again."""
+    """Returns runners of LayerParts, by name, for the recomputed parts of a layer."""
     whole = modules & {"core_attn", "shared_experts"} | ({"mlp"} if modules & {"mlp", "moe"} else set())
     runners: dict[str, Any] = {
         name: Recomputed((layer,), draws_numbers=may_draw([_module_at(layer, _PLACES[name])])) for name in whole
@@ -79,7 +79,7 @@ def recomputed_parts(layer: nn.Module, modules: frozenset[str]) -> dict[str, Any
 
 @dataclass(frozen=True, eq=False)
 class Recomputed:
-    """A Run that keeps the arguments alone. owners: modules whose recorders must not count the second run."""
+    """A Run that saves only the arguments. owners: modules whose recorders must ignore the second run."""
 
     owners: tuple[nn.Module, ...]
     draws_numbers: bool
@@ -90,32 +90,32 @@ class Recomputed:
 
 
 def run_and_recompute(function: Callable[..., Any], *args: Any) -> tuple[Any, Callable[[Tensor], None]]:
-    """A RunAndRelease whose output is freed when released and computed again for backward; any shape and dtype."""
-    # Norms, activation functions and projections draw nothing.
+    """A RunAndRelease whose output is freed when released and recomputed for backward; any shape and dtype."""
+    # Norms, activation functions and projections draw no random numbers.
     part = CheckpointWithoutOutput(draws_numbers=False)
     return part.checkpoint(function, *args), part.discard_output_and_register_recompute
 
 
-# A base class: each second run asks this of all modules of a layer, and to ask a protocol takes 20 us a module.
+# A base class, because each second run checks all modules of a layer, and checking a protocol takes 20 us per module.
 class Recorder(ABC):
-    """A module that counts something in forward."""
+    """A module that records statistics in forward."""
 
     @abstractmethod
     def recomputing(self) -> AbstractContextManager[None]:
-        """Inside, nothing is counted."""
+        """Stops recording inside the block."""
 
 
 class Drawing(ABC):
-    """A module that may draw random numbers in forward; those inside it answer for themselves."""
+    """A module that may draw random numbers in forward; modules inside it are checked separately."""
 
     @property
     @abstractmethod
     def draws_numbers(self) -> bool:
-        """Whether it does, in training."""
+        """Whether the module draws random numbers in training."""
 
 
 def may_draw(modules: Iterable[nn.Module]) -> bool:
-    """Whether a forward of these may draw random numbers. Modules from elsewhere are taken to: they cannot be asked."""
+    """Returns whether a forward of these modules may draw random numbers. External modules are assumed to do so."""
     inner = (one for module in modules for one in module.modules())
     return any(
         not type(one).__module__.startswith(_KNOWN) or (isinstance(one, Drawing) and one.draws_numbers) for one in inner
@@ -123,7 +123,7 @@ def may_draw(modules: Iterable[nn.Module]) -> bool:
 
 
 def _module_at(module: nn.Module, place: str) -> nn.Module:
-    """The module at that place, or the last one on the way there."""
+    """Returns the module at that path, or the last one on the path."""
     for name in place.split("."):
         children = dict(module.named_children())
         if name not in children:
@@ -134,7 +134,7 @@ def _module_at(module: nn.Module, place: str) -> nn.Module:
 
 @contextmanager
 def _counted_already(owners: tuple[nn.Module, ...]) -> Iterator[None]:
-    # Looked up now: a model hands its recorder to routers after its layers were made.
+    # Looked up now, because a model assigns its recorder to routers after its layers were built.
     modules = {module for owner in owners for module in owner.modules()}
     with ExitStack() as stack:
         for module in modules:

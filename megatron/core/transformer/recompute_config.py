@@ -1,4 +1,4 @@
-"""Settings of activation recompute; what follows from them layer by layer is in recompute.py."""
+"""Settings of activation recompute; recompute.py derives the plan layer by layer."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,29 +10,33 @@ RECOMPUTE_MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", 
 
 @dataclass(kw_only=True)
 class RecomputeConfig:
-    """Activations that backward recomputes instead of saving them."""
+    """Settings for activations that backward recomputes instead of saving them."""
 
     cli_group: ClassVar[str] = "activation recompute"
 
     recompute_granularity: str | None = config_field(
         None,
-        help="Compute activations again in backward: of whole layers, or of parts of each layer.",
+        help="Recompute activations in backward: of whole layers, or of parts of each layer.",
         choices=("full", "selective"),
     )
     recompute_method: str | None = config_field(
         None,
-        help="With full: all layers in groups of --recompute-num-layers, or only that many first layers, one by one.",
+        help="With full: all layers in groups of --recompute-num-layers (uniform), or only that many first layers, "
+        "one by one (block).",
         choices=("uniform", "block"),
     )
     recompute_num_layers: int | None = config_field(
-        None, help="Layers of a group (uniform), or layers that are recomputed at all (block).", at_least=1
+        None, help="Layers per group (uniform), or number of recomputed layers (block).", at_least=1
     )
     recompute_modules: list[str] | None = config_field(
-        None, help="With selective: the parts of a layer; unset: core_attn.", choices=RECOMPUTE_MODULES, nargs="+"
+        None,
+        help="With selective: the recomputed parts of a layer; default: core_attn.",
+        choices=RECOMPUTE_MODULES,
+        nargs="+",
     )
-    recompute_activations: bool = config_field(False, help="Short for --recompute-granularity selective.")
+    recompute_activations: bool = config_field(False, help="Shorthand for --recompute-granularity selective.")
     moe_layer_recompute: bool = config_field(
-        False, help="Short for --recompute-granularity selective --recompute-modules moe."
+        False, help="Shorthand for --recompute-granularity selective --recompute-modules moe."
     )
 
     def __post_init__(self) -> None:
@@ -40,11 +44,11 @@ class RecomputeConfig:
 
 
 def resolve_recompute(config: RecomputeConfig) -> None:
-    """Writes what the short flags stand for, and the default part, into the other fields; ValueError if they clash."""
+    """Expands the short flags and the default part into the other fields; ValueError if they conflict."""
     short = "recompute_activations" if config.recompute_activations else "moe_layer_recompute"
     if config.recompute_activations or config.moe_layer_recompute:
         if config.recompute_granularity == "full":
-            raise ValueError(f"{short} is selective and recompute_granularity is full: choose one of them")
+            raise ValueError(f"{short} is selective and recompute_granularity is full: choose only one of them")
         config.recompute_granularity = "selective"
     if config.moe_layer_recompute:
         config.recompute_modules = [*dict.fromkeys([*(config.recompute_modules or []), "moe"])]
@@ -53,7 +57,7 @@ def resolve_recompute(config: RecomputeConfig) -> None:
 
 
 def validate_recompute(config: RecomputeConfig, *, num_layers: int) -> None:
-    """Raises ValueError where the fields contradict each other."""
+    """Raises ValueError if the fields contradict each other."""
     granularity, given = config.recompute_granularity, config.recompute_num_layers
     if granularity == "full":
         if config.recompute_method is None or given is None:
@@ -66,7 +70,7 @@ def validate_recompute(config: RecomputeConfig, *, num_layers: int) -> None:
     elif config.recompute_method is not None or given is not None:
         name = "recompute_num_layers" if config.recompute_method is None else "recompute_method"
         raise ValueError(
-            f"{name} is {vars(config)[name]} and recompute_granularity is {granularity}: it belongs to full alone"
+            f"{name} is {vars(config)[name]} and recompute_granularity is {granularity}: it applies only to full"
         )
     if config.recompute_modules is not None and granularity != "selective":
         raise ValueError(
@@ -94,4 +98,4 @@ def validate_recompute_modules(
     for module in config.recompute_modules or []:
         there, what = needs.get(module, (True, ""))
         if not there:
-            raise ValueError(f"recompute_modules has {module}: the model needs {what}, or leave it out")
+            raise ValueError(f"recompute_modules has {module}: requires {what}, otherwise remove it")

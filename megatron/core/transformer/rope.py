@@ -54,8 +54,8 @@ class RotaryEmbedding(nn.Module):
         """Computes the tables on the CPU and moves them to the device.
 
         kv_channels: width of a head, of which the first rotary_percent is rotated; seq_len_interpolation_factor:
-        divisor of positions; rope_scaling_factor: see scaled_frequencies; yarn: settings of rope_type yarn, see
-        [Note: YaRN]; cp_group: ranks that hold parts of the sequences; dtype: of the tables. Raises ValueError for an
+        divisor of positions; rope_scaling_factor: see scaled_frequencies; yarn: settings of rope_type yarn, see [Note:
+        YaRN]; cp_group: ranks that hold parts of the sequences; dtype: dtype of the tables. Raises ValueError for an
         odd number of rotated channels, factors that are not positive, and contradictory settings.
         """
         super().__init__()
@@ -73,12 +73,12 @@ class RotaryEmbedding(nn.Module):
         frequencies = rotary_base ** -(torch.arange(0, rotated, 2, dtype=torch.float64, device="cpu") / rotated)
         if rope_scaling_factor is not None and yarn is not None:
             raise ValueError(
-                f"rope_scaling_factor is {rope_scaling_factor} and rope_type is yarn: choose one way "
-                "to scale frequencies"
+                f"rope_scaling_factor is {rope_scaling_factor} and rope_type is yarn: choose only one way to scale "
+                "frequencies"
             )
         if rope_scaling_factor is not None:
             frequencies = scaled_frequencies(frequencies, factor=rope_scaling_factor)
-        # In fp64, since position times frequency is too inaccurate in fp32 for long sequences.
+        # In fp64, because position times frequency is too inaccurate in fp32 for long sequences.
         positions = torch.arange(max_sequence_length, dtype=torch.float64, device="cpu")
         if seq_len_interpolation_factor is not None:
             positions /= seq_len_interpolation_factor
@@ -119,13 +119,13 @@ def yarn_frequencies(frequencies: Tensor, *, base: float, config: YarnConfig) ->
     """Divides slow frequencies by rotary_scaling_factor; [D_rot / 2], fp64 -> same.
 
     Frequencies with more than beta_fast turns within the original context are kept, and those with less than beta_slow
-    turns are divided. In between, the result is interpolated linearly in the channel. config: of rope_type yarn. Raises
-    ValueError for a base of 1, with which all channels have the same frequency.
+    turns are divided. In between, the result is interpolated linearly in the channel. config: settings with rope_type
+    yarn. Raises ValueError for a base of 1, with which all channels have the same frequency.
     """
     if base <= 1:
         raise ValueError(f"rotary_base is {base} and rope_type is yarn: must be more than 1")
-    assert config.beta_fast is not None and config.beta_slow is not None, "filled in by resolve_yarn"
-    assert config.original_max_position_embeddings is not None, "filled in by resolve_yarn"
+    assert config.beta_fast is not None and config.beta_slow is not None, "set by resolve_yarn"
+    assert config.original_max_position_embeddings is not None, "set by resolve_yarn"
     width = 2 * len(frequencies)
     # Fractional indices of the channel pairs that make beta_fast and beta_slow turns within the original context.
     first, last = (

@@ -1,4 +1,4 @@
-"""Settings of routers: scores, choice, weights, balance. moe_config.py has the other settings of expert layers."""
+"""Settings of routers: scores, choice, weights, balance. The other settings of expert layers are in moe_config.py."""
 
 import math
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _BIAS_UPDATE_RATE = 1e-3
 
 @dataclass(kw_only=True)
 class RouterConfig:
-    """The choice of experts for each token, its weights, and the balance of the experts' loads."""
+    """Settings for the choice of experts, their weights, and the balance of the experts' loads."""
 
     cli_group: ClassVar[str] = "moe"
 
@@ -24,13 +24,13 @@ class RouterConfig:
         "softmax", help="Function that turns router logits into scores.", choices=("softmax", "sigmoid", "sqrtsoftplus")
     )
     moe_router_pre_softmax: bool = config_field(
-        False, help="Compute weights by a softmax over all experts instead of over the chosen ones."
+        False, help="Compute weights with a softmax over all experts instead of over the chosen ones."
     )
     moe_router_num_groups: int | None = config_field(
         None, help="Number of groups of experts; each token may use --moe-router-group-topk of them.", at_least=1
     )
     moe_router_group_topk: int | None = config_field(
-        None, help="Number of groups that the experts of a token may come from: the best ones.", at_least=1
+        None, help="Number of best-scoring groups from which the experts of a token are chosen.", at_least=1
     )
     moe_router_group_score: str = config_field(
         "sum",
@@ -39,15 +39,16 @@ class RouterConfig:
         choices=("sum", "max"),
     )
     moe_router_topk_scaling_factor: float | None = config_field(
-        None, help="Factor that all routing weights are multiplied by.", more_than=0
+        None, help="Factor of all routing weights.", more_than=0
     )
     moe_router_dtype: str | None = config_field(
         None,
-        help="Precision of the routing, including its matrix product; unset: the product is in the model's precision.",
+        help="Precision of the routing, including its matrix product; unset: the product uses the model's precision.",
         choices=("fp32", "fp64"),
     )
     moe_router_enable_expert_bias: bool = config_field(
-        False, help="Balance loads by a bias that is added to an expert's scores for the choice, not for the weight."
+        False,
+        help="Balance loads with a bias that is added to an expert's scores for the choice, but not for the weight.",
     )
     moe_router_bias_update_rate: float = config_field(
         _BIAS_UPDATE_RATE, help="Amount by which a step changes the bias of an expert.", at_least=0
@@ -57,16 +58,16 @@ class RouterConfig:
     )
     moe_aux_loss_coeff: float | list[float] = config_field(
         0.0,
-        help="Weight of the load-balancing loss, one per balancing type; 1e-2 is a good start.",
+        help="Weight of the load-balancing loss, one per balancing type; 1e-2 is a good starting point.",
         at_least=0,
         nargs="+",
     )
     moe_z_loss_coeff: float | None = config_field(
-        None, help="Weight of the loss that keeps router logits small; 1e-3 is a good start.", at_least=0
+        None, help="Weight of the loss that keeps router logits small; 1e-3 is a good starting point.", at_least=0
     )
     moe_input_jitter_eps: float | None = config_field(
         None,
-        help="In training, multiply the router's input by uniform noise from 1 - eps to 1 + eps.",
+        help="During training, multiply the router's input by uniform noise from 1 - eps to 1 + eps.",
         at_least=0,
         less_than=1,
     )
@@ -75,8 +76,8 @@ class RouterConfig:
     )
     moe_enable_routing_replay: bool = config_field(
         False,
-        help="Let a program record the experts that routers choose, and force them in other passes, by RouterReplay of "
-        "megatron.core.transformer.moe.router_replay; by itself it changes nothing.",
+        help="Enable recording the experts that routers choose, and forcing them in other passes, by RouterReplay "
+        "of megatron.core.transformer.moe.router_replay; has no effect by itself.",
     )
     moe_per_layer_logging: bool = config_field(False, help="Log each layer's router losses and tokens per expert.")
 
@@ -84,7 +85,7 @@ class RouterConfig:
         validate_fields(self)
 
     def aux_loss_coefficient(self, balancing_type: str) -> float:
-        """Returns the weight of one load-balancing loss; 0 where the type is not used."""
+        """Returns the weight of one load-balancing loss; 0 if the type is not used."""
         types, coefficients = _as_list(self.moe_router_load_balancing_type), _as_list(self.moe_aux_loss_coeff)
         return float(dict(zip(types, coefficients, strict=True)).get(balancing_type, 0.0))
 
@@ -101,7 +102,7 @@ class RouterConfig:
 
 
 def validate_router(config: RouterConfig, *, num_experts: int) -> None:
-    """Raises ValueError where fields of the router contradict each other or the number of experts."""
+    """Raises ValueError if fields of the router contradict each other or the number of experts."""
     run_checks(
         partial(validate_topk, config, num_experts),
         partial(validate_expert_bias, config),
@@ -111,7 +112,7 @@ def validate_router(config: RouterConfig, *, num_experts: int) -> None:
 
 
 def validate_topk(config: RouterConfig, num_experts: int) -> None:
-    """Raises ValueError where top-k exceeds the experts, or the experts of the allowed groups."""
+    """Raises ValueError if top-k exceeds the number of experts, or of experts in the allowed groups."""
     if config.moe_router_topk > num_experts:
         raise ValueError(
             f"moe_router_topk is {config.moe_router_topk}: must be at most num_moe_experts ({num_experts})"
@@ -120,13 +121,13 @@ def validate_topk(config: RouterConfig, num_experts: int) -> None:
 
 
 def validate_groups(config: RouterConfig, num_experts: int) -> None:
-    """Raises ValueError where the allowed groups have fewer than top-k experts, or do not divide them evenly."""
+    """Raises ValueError if the allowed groups have fewer than top-k experts, or do not divide them evenly."""
     groups, group_topk, topk = config.moe_router_num_groups, config.moe_router_group_topk, config.moe_router_topk
     if groups is None and group_topk is None:
         if config.moe_router_group_score != "sum":
             raise ValueError(
                 f"moe_router_group_score is {config.moe_router_group_score} but there are no groups: give "
-                "moe_router_num_groups and moe_router_group_topk, or leave it out"
+                "moe_router_num_groups and moe_router_group_topk, or do not set it"
             )
         return
     if groups is None or group_topk is None:
@@ -153,12 +154,12 @@ def validate_expert_bias(config: RouterConfig) -> None:
         if config.moe_router_bias_update_rate != _BIAS_UPDATE_RATE:
             raise ValueError(
                 f"moe_router_bias_update_rate is {config.moe_router_bias_update_rate} but "
-                "moe_router_enable_expert_bias is not set: set it, or leave out the rate"
+                "moe_router_enable_expert_bias is not set: set it, or do not set the rate"
             )
     elif config.moe_router_score_function == "softmax":
         raise ValueError(
-            "moe_router_enable_expert_bias needs moe_router_score_function sigmoid or sqrtsoftplus: a softmax's "
-            "scores are no measure of an expert alone"
+            "moe_router_enable_expert_bias requires moe_router_score_function sigmoid or sqrtsoftplus, because "
+            "softmax scores do not measure experts independently"
         )
 
 
@@ -183,12 +184,13 @@ def validate_aux_loss(config: RouterConfig) -> None:
 
 
 def validate_sinkhorn(config: RouterConfig) -> None:
-    """Raises ValueError where another option also decides the choice or the weights."""
+    """Raises ValueError if another option also determines the choice or the weights."""
     if not config.uses_sinkhorn:
         return
     if config.moe_router_load_balancing_type not in ("sinkhorn", ["sinkhorn"]):
         raise ValueError(
-            f"moe_router_load_balancing_type is {config.moe_router_load_balancing_type}: sinkhorn must stand alone"
+            f"moe_router_load_balancing_type is {config.moe_router_load_balancing_type}: sinkhorn cannot be "
+            "combined with other types"
         )
     for name, plain in (
         ("moe_router_score_function", "softmax"),
@@ -199,7 +201,7 @@ def validate_sinkhorn(config: RouterConfig) -> None:
         if vars(config)[name] != plain:
             raise ValueError(
                 f"{name} is {vars(config)[name]} but moe_router_load_balancing_type is sinkhorn, which chooses and "
-                f"weighs experts in its own way: leave {name} out"
+                f"weights experts itself: do not set {name}"
             )
 
 

@@ -1,4 +1,6 @@
-"""Specs: which module to build, with which parameters and submodules; the modules themselves live elsewhere."""
+"""Specs, which describe the module to build, its parameters and its submodules. The modules themselves are in other
+files.
+"""
 
 import functools
 import importlib
@@ -13,7 +15,7 @@ from typing import Any
 class ModuleSpec:
     """A module by class or (import path, name), keyword arguments for it, and the specs of its submodules.
 
-    metainfo: facts for whoever wrote the spec; building does not read them.
+    metainfo: additional information for the author of the spec; building ignores it.
     """
 
     module: tuple[str, str] | type | types.FunctionType
@@ -23,7 +25,7 @@ class ModuleSpec:
 
 
 def import_module(module_path: tuple[str, str]) -> Any:
-    """The object `name` of the module at `path`, for module_path = (path, name); ValueError if it has none."""
+    """Returns the object `name` of the module at `path`, for module_path = (path, name); ValueError if it has none."""
     path, name = module_path
     module = importlib.import_module(path)
     if name not in vars(module):
@@ -32,9 +34,9 @@ def import_module(module_path: tuple[str, str]) -> Any:
 
 
 def get_module(spec_or_module: Any, **additional_kwargs: Any) -> Any:
-    """The class or function that a spec names; anything else is returned as it is.
+    """Returns the class or function that a spec names; anything else is returned unchanged.
 
-    additional_kwargs: accepted, for callers that pass here what they build with.
+    additional_kwargs: ignored; some callers pass their build arguments here.
     """
     if isinstance(spec_or_module, ModuleSpec):
         spec_or_module = spec_or_module.module
@@ -42,7 +44,7 @@ def get_module(spec_or_module: Any, **additional_kwargs: Any) -> Any:
 
 
 def get_submodules(spec: Any) -> Any:
-    """The specs of the submodules of a spec, or those that a functools.partial of a builder was given.
+    """Returns the submodule specs of a spec, or of a functools.partial of a builder.
 
     Raises ValueError for anything else.
     """
@@ -54,10 +56,10 @@ def get_submodules(spec: Any) -> Any:
 
 
 def accepted_by(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those of `keywords` that a function or class takes by name, by its signature.
+    """Returns the entries of `keywords` that a function or class accepts by name, according to its signature.
 
-    A class that takes any keyword (**kwargs) is expected to pass them to the constructor of its base class: the first
-    base class that lists its parameters decides. All keywords are accepted where no signature lists them.
+    A class that takes any keyword (**kwargs) is assumed to pass them to its base class, so the first base class that
+    lists its parameters decides. All keywords are accepted if no signature lists them.
     """
     classes = inspect.getmro(function)[:-1] if isinstance(function, type) else ()
     constructors = [vars(cls)["__init__"] for cls in classes if "__init__" in vars(cls)]
@@ -71,7 +73,7 @@ def accepted_by(function: Callable[..., Any], keywords: Mapping[str, Any]) -> di
 
 
 def needed_by(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those of `keywords` that a function takes by name and has no default for."""
+    """Returns the entries of `keywords` that a function takes by name and has no default for."""
     parameters = inspect.signature(function).parameters
     return {
         name: value
@@ -81,9 +83,9 @@ def needed_by(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict
 
 
 def build_offering(spec_or_module: Any, offered: Mapping[str, Any], **kwargs: Any) -> Any:
-    """Builds as build_module with `kwargs`, and with those of `offered` that the constructor takes.
+    """Builds a module with `kwargs`, like build_module, and with the entries of `offered` that its constructor accepts.
 
-    So a module from elsewhere need not know what only some modules of a place are told.
+    External modules therefore need not accept arguments that only some modules use.
     """
     module = get_module(spec_or_module)
     if isinstance(module, types.FunctionType):
@@ -92,22 +94,23 @@ def build_offering(spec_or_module: Any, offered: Mapping[str, Any], **kwargs: An
 
 
 def build_module(spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Builds what a spec or class describes: the spec's params join `kwargs` (which win), submodules are passed on.
+    """Builds the module described by a spec or class. `kwargs` override the spec's params, and submodules are passed
+    on.
 
-    A function is returned as it is, not called. Raises what the constructor raises, saying which module it was.
+    A function is returned unchanged, not called. Raises the constructor's errors, with a note naming the module.
     """
     module = get_module(spec_or_module)
     if isinstance(module, types.FunctionType):
         return module
     if isinstance(spec_or_module, ModuleSpec):
-        # What the builder knows (sizes, groups) wins over what the spec wishes.
+        # Values from the builder (sizes, groups) override the spec's.
         kwargs = {**spec_or_module.params, **kwargs}
         if spec_or_module.submodules is not None:
             kwargs["submodules"] = spec_or_module.submodules
     try:
         return module(*args, **kwargs)
     except (TypeError, ValueError) as error:
-        # The message names an argument; which of a hundred modules it was is lost without this.
+        # The message names only an argument; without this note, the module among hundreds would be unknown.
         error.add_note(f"while building {_name_of(module)}")
         raise
 

@@ -1,7 +1,7 @@
 """Causal attention tile by tile as one autograd function, on one rank or over ranks that hold parts of the sequences.
 
-The log-sum-exp of each row is explicit, so that an attention sink can be added. KeyValueExchange is the interface
-through which keys and values of other ranks arrive; context_parallel_attention.py implements it for several ranks.
+The log-sum-exp of each row is explicit, so that an attention sink can be added. KeyValueExchange is the interface that
+provides keys and values of other ranks; context_parallel_attention.py implements it for several ranks.
 """
 
 from abc import ABC, abstractmethod
@@ -42,7 +42,7 @@ class KeysAndValues:
 
 @dataclass(frozen=True)
 class Block:
-    """Keys and values with their places in the whole sequences."""
+    """Keys and values with their positions in the whole sequences."""
 
     places: list[Stretch]
     pair: KeysAndValues
@@ -53,7 +53,7 @@ class GradientReturn(ABC):
 
     @abstractmethod
     def share(self, block: Block, dtype: torch.dtype) -> KeysAndValues:
-        """Returns zeros to accumulate this rank's share of the block's gradient in; dtype: fp32 or fp64."""
+        """Returns zeros in which to accumulate this rank's share of the block's gradient; dtype: fp32 or fp64."""
 
     @abstractmethod
     def hand_on(self) -> None:
@@ -73,7 +73,7 @@ class KeyValueExchange(ABC):
 
     @abstractmethod
     def held_by(self, rank: int) -> list[Stretch]:
-        """Returns the tokens that a rank holds of every sequence."""
+        """Returns the tokens of every sequence that a rank holds."""
 
     @abstractmethod
     def blocks(self, own: KeysAndValues) -> Iterator[Block]:
@@ -88,7 +88,7 @@ class KeyValueExchange(ABC):
 
 
 class Alone(KeyValueExchange):
-    """Exchange of a single rank that holds whole sequences. Its keys and values are the only block."""
+    """Exchange for a single rank that holds whole sequences. Its keys and values are the only block."""
 
     def __init__(self, seq_length: int) -> None:
         super().__init__(ALONE, seq_length)
@@ -115,20 +115,20 @@ class _Kept(GradientReturn):
         return self._share
 
     def hand_on(self) -> None:
-        assert self._share is not None, "no share was made"
+        assert self._share is not None, "share was not called"
 
     def own(self) -> KeysAndValues:
-        assert self._share is not None, "no share was made"
+        assert self._share is not None, "share was not called"
         return self._share
 
 
 @dataclass(frozen=True, kw_only=True)
 class TilePlan:
-    """Arguments of one call other than tensors.
+    """The arguments of one call other than tensors.
 
     segments: from attention_tiles.segments_of_samples; window: visible tokens before each token, or None. largest:
-    receives the largest scores of each head; None if nothing asks for them. first_head: index of the first query head
-    in `largest`.
+    receives the largest scores of each head; None if they are not needed. first_head: index of the first query head in
+    `largest`.
     """
 
     exchange: KeyValueExchange
@@ -147,8 +147,8 @@ class TilePlan:
 def attend_in_tiles(query: Tensor, *, key: Tensor, value: Tensor, plan: TilePlan, sink: Tensor | None) -> Tensor:
     """Computes attention of this rank's queries to the keys and values of all ranks of the plan's exchange.
 
-    1. Keys and values of other ranks arrive, in blocks or in one gather.
-    2. For each block, the tiles that this rank's queries see are computed with their log-sum-exp.
+    1. Keys and values of other ranks are received, in blocks or in one gather.
+    2. For each block, the tiles visible to this rank's queries are computed with their log-sum-exp.
     3. The tiles are merged into one softmax in fp32 (fp64 for fp64 inputs), together with the sink.
     Backward recomputes each tile from the merged log-sum-exp and sends gradients to the owners of the keys and values.
 
@@ -218,7 +218,7 @@ def sink_gradient(grad: Tensor, output: Tensor, *, log_sum: Tensor, sink: Tensor
     grad, output: [B, N, S, E], any float dtype; log_sum: [B, N, S], fp32 or fp64, including the sink; sink: [N], any
     float dtype. Returns [N], the sink's dtype.
     """
-    # Since the column's value is 0, only the subtracted term of the softmax's derivative remains.
+    # The column's value is 0, so only the subtracted term of the softmax's derivative remains.
     share = torch.exp(sink.to(log_sum.dtype).view(-1, 1) - log_sum)
     taken = (grad.to(log_sum.dtype) * output.to(log_sum.dtype)).sum(-1)
     return -(share * taken).sum((0, 2)).to(sink.dtype)

@@ -1,4 +1,4 @@
-"""A stack of transformer layers and the norm after the last; embeddings and output layer belong to the model."""
+"""A stack of transformer layers and the final norm. Embeddings and output layer belong to the model."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 @dataclass
 class TransformerBlockSubmodules:
-    """Specs of the layers, one each, and of the norm after the last (None: no norm)."""
+    """Specs of the layers, one each, and of the final norm (None means no norm)."""
 
     layer_specs: list[ModuleSpec] = field(default_factory=list)
     layer_norm: Any = None
@@ -40,11 +40,13 @@ class TransformerBlock(GraphableMegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
     ) -> None:
-        """spec: of the whole model's layers, or of this chunk's, or one spec of every layer. post_layer_norm,
-        post_process: apply the norm after the last layer, where this chunk has it. pre_process: False where it goes on
-        from set_input_tensor's tensor. pg_collection: the groups of this rank; None: those of parallel_state, if there
-        are any. vp_stage: which of its stage's chunks this is; None: the only one.
-        Raises ValueError where the groups' sizes are not the configuration's.
+        """Builds the layers of this chunk.
+
+        spec: spec of the whole model's layers, of this chunk's layers, or a single spec for every layer.
+        post_layer_norm, post_process: apply the final norm after the last layer, if this chunk has it. pre_process:
+        False if the input is passed by set_input_tensor. pg_collection: the groups of this rank; None means the groups
+        of parallel_state, if there are any. vp_stage: index of the chunk in its stage; None means the only one. Raises
+        ValueError if the groups' sizes differ from the configuration.
         """
         super().__init__(config, vp_stage)
         spec = block_submodules(spec, config)
@@ -53,14 +55,14 @@ class TransformerBlock(GraphableMegatronModule):
         self.pre_process, self.post_process, self.post_layer_norm = pre_process, post_process, post_layer_norm
         self._input: Tensor | None = None
         pp_rank = group_rank(groups.pp)
-        # Layers are numbered over the whole model, whichever part of it this block is.
+        # Layers are numbered over the whole model, regardless of the position of this block.
         offset = get_transformer_layer_offset(config, vp_stage, pp_rank=pp_rank)
         specs = _specs_of_chunk(
             spec.layer_specs, config, first=offset, count=get_num_layers_to_build(config, vp_stage, pp_rank=pp_rank)
         )
         self.layers = LayerList(
             [
-                # Layers add the number of layers before this chunk to theirs.
+                # Layers add the number of layers before this chunk to their index.
                 build_offering(
                     layer, {"vp_stage": vp_stage}, config=config, layer_number=index + 1, pg_collection=groups
                 )
@@ -77,7 +79,7 @@ class TransformerBlock(GraphableMegatronModule):
             )
 
     def has_final_layernorm_in_this_stage(self) -> bool:
-        """Whether this chunk has the norm after the last layer."""
+        """Returns whether this chunk has the final norm."""
         return self.final_layernorm is not None
 
     def forward(
@@ -100,11 +102,11 @@ class TransformerBlock(GraphableMegatronModule):
         inference_params: Any = None,
         dynamic_inference_decode_only: bool | None = None,
     ) -> Tensor:
-        """hidden_states: [S, B, H], config.hidden_dtype, not read without pre_process; attention_mask: bool, True where
-        attention is forbidden, or None; padding_mask: see TransformerLayer.forward. Returns [S, B, H], same dtype, or
-        parameter dtype after the norm. All other arguments but rotary_pos_emb and packed_seq_params must be None.
+        """Runs the layers; hidden_states: [S, B, H], config.hidden_dtype, ignored without pre_process.
 
-        Raises ValueError without hidden states, in either form.
+        attention_mask: bool, True where attention is forbidden, or None; padding_mask: see TransformerLayer.forward.
+        Returns [S, B, H], same dtype, or parameter dtype after the norm. All other arguments except rotary_pos_emb and
+        packed_seq_params must be None. Raises ValueError without hidden states, in either form.
         """
         others = context, context_mask, rotary_pos_cos, rotary_pos_sin, rotary_pos_cos_sin, attention_bias
         serving = inference_context, sequence_len_offset, inference_params, dynamic_inference_decode_only
@@ -126,11 +128,11 @@ class TransformerBlock(GraphableMegatronModule):
                 dynamic_inference_decode_only=dynamic_inference_decode_only,
             )
         if not self.pre_process:
-            # Let go of at once: it would live until the next microbatch.
+            # Released immediately, because it would otherwise live until the next microbatch.
             hidden_states, self._input = self._input, None
         if hidden_states is None:
             raise ValueError("this part of the model has no embedding: call set_input_tensor before each forward")
-        # Only given where there is one, since a layer from elsewhere may not take it.
+        # Passed only if there is one, because an external layer may not accept it.
         padding = {} if padding_mask is None else {"padding_mask": padding_mask}
         self.arrangement.begin()
         for segment in self.arrangement.segments:
@@ -156,7 +158,7 @@ class TransformerBlock(GraphableMegatronModule):
 
 
 def output_of(result: Any) -> Tensor:
-    """Returns the hidden states of what a layer returned: those alone, or with a context: [S, B, H], any dtype."""
+    """Extracts hidden states from a layer's result, which may be a tuple with a context: [S, B, H], any dtype."""
     hidden_states: Tensor = result[0] if isinstance(result, tuple) else result
     return hidden_states
 
@@ -164,7 +166,7 @@ def output_of(result: Any) -> Tensor:
 def block_submodules(
     spec: ModuleSpec | TransformerBlockSubmodules, config: TransformerConfig
 ) -> TransformerBlockSubmodules:
-    """Returns the specs of a block's layers and of its norm, from one spec of every layer or of the block."""
+    """Returns the specs of a block's layers and norm, from one spec of every layer or of the block."""
     if isinstance(spec, TransformerBlockSubmodules):
         return spec
     if isinstance(spec.submodules, TransformerBlockSubmodules):
@@ -173,7 +175,7 @@ def block_submodules(
 
 
 class LayerList(nn.ModuleList):
-    """Layers that are named by their index in the whole model, and indexed from this chunk's first."""
+    """A list of layers named by their index in the whole model, and indexed from this chunk's first layer."""
 
     def __init__(self, layers: list[nn.Module], *, offset: int) -> None:
         super().__init__()
@@ -182,15 +184,16 @@ class LayerList(nn.ModuleList):
             self.add_module(str(offset + index), layer)
 
     def _get_abs_string_index(self, index: int) -> str:
-        """Returns the name by which nn.ModuleList finds an item."""
+        """Returns the name under which nn.ModuleList finds an item."""
         return str(self.offset + int(super()._get_abs_string_index(index)))
 
 
 def require_layout(config: TransformerConfig, groups: ProcessGroupCollection) -> None:
-    """Raises ValueError unless groups have the sizes of config, which was checked to fit together, and it has sizes.
+    """Raises ValueError unless the groups have the sizes of config, which was validated with them, and config has
+    sizes.
 
-    Sizes of tensor parallelism that config leaves at 1 are set to those of the groups: scripts of Megatron-LM rarely
-    set them, because its layers ask their groups alone.
+    Sizes of tensor parallelism that config leaves at 1 are set to those of the groups, because scripts of Megatron-LM
+    rarely set them: its layers only use their groups.
     """
     config.take_tensor_sizes(tp=group_size(groups.tp), expt_tp=group_size(groups.expt_tp))
     names = {"tp": "tensor_model_parallel_size", "cp": "context_parallel_size", "pp": "pipeline_model_parallel_size"}
@@ -199,7 +202,7 @@ def require_layout(config: TransformerConfig, groups: ProcessGroupCollection) ->
 
 
 def get_num_layers_to_build(config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
-    """Layers of a model chunk; arguments as for get_transformer_layer_offset."""
+    """Returns the number of layers of a model chunk; arguments as in get_transformer_layer_offset."""
     counts = layers_per_part(config, num_layers=config.num_layers)
     return counts[part_of_model(config, vp_stage, pp_rank=pp_rank)]
 
@@ -209,7 +212,7 @@ def _specs_of_chunk(specs: list[ModuleSpec], config: TransformerConfig, *, first
         return specs[first : first + count]
     if len(specs) != count:
         raise ValueError(
-            f"the block's spec has {len(specs)} layers: must have num_layers ({config.num_layers}), or those of this "
-            f"chunk alone ({count})"
+            f"the block's spec has {len(specs)} layers: must have num_layers ({config.num_layers}), or the {count} "
+            "layers of this chunk"
         )
     return specs

@@ -1,4 +1,6 @@
-"""TransformerConfig: flat for users, inherited from small dataclasses per topic; experts' in moe_config.py."""
+"""TransformerConfig, which is flat for users and inherits from one small dataclass per topic. Experts are in
+moe_config.py.
+"""
 
 import math
 from collections.abc import Callable
@@ -77,19 +79,17 @@ class TransformerConfig(
     CudaGraphConfig,
     AbsentTransformerFields,
 ):
-    """Everything a transformer block is built from.
+    """All settings from which a transformer block is built.
 
-    activation_func, gated_linear_unit: the feed-forward layers compute act(x W), or act(x W_gate) * (x W_up). An
-    unset ffn_hidden_size is 4 * hidden_size for both; only the command line's --swiglu makes it 8/3.
-    init_method, output_layer_init_method: fill a weight in place; unset: normal with init_method_std, divided by
-    sqrt(2 * num_layers) for the layers that write into the residual stream.
-    embedding_init_method: the same for embeddings of words and positions; unset: normal with
-    embedding_init_method_std, or else init_method.
-    unscaled_init_method: that of what sums over no width, an output layer with weights of its own among it; unset:
-    init_method, and with use_mup normal with init_method_std.
-    init_seed: seed of the initial weights; unset: torch's seed at construction.
-    num_layers, hidden_size and num_attention_heads of 0 are for code that needs other fields alone, such as the wrapper
-    for data parallelism; blocks and attention ask for them (require_sizes).
+    activation_func, gated_linear_unit: the feed-forward layers compute act(x W), or act(x W_gate) * (x W_up).
+    ffn_hidden_size defaults to 4 * hidden_size for both; only the command line's --swiglu makes it 8/3. init_method,
+    output_layer_init_method: fill a weight in place; default: normal with init_method_std, divided by sqrt(2 *
+    num_layers) for the layers that write into the residual stream. embedding_init_method: the same for embeddings of
+    words and positions; default: normal with embedding_init_method_std, or otherwise init_method. unscaled_init_method:
+    used for layers that do not sum over a width, including an untied output layer; default: init_method, and with
+    use_mup normal with init_method_std. init_seed: seed of the initial weights; default: torch's seed at construction.
+    num_layers, hidden_size and num_attention_heads may be 0 for code that needs only other fields, such as the
+    data-parallel wrapper; blocks and attention require them (require_sizes).
     """
 
     cli_group: ClassVar[str] = "transformer configuration"
@@ -97,44 +97,45 @@ class TransformerConfig(
     num_layers: int = config_field(0, cli_default=None, help="Transformer layers.", at_least=0, at_most=MAX_LAYERS)
     hidden_size: int = config_field(0, cli_default=None, help="Width of the residual stream.", at_least=0)
     ffn_hidden_size: int | None = config_field(
-        None, help="Width inside the feed-forward layers; unset: 4 x hidden size, 8/3 x with --swiglu.", at_least=1
+        None, help="Width inside the feed-forward layers; default: 4 x hidden size, 8/3 x with --swiglu.", at_least=1
     )
     hidden_dropout: float = config_field(
-        0.1, help="Dropout of what each layer adds to the residual stream.", at_least=0, less_than=1
+        0.1, help="Dropout probability of each layer's contribution to the residual stream.", at_least=0, less_than=1
     )
-    add_bias_linear: bool = config_field(True, flags=("--disable-bias-linear",), help="Linear layers have no biases.")
+    add_bias_linear: bool = config_field(True, flags=("--disable-bias-linear",), help="Omit biases from linear layers.")
     normalization: str = config_field(
         "LayerNorm", help="Norm before attention, feed-forward and output.", choices=("LayerNorm", "RMSNorm")
     )
     layernorm_epsilon: float = config_field(
-        1e-5, flags=("--norm-epsilon",), help="Added to the variance inside norms.", more_than=0
+        1e-5, flags=("--norm-epsilon",), help="Constant added to the variance in norms.", more_than=0
     )
     layernorm_zero_centered_gamma: bool = config_field(
         False,
         flags=("--apply-layernorm-1p",),
-        help="Norms store their weights minus 1: they start at 0, and 1 is added in fp32 when a norm is applied.",
+        help="Store norm weights minus 1: they start at 0, and 1 is added in fp32 when a norm is applied.",
     )
     fp32_residual_connection: bool = config_field(
         False,
-        help="With --bf16 or --fp16 the residual stream is fp32, through all layers and between pipeline stages; norms "
-        "read it and give the parameters' precision.",
+        help="With --bf16 or --fp16, keep the residual stream in fp32, through all layers and between pipeline "
+        "stages; norms read it and return the parameters' precision.",
     )
     init_method_std: float = config_field(0.02, help="Standard deviation of initial weights.", at_least=0)
     embedding_init_method_std: float | None = config_field(
         None,
-        help="Standard deviation of the initial embeddings of words and positions, and of an output layer that has "
-        "the word embeddings' weights; unset: they start as other weights do.",
+        help="Standard deviation of the initial embeddings of words and positions, and of an output layer tied to "
+        "the word embeddings; default: as for other weights.",
         at_least=0,
     )
     activation_func: Callable[[torch.Tensor], torch.Tensor] = F.gelu
     gated_linear_unit: bool = False
     activation_func_clamp_value: float | None = config_field(
         None,
-        help="In gated feed-forward layers gates are at most this, and what they multiply is at most this in size.",
+        help="In gated feed-forward layers, the upper limit of gates, and of the magnitude of the values they "
+        "multiply.",
         more_than=0,
     )
     glu_linear_offset: float = config_field(
-        0.0, help="In gated feed-forward layers, added to what the gate multiplies, after it is clamped."
+        0.0, help="In gated feed-forward layers, a constant added to the values that gates multiply, after clamping."
     )
     init_method: InitMethod | None = None
     output_layer_init_method: InitMethod | None = None
@@ -145,7 +146,8 @@ class TransformerConfig(
         "transformer_engine",
         flags=(),
         choices=("local", "transformer_engine"),
-        help="The layers that a script's builder chooses; no effect here, where the layer specification has them.",
+        help="The layers that a script's builder chooses; no effect here, because the layer specification "
+        "determines them.",
     )
 
     def __post_init__(self) -> None:
@@ -158,14 +160,14 @@ class TransformerConfig(
             self.moe_layer_freq = parse_layer_pattern(self.moe_layer_freq, field="moe_layer_freq")
         if isinstance(self.window_attn_skip_freq, str):
             self.window_attn_skip_freq = parse_layer_pattern(self.window_attn_skip_freq, field="window_attn_skip_freq")
-        # Other checks go through the layers by this pattern.
+        # Other checks iterate over the layers by this pattern.
         validate_moe_layer_freq(self, self.num_layers)
         run_checks(
             partial(validate_precision, self),
             partial(validate_residual, self),
             partial(validate_layer_offload, self),
             partial(validate_heads, self),
-            # Derived fields come after the checks that name what the user gave.
+            # Derived fields are set after the checks that report user input.
             partial(fill_in_sizes, self),
             partial(validate_gated_unit, self),
             partial(validate_moe, self),
@@ -177,7 +179,7 @@ class TransformerConfig(
         self._scale_scores()
 
     def take_tensor_sizes(self, *, tp: int, expt_tp: int) -> None:
-        """Sets the sizes of tensor parallelism that are 1 to those of this rank's groups.
+        """Sets tensor-parallel sizes that are 1 to the sizes of this rank's groups.
 
         Raises ValueError for layers that cannot be split over them.
         """
@@ -196,8 +198,8 @@ class TransformerConfig(
         scale = self.score_factor(self.kv_channels) / math.sqrt(self.kv_channels)
         if self.softmax_scale not in (None, scale):
             raise ValueError(
-                f"softmax_scale is {self.softmax_scale} and mup_base_head_dim is {self.mup_base_head_dim}, from which "
-                "the scale follows: leave one of them out"
+                f"softmax_scale is {self.softmax_scale} and mup_base_head_dim is {self.mup_base_head_dim}, which "
+                "determines the scale: set only one of them"
             )
         self.softmax_scale = scale
 
@@ -210,7 +212,7 @@ class TransformerConfig(
         if self.init_method is None:
             self.init_method = NormalInit(std)
         if self.output_layer_init_method is None:
-            # Two layers write into the residual stream per transformer layer: its variance stays that of one.
+            # Two layers per transformer layer write into the residual stream, whose variance should stay that of one.
             self.output_layer_init_method = NormalInit(std / math.sqrt(2 * max(1, self.num_layers)))
         if self.embedding_init_method is None:
             of_embeddings = self.embedding_init_method_std
@@ -229,13 +231,13 @@ class TransformerConfig(
 
 
 def _other_default(name: str, default: Any) -> Any:
-    """A field of TransformerConfig with another default."""
+    """Returns a field of TransformerConfig with a different default."""
     return field(default=default, metadata=TransformerConfig.__dataclass_fields__[name].metadata)
 
 
 @dataclass(kw_only=True)
 class MLATransformerConfig(TransformerConfig):
-    """A TransformerConfig with the defaults of latent attention that scripts know: those of DeepSeek-V2 and V3."""
+    """A TransformerConfig with the defaults of latent attention that scripts expect, those of DeepSeek-V2 and V3."""
 
     multi_latent_attention: bool = _other_default("multi_latent_attention", True)
     normalization: str = _other_default("normalization", "RMSNorm")
@@ -247,8 +249,8 @@ class MLATransformerConfig(TransformerConfig):
     beta_slow: float | None = _other_default("beta_slow", 1.0)
     rotary_base: float = unsupported_field(10000, why="rotary_base is an argument of GPTModel")
     rotary_percent: float = unsupported_field(1.0, why="rotary_percent is an argument of GPTModel")
-    cache_mla_latents: bool = unsupported_field(False, why="serving is outside this framework")
-    mla_down_proj_fusion: bool = unsupported_field(False, why="the two projections are weights of their own here")
+    cache_mla_latents: bool = unsupported_field(False, why="inference serving is not part of this framework")
+    mla_down_proj_fusion: bool = unsupported_field(False, why="the two projections are separate weights here")
     rotary_scaling_factor: float = _other_default("rotary_scaling_factor", 40.0)
 
 
@@ -259,21 +261,21 @@ class NormalInit:
     std: float
 
     def __call__(self, weight: torch.Tensor) -> torch.Tensor:
-        """weight: any shape, any float dtype; filled in place from torch's generator."""
+        """Fills a weight, any shape, any float dtype, in place from torch's generator."""
         return torch.nn.init.normal_(weight, std=self.std)
 
 
 def validate_residual(config: TransformerConfig) -> None:
-    """Raises ValueError if a residual stream in fp32 would be sent between pipeline stages in another precision."""
+    """Raises ValueError if an fp32 residual stream would be sent between pipeline stages in another precision."""
     if config.fp32_residual_connection and config.pipeline_dtype not in (None, config.hidden_dtype):
         raise ValueError(
             f"pipeline_dtype is {config.pipeline_dtype} and fp32_residual_connection is True: stages exchange the "
-            f"residual stream, must be {config.hidden_dtype} or None"
+            f"residual stream, so it must be {config.hidden_dtype} or None"
         )
 
 
 def validate_gated_unit(config: TransformerConfig) -> None:
-    """Raises ValueError for what only gated feed-forward layers have, in others."""
+    """Raises ValueError for settings of gated feed-forward layers if they are not gated."""
     if config.gated_linear_unit:
         return
     for name, unset in (("activation_func_clamp_value", None), ("glu_linear_offset", 0.0)):
@@ -295,26 +297,26 @@ def validate_heads(config: TransformerConfig) -> None:
     )
     validate_lora_targets(config, multi_latent_attention=config.multi_latent_attention, q_lora_rank=config.q_lora_rank)
     if config.multi_latent_attention and config.kv_channels is None:
-        # What divides by heads elsewhere is a width of its own there.
+        # Widths that are otherwise divided among the heads are independent settings in latent attention.
         config.kv_channels = config.qk_width
     if config.multi_latent_attention and config.softmax_scale is not None:
         raise ValueError(
-            f"softmax_scale is {config.softmax_scale} and multi_latent_attention is True, whose scale follows from its "
-            "widths and from mscale_all_dim: must be None"
+            f"softmax_scale is {config.softmax_scale} and multi_latent_attention is True, which derives its scale "
+            "from its widths and from mscale_all_dim: must be None"
         )
     validate_attention(config, hidden_size=config.hidden_size, num_layers=config.num_layers)
     validate_qk_clip(config, multi_latent_attention=config.multi_latent_attention)
 
 
 def require_sizes(config: TransformerConfig, *names: str) -> None:
-    """Raises ValueError if one of these fields, which may be 0 in a configuration, is needed and not set."""
+    """Raises ValueError if one of these fields, which may be 0 in a configuration, is needed but not set."""
     for name in names:
         if not vars(config)[name]:
             raise ValueError(f"{name} is {vars(config)[name]}: must be at least 1 to build this part of a model")
 
 
 def fill_in_sizes(config: TransformerConfig) -> None:
-    """Gives sizes that are unset what follows from others."""
+    """Fills in unset sizes that are derived from others."""
     if config.kv_channels is None:
         config.kv_channels = config.hidden_size // max(1, config.num_attention_heads)
     if config.num_query_groups is None:
@@ -328,14 +330,14 @@ def fill_in_sizes(config: TransformerConfig) -> None:
 
 
 def validate_activations(config: TransformerConfig) -> None:
-    """Raises ValueError where recompute, offloading or the stash contradict each other or the model."""
+    """Raises ValueError if recompute, offloading or the stash contradict each other or the model."""
     validate_activation_memory(config)
-    # It goes through the recomputed layers.
+    # The check iterates over the recomputed layers.
     validate_stash(config)
 
 
 def validate_activation_memory(config: TransformerConfig) -> None:
-    """Resolves short recompute flags; ValueError where recompute and offloading contradict each other or the model."""
+    """Resolves short recompute flags; ValueError if recompute and offloading contradict each other or the model."""
     has_experts = layers_with_experts(config.num_moe_experts, config.moe_layer_freq, num_layers=config.num_layers)
     grouped_experts = 1 in has_experts and config.moe_grouped_gemm
     resolve_recompute(config)
@@ -356,7 +358,7 @@ def validate_activation_memory(config: TransformerConfig) -> None:
 
 
 def validate_stash(config: TransformerConfig) -> None:
-    """Raises ValueError where the paged stash has nothing to keep, or its settings make no sense together."""
+    """Raises ValueError if the paged stash would hold nothing, or its settings are inconsistent."""
     has_experts = layers_with_experts(config.num_moe_experts, config.moe_layer_freq, num_layers=config.num_layers)
     validate_paged_stash(
         config,
@@ -376,7 +378,7 @@ def validate_stash(config: TransformerConfig) -> None:
 
 
 def layers_run_again(config: TransformerConfig) -> list[bool]:
-    """For each layer, whether backward runs it again as a whole."""
+    """Returns for each layer whether backward recomputes it as a whole."""
     if config.recompute_granularity != "full":
         return [False] * config.num_layers
     if config.recompute_method == "uniform":
@@ -388,8 +390,9 @@ def layers_run_again(config: TransformerConfig) -> list[bool]:
 
 
 def validate_layout_of_layers(config: TransformerConfig) -> None:
-    """Raises ValueError where layers, heads, widths or experts cannot be cut into the parts of the parallel layout, and
-    for what they cannot do yet.
+    """Raises ValueError if layers, heads, widths or experts cannot be divided among the ranks of the parallel layout.
+
+    This includes combinations that are not supported.
     """
     run_checks(
         partial(validate_tensor_split, config),
@@ -401,7 +404,7 @@ def validate_layout_of_layers(config: TransformerConfig) -> None:
 
 
 def validate_tensor_split(config: TransformerConfig) -> None:
-    """Raises ValueError where heads or widths cannot be cut into tensor-parallel parts."""
+    """Raises ValueError if heads or widths cannot be divided among tensor-parallel ranks."""
     has_experts = layers_with_experts(config.num_moe_experts, config.moe_layer_freq, num_layers=config.num_layers)
     cut = ["num_attention_heads", "num_query_groups"]
     cut += ["ffn_hidden_size"] if 0 in has_experts else []
@@ -413,7 +416,9 @@ def validate_tensor_split(config: TransformerConfig) -> None:
 
 
 def validate_layout_of_stages(config: TransformerConfig) -> None:
-    """Raises ValueError where layers cannot be split into stages, or MTP or offloading does not fit the stages."""
+    """Raises ValueError if layers cannot be divided into stages, or MTP or offloading is inconsistent
+    with the stages.
+    """
     validate_pipeline_split(config, num_layers=config.num_layers)
     layout = config.pipeline_model_parallel_layout
     validate_mtp(config, pipeline_layout=layout, letters=mtp_layers_in_layout(layout) if layout else 0)
@@ -421,12 +426,12 @@ def validate_layout_of_stages(config: TransformerConfig) -> None:
 
 
 def validate_layout_of_contexts(config: TransformerConfig) -> None:
-    """Raises ValueError where attention cannot be exchanged between context-parallel ranks as asked for."""
+    """Raises ValueError if context-parallel ranks cannot use the requested exchange for attention."""
     size, levels = config.context_parallel_size, config.hierarchical_context_parallel_sizes
     exchanges = validate_context_parallel(
         config, num_layers=config.num_layers, context_parallel_size=size, levels=levels
     )
-    # Ranks between which heads are exchanged, by cp_comm_type.
+    # Number of ranks that exchange heads, by cp_comm_type.
     ranks = {"a2a": ("context_parallel_size", size)}
     if levels is not None:
         ranks["a2a+p2p"] = ("the first of hierarchical_context_parallel_sizes", levels[0])
@@ -437,12 +442,12 @@ def validate_layout_of_contexts(config: TransformerConfig) -> None:
 
 
 def validate_offload_in_stages(config: TransformerConfig) -> None:
-    """Raises ValueError where offloading, which leaves the last layer of each chunk alone, would have none to move."""
+    """Raises ValueError if offloading, which skips the last layer of each chunk, would have no layers to offload."""
     if config.cpu_offloading_num_layers and config.pipeline_model_parallel_size > 1:
         raise ValueError(
             f"cpu_offloading_num_layers is {config.cpu_offloading_num_layers} and pipeline_model_parallel_size is "
-            f"{config.pipeline_model_parallel_size}: whole layers are offloaded without stages alone, use "
-            "fine_grained_activation_offloading"
+            f"{config.pipeline_model_parallel_size}: whole layers can be offloaded only without pipeline stages, "
+            "use fine_grained_activation_offloading"
         )
     has_experts = layers_with_experts(config.num_moe_experts, config.moe_layer_freq, num_layers=config.num_layers)
     ends = [*accumulate(layers_per_part(config, num_layers=config.num_layers))]
@@ -450,13 +455,15 @@ def validate_offload_in_stages(config: TransformerConfig) -> None:
     if config.fine_grained_activation_offloading and not any(can_offload(config, chunk) for chunk in chunks):
         raise ValueError(
             f"offload_modules is {' '.join(config.offload_modules)} and the chunks of pipeline stages have {chunks} "
-            "(1: a layer with experts): nothing would move, the last layer of a chunk is never offloaded"
+            "(1: a layer with experts): nothing would be offloaded, because the last layer of a chunk is never "
+            "offloaded"
         )
 
 
 def validate_layout_of_experts(config: TransformerConfig) -> None:
-    """Raises ValueError where the experts cannot be cut into the parts of the parallel layout, or have adapters that
-    they cannot.
+    """Raises ValueError if experts cannot be divided among the ranks of the parallel layout.
+
+    Also raises for adapters that such experts do not support.
     """
     validate_lora(
         config,
@@ -468,7 +475,7 @@ def validate_layout_of_experts(config: TransformerConfig) -> None:
         if config.expert_model_parallel_size > 1:
             raise ValueError(
                 f"expert_model_parallel_size is {config.expert_model_parallel_size} but num_moe_experts is not set: "
-                "a dense model has no experts to spread"
+                "a dense model has no experts to distribute"
             )
         return
     check_multiple(
@@ -477,9 +484,9 @@ def validate_layout_of_experts(config: TransformerConfig) -> None:
         of="expert_model_parallel_size",
         size=config.expert_model_parallel_size,
     )
-    assert config.moe_ffn_hidden_size is not None, "filled in by __post_init__"
+    assert config.moe_ffn_hidden_size is not None, "set by __post_init__"
     expert_tensor_size = config.expert_tensor_parallel_size
-    assert expert_tensor_size is not None, "filled in by __post_init__"
+    assert expert_tensor_size is not None, "set by __post_init__"
     tensor_size = config.tensor_model_parallel_size
     check_multiple(
         "moe_ffn_hidden_size", config.moe_ffn_hidden_size, of="expert_tensor_parallel_size", size=expert_tensor_size
@@ -492,6 +499,6 @@ def validate_layout_of_experts(config: TransformerConfig) -> None:
     )
     if tensor_size > 1 and not config.sequence_parallel:
         raise ValueError(
-            f"tensor_model_parallel_size is {tensor_size} and num_moe_experts is {config.num_moe_experts}: "
-            "experts need --sequence-parallel too, so that no token reaches them twice"
+            f"tensor_model_parallel_size is {tensor_size} and num_moe_experts is {config.num_moe_experts}: experts "
+            "also require --sequence-parallel, so that no token reaches them twice"
         )

@@ -1,4 +1,4 @@
-"""One transformer layer: attention and feed-forward, each after a norm and into the residual stream."""
+"""One transformer layer: attention and feed-forward, each with a preceding norm and a residual connection."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,10 +22,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass
 class TransformerLayerSubmodules:
-    """Specs of a layer's parts, in the order they run; an IdentityOp leaves a place empty.
+    """Specs of a layer's parts, in execution order; an IdentityOp leaves a part out.
 
-    Parts of cross-attention and of several residual streams must be left empty. sharded_state_dict_keys_map: prefixes
-    of names in the layer, and what the layer's sharded_state_dict puts in their place.
+    Parts of cross-attention and of several residual streams must be left out. sharded_state_dict_keys_map: prefixes of
+    names in the layer, and their replacements in the layer's sharded_state_dict.
     """
 
     input_layernorm: Any = IdentityOp
@@ -43,8 +43,8 @@ class TransformerLayerSubmodules:
     sharded_state_dict_keys_map: dict[str, str] = field(default_factory=dict)
 
 
-# Arguments of an attention layer's forward that exist for serving and cross-attention. A module of Megatron's form may
-# take some of them without a default.
+# Arguments of an attention layer's forward for inference serving and cross-attention. A module written for Megatron may
+# require some of them.
 _ALWAYS_NONE = dict.fromkeys(
     (
         "key_value_states",
@@ -62,21 +62,22 @@ _ALWAYS_NONE = dict.fromkeys(
 def get_transformer_layer_offset(
     config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None
 ) -> int:
-    """Layers of the model before a chunk's first. vp_stage: None if the stage has one; pp_rank: None for this rank's.
+    """Returns the number of the model's layers before a chunk's first layer.
 
-    Raises ValueError for stages and chunks that the configuration does not have.
+    vp_stage: None if the stage has one chunk; pp_rank: None means this rank's. Raises ValueError for stages and chunks
+    that the configuration does not have.
     """
     counts = layers_per_part(config, num_layers=config.num_layers)
     return layer_offset(counts, part_of_model(config, vp_stage, pp_rank=pp_rank))
 
 
 def part_of_model(config: TransformerConfig, vp_stage: int | None, *, pp_rank: int | None) -> int:
-    """Returns the index of a chunk among those of all stages in the order of their layers; see pipeline_split.py."""
+    """Returns the index of a chunk among all stages' chunks in the order of their layers; see pipeline_split.py."""
     stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     stage = group_rank(existing_process_groups().pp) if pp_rank is None else pp_rank
     if not 0 <= stage < stages or not 0 <= (vp_stage or 0) < (chunks or 1):
         raise ValueError(
-            f"stage {stage} and vp_stage {vp_stage}: must be of pipeline_model_parallel_size ({stages}) and "
+            f"stage {stage} and vp_stage {vp_stage}: must be below pipeline_model_parallel_size ({stages}) and "
             f"virtual_pipeline_model_parallel_size ({chunks})"
         )
     if vp_stage is None and (chunks or 1) > 1:
@@ -85,7 +86,7 @@ def part_of_model(config: TransformerConfig, vp_stage: int | None, *, pp_rank: i
 
 
 class TransformerLayer(GraphableMegatronModule, Drawing):
-    """x + attention(norm(x)), then x + mlp(norm(x)); the mlp may be a mixture of experts."""
+    """Computes x + attention(norm(x)), then x + mlp(norm(x)); the mlp may be a mixture of experts."""
 
     def __init__(
         self,
@@ -100,11 +101,13 @@ class TransformerLayer(GraphableMegatronModule, Drawing):
         pp_layer_offset: int | None = None,
         name: str | None = None,
     ) -> None:
-        """layer_number: counts from 1 in this model chunk, or with add_layer_offset=False in the whole model. The
-        attribute layer_number counts in the whole model. pp_layer_offset: layers before the chunk; None: as
-        get_transformer_layer_offset says. pg_collection: the groups of this rank; None: those of parallel_state, if
-        there are any. vp_stage: which of its stage's chunks the layer is in. is_mtp_layer: passed to the feed-forward
-        part. name: accepted, without effect.
+        """Builds the parts of the layer.
+
+        layer_number: counts from 1 in this model chunk, or with add_layer_offset=False in the whole model. The
+        attribute layer_number counts in the whole model. pp_layer_offset: layers before the chunk; None means the
+        result of get_transformer_layer_offset. pg_collection: the groups of this rank; None means the groups of
+        parallel_state, if there are any. vp_stage: index of the layer's chunk in its stage. is_mtp_layer: passed to the
+        feed-forward part. name: accepted without effect.
         """
         super().__init__(config, vp_stage)
         groups = pg_collection or existing_process_groups()
@@ -117,7 +120,8 @@ class TransformerLayer(GraphableMegatronModule, Drawing):
         self.layer_number, self.is_mtp_layer = layer_number, is_mtp_layer
         self.keys_map = submodules.sharded_state_dict_keys_map
         self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
-        # Ranks that hold parts of the sequence drop other elements, ranks that all hold the whole drop the same.
+        # Ranks that hold parts of the sequence drop different elements; ranks that all hold the whole sequence drop the
+        # same.
         split_over = groups.tp if config.sequence_parallel else None
         self.hidden_numbers = numbers_of_each_rank(split_over, dropout=self.hidden_dropout)
         norm = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
@@ -129,7 +133,8 @@ class TransformerLayer(GraphableMegatronModule, Drawing):
             config=config,
             layer_number=layer_number,
         )
-        # Some attention layers from elsewhere require arguments that are always None here; ours are not passed them.
+        # Some external attention layers require arguments that are always None here; our own layers do not receive
+        # them.
         self.required_nones = needed_by(type(self.self_attention).forward, _ALWAYS_NONE)
         self.self_attn_bda = build_module(submodules.self_attn_bda)
         self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **norm)
@@ -140,7 +145,7 @@ class TransformerLayer(GraphableMegatronModule, Drawing):
 
     @property
     def draws_numbers(self) -> bool:
-        """Whether what is added to the residual stream has dropout."""
+        """Whether dropout applies to the contributions to the residual stream."""
         return self.hidden_dropout > 0
 
     def forward(
@@ -160,11 +165,13 @@ class TransformerLayer(GraphableMegatronModule, Drawing):
         padding_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden_states: [S, B, H], config.hidden_dtype; attention_mask: bool, True where attention is forbidden, or
-        None. Returns [S, B, H], same dtype, and the context, which is None: there is no cross-attention. Under sequence
-        parallelism both have this rank's part of the sequence. padding_mask: [B, S], bool, True for tokens that losses
-        and loads of a router do not count; all tokens are computed. Other arguments and kwargs must be None.
-        Raises ValueError for padding in a layer with experts whose forward takes none.
+        """Runs the layer; hidden_states: [S, B, H], config.hidden_dtype.
+
+        attention_mask: bool, True where attention is forbidden, or None. Returns [S, B, H], same dtype, and the
+        context, which is None because there is no cross-attention. Under sequence parallelism both have this rank's
+        part of the sequence. padding_mask: [B, S], bool, True for tokens that a router's losses and loads ignore; all
+        tokens are computed. Other arguments and kwargs must be None. Raises ValueError for padding in a layer with
+        experts whose forward does not accept it.
         """
         others = context, context_mask, rotary_pos_cos, rotary_pos_sin, rotary_pos_cos_sin, attention_bias
         # Counted without Python code per argument, because this runs for each layer and micro-batch.
@@ -192,7 +199,7 @@ class TransformerLayer(GraphableMegatronModule, Drawing):
             **self.required_nones,
         )
         release(attention_output[0])
-        # Asked each time: whether there is dropout depends on self.training.
+        # Checked each time, because dropout depends on self.training.
         with self.hidden_numbers():
             add = self.self_attn_bda(self.training, False)
             hidden_states = add(attention_output, hidden_states, self.hidden_dropout)
@@ -205,13 +212,13 @@ class TransformerLayer(GraphableMegatronModule, Drawing):
         return output, None
 
     def _padding_of_mlp(self, padding_mask: Tensor) -> dict[str, Tensor]:
-        """Returns the padding by name where the feed-forward part takes it; a dense one may not."""
+        """Returns the padding as a keyword argument if the feed-forward part accepts it; a dense one may not."""
         if self.mlp_takes_padding:
             return {"padding_mask": padding_mask}
         if is_expert_layer(self.mlp):
             raise ValueError(
-                f"padding_mask is given and the forward of {type(self.mlp).__name__} does not take it, so its router "
-                "would count padding: add the argument, or leave padding_mask out"
+                f"padding_mask is given but the forward of {type(self.mlp).__name__} does not accept it, so its "
+                "router would count padding: add the argument, or do not pass padding_mask"
             )
         return {}
 
@@ -234,15 +241,15 @@ class TransformerLayer(GraphableMegatronModule, Drawing):
 
 
 def require_unset(call: str, **arguments: Any) -> None:
-    """Raises ValueError that names the arguments of a layer's or block's forward that are not None."""
-    why = "only decoders in training exist here, with a table in rotary_pos_emb and no bias of scores"
+    """Raises ValueError naming the arguments of a layer's or block's forward that are not None."""
+    why = "only decoders in training are supported, with a table in rotary_pos_emb and no bias on scores"
     require_defaults(call, why, **{name: (value, None) for name, value in arguments.items()})
 
 
 def _require_decoder_layer(submodules: TransformerLayerSubmodules) -> None:
     require_defaults(
         "TransformerLayerSubmodules",
-        "only decoder layers with one residual stream exist here",
+        "only decoder layers with one residual stream are supported",
         pre_cross_attn_layernorm=(submodules.pre_cross_attn_layernorm, IdentityOp),
         cross_attention=(submodules.cross_attention, IdentityOp),
         cross_attn_bda=(submodules.cross_attn_bda, IdentityFuncOp),

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from megatron.core.config_field import config_field, validate_fields
 
-# Values of unset fields, as in Megatron's MLATransformerConfig.
+# Defaults of unset fields, as in Megatron's MLATransformerConfig.
 _ORIGINAL_LENGTH, _BETA_FAST, _BETA_SLOW = 4096, 32.0, 1.0
 
 
@@ -17,32 +17,32 @@ class YarnConfig:
 
     rope_type: str | None = config_field(
         None,
-        help="Rotary frequencies as they are (rope), or stretched for longer contexts (yarn); unset: yarn with "
-        "--multi-latent-attention, else rope.",
+        help="Type of rotary frequencies: unchanged (rope), or stretched for longer contexts (yarn); default: yarn "
+        "with --multi-latent-attention, else rope.",
         choices=("rope", "yarn"),
     )
     rotary_scaling_factor: float = config_field(
-        1.0, help="With yarn: by how much low frequencies are slowed down; 1 leaves all as they are.", at_least=1
+        1.0, help="With yarn: factor by which low frequencies are reduced; 1 leaves all unchanged.", at_least=1
     )
     original_max_position_embeddings: int | None = config_field(
         None,
         flags=("--yarn-original-max-position-embeddings",),
         dest="yarn_original_max_position_embeddings",
-        help="With yarn: the context that the frequencies were made for; unset: 4096.",
+        help="With yarn: the context length for which the frequencies were designed; default: 4096.",
         at_least=1,
     )
     beta_fast: float | None = config_field(
         None,
         flags=("--yarn-beta-fast",),
         dest="yarn_beta_fast",
-        help="With yarn: what turns more often than this in the original context keeps its frequency; unset: 32.",
+        help="With yarn: frequencies with more turns than this in the original context are unchanged; default: 32.",
         more_than=0,
     )
     beta_slow: float | None = config_field(
         None,
         flags=("--yarn-beta-slow",),
         dest="yarn_beta_slow",
-        help="With yarn: what turns less often than this gets the whole factor; unset: 1.",
+        help="With yarn: frequencies with fewer turns than this are reduced by the whole factor; default: 1.",
         more_than=0,
     )
     mscale: float = config_field(
@@ -50,14 +50,14 @@ class YarnConfig:
     )
     mscale_all_dim: float = config_field(
         0.0,
-        help="With yarn: the same, divided out of rotated channels again and given to the scores of latent attention "
-        "instead.",
+        help="With yarn: the corresponding weight for the scores of latent attention, divided out of the rotated "
+        "channels.",
         at_least=0,
     )
     yarn_correction_range_round_to_int: bool = config_field(
         True,
         flags=("--no-yarn-correction-range-round-to-int",),
-        help="With yarn: the channels between which frequencies change over are not rounded to whole ones.",
+        help="With yarn: do not round the channels between which frequencies are interpolated to integers.",
     )
 
     def __post_init__(self) -> None:
@@ -82,7 +82,7 @@ def resolve_yarn(config: YarnConfig, *, multi_latent_attention: bool) -> None:
 
 
 def _require_defaults(config: YarnConfig) -> None:
-    # The defaults of the configuration's own class: those of MLATransformerConfig are Megatron's for yarn.
+    # The defaults of the configuration's own class, because MLATransformerConfig has Megatron's defaults for yarn.
     defaults = {field.name: field.default for field in fields(config)}
     for name in vars(YarnConfig()):
         if name != "rope_type" and vars(config)[name] != defaults[name]:

@@ -1,7 +1,7 @@
 """Provides the expert rows of a plan's steps, from a routing trace or from a model of skewed routing.
 
-Letters: S steps, M micro-batches of a step, N expert ranks (of all planned groups; ranks of one group are adjacent), E
-experts. A block is the set of tokens of one rank's micro-batch.
+Letters: S steps, M microbatches of a step, N expert ranks (of all planned groups; ranks of one group are adjacent), E
+experts. A block is the set of tokens of one rank's microbatch.
 """
 
 import math
@@ -31,7 +31,7 @@ _MIN_NUMBER, _MAX_NUMBERS = 0.001, {"EXPONENT": 100.0, "SPREAD": 100.0, "CONCENT
 
 @dataclass(frozen=True)
 class RoutingSpan:
-    """Consecutive steps with the same number of micro-batches.
+    """Consecutive steps with the same number of microbatches.
 
     rows: maps a layer to the live rows of each forward, [M, S, N], int32. most_of_pair: most rows that one rank sends
     to another in a forward, [S], int64; 0 if they are not limited.
@@ -91,7 +91,7 @@ def traced_spans(
 ) -> tuple[list[RoutingSpan], list[str]]:
     """Maps the steps of a trace to the ranks of the run. Returns them with sentences about the assumptions made.
 
-    If the trace has the run's ranks, tokens and micro-batches, its rows are used unchanged. Otherwise its blocks are
+    If the trace has the run's ranks, tokens and microbatches, its rows are used unchanged. Otherwise its blocks are
     joined or split to the run's tokens and fill the run's ranks in order. If a step has too few blocks, blocks are
     drawn from those of the step. Raises ValueError for the trace of another model.
     """
@@ -139,7 +139,7 @@ class _BlockMapper:
         return self._num_groups * self._ranks.num_sharing
 
     def _length(self, header: RoutingHeader, counts: np.ndarray) -> int:
-        """Returns the number of micro-batches of the planned step: the recorded one if the run has such steps."""
+        """Returns the number of microbatches of the planned step: the recorded one if the run has such steps."""
         return len(counts) if self._is_exact(header, counts) else self._run.num_microbatches
 
     def _is_exact(self, header: RoutingHeader, counts: np.ndarray) -> bool:
@@ -253,7 +253,7 @@ def parse_skew(text: str) -> Skew:
 
 
 def synthetic_spans(run: PlannedRun, skew: Skew, *, num_steps: int, num_groups: int, seed: int) -> list[RoutingSpan]:
-    """Draws num_steps steps with the run's last number of micro-batches. Raises ValueError for too many rows."""
+    """Draws num_steps steps with the run's last number of microbatches. Raises ValueError for too many rows."""
     check_size(run, num_steps=num_steps, num_groups=num_groups)
     rows, most_of_pair = {}, np.zeros(num_steps, dtype=np.int64)
     for layer in run.layers:

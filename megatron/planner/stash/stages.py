@@ -66,7 +66,7 @@ class StashFlags:
 class ExpertRanks:
     """The ranks of a stage that share experts.
 
-    num_experts, topk: experts of a layer, and experts per token. tokens: tokens of a rank's micro-batch. num_ranks:
+    num_experts, topk: experts of a layer, and experts per token. tokens: tokens of a rank's microbatch. num_ranks:
     ranks of the stage. num_sharing: ranks that share all experts. num_shards: ranks that share each expert. budget:
     sizes of the ranks' buffers. limits_pairs: whether the rows from one rank to another are also limited.
     """
@@ -104,9 +104,9 @@ class ExpertRanks:
 class PlannedStage:
     """Expert passes of a pipeline stage.
 
-    layers: numbers of the MoE layers, from 1. events: maps a number of micro-batches to the events of a step. moves:
+    layers: numbers of the MoE layers, from 1. events: maps a number of microbatches to the events of a step. moves:
     maps
-    numbers of micro-batches and prefetched groups to the page moves of a step.
+    numbers of microbatches and prefetched groups to the page moves of a step.
     """
 
     layers: tuple[int, ...]
@@ -129,8 +129,8 @@ class PlannedStage:
 class PlannedRun:
     """The run to be planned.
 
-    prefetch_groups: number of groups that are restored ahead of their backward. num_microbatches: micro-batches of the
-    run's last step, for which pools are sized. lengths: numbers of micro-batches of all its steps.
+    prefetch_groups: number of groups that are restored ahead of their backward. num_microbatches: microbatches of the
+    run's last step, for which pools are sized. lengths: numbers of microbatches of all its steps.
     """
 
     flags: StashFlags

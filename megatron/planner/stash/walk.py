@@ -166,7 +166,7 @@ class _Walker:
     _found: "list[_Attempt]" = field(default_factory=list)
     _grown: LearnedSizes = LearnedSizes()
     _capacity_factor: float = field(init=False)
-    _planned: int | None = None  # micro-batches of the planned pools; None if sizes may have changed since
+    _planned: int | None = None  # microbatches of the planned pools; None if sizes may have changed since
 
     def __post_init__(self) -> None:
         assert self.flags.moe_expert_rank_capacity_factor is not None, "the run has static buffers"
@@ -347,7 +347,7 @@ def factors_needed(span: RoutingSpan, run: PlannedRun) -> np.ndarray:
 class StageWalk:
     """The N ranks of one stage, from the start of a run.
 
-    1. plan: sizes the pools for steps of a number of micro-batches.
+    1. plan: sizes the pools for steps of a number of microbatches.
     2. outcomes: simulates the pools in some steps, without learning from them.
     3. learn: learns the rows of completed steps. requested_sizes: returns the sizes that a discarded step asks for.
     Attribute layouts: the pool of each rank, None without a stash.
@@ -373,7 +373,7 @@ class StageWalk:
         return not self._is_measured and min(factors) < 0
 
     def plan(self, num_microbatches: int, *, grown: LearnedSizes, capacity_factor: float) -> None:
-        """Sizes pools for steps of num_microbatches micro-batches. Pools never shrink. grown: growth so far."""
+        """Sizes pools for steps of num_microbatches microbatches. Pools never shrink. grown: growth so far."""
         self._capacity_factor, self._num_microbatches = capacity_factor, num_microbatches
         self.needs = self._run.needs(
             self._flags, self._stage, num_microbatches=num_microbatches, max_rows=self._max_rows
@@ -392,7 +392,7 @@ class StageWalk:
         self.layouts = [_larger(one, other) for one, other in zip(layouts, old, strict=True)]
 
     def outcomes(self, part: RoutingSpan) -> PoolOutcomes | None:
-        """Simulates the pools in steps of the planned number of micro-batches; None without a stash."""
+        """Simulates the pools in steps of the planned number of microbatches; None without a stash."""
         if self.layouts is None:
             return None
         specs = self.needs.specs

@@ -1,4 +1,4 @@
-"""Callbacks: logs, files, displays and profiles, called at named moments of a run."""
+"""Callbacks for logs, files, displays and profiles, called at named moments of a run."""
 
 from megatron.training.callbacks.base import (
     Callback,

@@ -90,7 +90,7 @@ class StepReport:
     number. straggler: a rank that stays slower than the others, at log lines (see Straggler). max_attention_logit:
     largest scaled attention score over layers, heads and ranks. is_last: whether the run ends with this step. stash:
     usage of expert buffers, at log lines and at the last step. routing: maps a layer number to the tokens per expert of
-    each micro-batch and rank of a stage, [M, R, E] int64, on the first rank only. Ranks that share experts are
+    each microbatch and rank of a stage, [M, R, E] int64, on the first rank only. Ranks that share experts are
     adjacent. held: bytes by kind that ranks hold (see meters/memory.py). notes: further lines for the console, printed
     after the step's line.
     """

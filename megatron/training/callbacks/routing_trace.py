@@ -7,7 +7,7 @@ a step is
     {"iteration": 7, "tokens": {"2": [M][R][E] integers, ...}}
 
 Each key is a layer number, counted from 1. Its value holds the number of tokens that chose each of the E experts,
-before any are dropped for capacity, in each of the M micro-batches on each of the R ranks of a pipeline stage. Ranks
+before any are dropped for capacity, in each of the M microbatches on each of the R ranks of a pipeline stage. Ranks
 that share experts are adjacent: groups of n * t ranks for expert-model-parallel size n and expert-tensor-parallel size
 t.
 """

@@ -134,11 +134,12 @@ class LegacyFiles:
         """
         embedding = self.first.chunks[0].get(_EMBEDDING)
         if embedding is None or embedding.ndim != 2:
-            raise ValueError(f"{self.first.path} has no {_EMBEDDING} with rows")
+            raise ValueError(f"{self.first.path} has no {_EMBEDDING} with at least one row")
         rows = embedding.shape[0] * self._size("tensor")
         if not 0 < num_tokens <= rows:
             raise ValueError(
-                f"the vocabulary has {num_tokens} tokens: must be 1 to the {rows} rows of {_EMBEDDING} in {self.folder}"
+                f"the vocabulary has {num_tokens} tokens: must be from 1 to {rows}, the number of rows of "
+                f"{_EMBEDDING} in {self.folder}"
             )
         return rows
 

@@ -235,7 +235,7 @@ def _found_by_rank_0(config: CheckpointConfig, damaged: dict[int, str], *, flag:
         if is_rank_0() and found[0] is None and flag != "--load":
             raise ValueError(f"{flag} {config.load} holds no checkpoint: give the folder that a run wrote with --save")
         if is_rank_0() and found[0] is None and needed_by is not None and config.pretrained_checkpoint is None:
-            raise ValueError(f"--{needed_by.replace('_', '-')}: there is no checkpoint in --load {config.load}")
+            raise ValueError(f"--{needed_by.replace('_', '-')}: no checkpoint found in --load {config.load}")
     # All ranks use rank 0's result, because the tracker may change in the meantime.
     if dist.is_initialized():
         dist.broadcast_object_list(found, src=0)
@@ -384,7 +384,7 @@ def _load_with_optimizer(
 
 
 def _reseed(groups: ProcessGroupCollection, *, seed: int, iteration: int) -> None:
-    """Seeds the generators from the iteration when the saved states belong to another layout of ranks."""
+    """Seeds the generators from the iteration, because the saved states belong to another layout of ranks."""
     print_rank_0(
         "The checkpoint holds the random-number state of another layout of ranks or of other devices: dropout "
         "continues with fresh seeds."

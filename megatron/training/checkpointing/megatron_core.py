@@ -167,7 +167,8 @@ def vocabulary_rows(files: MegatronCoreFiles, *, num_tokens: int) -> int:
     rows = files.shape(EMBEDDING)[0] if EMBEDDING in files.weights else 0
     if not 0 < num_tokens <= rows:
         raise ValueError(
-            f"the vocabulary has {num_tokens} tokens: must be 1 to the {rows} rows of {EMBEDDING} in {files.folder}"
+            f"the vocabulary has {num_tokens} tokens: must be from 1 to {rows}, the number of rows of {EMBEDDING} "
+            f"in {files.folder}"
         )
     return rows
 

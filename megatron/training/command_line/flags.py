@@ -67,7 +67,7 @@ class KnownFlag:
 
 @dataclass(frozen=True)
 class KnownFlags:
-    """All rows in file order."""
+    """The rows of known_flags.json, in file order."""
 
     flags: tuple[KnownFlag, ...]
 
@@ -88,7 +88,7 @@ def known_flag(row: dict[str, Any]) -> KnownFlag:
 
 
 class FlagState(enum.Enum):
-    """How a given flag is treated."""
+    """Treatment of a given flag."""
 
     WORKS = "works"
     NO_EFFECT = "no effect"

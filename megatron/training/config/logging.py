@@ -123,7 +123,7 @@ class ProfilingConfig:
 
 @dataclass(kw_only=True)
 class GarbageCollectionConfig:
-    """When Python's cyclic garbage collector runs."""
+    """Schedule of Python's cyclic garbage collector."""
 
     cli_group: ClassVar[str] = "training"
 

@@ -1,4 +1,4 @@
-"""Gathers tokens per expert of each micro-batch, layer and rank on the first rank once per step, for routing traces."""
+"""Gathers tokens per expert of each microbatch, layer and rank on the first rank once per step, for routing traces."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ class RoutingMeter:
     ) -> None:
         """Enables recording of counts in the model's routers. Collective.
 
-        samples_of_microbatch: number of samples of a micro-batch over the data-parallel ranks.
+        samples_of_microbatch: number of samples of a microbatch over the data-parallel ranks.
         """
         self._samples_of_microbatch = samples_of_microbatch
         routers = [part for chunk in model for part in chunk.modules() if isinstance(part, TopKRouter)]

@@ -67,7 +67,7 @@ class _Pool(NamedTuple):
 
     @property
     def plan(self) -> "_Pool":
-        """Sizes of the pool and its plan, which are equal for steps with the same pool and number of micro-batches."""
+        """Sizes of the pool and its plan, which are equal for steps with the same pool and number of microbatches."""
         return self._replace(device_high_water=0, host_high_water=0)
 
 

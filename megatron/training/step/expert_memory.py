@@ -66,7 +66,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.command_line.config_builder import flags_named_in_errors
 from megatron.training.step.step_runner import ExpertOverflowError
 
-# Number of plans to keep, one per number of micro-batches. Enough for numbers that alternate; those of a ramp-up
+# Number of plans to keep, one per number of microbatches. Enough for numbers that alternate; those of a ramp-up
 # never return.
 _MAX_PLANS = 8
 
@@ -186,7 +186,7 @@ def build_expert_memory(
 
 @dataclass(frozen=True)
 class _Plan:
-    """The stash plan for steps of one number of micro-batches. stash: None where nothing is stashed."""
+    """The stash plan for steps of one number of microbatches. stash: None where nothing is stashed."""
 
     needs: StepNeeds
     stash: PagedStash | None
@@ -202,14 +202,14 @@ class ExpertMemory:
     step: the ExpertStep that the layers share. last_step: figures of the last complete training step. release_graphs:
     called before pages or buffers are replaced, to drop the graphs that use them.
     epoch: increases when captured steps can no longer be replayed, because shapes, the pool, the stash for a number of
-    micro-batches, or the order of that stash changed. A change of the reserve does not increase it. Read it after
+    microbatches, or the order of that stash changed. A change of the reserve does not increase it. Read it after
     begin_step. Ranks may have different epochs.
     """
 
     def __init__(
         self, schedule: ExpertSchedule, config: TransformerConfig, *, tokens_per_rank: int, expert_ranks: int
     ) -> None:
-        """Creates the memory without pages. tokens_per_rank: T of a micro-batch. expert_ranks: number of
+        """Creates the memory without pages. tokens_per_rank: T of a microbatch. expert_ranks: number of
         expert-parallel ranks.
         """
         assert config.moe_expert_rank_capacity_factor is not None, "dropless experts have no buffers of a fixed size"
@@ -239,7 +239,7 @@ class ExpertMemory:
         self._num_discards = 0
         # Number of microbatches that the stash is planned for; None if sizes may have changed since.
         self._num_microbatches: int | None = None
-        self._plans: dict[int, _Plan] = {}  # over one pool, by number of micro-batches, the latest at the end
+        self._plans: dict[int, _Plan] = {}  # over one pool, by number of microbatches, the latest at the end
         # Peak number of pages in the longest planned step with balanced routing. Pool factors are multiples of it.
         self._longest_pages = 0
         self.needs = self._needs(None)
@@ -250,7 +250,7 @@ class ExpertMemory:
         return self.step.stash
 
     def prepare(self, learned: LearnedSizes, *, num_microbatches: int, pp_group: dist.ProcessGroup | None) -> list[str]:
-        """Allocates the pool for steps of that many micro-batches. learned: sizes from a checkpoint. Collective.
+        """Allocates the pool for steps of that many microbatches. learned: sizes from a checkpoint. Collective.
 
         Returns log lines with the memory that the stash of each stage saves. Raises ValueError on all ranks if the
         stash could never have an effect, or if a rank has too little memory for it.
@@ -361,7 +361,7 @@ class ExpertMemory:
         return step_needs(self._config, events, max_rows=rows, balanced_rows=self._balanced_rows)
 
     def _plan(self, num_microbatches: int) -> None:
-        """Builds the stash for steps of that many micro-batches. Keeps the pool and its stashes if it is large enough.
+        """Builds the stash for steps of that many microbatches. Keeps the pool and its stashes if it is large enough.
 
         Collective, even if this rank already has the plan, because other ranks may have dropped theirs.
         """

@@ -78,7 +78,7 @@ class StepStatistics:
 
 
 def total_reports(reports: Reports) -> Totals:
-    """Sums over micro-batches. reports: name to a number (a mean), or a pair (sum, count), fp32. Returns [2], fp64.
+    """Sums over microbatches. reports: name to a number (a mean), or a pair (sum, count), fp32. Returns [2], fp64.
 
     A loss function may report a number as a tensor [] or [1], and a pair as a tensor [2] or a tuple of two numbers.
     """
@@ -254,7 +254,7 @@ def _layer_figures(
 
 
 def raise_non_finite_loss(reports: Reports, group: dist.ProcessGroup | None, *, iteration: int) -> None:
-    """Raises NonFiniteLossError naming each rank and micro-batch with a non-finite loss. Collective.
+    """Raises NonFiniteLossError naming each rank and microbatch with a non-finite loss. Collective.
 
     reports: as for total_reports, fp32.
     """

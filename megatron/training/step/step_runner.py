@@ -358,8 +358,8 @@ class RetryBatches(Iterator[Any]):
 
     The reader gets its own dicts, lists and tuples, which it may modify, around the source's tensors, which it must not
     modify. If a read from the source drew random numbers, its replay sets the generators to their state after that
-    read. All micro-batches stay on the host until the step is complete. Nothing is copied, but with
-    --create-attention-mask-in-dataloader each micro-batch has a mask of B x S x S bytes; document boundaries avoid it.
+    read. All microbatches stay on the host until the step is complete. Nothing is copied, but with
+    --create-attention-mask-in-dataloader each microbatch has a mask of B x S x S bytes; document boundaries avoid it.
     """
 
     def __init__(self, source: Iterator[Any]) -> None:

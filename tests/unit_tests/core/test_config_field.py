@@ -45,7 +45,7 @@ def test_right_values_pass(values: dict[str, Any]) -> None:
         ({"rate": float("nan")}, "Sample.rate is nan"),
         ({"rate": float("inf")}, "Sample.rate is inf: must be finite"),
         ({"names": [""]}, "Sample.names is '': must be one of x, y"),
-        ({"label": ""}, "Sample.label is empty: must have a value, or be left out"),
+        ({"label": ""}, "Sample.label is empty: must have a value, or be omitted"),
         ({"rate": None}, "Sample.rate is None: must be a number"),
         ({"style": "c"}, "Sample.style is 'c': must be one of a, b"),
         ({"names": ["x", "z"]}, "Sample.names is 'z': must be one of x, y"),
@@ -75,14 +75,16 @@ def test_unsupported_fields_refuse_other_values_by_name() -> None:
     with pytest.raises(ValueError) as caught:
         _Foreign(window=3, modules=["mlp"])
     assert str(caught.value).splitlines() == [
-        "_Foreign.window is 3: windows do not exist here; leave it at None",
-        "_Foreign.modules is ['mlp']: modules cannot be chosen here; leave it at []",
+        "_Foreign.window is 3: windows do not exist here; keep the default None",
+        "_Foreign.modules is ['mlp']: modules cannot be chosen here; keep the default []",
     ]
 
 
 def test_unsupported_arguments_are_refused_by_name() -> None:
     require_defaults("build", "sharp does not exist here", use_sharp=(False, False), name=(None, None))
-    with pytest.raises(ValueError, match=r"^build: use_sharp is True: sharp does not exist here; leave it at False$"):
+    with pytest.raises(
+        ValueError, match=r"^build: use_sharp is True: sharp does not exist here; keep the default False$"
+    ):
         require_defaults("build", "sharp does not exist here", use_sharp=(True, False), name=(None, None))
 
 

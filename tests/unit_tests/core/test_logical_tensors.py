@@ -164,7 +164,7 @@ def test_identity_of_small_shapes(shape):
 
 
 def test_wrong_descriptions_are_refused():
-    with pytest.raises(ValueError, match="leaves its stored tensor"):
+    with pytest.raises(ValueError, match="exceeds its stored tensor"):
         LogicalPiece("k", (2, 3), (3, 1), 0, (2, 3), (1, 0))
     with pytest.raises(ValueError, match="contiguous"):
         identity_piece("k", (3, 2)).view_of(torch.zeros(2, 3).t())

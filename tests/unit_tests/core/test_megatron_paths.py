@@ -39,7 +39,7 @@ def test_a_masked_softmax_is_torchs(dtype: torch.dtype) -> None:
 def test_a_softmax_that_could_overflow_or_has_a_window_is_refused() -> None:
     with pytest.raises(ValueError, match=r"scale is 2.0 and softmax_in_fp32 is False"):
         FusedScaleMaskSoftmax(True, False, CAUSAL, True, None, False, 2.0)
-    with pytest.raises(ValueError, match="input_in_fp16 and input_in_bf16 are True"):
+    with pytest.raises(ValueError, match="input_in_fp16 and input_in_bf16 are both True"):
         FusedScaleMaskSoftmax(True, True, CAUSAL, True, None, True, None)
     with pytest.raises(ValueError, match="window_size is"):
         FusedScaleMaskSoftmax(False, False, CAUSAL, True, None, True, None, (1, 0))

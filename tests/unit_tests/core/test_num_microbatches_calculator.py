@@ -92,11 +92,14 @@ def test_sizes_are_rounded_down_only_where_asked():
     "settings, message",
     [
         ({"rampup_batch_size": [2, 2, 9], "step_batch_size_schedule": "0:8"}, "both given"),
-        ({"rampup_batch_size": [3, 2, 9]}, "START plus a number of INCREMENTs must give global_batch_size, which is 8"),
+        (
+            {"rampup_batch_size": [3, 2, 9]},
+            "START plus a multiple of INCREMENT must equal global_batch_size, which is 8",
+        ),
         ({"rampup_batch_size": [2, 0, 9]}, "START and INCREMENT must be at least 1"),
-        ({"step_batch_size_schedule": "0:2 5:4"}, "global_batch_size is 8: must be left out or be the last"),
+        ({"step_batch_size_schedule": "0:2 5:4"}, "global_batch_size is 8: must be omitted or be the last"),
         ({"step_batch_size_schedule": "0:2,5:8"}, "must be THRESHOLD:BATCH_SIZE pairs"),
-        ({"step_batch_size_schedule": "0:2 5:4 5:8"}, r"thresholds must start at 0 and rise.*\[0, 5, 5\]"),
+        ({"step_batch_size_schedule": "0:2 5:4 5:8"}, r"thresholds must start at 0 and increase.*\[0, 5, 5\]"),
         ({"step_batch_size_schedule": "0:2 1.5:8"}, "1.5 samples: must be whole"),
         ({"step_batch_size_schedule": "0:0 1:8"}, "at least 1"),
     ],

@@ -92,7 +92,7 @@ def test_optimizer_instances_are_neighbours_and_the_same_for_both_kinds_of_layer
                 parallel_state.get_expert_data_parallel_world_size(partial_expert_data_parallel=True) * 2
                 == groups["expt_dp"].size()
             )
-            with pytest.raises(ValueError, match="needs with_context_parallel"):
+            with pytest.raises(ValueError, match="requires with_context_parallel"):
                 parallel_state.get_data_parallel_rank(partial_data_parallel=True)
 
 
@@ -217,7 +217,7 @@ def test_masks_select_the_axes_of_groups() -> None:
     assert parallel_state.generate_masked_orthogonal_rank_groups(8, [2, 2], [False, True])[2:] == [[4, 6], [5, 7]]
     with pytest.raises(ValueError, match="world_size is 9: must be a multiple of .* \\(4\\)"):
         parallel_state.generate_masked_orthogonal_rank_groups(9, [2, 2], [True, True])
-    with pytest.raises(ValueError, match="mask has 1 axes: must have those of parallel_size, 2"):
+    with pytest.raises(ValueError, match="mask has 1 axes: must have the 2 axes of parallel_size"):
         parallel_state.generate_masked_orthogonal_rank_groups(4, [2, 2], [True])
 
 
@@ -308,20 +308,20 @@ def test_virtual_stages_decide_who_is_first_and_last_only_when_asked() -> None:
         ),
         (
             {"num_distributed_optimizer_instances": 2, "expert_model_parallel_size": 3, "order": "dp-ep-tp-cp-pp"},
-            "instances is 2: with order 'dp-ep-tp-cp-pp' .* dp come after tp, cp and ep",
+            "instances is 2: with order 'dp-ep-tp-cp-pp' .* dp must come after tp, cp and ep",
         ),
-        ({"virtual_pipeline_model_parallel_size": 2}, "needs pipeline_model_parallel_size \\(1\\) of at least 2"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "requires a pipeline_model_parallel_size \\(1\\) of at least 2"),
         (
             {"create_gloo_process_groups": False, "use_sharp": True},
-            "use_sharp is True: not available here; leave it at F",
+            "use_sharp is True: not available here; keep the default F",
         ),
         (
             {"nccl_communicator_config_path": "nccl.yaml"},
-            "nccl_communicator_config_path is 'nccl.yaml'.* leave it at None",
+            "nccl_communicator_config_path is 'nccl.yaml'.* keep the default None",
         ),
-        ({"gtp_remat_size": 2}, "gtp_remat_size is 2: not available here; leave it at 1"),
-        ({"rank_offset": 4}, "rank_offset is 4: not available here; leave it at 0"),
-        ({"local_world_size": 4}, "local_world_size is 4: not available here; leave it at 12"),
+        ({"gtp_remat_size": 2}, "gtp_remat_size is 2: not available here; keep the default 1"),
+        ({"rank_offset": 4}, "rank_offset is 4: not available here; keep the default 0"),
+        ({"local_world_size": 4}, "local_world_size is 4: not available here; keep the default 12"),
         (
             {"hierarchical_context_parallel_sizes": [2, 2], "context_parallel_size": 6},
             r"hierarchical_context_parallel_sizes is \[2, 2\]: .* context_parallel_size \(6\)",

@@ -36,10 +36,14 @@ def write_run(folder: Path, steps: range, *, flags: dict | None = None, **change
             {"lm_loss": {7: 5.2, 9: 5.5}, "grad_norm": {7: 1.0}, "seconds": {1: 99.0}},
             0,
             1,
-            ["part at iteration 7, first in lm_loss; 6 common steps before", "grad_norm: 0.142857", "2 of 20"],
+            [
+                "diverge at iteration 7, first in lm_loss; the 6 common steps before it",
+                "grad_norm: 0.142857",
+                "2 of 20",
+            ],
         ),
-        ({"lm_loss": {8: 1.0}, "learning_rate": {8: 0.5}}, 0, 1, ["part at iteration 8, first in learning_rate"]),
-        ({"lm_loss": {8: 5.125 * (1 + 1e-9)}}, 1e-6, 0, ["part at iteration 8", "1.00e-09"]),
+        ({"lm_loss": {8: 1.0}, "learning_rate": {8: 0.5}}, 0, 1, ["diverge at iteration 8, first in learning_rate"]),
+        ({"lm_loss": {8: 5.125 * (1 + 1e-9)}}, 1e-6, 0, ["diverge at iteration 8", "1.00e-09"]),
         ({"lm_loss": {8: 5.125 * (1 + 1e-5)}}, 1e-6, 1, ["1.00e-05"]),
         ({"lm_loss": {8: "NaN"}}, 1e6, 1, ["lm_loss: 5.125 | nan (relative inf)"]),
         (

@@ -109,7 +109,7 @@ def test_checkpoints_in_the_layouts_of_the_real_package_load_bit_for_bit(
     write_megatron_core(source, tensors, args=FACTS[case]["args"], iteration=ITERATION)
     (source.parent / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
     convert(source.parent, tmp_path / "ours")
-    assert "not converted: 3 entries that are no weights" in capsys.readouterr().out
+    assert "not converted: 3 entries that are not weights" in capsys.readouterr().out
     folder = tmp_path / "ours" / source.name
     state = loaded(case, folder)
     assert [name for name, tensor in model.state_dict().items() if not torch.equal(state[name], tensor)] == []
@@ -246,8 +246,8 @@ def test_damaged_files_and_other_formats_are_named(
     place = kept[data].index(weights[:1].numpy().tobytes())
     flipped = kept[data][:place] + bytes([kept[data][place] ^ 1]) + kept[data][place + 1 :]
     assert f"{data} is corrupt: " in refused_with(data, flipped)
-    assert "no file has this range" in refused_with(data, kept[data][: len(kept[data]) // 2])
-    assert "no file has this range" in refused_with(data, None)
+    assert "no file contains this range" in refused_with(data, kept[data][: len(kept[data]) // 2])
+    assert "no file contains this range" in refused_with(data, None)
     config, common, account = (folder / name for name in ("metadata.json", "common.pt", ".metadata"))
     assert "sharded_backend is 'zarr': must be 'torch_dist'" in refused_with(config, b'{"sharded_backend": "zarr"}')
     assert f"--load is {folder}: no checkpoint found" in refused_with(config, None)
@@ -272,7 +272,7 @@ def test_damaged_files_and_other_formats_are_named(
         ({"hidden_size": "64"}, "args.hidden_size is '64'"),
         ({"hidden_size": 64}, "must be [128, 64] according to its arguments"),
         ({"vocab_size": None}, "does not contain the number of tokens of the tokenizer: give --vocab-size"),
-        ({"vocab_size": 129}, "the vocabulary has 129 tokens: must be 1 to the 128 rows"),
+        ({"vocab_size": 129}, "the vocabulary has 129 tokens: must be from 1 to 128, the number of rows"),
         (None, "has no arguments: give --model-config"),
     ):
         write_common(common, None if changes is None else {**args, **changes})

@@ -43,7 +43,7 @@ def test_weights_are_exported_in_shards(tmp_path: Path) -> None:
 def test_what_cannot_be_exported_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, told in (
         (["--from", "torch_dist"], f"--load is {tmp_path}: no checkpoint found"),
-        (["--from", "torch"], "--to safetensors: must be --from torch_dist, which is torch"),
+        (["--from", "torch"], "--to safetensors needs --from torch_dist, but --from is torch"),
         (
             ["--from", "torch_dist", "--max-shard-size", "inf"],
             "--max-shard-size is inf: must be above 0 and at most",

@@ -245,7 +245,7 @@ def test_values_are_those_of_bash(lines: str) -> None:
         ("N=2; (( N += 1 ))", "(( N += 1 )) is not followed"),
         ("N=2; let N=N+1", "let is not followed"),
         ("N=2; source env.sh", "source is not followed"),
-        ("N=2; LR=abc; LR=${LR^^}", "is taken as"),
+        ("N=2; LR=abc; LR=${LR^^}", "is assumed to be"),
         ("N=2; if [ -f list ]; then N=3; fi", "is assumed to be false"),
         ("N=2; [ -d list ] && N=3", "is assumed to be false"),
     ],

@@ -124,10 +124,16 @@ def test_where_nothing_fits_the_nearest_layout_says_what_it_lacks_whatever_the_m
             ["--model", "llama3.2-1b", "--gpus", "8", "--micro-batch-size", "3"],
             "--global-batch-size is 32: must be a multiple of --micro-batch-size .3",
         ),
-        (["--model", "mixtral-8x7", "--gpus", "8"], "--model is mixtral-8x7: not known; did you mean mixtral-8x7b?"),
+        (
+            ["--model", "mixtral-8x7", "--gpus", "8"],
+            "--model is mixtral-8x7: unknown model; did you mean mixtral-8x7b?",
+        ),
         (["--model", "llama3.2-1b", "--gpus", "8", "--memory", "80 apples"], "--memory is '80 apples': must be"),
         (["--model", "llama3.2-1b", "--gpus", "0"], "--gpus is 0: must be at least 1"),
-        (["--model", "llama3.2-1b", "--gpus", "8", "--device", "H10"], "--device is H10: not known; did you mean H100"),
+        (
+            ["--model", "llama3.2-1b", "--gpus", "8", "--device", "H10"],
+            "--device is H10: unknown device; did you mean H100",
+        ),
         (
             ["--model", "llama3.2-1b", "--gpus", "8", "--tensor-model-parallel-size", "3"],
             "no layout has 8 GPUs: .* given sizes: tensor 3",

@@ -86,7 +86,7 @@ def test_text_files_and_folders_are_read_in_order(tmp_path: Path) -> None:
 def test_ids_of_a_null_tokenizer_that_do_not_exist_are_bad_lines(tmp_path: Path, capsys) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", ["1 2", "70000", "3"])
     status, prefix = run(tmp_path, "--input", file, "--tokenizer-type", "NullTokenizer", "--vocab-size", 66000)
-    assert status == 0 and "a.jsonl:2: '70000' is no token" in capsys.readouterr().err
+    assert status == 0 and "a.jsonl:2: '70000' is not a token" in capsys.readouterr().err
     assert [tokens.tolist() for tokens in IndexedDataset(prefix)[:]] == [[1, 2], [3]]
     assert IndexedDataset(prefix)[0].dtype == np.int32
 
@@ -97,7 +97,7 @@ def test_ids_of_a_null_tokenizer_that_do_not_exist_are_bad_lines(tmp_path: Path,
         (("--input", "none.jsonl", *BYTE_LEVEL), "none.jsonl does not exist"),
         (("--input", "", *BYTE_LEVEL), "an input is empty"),
         (("--input", "cut.jsonl.gz", *BYTE_LEVEL), "cut.jsonl.gz is cut short or no gzip file"),
-        (("--input", "a.jsonl", "--tokenizer-type", "NullTokenizer"), "needs --vocab-size"),
+        (("--input", "a.jsonl", "--tokenizer-type", "NullTokenizer"), "requires --vocab-size"),
         (
             ("--input", "a.jsonl", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "x"),
             "x does not exist",

@@ -263,7 +263,7 @@ def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert report.main([folder, "--serve", "--port", str(port)]) == 1
-    assert f"error: --port is {port}: another program listens there" in capsys.readouterr().err
+    assert f"error: --port is {port}: another program listens on it" in capsys.readouterr().err
     assert report.main([folder, "--serve", "--port", "0", "--host", "203.0.113.7"]) == 1
     assert "error: --host is 203.0.113.7: " in capsys.readouterr().err
     assert report.main([str(tmp_path / "gone"), "--serve"]) == 1

@@ -22,7 +22,7 @@ def test_a_fault_changes_its_text_alone(tmp_path: Path) -> None:
     fault = GateFault("name", "kind", file="a.py", old="two\n", new="2\n", cases=("llama-like",))
     fault.put_into(tmp_path)
     assert (tmp_path / "a.py").read_text() == "one\n2\nthree\n"
-    with pytest.raises(ValueError, match="its text is 0 times in a.py, must be 1"):
+    with pytest.raises(ValueError, match="its text occurs 0 times in a.py, must be 1"):
         fault.put_into(tmp_path)
 
 

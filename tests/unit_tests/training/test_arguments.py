@@ -75,7 +75,7 @@ def test_words_become_values(words: str, dest: str, value: object) -> None:
         ("--num-layer 3", ["unknown flag --num-layer;", "did you mean --num-layers?"]),
         ("--num_layers=3", ["unknown flag --num_layers;", "--num-layers?"]),
         ("--seq 8", ["unknown flag --seq"]),  # no abbreviations
-        ("books", ["'books'", "no flag"]),
+        ("books", ["'books'", "does not belong to a flag"]),
         ("--num-layers", ["--num-layers", "expected one argument"]),
         ("--num-layers two", ["--num-layers: 'two' is not an integer"]),
         ("--lr fast", ["--lr: 'fast' is not a number"]),

@@ -66,7 +66,7 @@ def main(name: str) -> None:
 
 
 def backward(model: Any, *, step: int, rank: int) -> list[Tensor]:
-    """Runs every micro-batch of a step, of which the last one reduces gradients. Returns the losses, each [] fp32.
+    """Runs every microbatch of a step, of which the last one reduces gradients. Returns the losses, each [] fp32.
 
     model: the wrapped model.
     """

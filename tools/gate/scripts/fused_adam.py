@@ -151,7 +151,7 @@ def backward(
     step: int,
     rank: int,
 ) -> list[Tensor]:
-    """Runs every micro-batch of a step, of which the last one reduces gradients. Returns the losses, each [] fp32."""
+    """Runs every microbatch of a step, of which the last one reduces gradients. Returns the losses, each [] fp32."""
     losses = []
     for number in range(settings.microbatches):
         pictures, labels = batch(step, rank, number=number)

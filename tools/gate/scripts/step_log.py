@@ -44,7 +44,7 @@ def start() -> tuple[int, int]:
 
 
 def batch(step: int, rank: int, *, number: int = 0) -> tuple[Tensor, Tensor]:
-    """Returns this rank's pictures of a micro-batch, [B, 3, PIXELS, PIXELS], fp32, and their classes, [B], int64."""
+    """Returns this rank's pictures of a microbatch, [B, 3, PIXELS, PIXELS], fp32, and their classes, [B], int64."""
     generator = torch.Generator().manual_seed(10_000 * step + 100 * rank + number)
     pictures = torch.randn(BATCH, 3, PIXELS, PIXELS, generator=generator)
     return pictures, torch.randint(CLASSES, (BATCH,), generator=generator)

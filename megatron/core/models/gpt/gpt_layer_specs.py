@@ -52,7 +52,7 @@ def get_gpt_decoder_layer_specs(
     """Returns the spec of each layer of the model, dense or with experts according to moe_layer_freq.
 
     use_transformer_engine: see get_gpt_layer_with_transformer_engine_spec. normalization: LayerNorm or RMSNorm; None
-    means the configuration's. qk_l2_norm: must be False. vp_stage, pp_rank: accepted, since the specs of the whole
+    means the configuration's. qk_l2_norm: must be False. vp_stage, pp_rank: ignored, because the specs of the whole
     model are returned. Raises ValueError for unsupported settings.
     """
     # Layers share two specs, which building does not change.
@@ -80,8 +80,8 @@ def get_gpt_decoder_block_spec(
 ) -> TransformerBlockSubmodules:
     """Returns the specs of get_gpt_decoder_layer_specs and of the final norm.
 
-    vp_stage, pp_rank: with either, the layers are those of that model chunk alone. Without, they are the whole model's,
-    of which a block takes its own.
+    vp_stage, pp_rank: restrict the layers to that model chunk. Otherwise the layers are those of the whole model, from
+    which a block selects its own.
     """
     layers = get_gpt_decoder_layer_specs(config, use_transformer_engine, normalization, qk_l2_norm)
     if vp_stage is not None or pp_rank is not None:
@@ -98,10 +98,10 @@ def get_gpt_mtp_block_spec(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """Returns the specs of multi-token prediction layers, which equal the last layer of `spec`; None without any.
+    """Returns the specs of multi-token prediction layers, which equal the last layer of `spec`; None if there are none.
 
-    use_transformer_engine: accepted, since `spec` determines the layers. vp_stage, pp_rank: accepted, since a model
-    uses the specs on its last stage alone.
+    use_transformer_engine: ignored, because `spec` determines the layers. vp_stage, pp_rank: ignored, because a model
+    uses the specs only on its last stage.
     """
     if not config.mtp_num_layers:
         return None
@@ -113,14 +113,14 @@ def get_gpt_mtp_block_spec(
 
 
 def get_gpt_layer_local_spec(*args: Any, **kwargs: Any) -> ModuleSpec:
-    """Returns the spec of a layer with the kernels of torch; arguments of get_gpt_layer_local_submodules."""
+    """Returns the spec of a layer with torch kernels; arguments as in get_gpt_layer_local_submodules."""
     return ModuleSpec(module=TransformerLayer, submodules=get_gpt_layer_local_submodules(*args, **kwargs))
 
 
 def get_gpt_layer_with_transformer_engine_spec(*args: Any, **kwargs: Any) -> ModuleSpec:
     """Returns the spec of a layer with the norms, attention core and linear layers of Transformer Engine.
 
-    Arguments of get_gpt_layer_with_transformer_engine_submodules.
+    The arguments are those of get_gpt_layer_with_transformer_engine_submodules.
     """
     submodules = get_gpt_layer_with_transformer_engine_submodules(*args, **kwargs)
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
@@ -143,9 +143,9 @@ def get_gpt_layer_with_transformer_engine_submodules(
 ) -> TransformerLayerSubmodules:
     """Returns the parts of a layer with the norms, attention core and linear layers of Transformer Engine.
 
-    Experts and shared experts are those of get_gpt_layer_local_spec. num_experts, qk_layernorm, multi_latent_attention:
-    as there. All others must have their defaults. Raises an error that is both a ValueError and an ImportError if the
-    package is missing.
+    Experts and shared experts are those of get_gpt_layer_local_spec, as are the arguments num_experts, qk_layernorm and
+    multi_latent_attention. All others must have their defaults. Raises an error that is both a ValueError and an
+    ImportError if the package is missing.
     """
     require_defaults(
         "get_gpt_layer_with_transformer_engine_submodules",
@@ -184,10 +184,10 @@ def get_gpt_layer_local_submodules(
     use_kitchen_attention: bool = False,
     kitchen_attention_backend: str = "sdpa",
 ) -> TransformerLayerSubmodules:
-    """Returns the parts of a layer with the kernels of torch, for scripts that replace some of them.
+    """Returns the parts of a layer with torch kernels, for scripts that replace some of them.
 
-    num_experts: None for a dense layer. qk_layernorm: normalize queries and keys. multi_latent_attention: use latent
-    attention. normalization: LayerNorm or RMSNorm; None means the configuration's. All others must have their defaults.
+    num_experts: None for a dense layer. qk_layernorm: normalizes queries and keys. multi_latent_attention: uses latent
+    attention. normalization: LayerNorm or RMSNorm; None means the configured one. All others must have their defaults.
     """
     require_defaults(
         "get_gpt_layer_local_submodules",
@@ -210,7 +210,7 @@ def get_gpt_layer_local_submodules(
     )
 
 
-_NOT_HERE = "neither 8-bit layers, L2 norms of heads nor other sets of kernels exist here"
+_NOT_HERE = "8-bit layers, L2 norms of heads and other sets of kernels are not supported"
 
 
 @dataclass(frozen=True)
@@ -238,13 +238,13 @@ def _engine_layers() -> _Layers:
 
 
 def _norm_of(normalization: str | None, config: TransformerConfig | None = None) -> Any:
-    """Returns the class of norms; config: whose normalization must then be the same."""
+    """Returns the class of norms; config: must have the same normalization."""
     kinds = {None: Norm, "LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
     if normalization not in kinds:
         raise ValueError(f"normalization is {normalization!r}: must be LayerNorm or RMSNorm")
     if config is not None and normalization not in (None, config.normalization):
         raise ValueError(
-            f"normalization is {normalization} and config.normalization {config.normalization}, which layers of "
+            f"normalization is {normalization} and config.normalization is {config.normalization}, which layers of "
             "Transformer Engine read: must be the same"
         )
     return kinds[normalization]
@@ -278,7 +278,7 @@ def get_mlp_module_spec(
 ) -> ModuleSpec:
     """Returns the spec of a dense feed-forward layer, or of a mixture of grouped or sequential experts.
 
-    use_te: linear layers of Transformer Engine in a dense layer; experts have those of this project. fp8,
+    use_te: uses linear layers of Transformer Engine in a dense layer; experts always use those of this project. fp8,
     use_te_op_fuser: must have their defaults.
     """
     require_defaults("get_mlp_module_spec", _NOT_HERE, fp8=(fp8, None), use_te_op_fuser=(use_te_op_fuser, False))
@@ -296,14 +296,14 @@ def get_mlp_module_spec(
 
 
 def with_adapters(spec: Any, targets: list[str]) -> Any:
-    """Returns a spec, or a dataclass of specs, with low-rank adapters on the linear layers of these names."""
+    """Adds low-rank adapters to the linear layers of these names in a spec, or a dataclass of specs, and returns it."""
     if isinstance(spec, ModuleSpec):
         return replace(spec, submodules=with_adapters(spec.submodules, targets))
     if not is_dataclass(spec) or isinstance(spec, type):
         return spec
     names = [part.name for part in fields(spec)]
     if isinstance(spec, GroupedMLPSubmodules):
-        # Grouped weights are not linear layers, so their adapters are modules of their own.
+        # Grouped weights are not linear layers, so their adapters are separate modules.
         return replace(spec, **{name: ExpertAdapter for name in names if name in targets})
     changed = {}
     for name in names:

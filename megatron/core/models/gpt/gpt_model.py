@@ -1,4 +1,4 @@
-"""GPTModel: embedding, transformer block, output layer and loss per token; layers are described by specs."""
+"""GPTModel: embedding, transformer block, output layer and loss per token. Layers are described by specs."""
 
 from collections.abc import Callable
 from functools import partial
@@ -74,16 +74,18 @@ class GPTModel(GraphableMegatronModule):
         *,
         unpadded_vocab_size: int | None = None,
     ) -> None:
-        """transformer_layer_spec: one spec for all layers, or a block's with one each. vocab_size: rows with
-        padding; those from unpadded_vocab_size on start and stay zero. parallel_output: logits stay split over
-        the tensor-parallel ranks; losses do not depend on it.
-        mtp_block_spec: layers that predict tokens beyond the next, built with the output layer; None: there are none.
-        pre_process, post_process: this part has the embedding; the norm after the last layer, output layer and loss.
-        vp_stage: which of its stage's chunks it is; None: the only one.
-        pg_collection: the groups of this rank; None: those of parallel_state, if there are any.
+        """Builds this part of the model and initialises its parameters.
+
+        transformer_layer_spec: one spec for all layers, or a block's with one each. vocab_size: rows with padding; rows
+        from unpadded_vocab_size on start and stay zero. parallel_output: logits stay split over the tensor-parallel
+        ranks; losses do not depend on it. mtp_block_spec: layers that predict tokens beyond the next, built with the
+        output layer; None means no such layers. pre_process: whether this part has the embedding. post_process: whether
+        it has the final norm, the output layer and the loss. vp_stage: index of the chunk in its stage; None means the
+        only one. pg_collection: the groups of this rank; None means the groups of parallel_state, if there are any.
         logit_dtype: must be None. scatter_embedding_sequence_parallel: must be True.
-        Raises ValueError where fp16_lm_cross_entropy is True, where the groups' sizes are not config's, for a weight
-        on two stages without pg_collection.embd, and for an mtp_block_spec that is not of config.mtp_num_layers.
+
+        Raises ValueError if fp16_lm_cross_entropy is True, if the groups' sizes differ from config, for a weight on two
+        stages without pg_collection.embd, and for an mtp_block_spec that does not match config.mtp_num_layers.
         """
         super().__init__(config, vp_stage)
         _require_fp32_loss(fp16_lm_cross_entropy)
@@ -101,11 +103,11 @@ class GPTModel(GraphableMegatronModule):
         self.logits_factor = config.logits_factor
         self._input: Tensor | None = None
         groups = existing_process_groups() if pg_collection is None else pg_collection
-        # Of a sequence, each of which is another rank's.
+        # Of a sequence, each part of which belongs to another rank.
         self.cp_group, self.num_parts = or_alone(groups.cp), group_size(groups.cp)
         self.tp_group, self.parallel_output = or_alone(groups.tp), parallel_output
         require_layout(config, groups)
-        # Weights are drawn at the end, by name: inside a layer the name is not known.
+        # Weights are drawn at the end, by name, because the name is not known inside a layer.
         with deferred_initialization(config):
             self._build_layers(block_submodules(transformer_layer_spec, config), mtp_block_spec, pg_collection=groups)
         self.rotary_pos_emb = None
@@ -143,23 +145,27 @@ class GPTModel(GraphableMegatronModule):
         output_processor: Any = None,
         output_processor_context: Any = None,
     ) -> Tensor:
-        """input_ids, position_ids: [B, S], int64; attention_mask: bool, broadcastable to [B, 1, S, S], True where
-        attention is forbidden, or None: causal; labels: [B, S], int64, below the unpadded vocabulary size;
-        where one is negative (-100), the loss is 0.
-        Returns the loss per token [B, S], fp32 (fp64), or without labels padded logits [B, S, V], parameter dtype;
-        with parallel_output [B, S, V / ranks]. runtime_gather_output: whether logits are gathered; None: as
-        parallel_output says.
-        decoder_input: in place of the embedded tokens, [S / ranks under sequence parallelism, B, H], parameter dtype.
-        extra_block_kwargs: further arguments of the transformer block. The others must be None.
-        padding_mask: [B, S], bool, True for tokens that losses and loads of routers do not count; all tokens are
-        computed. Every part of the model needs it.
-        Raises ValueError for masks and borders that do not fit input_ids.
-        loss_mask: [B, S], float; masking is the loss function's work: read for the losses of tokens further ahead.
-        packed_seq_params: segments that attention does not leave, instead of a mask.
-        Under context parallelism S is this rank's part of the sequences; mask and segments are of whole ones.
-        A part without the embedding goes on from set_input_tensor's tensor, and needs tokens and positions only to
-        predict tokens further ahead; one without the output layer returns hidden states,
-        [S / ranks under sequence parallelism, B, H].
+        """Computes the loss per token, logits or hidden states of this part of the model.
+
+        input_ids, position_ids: [B, S], int64; attention_mask: bool, broadcastable to [B, 1, S, S], True where
+        attention is forbidden, or None for causal attention; labels: [B, S], int64, below the unpadded vocabulary size;
+        for negative labels (-100) the loss is 0.
+
+        Returns the loss per token [B, S], fp32 (fp64), or without labels padded logits [B, S, V], parameter dtype; with
+        parallel_output [B, S, V / ranks]. runtime_gather_output: whether logits are gathered; None means not
+        parallel_output.
+
+        decoder_input: replaces the embedded tokens, [S / ranks under sequence parallelism, B, H], parameter dtype.
+        extra_block_kwargs: further arguments of the transformer block. padding_mask: [B, S], bool, True for tokens that
+        losses and loads of routers ignore; all tokens are computed. Every part of the model needs it. loss_mask: [B,
+        S], float, used only for the losses of tokens further ahead, because the loss function applies masks.
+        packed_seq_params: segments to which attention is restricted, instead of a mask. The others must be None. Raises
+        ValueError for masks and borders that are inconsistent with input_ids.
+
+        Under context parallelism S is this rank's part of the sequences; mask and segments describe whole sequences. A
+        part without the embedding takes its input from set_input_tensor, and needs tokens and positions only to predict
+        tokens further ahead. A part without the output layer returns hidden states, [S / ranks under sequence
+        parallelism, B, H].
         """
         others = inference_context, inference_params, output_processor, output_processor_context
         if others.count(None) != len(others):
@@ -191,9 +197,9 @@ class GPTModel(GraphableMegatronModule):
         )
         if not self.post_process:
             return hidden_states
-        # What nobody learns from is not predicted.
+        # Without a loss, additional tokens are not predicted.
         if self.mtp is not None and labels is not None and self.training and torch.is_grad_enabled():
-            assert input_ids is not None and position_ids is not None, "multi-token prediction needs tokens"
+            assert input_ids is not None and position_ids is not None, "multi-token prediction requires tokens"
             future = FutureTokens(
                 input_ids,
                 position_ids,
@@ -212,15 +218,16 @@ class GPTModel(GraphableMegatronModule):
             if not self.parallel_output if runtime_gather_output is None else runtime_gather_output:
                 logits = gather_from_tensor_model_parallel_region(logits, self.tp_group)
             return logits.transpose(0, 1).contiguous()
-        # Contiguous: loss functions of existing scripts flatten it with view(-1).
+        # Contiguous, because loss functions of existing scripts flatten it with view(-1).
         return self._token_losses(logits, labels.clamp(min=0)).contiguous().masked_fill(labels < 0, 0)
 
     def _with_mtp_losses(self, hidden_states: Tensor, future: FutureTokens, *, run: Callable[..., Tensor]) -> Tensor:
-        """hidden_states: [S, B, H], parameter dtype. Returns the same, through which backward reaches the losses.
+        """Attaches the losses of tokens further ahead; hidden_states: [S, B, H], parameter dtype.
 
-        run: (hidden states, embedded tokens, depth) -> the hidden states of that depth; all [S, B, H].
+        Returns the hidden states, through which backward also reaches the losses. run: (hidden states, embedded tokens,
+        depth) -> the hidden states of that depth; all [S, B, H].
         """
-        assert self.embedding is not None and self.mtp is not None, "both are where the loss is"
+        assert self.embedding is not None and self.mtp is not None, "both are on the stage of the loss"
         coeff = self.config.mtp_loss_scaling_factor / len(self.mtp.layers)
         deeper = hidden_states
         for depth in range(1, len(self.mtp.layers) + 1):
@@ -235,28 +242,30 @@ class GPTModel(GraphableMegatronModule):
         return hidden_states
 
     def _share(self, loss: Tensor, count: Tensor) -> Tensor:
-        """Returns the value from which backward starts, of a loss summed over `count` tokens.
+        """Returns the value from which backward starts, for a loss summed over `count` tokens.
 
         [], fp32 or fp64, -> [], the loss's dtype.
         """
         if self.config.calculate_per_token_loss:
-            # The end of the step divides by the tokens of all ranks, those of the next token's loss.
+            # The end of the step divides by the tokens of all ranks, counted for the next token's loss.
             return loss
         # As for the next token's loss: the mean over whole sequences, of which ranks have shares that are averaged.
         return loss * self.num_parts / all_reduce_sum(count, self.cp_group).wait().clamp(min=1)
 
     def _logits(self, hidden_states: Tensor) -> Tensor:
-        """[S / ranks under sequence parallelism, B, H] -> [S, B, V / ranks], both parameter dtype."""
+        """Computes logits: [S / ranks under sequence parallelism, B, H] -> [S, B, V / ranks], both parameter dtype."""
         assert self.output_layer is not None, "post_process"
         logits: Tensor
         if self.logits_factor != 1:
-            # The narrower of the two, and the cross entropy uses up the memory of the other.
+            # The narrower dtype of the two; the cross entropy then overwrites its memory.
             hidden_states = hidden_states * self.logits_factor
         logits, _ = self.output_layer(hidden_states, weight=self.shared_embedding_or_output_weight())
         return logits
 
     def _token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """logits: [S, B, V / ranks], parameter dtype, overwritten; labels: [B, S], int64, none negative.
+        """Computes losses per token; logits: [S, B, V / ranks], parameter dtype, overwritten; labels: [B, S], int64,
+        none negative.
+
         Returns [B, S], fp32 (fp64).
         """
         classes = self.unpadded_vocab_size
@@ -278,42 +287,48 @@ class GPTModel(GraphableMegatronModule):
             return to_residual(decoder_input, self.config)
         if self.pre_process:
             assert self.embedding is not None, "pre_process"
-            assert input_ids is not None and position_ids is not None, "the part with the embedding needs tokens"
+            assert input_ids is not None and position_ids is not None, "the part with the embedding requires tokens"
             return self.embedding(input_ids, position_ids)
-        # Let go of at once: it would live until the next microbatch.
+        # Released immediately, because it would otherwise live until the next microbatch.
         given, self._input = self._input, None
         if given is None:
             raise ValueError("this part of the model has no embedding: call set_input_tensor before each forward")
         return given
 
     def _padding_of_rank(self, padding_mask: Tensor) -> dict[str, Tensor]:
-        """Returns the layers' padding_mask by name: this rank's part of [B, S], bool, under sequence parallelism."""
+        """Returns the layers' padding_mask as a keyword: this rank's part of [B, S], bool, under sequence
+        parallelism.
+        """
         if self.config.sequence_parallel:
             padding_mask = padding_mask.chunk(group_size(self.tp_group), dim=1)[group_rank(self.tp_group)]
         return {"padding_mask": padding_mask}
 
     @property
     def _sequence_ranks(self) -> int:
-        """Ranks that the hidden states between layers are cut over along the sequence."""
+        """Returns the number of ranks over which hidden states between layers are split along the sequence."""
         return group_size(self.tp_group) if self.config.sequence_parallel else 1
 
     def finalize_step(self, group: ProcessGroup | None) -> None:
-        """Updates the routers' biases, once a step after its gradients are reduced.
+        """Updates the routers' biases, once per step after its gradients are reduced.
 
-        group: all ranks that see different tokens.
+        group: all ranks that process different tokens.
         """
         self.aux_losses.finalize_step(group)
 
     def shared_embedding_or_output_weight(self) -> Tensor:
-        """The weight of the output layer: [V / ranks, H], parameter dtype; the word embeddings' where they are tied."""
+        """Returns the weight of the output layer: [V / ranks, H], parameter dtype; the word embeddings if they are
+        tied.
+        """
         if self.share_embeddings_and_output_weights and self.embedding is not None:
             return self.embedding.word_embeddings.weight
-        assert self.output_layer is not None and self.output_layer.weight is not None, "a part without vocabulary"
+        assert self.output_layer is not None and self.output_layer.weight is not None, (
+            "this part of the model has no vocabulary"
+        )
         return self.output_layer.weight
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
-        """The vocabulary's tables are stored without padding rows: [unpadded_vocab_size, H]."""
-        # A tied weight has one name, its first, also where the last stage has a copy of it.
+        """Describes the vocabulary's tables without padding rows: [unpadded_vocab_size, H]."""
+        # A tied weight has one name, its first, even if the last stage has a copy of it.
         has_table = self.embedding is not None
         keys = {"embedding.word_embeddings.weight": "embedding.word_embeddings.weight"} if has_table else {}
         if self.output_layer is not None and self.output_layer.weight is not None:
@@ -321,7 +336,7 @@ class GPTModel(GraphableMegatronModule):
             keys["output_layer.weight"] = "embedding.word_embeddings.weight" if tied else "output_layer.weight"
         hidden, first = self.config.hidden_size, group_rank(self.tp_group) * self._vocab_rows()
         whole, own = (self.unpadded_vocab_size, hidden), (self._used_vocab_rows(), hidden)
-        # A rank may hold padding alone: an empty box at the end.
+        # A rank may hold only padding: an empty box at the end.
         offset = (min(first, self.unpadded_vocab_size), 0)
         return {name: [LogicalPiece(prefix + key, own, (hidden, 1), 0, whole, offset)] for name, key in keys.items()}
 
@@ -329,7 +344,7 @@ class GPTModel(GraphableMegatronModule):
         return self.vocab_size // group_size(self.tp_group)
 
     def _used_vocab_rows(self) -> int:
-        """This rank's rows of the vocabulary that are not padding."""
+        """Returns the number of this rank's vocabulary rows that are not padding."""
         left = self.unpadded_vocab_size - group_rank(self.tp_group) * self._vocab_rows()
         return min(max(left, 0), self._vocab_rows())
 
@@ -379,17 +394,18 @@ class GPTModel(GraphableMegatronModule):
         self._mark_copies(pg_collection, predicts_further=mtp_spec is not None)
 
     def _mark_copies(self, groups: ProcessGroupCollection, *, predicts_further: bool) -> None:
-        """Marks parameters that the first and the last stage both have: they share initial values and gradients.
+        """Marks parameters that both the first and the last stage have. They share initial values and gradients.
 
-        These are the embeddings of multi-token prediction (predicts_further: some stage has it), or else a tied output
-        layer.
+        These are the embeddings of multi-token prediction (predicts_further: whether some stage has it), or otherwise a
+        tied output layer.
         """
         if self.pre_process == self.post_process or not (predicts_further or self.share_embeddings_and_output_weights):
             return
         if groups.embd is None:
             raise ValueError(
-                "pg_collection.embd is None, and share_embeddings_and_output_weights is True or config.mtp_num_layers "
-                "is set: the first and the last stage must have the group of the two, or their copies part"
+                "pg_collection.embd is None, and share_embeddings_and_output_weights is True or "
+                "config.mtp_num_layers is set: the first and the last stage must have their common group, otherwise "
+                "their copies would diverge"
             )
         tables = {} if self.embedding is None else dict(self.embedding.named_parameters())
         if self.embedding is None and self.output_layer is not None and self.output_layer.weight is not None:
@@ -399,7 +415,7 @@ class GPTModel(GraphableMegatronModule):
                 mark_shared(table, is_copy=self.post_process)
 
     def _mark_widths(self) -> None:
-        """Marks the matrices that sum over a width: all but embeddings and output layer. Optimizers read the marks."""
+        """Marks the matrices that sum over a width, all but embeddings and output layer. Optimizers read the marks."""
         if not self.config.use_mup or self.config.mup_width_mult == 1:
             return
         for part in (self.decoder, self.mtp):
@@ -409,19 +425,19 @@ class GPTModel(GraphableMegatronModule):
                     mark_width(param, self.config.mup_width_mult)
 
     def initial_values(self) -> InitialValues:
-        """Initialization of the parameters, for callers that allocate those on the meta device."""
+        """Returns the initial values of the parameters, for callers that allocate meta-device parameters."""
         return InitialValues(self, seed=self._init_seed, dtype=self.config.params_dtype)
 
     def set_aux_loss_scale(self, scale: Tensor) -> None:
-        """The schedule's factor for the routers' losses: [], fp64."""
+        """Sets the schedule's factor for the routers' losses: [], fp64."""
         self.aux_losses.set_backward_scale(scale)
 
     def _share_recorder(self, groups: ProcessGroupCollection) -> None:
-        """Hands one recorder to every router."""
-        # A stage may hold nothing at all.
+        """Assigns one recorder to all routers."""
+        # A stage may have no layers.
         own = next(self.parameters(), None)
         device = default_device() if own is None else device_for_buffers(own)
-        # Rows for the layers of all stages: they are added up.
+        # Rows for the layers of all stages, because they are summed over stages.
         mtp_layers = self.config.mtp_num_layers or 0
         self.aux_losses = AuxLossRecorder(
             self.config.num_layers + mtp_layers,
@@ -432,7 +448,7 @@ class GPTModel(GraphableMegatronModule):
             more_names=[MTP_LOSS.format(depth) for depth in range(1, mtp_layers + 1)],
         )
         layers = self.decoder.layers
-        # A layer of a user may have no such part.
+        # A user-defined layer may have no such part.
         parts = [dict(layer.named_children()).get("mlp") for layer in layers]
         plan = plan_recompute(self.config, [isinstance(mlp, MoELayer) for mlp in parts])
         for number, (mlp, again) in enumerate(zip(parts, plan), start=layers.offset + 1):
@@ -466,17 +482,17 @@ def _checked_vocab_size(unpadded: int | None, padded: int) -> int:
 
 
 def rotary_channels(config: TransformerConfig, rotary_percent: float) -> int:
-    """Width of what rotary_percent is of: a head, or the channels of latent attention that are there to rotate.
+    """Returns the width to which rotary_percent applies: a head, or the rotated channels of latent attention.
 
-    Raises ValueError where only a part of those would rotate.
+    Raises ValueError if only a part of the latter would rotate.
     """
-    assert config.kv_channels is not None, "filled in by TransformerConfig"
+    assert config.kv_channels is not None, "set by TransformerConfig"
     if not config.multi_latent_attention:
         return config.kv_channels
     if rotary_percent != 1:
         raise ValueError(
             f"rotary_percent is {rotary_percent} and multi_latent_attention is True: all of qk_pos_emb_head_dim "
-            f"({config.qk_pos_emb_head_dim}) rotate, must be 1"
+            f"({config.qk_pos_emb_head_dim}) is rotated, so it must be 1"
         )
     return config.qk_pos_emb_head_dim
 
@@ -496,13 +512,13 @@ def _checked_position_embedding(kind: str, config: TransformerConfig) -> str:
 def _require_padding(padding_mask: Tensor, *, batch: int, seq_length: int) -> None:
     if padding_mask.shape != (batch, seq_length) or padding_mask.dtype is not torch.bool:
         raise ValueError(
-            f"padding_mask is {list(padding_mask.shape)}, {padding_mask.dtype}: must be bool [{batch}, {seq_length}], "
-            "True for padding"
+            f"padding_mask has shape {list(padding_mask.shape)} and dtype {padding_mask.dtype}: must be bool "
+            f"[{batch}, {seq_length}], True for padding"
         )
 
 
 def _require_mask(mask: Tensor, *, batch: int, seq_length: int) -> None:
-    # By the shape that kernels broadcast to, [B, N, S, S]: as one of three, B would be taken for N.
+    # By the shape that kernels broadcast to, [B, N, S, S]: with three dimensions, B would be interpreted as N.
     full = (batch, 1, seq_length, seq_length)
     fits = mask.dim() <= 4 and all(size in (1, wanted) for size, wanted in zip(mask.shape[::-1], full[::-1]))
     if mask.dtype is not torch.bool or not fits:

@@ -1,1 +1,1 @@
-"""The path under which Megatron Core has tokenizers of text; ours are in megatron.core.tokenizers."""
+"""Megatron Core's import path of text tokenizers; ours are in megatron.core.tokenizers."""

@@ -47,7 +47,7 @@ def test_a_blend_is_megatrons_greedy_choice_and_stays_near_its_shares(weights, s
 
 def test_a_blend_that_runs_out_of_samples_is_refused() -> None:
     config = BlendedMegatronDatasetConfig(sequence_length=1)
-    with pytest.raises(ValueError, match="dataset 1 of the blend has 3 samples: must have 5"):
+    with pytest.raises(ValueError, match="dataset 1 of the blend has 3 samples: must have at least 5"):
         BlendedDataset([range(5), range(3)], [1.0, 1.0], 10, config)  # type: ignore[list-item]
     assert [BlendedDataset([range(4), range(10, 14)], [3, 1], 5, config)[i] for i in range(5)] == [0, 10, 1, 2, 3]
 
@@ -118,10 +118,10 @@ def test_one_source_of_data_is_enough(fields: dict, message: str) -> None:
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"blend": (["a"], None), "blend_per_split": [(["a"], None), None, None]}, "must be instead of them"),
-        ({"blend_per_split": [(["a"], None)]}, "has 1 parts: must be train, valid, test"),
+        ({"blend": (["a"], None), "blend_per_split": [(["a"], None), None, None]}, "give only one of them"),
+        ({"blend_per_split": [(["a"], None)]}, "has 1 parts: must have three"),
         ({"blend_per_split": [(["a"], [-1.0]), None, None]}, r"weights \[-1.0\]"),
-        ({"blend": ([], None)}, "has 0 datasets: must be 1 to 32767"),
+        ({"blend": ([], None)}, "has 0 datasets: must have 1 to 32767"),
     ],
 )
 def test_blends_that_contradict_themselves_are_refused(fields: dict, message: str) -> None:
@@ -204,7 +204,7 @@ def test_contradictory_and_missing_sources_are_refused(tmp_path: Path) -> None:
 def test_an_empty_corpus_is_named(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(str(tmp_path / "a.bin")) as builder:
         builder.finalize(str(tmp_path / "a.idx"))
-    with pytest.raises(ValueError, match="a.idx has no documents: must have one or more"):
+    with pytest.raises(ValueError, match="a.idx has no documents: must have at least one"):
         build(dataset_config(tmp_path / "a"))
 
 

@@ -117,8 +117,8 @@ def test_a_token_is_learned_where_the_mask_beside_it_says_so(tmp_path: Path, mma
     [
         (lambda masks: masks[:-1], "a_loss_mask.idx has 39 documents: must have 40"),
         (lambda masks: [*masks[:3], np.append(masks[3], 1), *masks[4:]], "document 3 has .* values for .* tokens"),
-        (lambda masks: [mask.astype(np.int32) for mask in masks], "holds int32: loss masks must be uint8"),
-        (lambda masks: [mask + 1 for mask in masks], "loss mask of .*a .train. holds 2: must be 0 or 1"),
+        (lambda masks: [mask.astype(np.int32) for mask in masks], "contains int32: loss masks must be uint8"),
+        (lambda masks: [mask + 1 for mask in masks], "loss mask of .*a .train. contains 2: must be 0 or 1"),
     ],
 )
 def test_masks_of_other_data_are_refused(tmp_path: Path, change, message: str) -> None:

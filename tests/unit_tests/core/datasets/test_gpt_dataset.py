@@ -70,7 +70,7 @@ def test_data_of_another_tokenizer_is_found_at_start_up(tmp_path: Path, token: i
     raw = np.concatenate(documents).astype(np.uint16)
     raw[sum(map(len, documents[:sequence]))] = token
     (tmp_path / "a.bin").write_bytes(raw.tobytes())
-    with pytest.raises(ValueError, match=rf"holds token {token}: NullTokenizer of 1000 ids has ids 0 to 999"):
+    with pytest.raises(ValueError, match=rf"contains token {token}: NullTokenizer of 1000 ids has ids 0 to 999"):
         build(dataset_config(tmp_path / "a"), sizes=(10, 10, 10))
 
 
@@ -80,7 +80,7 @@ def test_a_wrong_token_that_start_up_missed_is_found_when_read(tmp_path: Path) -
     raw = np.full(sum(map(len, documents)), 5000, dtype=np.uint16)
     with open(tmp_path / "a.bin", "r+b") as file:
         file.write(raw.tobytes())
-    with pytest.raises(ValueError, match=r"a \(train\) holds token 5000"):
+    with pytest.raises(ValueError, match=r"a \(train\) contains token 5000"):
         dataset[0]
 
 
@@ -204,7 +204,7 @@ def test_made_up_data_is_the_same_everywhere_and_follows_from_two_tokens(vocab_s
 def test_tokens_of_every_integer_type_are_read_and_no_others(tmp_path: Path, dtype: str) -> None:
     write_corpora(tmp_path, {"a": {"dtype": dtype}, "b": {}})
     if dtype.startswith("float"):
-        with pytest.raises(DataError, match=f"elements are {dtype}: tokens must be integers"):
+        with pytest.raises(DataError, match=f"declares elements of type {dtype}: tokens must be integers"):
             build(dataset_config(tmp_path / "a"))
         return
     found, expected = (build(dataset_config(tmp_path / name))[0] for name in "ab")
@@ -227,7 +227,7 @@ def test_tokens_of_every_integer_type_are_read_and_no_others(tmp_path: Path, dty
     ],
 )
 def test_fields_of_what_is_not_here_are_refused_by_name(field: dict) -> None:
-    with pytest.raises(ValueError, match=f"GPTDatasetConfig.{next(iter(field))} is .*; leave it at"):
+    with pytest.raises(ValueError, match=f"GPTDatasetConfig.{next(iter(field))} is .*; keep the default"):
         GPTDatasetConfig(random_seed=1, sequence_length=8, **field)
 
 

@@ -80,7 +80,7 @@ def test_no_number_of_samples_means_one_epoch() -> None:
 
 @pytest.mark.parametrize("tokens", [0, 10])
 def test_text_shorter_than_a_sample_is_refused(tokens: int) -> None:
-    with pytest.raises(ValueError, match=f"{tokens} tokens do not make one sample of 10"):
+    with pytest.raises(ValueError, match=f"{tokens} tokens are too few for one sample of 10"):
         plan_epochs(tokens, 10, num_samples=5)
 
 

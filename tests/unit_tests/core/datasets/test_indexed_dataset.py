@@ -77,7 +77,7 @@ def test_appended_pairs_read_like_one(tmp_path: Path) -> None:
     for suffix in (".bin", ".idx"):
         assert (tmp_path / f"sum{suffix}").read_bytes() == Path(whole + suffix).read_bytes()
     with IndexedDatasetBuilder(str(tmp_path / "c.bin"), dtype=np.int32) as builder:
-        with pytest.raises(ValueError, match="holds uint16: must be int32"):
+        with pytest.raises(ValueError, match="contains uint16: must be int32"):
             builder.add_index(whole)
 
 
@@ -134,11 +134,11 @@ def test_every_truncation_is_noticed_when_the_pair_is_opened(tmp_path: Path) -> 
         (9, b"\x02", "version 2: must be 1"),
         (17, b"\x09", "dtype code 9: must be 1 to 8"),
         (18, b"\x03", "truncated or damaged"),
-        (34, struct.pack("<i", 4000), "sequence 0 is 4000 elements of 2 bytes at byte 0, but .*a.bin has 10 bytes"),
-        (34, struct.pack("<i", -1), "sequence 0 is -1 elements"),
+        (34, struct.pack("<i", 4000), "sequence 0 has 4000 elements of 2 bytes at byte 0, but .*a.bin has 10 bytes"),
+        (34, struct.pack("<i", -1), "sequence 0 has -1 elements"),
         (42, struct.pack("<q", 1 << 62), "at byte 4611686018427387904"),
         (42, struct.pack("<q", -2), "at byte -2"),
-        (74, struct.pack("<q", 5), "borders must rise from 0 to 2"),
+        (74, struct.pack("<q", 5), "borders must increase from 0 to 2"),
     ],
 )
 def test_a_damaged_index_says_what_is_wrong(tmp_path: Path, offset: int, value: bytes, message: str) -> None:
@@ -224,5 +224,5 @@ def test_initialize_opens_other_files(tmp_path: Path) -> None:
 )
 def test_other_ways_to_open_are_refused_by_name(tmp_path: Path, argument: dict) -> None:
     prefix = write_pair(tmp_path / "a", [[[1, 2]]])
-    with pytest.raises(ValueError, match=f"{next(iter(argument))} is .*; leave it at"):
+    with pytest.raises(ValueError, match=f"{next(iter(argument))} is .*; keep the default"):
         IndexedDataset(prefix, **argument)

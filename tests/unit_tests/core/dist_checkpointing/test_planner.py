@@ -110,5 +110,5 @@ def test_ranks_that_disagree_are_named(ranks, message):
 def test_boxes_outside_their_tensor_are_refused():
     with pytest.raises(ValueError, match="exceeds the global tensor"):
         ShardedTensor.at("k", ROWS, (4, 3), (3, 0))
-    with pytest.raises(ValueError, match="needs one offset"):
+    with pytest.raises(ValueError, match="must have one offset"):
         ShardedTensor.at("k", ROWS, (4, 3), (0,))

@@ -86,7 +86,7 @@ def test_what_takes_the_name_while_a_save_runs_is_not_touched(tmp_path, held_bac
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "notes").write_text("a day of work")
     held_back.set()
-    with pytest.raises(CheckpointError, match="c holds something that is not a checkpoint of this format"):
+    with pytest.raises(CheckpointError, match="c contains something other than a checkpoint of this format"):
         pending.finish()
     assert (tmp_path / "c" / "notes").read_text() == "a day of work"
     assert os.listdir(tmp_path) == ["c"]

@@ -79,11 +79,11 @@ def test_parameters_that_require_grad_load_in_place(tmp_path):
 def test_a_float_dtype_is_converted_only_where_asked(tmp_path):
     save_items(ShardedTensor.whole("w", torch.tensor([1.5, 2.5])), tmp_path / "c", common={})
     target = torch.zeros(2, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"w is torch.float32 in it, torch.bfloat16 is wanted"):
+    with pytest.raises(ValueError, match=r"w is torch.float32 in it, but torch.bfloat16 is requested"):
         load_items(ShardedTensor.whole("w", target), tmp_path / "c")
     load_items(ShardedTensor.whole("w", target, allow_cast=True), tmp_path / "c")
     assert target.tolist() == [1.5, 2.5]
-    with pytest.raises(ValueError, match=r"torch.int64 is wanted"):
+    with pytest.raises(ValueError, match=r"torch.int64 is requested"):
         load_items(ShardedTensor.whole("w", torch.zeros(2, dtype=torch.int64), allow_cast=True), tmp_path / "c")
 
 
@@ -91,7 +91,10 @@ def test_a_float_dtype_is_converted_only_where_asked(tmp_path):
     "other, message",
     [
         (ShardedTensor.whole("other", torch.ones(2)), "other is not in it"),
-        (ShardedTensor.whole("step", torch.ones(2, dtype=torch.int64)), r"step has shape \[\] in it, \[2\] is wanted"),
+        (
+            ShardedTensor.whole("step", torch.ones(2, dtype=torch.int64)),
+            r"step has shape \[\] in it, but \[2\] is requested",
+        ),
         (ShardedTensor.whole("rng", torch.ones(2)), "rng is an object on one side"),
         (ShardedObject("step", None), "step is an object on one side"),
         ([ShardedTensor.whole(f"x{i}", torch.ones(2)) for i in range(9)], "x3 is not in it; and 5 more"),
@@ -100,7 +103,7 @@ def test_a_float_dtype_is_converted_only_where_asked(tmp_path):
 def test_another_model_is_named_and_nothing_is_loaded(tmp_path, other, message):
     save_value(tmp_path / "c", 3)
     state = state_of(-1)
-    with pytest.raises(ValueError, match=f"checkpoint of another model: .*{message}"):
+    with pytest.raises(ValueError, match=f"checkpoint is from another model: .*{message}"):
         load_items([state, other], tmp_path / "c")
     assert (state["weight"].data == -1).all() and state["rest"][1].data["python"][0] == -1
 
@@ -128,7 +131,7 @@ def test_damage_to_any_file_is_named_and_nothing_is_loaded(tmp_path, name, damag
 
 def test_metadata_may_name_no_other_code(tmp_path):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(os.system))
-    with pytest.raises(ValueError, match="corrupt: refers to posix.system"):
+    with pytest.raises(ValueError, match="corrupt: it refers to posix.system"):
         read_metadata(tmp_path)
 
 

@@ -143,7 +143,7 @@ def test_pieces_with_gaps_are_no_checksum_of_a_file():
         (lambda m: m.state_dict_metadata.update({3: None}), "3 is neither"),
         (lambda m: vars(m.state_dict_metadata["w"]).update(size=(4, -3)), "w has the size"),
         (lambda m: vars(m.state_dict_metadata["w"]).update(size=torch.Size([2**62, 2**62])), "w has the size"),
-        (lambda m: vars(m.state_dict_metadata["w"].properties).update(dtype=torch.quint8), "which is not stored here"),
+        (lambda m: vars(m.state_dict_metadata["w"].properties).update(dtype=torch.quint8), "which is not supported"),
         (lambda m: vars(m.state_dict_metadata["w"]).update(properties=None), "w has the dtype None"),
         (lambda m: [m, Harm()], "refers to posix.mkdir"),
     ],
@@ -182,7 +182,7 @@ def test_the_first_format_reads_no_file_that_is_not_in_the_checkpoint(tmp_path, 
     change_metadata(
         tmp_path / "c", lambda m: [vars(info).update(relative_path=name) for info in m.storage_data.values()][:0]
     )
-    with pytest.raises(ValueError, match="no file has this range"):
+    with pytest.raises(ValueError, match="no file contains this range"):
         load_items(of_format_1(), tmp_path / "c")
 
 

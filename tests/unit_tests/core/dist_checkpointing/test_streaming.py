@@ -66,11 +66,11 @@ def test_a_checkpoint_whose_folder_was_made_meanwhile_leaves_nothing(tmp_path: P
 @pytest.mark.parametrize(
     ("boxes", "error"),
     [
-        (halves("a", torch.ones(4, 2))[:1], r"a: boxes hold 4 elements of \[4, 2\]"),
-        (halves("a", torch.ones(4, 2)) * 2, r"a: boxes hold 16 elements of \[4, 2\]"),
+        (halves("a", torch.ones(4, 2))[:1], r"a: boxes contain 4 elements of \[4, 2\]"),
+        (halves("a", torch.ones(4, 2)) * 2, r"a: boxes contain 16 elements of \[4, 2\]"),
         (
             [*halves("a", torch.ones(4, 2)), *halves("a", torch.ones(4, 3))],
-            r"a is \[4, 2\] of torch.float32, and later \[4, 3\]",
+            r"a is \[4, 2\] of torch.float32 at first, and \[4, 3\]",
         ),
     ],
 )

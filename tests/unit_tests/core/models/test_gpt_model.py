@@ -251,7 +251,7 @@ def test_a_later_token_does_not_change_an_earlier_logit() -> None:
     [
         ({"position_embedding_type": "mrope"}, "position_embedding_type is 'mrope'"),
         ({"unpadded_vocab_size": 97}, r"unpadded_vocab_size is 97.*96"),
-        ({"vp_stage": 1}, "stage 0 and vp_stage 1: must be of"),
+        ({"vp_stage": 1}, "stage 0 and vp_stage 1: must be below"),
         ({"fp16_lm_cross_entropy": True}, "fp16_lm_cross_entropy is True"),
     ],
 )

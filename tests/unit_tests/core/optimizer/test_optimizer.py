@@ -290,7 +290,7 @@ def test_settings_have_megatrons_defaults_and_read_dtypes_and_their_names():
         OptimizerConfig(**precise, exp_avg_dtype=torch.uint8)
     with pytest.raises(ValueError, match="main_grads_dtype is torch.float16|main_grads_dtype is 'fp16'"):
         OptimizerConfig(**precise, main_grads_dtype=torch.float16)
-    with pytest.raises(ValueError, match="decoupled_weight_decay is False: .*AdamW.*leave it at True"):
+    with pytest.raises(ValueError, match="decoupled_weight_decay is False: .*AdamW.*keep the default True"):
         OptimizerConfig(lr=0.1, decoupled_weight_decay=False)
 
 

@@ -163,7 +163,7 @@ def test_clip_qk_of_a_loop_with_a_torch_optimizer():
 
 
 def test_errors_name_the_fields():
-    with pytest.raises(ValueError, match=r"qk_clip_alpha is 0\.3: needs qk_clip"):
+    with pytest.raises(ValueError, match=r"qk_clip_alpha is 0\.3: requires qk_clip"):
         small_config(qk_clip_alpha=0.3)
     with pytest.raises(ValueError, match="qk_clip and qk_layernorm are both True"):
         small_config(qk_clip=True, qk_layernorm=True)

@@ -79,7 +79,7 @@ def test_an_impossible_schedule_is_refused_before_anything_runs() -> None:
     ("options", "message"),
     [
         ({"decoder_seq_length": 3, "seq_length": 4}, "decoder_seq_length is 3"),
-        ({"adjust_tensor_shapes_fn": print}, "adjust_tensor_shapes_fn is .*stages exchange one shape"),
+        ({"adjust_tensor_shapes_fn": print}, "adjust_tensor_shapes_fn is .*stages exchange tensors of one shape"),
         ({"force_all_reduce": True}, "force_all_reduce is True"),
         ({"p2p_communicator": object()}, "p2p_communicator is object: must be P2PCommunicator"),
         ({"collect_non_loss_data": True}, "collect_non_loss_data is True"),

@@ -69,7 +69,7 @@ def test_lists_that_cannot_run_are_refused() -> None:
     pipeline = Pipeline(2)
     first, last = pipeline_programs(pipeline, 2)
     bad = {
-        "stage 0 sends F0.0 before it has run it": (swapped(first, 0, 1), last),
+        "stage 0 sends F0.0 before running it": (swapped(first, 0, 1), last),
         "stage 1 runs F0.0 without its input": (first, swapped(last, 1, 3)),
         "stage 0 awaits B0.0, which it has not posted": (swapped(first, 3, 4), last),
         "stage 0 does not send in the order in which stage 1 receives": (
@@ -88,7 +88,7 @@ def test_lists_that_cannot_run_are_refused() -> None:
     with pytest.raises(ValueError, match="schedule deadlocks: stage . before"):
         validate_programs((late, last), pipeline)
     f0, f1, b0 = (Action(ActionKind(kind), 0, int(number)) for kind, number in ("F0", "F1", "B0"))
-    with pytest.raises(ValueError, match="whatever is sent when: stage 0 at B0.0, stage 1 at F0.1"):
+    with pytest.raises(ValueError, match="regardless of the order of transfers: stage 0 at B0.0, stage 1 at F0.1"):
         timeline([[f0, b0, f1], [f0, f1, b0]], pipeline)
 
 

@@ -46,7 +46,7 @@ def test_streams_go_on_where_they_were_and_leave_the_default_one_alone() -> None
         assert not torch.equal(torch.rand(4), whole)
     with pytest.raises(ValueError, match="te_rng_tracker is True: .*must be False"):
         model_parallel_cuda_manual_seed(5, True)
-    with pytest.raises(ValueError, match="exists already"):
+    with pytest.raises(ValueError, match="already exists"):
         tracker.add("model-parallel-rng", 1)
 
 

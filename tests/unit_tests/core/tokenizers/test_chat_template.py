@@ -106,15 +106,15 @@ def test_of_two_special_tokens_that_begin_alike_the_longer_one_is_read(tmp_path:
 @pytest.mark.parametrize(
     "source, error",
     [
-        ("{% for %}", "is no Jinja: .* in line 1"),
+        ("{% for %}", "is not valid Jinja: .* in line 1"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ messages.nothing.more }}", "does not take this conversation: .*nothing"),
-        ("{{ messages.append(1) }}", "does not take this conversation"),
+        ("{{ messages.nothing.more }}", "does not support this conversation: .*nothing"),
+        ("{{ messages.append(1) }}", "does not support this conversation"),
         ("{{ messages|length }}{% for m in messages %}{{ m.content }}{% endfor %}", "mark them in the template"),
         ("{{ strftime_now('%d') }}", "'strftime_now' is undefined"),
-        ("{% generation %}{{ '\ufdd0' }}{% endgeneration %}", "which are no characters"),
-        ("{{ 1 / 0 }}", "does not take this conversation: division by zero"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "does not take this conversation: maximum recursion"),
+        ("{% generation %}{{ '\ufdd0' }}{% endgeneration %}", "which are not characters"),
+        ("{{ 1 / 0 }}", "does not support this conversation: division by zero"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "does not support this conversation: maximum recursion"),
     ],
 )
 def test_templates_and_chats_that_do_not_fit_say_why(source: str, error: str) -> None:
@@ -124,7 +124,7 @@ def test_templates_and_chats_that_do_not_fit_say_why(source: str, error: str) ->
 
 @pytest.mark.parametrize("source", [CHATML, *UNMARKED.values()])
 def test_no_message_can_move_the_marks(source: str) -> None:
-    with pytest.raises(ChatTemplateError, match="which are no characters"):
+    with pytest.raises(ChatTemplateError, match="which are not characters"):
         ChatTemplate(source, {}).render(messages([("a", "b\ufdd1c\ufdd0d")]))
 
 

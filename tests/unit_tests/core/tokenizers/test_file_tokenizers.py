@@ -128,7 +128,7 @@ def test_a_smaller_vocab_size_leaves_out_the_last_ranks(files: dict[str, Path]) 
     tokenizer = build("TikTokenizer", files["json"], vocab_size=1258)
     assert tokenizer.encode("the wor") == [1256, 1101, *(1000 + byte for byte in b" wor")]
     for wrong in (1255, 1269):
-        with pytest.raises(ValueError, match=f"--vocab-size is {wrong}: TikTokenizer .* takes 1256 to 1268"):
+        with pytest.raises(ValueError, match=f"--vocab-size is {wrong}: TikTokenizer .* supports 1256 to 1268"):
             build("TikTokenizer", files["json"], vocab_size=wrong)
 
 
@@ -140,14 +140,14 @@ def _lines(*pairs: tuple[int, bytes]) -> bytes:
     "kind, content, message",
     [
         ("SentencePieceTokenizer", b"", "it is empty"),
-        ("Llama2Tokenizer", b"{}", "is no SentencePiece model"),
+        ("Llama2Tokenizer", b"{}", "is not a SentencePiece model"),
         ("SentencePieceTokenizer", {"eos_id": -1}, "has no </s>"),
         ("Llama2Tokenizer", {"bos_id": -1}, "has no <s>"),
-        ("SentencePieceTokenizer", None, "must name a SentencePiece .model file"),
-        ("TikTokenizer", None, "must name a .json or .tiktoken vocabulary"),
-        ("TikTokenizer", b"[{}]", "is no tiktoken vocabulary"),
-        ("TikTokenizer", b"a b c", "is no tiktoken vocabulary"),
-        ("TikTokenizer", b"not*base64 0", "is no tiktoken vocabulary"),
+        ("SentencePieceTokenizer", None, "must be a SentencePiece .model file"),
+        ("TikTokenizer", None, "must be a .json or .tiktoken vocabulary"),
+        ("TikTokenizer", b"[{}]", "is not a tiktoken vocabulary"),
+        ("TikTokenizer", b"a b c", "is not a tiktoken vocabulary"),
+        ("TikTokenizer", b"not*base64 0", "is not a tiktoken vocabulary"),
         ("TikTokenizer", _lines((0, b"a"), (2, b"b")), "ranks must be 0 to 1"),
         ("TikTokenizer", _lines((0, b"a"), (1, b"b")), "the first 256 ranks must be the single bytes"),
     ],
@@ -165,8 +165,8 @@ def test_unusable_files_are_named(tmp_path: Path, kind: str, content: object, me
 @pytest.mark.parametrize(
     "vocab, merges, message",
     [
-        (None, "", "--vocab-file must name"),
-        ("[]", "", "is no vocab.json"),
+        (None, "", "--vocab-file must be"),
+        ("[]", "", "is not a vocab.json"),
         ("{}", "", "has no <.endoftext.>"),
         ('{"<|endoftext|>": 0, "a": 1}', "", "lacks 255 of the 256 byte tokens"),
         ('{"a": 0}', "#version: 0.2\na b\n", "merges.txt:2: 'a b' must be two tokens"),
@@ -183,5 +183,5 @@ def test_unusable_gpt2_files_are_named(tmp_path: Path, vocab: str | None, merges
 @pytest.mark.parametrize("kind, package", [("Llama2Tokenizer", "sentencepiece"), ("TikTokenizer", "tiktoken")])
 def test_a_missing_package_is_an_error_that_says_how_to_get_it(files, monkeypatch, kind: str, package: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ValueError, match=rf"{kind} needs the package {package}: pip install .*\[tokenizers\]"):
+    with pytest.raises(ValueError, match=rf"{kind} requires the package {package}: pip install .*\[tokenizers\]"):
         build(kind, files["model" if package == "sentencepiece" else "json"])

@@ -81,7 +81,7 @@ def test_the_null_tokenizer_reads_ids(eod_id: int | None, eod: int) -> None:
     assert (tokenizer.vocab_size, tokenizer.eod) == (100, eod)
     assert tokenizer.tokenize(" 1 99\n0") == [1, 99, 0] and tokenizer.detokenize([1, 99]) == "1 99"
     for wrong in ("100", "-1", "a", "\u00b2"):
-        with pytest.raises(ValueError, match="is no token of the NullTokenizer of 100 ids: must be 0 to 99"):
+        with pytest.raises(ValueError, match="is not a token of the NullTokenizer of 100 ids: must be 0 to 99"):
             tokenizer.tokenize(f"1 {wrong}")
 
 
@@ -120,9 +120,9 @@ def test_vocab_size_covers_the_highest_id(folder: Path) -> None:
 @pytest.mark.parametrize(
     "content, error, message",
     [
-        (None, FileNotFoundError, "tokenizer.json does not exist: --tokenizer-model must name"),
-        ("{", ValueError, "tokenizer.json is no tokenizer.json"),
-        ("no eod", ValueError, "tokenizer.json has no end-of-document token: must have one of"),
+        (None, FileNotFoundError, "tokenizer.json does not exist: --tokenizer-model must be"),
+        ("{", ValueError, "tokenizer.json is not a tokenizer.json"),
+        ("no eod", ValueError, "tokenizer.json has no end-of-document token: must contain one of"),
         ("bad config", ValueError, "tokenizer_config.json is not a JSON object"),
     ],
 )
@@ -138,15 +138,15 @@ def test_unusable_files_are_named(tmp_path: Path, content: str | None, error: ty
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"tokenizer_type": "SentencePieceTokenizer"}, "needs --tokenizer-model: a SentencePiece .model"),
-        ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "v"}, "needs --merge-file: a merges.txt"),
+        ({"tokenizer_type": "SentencePieceTokenizer"}, "requires --tokenizer-model: a SentencePiece .model"),
+        ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "v"}, "requires --merge-file: a merges.txt"),
         (
             {"tokenizer_type": "TikTokenizer", "tokenizer_model": "t", "vocab_file": "v"},
             "which reads --tokenizer-model",
         ),
         ({"tokenizer_type": "Unheard"}, "tokenizer_type is 'Unheard': must be one of ByteLevelTokenizer"),
-        ({"tokenizer_type": "NullTokenizer"}, "NullTokenizer needs --vocab-size"),
-        ({"tokenizer_type": "HuggingFaceTokenizer"}, "needs --tokenizer-model"),
+        ({"tokenizer_type": "NullTokenizer"}, "NullTokenizer requires --vocab-size"),
+        ({"tokenizer_type": "HuggingFaceTokenizer"}, "requires --tokenizer-model"),
         ({"tokenizer_type": "ByteLevelTokenizer", "tokenizer_model": "a"}, "--tokenizer-model a contradicts"),
         ({"tokenizer_type": "ByteLevelTokenizer", "null_tokenizer_eod_id": 1}, "--null-tokenizer-eod-id contradicts"),
         ({"tokenizer_type": "ByteLevelTokenizer", "vocab_size": 200}, "--vocab-size is 200: ByteLevel.* has 257 ids"),
@@ -186,7 +186,7 @@ def test_tokenizers_are_built_from_their_metadata(tmp_path: Path) -> None:
         ({"library": "other"}, "library is 'other' in the tokenizer's metadata: must be one of byte-level, "),
         ({}, "must have a key 'library'"),
         ({"library": "null"}, "vocab_size is None"),
-        (None, "tokenizer_path and metadata_path are None"),
+        (None, "tokenizer_path and metadata_path are both None"),
     ):
         with pytest.raises(ValueError, match=message):
             build(metadata_path=metadata)

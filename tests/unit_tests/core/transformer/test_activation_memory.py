@@ -198,7 +198,7 @@ def test_offloading_frees_all_but_the_last_layer() -> None:
     # A layer's output is the input of the next, which the last layer keeps.
     assert plain - 3 * layer <= whole <= plain - 2 * layer
     assert live_bytes(**offload("qkv_linear", min_offloaded_tensor_size=HIDDEN_BYTES // 4)) == plain - 3 * HIDDEN_BYTES
-    with pytest.raises(ValueError, match="min_offloaded_tensor_size is 1025 elements and the largest .* has 1024"):
+    with pytest.raises(ValueError, match="min_offloaded_tensor_size is 1025 elements, but the largest .* has 1024"):
         live_bytes(**offload("qkv_linear", min_offloaded_tensor_size=HIDDEN_BYTES // 4 + 1))
 
 
@@ -230,30 +230,30 @@ def test_plans_are_decided_layer_by_layer() -> None:
         (DENSE, {"recompute_granularity": "full"}, "recompute_num_layers None: give both"),
         (DENSE, full("block", 5), "recompute_num_layers is 5: must be at most num_layers .4."),
         (DENSE, {"recompute_method": "uniform"}, "recompute_method is uniform and recompute_granularity is None"),
-        (DENSE, {**selective("mlp"), "recompute_num_layers": 1}, "recompute_num_layers is 1 .* belongs to full"),
+        (DENSE, {**selective("mlp"), "recompute_num_layers": 1}, "recompute_num_layers is 1 .* applies only to full"),
         (DENSE, {"recompute_modules": ["mlp"]}, "recompute_modules is mlp and recompute_granularity is None"),
         (DENSE, {**full("block", 1), "recompute_activations": True}, "recompute_activations is selective"),
         (DENSE, selective("mlps"), "must be one of core_attn, moe_act, layernorm, mla_up_proj, mlp, moe, shared_exp"),
         (OF_LATENTS, offload("core_attn", **selective("mla_up_proj")), "has core_attn .recomputed by mla_up_proj"),
-        (DENSE, selective("moe"), "recompute_modules has moe: the model needs a layer with experts"),
-        ({**MOE, "moe_layer_freq": 1}, selective("mlp"), "recompute_modules has mlp: the model needs a dense layer"),
-        ({**MOE, "moe_grouped_gemm": False}, selective("moe_act"), "the model needs grouped experts"),
+        (DENSE, selective("moe"), "recompute_modules has moe: requires a layer with experts"),
+        ({**MOE, "moe_layer_freq": 1}, selective("mlp"), "recompute_modules has mlp: requires a dense layer"),
+        ({**MOE, "moe_grouped_gemm": False}, selective("moe_act"), "requires grouped experts"),
         (DENSE, {"fine_grained_activation_offloading": True}, "offload_modules is empty"),
-        (DENSE, {"offload_modules": ["core_attn"]}, "is core_attn: needs fine_grained_activation_offloading"),
-        (DENSE, {"min_offloaded_tensor_size": 1}, "needs fine_grained_activation_offloading or cpu_offloading"),
+        (DENSE, {"offload_modules": ["core_attn"]}, "is core_attn: requires fine_grained_activation_offloading"),
+        (DENSE, {"min_offloaded_tensor_size": 1}, "requires fine_grained_activation_offloading or cpu_offloading"),
         (DENSE, offload("attn_proj"), "attn_proj without core_attn"),
-        (DENSE, offload("expert_fc1"), "the model needs grouped experts"),
+        (DENSE, offload("expert_fc1"), "requires grouped experts"),
         ({**MOE, "moe_layer_freq": [0, 0, 0, 1]}, offload("moe_act"), "is moe_act, and only the last layer"),
         (
             {**MOE, "moe_layer_freq": [0, 1, 0, 1]},
             offload("moe_act", pipeline_model_parallel_size=2),
-            "nothing would move",
+            "nothing would be offloaded",
         ),
-        (DENSE, offload("core_attn", num_layers=1), "num_layers 1 would move nothing"),
-        (DENSE, offload("core_attn", **WHOLE_LAYERS), "choose one of them"),
+        (DENSE, offload("core_attn", num_layers=1), "num_layers 1 would offload nothing"),
+        (DENSE, offload("core_attn", **WHOLE_LAYERS), "choose only one of them"),
         (DENSE, {"cpu_offloading_num_layers": 4}, "cpu_offloading_num_layers is 4: must be less than num_layers .4."),
         (DENSE, {**WHOLE_LAYERS, "recompute_activations": True}, "cpu_offloading_num_layers is 3 and recompute_gran"),
-        (DENSE, offload("core_attn", **full("block", 1)), "full, which keeps nothing"),
+        (DENSE, offload("core_attn", **full("block", 1)), "full, which saves no activations"),
         (MOE, offload("moe_act", **selective("moe")), "offload_modules has moe_act .recomputed by moe."),
     ],
 )

@@ -308,7 +308,7 @@ def test_a_backward_in_the_order_of_forward_is_refused() -> None:
     def passes(some: Chain) -> list[Tensor | None]:
         losses = [some(inputs(1), [place]).sum() for place in (0, 1)]
         losses[0].backward()
-        with pytest.raises(RuntimeError, match="layer 2 ran after that of mlp of layer 1.*reverse order"):
+        with pytest.raises(RuntimeError, match="layer 2 ran after the backward of mlp of layer 1.*reverse order"):
             losses[1].backward()
         return []
 

@@ -134,16 +134,16 @@ def test_packed_attention_drops_out_in_training_only() -> None:
 @pytest.mark.parametrize(
     ("ends", "words"),
     [
-        ([0, 9, 5, 32], "must start at 0 and ascend"),
-        ([1, 32], "must start at 0 and ascend"),
-        ([0, 10, 20, 32], "from token 10 to 20: must end with its sample, all of which have 16 tokens"),
+        ([0, 9, 5, 32], "must start at 0 and increase"),
+        ([1, 32], "must start at 0 and increase"),
+        ([0, 10, 20, 32], "from token 10 to 20: must end with its sample, and all samples have 16 tokens"),
         ([0, 16], "ends at 16: must end at micro-batch 2 x sequence 16"),
     ],
 )
 def test_wrong_borders_are_named(ends: list[int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         PackedSeqParams(cu_seqlens_q=torch.tensor(ends)).require_samples(2, 16)
-    with pytest.raises(ValueError, match="max_seqlen_q is 3: must be the longest segment's 9"):
+    with pytest.raises(ValueError, match="max_seqlen_q is 3: must be the length of the longest segment, 9"):
         PackedSeqParams(cu_seqlens_q=torch.tensor([0, 9]), max_seqlen_q=3)
 
 

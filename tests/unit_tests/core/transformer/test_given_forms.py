@@ -37,7 +37,10 @@ def test_forms_that_scripts_of_megatron_give_mean_ours(given: dict[str, Any], he
     [
         ({"params_dtype": "int8"}, "params_dtype is 'int8': must be a dtype of torch, or one of fp32, "),
         ({"pipeline_dtype": 3}, "pipeline_dtype is 3: must be a dtype"),
-        ({"pipeline_model_parallel_layout": [["decoder", "x"]]}, "has 'x': must be of embedding, decoder, mtp, loss"),
+        (
+            {"pipeline_model_parallel_layout": [["decoder", "x"]]},
+            "contains 'x': must consist of embedding, decoder, mtp, loss",
+        ),
         ({"pipeline_model_parallel_layout": 7}, "pipeline_model_parallel_layout is 7: must be letters"),
     ],
 )

@@ -115,8 +115,8 @@ def test_matrices_are_those_of_keys_values_and_latents() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({**LLAMA_LIKE, "q_lora_rank": 8}, "q_lora_rank is 8: needs multi_latent_attention"),
-        ({**LLAMA_LIKE, "v_head_dim": 64}, "v_head_dim is 64: needs multi_latent_attention"),
+        ({**LLAMA_LIKE, "q_lora_rank": 8}, "q_lora_rank is 8: requires multi_latent_attention"),
+        ({**LLAMA_LIKE, "v_head_dim": 64}, "v_head_dim is 64: requires multi_latent_attention"),
         ({**LATENT, "qk_pos_emb_head_dim": 5}, "qk_pos_emb_head_dim is 5: must be even"),
         ({**LATENT, "kv_lora_rank": 0}, "kv_lora_rank is 0: must be at least 1"),
         ({**LATENT, "num_query_groups": 2}, "num_query_groups is 2 and multi_latent_attention is True.* 4 heads"),
@@ -132,7 +132,7 @@ def test_matrices_are_those_of_keys_values_and_latents() -> None:
         ),
         (
             {**LLAMA_LIKE, "recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
-            "recompute_modules has mla_up_proj: the model needs multi_latent_attention",
+            "recompute_modules has mla_up_proj: requires multi_latent_attention",
         ),
     ],
 )
@@ -145,7 +145,7 @@ def test_impossible_settings_are_refused(fields: dict[str, Any], words: str) -> 
     ("arguments", "words"),
     [
         ({"position_embedding_type": "none"}, "multi_latent_attention is True and position_embedding_type is none"),
-        ({"rotary_percent": 0.5}, "rotary_percent is 0.5 and multi_latent_attention is True.* \\(4\\) rotate"),
+        ({"rotary_percent": 0.5}, "rotary_percent is 0.5 and multi_latent_attention is True.* \\(4\\) is rotated"),
     ],
 )
 def test_models_whose_positions_do_not_fit_are_refused(arguments: dict[str, Any], words: str) -> None:
@@ -156,7 +156,7 @@ def test_models_whose_positions_do_not_fit_are_refused(arguments: dict[str, Any]
 def test_layers_without_what_they_need_are_refused() -> None:
     spec = get_gpt_layer_local_submodules(None, False, True, True).self_attention
     attention = build_module(spec, config=small_config(**LATENT), layer_number=1)
-    with pytest.raises(ValueError, match="rotary_pos_emb is None: latent attention needs a table"):
+    with pytest.raises(ValueError, match="rotary_pos_emb is None: latent attention requires a table"):
         attention(torch.zeros(4, 1, 32))
     with pytest.raises(ValueError, match="multi_latent_attention is False: must be True for MLASelfAttention"):
         build_module(spec, config=small_config(), layer_number=1)

@@ -150,7 +150,11 @@ def test_no_layers_have_no_spec() -> None:
 
 @pytest.mark.parametrize(
     ("layout", "message"),
-    [("Et|tL", "with 0 layers .*must be mtp_num_layers .1"), ("Et|tmmL", "with 2"), ("Etm|tL", "where the loss is")],
+    [
+        ("Et|tL", "with 0 layers .*must be mtp_num_layers .1"),
+        ("Et|tmmL", "with 2"),
+        ("Etm|tL", "same stage as the loss"),
+    ],
 )
 def test_layouts_that_place_other_layers_are_refused(layout: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):

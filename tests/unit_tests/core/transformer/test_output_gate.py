@@ -62,7 +62,7 @@ def test_calls_return_the_gates() -> None:
     query, key, value, gate = attention.get_query_key_value_tensors(x, output_gate=True)
     assert query.shape == (16, 2, 4, 8) and key.shape == value.shape == (16, 2, 2, 8)
     assert torch.equal(gate.flatten(3), mixed.split(widths, dim=-1)[1])
-    with pytest.raises(ValueError, match="output_gate is False and attention_output_gate True"):
+    with pytest.raises(ValueError, match="output_gate is False and attention_output_gate is True"):
         attention.get_query_key_value_tensors(x)
 
 

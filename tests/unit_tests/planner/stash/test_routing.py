@@ -87,7 +87,7 @@ def test_rows_grow_with_skew_and_depend_on_the_seed() -> None:
     ("text", "words"),
     [
         ("even", "--skew is 'even': must be one of balanced, dirichlet:0.3, zipf:1.1, drift:0.5:50"),
-        ("zipf", "must be zipf:EXPONENT with EXPONENT from 0.001 to 100, as zipf:1.1"),
+        ("zipf", "must be zipf:EXPONENT with EXPONENT from 0.001 to 100, for example zipf:1.1"),
         ("zipf:-1", "must be zipf:EXPONENT with EXPONENT from 0.001 to 100"),
         ("dirichlet:nan", "must be dirichlet:CONCENTRATION"),
         (

@@ -173,7 +173,7 @@ def test_a_missing_shard_or_tensor_is_named(tmp_path: Path, capsys: pytest.Captu
     first = sorted(tensors)[0]
     shard.write_bytes(content)
     save_file({name: value for name, value in tensors.items() if name != first}, sorted(hub.glob("*.safetensors"))[0])
-    assert f"has no {first}, which {INDEX_FILE} says" in told(capsys, hub, tmp_path / "run")
+    assert f"has no {first}, which {INDEX_FILE} lists" in told(capsys, hub, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -183,7 +183,7 @@ def test_a_missing_shard_or_tensor_is_named(tmp_path: Path, capsys: pytest.Captu
         ({"num_hidden_layers": LAYERS - 1}, "unused model.layers.3."),
         ({"num_hidden_layers": LAYERS + 1}, "there is no model.layers.4.input_layernorm.weight"),
         ({"num_key_value_heads": 1}, r"model.layers.0.self_attn.k_proj.weight has shape [48, 64]: must be [24, 64]"),
-        ({"vocab_size": 299}, "has shape [300, 64]: the vocabulary has 299 ids by vocab_size of config.json"),
+        ({"vocab_size": 299}, "has shape [300, 64]: config.json has vocab_size 299"),
         ({"tie_word_embeddings": True}, "unused lm_head.weight"),
         ({"num_local_experts": 4}, "mlp.gate.weight has shape [8, 64]: must be [4, 64]"),
         ({"architectures": ["LlamaForCausalLM"]}, "there is no model.layers.0.mlp.gate_proj.weight"),

@@ -42,7 +42,7 @@ def test_without_tracker_the_newest_complete_one_is_taken_and_named(tmp_path):
     make(tmp_path, 5, 10)
     (tmp_path / "iter_0000020").mkdir()
     found = find_checkpoint(str(tmp_path))
-    assert found is not None and found.iteration == 10 and "taking iteration 10" in (found.notice or "")
+    assert found is not None and found.iteration == 10 and "loading iteration 10" in (found.notice or "")
 
 
 def test_release_is_iteration_zero(tmp_path):

@@ -128,7 +128,7 @@ def test_a_folder_without_checkpoints_starts_from_scratch_and_says_so(tmp_path, 
     assert run.load(tmp_path / "new") == 0
     assert_equal(run.snapshot(), before, but=["draws"])
     assert capsys.readouterr().out == f"No checkpoint found in {tmp_path}/new: starting from scratch.\n"
-    with pytest.raises(ValueError, match="--exit-on-missing-checkpoint: there is no checkpoint"):
+    with pytest.raises(ValueError, match="--exit-on-missing-checkpoint: no checkpoint found"):
         run.load(tmp_path / "new", exit_on_missing_checkpoint=True)
     assert not (tmp_path / "new").exists()
 

@@ -32,7 +32,7 @@ def test_a_lacking_key_keeps_its_values_and_the_rest_is_loaded(tmp_path, strictn
     snapshot, expected = run.snapshot(), saved.snapshot()
     assert all(torch.equal(snapshot[name], value) for name, value in expected.items() if name != "draws")
     assert (run.model.module.later_bias == 5).all()
-    said = "The checkpoint lacks later_bias: " in capsys.readouterr().out
+    said = "The checkpoint lacks later_bias, " in capsys.readouterr().out
     assert said == (strictness != "ignore_all")
 
 

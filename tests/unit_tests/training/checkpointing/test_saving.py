@@ -92,7 +92,7 @@ def test_a_folder_of_something_else_is_a_warning_until_it_is_gone_and_fails_the_
     foreign.write_text("years of work")
     run.step()
     run.saves.finish()
-    assert "iter_0000001 holds something that is not a checkpoint of this format: not" in capsys.readouterr().out
+    assert "iter_0000001 contains something other than a checkpoint of this format: not" in capsys.readouterr().out
     assert run.said == [] and foreign.read_text() == "years of work"
     with pytest.raises(CheckpointError, match="not overwritten"):
         run.saves.save_last(run.iteration, run.begin)

@@ -66,8 +66,8 @@ def test_explicit_flags_and_a_file_win_over_the_model(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ("--model qwen3-30b-a4b", "--model is qwen3-30b-a4b: not known; did you mean qwen3-30b-a3b"),
-        ("--model qwen3-30b", "--model is qwen3-30b: not known; did you mean qwen3-30b-a3b"),
+        ("--model qwen3-30b-a4b", "--model is qwen3-30b-a4b: unknown model; did you mean qwen3-30b-a3b"),
+        ("--model qwen3-30b", "--model is qwen3-30b: unknown model; did you mean qwen3-30b-a3b"),
         ("--model-scale tiny", "--model-scale is tiny without --model"),
         ("--model llama3-8b --model-scale small", "--model-scale: 'small' is not one of full, tiny"),
     ],

@@ -52,7 +52,7 @@ def test_plans_are_for_an_h100_unless_another_is_named() -> None:
     device = planned_device({"MEGATRON_PLAN_DEVICE": "cpu"})
     assert device.name == "cpu" and device.tflops("fp32") == device.fp32_tflops
     with pytest.raises(
-        ValueError, match=r"MEGATRON_PLAN_DEVICE is H10O: not known; did you mean H100\?; known: GB200, B2"
+        ValueError, match=r"MEGATRON_PLAN_DEVICE is H10O: unknown device; did you mean H100\?; known: GB200, B2"
     ):
         planned_device({"MEGATRON_PLAN_DEVICE": "H10O"})
     with pytest.raises(ValueError, match="A100 has no peak of fp8 products: choose a device that computes in fp8"):

@@ -1,4 +1,4 @@
-"""Word and learned position embeddings of a language model; rotary positions act inside attention."""
+"""Word and learned position embeddings of a language model; rotary positions are applied inside attention."""
 
 from torch import Tensor, nn
 
@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class LanguageModelEmbedding(MegatronModule):
-    """Rows of the word table, plus rows of the position table where positions are learned, then dropout."""
+    """Adds rows of the word table and, if positions are learned, of the position table, then applies dropout."""
 
     def __init__(
         self,
@@ -27,11 +27,11 @@ class LanguageModelEmbedding(MegatronModule):
         super().__init__(config)
         assert config.embedding_init_method is not None
         self.max_sequence_length, self.factor = max_sequence_length, config.embedding_factor
-        # Of a sequence, each of which is another rank's.
+        # Of a sequence, each part of which belongs to another rank.
         groups = pg_collection or existing_process_groups()
         self.num_parts = group_size(groups.cp)
         tp_group = or_alone(groups.tp)
-        # The ranks that share the sequence; None: each has all of it.
+        # The ranks that share the sequence; None if each has all of it.
         self.sequence_group = tp_group if config.sequence_parallel else None
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size,
@@ -57,18 +57,18 @@ class LanguageModelEmbedding(MegatronModule):
         self.embedding_dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """input_ids, position_ids: [B, S], int64. Returns [S, B, H], config.hidden_dtype, contiguous; under
-        sequence parallelism this rank's part, [S / ranks, B, H].
+        """Embeds tokens; input_ids, position_ids: [B, S], int64.
 
-        Raises ValueError where a sequence is longer than the table of learned positions.
+        Returns [S, B, H], config.hidden_dtype, contiguous; under sequence parallelism this rank's part, [S / ranks, B,
+        H]. Raises ValueError if a sequence is longer than the table of learned positions.
         """
-        # Small integers are transposed instead of wide rows; a layer that scatters the sequence does so itself.
+        # Transposes small integers instead of wide rows; a layer that scatters the sequence does so itself.
         scatters = self.config.sequence_parallel
         embeddings = self.word_embeddings(input_ids if scatters else input_ids.t())
         if self.position_embeddings is not None:
             num_positions, limit = input_ids.shape[1] * self.num_parts, self.max_sequence_length
             if num_positions > limit:
-                raise ValueError(f"the sequence has {num_positions} positions: the model was built for {limit}")
+                raise ValueError(f"the sequence has {num_positions} positions: the model was built for at most {limit}")
             embeddings = embeddings + self.position_embeddings(part_of(position_ids.t(), self.sequence_group, dim=0))
         if self.factor != 1:
             embeddings = embeddings * self.factor

@@ -1,4 +1,4 @@
-"""Rotary embedding under the path Megatron users import it from; the code is in transformer/rope.py."""
+"""Re-exports the rotary embedding under Megatron's import path; transformer/rope.py implements it."""
 
 from megatron.core.transformer.rope import RotaryEmbedding, apply_rotary_pos_emb
 

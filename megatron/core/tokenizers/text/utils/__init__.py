@@ -1,1 +1,1 @@
-"""build_tokenizer(args) under the path of Megatron Core."""
+"""Megatron Core's import path of build_tokenizer(args)."""

@@ -1,4 +1,4 @@
-"""build_tokenizer(args), by which recent scripts of Megatron-LM build the tokenizer of the command line."""
+"""Provides build_tokenizer(args), with which recent scripts of Megatron-LM build the tokenizer of the command line."""
 
 import argparse
 import dataclasses
@@ -8,7 +8,8 @@ from megatron.core.tokenizers.tokenizer import BaseTokenizer
 
 
 def build_tokenizer(args: argparse.Namespace) -> BaseTokenizer:
-    """Returns the tokenizer that the parsed arguments select; see TokenizerConfig. get_tokenizer() returns the run's.
+    """Builds the tokenizer that the parsed arguments select; see TokenizerConfig. get_tokenizer() returns the run's
+    tokenizer.
 
     Raises ValueError or OSError for a wrong type, file or vocab_size.
     """

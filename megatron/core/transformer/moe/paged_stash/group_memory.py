@@ -13,9 +13,8 @@ All work on either stream first waits for the main stream:
   reuses memory in main-stream order.
 Stashes that replace each other use the same two streams (StashStreams). torch has a pool of 32 streams per device and
 assigns them round-robin, so new streams for each plan would soon coincide with those of reductions and copies, and wait
-for their work.
-A reset clears the pool on the main stream. The main stream therefore waits for both streams before the reset, and both
-streams wait for the main stream after it.
+for their work. A reset clears the pool on the main stream. The main stream therefore waits for both streams before the
+reset, and both streams wait for the main stream after it.
 """
 
 import enum

@@ -164,8 +164,8 @@ def test_shared_expert_agrees_with_hugging_face() -> None:
     [
         ({"moe_expert_capacity_factor": 0.0}, "moe_expert_capacity_factor is 0.0: must be a number above 0"),
         ({"moe_expert_capacity_factor": float("inf")}, "moe_expert_capacity_factor is inf"),
-        ({"moe_pad_expert_input_to_capacity": True}, "needs a moe_expert_capacity_factor"),
-        ({"moe_shared_expert_gate": True}, "needs a moe_shared_expert_intermediate_size"),
+        ({"moe_pad_expert_input_to_capacity": True}, "requires a moe_expert_capacity_factor"),
+        ({"moe_shared_expert_gate": True}, "requires moe_shared_expert_intermediate_size"),
         ({"moe_token_drop_policy": "random"}, "moe_token_drop_policy"),
     ],
 )

@@ -171,5 +171,5 @@ def test_grouped_layer_reads_nothing_on_the_host(fields: dict[str, Any]) -> None
 
 def test_an_overlapped_shared_expert_needs_its_size() -> None:
     fields = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "num_moe_experts": 2}
-    with pytest.raises(ValueError, match="moe_shared_expert_overlap is True: needs a moe_shared_expert_intermediate"):
+    with pytest.raises(ValueError, match="moe_shared_expert_overlap is True: requires moe_shared_expert_intermediate"):
         TransformerConfig(**fields, moe_shared_expert_overlap=True, moe_token_dispatcher_type="alltoall")

@@ -312,7 +312,7 @@ def test_mistakes_are_named() -> None:
         (lambda: grouped_gemm(x, weight.mT, offsets=offsets), r"x \[4, 6\], weight \[2, 8, 6\]"),
         (lambda: grouped_gemm(x, weight, offsets=offsets[:1]), r"offsets \[1\]"),
         (lambda: grouped_gemm(x, weight.bfloat16(), offsets=offsets), "weight torch.bfloat16"),
-        (lambda: grouped_gemm(x, weight, offsets=offsets.long()), "offsets torch.int64"),
+        (lambda: grouped_gemm(x, weight, offsets=offsets.long()), "offsets must be torch.int32"),
         (lambda: gated_activation(x, None, num_rows=num_rows, activation="swish"), "'swish'.* swiglu, geglu"),
         (lambda: gated_activation(x[:, :5], None, num_rows=num_rows), r"\[4, 5\].*even"),
         (lambda: gated_activation(x, x[:, :1], num_rows=num_rows), "one value for each row"),

@@ -153,7 +153,7 @@ def test_chunks_have_groups_of_their_own(manager: PagedStashManager) -> None:
     assert {event.name for event in manager.stash.order.events} == {"chunk 1 experts"}
     with pytest.raises(ValueError, match="vp_stage is 2: must be at least 0 and below vp_size .2"):
         paged_stash_init_chunk_handler(2, 2)
-    with pytest.raises(RuntimeError, match="no complete step was learned"):
+    with pytest.raises(RuntimeError, match="no complete step was recorded"):
         PagedStashManager(PagePool("cpu", PoolLayout(256, 4))).allocate_stash_buffers()
 
 

@@ -243,7 +243,7 @@ def test_a_stale_group_has_no_pages() -> None:
     [
         (lambda pool, group: pool.heads[0].sub_(9), "device ring: tail 8 - head -6"),
         (lambda pool, group: pool.heads[0].add_(1), r"device pages \[3\] are neither free nor held"),
-        (lambda pool, group: pool.ring[4].fill_(2), r"device pages \[2\] are there twice"),
+        (lambda pool, group: pool.ring[4].fill_(2), r"device pages \[2\] occur twice"),
         (lambda pool, group: pool.ring[4].fill_(9), "device ring: ids outside"),
         (lambda pool, group: group.slab.table[0].fill_(77), r"device pages \[0\] are neither"),
     ],

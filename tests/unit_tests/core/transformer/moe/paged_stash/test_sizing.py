@@ -220,7 +220,7 @@ STAGES = {"pipeline_model_parallel_size": 2, "num_layers": 4, "pipeline_dtype": 
     ({"cuda": float("nan")}, "factor_cuda is nan: must be a number"),
     ({"cpu": float("inf")}, "factor_cpu is inf: must be finite"),
     ({"cuda": True}, "factor_cuda is True: must be a number"),
-    ({"cuda": 0.0}, "factor_cuda is 0 and moe_paged_stash_buffer_size_factor_cpu is 0"),
+    ({"cuda": 0.0}, "factor_cuda and moe_paged_stash_buffer_size_factor_cpu are both 0"),
     ({"moe_paged_stash_page_size": 48}, "page_size is 48: must be a power of two, such as 32 or 64"),
     ({"moe_paged_stash_page_size": 0}, "page_size is 0: must be at least 1"),
     ({"moe_paged_stash_prefetch_layers": -1}, "prefetch_layers is -1: must be at least 0"),
@@ -233,7 +233,7 @@ STAGES = {"pipeline_model_parallel_size": 2, "num_layers": 4, "pipeline_dtype": 
     ({"moe_layer_recompute": True}, "recompute_modules has moe"),
     ({"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]}, "offload_modules has moe_act"),
     ({"moe_layer_freq": [1, 0], "cpu_offloading_num_layers": 1}, "cpu_offloading_num_layers is 1, which offloads"),
-    ({"moe_paged_stash": False, "cpu": 0.5}, "factor_cpu is 0.5: needs moe_paged_stash"),
+    ({"moe_paged_stash": False, "cpu": 0.5}, "factor_cpu is 0.5: requires moe_paged_stash"),
 ])  # fmt: skip
 def test_settings_that_make_no_sense_are_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

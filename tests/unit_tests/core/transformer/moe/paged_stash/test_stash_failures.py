@@ -158,9 +158,9 @@ MISTAKES: list[tuple[Callable[[Any, Tensor], Any], type[Exception], str]] = [
     (lambda group, x: x.unfold(1, 2, 1)[3:].exp() ** 2, ValueError, r"max_rows \(48\).*45"),
     (lambda group, x: x.to("meta").exp() ** 2, ValueError, r"rows only on \['meta'\], but the pool is on cpu"),
     (lambda group, x: group.mark(x, tokens_per_row=0), ValueError, r"tokens_per_row \(0\)"),
-    (lambda group, x: group.mark(x[:20], tokens_per_row=32), ValueError, "in the order of the tokens"),
-    (lambda group, x: group.mark(x, priority=Priority.ACT), ValueError, "need both"),
-    (lambda group, x: group.mark(x, sources=(x,)), ValueError, "takes neither"),
+    (lambda group, x: group.mark(x[:20], tokens_per_row=32), ValueError, "not in token order"),
+    (lambda group, x: group.mark(x, priority=Priority.ACT), ValueError, "require both"),
+    (lambda group, x: group.mark(x, sources=(x,)), ValueError, "accepts neither"),
 ]
 
 
@@ -267,7 +267,7 @@ def test_wrong_counts_are_named(num_rows: Any, max_rows: int) -> None:
         (lambda: PoolLayout(16, 2.0), r"device_pages \(2.0\) must be an integer"),
         (lambda: PoolLayout(16, True), r"device_pages \(True\)"),
         (lambda: PoolLayout(16, 1, -1), r"host_pages \(-1\)"),
-        (lambda: PoolLayout(16, 0), "needs a page"),
+        (lambda: PoolLayout(16, 0), "needs at least one page"),
         (lambda: TensorSpec(8, 4, 1), r"pitch_bytes \(4\) must be at least row_bytes \(8\)"),
         (lambda: make_stash(prefetch_groups=-1), r"prefetch_groups \(-1\)"),
         (lambda: make_stash(reserved_share=float("nan")), r"reserved_share \(nan\)"),
