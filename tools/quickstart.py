@@ -124,9 +124,7 @@ def make_workspace(data: Path | None) -> Workspace:
         folder = Path.cwd() / "runs" / "python"
         return Workspace(folder, folder / "text.jsonl")
     if not data.is_file():
-        raise SystemExit(
-            f"error: DATA is {data}: there is no such file; give a .txt, .jsonl, .parquet or .jsonl.zst file"
-        )
+        raise SystemExit(f"error: DATA is {data}: no such file; give a .txt, .jsonl, .parquet or .jsonl.zst file")
     return Workspace(Path.cwd() / "runs" / data.stem, data.resolve())
 
 
