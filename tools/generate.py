@@ -39,7 +39,11 @@ def main(argv: list[str] | None = None) -> None:
         model, tokenizer = load_model(options.load, step=options.ckpt_step, moved=moved)
         prompt = tokenizer.tokenize(options.prompt) or [tokenizer.eod]
         generator = torch.Generator().manual_seed(options.seed)
-        tokens = list(continue_tokens(model, prompt, options=options, eod=tokenizer.eod, generator=generator))
+        # A vocabulary may be padded: ids that the tokenizer lacks have no text.
+        num_ids = min(model.unpadded_vocab_size, tokenizer.vocab_size)
+        tokens = list(
+            continue_tokens(model, prompt, num_ids=num_ids, options=options, eod=tokenizer.eod, generator=generator)
+        )
         # Decodes all tokens together, because the text of a token can depend on the previous one, for example a space.
         continuation = tokenizer.detokenize(prompt + tokens)[len(tokenizer.detokenize(prompt)) :]
         print(options.prompt + continuation)
@@ -119,15 +123,21 @@ def load_model(folder: str, *, step: int | None, moved: dict[str, str | None]) -
 
 @torch.no_grad()
 def continue_tokens(
-    model: GPTModel, prompt: list[int], *, options: argparse.Namespace, eod: int, generator: torch.Generator
+    model: GPTModel,
+    prompt: list[int],
+    *,
+    num_ids: int,
+    options: argparse.Namespace,
+    eod: int,
+    generator: torch.Generator,
 ) -> Iterator[int]:
-    """Yields new token ids until the end of the document or --max-new-tokens."""
+    """Yields new token ids, below num_ids, until the end of the document or --max-new-tokens."""
     device = next(model.parameters()).device
     tokens = list(prompt)
     for _ in range(options.max_new_tokens):
         window = torch.tensor([tokens[-model.max_sequence_length :]], device=device)  # [1, S]
         positions = torch.arange(window.shape[1], device=device).unsqueeze(0)
-        logits = model(window, positions, None)[0, -1, : model.unpadded_vocab_size]
+        logits = model(window, positions, None)[0, -1, :num_ids]
         token = sample(logits.float().cpu(), options=options, generator=generator)
         if token == eod:
             return

@@ -37,6 +37,12 @@ _MOST_COMMANDS = 10_000
 _MOST_CALLS = 50
 
 
+# Variables that a cluster sets to other values on each node, or for each job.
+_OF_EACH_NODE = frozenset(
+    "RANK NODE_RANK LOCAL_RANK MASTER_ADDR MASTER_PORT SLURM_NODEID SLURM_PROCID OMPI_COMM_WORLD_RANK".split()
+)
+
+
 class ScriptError(ValueError):
     """Raised for a script that cannot be read, or that has no training command."""
 
@@ -547,6 +553,8 @@ class _BashReader:
             if change.startswith(mark):
                 if value is None or (empty_counts and not value):
                     value = self._default_text(node, change[len(mark) :])
+                    if name in _OF_EACH_NODE:
+                        self._note(node, f"{name} is not set, so its default {value} is used: set it on each node")
                     if mark.endswith("="):
                         self.variables[name] = value
                 return value

@@ -48,12 +48,12 @@ MODEL = f"""
 """
 # Part of the training time that the planned steps fill; evaluations, saves and what the plan leaves out have the rest.
 PLANNED_SHARE = 0.7
-MIN_STEPS, LOG_INTERVAL, NUM_EVALUATIONS = 100, 50, 4
-SCHEDULE = f"""
+MIN_STEPS, NUM_LINES, NUM_EVALUATIONS = 100, 20, 4
+SCHEDULE = """
 --micro-batch-size 4 --global-batch-size 8
 --lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95
 --eval-iters 5 --num-workers 0 --override-opt-param-scheduler
---log-format compact --log-interval {LOG_INTERVAL} --exit-signal-handler --exit-signal SIGINT
+--log-format compact --exit-signal-handler --exit-signal SIGINT
 """
 
 
@@ -124,7 +124,7 @@ def make_workspace(data: Path | None) -> Workspace:
         folder = Path.cwd() / "runs" / "python"
         return Workspace(folder, folder / "text.jsonl")
     if not data.is_file():
-        raise SystemExit(f"error: DATA is {data}: there is no such file; give a .txt or .jsonl file")
+        raise SystemExit(f"error: DATA is {data}: no such file; give a .txt, .jsonl, .parquet or .jsonl.zst file")
     return Workspace(Path.cwd() / "runs" / data.stem, data.resolve())
 
 
@@ -205,9 +205,9 @@ def train(workspace: Workspace, *, split: str, minutes: int, processes: int) -> 
         f"{processes} processes, {minutes} min (Ctrl-C saves and stops)",
     )
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", processes, "-m")
-    interval = steps // NUM_EVALUATIONS
+    interval, log_interval = steps // NUM_EVALUATIONS, steps // NUM_LINES
     length = ("--train-iters", trained + steps, "--lr-warmup-iters", steps // 20, "--exit-duration-in-mins", minutes)
-    intervals = ("--eval-interval", interval, "--save-interval", interval)
+    intervals = ("--eval-interval", interval, "--save-interval", interval, "--log-interval", log_interval)
     load = ("--load", workspace.checkpoints) if trained else ()
     run(*torchrun, "pretrain_gpt", *flags, *length, *intervals, *load)
 
@@ -221,21 +221,20 @@ def steps_trained(workspace: Workspace) -> int:
 def planned_steps(plan: dict[str, Any], *, minutes: int) -> int:
     """Returns the number of steps that fit into `minutes` by the plan, so that the learning rate reaches its end."""
     steps = int(60 * minutes * PLANNED_SHARE / plan["step"]["seconds"])
-    return max(MIN_STEPS, steps // LOG_INTERVAL * LOG_INTERVAL)
+    return max(MIN_STEPS, steps // MIN_STEPS * MIN_STEPS)
 
 
 def plan_words(plan: dict[str, Any]) -> str:
-    """Describes memory and step time of a plan for this machine. Processes on a CPU share its memory."""
+    """Describes memory and step time of a plan for this machine."""
     device, world = plan["device"], plan["world_size"]
     needed = max(stage["peak"] for stage in plan["stages"])
-    is_shared = device["name"] == "cpu"
-    have = f"{device['memory_gib']:.1f} GiB of {'this machine' if is_shared else device['name']}"
-    total = f"{world} x " if is_shared else ""
-    return f"{total}{needed / 2**30:.2f} of the {have}, about {plan['step']['seconds']:.2g} s a step"
+    have = f"{'the machine' if device['name'] == 'cpu' else device['name']}'s {device['memory_gib']:.1f}"
+    seconds = plan["step"]["seconds"]
+    return f"each of {world} processes needs {needed / 2**30:.2f} GiB of {have}, about {seconds:.2g} s a step"
 
 
 def held_out_passage(workspace: Workspace, *, split: str) -> str:
-    """Returns whole lines, if there are several, from a third of the way into the first test document."""
+    """Returns whole lines from a third of the way into the first test document; part of a line if that is all."""
     tokens = IndexedDataset(str(workspace.tokens))
     _, _, documents = split_documents(split, num_documents(workspace))
     assert documents is not None, "split_of gives each split a document"
@@ -246,15 +245,15 @@ def held_out_passage(workspace: Workspace, *, split: str) -> str:
         TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(workspace.tokenizer))
     )
     text = tokenizer.detokenize(tokens.get(first, offset=start, length=length).tolist())
-    _, _, later_lines = text.partition("\n")
-    return later_lines.lstrip("\n") or text
+    first_end, last_end = text.find("\n"), text.rfind("\n")
+    return text[first_end + 1 : last_end + 1].lstrip("\n") or text
 
 
 def indented(text: str, *, prompt: str) -> str:
-    """Indents a generated text, with a bar at the lines that the prompt does not reach."""
-    num_given = len(prompt.splitlines())
-    lines = text.rstrip().splitlines()
-    return "\n".join(f"  {' ' if number < num_given else '|'} {line}" for number, line in enumerate(lines))
+    """Indents a prompt and its continuation, which begins on a new line and has a bar before each line."""
+    given = [f"    {line}" for line in prompt.rstrip("\n").split("\n")]
+    added = [f"  | {line}" for line in text.removeprefix(prompt).rstrip().split("\n")]
+    return "\n".join([*given, *added])
 
 
 def tokenizer_flags(workspace: Workspace) -> list[object]:

@@ -65,9 +65,10 @@ def page(results: Path) -> str:
     }
     records = last_records(Journal(results).read())
     is_measured = found or any(not record.where.dry_run for record in records.values())
-    parts = [HEAD, "" if is_measured else NOT_YET, STATES, *_checks(records), *_kernels(records)]
+    parts = [HEAD, "" if is_measured else NOT_YET]
+    # First, because a verdict below may be of a test that was fixed afterwards.
     parts += ["\n" + (results / NOTES).read_text()] if (results / NOTES).exists() else []
-    parts += [*_numbers(records), *_details(records), *_targets(found)]
+    parts += [STATES, *_checks(records), *_kernels(records), *_numbers(records), *_details(records), *_targets(found)]
     for name, section in (("stash_copy", _copies), ("gemm_beside_stash", _rivals), ("graph_step", _steps)):
         if name in found:
             parts += [f"\n## {name}\n\n{_where(found[name])}\n\n", *section(found[name])]

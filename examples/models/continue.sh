@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# Trains a Hugging Face model further and gives it back: its folder is converted, trained by pretrain.sh (which prints
-# first what each GPU will hold), and converted back, for transformers to load. Started again, it goes on where it was.
+# Trains a Hugging Face model further. Converts its folder, trains by pretrain.sh, which first prints the memory plan,
+# and converts the result for transformers. When restarted, it resumes from the last completed step.
 #
 #   examples/models/continue.sh qwen3-30b-a3b HF_FOLDER                 made-up data
 #   examples/models/continue.sh qwen3-30b-a3b HF_FOLDER text.jsonl      your text (.txt or .jsonl), by its tokenizer
-#   examples/models/continue.sh qwen3-30b-a3b HF_FOLDER --lr 1e-6       further flags go to pretrain_gpt.py and win
+#   examples/models/continue.sh qwen3-30b-a3b HF_FOLDER --lr 1e-6       further flags go to pretrain_gpt.py and take precedence
 #
-# HF_FOLDER: config.json, safetensors and tokenizer, as the hub or save_pretrained has them; nothing is downloaded. What
-# the model is says its config.json; MODEL says in which layout it is trained.
-# OUT: folder that every machine sees, gets converted/, checkpoints/ and hugging_face-ITERATION/. STEPS: of "convert train export".
-# GPUS, DATA, LAUNCH, NODE_RANK, SCALE: as for pretrain.sh.
+# HF_FOLDER: config.json, safetensors and tokenizer, as the hub or save_pretrained writes them. Nothing is downloaded.
+# The shape of the model comes from its config.json. MODEL selects the layout of the training.
+# OUT: folder that all machines share, for converted/, checkpoints/ and hugging_face-ITERATION/.
+# STEPS: which steps to run, by default "convert train export".
+# SCALE=tiny: a tiny model on two CPU processes. GPUS, DATA, LAUNCH, NODE_RANK: see pretrain.sh.
 set -euo pipefail
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 ROOT=$(cd "$HERE/../.." && pwd)
@@ -88,7 +89,7 @@ fi
 
 if step export && ((FIRST_NODE)); then
     BACK=$OUT/hugging_face-$(cat "$CHECKPOINTS/$TRACKER")
-    echo "== Giving it back to Hugging Face"
+    echo "== Converting the checkpoint for Hugging Face"
     [[ -d $BACK ]] ||
         "$PYTHON" "$ROOT/tools/checkpoint.py" convert --from megatron --to hf --load "$CHECKPOINTS" --save "$BACK"
     echo "For AutoModelForCausalLM.from_pretrained and AutoTokenizer: $BACK"

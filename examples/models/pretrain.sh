@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Trains a published model from scratch, in the layout that layouts.yaml has for it: first what each GPU will hold, then
-# the run. Started again, it goes on from its last checkpoint.
+# Trains a published model from scratch in its layout of layouts.yaml. Prints the memory plan first. When restarted, it
+# resumes from the last checkpoint.
 #
-#   examples/models/pretrain.sh                                the models, and the GPUs that they take
-#   examples/models/pretrain.sh qwen3-30b-a3b                  made-up data, the fewest GPUs it has a layout for
+#   examples/models/pretrain.sh                                lists the models and their numbers of GPUs
+#   examples/models/pretrain.sh qwen3-30b-a3b                  made-up data, the smallest layout
 #   SCALE=tiny examples/models/pretrain.sh qwen3-30b-a3b       a tiny one with the same features, two processes, no GPU
-#   examples/models/pretrain.sh qwen3-30b-a3b --lr 1e-4        further flags go to pretrain_gpt.py and win
+#   examples/models/pretrain.sh qwen3-30b-a3b --lr 1e-4        further flags go to pretrain_gpt.py and take precedence
 #
-# GPUS: processes in all. DATA: flags that name data and tokenizer. OUT: folder of the checkpoints.
-# Several machines: slurm.sh and kubernetes.yaml run this on each, with LAUNCH, torchrun's words, and NODE_RANK.
+# GPUS: number of processes on all machines. DATA: flags of data and tokenizer. OUT: folder of the checkpoints.
+# slurm.sh and kubernetes.yaml run this script on each of several machines. They set LAUNCH, the arguments of torchrun,
+# and NODE_RANK.
 set -euo pipefail
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 ROOT=$(cd "$HERE/../.." && pwd)
@@ -53,7 +54,7 @@ OUT=${OUT:-$ROOT/runs/$MODEL${SCALE:+-$SCALE}}
 FLAGS=(--model "$MODEL" "${LAYOUT[@]}" $DATA --save "$OUT/checkpoints" --load "$OUT/checkpoints" "$@")
 
 if [[ ${NODE_RANK:-${SLURM_NODEID:-0}} == 0 ]]; then
-    echo "== What each of $GPUS GPUs will hold"
+    echo "== Memory plan for $GPUS ranks"
     "$PYTHON" "$ROOT/pretrain_gpt.py" "${FLAGS[@]}" --dry-run --world-size "$GPUS"
     echo "== Training; checkpoints and log: $OUT/checkpoints"
 fi

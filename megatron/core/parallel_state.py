@@ -158,8 +158,8 @@ def rank_grids(world_size: int, sizes: dict[str, int], *, order: str) -> tuple[R
     ):
         if world_size % product:
             raise ValueError(
-                f"world size is {world_size}: must be a multiple of {names} ({product}); start a different number "
-                "of ranks or change these sizes"
+                f"world size is {world_size}: must be a multiple of {names} ({product}); start that many ranks, "
+                f"for example by torchrun --nproc-per-node {product}, or change these sizes"
             )
     dense = RankGenerator(tp, 1, world_size // (tp * cp * pp), pp, cp, order)
     expert = RankGenerator(etp, ep, world_size // (etp * ep * pp), pp, 1, order)

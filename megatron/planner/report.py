@@ -38,6 +38,8 @@ _LINK_COLUMNS = ("group", "ranks", "operation", "phase", "count", "payload", "on
 _LAYOUT_COLUMNS = "tp pp vpp cp ep etp mbs states recompute experts GiB step/s MFU bubble exposed".split()
 # Maximum number of passes in plan.json, which would otherwise have many megabytes. The first ones are written.
 _MAX_PASSES = 20_000
+# Flags found for a plan that does not fit keep the sizes of its layout.
+_OTHER_LAYOUTS = "other layouts, such as experts over more ranks: tools/plan_layout.py, with the same flags"
 # Seconds below which a value is a rounding error.
 _ROUNDING_SECONDS = 1e-12
 
@@ -76,6 +78,8 @@ def print_plan(
     if not fit.fits:
         fit = with_change(fit, plan, args, planner)
     lines = [*plan_lines(plan, args), *([] if step is None else time_lines(step)), fit.line]
+    if not fit.fits:
+        lines.append(_OTHER_LAYOUTS)
     if args.tensorboard_dir is not None:
         folder = Path(args.tensorboard_dir)
         try:

@@ -140,7 +140,7 @@ def test_continue_hands_a_signal_on_and_exports_nothing_then(tmp_path: Path) -> 
     # To the shell alone.
     job.process.terminate()
     assert job.wait() == 1 and left_of(job.mark) == [], job.output
-    assert saved_iteration(tmp_path / "saved") == STOPPED_AT and "Giving it back" not in job.output
+    assert saved_iteration(tmp_path / "saved") == STOPPED_AT and "Converting the checkpoint for" not in job.output
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ def losses_in(folder: Path) -> list[int]:
 def is_planned(stdout: str, *, gpus: int) -> bool:
     """Whether the plan of memory stands before everything that training prints."""
     plan, _, training = stdout.partition("== Training; ")
-    return f"== What each of {gpus} GPUs will hold" in plan and "parameters" in plan and "iteration" in training
+    return f"== Memory plan for {gpus} ranks" in plan and "parameters" in plan and "iteration" in training
 
 
 # Windows with sinks. test_the_script_runs_as_users_run_it has experts, test_model_layouts.py checks the flags of each

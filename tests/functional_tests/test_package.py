@@ -65,7 +65,7 @@ def fresh_environment(folder: Path, *wheels: Path) -> Environment:
     # A folder named in a .pth file is a place of modules alone: the clone's own .pth file in it is not read.
     (purelib / "dependencies.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
     for wheel in wheels:
-        pip("install", "--quiet", "--no-deps", "--no-index", wheel, python=folder / "bin" / "python")
+        pip("install", "--quiet", "--no-compile", "--no-deps", "--no-index", wheel, python=folder / "bin" / "python")
     return Environment(folder)
 
 

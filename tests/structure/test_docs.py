@@ -40,8 +40,7 @@ FOREIGN_FLAGS = {"--nproc-per-node", "--standalone", "--nnodes", "--node-rank", 
 FOREIGN_FLAGS |= {"--durations", "--replay", "--max-restarts", "--shutdown-timeout", "--dist"}
 FOREIGN_FLAGS |= {"--signal", "--requeue", "--open-mode", "--kill-on-bad-exit", "--wait"}  # of sbatch and srun
 FOREIGN_FLAGS |= {"--file", "--tag", "--rm", "--user", "--volume", "--gpus", "--ipc", "--entrypoint"}  # of docker
-FOREIGN_FLAGS |= {"--force-reinstall", "--no-deps"}  # of pip
-FOREIGN_FLAGS |= {"--local-dir"}  # of hf
+FOREIGN_FLAGS |= {"--force-reinstall", "--no-deps", "--local-dir"}  # of pip and hf
 
 
 @pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: str(page.relative_to(ROOT)))

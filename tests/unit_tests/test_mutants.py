@@ -192,7 +192,7 @@ def test_a_run_that_is_interrupted_says_how_to_go_on(
 def test_a_fault_that_does_not_fit_is_refused(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_faults(project.parent, [{"name": "moved", "old": "return value", "new": "return None"}])
     assert run(project, str(project.parent / "record")) == 2
-    assert f"its text is 2 times in {NUMBERS}, must be 1" in capsys.readouterr().err
+    assert f"its text occurs 2 times in {NUMBERS}, must be 1" in capsys.readouterr().err
     write_faults(project.parent, [FAULTS[0], FAULTS[0]])
     assert run(project, str(project.parent / "record")) == 2
     assert "these are used twice: by a fast test" in capsys.readouterr().err

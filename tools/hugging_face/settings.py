@@ -173,6 +173,7 @@ def _with_dtype(config: Values, dtype: str) -> Values:
 
 
 def _words(different: Mapping[str, tuple[Any, Any]]) -> str:
-    table = flag_table().by_dest
-    pairs = (f"{table[name].flags[0]} ({theirs}, {ours} here)" for name, (ours, theirs) in different.items())
-    return ", ".join(pairs)
+    flags = {dest: flag for dest, flag in flag_table().by_dest.items() if dest in different}
+    # The flag that disables a field does not name it.
+    names = {dest: dest if flag.constant is False else flag.flags[0] for dest, flag in flags.items()}
+    return ", ".join(f"{names[dest]} ({theirs}, {ours} here)" for dest, (ours, theirs) in different.items())

@@ -244,7 +244,7 @@ class Shift:
     sent: Tensor
 
     def wait(self) -> Tensor:
-        """Waits and returns the received tensor, with the shape and dtype of the sent tensor."""
+        """Waits for the transfer and returns the received tensor, any shape and dtype, those of the sent one."""
         for request in self.requests:
             request.wait()
         return self.received

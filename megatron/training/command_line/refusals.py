@@ -234,7 +234,9 @@ class Harmless:
 
 
 _KERNELS = Harmless("chooses a kernel: kernels are chosen by the device here", changes_speed=True)
-_SCHEDULE = Harmless("chooses an overlap that other flags control here; results are the same", changes_speed=True)
+_SCHEDULE = Harmless(
+    "chooses an overlap that is not supported; results are the same, and a step may take longer", changes_speed=True
+)
 _MEMORY = Harmless("trades time for memory, with the same results", changes_speed=True)
 _LOG = Harmless("only adds to the log: use --tensorboard-dir and the --log flags")
 _SAVING = Harmless("tunes how checkpoints are written, not their content")

@@ -317,7 +317,7 @@ def test_virtual_stages_decide_who_is_first_and_last_only_when_asked() -> None:
         ),
         (
             {"nccl_communicator_config_path": "nccl.yaml"},
-            "nccl_communicator_config_path is 'nccl.yaml'.* leave it at None",
+            "nccl_communicator_config_path is 'nccl.yaml'.* keep the default None",
         ),
         ({"gtp_remat_size": 2}, "gtp_remat_size is 2: not available here; keep the default 1"),
         ({"rank_offset": 4}, "rank_offset is 4: not available here; keep the default 0"),

@@ -134,7 +134,7 @@ def test_groups_can_be_replaced_by_name_alone() -> None:
             groups.cp = GroupMember.NON_GROUP_MEMBER
         with pytest.raises(ValueError, match="unknown groups etp, world: must be among tp, pp, dp"):
             ProcessGroupCollection(world=None, etp=None)
-        with pytest.raises(ValueError, match="dp_cp_ag is .*: gathers use the group of the reductions here; leave it"):
+        with pytest.raises(ValueError, match="dp_cp_ag is .*: gathers use the group of the reductions here; keep"):
             groups.dp_cp_ag = existing.dp
 
 

@@ -145,8 +145,8 @@ def test_what_is_no_such_checkpoint_is_named(
     files[3].write_bytes(pickle.dumps(content["iteration"]))
     assert f"{files[3]} cannot be read" in refusal()
     for changes, message in (
-        ({"args": 3}, "holds 3 as args"),
-        ({"iteration": "x"}, "'x' as iteration"),
+        ({"args": 3}, "args is 3"),
+        ({"iteration": "x"}, "iteration is 'x'"),
         ({"checkpoint_version": torch.ones(2)}, "has checkpoint_version tensor"),
         ({"model": 3}, "holds a model without named parameters"),
         ({"model": {3: torch.ones(1)}}, "holds a model without named parameters"),

@@ -265,3 +265,10 @@ def test_a_script_that_exits_before_a_command_is_refused() -> None:
     with pytest.raises(ScriptError, match="line 1: the script ends with exit, before any training command"):
         read_script(script, {}, name="run.sh")
     assert read_script(script, {"1": "moe"}, name="run.sh").launches[0].words[:2] == ("--num-layers", "2")
+
+
+def test_defaults_of_variables_that_differ_between_nodes_are_noted() -> None:
+    text = "LR=${LR:-1e-3}\ntorchrun --node_rank ${RANK:-0} pretrain_gpt.py --lr $LR\n"
+    script = read_script(text, {}, name="train.sh")
+    assert script.notes == ("line 2: RANK is not set, so its default 0 is used: set it on each node",)
+    assert read_script(text, {"RANK": "3"}, name="train.sh").notes == ()

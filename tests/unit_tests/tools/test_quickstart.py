@@ -67,13 +67,18 @@ def test_the_prompt_is_a_passage_of_a_test_document(tmp_path: Path, separator: s
 
 
 def test_generated_lines_are_marked() -> None:
-    assert indented("one\ntwo\nthree\n", prompt="one\nt") == "    one\n    two\n  | three"
+    assert indented("one\ntwo\nthree\nfour\n", prompt="one\ntwo\n") == "    one\n    two\n  | three\n  | four"
+    assert indented("one two three\nfour", prompt="one two") == "    one two\n  |  three\n  | four"
 
 
 def test_the_line_of_the_plan_is_for_this_machine() -> None:
     stages = [{"peak": 2**30}, {"peak": 3 * 2**29}]
     plan = {"stages": stages, "world_size": 2, "step": {"seconds": 0.4321}}
     cpu = {"name": "cpu", "memory_gib": 23.54}
-    assert plan_words({**plan, "device": cpu}) == "2 x 1.50 of the 23.5 GiB of this machine, about 0.43 s a step"
+    assert plan_words({**plan, "device": cpu}) == (
+        "each of 2 processes needs 1.50 GiB of the machine's 23.5, about 0.43 s a step"
+    )
     gpu = {"name": "H100", "memory_gib": 79.6}
-    assert plan_words({**plan, "device": gpu}) == "1.50 of the 79.6 GiB of H100, about 0.43 s a step"
+    assert plan_words({**plan, "device": gpu}) == (
+        "each of 2 processes needs 1.50 GiB of H100's 79.6, about 0.43 s a step"
+    )

@@ -5,7 +5,7 @@ import argparse
 import pytest
 import torch
 
-from megatron.tools.generate import check_options, parse_options, sample
+from megatron.tools.generate import check_options, continue_tokens, parse_options, sample
 
 LOGITS = torch.log(torch.tensor([0.05, 0.5, 0.15, 0.3]))
 
@@ -52,3 +52,25 @@ def test_the_same_seed_draws_the_same_tokens() -> None:
 def test_impossible_options_are_refused_by_name(words: tuple[str, str]) -> None:
     with pytest.raises(ValueError, match=f"{words[0]} is"):
         check_options(options(*words))
+
+
+class FavoursPadding(torch.nn.Module):
+    """A model of 8 ids that prefers the last one, which a tokenizer of 5 ids lacks, then id 3."""
+
+    max_sequence_length, unpadded_vocab_size = 4, 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor([0.0, 0, 0, 5, 0, 0, 0, 9]))
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, mask: None) -> torch.Tensor:
+        """tokens: [1, S], int64. Returns [1, S, 8], fp32."""
+        return self.weight.expand(1, tokens.shape[1], 8)
+
+
+def test_ids_that_the_tokenizer_lacks_are_never_drawn() -> None:
+    settings = options("--temperature", "0", "--max-new-tokens", "6")
+    generator = torch.Generator().manual_seed(0)
+    model = FavoursPadding()
+    drawn = continue_tokens(model, [1], num_ids=5, options=settings, eod=0, generator=generator)  # type: ignore[arg-type]
+    assert list(drawn) == [3] * 6

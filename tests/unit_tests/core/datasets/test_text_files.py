@@ -78,5 +78,5 @@ def test_files_of_folders_come_sorted_and_others_are_refused(tmp_path: Path) -> 
     with pytest.raises(FileNotFoundError, match="none.txt does not exist"):
         find_text_files([str(tmp_path / "none.txt")])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="empty contains no file that ends in"):
+    with pytest.raises(ValueError, match="empty has no file that ends in"):
         find_text_files([str(tmp_path / "empty")])

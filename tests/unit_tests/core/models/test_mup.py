@@ -183,7 +183,7 @@ def _rms(values: Tensor) -> float:
     [
         (
             {"mup_width_mult": 2.0},
-            "mup_width_mult is 2.0, but use_mup is False: set use_mup, or leave mup_width_mult at 1.0",
+            "mup_width_mult is 2.0, but use_mup is False: set use_mup, or leave mup_width_mult at its default 1.0",
         ),
         ({"mup_base_head_dim": 4.0}, "mup_base_head_dim is 4.0, but use_mup is False"),
         ({"use_mup": True, "mup_width_mult": 3.0, "mup_base_hidden_size": 16}, "mup_width_mult is 3.0, but .* is 2.0"),

@@ -177,5 +177,5 @@ def test_feed_forward_layers_from_elsewhere_get_padding_if_they_take_it() -> Non
 def test_masks_that_do_not_fit_are_refused() -> None:
     model, batch = small_model(_config()), small_batch()
     for wrong in (PADDING.t(), PADDING[:, 1:], PADDING.long()):
-        with pytest.raises(ValueError, match=r"padding_mask is .*: must be bool \[2, 16\], True for padding"):
+        with pytest.raises(ValueError, match=r"padding_mask has .*: must be bool \[2, 16\], True for padding"):
             model(*batch[:2], None, labels=batch[2], padding_mask=wrong)

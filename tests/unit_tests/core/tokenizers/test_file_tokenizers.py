@@ -128,7 +128,7 @@ def test_a_smaller_vocab_size_leaves_out_the_last_ranks(files: dict[str, Path]) 
     tokenizer = build("TikTokenizer", files["json"], vocab_size=1258)
     assert tokenizer.encode("the wor") == [1256, 1101, *(1000 + byte for byte in b" wor")]
     for wrong in (1255, 1269):
-        with pytest.raises(ValueError, match=f"--vocab-size is {wrong}: TikTokenizer .* takes 1256 to 1268"):
+        with pytest.raises(ValueError, match=f"--vocab-size is {wrong}: TikTokenizer .* supports 1256 to 1268"):
             build("TikTokenizer", files["json"], vocab_size=wrong)
 
 

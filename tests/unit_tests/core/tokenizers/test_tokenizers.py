@@ -138,15 +138,15 @@ def test_unusable_files_are_named(tmp_path: Path, content: str | None, error: ty
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"tokenizer_type": "SentencePieceTokenizer"}, "needs --tokenizer-model: a SentencePiece .model"),
-        ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "v"}, "needs --merge-file: a merges.txt"),
+        ({"tokenizer_type": "SentencePieceTokenizer"}, "requires --tokenizer-model: a SentencePiece .model"),
+        ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "v"}, "requires --merge-file: a merges.txt"),
         (
             {"tokenizer_type": "TikTokenizer", "tokenizer_model": "t", "vocab_file": "v"},
             "which reads --tokenizer-model",
         ),
         ({"tokenizer_type": "Unheard"}, "tokenizer_type is 'Unheard': must be one of ByteLevelTokenizer"),
-        ({"tokenizer_type": "NullTokenizer"}, "NullTokenizer needs --vocab-size"),
-        ({"tokenizer_type": "HuggingFaceTokenizer"}, "needs --tokenizer-model"),
+        ({"tokenizer_type": "NullTokenizer"}, "NullTokenizer requires --vocab-size"),
+        ({"tokenizer_type": "HuggingFaceTokenizer"}, "requires --tokenizer-model"),
         ({"tokenizer_type": "ByteLevelTokenizer", "tokenizer_model": "a"}, "--tokenizer-model a contradicts"),
         ({"tokenizer_type": "ByteLevelTokenizer", "null_tokenizer_eod_id": 1}, "--null-tokenizer-eod-id contradicts"),
         ({"tokenizer_type": "ByteLevelTokenizer", "vocab_size": 200}, "--vocab-size is 200: ByteLevel.* has 257 ids"),

@@ -177,7 +177,7 @@ def test_unset_fields_follow_from_others() -> None:
             {"tensor_model_parallel_size": 2, "num_moe_experts": 2},
             "tensor_model_parallel_size is 2 and num_moe_experts is 2: experts also require --sequence-parallel",
         ),
-        ({"bf16": True, "fp16": True}, "choose one precision"),
+        ({"bf16": True, "fp16": True}, "choose only one precision"),
     ],
 )
 def test_impossible_fields_are_named(fields: dict[str, Any], words: str) -> None:
@@ -229,7 +229,7 @@ def test_identity_operations_give_back_what_they_get() -> None:
 
 
 def test_a_block_wants_one_spec_a_layer() -> None:
-    with pytest.raises(ValueError, match="has 0 layers: must have num_layers .2., or those"):
+    with pytest.raises(ValueError, match="has 0 layers: must have num_layers .2., or the 2 layers"):
         TransformerBlock(small_config(**LLAMA_LIKE), TransformerBlockSubmodules())
 
 

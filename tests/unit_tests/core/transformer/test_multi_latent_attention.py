@@ -145,7 +145,7 @@ def test_impossible_settings_are_refused(fields: dict[str, Any], words: str) -> 
     ("arguments", "words"),
     [
         ({"position_embedding_type": "none"}, "multi_latent_attention is True and position_embedding_type is none"),
-        ({"rotary_percent": 0.5}, "rotary_percent is 0.5 and multi_latent_attention is True.* \\(4\\) rotate"),
+        ({"rotary_percent": 0.5}, "rotary_percent is 0.5 and multi_latent_attention is True.* \\(4\\) is rotated"),
     ],
 )
 def test_models_whose_positions_do_not_fit_are_refused(arguments: dict[str, Any], words: str) -> None:

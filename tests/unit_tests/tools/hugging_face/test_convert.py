@@ -173,7 +173,7 @@ def test_a_missing_shard_or_tensor_is_named(tmp_path: Path, capsys: pytest.Captu
     first = sorted(tensors)[0]
     shard.write_bytes(content)
     save_file({name: value for name, value in tensors.items() if name != first}, sorted(hub.glob("*.safetensors"))[0])
-    assert f"has no {first}, which {INDEX_FILE} says" in told(capsys, hub, tmp_path / "run")
+    assert f"has no {first}, which {INDEX_FILE} lists" in told(capsys, hub, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
