@@ -100,7 +100,7 @@ def test_flex_backends_are_planned_without_their_libraries(backend: str) -> None
     assert sum(extra.values()) == 4 and max(kernel.num_bytes for kernel in extra) <= 32
     assert any(one.operation == "all-to-all" for one in stage.links)
     assert any(f"backend {backend} is planned with the rows of" in line for line in lines)
-    with pytest.raises(CommandLineError, match="which needs a CUDA device"):
+    with pytest.raises(CommandLineError, match="which requires a CUDA device"):
         validate_args(parse_args(argv=command_line({**read_bases()["moe"], **experts, **flex, **alone})))
 
 

@@ -72,7 +72,7 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
             [
                 "--global-batch-size is 3",
                 "--micro-batch-size (2)",
-                "data-parallel size (1), as 2 or 4; or give --decrease",
+                "data-parallel size (1), such as 2 or 4; or give --decrease",
             ],
         ),
         ("--max-position-embeddings 16", "", ["--seq-length is 32", "--max-position-embeddings (16)"]),
@@ -176,7 +176,7 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
             ["becomes 3: must be a multiple of --micro-batch-size"],
         ),
         ("--step-batch-size-schedule 5:2", "", ["--step-batch-size-schedule is '5:2'", "must start at 0"]),
-        ("--decoupled-min-lr 0.1", "", ["--decoupled-min-lr is 0.1: needs --decoupled-lr"]),
+        ("--decoupled-min-lr 0.1", "", ["--decoupled-min-lr is 0.1: requires --decoupled-lr"]),
         ("--decoupled-lr 0.1 --decoupled-min-lr 1", "", ["--decoupled-lr is 0.1: must be at least its minimum, 1.0"]),
         ("--optimizer-cuda-graph", "", ["--cuda-graph-impl is none: the step is a part", "set --cuda-graph-impl full"]),
         (
