@@ -33,7 +33,9 @@ def page(name: str) -> str:
 
 
 def blocks(name: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", page(name), re.DOTALL)
+    """The code blocks of a page in a language; "" has those without one, which show output."""
+    every = re.findall(r"^```(\w*)\n(.*?)^```$", page(name), re.MULTILINE | re.DOTALL)
+    return [block for found, block in every if found == language]
 
 
 @pytest.fixture
@@ -50,19 +52,20 @@ def shell(clone: Path, *scripts: str) -> str:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HOME": str(clone / "hub")}
     words = ["bash", "-euo", "pipefail", "-c", "\n".join(scripts)]
-    done = subprocess.run(words, cwd=clone, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": 900}
+    done = subprocess.run(words, cwd=clone, env=environment, **how)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
 
 
 def without_numbers(text: str) -> list[str]:
-    """Lines with their numbers, times included, left out."""
-    return [re.sub(r"\d[\d.,:E+-]*", "#", line).strip() for line in text.splitlines() if line.strip()]
+    """Lines with # for each number or time, and one space for several."""
+    return [" ".join(re.sub(r"\d[\d.,:E+-]*", "#", line).split()) for line in text.splitlines() if line.strip()]
 
 
 def shown(name: str, start: str) -> list[str]:
     """The lines of a page's output block that has a line with `start`."""
-    (block,) = [block for block in re.findall(r"```\n(.*?)```", page(name), re.DOTALL) if start in block]
+    (block,) = [block for block in blocks(name, "") if start in block]
     return block.splitlines()
 
 
@@ -160,7 +163,7 @@ def test_a_layout_of_64_experts_is_in_the_table_of_the_search(capsys, monkeypatc
     monkeypatch.chdir(ROOT)
     (flags,) = commands("64_experts", "tools/plan_layout.py")
     fixed = "--pipeline-model-parallel-size 1 --expert-model-parallel-size 8 --micro-batch-size 1 --top 1"
-    assert plan_layout.main([*flags.split(), *fixed.split()]) == 0
+    plan_layout.main([*flags.split(), *fixed.split()])
     found = [line.split(". ", 1)[1] for line in capsys.readouterr().out.splitlines() if re.match(r" *\d+\.  +\d", line)]
     (line,) = (line for line in shown("64_experts", "step/s") if "dynamic" in line)
     assert line.split(". ", 1)[1] in found
@@ -201,10 +204,9 @@ def test_the_stash_is_planned_as_the_page_tells(name: str, steps: int | None, ca
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["64_experts", "qwen3_30b"])
-def test_a_launch_trains_in_a_small_size(name: str, tmp_path: Path, monkeypatch) -> None:
+def test_a_launch_trains_in_a_small_size(name: str, tmp_path: Path) -> None:
     """On two processes, with made-up data and without the checkpoint that is loaded."""
-    monkeypatch.chdir(ROOT)
-    words = commands(name, "pretrain_gpt.py")[-1].split()
+    words = commands(name, "pretrain_gpt.py")[-1].replace("examples/", f"{ROOT}/examples/").split()
     given = {"--load": None, "--save": str(tmp_path / "saved"), "--data-path": None, "--split": None}
     given |= {"--tokenizer-type": None, "--tokenizer-model": None, "--lr-warmup-iters": None}
     argv = []
