@@ -302,6 +302,6 @@ def test_a_back_end_is_refused_for_what_it_lacks_and_for_nothing_else(backend: s
         with (
             patch.object(dispatch_flex, "default_device", lambda device=device: device),
             patch("importlib.util.find_spec", lambda name, package=package: package),
-            pytest.raises(ValueError, match=f"which needs {'.*, '.join(lacks)}") if lacks else nullcontext(),
+            pytest.raises(ValueError, match=f"which requires {'.*, '.join(lacks)}") if lacks else nullcontext(),
         ):
             dispatch_flex.require_flex_backend(config)

@@ -436,7 +436,9 @@ def _on_older_torch() -> tuple[list[Loss], list[Loss]]:
 def _on_too_old_torch() -> None:
     check_torch()
     delattr(FSDPModule, "set_custom_reduce_scatter")
-    with pytest.raises(ValueError, match=r"no set_custom_reduce_scatter: requires torch 2\.11 to 2\.13"):
+    with pytest.raises(
+        ValueError, match=r"no set_custom_reduce_scatter: use_torch_fsdp2 requires torch 2\.11 to 2\.13"
+    ):
         wrap_net(Net())
 
 

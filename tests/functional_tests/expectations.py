@@ -203,7 +203,7 @@ def _prints(runner: Runner, pattern: str) -> None:
 
 
 _LOG_LINES = (
-    r"  fits this machine: [\d.]+ of [\d.]+ GiB per rank for weights, gradients and optimizer states; activations ",
+    r"  fits this machine: [\d.]+ of [\d.]+ GiB per rank for weights, gradients and optimizer states, without ",
     r" \[[-0-9]+ [:0-9]+\] iteration +\d+/ +\d+ \| consumed samples: .* \| lm loss: ",
     r"[ -]*validation loss at iteration \d+ ",
     r"-+$",

@@ -213,7 +213,7 @@ def test_a_launch_trains_in_a_small_size(name: str, tmp_path: Path) -> None:
     argv = []
     for word, before in zip(words, ["", *words], strict=False):
         if before in given:
-            argv += [] if given[before] is None else [word]
+            argv += [] if given[before] is None else [given[before]]
         elif word not in given or given[word] is not None:
             argv.append(word)
     tiny = [*TINY.split(), "--expert-model-parallel-size", "2", "--mock-data", "--tokenizer-type", "NullTokenizer"]
