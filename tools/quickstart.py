@@ -7,6 +7,7 @@ and lines of training steps. --dry-run of the training shows what its page of th
 import argparse
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -21,6 +22,7 @@ if not __package__:  # run by its path, as in a clone without installation
 
 import megatron
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.text_files import INPUT_HELP, find_text_files
 from megatron.core.datasets.utils import split_documents
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
 
@@ -62,7 +64,12 @@ class Workspace:
     """The files of one corpus: `folder` has the text, the tokenizer, the tokens and the run."""
 
     folder: Path
-    text: Path
+    texts: tuple[Path, ...]
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the text is written into the folder, not given by the user."""
+        return self.texts[0].parent == self.folder
 
     @property
     def tokenizer(self) -> Path:
@@ -108,7 +115,9 @@ def main() -> None:
 def parse_options() -> argparse.Namespace:
     """Parses the options that `make train` passes on."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--data", type=Path, help="a .txt or .jsonl file; default: the text that Python ships")
+    parser.add_argument(
+        "--data", help=f"{INPUT_HELP} (preprocess_data.py --input); default: the text that Python ships"
+    )
     parser.add_argument("--minutes", type=int, default=4, help="training time of this call (4)")
     parser.add_argument("--processes", type=int, default=2, help="processes that torchrun starts")
     options = parser.parse_args()
@@ -118,38 +127,44 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def make_workspace(data: Path | None) -> Workspace:
+def make_workspace(data: str | None) -> Workspace:
     """Returns the workspace of this corpus: runs/<name of the corpus> in the current folder."""
     if data is None:
         folder = Path.cwd() / "runs" / "python"
-        return Workspace(folder, folder / "text.jsonl")
-    if not data.is_file():
-        raise SystemExit(f"error: DATA is {data}: no such file; give a .txt, .jsonl, .parquet or .jsonl.zst file")
-    return Workspace(Path.cwd() / "runs" / data.stem, data.resolve())
+        return Workspace(folder, (folder / "text.jsonl",))
+    try:
+        texts = tuple(path.resolve() for path in find_text_files([data]))
+        for text in texts:
+            text.stat()
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: DATA is {data}: {error}") from None
+    name = re.sub(r"[^\w.-]+", "_", Path(data).stem).strip("._") or "text"
+    return Workspace(Path.cwd() / "runs" / name, texts)
 
 
 def prepare(workspace: Workspace) -> None:
     """Creates text, tokenizer and tokens."""
     workspace.folder.mkdir(parents=True, exist_ok=True)
     check_source(workspace)
-    if not workspace.text.exists():
-        stage("text", last_line("megatron.tools.python_corpus", "--output", workspace.text))
+    if workspace.is_own:
+        (text,) = workspace.texts
+        if not text.exists():
+            stage("text", last_line("megatron.tools.python_corpus", "--output", text))
     if not workspace.tokenizer.exists():
-        sizes = ("--vocab-size", VOCAB_SIZE, "--input", workspace.text, "--output", workspace.tokenizer)
+        sizes = ("--vocab-size", VOCAB_SIZE, "--input", *workspace.texts, "--output", workspace.tokenizer)
         stage("tokenizer", last_line("megatron.tools.train_tokenizer", *sizes))
     if not workspace.tokens.with_suffix(".idx").exists():
-        files = ("--input", workspace.text, "--output-prefix", workspace.folder / "tokens")
+        files = ("--input", *workspace.texts, "--output-prefix", workspace.folder / "tokens")
         flags = ("--append-eod", "--workers", os.cpu_count() or 1, *tokenizer_flags(workspace))
         stage("tokens", last_line("megatron.tools.preprocess_data", *files, *flags))
 
 
 def check_source(workspace: Workspace) -> None:
     """Raises SystemExit if tokens and checkpoints in the folder are of another text with the same name."""
-    text = workspace.text
-    if text.parent == workspace.folder:
+    if workspace.is_own:
         return
     record = workspace.folder / "source.txt"
-    source = f"{text}, {text.stat().st_size} bytes\n"
+    source = "".join(f"{text}, {text.stat().st_size} bytes\n" for text in workspace.texts)
     if not record.exists() or not workspace.checkpoints.exists():
         # Nothing is trained yet: files of an earlier text are replaced.
         if not record.exists() or record.read_text() != source:

@@ -12,6 +12,7 @@ from megatron.tools.quickstart import (
     check_source,
     held_out_passage,
     indented,
+    make_workspace,
     plan_words,
     split_of,
 )
@@ -34,7 +35,7 @@ def test_another_text_replaces_tokens_but_never_a_trained_run(tmp_path: Path) ->
     folder, text = tmp_path / "run", tmp_path / "text.txt"
     folder.mkdir()
     text.write_text("one")
-    workspace = Workspace(folder, text)
+    workspace = Workspace(folder, (text,))
     check_source(workspace)
     tokens = folder / "tokens_text_document.idx"
     for content, kept in (("one", True), ("another", False)):
@@ -55,7 +56,7 @@ def test_the_prompt_is_a_passage_of_a_test_document(tmp_path: Path, separator: s
     ]
     source = tmp_path / "text.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    workspace = Workspace(tmp_path, source)
+    workspace = Workspace(tmp_path, (source,))
     files = ["--input", str(source), "--output"]
     assert train_tokenizer.main([*files, str(workspace.tokenizer), "--vocab-size", "300"]) == 0
     flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(workspace.tokenizer), "--append-eod"]
@@ -82,3 +83,17 @@ def test_the_line_of_the_plan_is_for_this_machine() -> None:
     assert plan_words({**plan, "device": gpu}) == (
         "each of 2 processes needs 1.50 GiB of H100's 79.6, about 0.43 s a step"
     )
+
+
+def test_data_may_be_whatever_the_preprocessor_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "b.jsonl"):
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        (tmp_path / "texts" / name).write_text("{}")
+    workspace = make_workspace("texts")
+    assert workspace.folder == tmp_path / "runs" / "texts" and not workspace.is_own
+    assert [text.name for text in workspace.texts] == ["a.txt", "b.jsonl"]
+    assert [text.name for text in make_workspace("texts/*.txt").texts] == ["a.txt"]
+    assert make_workspace(None).is_own
+    with pytest.raises(SystemExit, match="error: DATA is none.txt: .*none.txt"):
+        make_workspace("none.txt")
