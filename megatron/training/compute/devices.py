@@ -5,7 +5,6 @@ benchmarks/device_figures.py also measures messages between processes, and write
 """
 
 import os
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -201,7 +200,7 @@ def _device_here(devices: Mapping[str, Device], *, source: str) -> Device:
 def cpu_figures(rounds: int) -> dict[str, Any]:
     """Measures one thread of this machine's CPU: fields of a Device, without those of links between processes.
 
-    rounds: runs of each measurement, of which the median counts. Peaks are those that products and copies reach.
+    rounds: runs of each measurement, of which the fastest counts, because other processes only slow a run down.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -209,9 +208,9 @@ def cpu_figures(rounds: int) -> dict[str, Any]:
         peaks = {f"{name}_tflops": _product_tflops(dtype, rounds) for name, dtype in _DTYPES.items()}
         large = torch.ones(_LARGE_ELEMENTS, dtype=torch.float32)
         result = torch.empty_like(large)
-        copy = _median_seconds(lambda: torch.add(large, 1.0, out=result), rounds)
+        copy = _best_seconds(lambda: torch.add(large, 1.0, out=result), rounds)
         few = torch.ones(8, dtype=torch.float32)
-        launches = _median_seconds(lambda: [few + 1.0 for _ in range(1000)], rounds)
+        launches = _best_seconds(lambda: [few + 1.0 for _ in range(1000)], rounds)
         attention = _attention_tflops(rounds)
     finally:
         torch.set_num_threads(threads)
@@ -237,22 +236,22 @@ _MATRIX_SIZE = 512
 
 def _product_tflops(dtype: torch.dtype, rounds: int) -> float:
     left = right = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE, dtype=dtype)
-    return 2 * _MATRIX_SIZE**3 / _median_seconds(lambda: left @ right, rounds) / 1e12
+    return 2 * _MATRIX_SIZE**3 / _best_seconds(lambda: left @ right, rounds) / 1e12
 
 
 def _attention_tflops(rounds: int) -> float:
     batch, heads, tokens, size = 4, 4, 256, 64
     query = torch.ones(batch, heads, tokens, size, dtype=torch.float32)
-    seconds = _median_seconds(lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True), rounds)
+    seconds = _best_seconds(lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True), rounds)
     # Two products of 2 operations each; the causal mask halves them.
     return 2 * batch * heads * tokens**2 * size / seconds / 1e12
 
 
-def _median_seconds(run: Callable[[], object], rounds: int) -> float:
+def _best_seconds(run: Callable[[], object], rounds: int) -> float:
     run()
     seconds = []
     for _ in range(rounds):
         start = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+    return min(seconds)
