@@ -38,7 +38,7 @@ lock:  ## rewrite requirements/cpu.txt from what .venv holds
 	@$(IN_VENV) -m pip freeze --all --exclude pip --exclude-editable | sed 's/+cpu$$//' >> $(VENV)/lock.txt
 	@mv $(VENV)/lock.txt requirements/cpu.txt
 
-train: env  ## pretrain a small mixture-of-experts GPT on real text (DATA=file.txt or file.jsonl: on yours; MINUTES=2)
+train: env  ## pretrain a small mixture-of-experts GPT on real text (DATA=file or folder: on yours; MINUTES=2)
 	$(IN_VENV) tools/quickstart.py $(if $(DATA),--data "$(DATA)") $(if $(MINUTES),--minutes $(MINUTES))
 
 test: env  ## run every test except soak-only ones (ORDER=7: in the random order of that seed)

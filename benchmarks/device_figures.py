@@ -1,9 +1,9 @@
 """Measures this machine for plans: `python benchmarks/device_figures.py --output mine.yaml` writes an entry "cpu".
 
 Measures matrix products, copies too large for any cache, and the minimum time of a torch operation with one thread, and
-all-reduces over gloo, large and small, with two processes. Figures are medians over rounds. Peaks are the measured
-rates of products, so that the shares of products and memory are 1. Plan with it by setting MEGATRON_DEVICES=mine.yaml
-MEGATRON_PLAN_DEVICE=cpu.
+all-reduces over gloo, large and small, with two processes. Figures of one thread are the fastest of the rounds, those
+of messages the median. Peaks are the measured rates of products, so that the shares of products and memory are 1. Plan
+with it by setting MEGATRON_DEVICES=mine.yaml MEGATRON_PLAN_DEVICE=cpu.
 """
 
 import argparse

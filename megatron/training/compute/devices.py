@@ -186,7 +186,7 @@ def _right(field: str) -> str:
 def _device_here(devices: Mapping[str, Device], *, source: str) -> Device:
     if not torch.cuda.is_available():
         # The entry of the table has the links, which one process cannot measure.
-        return replace(devices[CPU_NAME], **cpu_figures(rounds=3))
+        return replace(devices[CPU_NAME], **cpu_figures(rounds=5))
     product = torch.cuda.get_device_name()
     found = next((one for name, one in devices.items() if name != CPU_NAME and name in product), None)
     if found is None:
