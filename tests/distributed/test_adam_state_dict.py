@@ -122,7 +122,10 @@ def load_what_only_rank_1_cannot():
 
 
 def test_what_one_rank_cannot_load_no_rank_loads():
-    said = "exp_avg of parameter 4 [2, 3, 5, 4] has shape [2, 3, 4, 5] and dtype torch.float32: must be [2, 3, 5, 4], floating point"
+    said = (
+        "exp_avg of parameter 4 [2, 3, 5, 4] has shape [2, 3, 4, 5] and dtype torch.float32: must be [2, 3, 5, 4], "
+        "floating point"
+    )
     assert run_on_ranks(load_what_only_rank_1_cannot, 3) == [
         f"RemoteRankError: rank 1: {said}",
         f"ValueError: {said}",
