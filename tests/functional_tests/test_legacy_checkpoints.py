@@ -80,7 +80,7 @@ def test_finetune_starts_at_step_0_with_the_weights(trained: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "whose optimizer state is not read: add --no-load-optim, or --finetune"),
+        ([], "from which optimizer state is not read: add --no-load-optim, or --finetune"),
         (["--no-load-optim", "--hidden-size", "32"], "--hidden-size is 32 here, 16 in the checkpoint"),
         (
             ["--no-load-optim", "--vocab-size", "65"],
@@ -104,7 +104,7 @@ def test_a_damaged_file_is_named_before_a_tensor_is_touched(damage: str, trained
     path = legacy / ITERATION / "mp_rank_01" / "model_optim_rng.pt"
     if damage == "missing":
         shutil.rmtree(path.parent)
-        message = f"{path.parents[1]} has no mp_rank_01/model_optim_rng.pt, of the tensor 2 x pipeline 1 x expert 1"
+        message = f"{path.parents[1]} has no mp_rank_01/model_optim_rng.pt, although its arguments describe tensor 2 x pipeline 1 x expert 1"
     elif damage == "shape":
         content = torch.load(path, weights_only=False)
         content["model"]["decoder.final_layernorm.weight"] = torch.ones(3)
