@@ -104,7 +104,8 @@ def test_a_damaged_file_is_named_before_a_tensor_is_touched(damage: str, trained
     path = legacy / ITERATION / "mp_rank_01" / "model_optim_rng.pt"
     if damage == "missing":
         shutil.rmtree(path.parent)
-        message = f"{path.parents[1]} has no mp_rank_01/model_optim_rng.pt, although its arguments describe tensor 2 x pipeline 1 x expert 1"
+        name = "mp_rank_01/model_optim_rng.pt"
+        message = f"{path.parents[1]} has no {name}, although its arguments describe tensor 2 x pipeline 1 x expert 1"
     elif damage == "shape":
         content = torch.load(path, weights_only=False)
         content["model"]["decoder.final_layernorm.weight"] = torch.ones(3)
