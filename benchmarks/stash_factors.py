@@ -133,7 +133,7 @@ def main() -> None:
     options = parse_options()
     with contextlib.ExitStack() as stack:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        workspace = Workspace(folder, folder / "text.jsonl")
+        workspace = Workspace(folder, (folder / "text.jsonl",))
         prepare(workspace)
         shapes = {
             name: measure(name, workspace, steps=options.steps)
