@@ -159,7 +159,8 @@ def test_the_start_says_whether_what_stays_fits(flags: str) -> None:
     what, more = "for weights, gradients and optimizer states", "--dry-run --world-size 2"
     assert fits == f"fits this machine: X of Y GiB per rank {what}, without activations; see {more}"
     assert closely == fits
-    assert not_at_all == f"does NOT fit this machine: X of Y GiB per rank {what}; run with {more} to find flags that fit"
+    advice = f"run with {more} to find flags that fit"
+    assert not_at_all == f"does NOT fit this machine: X of Y GiB per rank {what}; {advice}"
 
 
 @pytest.mark.slow
