@@ -86,7 +86,7 @@ def _parquet_batches(path: Path, columns: Columns, *, begin: int, end: int | Non
 def _arrow_batches(path: Path, columns: Columns) -> Iterator[tuple[int, Any]]:
     with _named_errors(path), _open(path) as reader:
         names = _selected(reader.schema, path, columns)
-        is_stream = not hasattr(reader, "num_record_batches")
+        is_stream = isinstance(reader, _import_pyarrow(path).ipc.RecordBatchStreamReader)
         batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
         number = 1
         for batch in batches:

@@ -116,7 +116,7 @@ class CompactLines:
         seconds = sum(report.seconds for report in reports)
         fields = [f"step {last.iteration:>{len(str(train_iters))}}/{train_iters}"]
         if "lm loss" in losses:
-            fields.append(f"loss {losses.pop('lm loss'):.3f}")
+            fields.append(f"loss {losses['lm loss']:.3f}")
         fields.append(f"{sum(report.tokens for report in reports) / seconds:,.0f} tokens/s")
         fields.append(f"grad norm {last.grad_norm:.3g}")
         fields.append(f"ETA {self._remaining(train_iters - last.iteration, seconds / len(reports))}")
