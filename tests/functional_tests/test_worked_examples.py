@@ -1,4 +1,4 @@
-"""The commands of docs/example_*.md run, in a small size where they need GPUs, and print what the pages show."""
+"""The commands of docs/example_*.md and of the path through docs/ run, in a small size, and print what pages show."""
 
 import json
 import os
@@ -111,6 +111,32 @@ def test_attempts_without_a_cluster_print_what_the_page_shows(clone: Path) -> No
     expected = [line for line in shown("slurm", "exit code 75") if line != "..."]
     found = iter(printed)
     assert [line for line in expected if line not in found] == [], printed
+
+
+@pytest.mark.slow
+def test_commands_of_the_path_run_one_after_another(clone: Path) -> None:
+    """Training on own text, then saving, resuming in another layout, conversion and generation."""
+    scripts = ["mkdir -p runs/moe"]
+    for name in ("train_a_moe", "save_and_convert"):
+        text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+        found = re.findall(r"^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        # examples/resume.sh has its own test.
+        scripts += [block for block in found if ".venv/bin/activate" not in block and "examples/" not in block]
+    assert len(scripts) == 12
+    script = "\n".join(scripts)
+    for pattern, small in {
+        "--max-bytes 2000000": "--max-bytes 300000",
+        "--lr-warmup-iters 20 ": "--lr-warmup-iters 1 ",
+        "--train-iters 200 --log-interval 50": "--train-iters 4 --log-interval 2",
+        "--eval-interval 100 --eval-iters 4": "--eval-interval 4 --eval-iters 1",
+        "--train-iters 220": "--train-iters 6",
+        "--train-iters 20 ": "--train-iters 2 ",
+    }.items():
+        assert pattern in script
+        script = script.replace(pattern, small)
+    printed = shell(clone, script)
+    assert "iteration        6/       6" in printed
+    assert (clone / "runs" / "from_hub").is_dir()
 
 
 # Commands that need GPUs: by page, the layouts of its tables as flags, GiB and time of a step.

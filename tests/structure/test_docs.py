@@ -17,6 +17,7 @@ from markdown_it import MarkdownIt
 
 from megatron.tools.docs_site import anchor, nav_titles, with_repository_links, with_titles
 from megatron.training.command_line.flags import flag_table
+from tests.structure import tour
 from tests.structure.compared import anchors
 from tests.structure.measure import ROOT
 
@@ -127,17 +128,21 @@ def test_links_are_adapted_for_the_site() -> None:
         with_repository_links("[a](../no_such_file.py)", folder=DOCS, repo_url="https://forge/ours")
 
 
+def test_the_tour_links_the_file_of_each_name() -> None:
+    assert tour.PAGE.read_text(encoding="utf-8") == tour.page_with_links()
+
+
 def test_the_reading_order_names_files() -> None:
     """A line is a path below the last line that ended in a slash, or a whole path."""
     section = (DOCS / "architecture.md").read_text(encoding="utf-8").partition("## The code in reading order\n")[2]
-    tour = section.partition("```\n")[2].partition("```")[0]
+    listing = section.partition("```\n")[2].partition("```")[0]
     folder, missing = ROOT, []
-    for line in tour.splitlines():
+    for line in listing.splitlines():
         name = line.split()[0]
         folder = ROOT if not line.startswith(" ") else folder
         missing += [] if (folder / name).exists() else [line]
         folder = ROOT / name if name.endswith("/") else folder
-    assert tour and missing == []
+    assert listing and missing == []
 
 
 class _Parts(HTMLParser):

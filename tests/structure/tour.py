@@ -3,15 +3,21 @@
 A walk is a level-2 section. Its code blocks tagged `walk` list the functions that are entered, in order of first entry,
 one file a line: `file: Class.method, .another_method_of_Class, function`. tests/distributed/print_walk.py prints a
 traced walk in this form, to be pasted between the sentences of the page.
+
+`python -m tests.structure.tour` rewrites the page's last section, which links the file of each name.
 """
 
+import ast
 import difflib
 import re
 from collections.abc import Iterable, Iterator
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "tour.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "tour.md"
+FILES_HEADING = "The files"
 
 
 def listed_functions(heading: str) -> list[str]:
@@ -32,6 +38,24 @@ def listed_files(heading: str) -> list[str]:
     return list(dict.fromkeys(_split(function)[0] for function in listed_functions(heading)))
 
 
+def page_with_links() -> str:
+    """Returns the page with a new last section: each name of the walks, with a link to its file."""
+    text = PAGE.read_text(encoding="utf-8")
+    entered: dict[str, set[str]] = {}
+    for block in re.findall(r"^```walk\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        for function in (function for line in block.splitlines() for function in _expand(line)):
+            file, name = _split(function)
+            entered.setdefault(file, set()).add(name.partition(".")[0])
+    rows = []
+    for file, names in sorted(entered.items()):
+        paths = [path for path in _sources().get(file, []) if names & _definitions(path)]
+        assert paths and names <= set().union(*map(_definitions, paths)), f"{file}: {sorted(names)} not found"
+        links = (f"[{path.relative_to(ROOT)}](../{path.relative_to(ROOT)})" for path in paths)
+        rows.append(f"| `{file}` | {', '.join(links)} |\n")
+    kept = text.partition(f"\n## {FILES_HEADING}\n")[0].rstrip("\n")
+    return f"{kept}\n\n## {FILES_HEADING}\n\n| name | file |\n|---|---|\n{''.join(rows)}"
+
+
 def differences(heading: str, entered: Iterable[str]) -> str:
     """Returns a diff of the page's walk and the functions that were entered, `file: qualname` each; '' without any."""
     return "\n".join(
@@ -45,6 +69,25 @@ def as_lines(entered: Iterable[str]) -> list[str]:
     """Returns the lines of a walk block for functions given as `file: qualname`."""
     split = [_split(function) for function in entered]
     return [_line(file, [name for _, name in parts]) for file, parts in groupby(split, key=lambda one: one[0])]
+
+
+@cache
+def _sources() -> dict[str, list[Path]]:
+    found: dict[str, list[Path]] = {}
+    for path in (*sorted(ROOT.glob("*.py")), *sorted((ROOT / "megatron").rglob("*.py"))):
+        if path.resolve().is_relative_to(ROOT / "tools"):
+            continue
+        found.setdefault(path.parent.name if path.name == "__init__.py" else path.stem, []).append(path)
+    return found
+
+
+@cache
+def _definitions(path: Path) -> set[str]:
+    """Returns the names of classes and functions of a file, except methods."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    methods = {id(node) for owner in ast.walk(tree) if isinstance(owner, ast.ClassDef) for node in owner.body}
+    found = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef))
+    return {node.name for node in found if id(node) not in methods}
 
 
 def _section(heading: str) -> str:
@@ -74,3 +117,7 @@ def _expand(line: str) -> Iterator[str]:
         full = f"{owner}{name}" if name.startswith(".") else name
         owner = full.rpartition(".")[0] or owner
         yield f"{file}: {full}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page_with_links(), encoding="utf-8")
