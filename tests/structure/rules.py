@@ -244,8 +244,11 @@ def _reads_device(node: ast.AST) -> TypeGuard[ast.Call]:
 
 
 def _mentions_tensor(function: Function) -> bool:
+    """Whether tensors enter or leave; not counted are parameters of modules, which may have any shape and dtype."""
     arguments = function.node.args
     annotations = [
-        argument.annotation for argument in (*function.parameters, arguments.vararg, arguments.kwarg) if argument
+        argument.annotation
+        for argument in (*function.parameters, arguments.vararg, arguments.kwarg)
+        if argument and not re.match(r"params?(eters?)?$", argument.arg)
     ]
     return any("Tensor" in words(annotation) for annotation in (*annotations, function.node.returns))

@@ -24,6 +24,7 @@ def breaks(rule: str, *texts: str) -> bool:
         ("todo", "# FIXME", "# TODO(#12): later"),
         ("tensor_docstring", 'def f(a: Tensor): "bf16"', 'def f(a: Tensor): "a: [T, H], bf16"'),
         ("tensor_docstring", 'def f(a: "list[torch.Tensor]"): "[T]"', "def _f(a: Tensor): pass"),
+        ("tensor_docstring", 'def f(param_grad: Tensor): ""', 'def f(param: Tensor, params: list[Tensor]): ""'),
         ("docstring_start", 'def f(): "See g."', 'def f(): "Seeds the random streams."'),
         ("docstring_start", 'class A:\n    """\n    Of each step: its rows."""', '"""Often empty. See g."""'),
         ("docstring_start", '"""That of y = x W^T."""', "# Of a comment nobody asks this"),
