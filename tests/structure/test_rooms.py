@@ -20,7 +20,7 @@ FOR_USERS = {"GradConsumer", "FinalizesStep", "KnowsInitialValues", "KnownValues
 def listed_rooms(package: str) -> dict[str, set[str]]:
     """Returns the public classes of each room in a package's table, in the order of the table."""
     table = PAGE.read_text().partition(f"\n### {package}\n")[2].partition("\n#")[0]
-    rows = re.findall(r"^\| `(\w+)` \|[^|]*\|[^|]*\|([^|]*)\|$", table, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \|[^|]*\|([^|]*)\|$", table, re.MULTILINE)
     return {room: {name for name in classes.strip().split(", ") if name} for room, classes in rows}
 
 
