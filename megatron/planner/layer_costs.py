@@ -521,7 +521,7 @@ def _trace_stage(
 ) -> tuple[dict[str, PartWork], StepWork]:
     """Runs a step of one stage of the short model. Returns the work of each part, and the work once per step."""
     model, optimizer, _ = build_model_and_optimizer(model_provider, args)
-    recorder = _PartRecorder(model[0], live_rows=live_rows(args), spans=_param_spans(model[0], args))
+    recorder = _PartRecorder(model[0], live_rows=live_rows(model), spans=_param_spans(model[0], args))
     messages = _PartMessages(groups, recorder)
     with traced_steps(
         args, model, optimizer=optimizer, forward_step=forward_step, groups=groups, note=recorder.note

@@ -27,6 +27,7 @@ from megatron.core.timers import Timers
 from megatron.core.transformer.moe import dispatch_alltoall
 from megatron.core.transformer.moe.dispatch_allgather import MoEAllGatherTokenDispatcher
 from megatron.core.transformer.moe.dispatch_alltoall import RowSplits, exchange_counts
+from megatron.core.transformer.moe.dispatch_static import MoEStaticTokenDispatcher
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import get_model_config, unwrap_model
@@ -147,7 +148,7 @@ def trace_step(
     S], int64 or fp32, without memory.
     """
     recorder = MessageRecorder(groups)
-    work = WorkRecorder(model, live_rows=live_rows(args))
+    work = WorkRecorder(model, live_rows=live_rows(model))
     with traced_steps(
         args, model, optimizer=optimizer, forward_step=forward_step, groups=groups, note=work.note
     ) as traced:
@@ -176,9 +177,16 @@ def trace_step(
     )
 
 
-def live_rows(args: argparse.Namespace) -> float:
-    """Returns the share of the expert buffers' rows that hold tokens."""
-    return 1.0 / max(1.0, args.moe_expert_rank_capacity_factor or 1.0)
+def live_rows(model: Iterable[nn.Module]) -> float:
+    """Returns the share of the expert buffers' rows that contain tokens if routing is balanced; 1 if they are dropless.
+
+    Buffers never exceed the rows of the most uneven routing, whatever their factor: a rank with all experts always
+    receives the same number of rows.
+    """
+    layers = (part for chunk in model for part in chunk.modules() if isinstance(part, MoELayer))
+    dispatchers = (layer.token_dispatcher for layer in layers)
+    budget = next((one.budget for one in dispatchers if isinstance(one, MoEStaticTokenDispatcher)), None)
+    return 1.0 if budget is None else 1.0 / max(1.0, min(budget.factor, budget.largest_factor))
 
 
 @contextmanager
