@@ -477,7 +477,7 @@ def test_a_reduced_gradient_has_no_memory_to_read_or_move(use):
     optimizer = DistributedFusedAdam(module.parameters(), lr=0.1)
     module(torch.ones(1, 5)).sum().backward()
     optimizer.step()
-    with pytest.raises(RuntimeError, match="which DistributedFusedAdam has reduced to the shards of ranks"):
+    with pytest.raises(RuntimeError, match="which DistributedFusedAdam has reduced to shards over ranks"):
         use(module.weight.grad, module)
 
 

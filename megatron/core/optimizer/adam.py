@@ -50,7 +50,7 @@ HOST_CHUNK = 1 << 20
 
 
 class Masters(Enum):
-    """The numbers that are updated and then rounded to the parameters."""
+    """Form of the masters, which are updated and then rounded to the parameters."""
 
     # No masters: the parameters themselves are updated.
     NONE = auto()
@@ -64,8 +64,8 @@ class Masters(Enum):
 class StateForm:
     """Settings that select the storage form (see stored_floats.py) of a flat range's state; for FlatAdam.of_form.
 
-    dtype: dtype of moments and masters, except that masters with remainders are fp32. is_scaled: 16-bit states with a
-    scale for every 64 numbers. bf16 has the exponent range of fp32, so it is stored without a scale even then.
+    dtype: dtype of moments and masters, except that masters with remainders are fp32. is_scaled: store 16-bit states
+    with a scale for every 64 numbers. It has no effect on bf16 states, because bf16 has the exponent range of fp32.
     """
 
     dtype: torch.dtype = torch.float32
@@ -73,7 +73,7 @@ class StateForm:
     is_scaled: bool = False
 
     def validate(self) -> None:
-        """Raises ValueError naming the field, its value and valid values."""
+        """Raises ValueError for invalid or contradictory fields."""
         if self.dtype not in (torch.float32, torch.float64, *_NARROW):
             raise ValueError(f"dtype is {self.dtype}: must be float32, float64, float16 or bfloat16")
         if self.is_scaled and self.dtype not in _NARROW:
@@ -93,11 +93,11 @@ class FlatAdam:
 
     @classmethod
     def of_form(cls, model: torch.Tensor, form: StateForm) -> "FlatAdam":
-        """Builds the state of parameters with the storage selected by `form`.
+        """Builds the state of flat parameters in the storage form that `form` selects.
 
-        model: the parameters, [N], fp32, fp64, fp16 or bf16, referenced and updated in place unless the form has a
-        copy. Raises ValueError for an invalid form, for remainders of parameters other than bf16, and for scaled states
-        of fp64 parameters that are updated in place.
+        model: the parameters, [N], fp32, fp64, fp16 or bf16, referenced and updated in place unless masters are a copy.
+        Raises ValueError for an invalid form, for remainders of parameters other than bf16, and for scaled states of
+        fp64 parameters that are updated in place.
         """
         form.validate()
         if form.masters is Masters.REMAINDERS and model.dtype != torch.bfloat16:
@@ -118,13 +118,13 @@ class FlatAdam:
 
     @classmethod
     def of_masters(cls, main: StoredFloats, *, exp_avg_dtype: torch.dtype, exp_avg_sq_dtype: torch.dtype) -> "FlatAdam":
-        """Builds the state of masters, with zero moments in fp32, bf16 or scaled fp16 (see zeros_beside)."""
+        """Builds the state for given masters, with zero moments in fp32, bf16 or scaled fp16 (see zeros_beside)."""
         step = main.read(0, 0).new_zeros((), dtype=torch.float32)
         return cls(main, zeros_beside(main, exp_avg_dtype), zeros_beside(main, exp_avg_sq_dtype), step)
 
     @property
     def stored(self) -> tuple[StoredFloats, StoredFloats, StoredFloats]:
-        """The storage that a step changes, apart from the step count: masters and both moments."""
+        """Masters and both moments, which a step changes in addition to the step count."""
         return self.main, self.exp_avg, self.exp_avg_sq
 
     @property
@@ -134,7 +134,7 @@ class FlatAdam:
 
     @property
     def wide(self) -> torch.dtype:
-        """The dtype in which a step computes and in which all three are read: fp32 or fp64."""
+        """Dtype in which a step computes, and in which masters and moments are read: fp32 or fp64."""
         return self.main.read(0, 0).dtype
 
 
@@ -175,8 +175,8 @@ class GradUse(Enum):
 
     # The gradients keep their values.
     READ = auto()
-    # Unless the step is skipped, the gradients may afterwards hold the quotients, which saves a copy. Torch's kernel
-    # overwrites gradients of the dtype in which it computes.
+    # If the step is not skipped, the gradients may afterwards contain the quotients, which saves a copy. Torch's kernel
+    # overwrites gradients whose dtype is the compute dtype.
     DIVIDE = auto()
 
 
@@ -200,10 +200,11 @@ class AdamUpdate:
 def adam_step(
     updates: Sequence[AdamUpdate], rates: AdamRates, *, scale: GradScale, grads: GradUse = GradUse.READ
 ) -> None:
-    """Updates flat ranges of one device by their gradients over the divisor, or skips all; never waits for the device.
+    """Updates flat ranges of one device from their gradients, or skips them all. Never waits for the device.
 
-    Ranges whose tensors all have one dtype, and whose gradients need no division or may be overwritten, are updated by
-    one call of torch's fused kernel, bit-identical to torch.optim with fused=True.
+    Gradients are divided by the divisor of `scale`. Ranges whose tensors all have one dtype, and whose gradients
+    require no division or may be overwritten, are updated by one call of torch's fused kernel, bit-identical to
+    torch.optim with fused=True.
     """
     if not updates:
         return
@@ -238,7 +239,7 @@ def adam_step(
 
 @torch.no_grad()
 def write_parameters(state: FlatAdam, out: torch.Tensor) -> None:
-    """Rounds masters to parameters; out: [N], any float dtype, possibly the parameters' own memory."""
+    """Writes the masters, rounded, to the parameters. out: [N], any float dtype, possibly the parameters' memory."""
     size = piece_elements(state.main)
     for start in range(0, state.main.numel, size):
         end = min(start + size, state.main.numel)
@@ -250,19 +251,19 @@ def write_parameters(state: FlatAdam, out: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class _Scaled:
-    """A GradScale on the device of a step: [], fp32 each, or None."""
+    """A GradScale on the device of a step. Both fields are [], fp32, or None."""
 
     divisor: torch.Tensor | None
     skip: torch.Tensor | None
 
     def put(self, target: torch.Tensor, values: torch.Tensor) -> None:
-        """Rounds values into a target, unless the step is skipped; both [n], any float dtype."""
+        """Copies values to a target and rounds them, unless the step is skipped; both [n], any float dtype."""
         target.copy_(values if self.skip is None else torch.where(self.skip == 0, values.to(target.dtype), target))
 
 
 @dataclass(frozen=True)
 class _Operands:
-    """The operands of torch's kernel: [n] each, one dtype, fp32 or fp64. count: this step's number, [], fp32."""
+    """Operands of torch's fused kernel: [n] each, all fp32 or all fp64. count: number of this step, [], fp32."""
 
     main: torch.Tensor
     grad: torch.Tensor
@@ -273,9 +274,7 @@ class _Operands:
     ranges: Sequence[tuple[int, int]] | None = None
 
     def parts(self) -> "list[_Operands]":
-        """Splits the operands into parts that the kernel updates as separate tensors, see [Note: ends of
-        parameters].
-        """
+        """Splits the operands where parameters end; see [Note: ends of parameters]."""
         if self.ranges is None:
             return [self]
         return [
@@ -291,7 +290,10 @@ class _Operands:
 
 
 def _whole(update: AdamUpdate, count: torch.Tensor) -> _Operands | None:
-    """Returns a whole update as operands of torch's kernel, or None if any part has another dtype, device or form."""
+    """Returns the operands that update a whole range in one kernel call, or None if the range must be converted.
+
+    A range must be converted if its tensors differ in dtype or device, or are not stored in plain form.
+    """
     state, out = update.state, update.out
     tensors = [stored.tensor for stored in state.stored if isinstance(stored, Plain)]
     others = [update.grad] if out is None else [update.grad, out]
@@ -303,7 +305,7 @@ def _whole(update: AdamUpdate, count: torch.Tensor) -> _Operands | None:
 
 
 def _step_together(operands: Sequence[_Operands], rates: AdamRates, *, scaled: _Scaled) -> None:
-    """Updates ranges of one dtype in one call; the kernel overwrites gradients that it divides."""
+    """Updates ranges of one dtype in one kernel call, which overwrites gradients that it divides."""
     _fused_kernel(operands, rates, skip=scaled.skip, divisor=scaled.divisor)
     for one in operands:
         if one.out is not None:
@@ -311,9 +313,7 @@ def _step_together(operands: Sequence[_Operands], rates: AdamRates, *, scaled: _
 
 
 def _is_one_pass(state: FlatAdam) -> bool:
-    """Returns whether a GPU updates a state in one Triton launch, as for forms that need conversion to
-    and from fp32.
-    """
+    """Returns whether the Triton kernel updates a state on a GPU: fp32 states with remainders or scaled fp16."""
     stored = state.stored
     is_converted = isinstance(state.main, WithRemainder) or any(isinstance(one, ScaledHalf) for one in stored)
     return is_converted and state.wide == torch.float32
@@ -322,7 +322,7 @@ def _is_one_pass(state: FlatAdam) -> bool:
 def _step_in_pieces(
     update: AdamUpdate, rates: AdamRates, *, count: torch.Tensor, scaled: _Scaled, grads: GradUse
 ) -> None:
-    """Updates a state of any form with torch's kernel, converted in pieces that fit into a core's cache."""
+    """Updates a state of any form with torch's kernel, converting it in pieces that fit into a core's cache."""
     state, size = update.state, _piece_elements(update.state)
     for start in range(0, state.main.numel, size):
         end = min(start + size, state.main.numel)
@@ -351,7 +351,7 @@ def _step_piece(
     grads: GradUse,
     ranges: Sequence[tuple[int, int]] | None = None,
 ) -> None:
-    """Updates the elements of a state from `start` on by grad, [n], any float dtype and device."""
+    """Updates n elements of a state from `start` on. grad: [n], any float dtype and device."""
     main, exp_avg, exp_avg_sq = values = [stored.read(start, start + grad.numel()) for stored in state.stored]
     grad, divisor = grad.to(main), scaled.divisor
     if divisor is not None and grads is GradUse.READ:
@@ -365,7 +365,7 @@ def _step_piece(
 
 
 def _next_counts(states: Sequence[FlatAdam], rates: AdamRates) -> list[torch.Tensor]:
-    """Returns the step count after the next update of each state: [], fp32."""
+    """Returns the number of each state's next step, as kernels read it: [], fp32; infinity without bias correction."""
     # For an infinite number of steps both bias corrections are exactly 1.
     steps = [state.step for state in states]
     return list(torch._foreach_add(steps, 1.0 if rates.bias_correction else torch.inf))
@@ -389,9 +389,9 @@ def _divisor_on(scale: GradScale, device: torch.device) -> torch.Tensor | None:
 def _sgd_divisor_on(scale: GradScale, device: torch.device) -> torch.Tensor | None:
     """Returns the divisor for torch's SGD kernel: [], fp32; on the CPU None for 1.
 
-    With a divisor of 1, torch's kernel on a GPU rounded last digits differently than without one (H200, torch 2.11).
-    Host-decided steps could omit a divisor of 1, but graphs, whose arguments are fixed, cannot. On a GPU both therefore
-    pass it.
+    On a GPU, torch's kernel with a divisor of 1 rounded the last digits differently than without a divisor (H200, torch
+    2.11). Host-decided steps could omit a divisor of 1, but graphs, whose arguments are fixed, cannot. On a GPU both
+    therefore pass it.
     """
     divisor = _divisor_on(scale, device)
     if divisor is None and device.type != "cpu":
@@ -402,12 +402,12 @@ def _sgd_divisor_on(scale: GradScale, device: torch.device) -> torch.Tensor | No
 def _piece_elements(state: FlatAdam) -> int:
     size = piece_elements(state.main)
     is_plain = all(isinstance(stored, Plain) for stored in state.stored)
-    # Plain states are not copied, so only the gradient must fit into the cache, and not four tensors.
+    # Plain states are not copied, so only the gradient must fit into the cache, instead of four tensors.
     return 4 * size if is_plain and state.step.device.type == "cpu" else size
 
 
 def _ranges_in(ranges: Sequence[tuple[int, int]] | None, start: int, *, end: int) -> Sequence[tuple[int, int]] | None:
-    """Returns the parts of ranges within [start, end), relative to `start`."""
+    """Clips ranges to [start, end) and returns them relative to `start`; None remains None."""
     if ranges is None:
         return None
     cut = ((max(first, start) - start, min(last, end) - start) for first, last in ranges)
@@ -415,7 +415,7 @@ def _ranges_in(ranges: Sequence[tuple[int, int]] | None, start: int, *, end: int
 
 
 def _write_back(stored: StoredFloats, start: int, *, values: torch.Tensor, scaled: _Scaled) -> None:
-    """Stores updated numbers, [n], fp32 or fp64; a skipped step restores the stored bytes unchanged."""
+    """Stores updated numbers, [n], fp32 or fp64; if the step is skipped, restores the previous bytes."""
     end = start + values.numel()
     memory = []
     # Writing back the values that were read does not always restore the bytes: a block whose largest number was rounded
@@ -432,7 +432,7 @@ def _write_back(stored: StoredFloats, start: int, *, values: torch.Tensor, scale
 
 
 def _as_parameters(main: StoredFloats, start: int, *, end: int) -> torch.Tensor:
-    """Returns masters rounded to their parameters' dtype: [n], fp32, fp64 or bf16."""
+    """Returns the numbers from which parameters are written: [n], bf16 for remainders, else fp32 or fp64."""
     # Not rounded from fp32, because torch rounds ties to even, and remainders refer to ties rounded away from zero.
     return main.upper[start:end].view(torch.bfloat16) if isinstance(main, WithRemainder) else main.read(start, end)
 
@@ -470,7 +470,7 @@ def _main_of(model: torch.Tensor, form: StateForm) -> StoredFloats:
     if form.masters is Masters.REMAINDERS:
         return WithRemainder(model)
     if form.masters is Masters.NONE:
-        # Parameters wider than the states are computed in their own dtype.
+        # Parameters that are wider than the states are updated in the parameter dtype.
         wide = torch.promote_types(torch.promote_types(model.dtype, form.dtype), torch.float32)
         return Plain(model) if model.dtype == wide else Rounded(model, wide)
     wide = torch.promote_types(form.dtype, torch.float32)
@@ -491,7 +491,10 @@ def _storage(tensor: torch.Tensor, form: StateForm, *, wide: torch.dtype) -> Sto
 
 
 class UpdateRule(Protocol):
-    """Interface of update rules. is_collective: ranks communicate in `update`, which needs all ranges in one call."""
+    """Interface of update rules.
+
+    is_collective: whether `update` communicates between ranks, so that one call must receive all ranges.
+    """
 
     is_collective: bool
     optimizer: torch.optim.Optimizer
@@ -509,17 +512,18 @@ class UpdateRule(Protocol):
         ...
 
     def flat_state(self, run: FlatParamRange) -> dict[str, StoredFloats]:
-        """Returns the state of a range by torch's names, N numbers each."""
+        """Returns the state of a range under torch's names, such as exp_avg, N numbers each."""
         ...
 
     def settings_in(self, run: FlatParamRange) -> list[tuple[Span, Mapping[str, Any]]]:
-        """Returns the current group settings of each part of a range; the parts are sorted and start at multiples of
-        64.
+        """Returns the current group settings of each part of a range.
+
+        The parts are sorted and start at multiples of 64.
         """
         ...
 
     def step_counts(self) -> list[torch.Tensor]:
-        """Returns the step counters, to read and to set: [], fp32 each."""
+        """Returns the step counters, which callers may read or overwrite: [], fp32 each."""
         ...
 
 
@@ -533,7 +537,7 @@ class _Chunk:
 
 
 class FusedRule:
-    """AdamW or SGD: one kernel updates whole ranges, and divides their gradients while reading them.
+    """Update rule of AdamW or SGD, whose kernel updates whole ranges and divides gradients while it reads them.
 
     Ranges whose state is not in the kernel's form are converted and updated in pieces.
     """
@@ -578,7 +582,7 @@ class FusedRule:
 
     @torch.no_grad()
     def update(self, scale: GradScale, runs: Set[FlatParamRange]) -> None:
-        """Updates the rule's ranges that are in `runs`. State on the host does not support scale.skip."""
+        """Updates those of the rule's ranges that are in `runs`. State on the host does not support scale.skip."""
         every = [_Settings(group, rates) for group, rates in zip(self.optimizer.param_groups, self._rates)]
         for settings, members in zip(every, self._members):
             chosen = [one for one in members if one in runs and one not in self._overlapped]
@@ -596,17 +600,17 @@ class FusedRule:
         return self._states.moments(run)
 
     def settings_in(self, run: FlatParamRange) -> list[tuple[Span, Mapping[str, Any]]]:
-        """Returns the settings of the group of the whole range."""
+        """Returns the settings of the range's group, which apply to the whole range."""
         return [(Span(0, run.span.numel), self.optimizer.param_groups[self._group_of[run]])]
 
     def step_counts(self) -> list[torch.Tensor]:
-        """Returns the step counter of each range, none for SGD: [], fp32 each, to read and to set."""
+        """Returns the step counter of each range, which callers may overwrite: [], fp32 each. SGD has none."""
         return self._states.step_counts()
 
 
 @dataclass(frozen=True)
 class _Settings:
-    """A torch parameter group in the form that kernels read; rates: see _rates_of."""
+    """Settings of a torch parameter group as kernel arguments. rates: see _rates_of."""
 
     group: dict[str, Any]
     rates: dict[torch.device, torch.Tensor]
@@ -617,7 +621,7 @@ class _Settings:
 
 
 class _AdamStates:
-    """AdamW's states of ranges, updated by adam_step."""
+    """AdamW states of ranges, updated by adam_step."""
 
     def __init__(self, config: OptimizerConfig, param_ranges: Sequence[FlatParamRange]) -> None:
         exp_avg, exp_avg_sq = config.exp_avg_dtype, config.exp_avg_sq_dtype
@@ -633,8 +637,9 @@ class _AdamStates:
             adam_step(updates, settings.of_adam(place), scale=scale, grads=GradUse.DIVIDE)
 
     def step_chunk(self, chunk: _Chunk, grad: torch.Tensor, settings: _Settings, *, scale: GradScale) -> None:
-        """Updates a chunk by its gradient: [n], any float dtype; count_chunks must follow after all
-        chunks of a range.
+        """Updates one chunk. grad: [n], any float dtype.
+
+        After all chunks of a range, count_chunks must be called.
         """
         state, place = self._of[chunk.param_range], _place(chunk.param_range)
         rates = settings.of_adam(place)
@@ -654,7 +659,7 @@ class _AdamStates:
 
 
 class _SgdStates:
-    """SGD's momenta of ranges whose masters are fp32 or fp64, updated by torch's kernel."""
+    """SGD momenta of ranges whose masters are fp32 or fp64, updated by torch's kernel."""
 
     def __init__(self, config: OptimizerConfig, param_ranges: Sequence[FlatParamRange]) -> None:
         # A zero momentum gives the same first step as torch, which begins without a momentum.
@@ -674,7 +679,7 @@ class _SgdStates:
             self._step_together(whole, settings, scale=scale)
 
     def step_chunk(self, chunk: _Chunk, grad: torch.Tensor, settings: _Settings, *, scale: GradScale) -> None:
-        """Updates a chunk by its gradient: [n], any float dtype."""
+        """Updates one chunk. grad: [n], any float dtype."""
         self._step_together([(chunk, grad)], settings, scale=scale)
 
     def count_chunks(self, param_ranges: Sequence[FlatParamRange], *, scale: GradScale) -> None:
@@ -689,7 +694,7 @@ class _SgdStates:
     def _step_together(
         self, chunks: Sequence[tuple[_Chunk, torch.Tensor]], settings: _Settings, *, scale: GradScale
     ) -> None:
-        """Updates chunks of one device by their gradients: [n] each, any float dtype and device."""
+        """Updates chunks of one device. chunks: each with its gradient, [n], any float dtype and device."""
         # `read` returns views of the storage, which the kernel changes in place.
         mains = [chunk.param_range.main.read(chunk.start, chunk.end) for chunk, _ in chunks]
         momenta = [self._momenta.get(chunk.param_range) for chunk, _ in chunks]
@@ -725,13 +730,13 @@ def _rates_of(param_ranges: Sequence[FlatParamRange]) -> dict[torch.device, torc
     return {place: torch.zeros((), dtype=dtype, device=place) for place, dtype in types.items()}
 
 
-# State in the host's memory (overlap_cpu_optimizer_d2h_h2d).
+# State in host memory (overlap_cpu_optimizer_d2h_h2d).
 
 
 class _HostCopies:
-    """Copies gradients to the host and updated parameters back, for ranges whose masters are in the host's memory.
+    """Copies gradients to the host and updated parameters back, for ranges whose masters are in host memory.
 
-    While a chunk is updated, the gradient of the next one and the parameters of the previous one are copied. Each
+    While a chunk is updated, the gradient of the next chunk and the parameters of the previous chunk are copied. Each
     direction has two buffers and, on a GPU, a stream.
     """
 
@@ -747,10 +752,10 @@ class _HostCopies:
         self._sent: list[Any] = [None, None]
 
     def chunks(self, param_ranges: Sequence[FlatParamRange]) -> Iterator[tuple[_Chunk, torch.Tensor]]:
-        """Iterates over the chunks of ranges, each with its gradient on the host: [n], the buffer's dtype.
+        """Yields the chunks of ranges, each with its gradient on the host: [n], the buffer's dtype.
 
-        The caller updates a chunk's masters before it requests the next one; then the parameters are written from them.
-        Work that is launched on the device after the last chunk sees all new parameters.
+        The caller must update a chunk's masters before it requests the next chunk, because the parameters are then
+        copied from the masters. Work launched on the device after the last chunk sees all new parameters.
         """
         todo = [
             _Chunk(one, start, min(start + HOST_CHUNK, one.main.numel))
@@ -760,7 +765,7 @@ class _HostCopies:
         fetched = [self._fetch(chunk, slot) for slot, chunk in enumerate(todo[:1])]
         for index, chunk in enumerate(todo):
             grad, copied = fetched.pop()
-            # The next gradient overwrites the one before this, which has already been read.
+            # The next gradient overwrites the previous one, which has already been read.
             fetched += [self._fetch(later, (index + 1) % 2) for later in todo[index + 1 : index + 2]]
             self._to_host.host_waits_for(copied)
             yield chunk, grad

@@ -1,6 +1,6 @@
 """DistributedOptimizer: each data-parallel rank updates its shard of every bucket, then ranks gather the parameters.
 
-megatron.core.distributed cuts buckets and launches collectives; optimizer.py implements the step.
+megatron.core.distributed splits parameters into buckets and launches collectives; optimizer.py implements the step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,8 +29,8 @@ from megatron.core.optimizer.optimizer_parts import InitStateFn, OptimizerParts,
 from megatron.core.optimizer.state_dict import MASTERS
 from megatron.core.process_groups_config import group_rank, group_size
 
-# State of parameters, as written by save_parameter_state: for each chunk, by parameter and kind of state, flat tensors
-# [N], fp32 or fp64, in the parameter's memory order.
+# Optimizer state as written by save_parameter_state. For each chunk: by parameter and kind of state, flat tensors [N],
+# fp32 or fp64, in the parameter's memory order.
 ParameterState = list[dict[str, dict[str, Tensor]]]
 
 
@@ -38,23 +38,24 @@ _NO_ITEMS: ShardedState = MappingProxyType({})
 
 
 class DistributedOptimizer(MixedPrecisionOptimizer):
-    """ZeRO-1: masters and moments of this rank's shards only. ZeRO-2 if the chunks shard gradients too.
+    """ZeRO-1 optimizer: stores masters and moments of this rank's shards only. ZeRO-2 if chunks also shard gradients.
 
-    Steps like MegatronOptimizer, but an update consists of:
+    Steps like MegatronOptimizer, except that an update
 
-    1. the parameters of other ranks' shards become stale;
-    2. this rank's shards are updated;
-    3. parameters are gathered: without overlap immediately, with overlap_param_gather in forward before each module,
-       with overlap_param_gather_with_optimizer_step each bucket as soon as it is updated, in the order of forward.
+    1. marks the parameters of other ranks' shards as stale;
+    2. updates this rank's shards;
+    3. gathers the parameters: immediately without overlap, before each module's forward with overlap_param_gather, or
+       bucket by bucket, in forward order and as soon as each is updated, with overlap_param_gather_with_optimizer_step.
 
     A rank may own only padding, or no part of a parameter group. The norm counts each element once, so that all ranks
-    skip a step together. Checkpoints hold boxes of whole tensors and load on any number of ranks.
+    skip a step together. Checkpoints contain boxes of whole tensors and load on any number of ranks.
 
-    optimizer: a torch optimizer over the parameters of model_chunks, whose settings shard state. Its groups are given
-    this rank's shards instead, so it must update elements independently. per_model_buffers: the chunks' buffers by
-    their index. data_parallel_group: the ranks over which these are sharded. data_parallel_group_gloo: the same ranks,
-    for get_parameter_state_dp_zero through the host. data_parallel_group_idx, distributed_optimizer_instance_id: kept
-    as attributes only. Raises ValueError for buffers or a group that do not belong to the chunks.
+    optimizer: a torch optimizer over the parameters of model_chunks, which must shard optimizer state. Its groups are
+    replaced by this rank's shards, so its update must be elementwise. per_model_buffers: the buffers of each chunk, by
+    chunk index. data_parallel_group: the ranks over which the buffers are sharded. data_parallel_group_gloo: the same
+    ranks, over which get_parameter_state_dp_zero gathers through host memory. data_parallel_group_idx,
+    distributed_optimizer_instance_id: stored as attributes, otherwise unused. Raises ValueError for buffers or a group
+    that do not belong to the chunks.
     """
 
     def __init__(
@@ -102,18 +103,18 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         ddp_config: DistributedDataParallelConfig,
         expert_data_parallel_world_size: int | None = None,
     ) -> dict[BufferKind, BufferLayout]:
-        """Returns the layout of each buffer of a wrapped model, without groups; see full_param_layout."""
+        """Computes the layout of each buffer of a wrapped model without process groups; see full_param_layout."""
         return full_param_layout(
             params, bucket_size, data_parallel_world_size, ddp_config, expert_data_parallel_world_size
         )
 
     @property
     def optimizer_state_keys(self) -> list[str]:
-        """Kinds of state that this rank's shards have, such as exp_avg, in sorted order."""
+        """Sorted kinds of state that are stored for this rank's shards, such as exp_avg."""
         return sorted({state.kind for state in self._flat_states()} - {MASTERS})
 
     def start_param_sync_for_bucket_group_subset(self) -> None:
-        """Starts to gather the parameters of the chunks, without waiting. Collective."""
+        """Starts gathering the parameters of the chunks without waiting. Collective."""
         self._start_gathers()
 
     # State, apart from the step.
@@ -121,7 +122,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns step count and loss scale, the same on all ranks, as JSON values.
 
-        Moments and masters are in sharded_state_dict, for any layout, and in the file of save_parameter_state.
+        sharded_state_dict returns moments and masters for any layout; save_parameter_state writes them to a file.
         """
         return self.common_state()
 
@@ -132,9 +133,9 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         sharding_type: str | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Calls sharded_state_dict of MegatronOptimizer.
+        """Calls MegatronOptimizer.sharded_state_dict.
 
-        sharding_type: None or fully_reshardable, the only format.
+        sharding_type: None or fully_reshardable, the only format. Raises ValueError for other formats.
         """
         if sharding_type not in (None, FULLY_RESHARDABLE):
             raise ValueError(f"sharding_type is {sharding_type!r}: must be None or {FULLY_RESHARDABLE!r}")
@@ -146,21 +147,21 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         is_loading: bool = False,
         metadata: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Returns sharded_state_dict, which holds boxes of whole tensors."""
+        """Returns sharded_state_dict, whose entries are boxes of whole tensors."""
         return self.sharded_state_dict(model_sharded_state_dict, is_loading, metadata=metadata)
 
     def load_parameter_state_from_fully_reshardable(self, state_dict: Mapping[str, Any]) -> None:
-        """Ends a load begun by sharded_param_state_fully_reshardable, like load_state_dict."""
+        """Completes a load that sharded_param_state_fully_reshardable started; same as load_state_dict."""
         self.load_state_dict(state_dict)
 
     def get_parameter_state_dp_zero(
         self, use_gloo_comm: bool = True, empty_data: bool = False, return_on_all_ranks: bool = False
     ) -> ParameterState | None:
-        """Returns moments and masters of whole parameters on the first rank of each buffer's group, on the CPU.
+        """Gathers moments and masters of whole parameters to the CPU of the first rank of each buffer's group.
 
-        Other ranks get None, unless return_on_all_ranks is set. use_gloo_comm: gathers through
-        data_parallel_group_gloo, if that is given. empty_data: returns tensors without data (meta device). Collective
-        over data-parallel ranks.
+        Returns None on other ranks, unless return_on_all_ranks is set. use_gloo_comm: gathers through
+        data_parallel_group_gloo, if it was passed to the constructor. empty_data: returns tensors without data (meta
+        device). Collective over data-parallel ranks.
         """
         is_reader = return_on_all_ranks or all(
             group_rank(buffer.data_parallel_group) == 0 for buffer in self._sharded_buffers()
@@ -184,10 +185,10 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
     def load_parameter_state_from_dp_zero(
         self, state_dict: ParameterState | None, *, update_legacy_format: bool = False
     ) -> None:
-        """Sets moments and masters from get_parameter_state_dp_zero, then gathers the parameters. Collective.
+        """Loads moments and masters from get_parameter_state_dp_zero, then gathers the parameters. Collective.
 
-        state_dict: read on the first rank of each buffer's group; may be from any number of data-parallel ranks. Raises
-        ValueError on all ranks if a parameter or a kind of state is missing or has another size.
+        state_dict: read on the first rank of each buffer's group; may come from any number of data-parallel ranks.
+        Raises ValueError on all ranks if a parameter or a kind of state is missing or has the wrong size.
         """
         why = "files of save_parameter_state have only one format"
         require_defaults("load_parameter_state", why, update_legacy_format=(update_legacy_format, False))
@@ -206,9 +207,9 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
             chunk.start_param_sync(force_sync=True, force_dispatch=True)
 
     def save_parameter_state(self, filename: str) -> None:
-        """Writes get_parameter_state_dp_zero with torch.save, on the first data-parallel rank. Collective.
+        """Saves the result of get_parameter_state_dp_zero with torch.save on the first data-parallel rank. Collective.
 
-        Each tensor-, expert- and pipeline-parallel rank needs a separate file.
+        Each tensor-, expert- and pipeline-parallel rank requires a separate file.
         """
         state = self.get_parameter_state_dp_zero()
         with all_ranks_agree(self.data_parallel_group):
@@ -216,7 +217,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
                 torch.save(state, filename)
 
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
-        """Reads a file of save_parameter_state; see load_parameter_state_from_dp_zero. Collective."""
+        """Loads a file written by save_parameter_state; see load_parameter_state_from_dp_zero. Collective."""
         state = None
         with all_ranks_agree(self.data_parallel_group):
             if group_rank(self.data_parallel_group) == 0:
@@ -227,12 +228,12 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         return [buffer for chunk in self._sharded_chunks for buffer in chunk.all_buffers]
 
     def _kinds(self, buffer: FlatBuffer) -> list[str]:
-        """Returns the kinds of state that any rank has for a buffer. Collective."""
+        """Returns the kinds of state that any rank stores for a buffer. Collective."""
         own = {state.kind for state in self._flat_states() if state.param_range.buffer is buffer}
         return sorted(set().union(*gather_objects(own, buffer.data_parallel_group)))
 
     def _read_shard(self, buffer: FlatBuffer, bucket: int, kind: str) -> Tensor:
-        """Reads one kind of state of this rank's shard of a bucket: [shard], fp32 or fp64; 0 where there is none."""
+        """Reads one kind of state of this rank's shard of a bucket: [shard], fp32 or fp64; zeros without state."""
         owned = buffer.owned_spans()[bucket]
         dtype = torch.float64 if buffer.param_data.dtype == torch.float64 else torch.float32
         shard = torch.zeros(owned.numel, dtype=dtype, device=buffer.param_data.device)
@@ -270,7 +271,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         return gloo if is_same else group
 
     def _after_load(self) -> None:
-        # Determined by the chunks' dtypes, not by this rank's ranges, of which there may be none.
+        # The chunks' dtypes decide, because this rank may own no ranges.
         dtypes = [buffer.param_data.dtype for chunk in self._sharded_chunks for buffer in chunk.all_buffers]
         if self.config.keeps_remainders and torch.bfloat16 in dtypes:
             # Loading remainders has changed this rank's shard of the parameters, so the other ranks must gather it.
@@ -294,7 +295,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
     def _after_device_update(self) -> None:
         self._mark_params_stale()
         super()._after_device_update()
-        # `step` could gather each bucket after its update. Here the host learns of the update only at the end.
+        # Unlike `step`, this cannot gather bucket by bucket, because the host learns of the update only at the end.
         if self._gathers_in_step or self._gathers_after_step:
             self._start_gathers()
 
@@ -321,9 +322,10 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
 def _gather_sync(
     shards: Sequence[Tensor], buffer: FlatBuffer, group: dist.ProcessGroup | None, *, to_all: bool
 ) -> Tensor:
-    """Returns a buffer's numbers on the CPU from all ranks' shards of its buckets: [N]; zeros on other ranks.
+    """Gathers a buffer's values from all ranks to the CPU: [N], the shards' dtype; zeros on ranks that do not read.
 
-    NOTE: waits for the device.
+    shards: this rank's shard of each bucket, [n] each. to_all: whether all ranks read, or only the first. NOTE: waits
+    for the device.
     """
     whole = torch.zeros(buffer.layout.numel, dtype=shards[0].dtype)
     for bucket, shard in zip(buffer.layout.buckets, shards, strict=True):
@@ -345,8 +347,10 @@ def _gather_sync(
 
 
 def _scattered(whole: Tensor | None, buffer: FlatBuffer, bucket: int, *, like: Tensor) -> Tensor:
-    """Returns this rank's shard of a bucket from the first rank's values of the buffer; like: a tensor of the same
-    form.
+    """Scatters a bucket from the first rank and returns this rank's shard.
+
+    whole: the buffer's values on the first rank, [N]; None elsewhere. like: a tensor with the shard's shape, dtype and
+    device, which may be overwritten.
     """
     group = buffer.data_parallel_group
     spans = [buffer.layout.shard(bucket, rank) for rank in range(group_size(group))]
@@ -387,7 +391,7 @@ def _check_buffers(
         sizes = {index: len(buffers) for index, buffers in known.items()}
         raise ValueError(
             f"per_model_buffers has { {index: len(buffers) for index, buffers in given.items()} } buffers: must "
-            f"contain all buffers of each of model_chunks, {sizes}; one DistributedOptimizer updates dense and "
+            f"contain all buffers of each model chunk, {sizes}. One DistributedOptimizer updates both dense and "
             "expert parameters"
         )
     groups = [buffer.data_parallel_group for buffers in known.values() for buffer in buffers]
@@ -395,18 +399,19 @@ def _check_buffers(
     if groups and group_size(group) not in num_ranks:
         raise ValueError(
             f"data_parallel_group has {group_size(group)} ranks: must be the group over which buffers are sharded, "
-            f"of {num_ranks[0]} ranks"
+            f"which has {num_ranks[0]} ranks"
         )
 
 
 def check_same_sharding(chunks: list[_BaseDataParallel], *, is_wanted: bool) -> bool:
-    """Returns whether the chunks are sharded; raises ValueError if they differ, or if sharding is wanted
-    but missing.
+    """Returns whether the chunks are sharded.
+
+    Raises ValueError if only some chunks are sharded, or if sharding is wanted but missing.
     """
     sharded = [chunk.ddp_config.use_distributed_optimizer for chunk in chunks]
     if len(set(sharded)) > 1:
         raise ValueError(
-            f"DistributedDataParallelConfig.use_distributed_optimizer of the chunks is {sharded}: must be the same"
+            f"DistributedDataParallelConfig.use_distributed_optimizer of the chunks is {sharded}: must be equal"
         )
     if is_wanted and not sharded[0]:
         raise ValueError(
@@ -417,12 +422,12 @@ def check_same_sharding(chunks: list[_BaseDataParallel], *, is_wanted: bool) -> 
 
 
 def check_sharded_gradients(chunks: list[_BaseDataParallel], *, optimizer: str) -> None:
-    """Raises ValueError unless all chunks shard gradients with distributed_fused_adam, and none does otherwise."""
+    """Raises ValueError unless all chunks shard gradients with distributed_fused_adam, or no chunk does otherwise."""
     wanted = optimizer == "distributed_fused_adam"
     found = [chunk.ddp_config.shard_gradients for chunk in chunks]
     if any(is_sharded != wanted for is_sharded in found):
         raise ValueError(
             f"OptimizerConfig.optimizer is {optimizer} and DistributedDataParallelConfig.shard_gradients of the chunks "
-            f"is {found}: must be {wanted} in all of them, or optimizer be "
+            f"is {found}: must be {wanted} for all chunks, or optimizer must be "
             + ("adam" if wanted else "distributed_fused_adam")
         )

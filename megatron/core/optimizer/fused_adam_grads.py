@@ -1,9 +1,9 @@
-"""Gradients of a DistributedFusedAdam: from param.grad to buckets, and the divisor that an update applies.
+"""Gradients of DistributedFusedAdam: their path from param.grad to buckets, and the divisor that an update applies.
 
-GradAccumulator processes autograd's gradients and detects the end of a backward. A GradProxy in param.grad lets loss
-scalers find the reduced gradients. ShardScaling holds their divisor (loss scale and clipping) and computes their norm.
-A parameter's buckets, and the scale that turns sums over ranks into means, are in fused_adam_params.py; the order of
-messages is in megatron/core/distributed.
+GradAccumulator processes autograd's gradients and detects the end of a backward pass. A GradProxy in param.grad lets
+loss scalers find the reduced gradients. ShardScaling stores their divisor (loss scale and clipping) and computes their
+norm. Buckets, and the factor that turns sums over ranks into means, are defined in fused_adam_params.py.
+megatron/core/distributed orders the collectives.
 """
 
 import gc
@@ -25,16 +25,16 @@ from megatron.core.optimizer.fused_adam_params import ShardedParams
 from megatron.core.process_groups_config import group_size
 from megatron.core.tensor_parallel.param_attributes import is_wrapped
 
-# Error if a scaler has searched for infinities in gradients that are not reduced. Such gradients belong to this rank
-# alone, so only some ranks would skip the step.
+# Raised if a scaler has checked unreduced gradients for infinities. Such gradients differ between ranks, so only some
+# ranks would skip the step.
 _UNSEEN = (
-    "GradScaler has not seen the reduced gradients, but only gradients from no_sync, manually set ones, or none: "
+    "GradScaler has not seen the reduced gradients, only gradients from no_sync, manually set gradients, or none: "
     "call grad_sync() before scaler.unscale_ and scaler.step"
 )
-# Autograd's accumulation, in place, and out of place with create_graph.
+# Operators of autograd's accumulation: in place, and out of place with create_graph.
 _ADDS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
-# Methods that read or move a tensor's memory without an operator; for the proxy they would use address 0. Excludes
-# untyped_storage, which modes call on any tensor to detect shared memory.
+# Methods that access a tensor's memory without dispatching an operator. On the proxy they would dereference address 0.
+# Excludes untyped_storage, which dispatch modes call on any tensor to detect shared memory.
 _OF_MEMORY = {
     torch.Tensor.__array__,
     torch.Tensor.__dlpack__,
@@ -58,7 +58,7 @@ class GradMode(Enum):
 
 
 class _Sums(Enum):
-    """State of the sums in the shards.
+    """State of the gradient sums in the shards.
 
     GROWING: gradients may be missing. WHOLE: all gradients are included. STEPPED: all gradients are included, and an
     update has used them. ABORTED: another rank has aborted the iteration.
@@ -71,20 +71,22 @@ class _Sums(Enum):
 
 
 def check_free(name: str, param: nn.Parameter) -> None:
-    """Raises ValueError for a parameter, any shape and dtype, that is in another optimizer or wrapper."""
+    """Raises ValueError if a parameter already belongs to a wrapper or to another DistributedFusedAdam."""
     if is_wrapped(param):
-        raise ValueError(f"{name} is in a DistributedDataParallel: call release() on it, or do not use the wrapper")
+        raise ValueError(
+            f"{name} is wrapped by DistributedDataParallel: call release() on the wrapper, or do not wrap the model"
+        )
     if is_watched(param):
-        # The other optimizer may be unused and not collected yet.
+        # The other optimizer may be unreachable, but not garbage-collected yet.
         gc.collect()
         if is_watched(param):
-            raise ValueError(f"{name} is in another DistributedFusedAdam: call release() on that optimizer first")
+            raise ValueError(f"{name} belongs to another DistributedFusedAdam: call release() on that optimizer first")
 
 
 class GradAccumulator:
     """Moves gradients from param.grad to their buckets.
 
-    Gradients of parameters that are not registered stay in param.grad until the end of their backward. Then all ranks
+    Gradients of unregistered parameters remain in param.grad until the end of the backward pass. All ranks then
     register these parameters, whether or not they have gradients; see [Note: registered parameters].
     """
 
@@ -100,14 +102,14 @@ class GradAccumulator:
         self._mode = GradMode.SYNC
         self._pass = order.backward_end(self._end_backward_pass)
         make_up = weakref.WeakMethod(self._make_up)
-        # A weak reference, because the scheduler is registered globally, which must not keep an optimizer alive.
+        # A weak reference, because the globally registered scheduler must not keep an optimizer alive.
         order.make_up = lambda num_backwards: (make_up() or _no_passes)(num_backwards)
         # ParamHooks refers to this object weakly, so that parameters do not keep an unused optimizer alive.
         self._hooks = ParamHooks(self.mark_grad_ready)
         self._sums = _Sums.GROWING
-        # Number of backward passes that have ended since sums were last whole or dropped.
+        # Number of backward passes that have ended since the sums were last completed or dropped.
         self._num_passes = 0
-        # Whether reduced gradients were searched for infinities since zero_grad.
+        # Whether reduced gradients were checked for infinities since zero_grad.
         self.is_checked = False
         # The parameter whose .grad is the proxy, and whether the proxy was set and not removed by this class.
         self._holder: nn.Parameter | None = None
@@ -135,7 +137,7 @@ class GradAccumulator:
             self._set_mode(before)
 
     def mark_grad_ready(self, param: nn.Parameter) -> None:
-        """Moves the gradient that autograd has accumulated in param.grad; registered as a hook."""
+        """Moves a parameter's accumulated gradient from param.grad to its buckets; registered as a hook."""
         if self._mode is GradMode.KEEP:
             return
         if self._mode is GradMode.SYNC:
@@ -148,7 +150,7 @@ class GradAccumulator:
             self._params.note_early_grad(param)
 
     def grad_added(self, param: nn.Parameter) -> None:
-        """Records, inside a backward, that a kernel has written a gradient to its persistent memory."""
+        """Records, during backward, that a kernel has added a gradient directly to persistent gradient memory."""
         self._resume_accumulation()
         for group in self._params.groups_of[param]:
             group.mark_added(param)
@@ -157,17 +159,18 @@ class GradAccumulator:
             self._pass.note()
 
     def unscale_reduced(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-        """Unscales the reduced gradients for a GradScaler; found_inf, inv_scale: [], fp32, as in `unscale`.
+        """Unscales the reduced gradients for a GradScaler. Collective.
 
-        Raises RuntimeError if some are not reduced, because the scaler would also unscale gradients in param.grad.
+        found_inf, inv_scale: [], fp32, as in `unscale`. Raises RuntimeError if a param.grad contains an unreduced
+        gradient, because the scaler would unscale it as well.
         """
         self.check_none_left()
         self.unscale(found_inf, inv_scale)
 
     def unscale(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-        """Multiplies all gradients by inv_scale, [], fp32; sets found_inf, [], fp32, above 0 if one is not finite.
+        """Multiplies all gradients by inv_scale, and sets found_inf above 0 if any gradient is not finite. Collective.
 
-        Collective.
+        found_inf, inv_scale: [], fp32.
         """
         self.finish()
         found_inf.copy_(torch.maximum(found_inf, self.any_not_finite()))
@@ -197,7 +200,7 @@ class GradAccumulator:
             self._end_backward_pass()
 
     def forget(self) -> None:
-        """Drops all gradients and begins an iteration. Collective only after an error in a backward."""
+        """Drops all gradients and begins a new iteration. Collective only after an error in a backward pass."""
         self._is_proxy_set = False
         self._order.begin_iteration(self)
         self._pass.forget()
@@ -210,10 +213,11 @@ class GradAccumulator:
     def finish(self) -> None:
         """Completes the sums of all gradients in the shards. Collective."""
         self._notice_changes()
-        # An error may have ended a backward early.
+        # An error may have ended a backward pass early.
         self._pass.close()
         self._params.register_rest()
-        # Launches nothing, because ranks may have different gradients left; order.finish launches on all ranks.
+        # COPY launches nothing, because the remaining gradients may differ between ranks. order.finish launches on all
+        # ranks.
         with self.mode(GradMode.COPY):
             self._accumulate_rest()
         # Replaced below unless finish raises.
@@ -243,7 +247,7 @@ class GradAccumulator:
         self._put_proxy()
 
     def _resume_accumulation(self) -> None:
-        """Allows further gradients to be added to complete sums."""
+        """Reopens completed sums, so that further gradients can be added."""
         if self._sums in (_Sums.WHOLE, _Sums.STEPPED):
             self._sums = _Sums.GROWING
             self._order.resume_accumulation()
@@ -255,7 +259,7 @@ class GradAccumulator:
         before = self._params.groups
         if self._overlap:
             self._order.end_backward_pass(before)
-        # This condition is equal on all ranks; this rank may have no gradient of these parameters.
+        # The condition is the same on all ranks, even on a rank without gradients for these parameters.
         if self._params.waiting:
             self._params.register_rest()
             self._accumulate_rest()
@@ -265,17 +269,17 @@ class GradAccumulator:
         self._put_proxy()
 
     def check_none_left(self) -> None:
-        """Raises RuntimeError if a param.grad holds a gradient that is not reduced, which scalers would read."""
+        """Raises RuntimeError if any param.grad contains an unreduced gradient, which scalers would read."""
         if any(_has_own_grad(param) for param in self._params.names):
             raise RuntimeError(_UNSEEN)
 
     def check_seen(self) -> None:
-        """Raises RuntimeError if a scaler has searched for infinities, but not in the reduced gradients."""
+        """Raises RuntimeError if no scaler has checked the reduced gradients for infinities."""
         if not self.is_checked:
             raise RuntimeError(_UNSEEN)
 
     def _accumulate_rest(self) -> None:
-        """Moves remaining gradients (from no_sync or the first backward, or set manually) into their buckets."""
+        """Moves remaining gradients (left by no_sync or the first backward pass, or set manually) to their buckets."""
         # In launch order, from the last parameter, so that a full bucket is sent and freed before the next one fills.
         for param, groups in reversed(self._params.groups_of.items()):
             if _has_own_grad(param):
@@ -284,7 +288,7 @@ class GradAccumulator:
                     self._order.need(group, prefetch=False)
                 self._accumulate(param)
 
-    # The proxy of reduced gradients: scalers find it, and its absence shows that other code changed param.grad.
+    # The proxy lets scalers find the reduced gradients. Its absence shows that other code changed param.grad.
 
     def _put_proxy(self) -> None:
         if self._holder is not None and self._holder.grad is None:
@@ -292,12 +296,13 @@ class GradAccumulator:
             self._is_proxy_set = True
 
     def replace_proxy(self, new: torch.Tensor) -> torch.Tensor:
-        """Replaces the proxy by a new gradient, any shape and dtype; returns the new param.grad.
+        """Replaces the proxy with a new gradient and returns the new param.grad.
 
-        A hook called earlier would also run for torch.autograd.grad.
+        new: [*parameter's shape], the parameter's dtype. Called when autograd accumulates, because a hook that runs
+        earlier would also run for torch.autograd.grad.
         """
         assert self._holder is not None
-        # Cloned if it is kept, because other gradients may share its memory.
+        # Cloned if it is kept in param.grad, because other gradients may share its memory.
         new = new.clone().as_subclass(KeptGrad) if self._mode is GradMode.KEEP else new
         self._holder.grad, self._is_proxy_set = new, False
         return new
@@ -312,14 +317,14 @@ class GradAccumulator:
 
 
 def _no_passes(num_backwards: int) -> None:
-    """Launches nothing; used after the optimizer was freed."""
+    """Launches no collectives; replaces _make_up after the optimizer was freed."""
 
 
 def _has_own_grad(param: nn.Parameter) -> bool:
     return param.grad is not None and not isinstance(param.grad, GradProxy)
 
 
-# Stand-ins in param.grad for gradients that were reduced to shards.
+# Placeholders in param.grad for gradients that were reduced to shards.
 
 
 class GradProxy(torch.Tensor):
@@ -333,7 +338,7 @@ class GradProxy(torch.Tensor):
 
     @staticmethod
     def __new__(cls, param: torch.Tensor, grads: GradAccumulator) -> "GradProxy":
-        """Builds the proxy of one parameter's gradient, any shape and dtype."""
+        """Builds the proxy of one parameter's gradient."""
         proxy = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
         )
@@ -358,7 +363,7 @@ class GradProxy(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # as torch's own subclasses have it
+    def __torch_dispatch__(  # type: ignore[override]  # same as in torch's subclasses
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten.zero_.default:
@@ -389,14 +394,14 @@ class GradProxy(torch.Tensor):
 
 def _refusal(func: object) -> str:
     return (
-        f"{func} was given a parameter's .grad, which DistributedFusedAdam has reduced to the shards of ranks. Use "
-        "the optimizer's clip_grad_norm, grad_norm, unscale_grads or zero_grad, or no_sync for this rank's own "
-        "gradients; do not use torch's DistributedDataParallel or other optimizers for the same parameters"
+        f"{func} was called on a parameter's .grad, which DistributedFusedAdam has reduced to shards over ranks. "
+        "Use the optimizer's clip_grad_norm, grad_norm, unscale_grads or zero_grad, or read this rank's unreduced "
+        "gradients under no_sync. Do not use torch's DistributedDataParallel or another optimizer for these parameters"
     )
 
 
 class KeptGrad(torch.Tensor):
-    """A gradient, any shape and dtype, that has replaced the proxy in `param.grad` after others were reduced.
+    """A gradient that replaced the proxy in `param.grad` after other gradients were reduced.
 
     Raises RuntimeError when a scaler unscales it, because the scaler would miss the reduced gradients.
     """
@@ -415,16 +420,16 @@ class KeptGrad(torch.Tensor):
 
 
 class ShardScaling:
-    """Divisor, norm and finiteness of reduced gradients, all on the device.
+    """Divisor, norm and finiteness of reduced gradients, all computed on the device.
 
     shards: the ranks over which gradients are sharded; None means this rank alone. device: the gradients' device.
-    is_captured: whether a CUDA graph may repeat divisions and updates.
+    is_captured: whether a CUDA graph may replay divisions and updates.
     """
 
     def __init__(self, shards: dist.ProcessGroup | None, device: torch.device, *, is_captured: bool = False) -> None:
         self._shards, self._is_captured = shards, is_captured
-        # The product of all recorded divisors, [], in fp64, because each recorded divisor rounds it. The gradients are
-        # the values in the shards divided by it.
+        # The product of all recorded divisors, [], in fp64, because each multiplication rounds. Gradients are the
+        # values in the shards divided by this product.
         self._divisor = torch.ones((), dtype=torch.float64, device=device)
         # Whether a divisor was recorded. It is kept on the host, so that updates without a divisor need neither a
         # division nor a wait.
@@ -432,21 +437,25 @@ class ShardScaling:
 
     def reset(self) -> None:
         """Sets the divisor to 1."""
-        # The host does not see what a replay divides: a skipped update leaves its divisor, for a step that reuses the
-        # gradients, and the next iteration must not inherit it.
+        # The host does not see divisions in a replayed graph. A skipped update leaves its divisor in place for a step
+        # that reuses the gradients, but the next iteration must not inherit it.
         if self._is_scaled or self._is_captured:
             self._divisor.fill_(1.0)
             self._is_scaled = False
 
     def divide(self, by: torch.Tensor) -> None:
-        """Records a divisor of gradients, applied by `fold` or an update; by: [], any float dtype, on their device."""
+        """Records a divisor of the gradients, which `fold` or an update applies.
+
+        by: [], any float dtype, on the gradients' device.
+        """
         self._divisor.mul_(by)
         self._is_scaled = True
 
     def clip(self, max_norm: float, norm: torch.Tensor, *, some: Sequence[torch.Tensor] | None) -> None:
-        """Clips gradients to max_norm; norm: their current norm, [], any float dtype.
+        """Clips gradients to max_norm. norm: their current norm, [], any float dtype.
 
-        some: the gradients to clip, [n] each, any float dtype, scaled immediately; None records a divisor of all.
+        some: gradients to scale immediately, [n] each, any float dtype; None records a divisor for all gradients
+        instead.
         """
         coefficient = clip_coefficient_on_device(max_norm, norm.double())
         if some is None:
@@ -464,12 +473,12 @@ class ShardScaling:
     def norm(self, grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """Returns the norm over all ranks: [], fp32. Collective.
 
-        grads: this rank's gradients, [n] each, any float dtype. norm_type: a number above 0, or infinity; ValueError
-        otherwise.
+        grads: this rank's gradients, [n] each, any float dtype. norm_type: order of the norm, above 0, possibly
+        infinity; other values raise ValueError.
         """
         if isinstance(norm_type, bool) or not norm_type > 0:
             raise ValueError(f"norm_type is {norm_type!r}: must be a number above 0, or infinity")
-        # A rank without gradients takes part in the sums on the same device as the others.
+        # A rank without gradients joins the reductions with a tensor on the same device as the other ranks.
         owned = [*grads] or [self._divisor.new_empty(0)]
         total = total_norm(owned, norm_type, groups=[self._shards], accumulate_in=torch.float32)
         return (total / self._divisor).float()
@@ -479,7 +488,7 @@ class ShardScaling:
 
         grads: this rank's gradients, [n] each, any float dtype.
         """
-        # The minimum or maximum is not finite if any element is not; this needs no tensor of flags.
+        # If any element is not finite, the minimum or the maximum is not finite either. This avoids a tensor of flags.
         ends = [end for grad in grads if grad.numel() for end in torch.aminmax(grad)]
         found = torch.zeros((), dtype=torch.float32, device=self._divisor.device)
         if ends:
@@ -489,10 +498,10 @@ class ShardScaling:
         return found
 
     def scale(self, amp_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> GradScale:
-        """Returns the divisor of an update, and whether it is skipped.
+        """Returns the divisor of an update, and the flag that skips it.
 
-        amp_scale: [], a loss scale that gradients still contain. found_inf: [], above 0 to skip. Both have any float
-        dtype and device; None means no loss scale, or no search.
+        amp_scale: loss scale that the gradients still contain, or None. found_inf: above 0 to skip the update, or None
+        to always update. Both: [], any float dtype and device.
         """
         device = self._divisor.device
         if amp_scale is not None:
@@ -502,7 +511,10 @@ class ShardScaling:
         return GradScale(self._divisor.float() if is_scaled else 1.0, skip)
 
     def note_divided(self, skip: torch.Tensor | None) -> None:
-        """Records that an update has divided the gradients in place, unless skipped; skip: [], fp32, see GradScale."""
+        """Resets the divisor after an update has divided the gradients in place, unless the update was skipped.
+
+        skip: [], fp32, as in GradScale.
+        """
         if skip is None:
             self.reset()
         else:

@@ -15,16 +15,16 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core.optimizer.adam import Masters, StateForm
 
-# The argument types of torch.optim.Optimizer.
+# Types of the argument `params` of torch.optim.Optimizer.
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-# Integer dtypes as which the bits of parameters may be sent, as in apex.
+# Integer dtypes in which parameters may be sent as raw bits, as in apex.
 _RAW_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamMemory:
-    """Storage and communication dtypes of some parameters, their gradients and states.
+    """Storage and communication settings of a set of parameters, their gradients and states.
 
     Fields are named as in DistributedFusedAdam. grad_sync_dtype: None means `dtype`. param_sync_dtype: None means the
     parameters' dtype, and an integer dtype sends the raw bits.
@@ -76,8 +76,9 @@ class AdamMemory:
             raise ValueError("with_scaled_states is True and store_params is False: scaled states require store_params")
 
     def replaced(self, values: Mapping[str, Any]) -> "AdamMemory":
-        """Returns a copy with other values of some fields; raises TypeError for unknown names, or the errors of
-        `check`.
+        """Returns a copy in which some fields are replaced.
+
+        Raises TypeError for unknown names, and the errors of `check`.
         """
         unknown = sorted(set(values) - set(vars(self)))
         if unknown:
@@ -89,10 +90,10 @@ class AdamMemory:
         return changed
 
     def check_param(self, name: str, param: nn.Parameter) -> None:
-        """Raises ValueError for a parameter, any shape and dtype, that is incompatible with these settings."""
+        """Raises ValueError if a parameter is incompatible with these settings."""
         if param.is_meta or isinstance(param.detach(), DTensor):
             what = "on the meta device" if param.is_meta else "a DTensor"
-            raise ValueError(f"{name} is {what}: must be a whole tensor with memory, the same on each rank")
+            raise ValueError(f"{name} is {what}: must be a full tensor with memory, the same on each rank")
         if param.dtype not in _DTYPES:
             raise ValueError(f"{name} is {param.dtype}: must be one of {_names(_DTYPES)}")
         if self.store_param_remainders and param.dtype != torch.bfloat16:
@@ -101,16 +102,16 @@ class AdamMemory:
         if given in _RAW_DTYPES and given.itemsize > param.dtype.itemsize:
             raise ValueError(
                 f"{name} is {param.dtype} and param_sync_dtype {given}, which has more bytes: must have at most "
-                f"{param.dtype.itemsize}, because the bits of parameters are sent as such integers"
+                f"{param.dtype.itemsize}, because parameters are sent as integers of this size"
             )
         if not self.store_params and sync not in (None, param.dtype):
             raise ValueError(
                 f"{name} is {param.dtype} and param_sync_dtype {sync} with store_params False: parameters without "
-                "masters must be gathered in their own dtype, so set only one of the two"
+                "masters must be gathered in the parameter dtype, so set only one of the two"
             )
 
     def grad_dtype(self, param: nn.Parameter) -> torch.dtype:
-        """Returns the dtype in which gradients of a parameter, any shape and dtype, accumulate and are reduced."""
+        """Returns the dtype in which a parameter's gradients are accumulated and reduced."""
         return self.grad_sync_dtype or self._state_dtype(param)
 
     @property
@@ -119,12 +120,12 @@ class AdamMemory:
         return self.contiguous_param_buffer or not self.store_params
 
     def comm_dtype(self, param: nn.Parameter) -> torch.dtype:
-        """Returns the all-gather dtype of a parameter, any shape and dtype."""
+        """Returns the all-gather dtype of a parameter."""
         return self._sync_dtype or param.dtype
 
     @property
     def raw_dtype(self) -> torch.dtype | None:
-        """The integer dtype as which the bits of parameters are gathered; None if values are gathered."""
+        """Integer dtype in which raw parameter bits are gathered; None if parameters are gathered as numbers."""
         # Neither NCCL nor gloo sends int16. A gather only copies bits, so bytes work for every integer dtype.
         return torch.uint8 if self.param_sync_dtype in _RAW_DTYPES else None
 
@@ -133,7 +134,7 @@ class AdamMemory:
         return None if self.raw_dtype is not None else self.param_sync_dtype
 
     def form(self, param: nn.Parameter) -> StateForm:
-        """Returns the storage form of the states of a buffer; param: any of its parameters, any shape and dtype."""
+        """Returns the storage form of a buffer's states. param: any parameter of the buffer."""
         return StateForm(self._state_dtype(param), self._masters(param), self.with_scaled_states)
 
     def is_plain(self, param: nn.Parameter) -> bool:
@@ -163,7 +164,7 @@ def check_group(values: Mapping[str, Any]) -> None:
     lr = values["lr"]
     # The value of a tensor would have to be read from the device.
     if isinstance(lr, torch.Tensor):
-        _check(lr.numel() == 1, "lr", value=lr, wanted="a number, or a tensor of one")
+        _check(lr.numel() == 1, "lr", value=lr, wanted="a number, or a tensor with one element")
     else:
         _check(_is_at_least_zero(lr), "lr", value=lr, wanted="a number, at least 0")
     check_switches(bias_correction=values["bias_correction"])
@@ -173,7 +174,7 @@ def check_group(values: Mapping[str, Any]) -> None:
         is_pair and all(_is_at_least_zero(beta) and beta < 1 for beta in betas),
         "betas",
         value=betas,
-        wanted="two of [0, 1)",
+        wanted="two numbers in [0, 1)",
     )
     _check(_is_at_least_zero(values["eps"]), "eps", value=values["eps"], wanted="a number, at least 0")
     for name in ("amsgrad", "maximize"):
@@ -196,15 +197,15 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
 
 
 def as_params(params: nn.Parameter | Iterable[nn.Parameter]) -> Iterable[nn.Parameter]:
-    """Returns one or several parameters, any shapes and dtypes, as an iterable."""
+    """Wraps a single parameter in a list; returns an iterable of parameters unchanged."""
     # Iterating over a single parameter would yield its rows.
     return [params] if isinstance(params, nn.Parameter) else params
 
 
 def check_scalars(*, amsgrad: bool, bucket_cap_mb: float, pipeline_size: int) -> None:
-    """Raises ValueError for invalid numbers, and for amsgrad."""
+    """Raises ValueError if amsgrad is set, or if bucket_cap_mb or pipeline_size is invalid."""
     if amsgrad:
-        raise ValueError("amsgrad is True: DistributedFusedAdam does not implement it, must be False")
+        raise ValueError("amsgrad is True: must be False, because DistributedFusedAdam does not implement it")
     if (
         isinstance(bucket_cap_mb, bool)
         or not isinstance(bucket_cap_mb, (int, float))
@@ -216,7 +217,7 @@ def check_scalars(*, amsgrad: bool, bucket_cap_mb: float, pipeline_size: int) ->
 
 
 def check_switches(**values: object) -> None:
-    """Raises ValueError for values that are neither True nor False, given by name."""
+    """Raises ValueError if a keyword argument is neither True nor False."""
     for name, value in values.items():
         _check(isinstance(value, bool), name, value=value, wanted="True or False")
 
@@ -224,20 +225,20 @@ def check_switches(**values: object) -> None:
 def check_debug(debug: bool, *, overlap_param_sync: bool) -> None:
     """Raises ValueError if `debug` would have no effect."""
     if debug and not overlap_param_sync:
-        raise ValueError("debug is True without overlap_param_sync: no parameter is ever stale then, so do not set it")
+        raise ValueError("debug is True: requires overlap_param_sync, without which parameters are never stale")
 
 
 def check_capturable(capturable: bool, memory: AdamMemory) -> None:
-    """Raises ValueError for state forms that cannot be captured in a graph."""
+    """Raises ValueError for state forms that cannot be captured in a CUDA graph."""
     for name in ("store_param_remainders", "with_scaled_states"):
         if capturable and vars(memory)[name]:
             raise ValueError(f"capturable and {name} are both True: set only one of them")
 
 
 def as_groups(params: Params) -> list[dict[str, Any]]:
-    """Builds parameter groups like torch.optim.Optimizer; raises TypeError or ValueError if there are no parameters.
+    """Builds parameter groups like torch.optim.Optimizer.
 
-    Parameters have any shapes and dtypes.
+    Raises TypeError if params is a tensor or a module, and ValueError if it is empty or a group lacks its parameters.
     """
     if isinstance(params, (torch.Tensor, nn.Module)):
         raise TypeError(
@@ -259,8 +260,9 @@ def _as_list(params: torch.Tensor | Iterable[Any]) -> list[Any]:
 
 
 def common_device(groups: Sequence[dict[str, Any]], device: torch.device | None) -> torch.device:
-    """Returns the given device, or the device of the first parameter; "cuda" without index means the parameter's
-    device.
+    """Returns the given device, or the device of the first parameter if none is given.
+
+    A device without an index, such as "cuda", also selects the first parameter's device if both have the same type.
     """
     first = next((param for group in groups for param in group["params"]), None)
     if first is None:

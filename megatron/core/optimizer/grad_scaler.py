@@ -1,6 +1,6 @@
 """Loss scales for fp16: ConstantGradScaler, and DynamicGradScaler, which reacts to overflow.
 
-They hold only numbers; optimizer.py multiplies losses and divides gradients by them.
+The classes only track the scale; optimizer.py multiplies losses and divides gradients by it.
 """
 
 import math
@@ -11,7 +11,7 @@ import torch
 
 
 class MegatronGradScaler(ABC):
-    """Base class of loss scales: the factor of the loss in the next step, and its reaction to overflow.
+    """Base class of loss scales, which multiply the loss of the next step and may react to overflow.
 
     Subclasses change the number `_scale`.
     """
@@ -23,23 +23,23 @@ class MegatronGradScaler(ABC):
 
     @property
     def value(self) -> float:
-        """Factor of the loss of the next step."""
+        """Loss scale of the next step."""
         return float(self._scale)
 
     @property
     def scale(self) -> torch.Tensor:
-        """Factor of the loss of the next step: [], fp32, on the CPU."""
+        """Loss scale of the next step: [], fp32, on the CPU."""
         # A tensor, because scripts written for Megatron call .item() on it.
         return torch.tensor(self.value, dtype=torch.float32)
 
     @property
     def inv_scale(self) -> torch.Tensor:
-        """Factor of the gradients, 1 / scale: [], fp32, on the CPU."""
+        """Inverse loss scale, by which gradients are multiplied: [], fp32, on the CPU."""
         return torch.tensor(1.0 / self.value, dtype=torch.float32)
 
     @abstractmethod
     def update(self, found_inf: bool | torch.Tensor) -> None:
-        """Records one step; found_inf: whether its gradients overflowed on any rank, a bool or [1], any dtype."""
+        """Records one step. found_inf: whether gradients overflowed on any rank, a bool or [1], any dtype."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -47,14 +47,14 @@ class MegatronGradScaler(ABC):
 
     @abstractmethod
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues from `state_dict`."""
+        """Restores the state that `state_dict` returned."""
 
 
 class ConstantGradScaler(MegatronGradScaler):
-    """A loss scale that overflow does not change."""
+    """A loss scale that never changes."""
 
     def update(self, found_inf: bool | torch.Tensor) -> None:
-        """Does nothing with found_inf, a bool or [1], any dtype, because the user chose the scale."""
+        """Ignores found_inf, a bool or [1], any dtype, because the user chose the scale."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns an empty dict, because the configuration sets the scale."""
@@ -107,7 +107,7 @@ class DynamicGradScaler(MegatronGradScaler):
         self._overflows_left = hysteresis
 
     def update(self, found_inf: bool | torch.Tensor) -> None:
-        """Records one step; found_inf: whether its gradients overflowed on any rank, a bool or [1], any dtype."""
+        """Records one step. found_inf: whether gradients overflowed on any rank, a bool or [1], any dtype."""
         if found_inf:
             # Only consecutive steps without overflow count.
             self._clean_steps = 0
@@ -123,7 +123,7 @@ class DynamicGradScaler(MegatronGradScaler):
             self._scale *= self._growth_factor
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns scale and counters under Megatron's names, as JSON values."""
+        """Returns the scale and its counters under Megatron's names, as JSON values."""
         return {
             "scale": self._scale,
             "growth_tracker": self._clean_steps,
@@ -131,7 +131,7 @@ class DynamicGradScaler(MegatronGradScaler):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues from `state_dict`, with the limits of the configuration."""
+        """Restores the scale and its counters; limits come from the configuration."""
         if not state_dict:
             return  # saved by a run with a constant scale
         # JSON may have turned it into an integer.
@@ -141,7 +141,7 @@ class DynamicGradScaler(MegatronGradScaler):
 
 
 def _check_numbers(**values: object) -> None:
-    """Raises ValueError for a value, given by name, that is not a finite number."""
+    """Raises ValueError if a keyword argument is not a finite number."""
     for name, value in values.items():
         if not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(f"{name} is {value!r}: must be a finite number")

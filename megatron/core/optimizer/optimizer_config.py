@@ -1,7 +1,7 @@
 """OptimizerConfig: update rule, learning rates, clipping, loss scaling, and the form and location of optimizer state.
 
-It inherits from its parts, so that flags are listed part by part. Schedules of learning rate and weight decay are in
-megatron/core/optimizer_param_scheduler.py.
+The class inherits one base class per group of settings, so that flags are listed group by group. Schedules of learning
+rate and weight decay are in megatron/core/optimizer_param_scheduler.py.
 """
 
 from collections.abc import Callable
@@ -30,9 +30,9 @@ def _dtype_field(choices: tuple[str, ...], *, help: str) -> Any:
 
 @dataclass(frozen=True)
 class ParamPredicate:
-    """A condition on a parameter, for ParamKey. Two with one name are equal.
+    """A condition on a parameter, for ParamKey. Conditions with the same name compare equal.
 
-    fn: called with the parameter, any shape and dtype.
+    fn: called with the parameter.
     """
 
     name: str
@@ -41,9 +41,9 @@ class ParamPredicate:
 
 @dataclass(frozen=True)
 class ParamWithNamePredicate:
-    """A condition on a parameter and its name, for ParamKey. Two with one name are equal.
+    """A condition on a parameter and its name, for ParamKey. Conditions with the same name compare equal.
 
-    fn: called with the parameter, any shape and dtype, and its name in the model.
+    fn: called with the parameter and its name in the model.
     """
 
     name: str
@@ -52,10 +52,11 @@ class ParamWithNamePredicate:
 
 @dataclass(frozen=True)
 class ParamKey:
-    """Selects the parameters of an override: those that satisfy any of the given conditions.
+    """Selects the parameters of an override: every parameter that satisfies at least one of the given conditions.
 
     name: shell patterns for names without wrapper prefixes ("*.router.weight"). attr: names of attributes that are true
-    on the parameter. predicate, with_name_predicate: other conditions, such as shapes. Each may be one or a tuple.
+    on the parameter. predicate, with_name_predicate: other conditions, such as shapes. Each field may be a single
+    condition or a tuple.
     """
 
     name: str | tuple[str, ...] = ()
@@ -64,7 +65,7 @@ class ParamKey:
     with_name_predicate: ParamWithNamePredicate | tuple[ParamWithNamePredicate, ...] = ()
 
     def matches(self, param: nn.Parameter, param_name: str) -> bool:
-        """Returns whether the override applies to this parameter; param: any shape and dtype."""
+        """Returns whether the override applies to this parameter."""
         return (
             any(fnmatchcase(param_name, pattern) for pattern in _as_tuple(self.name))
             or any(vars(param).get(attribute) for attribute in _as_tuple(self.attr))
@@ -79,8 +80,9 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 
 @dataclass(kw_only=True)
 class PrecisionConfig:
-    """Settings for storing state in fewer bits than updates compute in (stored_floats.py);
-    OptimizerConfig checks them.
+    """Settings for storing state in fewer bits than updates compute in (stored_floats.py).
+
+    OptimizerConfig checks the values.
     """
 
     cli_group: ClassVar[str] = "optimizer"
@@ -130,7 +132,10 @@ class PrecisionConfig:
 
 @dataclass(kw_only=True)
 class OptimizerOffloadConfig:
-    """Settings for state in host memory; flat_params.py selects it, OptimizerConfig checks the values."""
+    """Settings for optimizer state in host memory.
+
+    flat_params.py selects the parameters whose state is offloaded. OptimizerConfig checks the values.
+    """
 
     cli_group: ClassVar[str] = "optimizer"
 
@@ -146,7 +151,7 @@ class OptimizerOffloadConfig:
     )
     overlap_cpu_optimizer_d2h_h2d: bool = config_field(
         False,
-        help="With --optimizer-cpu-offload: copy gradients and parameters while the host updates others.",
+        help="With --optimizer-cpu-offload: overlap the copies of gradients and parameters with updates on the host.",
     )
 
     @property
@@ -158,8 +163,8 @@ class OptimizerOffloadConfig:
         """Raises ValueError for settings that cannot be offloaded; optimizer: the name of the update rule."""
         if self.optimizer_cpu_offload and optimizer == "muon":
             raise ValueError(
-                "OptimizerConfig.optimizer is muon with optimizer_cpu_offload: use another optimizer, "
-                "or disable the offload"
+                "OptimizerConfig.optimizer is muon with optimizer_cpu_offload: use a different optimizer, "
+                "or disable offloading"
             )
         if self.overlap_cpu_optimizer_d2h_h2d and not self.optimizer_cpu_offload:
             raise ValueError(
@@ -204,7 +209,7 @@ class MuonConfig:
 
 
 class InBackwardClip(Enum):
-    """Clipping methods for updates that run before the norm of all gradients is known."""
+    """Clipping policies for updates in backward, which run before the norm of all gradients is known."""
 
     EXACT = "exact"
     PREVIOUS_NORM = "previous-norm"
@@ -229,15 +234,13 @@ class InBackwardConfig:
 
     @property
     def in_backward_clip(self) -> InBackwardClip | None:
-        """The clipping policy; None for updates in backward without clipping, or without updates in backward."""
+        """Clipping policy; None if updates in backward do not clip, or if there are none."""
         chosen = self.optimizer_in_backward_clip
         return None if chosen is None else InBackwardClip(chosen)
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether updates run after the norm of all gradients is known, so that a step can still be skipped or
-        discarded.
-        """
+        """Whether gradients are held until their norm is known, so that a step can still be skipped or discarded."""
         return self.in_backward_clip is InBackwardClip.EXACT
 
     def validate_in_backward(
@@ -251,11 +254,11 @@ class InBackwardConfig:
         if self.optimizer_in_backward:
             self.validate_clip_in_backward(clip_grad, fp16=fp16)
             others = [
-                ("optimizer is muon", optimizer == "muon", "it needs whole matrices, which bucket boundaries may cut"),
+                ("optimizer is muon", optimizer == "muon", "it requires whole matrices, which buckets may split"),
                 (
                     "optimizer_cpu_offload is set",
                     offloads,
-                    "the host updates in step(), during the copies of gradients",
+                    "the host updates parameters in step(), while gradients are copied",
                 ),
                 ("optimizer_cuda_graph is set", has_graph, "graphs require persistent gradients"),
             ]
@@ -272,7 +275,7 @@ class InBackwardConfig:
             )
 
     def validate_clip_in_backward(self, clip_grad: float, *, fp16: bool) -> None:
-        """Raises ValueError if updates in backward cannot clip to clip_grad, or cannot skip steps of fp16."""
+        """Raises ValueError if updates in backward cannot clip to clip_grad, or cannot skip overflowed fp16 steps."""
         clip = self.optimizer_in_backward_clip
         if clip_grad > 0 and clip is None:
             # Without an error, nothing would be clipped.
@@ -285,7 +288,7 @@ class InBackwardConfig:
         if clip_grad == 0 and clip is not None and not self.holds_gradients:
             raise ValueError(
                 f"OptimizerConfig.optimizer_in_backward_clip is {clip} and OptimizerConfig.clip_grad is 0, which "
-                "disables clipping: give the norm to clip to, or do not set "
+                "disables clipping: set the norm to clip to, or do not set "
                 "OptimizerConfig.optimizer_in_backward_clip"
             )
         if fp16 and not self.holds_gradients:
@@ -417,9 +420,7 @@ class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig, InBac
             )
 
     def validate_device_step(self) -> None:
-        """Raises ValueError for settings whose step requires the host, which a graph cannot capture
-        (optimizer_cuda_graph).
-        """
+        """Raises ValueError for settings whose step requires the host, which optimizer_cuda_graph cannot capture."""
         if self.optimizer == "muon":
             raise ValueError(
                 "OptimizerConfig.optimizer is muon, which requires a host decision: must be adam or sgd with "
@@ -431,8 +432,9 @@ class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig, InBac
                 "optimizer_cuda_graph"
             )
         if self.main_params_dtype == torch.float16:
-            # Parameters are written from their masters in every replay, whether or not it updates. Until the first
-            # update they may have digits that scaled fp16 lacks: numbers below 2^-32 of the largest in their block.
+            # Parameters are written from their masters in every replay, even if the update is skipped. Until the first
+            # update they may be more precise than scaled fp16, which cannot represent numbers below 2^-32 of the
+            # largest in their block.
             raise ValueError(
                 "OptimizerConfig.main_params_dtype is fp16: a skipped step would round parameters to the precision "
                 "of their masters; with optimizer_cuda_graph it must be fp32"

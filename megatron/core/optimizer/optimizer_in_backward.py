@@ -37,7 +37,7 @@ from megatron.core.optimizer.optimizer_config import InBackwardClip, OptimizerCo
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 
 _PREVIOUS_NORM = "previous_grad_norm"
-# The error of later calls until the step has ended; see [Note: half a step].
+# Error raised by later calls until the step has ended; see [Note: half a step].
 _UNFINISHED_STEP = (
     "parameters were updated in backward, but the step of that iteration never ended, so parameters and optimizer "
     "states belong to different steps: load a checkpoint. With OptimizerConfig.optimizer_in_backward_clip exact "
@@ -51,7 +51,7 @@ def check_in_backward(
     *,
     groups: ProcessGroupCollection,
 ) -> None:
-    """Raises ValueError for settings of optimizer and wrappers that contradict each other.
+    """Raises ValueError if the settings of optimizer and wrappers contradict each other.
 
     The optimizer must update in backward if and only if all wrappers release gradients, and the model must allow the
     clipping policy. wrapped: the settings of each wrapper and of its model.
@@ -81,7 +81,7 @@ def check_in_backward(
 
 
 class HandedGrads:
-    """The gradients of a buffer that were released to the optimizer and are currently held."""
+    """Gradients of one buffer that were released to the optimizer and are currently held."""
 
     def __init__(self, buffer: FlatBuffer) -> None:
         self.buffer = buffer
@@ -89,12 +89,12 @@ class HandedGrads:
         self._grads: dict[int, Tensor] = {}
 
     def hold(self, bucket: int, grad: Tensor) -> None:
-        """Holds a bucket's gradients; grad: [n], any float dtype, all elements of the bucket that this rank owns."""
+        """Stores a bucket's gradients. grad: [n], any float dtype, all elements of the bucket that this rank owns."""
         self._grads[bucket] = grad
 
     @contextmanager
     def holding(self, bucket: int, grad: Tensor) -> Iterator[None]:
-        """Holds a bucket's gradients, [n], any float dtype, inside the block."""
+        """Stores a bucket's gradients inside the block and drops them at its end. grad: [n], any float dtype."""
         self.hold(bucket, grad)
         yield
         del self._grads[bucket]
@@ -104,7 +104,7 @@ class HandedGrads:
         self._grads.clear()
 
     def grad_of(self, span: Span) -> Tensor:
-        """Returns the gradients of one owned span, a view: [span.numel], any float dtype."""
+        """Returns a view of the gradients of one owned span: [span.numel], any float dtype."""
         bucket, part = locate(span, self._owned)
         return self._grads[bucket][part]
 
@@ -134,8 +134,8 @@ class UpdatesInBackward(GradStats):
        instead;
     3. step() combines the measured norms, and with `exact` clips and updates as any other step does.
 
-    Norms, and updates that are not clipped, are bit-identical to those without this class. See [Note: half a step].
-    handed: the released gradients of each buffer of the model. The other arguments are those of GradStats.
+    Norms and unclipped updates are bit-identical to training without this class. See [Note: half a step]. handed: the
+    released gradients of each buffer of the model. The other arguments are described in GradStats.
     """
 
     _optimizer: MegatronOptimizer
@@ -151,7 +151,7 @@ class UpdatesInBackward(GradStats):
         device: torch.device,
     ) -> None:
         super().__init__(config, groups, list(handed), runs=runs, logical_pieces=logical_pieces, device=device)
-        # Keyed by object, because wrappers pass the same buffers under another type.
+        # Keyed by object, because wrappers pass the same buffers under a different type.
         self._handed: dict[object, HandedGrads] = {one.buffer: one for one in handed.values()}
         self._ranges_in: dict[tuple[FlatBuffer, int], list[FlatParamRange]] = {}
         for param_range in runs:
@@ -160,11 +160,11 @@ class UpdatesInBackward(GradStats):
         self._iteration = _Iteration.NONE
         self._taken: set[tuple[FlatBuffer, int]] = set()
         self._counted: dict[tuple[FlatBuffer, int], _Counted] = {}
-        # The norm of the last step that updated; None before the first.
+        # Norm of the last step that updated parameters; None before the first update.
         self._previous_norm: float | None = None
 
     def attach(self, optimizer: MegatronOptimizer, chunks: Sequence[_BaseDataParallel]) -> None:
-        """Registers the optimizer with the chunks, whose released buckets it updates from now on."""
+        """Subscribes to the buckets that chunks release, which are then updated by `optimizer`."""
         self._optimizer = optimizer
         for chunk in chunks:
             chunk.set_consumer(self)
@@ -172,7 +172,7 @@ class UpdatesInBackward(GradStats):
     # Called by the wrapper.
 
     def begin(self) -> None:
-        """Begins an iteration, perhaps a retry, and drops gradients held from the previous one."""
+        """Begins an iteration, possibly a retry, and drops gradients held from the previous one."""
         self.forget()
 
     @trace_range("UpdatesInBackward.take")
@@ -180,7 +180,7 @@ class UpdatesInBackward(GradStats):
     def take(self, bucket: ReadyBucket, place: ReleasedBucket) -> None:
         """Updates the ranges of a bucket, or holds its gradients; called once per iteration and bucket, on all ranks.
 
-        Collective with the policy `per-bucket`. Raises the RuntimeError and ValueError of a step.
+        Collective with the policy `per-bucket`. Raises RuntimeError and ValueError under the same conditions as a step.
         """
         if self._iteration is _Iteration.NONE:
             self._check_policy()
@@ -193,7 +193,7 @@ class UpdatesInBackward(GradStats):
         if self._iteration is _Iteration.HELD:
             handed.hold(index, bucket.keep())
             return
-        # Set before the first change; step() resets it at its end.
+        # Set before the first parameter changes; step() resets it at its end.
         self._optimizer.mark_half_done(_UNFINISHED_STEP)
         ranges = self._ranges_in.get(key, [])
         with handed.holding(index, bucket.grad):
@@ -227,7 +227,7 @@ class UpdatesInBackward(GradStats):
         return self.join_norms([counted.norms for counted in self._in_order()])
 
     def count_zeros(self) -> Tensor:
-        """Returns the exact zeros in all gradients, over all ranks: [], int64. Collective."""
+        """Returns the number of exact zeros in all gradients of all ranks: [], int64. Collective."""
         if not self.is_updated:
             return super().count_zeros()
         return self.join_zeros([one.zeros for one in self._in_order() if one.zeros is not None])
@@ -243,12 +243,12 @@ class UpdatesInBackward(GradStats):
             raise RuntimeError(
                 f"the norm of all gradients is {grad_norm}, but parameters were already updated in backward: load a "
                 "checkpoint. With OptimizerConfig.optimizer_in_backward_clip exact such steps are skipped, and "
-                "DistributedDataParallelConfig.check_for_nan_in_grad names rank and parameters"
+                "DistributedDataParallelConfig.check_for_nan_in_grad names the rank and the parameters"
             )
         self.forget()
 
     def forget(self) -> None:
-        """Drops held gradients and the statistics of released ones."""
+        """Drops held gradients and the statistics of released buckets."""
         for grads in self._handed.values():
             grads.forget()
         self._taken.clear()
@@ -260,7 +260,7 @@ class UpdatesInBackward(GradStats):
         return {_PREVIOUS_NORM: self._previous_norm} if self._clip is InBackwardClip.PREVIOUS_NORM else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the norm that clips the next step; without one the first step clips exactly."""
+        """Restores the norm that clips the next step. If it is missing, the first step clips exactly."""
         self._previous_norm = state_dict.get(_PREVIOUS_NORM)
 
     # Inside.
@@ -282,7 +282,7 @@ class UpdatesInBackward(GradStats):
             )
 
     def _scale_of(self, grad: Tensor, buffer: FlatBuffer) -> GradScale:
-        """Returns the divisor of a bucket's gradients, [n], floating point."""
+        """Returns the divisor that clips a bucket's gradients. grad: [n], floating point."""
         if self._clip is None:
             return GradScale(1.0)
         if self._clip is InBackwardClip.PREVIOUS_NORM:
@@ -291,12 +291,13 @@ class UpdatesInBackward(GradStats):
         group = buffer.data_parallel_group if buffer.is_sharded else None
         # The norm of the whole bucket, so that a tied weight's copy on another stage is clipped identically.
         norm = total_norm([grad], 2, groups=[group], accumulate_in=self._norm_dtype)
-        # Divided on the device, so that the host need not wait during backward.
+        # Divided on the device, so that the host does not wait during backward.
         return GradScale(clip_coefficient_on_device(self._config.clip_grad, norm).reciprocal().float())
 
     def _in_order(self) -> list[_Counted]:
-        """Returns the statistics of all ranges in order, or statistics of an empty list, which still determine a
-        device.
+        """Returns the statistics of all buckets in the order of the ranges.
+
+        If there are no ranges, returns the statistics of an empty list, which still determine a device.
         """
         counted = [self._counted[key] for key in self._ranges_in]
         return counted or [_Counted(self.norms_of([]), self.zeros_of([]))]

@@ -1,7 +1,7 @@
 """Optimizer state in checkpoints: its keys, and the state dict of an Adam whose state is sharded over ranks.
 
-An entry holds the state of one parameter in logical order, the same for every layout. megatron/core/dist_checkpointing
-writes and reads checkpoints; adam.py defines the state.
+An entry contains the state of one parameter in logical order, independent of the layout.
+megatron/core/dist_checkpointing writes and reads checkpoints; adam.py defines the state.
 """
 
 import math
@@ -24,13 +24,13 @@ from megatron.core.logical_tensors import Box, BoxIndex, boxes_of_range, interse
 from megatron.core.optimizer.adam import EXP_AVG, EXP_AVG_SQ, FlatAdam
 from megatron.core.optimizer.stored_floats import BLOCK, StoredFloats
 
-# The kind of state that holds the fp32 masters of 16-bit parameters.
+# The kind of state that contains the fp32 masters of 16-bit parameters.
 MASTERS = "fp32_param"
 STEP = "step"
 _BIAS_CORRECTION = "bias_correction"
 _DECOUPLED = "decoupled_weight_decay"
 _REQUIRED = ("lr", "betas", "eps", "weight_decay")
-# Settings that only torch's optimizers have, with their default values.
+# Settings that only torch's optimizers support, with their default values.
 _TORCH_SETTINGS = {
     "amsgrad": False,
     "maximize": False,
@@ -39,10 +39,10 @@ _TORCH_SETTINGS = {
     "differentiable": False,
     "fused": None,
 }
-# Elements of a saved box, 64 MiB of fp32. A reader holds a whole box in memory, and reads it once for each part that it
-# needs.
+# Elements of a saved box, 64 MiB of fp32. A reader keeps a whole box in memory and reads it once for each part that it
+# requires.
 _SAVED_ELEMENTS = 1 << 24
-# Elements that are loaded at a time.
+# Elements loaded per iteration.
 _LOADED_ELEMENTS = 1 << 22
 
 # Values by kind: the step, [], and tensors of the parameter's shape, any float dtype.
@@ -54,7 +54,7 @@ _Groups = Sequence[Mapping[str, Any]]
 
 
 def state_prefix(kind: str) -> str:
-    """Returns the prefix of a parameter's key; kind: MASTERS, or torch's name of a state."""
+    """Returns the key prefix of one kind of state. kind: MASTERS, or torch's name, such as exp_avg."""
     return f"optimizer.{kind}."
 
 
@@ -69,10 +69,10 @@ def parameter_key(key: str) -> str:
 
 
 def fresh_state(weights: Sequence[ShardedTensor], state: Iterable[tuple[str, torch.dtype]]) -> list[ShardedTensor]:
-    """Returns initial state: masters are the weights, everything else is zero.
+    """Builds initial state: masters are copies of the weights, everything else is zero.
 
     weights: boxes of parameters, any shapes and dtypes. state: keys and dtypes of all state, possibly including other
-    parameters. Returns one box for each of `weights` and each kind of state of its parameter.
+    parameters. Returns one box for each weight and each kind of state of its parameter.
     """
     by_parameter: dict[str, list[tuple[str, torch.dtype]]] = {}
     for key, dtype in sorted(state, key=str):
@@ -93,11 +93,11 @@ def _fresh(weight: torch.Tensor, dtype: torch.dtype, *, is_master: bool) -> torc
 
 @dataclass(frozen=True, eq=False)
 class StateRange:
-    """A range of a parameter, in the order of its memory, whose Adam state this rank holds.
+    """A contiguous range of a parameter's memory whose Adam state belongs to this rank.
 
-    index: the parameter's number, counted across the groups as in torch's optimizers. range: its span is the position
-    in the flat tensors of `adam` and starts at a multiple of 64; padding up to the next multiple belongs to no
-    parameter.
+    index: the parameter's number, counted across the groups as in torch's optimizers. range: the range of the
+    parameter. Its span is the position in the flat tensors of `adam` and starts at a multiple of 64; padding up to the
+    next multiple belongs to no parameter.
     """
 
     index: int
@@ -109,10 +109,10 @@ class StateRange:
 class AdamShard:
     """One rank's part of an optimizer's state, used for a single save or load.
 
-    ranges: all ranges of this rank, in any order. Each element of a parameter with state is in a range of one rank, or
-    in the same range of several. param_groups: the optimizer's groups. process_group: all ranks that own ranges of the
-    parameters, or copies of them; None only without torch.distributed. without_state: numbers of parameters that are
-    not updated and are in no range, the same on all ranks.
+    ranges: all ranges of this rank, in any order. Each element of a parameter with state belongs to a range of one
+    rank, or to the same range on several ranks. param_groups: the optimizer's groups. process_group: all ranks that own
+    ranges of the parameters, or replicas of these ranges; None only without torch.distributed. without_state: numbers
+    of parameters that are not updated and have no ranges, the same on all ranks.
     """
 
     ranges: Sequence[StateRange]
@@ -123,18 +123,18 @@ class AdamShard:
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """All parameters, any shapes and dtypes, in the order of their numbers."""
+        """All parameters in the order of their numbers."""
         return [param for group in self.param_groups for param in group["params"]]
 
 
 def adam_state_dict(shard: AdamShard) -> dict[str, Any]:
-    """Returns a state dict that torch.distributed.checkpoint saves and fills at any number of ranks.
+    """Returns a state dict that torch.distributed.checkpoint can save, and load on any number of ranks.
 
-    The format is that of torch.optim with masters added: {"state": {index: {"step", "exp_avg", "exp_avg_sq",
+    The format is the format of torch.optim with masters added: {"state": {index: {"step", "exp_avg", "exp_avg_sq",
     "fp32_param"}}, "param_groups": [...]}, with the same keys on all ranks. Values have the parameters' shapes, in fp32
-    (fp64 if states are computed in it). Each rank holds some boxes of them, which are read only when they are saved. It
-    is not collective and copies no state. NOTE: waits for the device if hyper-parameters are tensors, which become
-    numbers.
+    (fp64 if states are computed in it). Each rank provides some boxes of each value, which are read only when they are
+    saved. Not collective, and copies no state. NOTE: waits for the device if hyper-parameters are tensors, because they
+    are converted to numbers.
     """
     by_index: dict[int, list[StateRange]] = defaultdict(list)
     for part in shard.ranges:
@@ -155,12 +155,13 @@ def load_adam_state_dict(shard: AdamShard, state_dict: Mapping[str, Any]) -> Non
 
     Also loads state dicts of torch.optim.Adam and AdamW, with full tensors of any float dtype. Collective.
 
-    Sets the groups' hyper-parameters; a learning rate that is a tensor keeps its memory. If the state dict has no
-    masters, masters are set to the parameters, which must then be gathered. If it has masters, the caller updates the
-    parameters: adam.write_parameters for each flat range, and a gather as after a step.
+    Sets the groups' hyper-parameters; a learning rate that is a tensor is updated in place. If the state dict has no
+    masters, they are copied from the parameters, which must already be gathered. If it has masters, the caller updates
+    the parameters: adam.write_parameters for each flat range, and a gather as after a step.
+
     Raises ValueError or RemoteRankError, on every rank and before anything changes, if groups differ, if entries are
-    missing, unknown or of another shape, if a value lacks elements that this rank needs, or if step counts differ among
-    parameters of one flat range.
+    missing, unknown or have the wrong shape, if elements that this rank owns are missing, or if step counts differ
+    among parameters of one flat range.
     """
     with all_ranks_agree(shard.process_group):
         groups = _checked_groups_sync(shard.param_groups, state_dict, adam_w_mode=shard.adam_w_mode)
@@ -180,11 +181,12 @@ def load_adam_state_dict(shard: AdamShard, state_dict: Mapping[str, Any]) -> Non
 
 @torch.no_grad()
 def gather_torch_state_sync(shard: AdamShard) -> dict[str, Any] | None:
-    """Returns a state dict for torch.optim.AdamW (Adam without adam_w_mode) on the group's rank 0; None on the others.
+    """Gathers a state dict for torch.optim.AdamW (Adam without adam_w_mode) on rank 0; returns None on other ranks.
 
     Collective. Moments are on the host, [*parameter's shape] in its memory format, fp32 (fp64 if states are computed in
-    it); step counts are [], fp32. Only rank 0 holds more than its own part. Torch's optimizers have no masters, so the
-    parameters must be saved as well. Raises ValueError for bias_correction=False, which torch's optimizers do not have.
+    it); step counts are [], fp32. Only rank 0 allocates whole tensors. Torch's optimizers store no masters, so the
+    parameters must be saved as well. Raises ValueError for bias_correction=False, which torch's optimizers do not
+    support.
     """
     groups = _groups_to_save_sync(shard.param_groups, adam_w_mode=shard.adam_w_mode)
     for number, group in enumerate(groups):
@@ -197,7 +199,7 @@ def gather_torch_state_sync(shard: AdamShard) -> dict[str, Any] | None:
         for part in shard.ranges
     ]
     claims = gather_objects(mine, shard.process_group)
-    # Replicas announce the same range, and the first of them sends it.
+    # Replicas announce the same range, and the first replica sends it.
     senders: dict[int, dict[int, tuple[int, _Claim]]] = {}
     for rank, of_rank in enumerate(claims):
         for claim in of_rank:
@@ -218,7 +220,7 @@ def gather_torch_state_sync(shard: AdamShard) -> dict[str, Any] | None:
 
 
 def range_values(part: StateRange, stored: StoredFloats) -> torch.Tensor:
-    """Returns the numbers of a range in the order of memory: [numel], fp32 or fp64, possibly a view."""
+    """Reads one stored tensor of a range in the order of memory: [numel], fp32 or fp64, possibly a view."""
     return _read(stored, part.range.span.start, shape=(part.range.span.numel,), stride=(1,))
 
 
@@ -227,10 +229,10 @@ def _by_kind(adam: FlatAdam) -> dict[str, StoredFloats]:
 
 
 def _spread_state(param: nn.Parameter, parts: Sequence[StateRange]) -> dict[str, torch.Tensor]:
-    """Returns the state of one parameter, [*parameter's shape] each, and the step count, [], fp32."""
+    """Returns the sharded state of one parameter: the step count, [], fp32, and tensors of [*parameter's shape]."""
     dtype = parts[0].adam.wide if parts else torch.promote_types(param.dtype, torch.float32)
     if param.numel() == 0:
-        # No rank owns a range of it, but a checkpoint must contain its key.
+        # No rank owns a range of an empty parameter, but a checkpoint must contain its key.
         nothing = {kind: torch.zeros(param.shape, dtype=dtype) for kind in (EXP_AVG, EXP_AVG_SQ, MASTERS)}
         return {STEP: torch.zeros((), dtype=torch.float32), **nothing}
     state: dict[str, torch.Tensor] = {}
@@ -257,7 +259,7 @@ def _held_boxes(part: StateRange, stored: StoredFloats) -> Iterator[HeldBox]:
 
 
 def _read(stored: StoredFloats, place: int, *, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
-    """Reads contiguous numbers from `place` on, viewed as a box: [*shape], fp32 or fp64."""
+    """Reads stored numbers from `place` on and views them as a box: [*shape], fp32 or fp64."""
     first = place // BLOCK * BLOCK
     flat = stored.read(first, round_up(place + math.prod(shape), BLOCK))[place - first :]
     return flat.as_strided(shape, stride)
@@ -267,7 +269,7 @@ def _read(stored: StoredFloats, place: int, *, shape: tuple[int, ...], stride: t
 
 
 class _Source:
-    """A loaded tensor, read by boxes; value: [*parameter's shape], any float dtype, or some boxes of it."""
+    """A loaded tensor that is read box by box. value: [*parameter's shape], any float dtype, or some boxes of it."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self._value = value
@@ -275,11 +277,11 @@ class _Source:
         self._places = BoxIndex(self._boxes)
 
     def num_missing(self, box: Box) -> int:
-        """Returns the number of elements of a box that the tensor lacks."""
+        """Returns the number of elements of a box that the tensor does not contain."""
         return box.volume - sum(common.volume for _, common in self._common(box))
 
     def fill(self, target: torch.Tensor, box: Box) -> None:
-        """Copies a box whose elements are all present to `target`: [*box shape], any float dtype."""
+        """Copies a box to `target`, [*box shape], any float dtype; all its elements must be present."""
         for held, common in self._common(box):
             values = self._value.read(held) if isinstance(self._value, SpreadTensor) else self._value
             target[common.relative_to(box)].copy_(values[common.relative_to(held)])
@@ -287,14 +289,14 @@ class _Source:
     def _common(self, box: Box) -> Iterator[tuple[Box, Box]]:
         for position in self._places.overlapping(box):
             common = intersection(self._boxes[position], box)
-            assert common is not None, "adjacent boxes must share elements"
+            assert common is not None, "overlapping boxes must share elements"
             yield self._boxes[position], common
 
 
 class _Loaded:
-    """The loaded entry of one parameter. sources: its values by kind.
+    """The loaded state of one parameter. sources: its values by kind.
 
-    MASTERS is missing if the state dict has no masters, which are then copied from the parameters.
+    `sources` lacks MASTERS if the state dict has no masters. They are then copied from the parameters.
     """
 
     def __init__(self, entry: _Entry, name: str) -> None:
@@ -309,7 +311,7 @@ class _Loaded:
         return count
 
     def check_has(self, part: StateRange) -> None:
-        """Raises ValueError if elements of a range are missing."""
+        """Raises ValueError unless the loaded values cover a range."""
         held = part.range
         boxes = boxes_of_range(memory_piece("", held.param), start=held.start, end=held.start + held.span.numel)
         for kind, source in self.sources.items():
@@ -317,7 +319,7 @@ class _Loaded:
             if missing:
                 raise ValueError(
                     f"{kind} of {self._name} lacks {missing} elements that this rank owns: it was saved by one rank "
-                    "of another layout; use torch.distributed.checkpoint.save and load to change the layout"
+                    "of a different layout. Use torch.distributed.checkpoint.save and load to change the layout"
                 )
 
 
@@ -328,14 +330,14 @@ def _check_steps_sync(ranges: Sequence[StateRange], loaded: Mapping[int, _Loaded
         other, index = seen.setdefault(id(part.adam), (step, part.index))
         if other != step:
             raise ValueError(
-                f"step of parameter {part.index} is {step:g} and that of parameter {index} is {other:g}: must be "
-                "equal for parameters that are updated together; call init_params separately for the parameters of "
+                f"step of parameter {part.index} is {step:g} and step of parameter {index} is {other:g}: must be "
+                "equal for parameters that are updated together. Call init_params separately for the parameters of "
                 "each step count, before state_dict and load_state_dict"
             )
 
 
 def _write(part: StateRange, stored: StoredFloats, *, source: _Source | None) -> None:
-    """Fills one kind of a range's state from a source; None copies the parameter itself."""
+    """Writes one kind of state of a range from a source; None copies the parameter itself."""
     held = part.range
     offset, numel = held.span.start, held.span.numel
     assert offset % BLOCK == 0, f"span.start is {offset}: ranges must start at a multiple of {BLOCK}"
@@ -370,7 +372,7 @@ def _descriptions(groups: _Groups) -> list[str]:
 
 
 def _groups_to_save_sync(groups: _Groups, *, adam_w_mode: bool) -> list[dict[str, Any]]:
-    """Returns the groups with numbers instead of parameters and tensors, and with all keys of torch.optim.Adam."""
+    """Returns the groups in torch.optim.Adam's format: numbers replace parameters, plain values replace tensors."""
     saved, first = [], 0
     for group in groups:
         numbers_of = list(range(first, first + len(group["params"])))
@@ -381,7 +383,7 @@ def _groups_to_save_sync(groups: _Groups, *, adam_w_mode: bool) -> list[dict[str
 
 
 def _checked_groups_sync(groups: _Groups, state_dict: Any, *, adam_w_mode: bool) -> list[dict[str, Any]]:
-    """Returns the new hyper-parameters of each group; raises ValueError if the groups of a state dict differ."""
+    """Returns the loaded hyper-parameters of each group; raises ValueError if groups do not match this optimizer."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         has = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
         raise ValueError(f"state_dict is {has}: must contain 'state' and 'param_groups', on every rank")
@@ -404,10 +406,10 @@ def _checked_groups_sync(groups: _Groups, state_dict: Any, *, adam_w_mode: bool)
 def _checked_entries(
     groups: _Groups, state_dict: Mapping[str, Any], *, without_state: Collection[int] = ()
 ) -> dict[int, _Entry]:
-    """Returns the entry of each parameter by its number in this optimizer; raises ValueError for invalid entries.
+    """Returns the loaded state of each parameter by its number in this optimizer; raises ValueError if it is invalid.
 
-    Either all entries must have masters, or none. without_state: numbers of parameters that may lack an entry. A torch
-    optimizer that has never stepped has no entries; they are returned as zeros.
+    Masters must be present in all entries or in none. without_state: numbers of parameters that may lack an entry. If
+    there are no entries at all, as in a torch optimizer that has never stepped, returns zeros.
     """
     params = [param for group in groups for param in group["params"]]
     saved_numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -416,7 +418,7 @@ def _checked_entries(
     unknown = [key for key in state if key not in known]
     if unknown:
         raise ValueError(
-            f"state contains {unknown[0]!r}: must be one of the {len(params)} parameters of its param_groups"
+            f"state contains key {unknown[0]!r}: must be one of the {len(params)} parameters of its param_groups"
         )
     kinds = {STEP, EXP_AVG, EXP_AVG_SQ}
     if any(MASTERS in entry for entry in state.values()):
@@ -430,7 +432,7 @@ def _checked_entries(
         elif number not in state:
             raise ValueError(
                 f"state lacks {name}: must contain its {sorted(kinds)}; for a parameter that never had a gradient "
-                "in torch's optimizer, add the step of the others and zeros"
+                "in torch's optimizer, add zeros and the step count of the other parameters"
             )
         else:
             entries[index] = _checked_entry(state[number], kinds, param=param, name=name)
@@ -438,7 +440,7 @@ def _checked_entries(
 
 
 def _update_groups(groups: Sequence[dict[str, Any]], new_values: Sequence[Mapping[str, Any]]) -> None:
-    """Sets each group's hyper-parameters; tensors keep their memory, because graphs read it."""
+    """Sets each group's hyper-parameters; tensors are updated in place, because CUDA graphs read them."""
     for group, new in zip(groups, new_values, strict=True):
         for key, value in new.items():
             if isinstance(group.get(key), torch.Tensor):
@@ -523,7 +525,10 @@ class _Transfer:
         self.rank = 0 if group is None else dist.get_rank(group)
 
     def whole(self, param: nn.Parameter, kind: str, *, senders: Sequence[tuple[int, _Claim]]) -> torch.Tensor | None:
-        """Returns a parameter's moment on rank 0, [*parameter's shape], fp32 or fp64, on the host; None elsewhere."""
+        """Gathers one moment of a parameter on rank 0; returns None on other ranks.
+
+        The result is [*parameter's shape], fp32 or fp64, on the host.
+        """
         for rank, claim in senders:
             if rank == self.rank != 0:
                 dist.send(self._values(claim, kind).to(self._device), group=self._group, group_dst=0)

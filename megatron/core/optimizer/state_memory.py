@@ -1,4 +1,4 @@
-"""Persistent bytes of a rank, computed from sizes and settings without reading tensors.
+"""Persistent memory of a rank in bytes, computed from sizes and settings without reading tensors.
 
 Excludes activations and the temporary memory of collectives.
 """
@@ -28,7 +28,7 @@ class StateBytes:
 
     @property
     def total(self) -> float:
-        """The sum of all fields."""
+        """Sum of all fields."""
         return sum(astuple(self))
 
     def __add__(self, other: "StateBytes") -> "StateBytes":
@@ -46,11 +46,11 @@ def state_bytes(
     num_param_shards: int = 1,
     num_matrix_params: int = 0,
 ) -> StateBytes:
-    """Returns the bytes of `num_params` parameters and their state on one rank, all of one dtype.
+    """Returns the bytes of `num_params` parameters of one dtype and their state on one rank.
 
-    num_shards: ranks that shard the optimizer's state (use_distributed_optimizer); 1 if each rank holds all of it.
-    num_grad_shards: ranks that shard the gradients (shard_gradients), not counting buckets in flight in a backward.
-    num_param_shards: ranks that shard the parameters (torch's fully_shard), not counting gathered units.
+    num_shards: ranks that shard the optimizer's state (use_distributed_optimizer); 1 if each rank stores all of it.
+    num_grad_shards: ranks that shard the gradients (shard_gradients), not counting buckets in flight in a backward
+    pass. num_param_shards: ranks that shard the parameters (torch's fully_shard), not counting gathered units.
     num_matrix_params: number of parameters updated by Muon, which has one moment.
     """
     # The dtype that the update computes in.
@@ -69,7 +69,7 @@ def state_bytes(
 
 
 def state_bytes_of(model_chunks: Sequence[_BaseDataParallel], config: OptimizerConfig) -> StateBytes:
-    """Returns the StateBytes of all parameters that the wrapped chunks of this rank train."""
+    """Returns the StateBytes of all parameters that are trained in the wrapped chunks of this rank."""
     grouping = ParamGrouping(config, None)
     total = StateBytes()
     for chunk in model_chunks:
@@ -77,7 +77,7 @@ def state_bytes_of(model_chunks: Sequence[_BaseDataParallel], config: OptimizerC
             shares_all = isinstance(chunk, TorchFullyShardedDataParallel)
             shares_grads = shares_all or chunk.ddp_config.shard_gradients
             here = _bytes_of(buffer, config, grouping=grouping, shares_grads=shares_grads, shares_params=shares_all)
-            # Released gradients have no persistent memory, unless they are sums to be divided by tokens later.
+            # Released gradients occupy no persistent memory, unless their sums are divided by token counts later.
             releases = chunk.ddp_config.release_gradients and not chunk.config.calculate_per_token_loss
             total += replace(here, gradients=0.0) if releases else here
     return total

@@ -1,9 +1,9 @@
-"""StoredFloats: storage of an optimizer's numbers, possibly in fewer bits than it computes with.
+"""StoredFloats: storage of optimizer state, possibly in fewer bits than updates compute in.
 
 The storage forms are the classes Plain, Rounded, ScaledHalf and WithRemainder. Each is read and written as fp32 or
-fp64, and has a multiple of BLOCK elements. Two functions choose the forms of Adam's moments: zeros_beside, in this
-file, by a dtype for MegatronOptimizer, and _storage in adam.py by a StateForm for DistributedFusedAdam. Masters are
-built by the functions *_masters here, and by _main_of in adam.py.
+fp64, and has a multiple of BLOCK elements. Two functions choose the form of Adam's moments: zeros_beside in this file,
+from a dtype, for MegatronOptimizer, and _storage in adam.py, from a StateForm, for DistributedFusedAdam. Masters are
+built by the *_masters functions in this file, and by _main_of in adam.py.
 """
 
 from collections.abc import Iterator
@@ -14,19 +14,20 @@ import torch
 from megatron.core.device import host_bytes
 from megatron.core.distributed.layout import ALIGNMENT
 
-# Elements that share a scale. Equal to the grid on which ranks split parameters, so that no split changes a scale.
+# Number of elements that share a scale. Equals the granularity at which parameters are split over ranks, so that no
+# split changes a scale.
 BLOCK = ALIGNMENT
 # The frexp exponent of a block's largest number after scaling. With 16, numbers near 2^16 would overflow fp16.
 TOP_EXPONENT = 15
 LOWEST_EXPONENT = -100
-# Elements converted per iteration: four such tensors fit into a core's cache. On a GPU a piece is larger, so that its
-# kernels take longer than their launches.
+# Elements converted per iteration: four such tensors fit into a core's cache. On a GPU pieces are larger, so that a
+# kernel runs longer than its launch takes.
 PIECE = 1 << 16
 _GPU_PIECE = 1 << 23
 
 
 class StoredFloats(Protocol):
-    """N numbers that are read and written in ranges that start and end at multiples of BLOCK."""
+    """N stored numbers, read and written in ranges that start and end at multiples of BLOCK."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -34,17 +35,18 @@ class StoredFloats(Protocol):
     def numel(self) -> int: ...
     @property
     def memory(self) -> list[torch.Tensor]:
-        """The tensors that hold the numbers, excluding the parameters: any shape and dtype."""
+        """The tensors that store the numbers, without the parameters: any shape and dtype."""
         ...
 
     def read(self, start: int, end: int) -> torch.Tensor:
-        """Returns the numbers from start to end: [end - start], fp32 or fp64; a view if stored in that dtype, else a
-        copy.
+        """Returns the numbers in [start, end): [end - start], fp32 or fp64.
+
+        The result is a view if the numbers are stored in this dtype, else a copy.
         """
         ...
 
     def write(self, start: int, values: torch.Tensor) -> None:
-        """Stores values from `start` on: [n], fp32 or fp64, possibly the tensor that `read` returned."""
+        """Overwrites the numbers from `start` on. values: [n], fp32 or fp64, may be the tensor returned by `read`."""
         ...
 
 
@@ -71,15 +73,16 @@ class _OneTensor:
 
 
 class Plain(_OneTensor):
-    """Unconverted fp32 or fp64; tensor: [N]."""
+    """Numbers stored without conversion. tensor: [N], fp32 or fp64."""
 
     def read(self, start: int, end: int) -> torch.Tensor:
-        """Returns the numbers from start to end: [end - start], the tensor's dtype, a view."""
+        """Returns a view of the numbers in [start, end): [end - start], the tensor's dtype."""
         return self.tensor[start:end]
 
     def write(self, start: int, values: torch.Tensor) -> None:
-        """Stores values from `start` on: [n], the tensor's dtype. Costs nothing if they are the view returned by
-        `read`.
+        """Overwrites the numbers from `start` on. values: [n], the tensor's dtype.
+
+        Copies nothing if `values` is the view that `read` returned.
         """
         own = self.tensor[start : start + values.numel()]
         # `read` returned a view, so the values may already be in place.
@@ -88,7 +91,7 @@ class Plain(_OneTensor):
 
 
 class Rounded(_OneTensor):
-    """Numbers rounded to a narrower dtype than the one they are computed in; tensor: [N], any float dtype.
+    """Numbers rounded to a dtype that is narrower than the compute dtype. tensor: [N], any float dtype.
 
     wide: the dtype returned by `read`, fp32 or fp64. bf16 has the exponent range of fp32; fp16 rounds numbers below
     3e-8 to zero.
@@ -99,19 +102,19 @@ class Rounded(_OneTensor):
         self._wide = wide
 
     def read(self, start: int, end: int) -> torch.Tensor:
-        """Returns the numbers from start to end: [end - start], fp32 or fp64, a copy."""
+        """Returns a copy of the numbers in [start, end): [end - start], fp32 or fp64."""
         return self.tensor[start:end].to(self._wide)
 
     def write(self, start: int, values: torch.Tensor) -> None:
-        """Stores values from `start` on, rounded to the tensor's dtype: [n], fp32 or fp64."""
+        """Overwrites the numbers from `start` on, rounded to the tensor's dtype. values: [n], fp32 or fp64."""
         self.tensor[start : start + values.numel()].copy_(values)
 
 
 class ScaledHalf(_OneTensor):
-    """fp16 with one power of two per block, which preserves the precision of small numbers.
+    """fp16 numbers with one power-of-two scale per block, which preserves the precision of small numbers.
 
-    Squares of gradients are far below the range of fp16. tensor: [N], fp16. exponents: [N / 64], int8, the exponents of
-    the factors that the numbers were multiplied by.
+    Squares of gradients are far below the range of fp16. tensor: [N], fp16. exponents: [N / 64], int8; the numbers of
+    block b are stored multiplied by 2^exponents[b].
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -130,12 +133,12 @@ class ScaledHalf(_OneTensor):
         return [self.tensor, self.exponents]
 
     def read(self, start: int, end: int) -> torch.Tensor:
-        """Returns the numbers from start to end: [end - start], fp32, a copy."""
+        """Returns a copy of the numbers in [start, end): [end - start], fp32."""
         factors = _power_of_two(-self.exponents[start // BLOCK : end // BLOCK].int())
         return (self.tensor[start:end].float().view(-1, BLOCK) * factors.unsqueeze(1)).view(-1)
 
     def write(self, start: int, values: torch.Tensor) -> None:
-        """Stores values from `start` on, with a new exponent for each block: [n], fp32."""
+        """Overwrites the numbers from `start` on, with a new exponent for each block. values: [n], fp32."""
         blocks = values.view(-1, BLOCK)
         # frexp: the block's largest absolute number is in [2^(e - 1), 2^e).
         highest = torch.frexp(blocks.abs().amax(dim=1)).exponent.clamp_(min=LOWEST_EXPONENT)
@@ -148,8 +151,8 @@ class WithRemainder:
     """fp32 numbers whose upper halves are the bf16 parameters, and whose lower halves are stored here.
 
     model: [N], bf16, the parameters themselves, which `write` changes. upper, lower: [N], int16. Parameters are rounded
-    to nearest, with ties away from zero. Torch rounds ties to even, up or down, so that a signed lower half could not
-    encode both.
+    to nearest, with ties away from zero. With torch's rounding of ties to even, which goes up or down, a signed lower
+    half could not encode both cases.
     """
 
     def __init__(self, model: torch.Tensor) -> None:
@@ -172,19 +175,19 @@ class WithRemainder:
         return self.lower.numel()
 
     def read(self, start: int, end: int) -> torch.Tensor:
-        """Returns the numbers from start to end: [end - start], fp32, a copy with the bits that were written."""
-        # The lower half is signed: it subtracts what rounding added to the upper half.
+        """Returns a copy of the numbers in [start, end), bit-identical to the written values: [end - start], fp32."""
+        # The lower half is signed. It subtracts the amount that rounding added to the upper half.
         return (self.upper[start:end].int() << 16).add_(self.lower[start:end]).view(torch.float32)
 
     def write(self, start: int, values: torch.Tensor) -> None:
-        """Stores values from `start` on, which changes the parameters: [n], fp32."""
+        """Overwrites the numbers from `start` on, which changes the parameters. values: [n], fp32."""
         bits = values.view(torch.int32)
         lower = bits.to(torch.int16)
         self.lower[start : start + values.numel()].copy_(lower)
         self.upper[start : start + values.numel()].copy_((bits - lower) >> 16)
 
     def forget(self) -> None:
-        """Sets the numbers to the values of the parameters."""
+        """Clears the lower halves, so that the numbers equal the parameters."""
         self.lower.zero_()
 
 
@@ -194,20 +197,23 @@ def piece_elements(stored: StoredFloats) -> int:
 
 
 def pieces(stored: StoredFloats, *, start: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Iterates over pieces of stored numbers, each with its start: [n], fp32 or fp64; copies have bounded size."""
+    """Yields the numbers in [start, end) in pieces, each with its start: [n], fp32 or fp64.
+
+    Pieces that are copies have a bounded size.
+    """
     step = end - start if isinstance(stored, Plain) else piece_elements(stored)
     for first in range(start, end, max(step, 1)):
         yield first, stored.read(first, min(first + step, end))
 
 
 def full_masters(model: torch.Tensor) -> StoredFloats:
-    """Builds masters as fp32 copies of 16-bit parameters, [N]; wider parameters are their own masters."""
+    """Builds masters as fp32 copies of 16-bit parameters, [N]; wider parameters serve as masters themselves."""
     # Without the copy, updates below the last digit of a 16-bit weight would be lost.
     return Plain(model if model.dtype.itemsize >= 4 else model.float())
 
 
 def host_masters(model: torch.Tensor) -> StoredFloats:
-    """Builds masters of parameters, [N], as fp32 or fp64 in pinned host memory; on a CPU as full_masters does."""
+    """Builds fp32 or fp64 masters of parameters, [N], in pinned host memory; on a CPU, same as full_masters."""
     if model.device.type == "cpu":
         return full_masters(model)
     wide = torch.promote_types(model.dtype, torch.float32)
@@ -216,7 +222,7 @@ def host_masters(model: torch.Tensor) -> StoredFloats:
 
 
 def half_masters(model: torch.Tensor) -> StoredFloats:
-    """Builds masters of 16-bit parameters, [N], as scaled fp16; wider parameters are their own masters."""
+    """Builds masters of 16-bit parameters, [N], as scaled fp16; wider parameters serve as masters themselves."""
     if model.dtype.itemsize >= 4:
         return Plain(model)
     masters = ScaledHalf(torch.empty_like(model, dtype=torch.float16))
@@ -227,14 +233,14 @@ def half_masters(model: torch.Tensor) -> StoredFloats:
 
 
 def remainder_masters(model: torch.Tensor) -> StoredFloats:
-    """Builds masters of bf16 parameters, [N], as fp32 remainders; for other dtypes like full_masters."""
+    """Builds fp32 masters of bf16 parameters, [N], stored as remainders; for other dtypes, same as full_masters."""
     return WithRemainder(model) if model.dtype == torch.bfloat16 else full_masters(model)
 
 
 def zeros_beside(main: StoredFloats, dtype: torch.dtype) -> StoredFloats:
-    """Returns zeros for a moment of `main`, stored as bf16, as scaled fp16, or in the dtype in which `main` is read.
+    """Allocates a zero moment for masters, stored as bf16, as scaled fp16, or in the dtype in which `main` is read.
 
-    Used by MegatronOptimizer; the moments of DistributedFusedAdam are chosen by a StateForm (adam.py).
+    Used by MegatronOptimizer. For DistributedFusedAdam, a StateForm selects the storage form (adam.py).
     """
     like = main.read(0, 0)
     if dtype == torch.bfloat16:
@@ -245,5 +251,5 @@ def zeros_beside(main: StoredFloats, dtype: torch.dtype) -> StoredFloats:
 
 
 def _power_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    """Returns 2^e from its bits, because pow may round: [B], int32, -126 to 127 -> [B], fp32."""
+    """Builds 2^e from its bit pattern, because pow may round: [B], int32, from -126 to 127 -> [B], fp32."""
     return ((exponents + 127) << 23).view(torch.float32)

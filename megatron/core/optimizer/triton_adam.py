@@ -1,13 +1,13 @@
-"""Triton kernel that updates a flat range in one pass: divides gradients, applies Adam, rounds to the stored forms.
+"""Triton kernel that updates a flat range in one pass: divides gradients, applies Adam, rounds to the storage forms.
 
-Arithmetic is in fp32 with one rounding per operation, in the order of torch's kernel for CPUs. Storage forms match
-stored_floats.py byte for byte.
+Arithmetic is in fp32 with one rounding per operation, in the order of torch's kernel for CPUs. Stored values are
+bit-identical to stored_floats.py.
 
 [Note: no fused multiply-add] The compiler would fuse multiplications and additions differently for each form. Without
-fusion all forms are bit-identical, so parameters with remainders equal those with fp32 masters in this kernel. The cost
-is small, because the kernel is memory-bound. adam_step uses it only for remainders and scaled states. Torch's kernel,
-which updates the other forms on a GPU, rounds betas and their powers to fp32 before it subtracts them from 1: with the
-default betas its second moments may be off by 110 eps of fp32, where this kernel is off by 2. See
+fusion all forms are bit-identical, so this kernel computes the same parameters with remainders as with fp32 masters.
+The cost is small, because the kernel is memory-bound. adam_step uses it only for remainders and scaled states. Torch's
+kernel, which updates the other forms on a GPU, rounds betas and their powers to fp32 before it subtracts them from 1.
+With the default betas its second moments may be off by 110 eps of fp32, compared with 2 eps for this kernel. See
 tests/unit_tests/core/optimizer/adam_run.py.
 """
 # mypy: allow-untyped-defs
@@ -44,7 +44,7 @@ _PROGRAMS_PER_PROCESSOR = 32
 
 @triton.jit
 def _read(memory, more, block, is_there):
-    """Reads [blocks, 64], fp32, from any form. more: exponents (int8) or lower halves (int16); None for neither."""
+    """Loads values of any storage form as fp32, [blocks, 64]. more: exponents (int8), lower halves (int16) or None."""
     at = block[:, None] * NUMBERS + tl.arange(0, NUMBERS)[None, :]
     kept = tl.load(memory + at, mask=is_there[:, None], other=0)
     if more is None:
@@ -60,7 +60,7 @@ def _read(memory, more, block, is_there):
 
 @triton.jit
 def _write(memory, more, block, is_there, values):
-    """Stores [blocks, 64], fp32, in any form and returns the parameters that they are rounded to, as fp32."""
+    """Stores fp32 values, [blocks, 64], in any storage form and returns the rounded parameters as fp32."""
     at = block[:, None] * NUMBERS + tl.arange(0, NUMBERS)[None, :]
     if more is None:
         kept = values.to(memory.dtype.element_ty)
@@ -90,9 +90,9 @@ def _power_of_two(exponent):
 
 @triton.jit
 def _exponent(bits):
-    """Returns the clamped exponent of frexp from the bits of an absolute value.
+    """Returns the exponent that frexp gives for an absolute value, passed as bits, with a lower limit.
 
-    Like frexp it gives 0 for zero, infinity and NaN.
+    Returns 0 for zero, infinity and NaN, like frexp.
     """
     field = bits >> 23
     return tl.where((bits == 0) | (field == 255), 0, tl.maximum(field - 126, LOWEST))
@@ -104,17 +104,18 @@ def adam_kernel(
     beta2, one_minus_beta1, one_minus_beta2, log_beta1, log_beta1_rest, log_beta2, log_beta2_rest, eps, weight_decay,
     IS_DECOUPLED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Updates tiles of a flat range with Adam; changes no byte if `skip` is not 0.
+    """Updates tiles of a flat range with Adam; writes nothing if `skip` is not 0.
 
-    log_...: natural logarithms in two parts, minus infinity for no correction. step, lr, divisor, skip: one element
-    each; divisor, skip and `out` may be None.
+    log_...: natural logarithms of the betas, in two parts each; minus infinity disables bias correction. step, lr,
+    divisor, skip: one element each; divisor, skip and `out` may be None.
     """
     if skip is not None:
         if tl.load(skip) != 0:
             return
     count = tl.load(step).to(tl.float64) + 1
     rate = tl.load(lr).to(tl.float64)
-    # Scalars are passed as fp32, so logarithms have two parts: the corrections of the first steps need their digits.
+    # Scalars are passed as fp32, so each logarithm is split into two. The bias corrections of the first steps require
+    # the precision.
     correction1 = 1 - tl.exp(count * log_beta1 + count * log_beta1_rest)
     correction2 = 1 - tl.exp(count * log_beta2 + count * log_beta2_rest)
     step_size = (rate / correction1).to(tl.float32)
@@ -165,7 +166,7 @@ def step_run(
     """Updates one flat range in one launch; does not increment the step count.
 
     stored: masters and both moments, N numbers each, read as fp32. grad, out: [N], any float dtype. step: number of
-    previous steps, [], fp32. lr, divisor, skip: [], fp32. The other settings are as in AdamRates.
+    previous steps, [], fp32. lr, divisor, skip: [], fp32. The remaining settings are described in AdamRates.
     """
     numel, device = grad.numel(), grad.device
     if numel == 0:
@@ -197,7 +198,7 @@ def step_run(
 
 
 def _tensors(stored: StoredFloats) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns a form's tensors as arguments of the kernel."""
+    """Returns the tensors of a storage form as kernel arguments: values, and exponents or lower halves if any."""
     if isinstance(stored, ScaledHalf):
         return stored.tensor, stored.exponents
     if isinstance(stored, WithRemainder):
@@ -207,7 +208,7 @@ def _tensors(stored: StoredFloats) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def _log_parts(beta: float) -> tuple[float, float]:
-    """Splits the logarithm into two fp32 numbers."""
+    """Splits log(beta) into two fp32 numbers whose sum is more precise than fp32."""
     if beta == 0.0:
         return -math.inf, 0.0
     log = math.log(beta)
@@ -216,8 +217,9 @@ def _log_parts(beta: float) -> tuple[float, float]:
 
 
 def _tile_blocks(*item_bytes: int) -> int:
-    """Returns the blocks that a program updates per iteration: 8 numbers per thread, 4 with fp64, to fit
-    the registers.
+    """Returns the number of blocks that a program updates per iteration, so that their values fit into registers.
+
+    8 numbers per thread, or 4 with fp64.
     """
     return 8 if max(item_bytes) == 8 else 16
 
@@ -231,13 +233,13 @@ def _num_programs(device: torch.device, tiles: int) -> int:
 
 
 def residencies(num_warps: int) -> Mapping[str, Residency]:
-    """Returns the residency that the launcher assumes: the grid has at least two programs for each resident one."""
+    """Returns the residency limit of the kernel, at which the grid still has two programs per resident program."""
     assert num_warps == _OPTIONS["num_warps"]
     return {"adam_kernel": Residency(at_most=_PROGRAMS_PER_PROCESSOR // 2)}
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """Yields each form of masters and moments, with dtypes of gradients and parameters that occur with it."""
+    """Yields a compile case for each storage form, with the dtypes of gradients and parameters used with it."""
     plain, halves, scaled = ("*fp32:16", None), ("*bf16:16", None), ("*fp16:16", "*i8:16")
     remainders = ("*i16:16", "*i16:16")
     yield _case("fp32, divided", (plain, plain), grad="fp32")
@@ -251,7 +253,7 @@ def compile_cases() -> Iterator[CompileCase]:
 def _case(
     name: str, forms: tuple[tuple[str, str | None], tuple[str, str | None]], *, grad: str, out: str | None = None
 ) -> CompileCase:
-    """Builds a case; forms: the form of masters, and the form of both moments."""
+    """Builds a compile case. forms: the storage form of masters, then the storage form of both moments."""
     (main, main_more), (moment, moment_more) = forms
     arguments = {"main": main, "main_more": main_more, "grad": f"*{grad}:16", "out": out and f"*{out}:16"}
     for moments in ("exp_avg", "exp_avg_sq"):

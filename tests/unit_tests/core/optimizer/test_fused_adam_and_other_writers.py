@@ -128,7 +128,7 @@ def test_a_share_of_states_fits_an_optimizer_that_has_not_stepped_whatever_its_o
         (([nn.Parameter(torch.ones(2, device="meta"))],), "on the meta device: must be a whole tensor"),
         (
             ([nn.Parameter(torch.ones(2))], torch.tensor([1.0, 2.0])),
-            "lr is tensor.*: must be a number, or a tensor of one",
+            "lr is tensor.*: must be a number, or a tensor with one element",
         ),
     ],
 )

@@ -39,7 +39,7 @@ WRONG = [
         lambda d: d["state"].pop(5),
         r"state lacks parameter 5 out \[6, 9\]: must contain its \['exp_avg', 'exp_avg_sq'",
     ),
-    ("more", lambda d: d["state"].update({9: {}}), "state contains 9: must be one of the 9 parameters"),
+    ("more", lambda d: d["state"].update({9: {}}), "state contains key 9: must be one of the 9 parameters"),
     ("kind", lambda d: d["state"][4].pop(EXP_AVG), r"parameter 4 conv \[2, 3, 5, 4\] has \['exp_avg_sq', 'fp32_param'"),
     ("masters", lambda d: d["state"][0].pop(MASTERS), r"parameter 0 \[7, 5\] has \['exp_avg', 'exp_avg_sq', 'step'\]"),
     ("max", lambda d: d["state"][0].update(max_exp_avg_sq=0), r"parameter 0 \[7, 5\] has .*'max_exp_avg_sq'.*: must"),
@@ -62,13 +62,13 @@ WRONG = [
     (
         "steps",
         lambda d: d["state"][0].update(step=torch.tensor(8.0)),
-        r"step of parameter [01] is [78] and that of parameter [01] is [78]: must be equal for parameters",
+        r"step of parameter [01] is [78] and step of parameter [01] is [78]: must be equal for parameters",
     ),
     (
         "another rank's",
         lambda d: d["state"].update(SpreadAdam([make_params()], rank=1, num_ranks=2).state_dict()["state"]),
-        r"of parameter \d \[.*\] lacks \d+ elements that this rank owns: it was saved by one rank of another layout; "
-        "use torch.distributed.checkpoint",
+        r"of parameter \d \[.*\] lacks \d+ elements that this rank owns: it was saved by one rank of a "
+        "different layout. Use torch.distributed.checkpoint",
     ),
 ]
 
