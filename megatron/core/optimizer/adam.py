@@ -84,7 +84,7 @@ class StateForm:
 
 @dataclass(frozen=True, eq=False)
 class FlatAdam:
-    """State of one range of N elements, a multiple of 64. step: number of steps taken, [], fp32, on its device."""
+    """Adam state of a flat range of N elements, a multiple of 64. step: number of steps taken, [], fp32, on device."""
 
     main: StoredFloats
     exp_avg: StoredFloats
@@ -379,7 +379,7 @@ def _count(states: Sequence[FlatAdam], *, skip: torch.Tensor | None) -> None:
 
 
 def _divisor_on(scale: GradScale, device: torch.device) -> torch.Tensor | None:
-    """Returns the divisor for kernels, with the meaning of torch.amp.GradScaler's scale: [], fp32; None for 1."""
+    """Returns the divisor as kernels read it, in the role of torch.amp.GradScaler's scale: [], fp32; None for 1."""
     if isinstance(scale.divisor, torch.Tensor):
         return scale.divisor
     # Filled on the device, because a copy from the host would wait for the stream.
@@ -505,7 +505,7 @@ class UpdateRule(Protocol):
         ...
 
     def update(self, scale: GradScale, runs: Set[FlatParamRange]) -> None:
-        """Updates the rule's ranges that are in `runs` by their scaled gradients, and writes their parameters.
+        """Updates those of the rule's ranges that are in `runs` from scaled gradients, and writes their parameters.
 
         Called once per step for each range.
         """

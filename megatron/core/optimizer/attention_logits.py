@@ -1,4 +1,4 @@
-"""AttentionLogits: the largest attention scores of a step over all ranks, and the projections that they scale down.
+"""AttentionLogits: collects the largest attention scores of a step over all ranks, and scales down projections.
 
 The query and key projections of a head whose largest score exceeded a threshold are scaled after the update, as in
 MuonClip of Kimi K2. Attention layers compute the scores, and determine which rows of which parameters are scaled.
@@ -27,26 +27,29 @@ class _ClipSettings(Protocol):
 
 @runtime_checkable
 class ClipsLogits(Protocol):
-    """An attention layer; largest_logits: None if the scores are not needed."""
+    """An attention layer that records its largest scores. largest_logits: None if scores are not recorded."""
 
     largest_logits: LargestLogits | None
     config: _ClipSettings
 
     def clip_factors(self, largest: Tensor) -> Tensor:
-        """Returns the factor of each head's scores, at most 1: [N], fp64; largest: [N], fp64."""
+        """Returns the factor of each head's scores, at most 1: [N], fp64. largest: [N], fp64."""
         ...
 
     def row_factors(self, factors: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
-        """Returns parameters with the factors of their rows: [rows], fp64; factors: [N], fp64, one per head."""
+        """Returns the parameters to scale, each with the factors of its rows: [rows], fp64.
+
+        factors: [N], fp64, one per head.
+        """
         ...
 
 
 class AttentionLogits:
-    """The largest scores of a rank's attention layers in a step.
+    """Largest scores of a rank's attention layers in a step.
 
     1. `collect` combines them over data- and context-parallel ranks in one all-reduce of all layers' heads.
     2. `rescale`, after ranges are updated and before they are gathered, multiplies rows of projections in the masters,
-       and rounds these to the parameters again. A step that the device skips multiplies by 1.
+       and writes the parameters from the masters again. A step that the device skips multiplies by 1.
 
     Nothing waits for the device. largest: [], fp64, over this rank's layers and heads in the last step; -inf if there
     are none.
@@ -76,17 +79,17 @@ class AttentionLogits:
                 if param not in known or not param.is_contiguous():
                     raise ValueError(
                         f"qk_clip is True and a projection of shape {tuple(param.shape)} is frozen, split by "
-                        "another wrapper, or not contiguous: it must be trained by this optimizer"
+                        "another wrapper, or not contiguous: must be contiguous and trained by this optimizer"
                     )
 
     def reset(self) -> None:
-        """Clears the scores of passes since the last step."""
+        """Clears the scores recorded since the last step."""
         for layer in self._layers:
             _largest_logits(layer).reset()
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Combines the scores of all micro-batches over ranks, and resets them. Collective, if there are layers."""
+        """Combines the scores of all micro-batches over ranks, and resets them. Collective if there are layers."""
         if not self._layers:
             return
         scores = torch.cat([self._scores_of(layer) for layer in self._layers])
@@ -102,7 +105,7 @@ class AttentionLogits:
         """Scales the projections inside the given ranges, after their update.
 
         Each range must be passed exactly once per step, because a second pass would scale it twice. skip: [], any
-        dtype, above 0 if the step is skipped; None if the host already knows that it is not.
+        dtype, above 0 if the step is skipped; None if the host has decided to update.
         """
         rows = self._row_factors(skip)
         if not rows:
@@ -132,7 +135,7 @@ def _largest_logits(layer: ClipsLogits) -> LargestLogits:
 
 
 def _scale(run: FlatParamRange, param_range: ParamRange, rows: Tensor) -> None:
-    """Multiplies a range's elements of one parameter; rows: [R], fp64, the factors of the parameter's rows."""
+    """Multiplies the elements of one parameter in a range. rows: factors of the parameter's rows, [R], fp64."""
     columns = param_range.param.numel() // len(rows)
     # Some storage forms are written in whole blocks. Padding is 0, whatever its factor.
     end = min(param_range.span.padded_end, run.main.numel)

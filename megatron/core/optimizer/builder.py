@@ -46,7 +46,7 @@ from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.param_attributes import HasWeightMatrices, MatrixWindow, param_facts
 
-# Names of attention weights that hold several matrices.
+# Names of attention weights that contain several matrices.
 _PROJECTIONS = ("linear_qkv.weight", "linear_kv_up_proj.weight", "linear_kv_down_proj.weight")
 
 
@@ -62,15 +62,15 @@ def get_megatron_optimizer(
     scale_lr_cond: None = None,
     lr_mult: float = 1.0,
 ) -> MegatronOptimizer:
-    """Builds the optimizer of chunks that are on their device, in their dtype and wrapped for data parallelism.
+    """Builds the optimizer for wrapped model chunks, which must already have their final device and dtype.
 
     Returns a DistributedOptimizer if the chunks shard optimizer state. config_overrides: learning rates and weight
     decays for selected parameters, the same on all ranks; if several match a parameter, the last one wins. None means
     get_standard_config_overrides, which a script can extend; with {} every parameter decays. use_gloo_process_groups:
     whether save_parameter_state of a DistributedOptimizer gathers through the host, if there is a group for it.
     pg_collection: groups over which norm and overflow are reduced; None means the groups of parallel_state, if there
-    are any. Collective over these groups. dump_param_to_param_group_map: a JSON file that rank 0 writes, with the
-    group's values of each parameter of the model by name. no_weight_decay_cond, scale_lr_cond, lr_mult: arguments of
+    are any. Collective over these groups. dump_param_to_param_group_map: path of a JSON file to which rank 0 writes the
+    group settings of each parameter of the model, by name. no_weight_decay_cond, scale_lr_cond, lr_mult: arguments of
     older scripts. Raises ValueError if these are set, and for settings that are inconsistent with the chunks.
     """
     _check_older_arguments(no_weight_decay_cond, scale_lr_cond, lr_mult)
@@ -147,11 +147,11 @@ def _check_settings(config: OptimizerConfig, groups: ProcessGroupCollection, *, 
     if config.optimizer == "muon" and max(group_size(groups.tp), group_size(groups.expt_tp)) > 1:
         raise ValueError(
             f"OptimizerConfig.optimizer is muon with tensor_model_parallel_size {group_size(groups.tp)} and "
-            f"expert_tensor_parallel_size {group_size(groups.expt_tp)}: both must be 1, because muon needs whole "
+            f"expert_tensor_parallel_size {group_size(groups.expt_tp)}: both must be 1, because muon requires whole "
             "matrices"
         )
     if config.lr is None:
-        raise ValueError("OptimizerConfig.lr is None: must be the highest learning rate (--lr)")
+        raise ValueError("OptimizerConfig.lr is None: must be the maximum learning rate (--lr)")
     narrow = [buffer for buffer in buffers if buffer.param_data.dtype.itemsize == 2]
     if config.main_grads_dtype == torch.bfloat16 and any(buffer.grad_data.dtype != torch.bfloat16 for buffer in narrow):
         raise ValueError(
@@ -180,9 +180,10 @@ def _optimizer_of(
     chunks: Sequence[_BaseDataParallel] | None,
     gloo: dist.ProcessGroup | None,
 ) -> MegatronOptimizer:
-    """Builds the optimizer of the parts; chunks: the model's, if they shard state, else None.
+    """Builds the optimizer from its parts.
 
-    gloo: the group of dense shards, with a CPU backend.
+    chunks: the model's chunks if they shard state, else None. gloo: the group of dense shards with a CPU backend, or
+    None.
     """
     first, scaler = parts.rules[0].optimizer, _grad_scaler(config)
     if chunks is not None:
@@ -201,7 +202,7 @@ def _optimizer_of(
 
     if len(parts.rules) == 1:
         return one_of(parts)
-    # The chain itself updates, with one norm of all ranges in the order of the buffers.
+    # The chain performs the updates, with one norm of all ranges in the order of the buffers.
     alone = [dataclasses.replace(parts, rules=[rule], runs=rule.runs, logits=None) for rule in parts.rules]
     return ChainedOptimizer([one_of(some) for some in alone], parts=parts)
 
@@ -230,7 +231,7 @@ def _weight_matrices(model_chunks: Sequence[nn.Module], *, split_qkv: bool) -> d
 def _grad_scaler(config: OptimizerConfig) -> MegatronGradScaler | None:
     if not config.fp16:
         return None
-    # Only fp16 has too small an exponent range for gradients; bf16 has that of fp32.
+    # Only fp16 has too small an exponent range for gradients; bf16 has the range of fp32.
     if config.loss_scale is not None:
         return ConstantGradScaler(config.loss_scale)
     return DynamicGradScaler(
@@ -248,7 +249,7 @@ def _grad_scaler(config: OptimizerConfig) -> MegatronGradScaler | None:
 def _write_groups(
     path: str, config: OptimizerConfig, keys: Mapping[str, GroupKey], groups: ProcessGroupCollection
 ) -> None:
-    """Writes each parameter's group values, for all parts of the model. Collective."""
+    """Writes the group settings of every parameter of the model to a JSON file. Collective."""
     found = {name: key.values(config) for name, key in keys.items()}
     for group in (groups.mp, groups.tp_ep_pp):
         found = {name: values for part in gather_objects(found, group) for name, values in part.items()}
@@ -265,8 +266,8 @@ def _agree_on_groups(
 ) -> dict[nn.Parameter, GroupKey]:
     """Returns the group of each parameter of this rank. Collective over all ranks that hold parts of the model.
 
-    The copy of a tied weight is in the group of its owner; overrides for the copy's own name are ignored. Raises
-    ValueError for contradicting learning rates, or for an override that matches no parameter in any part of the model;
+    The copy of a tied weight is in the group of its owner; overrides for the copy's name are ignored. Raises ValueError
+    for contradicting learning rates, or for an override that matches no parameter in any part of the model;
     RemoteRankError if another rank has such an error.
     """
     with _all_parts_agree(groups):
@@ -274,7 +275,7 @@ def _agree_on_groups(
         if copies and group_size(groups.embd) == 1:
             raise ValueError(
                 f"pg_collection.embd is {groups.embd}: must be the group of the first and the last stage, because "
-                f"{copies[0]} is a copy of a weight of the first"
+                f"{copies[0]} is a copy of a weight of the first stage"
             )
         keys = {e.param: grouping.key_of(e.name, e.param) for e in slots if not param_facts(e.param).shared}
     keys |= _owners_keys(slots, keys, grouping=grouping, groups=groups)
@@ -307,9 +308,9 @@ def _owners_keys(
     grouping: ParamGrouping,
     groups: ProcessGroupCollection,
 ) -> dict[nn.Parameter, GroupKey]:
-    """Returns the groups of copies of tied weights on this rank, which are those of their owners.
+    """Returns the groups of tied-weight copies on this rank, which are the groups of their owners.
 
-    A dry run has no owner to ask, and derives the groups from the copies' own names.
+    A dry run cannot ask the owner, and derives the groups from the copies' names.
     """
     copies = [slot.param for slot in slots if param_facts(slot.param).shared]
     if is_fake(groups.embd):
@@ -322,8 +323,9 @@ def _owners_keys(
 
 @contextmanager
 def _all_parts_agree(groups: ProcessGroupCollection) -> Iterator[None]:
-    """Enters all_ranks_agree over the ranks of dense layers, then of expert layers, which together are all parts of a
-    model.
+    """Enters all_ranks_agree over the ranks of dense layers, then over the ranks of expert layers.
+
+    Together these ranks hold all parts of a model.
     """
     with ExitStack() as stack:
         for group in (groups.mp, groups.tp_ep_pp):

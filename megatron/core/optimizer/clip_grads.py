@@ -26,9 +26,9 @@ from megatron.core.tensor_parallel.param_attributes import gradient_of, gradient
 
 # Added to the norm before dividing by it, as in Megatron and torch.
 _CLIP_EPS = 1e-6
-# In elements. On a CPU, longer sums of squares in one fp32 accumulator lose digits: the relative error over 18M normal
-# numbers is 8e-4 in one sum and 2e-7 in pieces, for 1.5 times the time. A GPU's kernel splits sums itself; there, one
-# tensor per piece would cost more than the sum.
+# In elements. On a CPU, longer sums of squares in one fp32 accumulator lose digits: over 18M normal numbers the
+# relative error is 8e-4 in one sum and 2e-7 in pieces, which take 1.5 times as long. A GPU's kernel splits sums itself;
+# there, one tensor per piece would cost more than the sum.
 _PIECE = 1 << 16
 _NO_DECOUPLED_GRAD = "parameters have a single gradient, main_grad or grad, in the dtype in which it is reduced"
 
@@ -45,9 +45,9 @@ def get_grad_norm_fp32(
 ) -> float:
     """Returns the joint norm of all gradients over all ranks of the group, rounded to fp32.
 
-    grads_for_norm: any shapes, contiguous, floating point; the norm of no gradients is 0. norm_type: 2, another p, or
-    infinity. grad_stats_parallel_group: ranks that hold other elements; None means this rank alone. accumulate_in: the
-    dtype of sums; with torch.float64 the result does not depend on how gradients are cut.
+    grads_for_norm: any shapes, contiguous, floating point; the norm of no gradients is 0. norm_type: order of the norm,
+    such as 2, or infinity. grad_stats_parallel_group: ranks that hold other elements; None means this rank alone.
+    accumulate_in: the dtype of sums; with torch.float64 the result does not depend on how gradients are split.
     """
     grads = [grads_for_norm] if isinstance(grads_for_norm, torch.Tensor) else list(grads_for_norm)
     return read_norm_sync(total_norm(grads, norm_type, groups=[grad_stats_parallel_group], accumulate_in=accumulate_in))
@@ -59,17 +59,17 @@ def clip_grad_by_total_norm_fp32(
     total_norm: float,
     use_decoupled_grad: bool = False,
 ) -> None:
-    """Scales gradients in place by max_norm / total_norm if that is below 1.
+    """Scales gradients in place by max_norm / total_norm if this factor is below 1.
 
     parameters: any shapes, floating point. A parameter's gradient is its `main_grad` if a data-parallel wrapper stores
     one, else its `.grad`. Raises ValueError for parameters of wrappers that free gradients during backward.
-    use_decoupled_grad: must be False, because parameters have no other gradient.
+    use_decoupled_grad: must be False, because parameters have no separate decoupled gradient.
     """
     require_defaults("clip_grad_by_total_norm_fp32", _NO_DECOUPLED_GRAD, use_decoupled_grad=(use_decoupled_grad, False))
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     grads = [grad for tensor in tensors if (grad := persistent_gradient(tensor)) is not None]
     coefficient = clip_coefficient(max_norm, total_norm)
-    # Skips a pass over all gradients with a factor of 1.
+    # With a factor of 1, skips the pass over all gradients.
     if grads and coefficient < 1.0:
         torch._foreach_mul_(grads, coefficient)
 
@@ -84,10 +84,11 @@ def count_zeros_fp32(
     """Returns the number of exact zeros in gradients over the group's ranks.
 
     parameters: any shapes, floating point. A parameter's gradient is its `main_grad` if a data-parallel wrapper stores
-    one, else its `.grad`, if it has any. tp_group: unsplit parameters, of which all ranks of the group hold a copy, are
-    counted on its first rank only; a tied weight is counted on its owner. expert_tp_group: the corresponding group for
-    expert parameters; None means tp_group. Raises ValueError for parameters of wrappers that free gradients during
-    backward. use_decoupled_grad: must be False, because parameters have no other gradient.
+    one, else its `.grad`; parameters without a gradient are ignored. tp_group: unsplit parameters, which are replicated
+    on all ranks of the group, are counted on its first rank only; a tied weight is counted on its owner.
+    expert_tp_group: the corresponding group for expert parameters; None means tp_group. Raises ValueError for
+    parameters of wrappers that free gradients during backward. use_decoupled_grad: must be False, because parameters
+    have no separate decoupled gradient.
     """
     require_defaults("count_zeros_fp32", _NO_DECOUPLED_GRAD, use_decoupled_grad=(use_decoupled_grad, False))
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
@@ -98,7 +99,7 @@ def count_zeros_fp32(
 
 
 def persistent_gradient(param: torch.Tensor) -> torch.Tensor | None:
-    """Returns a parameter's main_grad if it has one, otherwise its grad, any shape and dtype; None without either.
+    """Returns a parameter's main_grad, or else its grad, any shape and dtype; None if it has neither.
 
     Raises ValueError for a parameter of a wrapper that frees gradients during backward.
     """
@@ -129,7 +130,10 @@ class PartialStat:
 
 @dataclass(frozen=True)
 class _CountedPart:
-    """Elements of a flat range that this rank counts; with_experts: reduced over the ranks of expert layers."""
+    """Elements of a flat range that this rank counts.
+
+    with_experts: whether statistics are reduced over the ranks of expert layers.
+    """
 
     start: int
     end: int
@@ -146,8 +150,9 @@ class GradStats:
     This class reads gradients that are persistent in their buffers. UpdatesInBackward overrides methods for gradients
     that are released before the step.
 
-    buffers, runs: all buffers and ranges of the model on this rank. logical_pieces: by name, the parameters whose
-    padding is not counted. device: the tensors' device, the same kind on all ranks.
+    buffers, runs: all buffers and ranges of the model on this rank. logical_pieces: by parameter name, the pieces that
+    exclude padding; parameters without an entry are counted whole. device: the tensors' device, the same kind on all
+    ranks.
     """
 
     def __init__(
@@ -162,14 +167,14 @@ class GradStats:
     ) -> None:
         self._config, self._groups, self._runs = config, groups, list(runs)
         self._logical_pieces = logical_pieces
-        # In fp64 the norm does not depend on how gradients are cut, which differs between layouts.
+        # In fp64 the norm does not depend on how gradients are split, which differs between layouts.
         self._norm_dtype = torch.float64 if config.deterministic_mode else torch.float32
-        # A rank without gradients takes part in the sums on the same device as the others.
+        # A rank without gradients joins the reductions with a tensor on the same device as the other ranks.
         self._nothing = torch.empty(0, dtype=torch.float32, device=device)
         # Whether the same ranks hold all dense and all expert parameters. Experts are then treated as dense: their
         # gradients are in the dense list, in the parameters' order, and one collective is enough. The groups over which
-        # shards are distributed may still differ. They are ignored here, because ranks of all stages must find the same
-        # answer, and some have no shards.
+        # shards are distributed may still differ. They are ignored here, because ranks of all stages must come to the
+        # same result, and some have no shards.
         self._is_one_group = groups.mp is groups.tp_ep_pp or group_size(groups.mp) == group_size(groups.tp_ep_pp) == 1
         # All ranks of a group have the same buffers.
         shards = {buffer.is_expert: buffer.data_parallel_group for buffer in buffers if buffer.is_sharded}
@@ -188,31 +193,31 @@ class GradStats:
         return False
 
     def norm(self) -> Tensor:
-        """Returns the 2-norm of all gradients as they were reduced, left on the device: [], fp64. Collective."""
+        """Returns the 2-norm of all reduced gradients, still scaled, on the device: [], fp64. Collective."""
         return self.join_norms([self.norms_of(self._runs)])
 
     def count_zeros(self) -> Tensor:
-        """Returns the exact zeros in all gradients, left on the device: [], int64. Collective."""
+        """Returns the number of exact zeros in all gradients, on the device: [], int64. Collective."""
         return self.join_zeros([self.zeros_of(self._runs)])
 
     def end_step(self, grad_norm: float) -> None:
-        """Ends a step that performed an update; grad_norm: norm of the unscaled gradients before clipping."""
+        """Hook that runs after an update. grad_norm: norm of the unscaled gradients before clipping."""
 
     def skip_step(self, grad_norm: float) -> None:
-        """Ends a step in which a gradient was not finite."""
+        """Hook that runs after a step was skipped because a gradient was not finite."""
 
     def forget(self) -> None:
         """Drops released gradients and their statistics."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns earlier norms that the next step needs, as JSON values."""
+        """Returns earlier norms that the next step requires, as JSON values."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores earlier norms from the state_dict of any kind of optimizer."""
 
     def counted_grads(self, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-        """Returns the reduced gradients that this rank counts, views: [n] each, the dtype of their buffer.
+        """Returns views of the reduced gradients that this rank counts: [n] each, the buffer's dtype.
 
         group: restricts the result to gradients whose statistics are summed over this group; None means all.
         """
@@ -229,7 +234,7 @@ class GradStats:
 
     @property
     def whole_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold different elements of dense parameters; None means this rank alone.
+        """Group of the ranks that hold different elements of dense parameters; None means this rank alone.
 
         Raises ValueError if pg_collection has no such group.
         """
@@ -246,16 +251,16 @@ class GradStats:
     # In parts, for gradients that are freed as soon as they are counted.
 
     def norms_of(self, runs: Iterable[FlatParamRange]) -> PartialStat:
-        """Returns this rank's part of the norm of the gradients of some ranges."""
+        """Returns this rank's part of the gradient norm of some ranges."""
         grads = ((one.grad[part.start : part.end], part.with_experts) for one in runs for part in self._parts[one])
         return self._part_of_norm(grads, accumulate_in=self._norm_dtype)
 
     def join_norms(self, parts: Sequence[PartialStat]) -> Tensor:
-        """Returns the norm of the gradients of all parts, bit-identical to a joint norm: [], fp64. Collective."""
+        """Combines parts into the norm of all their gradients, bit-identical to a joint norm: [], fp64. Collective."""
         return self._norm_over(parts, dense_groups=self._dense_groups, expert_groups=self._expert_groups)
 
     def zeros_of(self, runs: Iterable[FlatParamRange]) -> PartialStat:
-        """Returns this rank's part of the exact zeros in the gradients of some ranges."""
+        """Returns this rank's part of the number of exact zeros in the gradients of some ranges."""
         # By logical piece, so that padding, between parameters and of the vocabulary, is not counted.
         grads = ((member, member.view_of(one.grad)) for one in runs for member in one.params)
         owned = ((member, self._without_padding(member, grad)) for member, grad in grads if self._owns(member.param))
@@ -265,7 +270,7 @@ class GradStats:
         return PartialStat(_num_zeros(dense), _num_zeros(experts))
 
     def join_zeros(self, parts: Sequence[PartialStat]) -> Tensor:
-        """Returns the exact zeros in the gradients of all parts: [], int64. Collective."""
+        """Combines parts into the number of exact zeros in all their gradients: [], int64. Collective."""
         total = _sum_over_ranks(torch.stack([part.dense for part in parts]).sum(), self._dense_groups)
         if self._is_one_group:
             return total
@@ -283,7 +288,7 @@ class GradStats:
         return read_norm_sync(self.join_norms([self._part_of_norm(owned, accumulate_in=torch.float64)]))
 
     def norm_of(self, params: Iterable[nn.Parameter]) -> float:
-        """Returns the 2-norm of parameters that are not updated, any shapes and dtypes, summed in fp64. Collective."""
+        """Returns the 2-norm of parameters that are not updated, summed in fp64. Collective."""
         owned = ((_with_norm_of(param), self._with_experts(param)) for param in params if self._owns(param))
         here = self._part_of_norm(owned, accumulate_in=torch.float64)
         # Not summed over shards, because each data-parallel rank has these parameters whole.
@@ -293,14 +298,14 @@ class GradStats:
     # Inside.
 
     def _owns(self, param: Tensor) -> bool:
-        """Returns whether this rank counts a parameter's elements; param: any shape and dtype."""
+        """Returns whether this rank counts a parameter's elements."""
         return _owns_elements(param, self._groups.expt_tp if param_facts(param).is_expert else self._groups.tp)
 
     def _with_experts(self, param: Tensor) -> bool:
         return not self._is_one_group and param_facts(param).is_expert
 
     def _parts_of(self, param_range: FlatParamRange) -> list[_CountedPart]:
-        """Returns the elements of a flat range that this rank counts, with neighbours joined."""
+        """Returns the elements of a flat range that this rank counts, with adjacent parameters joined."""
         parts = []
         kinds = groupby(
             param_range.params, key=lambda member: (self._owns(member.param), self._with_experts(member.param))
@@ -308,7 +313,7 @@ class GradStats:
         for (owned, with_experts), members in kinds:
             spans = [member.span for member in members]
             if owned:
-                # Padding between parameters is zero and included, so a range that counts as a whole is one part.
+                # Padding between parameters is zero and included, so a range that is counted entirely is one part.
                 parts.append(_CountedPart(spans[0].start, spans[-1].padded_end, with_experts))
         return parts
 
@@ -346,8 +351,9 @@ class GradStats:
 
 
 def _with_norm_of_main(param_range: FlatParamRange, start: int, *, end: int) -> Tensor:
-    """Returns a tensor whose norm equals that of masters [start, end): the masters or norms of pieces, [n], fp32 or
-    fp64.
+    """Returns a tensor with the same norm as masters [start, end): [n], fp32 or fp64.
+
+    The result contains either the masters or the norms of their pieces.
     """
     if isinstance(param_range.main, Plain) and param_range.main.tensor.device == param_range.model.device:
         return param_range.main.read(start, end)
@@ -358,7 +364,7 @@ def _with_norm_of_main(param_range: FlatParamRange, start: int, *, end: int) -> 
 
 
 def _with_norm_of(param: Tensor) -> Tensor:
-    """Returns a tensor with a parameter's norm: the parameter, any shape and dtype; for a DTensor [1], fp64."""
+    """Returns a tensor with the same norm as a parameter: the parameter itself; for a DTensor its norm, [1], fp64."""
     if not isinstance(param, DTensor):
         return param.detach()
     square = torch.linalg.vector_norm(param._local_tensor.detach(), dtype=torch.float64).square().view(1)
@@ -376,9 +382,10 @@ def total_norm(
     groups: Sequence[dist.ProcessGroup | None],
     accumulate_in: torch.dtype,
 ) -> torch.Tensor:
-    """Returns the norm of tensors of any shape and dtype over ranks, left on the device: [], fp64.
+    """Returns the joint norm of tensors over ranks, on the device: [], fp64.
 
-    groups: combined one after another; the ranks of each hold different elements. See get_grad_norm_fp32.
+    grads: any shape and dtype. groups: combined one after another; the ranks of each group hold different elements. See
+    get_grad_norm_fp32.
     """
     return _total_of_norms(_piece_norms(grads, norm_type, accumulate_in=accumulate_in), norm_type, groups=groups)
 
@@ -403,8 +410,8 @@ def _piece_norms(grads: Sequence[torch.Tensor], norm_type: float, *, accumulate_
 def _total_of_norms(
     norms: torch.Tensor, norm_type: float, *, groups: Sequence[dist.ProcessGroup | None]
 ) -> torch.Tensor:
-    """Computes total_norm, bit-identically, from the norms of pieces of gradients: [n], fp64 -> [], fp64."""
-    # A rank without gradients takes part in the exchange.
+    """Combines the norms of gradient pieces over ranks, for total_norm: [n], fp64 -> [], fp64."""
+    # A rank without gradients joins the collectives.
     total = torch.linalg.vector_norm(norms, norm_type) if norms.numel() > 0 else norms.new_zeros(())
     for group in groups:
         total = _norm_over_ranks(total, norm_type, group=group)
@@ -412,17 +419,17 @@ def _total_of_norms(
 
 
 def _norm_over_ranks(local: torch.Tensor, norm_type: float, *, group: dist.ProcessGroup | None) -> torch.Tensor:
-    # Otherwise one rank would take the norm of a single norm, which may round.
+    # The norm of a single norm may round, so a single rank skips it.
     if group_size(group) == 1:
         return local
-    # Gathered and combined locally, not reduced, so that every rank gets the same bits for every p.
+    # Gathered and combined locally, not reduced, so that results are bit-identical on every rank for every p.
     norms = [torch.empty_like(local) for _ in range(group_size(group))]
     dist.all_gather(norms, local, group=group)
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
 def read_norm_sync(total: torch.Tensor) -> float:
-    """Reads a norm, [], fp64, rounded to fp32. NOTE: waits for the device, because the host needs the value."""
+    """Reads a norm, [], fp64, and rounds it to fp32. NOTE: waits for the device."""
     return total.float().item()
 
 
@@ -432,21 +439,19 @@ def clip_coefficient(max_norm: float, total_norm: float) -> float:
 
 
 def clip_coefficient_on_device(max_norm: float, total_norm: torch.Tensor) -> torch.Tensor:
-    """Computes clip_coefficient of a norm on its device, bit-identically: [], fp64 -> [], fp64."""
+    """Computes clip_coefficient on the device, bit-identical to the host: [], fp64 -> [], fp64."""
     # A quotient of two tensors, because with a Python number a GPU multiplies by a rounded reciprocal.
     return (torch.full_like(total_norm, max_norm) / (total_norm + _CLIP_EPS)).clamp(max=1.0)
 
 
 def _owns_elements(param: torch.Tensor, tp_group: dist.ProcessGroup | None) -> bool:
-    """Returns whether this rank counts a parameter, any shape and dtype; replicas are counted on the group's first
-    rank.
-    """
+    """Returns whether this rank counts a parameter; replicas are counted on the group's first rank only."""
     facts = param_facts(param)
     return not facts.shared and (facts.tensor_model_parallel or group_rank(tp_group) == 0)
 
 
 def _total_zeros(grads: Iterable[torch.Tensor], groups: Sequence[dist.ProcessGroup | None]) -> torch.Tensor:
-    """Returns the number of exact zeros over ranks, left on the device: [], int64.
+    """Returns the number of exact zeros over ranks, on the device: [], int64.
 
     grads: any shapes, floating point, different elements on each rank of the groups, which are summed over in turn.
     """
@@ -468,5 +473,5 @@ def _sum_over_ranks(total: torch.Tensor, groups: Sequence[dist.ProcessGroup | No
 
 
 def read_count_sync(total: torch.Tensor) -> float:
-    """Reads a count, [], int64, as a number. NOTE: waits for the device, if zeros are counted."""
+    """Reads a count, [], int64, as a number. NOTE: waits for the device."""
     return float(total.item())

@@ -48,29 +48,28 @@ from megatron.core.process_groups_config import group_rank, group_size
 
 
 class DistributedFusedAdam(torch.optim.Optimizer):
-    """A drop-in for torch.optim.AdamW and Adam, also on one rank without torch.distributed. In a step:
+    """A drop-in replacement for torch.optim.AdamW and Adam, also on one rank without torch.distributed. In a step:
 
     1. Backward moves each gradient into the memory of its bucket. A full bucket is reduced to the ranks that own its
        elements, and its memory is freed. Sums of several backward passes accumulate in the shards.
     2. `step` reduces remaining gradients (set manually, or from no_sync), updates this rank's shard of every bucket
-       with
-       fused kernels, and gathers the parameters on all ranks.
+       with fused kernels, and gathers the parameters on all ranks.
 
-    All ranks must begin with equal parameters, and must call backward outside no_sync, and all methods that reduce,
-    equally often. The parameters that a backward reaches may differ between ranks, but each backward must reach at
-    least one.
+    All ranks must begin with equal parameters. They must make the same number of backward passes outside no_sync, and
+    call each method that reduces equally often. Different ranks may reach different parameters in a backward pass, but
+    each rank must reach at least one.
 
     The update. params, lr, betas, eps, weight_decay: as in torch.optim.AdamW; groups may override them and
     bias_correction. bias_correction: corrects both moments. adam_w_mode: False adds the decay to the gradients, as Adam
     does. amsgrad: must be False.
 
-    Ranks. process_group: all ranks of the optimizer. It is the product of distributed_process_group, over which each
-    state is sharded, and redundant_process_group, which holds copies of it. average_grad_sync: averages gradients over
-    process_group instead of summing. device: must be the device of the parameters; None means the device of the first
-    one.
+    Ranks. process_group: all ranks of the optimizer. They form a grid of distributed_process_group, over which each
+    state is sharded, and redundant_process_group, whose ranks hold copies of the same shard. average_grad_sync:
+    averages gradients over process_group instead of summing. device: must be the device of the parameters; None means
+    the device of the first parameter.
 
-    Memory. dtype: of states; fp64 parameters have fp64 states. contiguous_param_buffer: makes parameters views of flat
-    tensors. Without it they keep their memory, gathered values are copied into it, and states always have masters.
+    Memory. dtype: dtype of states; fp64 parameters have fp64 states. contiguous_param_buffer: makes parameters views of
+    flat tensors. Without it they keep their memory, gathered values are copied into it, and states always have masters.
     contiguous_grad_buffer: makes the gradient memory of buckets persistent, see grad_buffer_view. store_params: stores
     masters in `dtype` unless the parameters have that dtype. store_param_remainders: stores only the lower halves of
     fp32 masters of bf16 parameters instead. with_scaled_states: stores 16-bit states with scales.
@@ -83,7 +82,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     must call wait_params before it reads parameters. debug: fills parameters with NaN from the step to their gather;
     requires overlap_param_sync.
 
-    capturable: lr is a tensor on the device and ranks do not communicate on the host, so that a CUDA graph can capture
+    capturable: stores lr as a tensor on the device and never communicates on the host, so that a CUDA graph can capture
     a step. All ranks must then run the same program.
 
     Attributes named like arguments are read-only. state["step"] counts the updates, [], int64, on the device, where a
@@ -190,8 +189,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group; its trained parameters move into buckets with their first gradients.
 
-        Raises ValueError, and changes nothing, for invalid hyperparameters and for parameters that are on another
-        device, are invalid for the optimizer's dtypes, overlap in memory or are in another optimizer or wrapper.
+        Raises ValueError, and changes nothing, for invalid hyperparameters and for parameters that are on a different
+        device, are invalid for the optimizer's dtypes, overlap in memory or already belong to an optimizer or wrapper.
         """
         super().add_param_group(param_group)
         group, key = self.param_groups[-1], len(self.param_groups) - 1
@@ -241,7 +240,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         self.init_params(params, **memory)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yields all parameters, in the order of param_groups: any shapes and dtypes."""
+        """Yields all parameters in the order of param_groups."""
         return (param for group in self.param_groups for param in group["params"])
 
     def parameter(self, group: int, index: int) -> nn.Parameter:
@@ -252,9 +251,9 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     # Gradients.
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops all gradients and their pending factors; sets param.grad to None regardless of set_to_none.
+        """Drops all gradients and pending unscale or clip factors; sets param.grad to None regardless of set_to_none.
 
-        Collective only after an error in a backward.
+        Collective only after an error in a backward pass.
         """
         self._grads.forget()
 
@@ -263,15 +262,15 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         """Discards the iteration after an error and begins a new one. Collective.
 
         Must be called on the ranks that caught the error. The next collective call of the other ranks raises
-        RemoteRankError, and they must then call it as well. num_backwards: number of backward passes outside no_sync,
-        since zero_grad or the last step, that ranks without an error run before that call. Later errors, and any error
-        with `capturable`, leave the other ranks waiting.
+        RemoteRankError, and these ranks must then call reset_iteration as well. num_backwards: number of backward
+        passes outside no_sync, since zero_grad or the last step, that ranks without an error run before that call.
+        Later errors, and any error with `capturable`, leave the other ranks waiting.
         """
         self._grads.reset(num_backwards)
 
     @contextmanager
     def no_sync(self, greedy_grad_copy: bool = False) -> Iterator[None]:
-        """Defers the reduction of gradients inside the context to the next backward outside, grad_sync or step.
+        """Defers reductions inside the context to the next backward pass outside it, grad_sync or step.
 
         Until then gradients accumulate in param.grad, or with greedy_grad_copy in the buckets' memory.
         """
@@ -285,16 +284,16 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         self._grads.finish()
 
     def grad_buffer_view(self, param: nn.Parameter) -> torch.Tensor:
-        """Returns memory in which kernels may add a parameter's gradient: [*parameter shape], dtype grad_sync_dtype.
+        """Returns memory to which kernels may add a parameter's gradient: [*parameter shape], dtype grad_sync_dtype.
 
-        It is zero before a backward. register_grad_ready must be called after adding a gradient. Raises ValueError
+        It is zero before a backward pass. register_grad_ready must be called after adding a gradient. Raises ValueError
         without contiguous_grad_buffer, and for a parameter that is not in param_groups.
         """
         self.init_params([param])
         return self._shards.persistent_grad(param)
 
     def register_grad_ready(self, param: nn.Parameter) -> None:
-        """Records, inside a backward, that a gradient, any shape and dtype, was added to its grad_buffer_view."""
+        """Records, during backward, that a gradient was added to the parameter's grad_buffer_view."""
         self._grads.grad_added(param)
 
     @torch.no_grad()
@@ -307,8 +306,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     ) -> torch.Tensor:
         """Returns the norm over all ranks of the gradients that `step` would use: [], fp32. Collective.
 
-        parameters: restricts the norm to these parameters, any shapes and dtypes. norm_type: p above 0, or infinity;
-        ValueError otherwise. force: has no effect; apex caches the norm without it.
+        parameters: restricts the norm to these parameters. norm_type: order of the norm, above 0, possibly infinity;
+        other values raise ValueError. force: has no effect; apex returns a cached norm without it.
         """
         self.grad_sync()
         return self._scaling.norm(self._sums_of(parameters), norm_type)
@@ -323,8 +322,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     ) -> torch.Tensor:
         """Scales the gradients to a norm of at most max_norm; returns the norm before: [], fp32. Collective.
 
-        Without `parameters` the factor is applied in the update of `step`; gradients of the given parameters, any
-        shapes and dtypes, are scaled immediately. Raises ValueError if max_norm is not a number of at least 0.
+        Without `parameters` the factor is applied in the update of `step`; gradients of given parameters are scaled
+        immediately. Raises ValueError if max_norm is not a number of at least 0.
         """
         if not (isinstance(max_norm, (int, float)) and max_norm >= 0):
             raise ValueError(f"clip_grad_norm: max_norm is {max_norm!r}: must be a number, at least 0")
@@ -338,10 +337,11 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     def unscale_grads(
         self, inv_scale: torch.Tensor | float | None = None, grad_scaler: "torch.amp.GradScaler | None" = None
     ) -> dict[torch.device, torch.Tensor]:
-        """Multiplies the gradients by inv_scale, a number or [], any float dtype, or lets a scaler unscale them.
+        """Multiplies the gradients by inv_scale, or lets a scaler unscale them. Collective.
 
-        Collective. Returns 1 if a gradient of any rank is not finite, else 0, by device: [], fp32. A scaler records it
-        and then skips the step. Raises ValueError unless exactly one of the two is given.
+        inv_scale: a number or [], any float dtype. Returns, by device, 1 if a gradient of any rank is not finite, else
+        0: [], fp32. A scaler records this value and then skips the step. Raises ValueError unless exactly one of
+        inv_scale and grad_scaler is given.
         """
         if (inv_scale is None) == (grad_scaler is None):
             raise ValueError(
@@ -364,8 +364,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         """Reduces remaining gradients and updates the parameters; returns the closure's result. Collective.
 
         grad_scaler: a torch.amp.GradScaler, whose `step` is called and calls this method. Until zero_grad the gradients
-        remain as used by the update, divided by the loss scale and clipped, so another step may reuse them. Raises
-        RuntimeError if a scaler searched for infinities before the gradients were reduced.
+        remain as used by the update, divided by the loss scale and clipped, so a further step may reuse them. Raises
+        RuntimeError if a scaler checked gradients for infinities before they were reduced.
         """
         # Not a named argument, because torch's scaler warns about optimizers that have one, and otherwise passes its
         # scale.
@@ -410,10 +410,10 @@ class DistributedFusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def reload_params(self) -> None:
-        """Sets the masters to the parameters, after other code has written to `param.data`. Collective.
+        """Copies the parameters to the masters after other code has written to `param.data`. Collective.
 
-        Otherwise the next step would undo the write if masters are copies. Writes to the parameter itself are detected
-        by its version counter.
+        Without this call, the next step would undo the write if masters are copies. Writes to the parameter itself are
+        detected by its version counter.
         """
         self._order.finish_param_sync(self._shards.groups)
         for owned_range in self._shards.runs:
@@ -421,7 +421,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         self._shards.note_versions()
 
     def wait_params(self, params: nn.Parameter | Iterable[nn.Parameter]) -> None:
-        """Waits until parameters, any shapes and dtypes, may be read outside their modules; for overlap_param_sync.
+        """Waits until parameters may be read outside their modules; for overlap_param_sync.
 
         Collective while their gather is pending.
         """
@@ -434,12 +434,12 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     def state_dict(self, *, state_dict_format: str | int | None = None, gather_on_root: bool | None = None) -> Any:
         """Returns moments, masters and step counts by parameter. Collective.
 
-        The result is intended for torch.distributed.checkpoint, or torch.save on each rank. Each rank has only its
-        shards, under the same keys as the other ranks; they load on any number of ranks, see state_dict.py.
-        state_dict_format: "torch" gathers a state of torch.optim.AdamW on rank 0 of process_group and returns None on
-        the others; the parameters should be saved with it. gather_on_root: True means the format "torch", False each
-        rank's shards, None defers to state_dict_format. Raises ValueError for another format, or if the two contradict
-        each other.
+        The result is intended for torch.distributed.checkpoint, or torch.save on each rank. Each rank's result contains
+        only its shards, under the same keys as on the other ranks, and can be loaded on any number of ranks; see
+        state_dict.py. state_dict_format: "torch" gathers a state of torch.optim.AdamW on rank 0 of process_group and
+        returns None on the other ranks; the parameters should be saved with it. gather_on_root: True means the format
+        "torch", False each rank's shards, None defers to state_dict_format. Raises ValueError for other formats, or if
+        the two contradict each other.
         """
         if state_dict_format not in (None, 2, "torch"):
             raise ValueError(f'state_dict_format is {state_dict_format!r}: must be None, 2 (the same), or "torch"')
@@ -447,7 +447,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             wanted = "torch" if gather_on_root else 2
             if state_dict_format not in (None, wanted):
                 raise ValueError(
-                    f"gather_on_root is {gather_on_root} with state_dict_format {state_dict_format!r}: leave out "
+                    f"gather_on_root is {gather_on_root} with state_dict_format {state_dict_format!r}: omit "
                     f"gather_on_root, or set the format to {wanted!r}"
                 )
             state_dict_format = wanted
@@ -507,7 +507,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(
-            "a DistributedFusedAdam cannot be copied, because process groups cannot be copied: build another one"
+            "a DistributedFusedAdam cannot be copied, because process groups cannot be copied: build a new one"
         )
 
     # Inside.
@@ -542,8 +542,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     def _agreed_order(self, state_dict: Any) -> list[list[int]]:
         """Returns the parameter order of a state dict, [] if it has none. Collective.
 
-        Raises on all ranks if a rank has no dict, or if orders differ, since ranks would then register parameters in
-        different orders.
+        Raises on all ranks if any rank has no dict, or if orders differ, because ranks would then register parameters
+        in different orders.
         """
         group = self._ranks
         with all_ranks_agree(group):
@@ -593,7 +593,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             # Each group has exactly one bucket.
             (bucket,) = group.buckets
             if scale.skip is not None and bucket.staged is not None:
-                # A skipped update writes nothing to the message, which is still sent.
+                # A skipped update does not write to the message, which is still sent.
                 bucket.staged.fill()
             for key, rate in enumerate(rates):
                 updates = [one.update() for one in ranges_in.get(bucket, ()) if one.key == key]
@@ -640,9 +640,9 @@ def _is_numbers(values: Any) -> bool:
 class _ForwardGathers:
     """Makes the modules that own parameters wait for their gathers before forward.
 
-    An optimizer has references to parameters, not to modules. A global module hook finds the modules that own any of
-    them when they are first called, and registers hooks on them. params: the optimizer's parameters; groups_of: the
-    groups that gather each registered parameter; both may grow. need: waits for groups.
+    An optimizer has references to parameters, not to modules. A global module hook finds the modules that own optimizer
+    parameters when they are first called, and registers hooks on them. params: the optimizer's parameters; groups_of:
+    the groups that gather each registered parameter; both may grow. need: waits for groups.
     """
 
     def __init__(
@@ -702,7 +702,7 @@ class _ForwardGathers:
     def wait(self, groups: Callable[[ForwardWaits], Iterable[_ParamAndGradBucketGroup]]) -> None:
         """Waits for the groups that `groups` returns."""
         if len(self._groups_of) != self._num_gathered:
-            # More parameters are gathered than ForwardWaits knows of.
+            # Parameters were registered that ForwardWaits does not know of.
             self._num_gathered = len(self._groups_of)
             self._waits.forget()
         self._need(groups(self._waits))

@@ -35,10 +35,10 @@ class FlatParamRange:
     """This rank's part of adjacent parameters that share dtype and parameter group.
 
     model: [N], the parameters' dtype; parameters are views of it. main: the N numbers that are updated, either `model`
-    itself or masters with higher precision than 16-bit parameters. span: the range's place in `buffer`; N is a multiple
-    of 64. Padding between parameters is always zero in `model`, `main` and `grad`, so norms and updates need not skip
-    it. bucket: index into the owned spans of `buffer`. grad_of: returns the reduced gradients of one owned span,
-    [span.numel], a view. on_host: whether `main` is in host memory; on a CPU it marks the share that a GPU would
+    itself or masters with higher precision than 16-bit parameters. span: the range's position in `buffer`; N is a
+    multiple of 64. Padding between parameters is always zero in `model`, `main` and `grad`, so norms and updates can
+    include it. bucket: index into the owned spans of `buffer`. grad_of: returns a view of the reduced gradients of one
+    owned span, [span.numel]. on_host: whether `main` is in host memory; on a CPU it marks the share that a GPU would
     offload.
     """
 
@@ -79,7 +79,7 @@ class FlatParamRange:
                 self.model[start : start + values.numel()].copy_(values)
 
     def take_model(self) -> None:
-        """Sets the masters to the values of the parameters."""
+        """Copies the values of the parameters to the masters."""
         if isinstance(self.main, WithRemainder):
             self.main.forget()
         elif self.is_copy:
@@ -133,10 +133,10 @@ def build_ranges(
 
 
 def name_masters(buffers: Sequence[FlatBuffer], ranges: Sequence[FlatParamRange], *, is_sharded: bool) -> None:
-    """Sets `main_param` of the buffers' 16-bit parameters: a view of their masters.
+    """Sets `main_param` of the buffers' 16-bit parameters to views of their masters.
 
-    It is None if this rank has no masters of the parameter, or has them in parts, rounded or as remainders. is_sharded:
-    whether the views are flat and cover this rank's part of a parameter.
+    Sets it to None if this rank has no masters of the parameter, or stores them in several parts, rounded or as
+    remainders. is_sharded: whether the views are flat and cover only this rank's part of a parameter.
     """
     views: dict[nn.Parameter, list[torch.Tensor | None]] = {}
     for one in ranges:
@@ -155,7 +155,7 @@ def name_masters(buffers: Sequence[FlatBuffer], ranges: Sequence[FlatParamRange]
 
 @dataclass(frozen=True, eq=False)
 class _Neighbours(Generic[_Key]):
-    """Adjacent parameter ranges of a buffer that share a key and are in one of the given spans.
+    """Adjacent parameter ranges of a buffer that share a key and lie in one of the given spans.
 
     span: their elements in the buffer, including padding. place: index of the given span.
     """
@@ -169,8 +169,9 @@ class _Neighbours(Generic[_Key]):
 def ranges_in(
     buffer: FlatBuffer, spans: Iterable[Span], *, groups: Mapping[nn.Parameter, _Key]
 ) -> Iterator[_Neighbours[_Key]]:
-    """Yields the parameter ranges in the given spans of a buffer; groups: a key for each of its parameters."""
-    # Sorted by place, so that a bisection finds the slots of a span. An empty parameter starts where the next one does.
+    """Yields the joined parameter ranges in the given spans of a buffer. groups: the key of each parameter."""
+    # Sorted by position, so that a bisection finds the slots of a span. An empty parameter starts where the next one
+    # does.
     slots = sorted(buffer.slots, key=lambda slot: (slot.span.start, slot.span.end))
     ends = [slot.span.end for slot in slots]
     for place, span in enumerate(spans):
@@ -180,16 +181,17 @@ def ranges_in(
 
 
 def host_elements(numel: int, host_fraction: float) -> int:
-    """Returns how many of an owned span's elements, from its start, are kept in host memory."""
-    # A multiple of ALIGNMENT, so that no element's bits depend on the split.
+    """Returns the number of elements, at the start of an owned span, whose state is in host memory."""
+    # A multiple of ALIGNMENT, so that results do not depend on the split.
     return int(numel * host_fraction) // ALIGNMENT * ALIGNMENT
 
 
 def _by_memory(
     owned: Span, main_of: Callable[[torch.Tensor], StoredFloats], *, host_fraction: float
 ) -> Iterator[tuple[Span, Callable[[torch.Tensor], StoredFloats]]]:
-    """Yields the part of an owned span whose masters are on the host, then the rest, each with the function that builds
-    them.
+    """Splits an owned span into the part whose masters are on the host, and the rest.
+
+    Yields each part with the function that builds its masters.
     """
     on_host = host_elements(owned.numel, host_fraction)
     if on_host:
@@ -201,7 +203,7 @@ def _by_memory(
 def _neighbours_in(
     owned: Span, slots: Sequence[ParamSlot], *, groups: Mapping[nn.Parameter, _Key]
 ) -> Iterator[tuple[list[ParamRange], int, int]]:
-    """Yields members, start and end of each range inside one owned span; slots: sorted by place."""
+    """Yields members, start and end of each joined range inside one owned span. slots: sorted by position."""
     inside = takewhile(lambda slot: slot.span.start < owned.end, slots)
     parts = [(slot, part) for slot in inside if (part := slot.span.intersection(owned)).numel > 0]
     # Only neighbours are joined, because reductions determine the buffer's order, which must not depend on groups.

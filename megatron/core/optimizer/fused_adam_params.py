@@ -1,4 +1,4 @@
-"""Parameters of a DistributedFusedAdam: their registration in segments, buffers, states and ranks.
+"""Parameters of DistributedFusedAdam: their registration in segments, buffers, states and rank groups.
 
 Parameters that are registered together form a segment, with buffers and the states of this rank's shards; see [Note:
 registered parameters] in distributed_fused_adam.py. An AwaitedParameter raises if it is read before the gather of its
@@ -41,7 +41,7 @@ from megatron.core.optimizer.state_dict import StateRange
 from megatron.core.optimizer.stored_floats import WithRemainder
 from megatron.core.process_groups_config import group_size
 
-# Attributes that read a tensor's values; all others only describe it.
+# Attributes that read a tensor's values; all other attributes only describe it.
 _VALUE_ATTRIBUTES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 # Methods that read only a tensor's shape, dtype and device, or build other tensors from these.
 _FORM_METHODS = {
@@ -81,9 +81,10 @@ _FORM_METHODS = {
 
 @dataclass(frozen=True)
 class RankGrid:
-    """The ranks of an optimizer. ranks: all ranks. shards: the ranks over which each state is sharded.
+    """Process groups of an optimizer.
 
-    replicas: the ranks that hold copies of this rank's shard. None means this rank alone.
+    ranks: all ranks. shards: the ranks over which each state is sharded. replicas: the ranks that hold copies of this
+    rank's shard. None means this rank alone.
     """
 
     ranks: dist.ProcessGroup | None
@@ -98,7 +99,7 @@ class RankGrid:
         distributed: dist.ProcessGroup | None,
         redundant: dist.ProcessGroup | None,
     ) -> "RankGrid":
-        """Builds the grid from a user's groups.
+        """Builds the grid from groups passed by the user.
 
         Raises ValueError if the groups do not form a grid, and TypeError for other objects.
         """
@@ -149,9 +150,9 @@ class SegmentPlan:
 class FusedRange:
     """Adjacent parameters of a buffer that this rank owns and that share a parameter group. key: the group's index.
 
-    grad: [N], their summed gradients, a view. start: index of the first element in this rank's shard of `bucket`.
-    model: [N], the parameters, a view; None if updates are written to a message. ranges: see AdamUpdate; without
-    padding.
+    grad: [N], a view of their summed gradients. start: index of the first element in this rank's shard of `bucket`.
+    model: [N], a view of the parameters; None if updates are written to the message that is gathered. ranges: see
+    AdamUpdate; without padding.
     """
 
     key: int
@@ -169,13 +170,13 @@ class FusedRange:
         return AdamUpdate(self.state, self.grad, self._target(), self.ranges)
 
     def write_model(self) -> None:
-        """Rounds the masters to the parameters, or to the message that is gathered."""
+        """Writes the rounded masters to the parameters, or to the message that is gathered."""
         target = self._target()
         if target is not None:
             write_parameters(self.state, target)
 
     def take_model(self) -> None:
-        """Sets the masters to the values of the parameters."""
+        """Copies the values of the parameters to the masters."""
         main = self.state.main
         if isinstance(main, WithRemainder):
             main.forget()
@@ -183,7 +184,7 @@ class FusedRange:
             main.write(0, self._parameters().to(main.read(0, 0).dtype))
 
     def take_changes(self) -> None:
-        """Sets masters to their parameters' values where these differ from the rounded masters."""
+        """Updates masters from their parameters where these differ from the rounded masters."""
         if self.form.masters is Masters.COPY:
             main, values = self.state.main, self._parameters()
             rounded = torch.empty_like(values, dtype=self.bucket.settings.comm_dtype)
@@ -196,9 +197,7 @@ class FusedRange:
         return _collect(self.members, numel=numel, dtype=self.members[0].param.dtype, device=device)
 
     def _target(self) -> torch.Tensor | None:
-        """Returns the destination of new parameters: their memory or the message; None if the parameters are the
-        masters.
-        """
+        """Returns the destination of new parameters: their memory or the message; None if they are the masters."""
         if self.model is None:
             assert self.bucket.staged is not None, "a range without model requires a message"
             return self.bucket.staged.own_shard()[self.start : self.start + self.grad.numel()]
@@ -210,7 +209,8 @@ class ShardedParams:
 
     names, keys: every parameter's name for messages, and the index of its parameter group. groups_of: the bucket groups
     that contain parts of each registered parameter. memory: settings for parameters that `init_params` does not
-    register. is_captured: all memory is allocated with the first gradients, because a graph may be captured later.
+    register. is_captured: whether all memory is allocated with the first gradients, because a graph may be captured
+    later.
     """
 
     def __init__(self, plan: SegmentPlan, order: CollectiveScheduler, *, memory: AdamMemory, is_captured: bool) -> None:
@@ -220,7 +220,7 @@ class ShardedParams:
         self.keys: dict[nn.Parameter, int] = {}
         self.groups_of: dict[nn.Parameter, list[_ParamAndGradBucketGroup]] = {}
         self._versions: dict[nn.Parameter, int] = {}
-        # Unregistered parameters that have a gradient, in the order of these gradients.
+        # Unregistered parameters with a gradient, in the order in which their gradients became ready.
         self._with_early_grad: dict[nn.Parameter, None] = {}
 
     @property
@@ -230,16 +230,16 @@ class ShardedParams:
 
     @property
     def runs(self) -> list[FusedRange]:
-        """All ranges that this rank owns. Moves parameters into their buffers if needed, see move_in."""
+        """All ranges that this rank owns. The first access moves parameters into their buffers, see move_in."""
         return [owned_range for segment in self._segments for owned_range in segment.runs]
 
     @property
     def sums(self) -> list[torch.Tensor]:
-        """The summed gradients of all ranges that this rank owns: [n] each, any float dtype, views."""
+        """Views of the summed gradients of all ranges that this rank owns: [n] each, any float dtype."""
         return [owned_range.grad for owned_range in self.runs]
 
     def sums_of(self, params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-        """Returns this rank's reduced gradients, [n] each, of some parameters, any shape and dtype.
+        """Returns this rank's reduced gradients of some parameters: [n] each, any float dtype.
 
         Raises ValueError for a parameter that is not in the optimizer.
         """
@@ -249,15 +249,13 @@ class ShardedParams:
 
     @property
     def grad_use(self) -> GradUse:
-        """Specifies whether an update may overwrite gradients that it divides; the same for all buckets and on all
-        ranks.
-        """
+        """Whether an update may overwrite gradients that it divides; the same for all buckets and on all ranks."""
         is_plain = all(segment.is_plain for segment in self._segments)
         return GradUse.DIVIDE if is_plain else GradUse.READ
 
     @property
     def waiting(self) -> list[nn.Parameter]:
-        """Parameters that require grad, any shapes and dtypes, and are not registered yet."""
+        """Parameters that require grad and are not registered yet."""
         return [param for param in self.names if param.requires_grad and param not in self.groups_of]
 
     @property
@@ -267,7 +265,10 @@ class ShardedParams:
         return [[index[param] for param in segment.params] for segment in self._segments]
 
     def in_order(self, order: Sequence[Sequence[int]]) -> list[list[nn.Parameter]]:
-        """Returns the parameters, any shapes and dtypes, ordered by index; [] if other parameters are trained."""
+        """Returns the parameters in the order of the given indices.
+
+        Returns [] unless these are the indices of all trained parameters.
+        """
         params = list(self.names)
         trained = {place for place, param in enumerate(params) if param.requires_grad}
         is_fitting = {place for places in order for place in places} == trained
@@ -284,7 +285,7 @@ class ShardedParams:
         return [StateRange(index[part.param], part, one.state) for one in self.runs for part in one.members]
 
     def persistent_grad(self, param: nn.Parameter) -> torch.Tensor:
-        """Returns the persistent memory of a parameter's gradients: [*parameter shape], the dtype of the reduction.
+        """Returns the persistent gradient memory of a parameter: [*parameter shape], the dtype of the reduction.
 
         Raises ValueError without contiguous_grad_buffer.
         """
@@ -297,7 +298,7 @@ class ShardedParams:
         return next(buffer.slot_of[param].main_grad for buffer in segment.buffers if param in buffer.slot_of)
 
     def check_own(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Returns parameters, any shapes and dtypes, as a list; raises ValueError if one is not in the optimizer."""
+        """Returns parameters as a list; raises ValueError if any of them is not in the optimizer."""
         given = list(params)
         for place, param in enumerate(given):
             if param not in self.names:
@@ -308,11 +309,11 @@ class ShardedParams:
         return given
 
     def note_early_grad(self, param: nn.Parameter) -> None:
-        """Records that an unregistered parameter, any shape and dtype, has a gradient."""
+        """Records that an unregistered parameter has a gradient."""
         self._with_early_grad[param] = None
 
     def forget_early_grads(self) -> None:
-        """Drops the records of these gradients."""
+        """Drops the records of note_early_grad."""
         self._with_early_grad.clear()
 
     def register_rest(self) -> None:
@@ -325,11 +326,11 @@ class ShardedParams:
             # Reversed, because buffers place the last parameter first.
             self.register([*(param for param in waiting if param not in found), *reversed(in_order)], self._memory)
         if self._is_captured:
-            # Otherwise they are moved when states are first used, after whole gradients were freed.
+            # Without a capture, parameters are moved when states are first used, after full gradients were freed.
             self.move_in()
 
     def register(self, params: Sequence[nn.Parameter], memory: AdamMemory) -> None:
-        """Adds unregistered parameters to a new segment; params: in buffer order.
+        """Registers parameters as a new segment. params: in buffer order.
 
         Collective. Raises ValueError on all ranks if parameters or settings differ between ranks.
         """
@@ -339,7 +340,7 @@ class ShardedParams:
                 "call init_process_group first"
             )
         self._check_equal([str(memory), *(_describe(self.names[param], param) for param in params)])
-        self._check_equal([f"{self.names[param]} with bits {bits_sync(param):08x}" for param in params])
+        self._check_equal([f"{self.names[param]} with checksum {bits_sync(param):08x}" for param in params])
         for param in params:
             memory.check_param(self.names[param], param)
         if not params:
@@ -388,7 +389,7 @@ class ShardedParams:
         _allow_reads(param for param in own if all(part.param_state in states for part in self.groups_of[param]))
 
     def _agreed_order(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Returns the parameters of all ranks in a common order. Collective."""
+        """Merges the parameter orders of all ranks into one order. Collective."""
         places = {param: place for place, param in enumerate(self.names)}
         by_place = list(self.names)
         orders = gather_objects([places[param] for param in params], self._plan.grid.ranks)
@@ -415,7 +416,7 @@ class ShardedParams:
         if frozen is not None:
             return (
                 f"{self.names[frozen]} was frozen after the optimizer registered it: must remain trained; to freeze "
-                "it, call release(), freeze it and build another optimizer"
+                "it, call release(), freeze it and build a new optimizer"
             )
         for segment in self._segments:
             for place in segment.find_moved():
@@ -435,8 +436,8 @@ class _Segment:
 
     named_params: in buffer order. keys: index of each parameter's group. name: the segment's name, for messages.
 
-    Parameters of one dtype share a buffer, whose buckets may cut them. Until move_in, they keep their own memory and
-    have no states.
+    Parameters of one dtype share a buffer, whose buckets may split them. Until move_in, parameters remain in their
+    original memory and have no states.
     """
 
     def __init__(
@@ -487,13 +488,13 @@ class _Segment:
         return all(self.memory.is_plain(buffer.slots[0].param) for buffer in self.buffers)
 
     def find_moved(self) -> Iterator[nn.Parameter]:
-        """Yields the parameters, any shapes and dtypes, whose memory has changed."""
+        """Yields the parameters whose memory has changed."""
         with torch._C.DisableTorchFunctionSubclass():
             addresses = [param.data_ptr() for param in self.params]
         return (param for param, now, before in zip(self.params, addresses, self._addresses) if now != before)
 
     def groups_of(self) -> Iterator[tuple[nn.Parameter, _ParamAndGradBucketGroup]]:
-        """Yields pairs of each parameter and each bucket group that contains a part of it."""
+        """Yields each parameter with each bucket group that contains a part of it."""
         return ((slot.param, group) for group in self.groups for slot in group.slots)
 
     def _note_addresses(self) -> None:
@@ -529,8 +530,9 @@ def _buffer(
             bucket, memory=KernelMemory(bucket.grad_data) if is_persistent else pool, total=ShardSum(bucket)
         )
 
-    # Built without parameter memory, because this happens after the first backward, when memory holds whole gradients.
-    # The second copy of all parameters that move_in needs is allocated after gradients are reduced and freed.
+    # Built without parameter memory, because this happens after the first backward, when memory contains full
+    # gradients. The second copy of all parameters, which move_in requires, is allocated after gradients are reduced and
+    # freed.
     flats = {BufferType.GRAD} if memory.contiguous_grad_buffer else ()
     return _ParamAndGradBuffer.of_kind(kind, members, settings=settings, storage=storage, flats=flats)
 
@@ -560,8 +562,8 @@ def _fused_ranges(
 
 
 def poison(bucket: _ParamAndGradBucket) -> None:
-    """Fills parameters that are not current with NaN before the gather, for debugging."""
-    # New values in a message have not been copied to this rank's own part yet.
+    """Fills stale parameters of a bucket with NaN before the gather, for debugging."""
+    # With a message, new values have not been copied to this rank's own part yet.
     own = bucket.owned_part
     current = Span(own.start, own.numel if bucket.staged is None else 0)
     for part in bucket.ranges:
@@ -572,13 +574,13 @@ def poison(bucket: _ParamAndGradBucket) -> None:
 
 
 def _is_awaited(groups: Iterable[_ParamAndGradBucketGroup]) -> bool:
-    """Returns whether parameters have old values on this rank, between an update and the end of their gather."""
+    """Returns whether parameters have stale values on this rank between an update and the end of their gather."""
     buckets = [bucket for group in groups for bucket in group.buckets]
     return any(bucket.staged is not None or group_size(bucket.settings.group) > 1 for bucket in buckets)
 
 
 def _joined(spans: Sequence[Span]) -> list[tuple[int, int]]:
-    """Joins spans without padding in between, and returns start and end of each; see [Note: ends of parameters]."""
+    """Joins adjacent spans and returns start and end of each result; see [Note: ends of parameters]."""
     ranges: list[tuple[int, int]] = []
     for span in spans:
         if ranges and ranges[-1][1] == span.start:
@@ -589,7 +591,7 @@ def _joined(spans: Sequence[Span]) -> list[tuple[int, int]]:
 
 
 def _collect(members: Sequence[ParamRange], *, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Copies a range's parameters from their own memory into one tensor: [numel], their dtype."""
+    """Copies a range's parameters from separate memory into one tensor: [numel], their dtype."""
     flat = torch.zeros(numel, dtype=dtype, device=device)
     for member in members:
         member.view_of(flat).copy_(flat_view(member.param)[member.start : member.start + member.span.numel])
@@ -604,13 +606,13 @@ def _nothing() -> None:
     """Does nothing when the scheduler resets, because the optimizer's zero_grad drops gradients in param.grad."""
 
 
-# The guard against stale reads. Between an update and the gather, memory holds old values that kernels cannot detect.
-# The parameter's class is therefore replaced, as torch's UninitializedParameter does for parameters without memory. The
-# object, its hooks and names stay the same.
+# The guard against stale reads. Between an update and the gather, memory contains old values that kernels cannot
+# detect. The parameter's class is therefore replaced, as torch's UninitializedParameter does for parameters without
+# memory. The object, its hooks and names remain the same.
 
 
 class AwaitedParameter(nn.Parameter):
-    """A parameter of any shape and dtype whose gather is not complete; shape, gradient and hooks may be used."""
+    """A parameter whose gather is not complete. Only its shape, gradient and hooks may be used."""
 
     @classmethod
     def __torch_function__(
@@ -635,7 +637,7 @@ class AwaitedParameter(nn.Parameter):
 
 
 def _refuse_reads(params: Iterable[nn.Parameter]) -> None:
-    """Makes reads of these parameters, any shapes and dtypes, raise RuntimeError.
+    """Makes reads of these parameters raise RuntimeError.
 
     Parameters of a user-defined class keep that class and are not guarded.
     """
@@ -645,7 +647,7 @@ def _refuse_reads(params: Iterable[nn.Parameter]) -> None:
 
 
 def _allow_reads(params: Iterable[nn.Parameter]) -> None:
-    """Allows reads of these parameters, any shapes and dtypes."""
+    """Allows reads of these parameters."""
     for param in params:
         if type(param) is AwaitedParameter:
             param.__class__ = nn.Parameter  # type: ignore[assignment]  # same object layout, as torch's own classes do

@@ -138,7 +138,7 @@ class AdamMemory:
         return StateForm(self._state_dtype(param), self._masters(param), self.with_scaled_states)
 
     def is_plain(self, param: nn.Parameter) -> bool:
-        """Returns whether its buffer is updated in place, with states and gradients of the same wide dtype."""
+        """Returns whether a parameter's buffer is updated in place, with fp32 (or fp64) states and gradients."""
         form = self.form(param)
         dtypes = {param.dtype, form.dtype, self.grad_dtype(param)}
         return form.masters is Masters.NONE and dtypes in ({torch.float32}, {torch.float64})

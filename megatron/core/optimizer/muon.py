@@ -1,4 +1,4 @@
-"""MuonRule: orthogonalized updates of matrices, including those that a sharded optimizer cuts over ranks.
+"""MuonRule: orthogonalized updates of matrices, including matrices that a sharded optimizer splits over ranks.
 
 A plan assigns each matrix to one rank, which receives it whole. Modules describe the matrices of their parameters
 (megatron/core/tensor_parallel/param_attributes.py).
@@ -29,7 +29,7 @@ from megatron.core.tensor_parallel.param_attributes import MatrixWindow
 # Keller Jordan's coefficients, which bring singular values close to 1 within five steps.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _EPS = 1e-7
-# Elements that a rank sends at a time, of two bytes each; it receives the same number back.
+# Number of bf16 elements that a rank sends at a time; it receives the same number back.
 _SENT_AT_ONCE = 1 << 24
 
 
@@ -57,7 +57,7 @@ class _MatrixUnit:
 class _Part:
     """This rank's part of a unit: elements [first, last) of a flat range's tensors.
 
-    start: the element of the flattened parameter at `first`.
+    start: index in the flattened parameter of the element at `first`.
     """
 
     unit: _MatrixUnit
@@ -126,7 +126,7 @@ class MuonRule:
     def _torch_groups(
         self, windows: Mapping[ParamSlot, list[MatrixWindow]], keys: Mapping[nn.Parameter, GroupKey]
     ) -> list[dict[str, Any]]:
-        """Builds a group for each shape and key of matrices, on all ranks, so that schedules find the same groups."""
+        """Builds a group for each matrix shape and group key, on all ranks, so that schedules find the same groups."""
         groups: dict[tuple[GroupKey, tuple[int, int]], dict[str, Any]] = {}
         for slot, window in ((slot, window) for slot, of_slot in windows.items() for window in of_slot):
             key = keys[slot.param]
@@ -175,7 +175,7 @@ class MuonRule:
                     weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(change, alpha=-rate)
 
     def _direction(self, part: _Part, grad: torch.Tensor) -> torch.Tensor:
-        """Returns a part's momentum, or Nesterov's interpolation with the gradient: [n], bf16."""
+        """Returns a part's momentum, with Nesterov momentum interpolated with the gradient: [n], bf16."""
         momentum = part.of(self._momenta[part.param_range])
         if self._config.muon_nesterov:
             momentum = part.of(grad).lerp(momentum, self._config.muon_momentum)
@@ -235,7 +235,7 @@ def newton_schulz(matrix: torch.Tensor, *, steps: int) -> torch.Tensor:
     return wide.T if rows > columns else wide
 
 
-# The plan, which assigns matrices to ranks if a sharded optimizer cuts them.
+# The plan, which assigns matrices to ranks if a sharded optimizer splits them.
 
 
 def _plan(
@@ -260,7 +260,7 @@ def _plan(
 
 
 def _units_of(name: str, windows: Iterable[MatrixWindow], *, place: int) -> list[_MatrixUnit]:
-    """Returns the matrices of a parameter as units, sorted by place; interleaved matrices share a unit."""
+    """Returns the matrices of a parameter as units, sorted by position; interleaved matrices share a unit."""
     units: list[_MatrixUnit] = []
     for window in sorted(windows, key=lambda window: window.offset):
         reach = sum((n - 1) * s for n, s in zip(window.shape, window.stride, strict=True))
@@ -299,7 +299,7 @@ def _batches_of(units: Sequence[_MatrixUnit], *, max_elements: int) -> Iterator[
 
 
 def _ranges_of(unit: _MatrixUnit, layout: BufferLayout, *, is_sharded: bool) -> list[tuple[int, int, int]]:
-    """Returns each rank's range of a unit: (rank, first and last element of the flattened parameter), in order."""
+    """Returns each rank's range of a unit: (rank, start and end in the flattened parameter), in order."""
     if not is_sharded:
         return [(0, unit.start, unit.end)]
     first, last = unit.place + unit.start, unit.place + unit.end
@@ -320,12 +320,13 @@ def _part_of(
     return _Part(unit, param_range, first, place, place + last - first)
 
 
-# Messages, views and settings.
+# Communication, views and settings.
 
 
 def _exchange(batch: _Batch, sends: list[list[torch.Tensor]], *, sizes: list[list[int]]) -> list[list[torch.Tensor]]:
-    """Exchanges tensors, [n], bf16 each, with one message per rank; sizes: sizes of the tensors to receive from each
-    rank.
+    """Exchanges tensors, [n], bf16 each, between all ranks in one all-to-all.
+
+    sends: the tensors for each rank. sizes: sizes of the tensors to receive from each rank.
     """
     if group_size(batch.group) == 1:
         return sends
@@ -338,7 +339,7 @@ def _exchange(batch: _Batch, sends: list[list[torch.Tensor]], *, sizes: list[lis
 
 
 def _views(part: _Part, window: MatrixWindow, *, flat: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the elements of a matrix in a part's tensor, [n], as views of any shapes."""
+    """Returns views, of any shape, of a matrix's elements in a part's tensor. flat: [n], any dtype."""
     zeros = (0,) * len(window.shape)
     piece = LogicalPiece(part.unit.name, window.shape, window.stride, window.offset, window.shape, zeros)
     return range_views([piece], flat, start=part.start)
@@ -350,9 +351,7 @@ def _whole(param: torch.Tensor) -> MatrixWindow:
 
 
 def _torch_factor(shape: tuple[int, int]) -> float:
-    """Returns the factor that torch.optim.Muon applies to the learning rate, so that learning rates have the same
-    meaning.
-    """
+    """Returns torch.optim.Muon's factor of the learning rate, so that learning rates have the same meaning."""
     rows, columns = shape
     return math.sqrt(max(1, rows / columns))
 
@@ -360,7 +359,7 @@ def _torch_factor(shape: tuple[int, int]) -> float:
 def _values(key: GroupKey, window: MatrixWindow, *, config: OptimizerConfig) -> dict[str, Any]:
     """Returns a torch group for matrices of one shape, with a scaled learning rate.
 
-    Weight decay is divided by that factor, because the learning rate multiplies it.
+    Weight decay is divided by the same factor, because the learning rate multiplies it.
     """
     rows, columns = window.matrix_shape
     wanted = {

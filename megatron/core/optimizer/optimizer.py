@@ -3,10 +3,10 @@
 The decision whether a step updates is made either by the host or by the device, so that a graph can capture the step.
 flat_params.py joins parameters; the update rules are in adam.py and muon.py.
 
-[Note: outcomes of a step] Skipped: a gradient is not finite (`found_inf`); only the loss scale is updated, it backs
-off. Discarded: the caller's `discard` tells the device to ignore the step (experts or their stash have overflowed);
-nothing is updated, including the loss scale. Half done: an error interrupted an update, so parameters and states belong
-to different steps. Whole: they belong to one step.
+[Note: outcomes of a step] Skipped: a gradient is not finite (`found_inf`); the loss scale backs off, and nothing else
+is updated. Discarded: the caller's `discard` tells the device to ignore the step (experts or their stash have
+overflowed); nothing is updated, including the loss scale. Half done: an error interrupted an update, so parameters and
+states belong to different steps. Whole: parameters and states belong to the same step.
 """
 
 import math
@@ -52,7 +52,7 @@ _BROKEN_UPDATE = (
 
 @dataclass(frozen=True)
 class _StepOutcome:
-    """Numbers of a step. is_discarded: the other numbers are meaningless; see [Note: outcomes of a step]."""
+    """Outcome of a step. If is_discarded is set, the other fields are meaningless; see [Note: outcomes of a step]."""
 
     is_discarded: bool
     found_inf: bool
@@ -62,7 +62,10 @@ class _StepOutcome:
 
 @dataclass(frozen=True)
 class _PreparedStep:
-    """Gradients that are reduced and finite, before their update. loss_scale: their scale. grad_norm: unscaled."""
+    """A step whose gradients are reduced and finite, but not applied yet.
+
+    loss_scale: the loss scale that the gradients contain. grad_norm: the norm of the unscaled gradients.
+    """
 
     loss_scale: float
     grad_norm: float
@@ -70,7 +73,7 @@ class _PreparedStep:
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """Result of a step on the device, for the host; each replay of a graph with the step overwrites it.
+    """Result of a step on the device, for the host. Each replay of a graph that contains the step overwrites it.
 
     outcome: [4], fp64, on the device: is_discarded, found_inf, grad_norm and num_zeros.
     """
@@ -78,7 +81,7 @@ class DeviceStep:
     outcome: torch.Tensor
 
     def read_sync(self) -> _StepOutcome:
-        """Returns the numbers of the step. NOTE: waits until the device has run the step."""
+        """Reads the outcome of the step. NOTE: waits until the device has run the step."""
         is_discarded, found_inf, grad_norm, num_zeros = self.outcome.tolist()
         return _StepOutcome(bool(is_discarded), bool(found_inf), grad_norm, num_zeros)
 
@@ -96,7 +99,7 @@ class FlatState:
         return self.stored.read(0, self.stored.numel)
 
     def tensors(self, flat: torch.Tensor, model_pieces: dict[str, list[LogicalPiece]]) -> list[ShardedTensor]:
-        """Returns the boxes of `flat`, [N], fp32 or fp64, the values of `read`; views."""
+        """Splits `flat`, [N], fp32 or fp64, with the values of `read`, into views that are boxes of parameters."""
         # By parameter, because flat ranges depend on the layout and must not affect checkpoints.
         return [
             tensor
@@ -108,10 +111,9 @@ class FlatState:
 
 
 def copy_optimizer_param_metadata(destination: nn.Parameter, source: nn.Parameter) -> None:
-    """Copies the attributes set by layers and users, which select groups and ranks, to a parameter of any shape and
-    dtype.
+    """Copies the attributes that select groups and ranks from a parameter to a copy that is optimized in its place.
 
-    Used for a copy that is optimized in place of the parameter.
+    Layers and users set these attributes.
     """
     copy_marks(destination, source)
 
@@ -119,22 +121,22 @@ def copy_optimizer_param_metadata(destination: nn.Parameter, source: nn.Paramete
 class MegatronOptimizer:
     """Common base of all optimizers. In a step:
 
-    1. the norm of all gradients is computed, which also shows whether any of them overflowed;
-    2. if it is not finite: the loss scale backs off, and neither parameters, moments nor step count change;
-    3. otherwise each rule divides by loss scale and clip factor inside its update, without a separate pass;
+    1. the norm of all gradients is computed, which also shows whether any gradient overflowed;
+    2. if the norm is not finite, the loss scale backs off, and neither parameters, moments nor step count change;
+    3. otherwise each rule unscales and clips gradients inside its update, without a separate pass;
     4. 16-bit parameters are written from their fp32 masters.
 
-    `step` decides between 2 and 3 on the host, which waits for the norm. step_on_device, which a graph captures,
+    `step` decides between 2 and 3 on the host, which waits for the norm. step_on_device, which a graph can capture,
     decides on the device. prepare_device_step, step_on_device or a replay of it, and settle_step_sync together are
     bit-identical to `step`.
 
     An error inside an update leaves it half done. Every later step and save then raises an error until a checkpoint is
     loaded. See [Note: outcomes of a step].
 
-    optimizer: a torch optimizer, whose groups list the parameters to update; init_state_fn: allocates its state, for a
-    save or load before the first step. A subclass of this package may be given `parts` instead, which have their own
-    rules, of which `optimizer` is the first. State then exists from the start, so training can be saved and resumed
-    even if every step so far was skipped. grad_scaler: the loss scale; None for 1.
+    optimizer: a torch optimizer whose groups list the parameters to update. init_state_fn: allocates its state for a
+    save or load before the first step. Subclasses in this package pass `parts` instead, whose first rule uses
+    `optimizer`. State then exists from the start, so training can be saved and resumed even if every step so far was
+    skipped. grad_scaler: the loss scale; None for 1.
     """
 
     # Whether 16-bit parameters of a torch optimizer are replaced by fp32 copies.
@@ -167,12 +169,12 @@ class MegatronOptimizer:
         # Between prepare_grads and step_with_ready_grads.
         self._prepared: _PreparedStep | None = None
         self._last_norm = 0.0
-        # A load that sharded_state_dict has begun and load_state_dict ends.
+        # A load that sharded_state_dict has started and load_state_dict completes.
         self._load_in_progress: AbstractContextManager[list[ShardedTensor]] | None = None
         self._offloaded: OffloadedMemory | None = None
         # The error to raise while an update is half done: during it, and after an error in it.
         self._half_done: str | None = None
-        # Wrappers refer to it weakly, so it lives as long as this optimizer.
+        # Wrappers reference it weakly, so this attribute keeps it alive.
         self._run_states = _RunStates(self._rules)
         for chunk in self._model_chunks:
             chunk.set_state_provider(self._run_states.states)
@@ -190,14 +192,15 @@ class MegatronOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The torch optimizers' groups; a schedule writes `lr` and `weight_decay` into them."""
+        """Parameter groups of all torch optimizers. A schedule writes `lr` and `weight_decay` into them."""
         return [group for rule in self._rules for group in rule.optimizer.param_groups]
 
     @property
     def state(self) -> Any:
-        """The torch optimizer's state by the parameters in its groups.
+        """State of the torch optimizer, by the parameters in its groups.
 
-        get_megatron_optimizer places flat ranges in the groups, with their moments if these are stored unrounded.
+        In an optimizer from get_megatron_optimizer, groups contain flat ranges, with their moments if these are stored
+        unrounded.
         """
         return self.optimizer.state
 
@@ -207,7 +210,7 @@ class MegatronOptimizer:
         return next((group["lr"] for group in self.param_groups if group.get("is_decoupled_lr")), None)
 
     def get_parameters(self) -> list[Tensor]:
-        """Returns the tensors that are updated, any shape and float dtype: masters in place of 16-bit parameters."""
+        """Returns the tensors that are updated, any shape and float dtype: masters instead of 16-bit parameters."""
         return [param for group in self.param_groups for param in group["params"]]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -228,7 +231,7 @@ class MegatronOptimizer:
                     member.param.grad = torch.zeros_like(member.param.grad)
 
     def prepare_model_params_for_param_sync(self) -> None:
-        """Does nothing, because parameters are ready for start_param_sync of their wrapper after a step."""
+        """Does nothing, because after a step parameters are ready for their wrapper's start_param_sync."""
 
     def forget_attention_logits(self) -> None:
         """Drops the largest attention scores of discarded passes since the last step."""
@@ -238,7 +241,8 @@ class MegatronOptimizer:
     def largest_attention_logit_sync(self) -> float | None:
         """Returns the largest attention score of the last step, over all layers, heads and ranks. Collective.
 
-        None if no layer computed scores. Must be called on all ranks. NOTE: waits until the device has run the step.
+        Returns None if no layer computed scores. Must be called on all ranks. NOTE: waits until the device has run the
+        step.
         """
         largest = torch.full((), -torch.inf, dtype=torch.float64, device=self._device_scale.device)
         for logits in self._watched:
@@ -249,14 +253,15 @@ class MegatronOptimizer:
         return None if found == -math.inf else found
 
     def get_loss_scale(self) -> torch.Tensor:
-        """Returns the factor of the loss: [], fp32, on the CPU."""
+        """Returns the loss scale: [], fp32, on the CPU."""
         # A tensor, because scripts written for Megatron call .item() on it.
         return torch.tensor(self._loss_scale, dtype=torch.float32)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Multiplies a loss, any shape, floating point, by the loss scale, if any: same shape, then fp32.
+        """Multiplies a loss by the loss scale and returns it in fp32; without a loss scale, returns it unchanged.
 
-        Reads the scale on the device, so that each replay of a graph uses the current one.
+        loss: any shape, floating point. The scale is read on the device, so that each replay of a graph uses the
+        current scale.
         """
         # In fp32, because a scaled fp16 loss would overflow before its gradients do.
         return loss if self.grad_scaler is None else loss.float() * self._device_scale.float()
@@ -267,8 +272,9 @@ class MegatronOptimizer:
 
         is_updated is False if a gradient was not finite. grad_norm is the norm of unscaled gradients before clipping.
         num_zeros is None unless log_num_zeros_in_grad is set. Collective over all ranks that hold parts of the model.
-        An error before the update changes nothing. Raises RuntimeError without finish_grad_sync, and after an error
-        inside an update, until a checkpoint is loaded; RemoteRankError if another rank has called reset_iteration.
+        An error before the update changes nothing. Raises RuntimeError if finish_grad_sync was not called, and after an
+        error inside an update, until a checkpoint is loaded. Raises RemoteRankError if another rank has called
+        reset_iteration.
         """
         found_inf = self.prepare_grads()
         if found_inf:
@@ -282,10 +288,10 @@ class MegatronOptimizer:
     # The parts of `step`, for scripts that run code between them.
 
     def prepare_grads(self) -> bool:
-        """Begins a step: computes the norm of the reduced gradients and returns whether any of them is not finite.
+        """Begins a step: computes the norm of the reduced gradients and returns whether any gradient is not finite.
 
         If so, the loss scale backs off and the step ends; otherwise step_with_ready_grads must follow. Collective.
-        Raises the errors of `step`.
+        Raises the same errors as `step`.
         """
         self._prepared = None
         self._prepare_step()
@@ -295,11 +301,12 @@ class MegatronOptimizer:
         for logits in self._watched:
             logits.collect()
         # One pass computes norm and overflow, because the norm is finite only if every gradient is. The norm is
-        # bit-identical on all ranks, so they decide alike without communication. `_decide` decides the same way in a
-        # graph.
+        # bit-identical on all ranks, so all ranks make the same decision without communication. `_decide` makes this
+        # decision in a graph.
         with self.config.timers("optimizer-clip-main-grad", log_level=1):
             scaled_norm = read_norm_sync(self._grad_stats.norm())
-        # Also lowers the loss scale, so another reason to skip, such as a limit on the norm, needs its own flag.
+        # Also lowers the loss scale. A different reason to skip, such as a limit on the norm, would require a separate
+        # flag.
         found_inf = not math.isfinite(scaled_norm)
         loss_scale = self._loss_scale
         self._last_norm = scaled_norm / loss_scale
@@ -341,7 +348,7 @@ class MegatronOptimizer:
         return read_count_sync(self._grad_stats.count_zeros())
 
     def get_grads_for_grad_norm(self, grad_norm_group: dist.ProcessGroup | None = None) -> list[Tensor]:
-        """Returns the reduced gradients, still scaled, that this rank counts in norms: views, [n] each, their dtype.
+        """Returns the reduced, still scaled gradients that this rank counts in norms: views, [n], the buffer's dtype.
 
         The gradients of replicated and tied parameters are counted on one rank only. grad_norm_group: restricts the
         result to gradients whose norm is summed over this group; None means all.
@@ -353,9 +360,9 @@ class MegatronOptimizer:
         return self._grad_stats.sums_over(grad_norm_group)
 
     def get_grad_stats_parallel_group(self) -> dist.ProcessGroup | None:
-        """Returns the ranks over which statistics of dense gradients are summed; None means this rank alone.
+        """Returns the group over which statistics of dense gradients are summed; None means this rank alone.
 
-        Raises ValueError if there is no single group of these ranks.
+        Raises ValueError if no single group contains exactly these ranks.
         """
         return self._grad_stats.whole_group
 
@@ -383,25 +390,25 @@ class MegatronOptimizer:
         """Prepares an update on the device; must be called before step_on_device and before each replay of it.
 
         Performs the checks of `step`, and copies the learning rates to the device (prepare_update, refresh_rates of
-        each rule). Raises the RuntimeError and ValueError of `step`, and ValueError if weight decay has changed since
-        the capture.
+        each rule). Raises RuntimeError and ValueError like `step`, and ValueError if weight decay has changed since the
+        capture.
         """
         self._prepare_step()
         decays = self._weight_decays()
         if self._decays_on_device not in (None, decays):
             raise ValueError(
                 f"weight decays of the parameter groups were {self._decays_on_device} in the first step on the "
-                f"device and are {decays}: graphs keep the first values, so weight_decay must not change (or step "
-                "without a graph)"
+                f"device and are {decays}: graphs keep the first values, so weight_decay must not change unless steps "
+                "run without a graph"
             )
 
     @trace_range("MegatronOptimizer.step_on_device")
     def step_on_device(self, discard: torch.Tensor | None = None) -> DeviceStep:
-        """Runs a step in which the device decides whether to update. It never waits for the device and can be captured.
+        """Runs a step in which the device decides whether to update. Never waits for the device and can be captured.
 
         discard: discards the step if any element is above 0: any shape and dtype, on the device, the same on all ranks.
         Must be called after finish_grad_sync and CollectiveScheduler.step, without a gather in flight. Collective, like
-        `step`. Raises ValueError for settings that need the host.
+        `step`. Raises ValueError for settings that require the host.
         """
         self.config.validate_device_step()
         self._decays_on_device = self._weight_decays()
@@ -453,7 +460,7 @@ class MegatronOptimizer:
     def update_ranges(
         self, scale: GradScale, runs: Iterable[FlatParamRange], *, rules: Sequence[UpdateRule] | None = None
     ) -> None:
-        """Updates flat ranges by their scaled gradients; rules: the rules that run now, None means all."""
+        """Updates flat ranges from their scaled gradients. rules: the rules to run; None means all."""
         chosen = frozenset(runs)
         for rule in self._rules if rules is None else rules:
             rule.update(scale, chosen)
@@ -469,13 +476,11 @@ class MegatronOptimizer:
         return self._grad_stats.params_norm()
 
     def norm_of(self, params: Iterable[nn.Parameter]) -> float:
-        """Returns the 2-norm of parameters that are not updated, any shapes and dtypes, in fp64. Collective, like
-        `step`.
-        """
+        """Returns the 2-norm of parameters that are not updated, in fp64. Collective, like `step`."""
         return self._grad_stats.norm_of(params)
 
     def reload_model_params(self, state_dict: Mapping[str, Any] | None = None) -> None:
-        """Sets the fp32 masters to the model's parameters, after only weights were loaded.
+        """Copies the model's parameters to the fp32 masters, after weights were loaded without optimizer state.
 
         state_dict: must be None. Megatron uses it to set masters from a model state with higher precision.
         """
@@ -485,7 +490,7 @@ class MegatronOptimizer:
             param_range.take_model()
 
     def sharded_state(self, model_pieces: dict[str, list[LogicalPiece]]) -> list[ShardedTensor]:
-        """Returns moments and masters of this rank's shard as boxes to save, fp32; model_pieces: by parameter name.
+        """Returns moments and masters of this rank's shards as boxes to save, in fp32. model_pieces: by parameter name.
 
         State stored as fp32 is not copied. Raises RuntimeError if parameters and states belong to different steps.
         """
@@ -494,7 +499,10 @@ class MegatronOptimizer:
 
     @contextmanager
     def loading(self, model_pieces: dict[str, list[LogicalPiece]]) -> Iterator[list[ShardedTensor]]:
-        """Yields the boxes of sharded_state to load in place; forms other than fp32 are written when the block ends."""
+        """Yields the boxes of sharded_state, to be loaded in place inside the block.
+
+        When the block ends, loaded values are written to storage forms other than fp32.
+        """
         if self._offloaded is not None:
             self._check_whole()
         states = self._flat_states()
@@ -542,8 +550,8 @@ class MegatronOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """Returns common_state and, unless shards are updated, this rank's moments and masters for torch.save.
 
-        `state` has one dictionary of copies, [n] each, for each flat range, so it loads only into the same layout;
-        sharded_state_dict serves checkpoints for any layout. DistributedOptimizer omits `state`.
+        `state` contains one dictionary of copies, [n] each, per flat range, so it loads only into the same layout. Use
+        sharded_state_dict for checkpoints that load into any layout. DistributedOptimizer omits `state`.
         """
         self._check_whole()
         by_range: dict[FlatParamRange, dict[str, Tensor]] = {one: {} for one in self._runs}
@@ -552,9 +560,9 @@ class MegatronOptimizer:
         return {**self.common_state(), "state": list(by_range.values())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores the state_dict, common_state or loaded sharded_state_dict of such an optimizer.
+        """Restores a state_dict, a common_state or a loaded sharded_state_dict.
 
-        Raises ValueError if `state` has other ranges, numbers or kinds of state than this optimizer.
+        Raises ValueError if `state` differs from this optimizer in its ranges, their sizes or their kinds of state.
         """
         if self._load_in_progress is not None:
             loading, self._load_in_progress = self._load_in_progress, None
@@ -563,7 +571,7 @@ class MegatronOptimizer:
             state_dict = common.data if isinstance(common, ShardedObject) else common
         elif "tensors" in state_dict:
             raise ValueError(
-                "load_state_dict was given a sharded_state_dict created without is_loading=True, or loaded twice: "
+                "load_state_dict received a sharded_state_dict created without is_loading=True, or loaded twice: "
                 "call sharded_state_dict(..., is_loading=True), dist_checkpointing.load, then load_state_dict once"
             )
         if "state" in state_dict:
@@ -583,13 +591,12 @@ class MegatronOptimizer:
         is_loading: bool = False,
         metadata: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Returns the state that dist_checkpointing saves or loads in place: boxes of moments and masters, and
-        common_state.
+        """Returns boxes of moments and masters, and common_state, which dist_checkpointing saves or loads in place.
 
         model_sharded_state_dict: the items of the model in the same checkpoint, which must include all parameters that
-        are updated, or be empty. is_loading: whether the result is loaded, after which load_state_dict must be called.
-        metadata: its distrib_optim_sharding_type must be fully_reshardable, the only format here; other entries select
-        among formats of Megatron and are ignored. Raises ValueError for another format, and for a parameter that is not
+        are updated, or be empty. is_loading: whether the result will be loaded, after which load_state_dict must be
+        called. metadata: its distrib_optim_sharding_type must be fully_reshardable, the only format here; other entries
+        select among formats of Megatron and are ignored. Raises ValueError for other formats, and if a parameter is not
         among the items.
         """
         kind = (metadata or {}).get("distrib_optim_sharding_type", FULLY_RESHARDABLE)
@@ -605,7 +612,8 @@ class MegatronOptimizer:
     def offload_to_cpu(self) -> None:
         """Copies moments and masters to the host and frees their memory on the device, between two steps.
 
-        Steps, saves and loads raise RuntimeError until restore_from_cpu. Does nothing if they are already on the host.
+        Steps, saves and loads raise RuntimeError until restore_from_cpu. Does nothing for state that is already on the
+        host.
         """
         self._check_whole()
         of_rules = [stored for rule in self._rules for one in rule.runs for stored in rule.flat_state(one).values()]
@@ -615,7 +623,7 @@ class MegatronOptimizer:
         self._offloaded = OffloadedMemory(one for one in held if one.device == self._device_scale.device)
 
     def restore_from_cpu(self) -> None:
-        """Moves moments and masters back to the device after offload_to_cpu, bit for bit."""
+        """Moves moments and masters back to the device after offload_to_cpu, bit-identical to the originals."""
         if self._offloaded is not None:
             self._offloaded.restore()
             self._offloaded = None
@@ -644,8 +652,8 @@ class MegatronOptimizer:
         given = [{kind: tuple(tensor.shape) for kind, tensor in held.items()} for held in saved]
         if sizes != given:
             raise ValueError(
-                f"state_dict['state'] has shapes {given}: must be {sizes}, the shapes of this optimizer; load state "
-                "of another layout with sharded_state_dict"
+                f"state_dict['state'] has shapes {given}: must be {sizes}, the shapes of this optimizer. Load state "
+                "of a different layout with sharded_state_dict"
             )
         for held, tensors in zip(by_range.values(), saved):
             for state in held:
@@ -657,7 +665,7 @@ class MegatronOptimizer:
         self._after_load()
 
     def _after_load(self) -> None:
-        """Runs after state was loaded; DistributedOptimizer gathers parameters."""
+        """Hook that runs after state was loaded; DistributedOptimizer overrides it to gather parameters."""
 
     @property
     def _loss_scale(self) -> float:
@@ -696,7 +704,7 @@ class MegatronOptimizer:
 
     @contextmanager
     def _whole_update(self) -> Iterator[None]:
-        """Wraps an update. After an error inside, the update is half done."""
+        """Marks an update as half done until the block ends without an error."""
         self.mark_half_done(_BROKEN_UPDATE)
         yield
         self._half_done = None
@@ -718,12 +726,12 @@ class MegatronOptimizer:
             chunk.note_update()
 
     def _step_counts(self) -> list[torch.Tensor]:
-        # One counter for each range of a rule that counts; all have the same value.
+        # One counter for each range of a rule that counts steps; all counters have the same value.
         return [count for rule in self._rules for count in rule.step_counts()]
 
 
 class FP32Optimizer(MegatronOptimizer):
-    """Updates the model's own fp32 (or fp64) parameters."""
+    """Updates fp32 (or fp64) parameters of a model directly, without masters."""
 
     def __init__(
         self,
@@ -737,7 +745,7 @@ class FP32Optimizer(MegatronOptimizer):
 
 
 class MixedPrecisionOptimizer(MegatronOptimizer):
-    """Base class of the optimizers of 16-bit parameters, with masters and optionally a loss scale."""
+    """Base class of optimizers for 16-bit parameters, with masters and optionally a loss scale."""
 
     _makes_masters = True
 
@@ -757,12 +765,12 @@ class Float16OptimizerWithFloat16Params(MixedPrecisionOptimizer):
     """Updates fp32 masters of 16-bit parameters; fp32 parameters are updated directly."""
 
     def state_dict(self, is_loading: bool = False) -> dict[str, Any]:
-        """Returns the state_dict of MegatronOptimizer; is_loading: ignored, because state exists from the start."""
+        """Returns MegatronOptimizer.state_dict. is_loading: ignored, because state exists from the start."""
         return super().state_dict()
 
 
 class ProxyDict(MutableMapping[Any, Any]):
-    """Several dictionaries as one, whose keys are (index of the dictionary, key in it).
+    """View of several dictionaries as one, with keys (index of the dictionary, key in it).
 
     An item can also be found, replaced and deleted by its bare key, in the first dictionary that contains it.
     """
@@ -799,11 +807,11 @@ class ProxyDict(MutableMapping[Any, Any]):
 
 
 class ChainedOptimizer(MegatronOptimizer):
-    """Updates parameters with several optimizers that share norm, decision and loss scale.
+    """Updates parameters with several optimizers that share gradient norm, skip decision and loss scale.
 
-    chained_optimizers: at least one; a torch optimizer is wrapped in an FP32Optimizer without clipping. Their settings
-    of clipping and zero counts, and their loss scales, must be the same, or ValueError is raised. parts: the parts of
-    all optimizers, if this optimizer updates their parameters itself.
+    chained_optimizers: at least one; a torch optimizer is wrapped in an FP32Optimizer without clipping. Raises
+    ValueError unless all of them have the same settings for clipping and zero counts, and the same loss scale. parts:
+    the parts of all optimizers, if this optimizer updates their parameters itself.
     """
 
     def __init__(
@@ -828,7 +836,7 @@ class ChainedOptimizer(MegatronOptimizer):
         return ProxyDict([rule.optimizer.state for rule in self._rules])
 
     def get_grads_for_grad_norm(self, grad_norm_group: dist.ProcessGroup | None = None) -> list[Tensor]:
-        """Returns the reduced gradients that this rank counts, of all optimizers: views, [n] each, their dtype."""
+        """Returns all optimizers' reduced gradients that this rank counts in norms: views, [n], the buffer's dtype."""
         return [grad for one in self.chained_optimizers for grad in one.get_grads_for_grad_norm(grad_norm_group)]
 
     def has_grad_norm_group(self, grad_norm_group: dist.ProcessGroup) -> bool:
@@ -843,7 +851,7 @@ class ChainedOptimizer(MegatronOptimizer):
     def sharded_state_dict(  # type: ignore[override]  # Megatron's arguments
         self, model_sharded_state_dict: ShardedState, is_loading: bool = False, **kwargs: Any
     ) -> dict[str, Any]:
-        """Returns sharded_state_dict of all optimizers in one; kwargs: metadata, None or empty."""
+        """Returns one sharded_state_dict for all optimizers. kwargs: may contain `metadata`."""
         return super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
 
     def save_parameter_state(self, filename: str) -> None:
@@ -855,14 +863,14 @@ class ChainedOptimizer(MegatronOptimizer):
             one.save_parameter_state(_numbered(filename, index))
 
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
-        """Loads the files of save_parameter_state; see DistributedOptimizer."""
+        """Loads the files written by save_parameter_state; see DistributedOptimizer."""
         for index, one in self._with_shards():
             one.load_parameter_state(_numbered(filename, index), update_legacy_format=update_legacy_format)
 
     def _with_shards(self) -> "list[tuple[int, HasParameterState]]":
         found = [one for one in self.chained_optimizers if isinstance(one, HasParameterState)]
         if not found:
-            raise ValueError("no optimizer of the chain updates shards: their state_dict contains the whole state")
+            raise ValueError("no optimizer in the chain updates shards: use state_dict, which contains the whole state")
         return list(enumerate(found))
 
     def _update(self, scale: GradScale) -> None:
@@ -894,14 +902,14 @@ class ChainedOptimizer(MegatronOptimizer):
 
 @runtime_checkable
 class HasParameterState(Protocol):
-    """An optimizer of shards, whose state is saved in files separate from its state_dict."""
+    """An optimizer that updates shards and saves their state in files separate from its state_dict."""
 
     def save_parameter_state(self, filename: str) -> None: ...
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None: ...
 
 
 class _JoinedStats(GradStats):
-    """Joint gradient statistics of several optimizers, each over its own ranks."""
+    """Combines the gradient statistics of several optimizers, each computed over the ranks of that optimizer."""
 
     def __init__(self, every: Sequence[GradStats]) -> None:
         self._every = list(every)
@@ -934,7 +942,7 @@ class _JoinedStats(GradStats):
 
 
 def _root_of_squares(norms: Sequence[Tensor]) -> Tensor:
-    # The norm of a single norm may round.
+    # Taking the norm of a single norm may round it.
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(list(norms)), 2)
 
 
@@ -961,8 +969,8 @@ def _check_chain(chained: Sequence[MegatronOptimizer]) -> None:
             raise ValueError(f"{name} of chained_optimizers is {values}: must be the same")
     if any(one.config.optimizer_in_backward for one in chained):
         raise ValueError(
-            "OptimizerConfig.optimizer_in_backward is set in chained_optimizers: an optimizer in backward must be "
-            "the only one, because it updates before the norm of the others is known"
+            "OptimizerConfig.optimizer_in_backward is set in chained_optimizers: an optimizer that updates in "
+            "backward cannot be chained, because it updates before the norm of all gradients is known"
         )
 
 
@@ -983,7 +991,7 @@ def _numbered(filename: str, index: int) -> str:
 
 
 def _pieces_in(items: Iterable[ShardedTensor], param: nn.Parameter) -> list[LogicalPiece]:
-    """Returns the pieces of a dense parameter, any shape and dtype, to which items of a model are views."""
+    """Returns the pieces of a dense parameter that items of a model's sharded state dict are views of."""
     first, size = param.data_ptr(), param.element_size()
     found = []
     for item in items:
@@ -999,7 +1007,7 @@ def _pieces_in(items: Iterable[ShardedTensor], param: nn.Parameter) -> list[Logi
 
 @dataclass(frozen=True)
 class _Decision:
-    """Decision of a step. is_discarded, found_inf: [], bool. grad_norm, divisor: [], fp64. All on the device."""
+    """Decision of a step, on the device. is_discarded, found_inf: [], bool. grad_norm, divisor: [], fp64."""
 
     is_discarded: torch.Tensor
     found_inf: torch.Tensor
@@ -1008,11 +1016,11 @@ class _Decision:
 
     @property
     def scale(self) -> GradScale:
-        """The GradScale for update rules."""
+        """GradScale for update rules."""
         return GradScale(self.divisor.float(), skip=(self.is_discarded | self.found_inf).float())
 
     def for_host(self, num_zeros: torch.Tensor | None) -> DeviceStep:
-        """Returns the result for the host; num_zeros: [], int64, None if zeros are not counted."""
+        """Packs the result for the host. num_zeros: [], int64, None if zeros are not counted."""
         zeros = torch.zeros_like(self.grad_norm) if num_zeros is None else num_zeros.double()
         return DeviceStep(torch.stack([self.is_discarded.double(), self.found_inf.double(), self.grad_norm, zeros]))
 
@@ -1020,9 +1028,11 @@ class _Decision:
 def _decide(
     total_norm: torch.Tensor, *, loss_scale: torch.Tensor, discard: torch.Tensor | None, clip_grad: float
 ) -> _Decision:
-    """Decides from the norm of scaled gradients and the loss scale, [], fp64 each, on one device, without waiting.
+    """Decides on the device, without waiting, whether a step updates.
 
-    discard: discards the step if any element is above 0: any shape, any dtype. clip_grad: 0 does not clip.
+    total_norm: norm of the scaled gradients. loss_scale: the loss scale that they contain. Both: [], fp64, on one
+    device. discard: discards the step if any element is above 0: any shape, any dtype. clip_grad: norm to clip to; 0
+    does not clip.
     """
     # Rounded as in read_norm_sync.
     scaled_norm = total_norm.float()
@@ -1037,7 +1047,7 @@ def _decide(
 
 
 class _RunStates:
-    """Provides optimizer states of each bucket to hooks on reduced gradients; rules: the optimizer's."""
+    """Provides each bucket's optimizer states to hooks on reduced gradients. rules: all rules of the optimizer."""
 
     def __init__(self, rules: Sequence[UpdateRule]) -> None:
         # Keys consist of the buffer object, which wrappers know, and the index of the bucket in it.
@@ -1049,7 +1059,10 @@ class _RunStates:
             pairs.sort(key=lambda pair: pair[1].span.start)
 
     def states(self, place: ReleasedBucket) -> Sequence[RunState]:
-        """Returns states of a bucket, sorted by place: fp32 or fp64, views if stored in that dtype, else copies."""
+        """Returns the states of a bucket, sorted by position.
+
+        Tensors are fp32 or fp64: views if stored in that dtype, else copies.
+        """
         start = place.buffer.owned_spans()[place.layout.index].start
         found = self._found.get((place.buffer, place.layout.index), [])
         return [state for rule, one in found for state in _states_of(one, rule, bucket_start=start)]

@@ -1,4 +1,4 @@
-"""OptimizerParts: everything that a MegatronOptimizer updates and measures, also derived from any torch optimizer.
+"""OptimizerParts: everything that a MegatronOptimizer updates and measures, also built from any torch optimizer.
 
 builder.py builds parts for the update rules of adam.py and muon.py. In this file the rule is a torch optimizer built by
 a script, whose parameter groups define the parameters to update and their rates. optimizer.py implements the step.
@@ -28,7 +28,7 @@ from megatron.core.optimizer.stored_floats import Plain, Rounded, StoredFloats, 
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.tensor_parallel.param_attributes import copy_marks, param_facts, set_main_param
 
-# Megatron's init_state_fn: allocates the state of a torch optimizer that has made no step yet.
+# Megatron's init_state_fn: allocates the state of a torch optimizer that has not stepped yet.
 InitStateFn = Callable[..., Any]
 
 
@@ -53,10 +53,11 @@ class OptimizerParts:
 def parts_over_params(
     optimizer: torch.optim.Optimizer, config: OptimizerConfig, init_state_fn: InitStateFn | None, *, masters: bool
 ) -> OptimizerParts:
-    """Returns the parts that update the parameters of a torch optimizer, each whole on this rank.
+    """Builds the parts that update the parameters of a torch optimizer, each of which is whole on this rank.
 
-    masters: replaces 16-bit parameters in the optimizer's groups by fp32 copies, their `main_param`; otherwise they are
-    rejected. Raises ValueError for a parameter that is sharded, 16-bit without masters, or not dense in memory.
+    masters: whether fp32 copies replace 16-bit parameters in the optimizer's groups and become their `main_param`;
+    otherwise 16-bit parameters are rejected. Raises ValueError for a parameter that is sharded, 16-bit without masters,
+    or not dense in memory.
     """
     stepped: dict[FlatParamRange, _Stepped] = {}
     for number, group in enumerate(optimizer.param_groups):
@@ -85,11 +86,11 @@ def parts_over_shards(
     *,
     model_chunks: Sequence[_BaseDataParallel],
 ) -> OptimizerParts:
-    """Returns the parts that update this rank's shards of wrapped chunks with a torch optimizer over their parameters.
+    """Builds the parts that update this rank's shards of wrapped chunks with a torch optimizer over their parameters.
 
-    Replaces the parameters in the optimizer's groups by flat shards, fp32 copies of 16-bit ones, so the optimizer must
-    update elements independently, as Adam and SGD do. Raises ValueError for a trained parameter of the chunks that is
-    in no group, or one of a group that is not in the chunks.
+    Replaces the parameters in the optimizer's groups by flat shards, which are fp32 copies for 16-bit parameters. The
+    optimizer must therefore update elements independently, as Adam and SGD do. Raises ValueError if a trained parameter
+    of the chunks is in no group, or if a parameter in a group is not in the chunks.
     """
     buffers: list[FlatBuffer] = [buffer for chunk in model_chunks for buffer in chunk.all_buffers]
     keys = {
@@ -104,8 +105,8 @@ def parts_over_shards(
         raise ValueError(f"parameter {lacking} is in no group of the optimizer: every trained parameter must be in one")
     if len(keys) > len(slots):
         raise ValueError(
-            f"the optimizer's groups contain {len(keys)} parameters that require grad and the chunks {len(slots)}: "
-            "must be the same parameters"
+            f"the optimizer's groups contain {len(keys)} parameters that require grad and the chunks contain "
+            f"{len(slots)}: must be the same parameters"
         )
     runs = build_ranges(buffers, keys)
     stepped = {one: _Stepped(nn.Parameter(one.stepped), keys[one.params[0].param].number) for one in runs}
@@ -121,7 +122,7 @@ def parts_over_shards(
 
 @dataclass(frozen=True)
 class _Stepped:
-    """A tensor in group `number` of a torch optimizer: the range's numbers, fp32 or fp64."""
+    """The tensor of a range, fp32 or fp64, in group `number` of a torch optimizer."""
 
     param: nn.Parameter
     number: int
@@ -129,16 +130,17 @@ class _Stepped:
 
 @dataclass(frozen=True, kw_only=True)
 class _TorchGroup(GroupKey):
-    """A torch parameter group, by its number; its values are only in torch's dictionary."""
+    """Key of a torch parameter group. number: index of the group, whose values are only in torch's dictionary."""
 
     number: int
 
 
 class TorchRule:
-    """Updates ranges with a torch optimizer whose groups contain a tensor for each of them.
+    """Updates ranges with a torch optimizer whose groups contain one tensor per range.
 
-    stepped: the tensor of each range, and the number of its group. init_state_fn: called with the optimizer when its
-    state is needed before the first step; missing state is allocated by a step at a learning rate of 0.
+    stepped: the tensor of each range, and the number of its group. init_state_fn: called with the optimizer if its
+    state is required before the first step. State that is still missing is allocated by a step with a learning rate of
+    0.
     """
 
     # One call of torch's step() updates everything.
@@ -158,14 +160,14 @@ class TorchRule:
 
     @torch.no_grad()
     def update(self, scale: GradScale, runs: Set[FlatParamRange]) -> None:
-        """Updates all ranges; a parameter without a gradient stays unchanged, as in torch.
+        """Updates all ranges; a parameter without a gradient remains unchanged, as in torch.
 
         Raises ValueError if the device decides whether to update, which torch's step() does not support.
         """
         if scale.skip is not None:
             raise ValueError(
-                f"step_on_device with torch's {type(self.optimizer).__name__}: call step, which decides on the "
-                "host, or build the optimizer with get_megatron_optimizer"
+                f"step_on_device does not support torch's {type(self.optimizer).__name__}: call step, which "
+                "decides on the host, or build the optimizer with get_megatron_optimizer"
             )
         assert all(one in runs for one in self.runs), "torch's optimizer updates all its parameters in one call"
         before = [(one.param, one.param.grad) for one in self._stepped.values()]
@@ -178,7 +180,7 @@ class TorchRule:
             one.write_model()
 
     def flat_state(self, run: FlatParamRange) -> dict[str, StoredFloats]:
-        """Returns torch's state of a range by name; allocates it before the first step.
+        """Returns torch's state of a range by name; allocates missing state.
 
         Raises ValueError for state that does not have one number per element.
         """
@@ -191,7 +193,7 @@ class TorchRule:
             if not isinstance(value, torch.Tensor) or value.shape != param.shape:
                 raise ValueError(
                     f"state {name} of torch's {type(self.optimizer).__name__} is a {type(value).__name__} without "
-                    "one number for each element of its parameter: use the optimizer's own state_dict"
+                    "one number for each element of its parameter: use torch's state_dict"
                 )
             flat = flat_view(value)
             found[name] = Plain(flat) if value.dtype.itemsize >= 4 else Rounded(flat)
@@ -242,7 +244,7 @@ class TorchRule:
 
 
 class _ParamBuffer:
-    """One parameter in its own memory, presented to an optimizer as a flat buffer; name: used in messages."""
+    """Presents one parameter, in its existing memory, as a flat buffer. name: used in messages."""
 
     def __init__(self, name: str, param: nn.Parameter) -> None:
         span = Span(0, param.numel())
@@ -262,7 +264,7 @@ class _ParamBuffer:
 
     @property
     def persistent_grads(self) -> list[torch.Tensor]:
-        """Returns an empty list, because gradients belong to autograd or a wrapper."""
+        """Empty list, because gradients belong to autograd or a wrapper."""
         return []
 
     def owned_spans(self) -> list[Span]:
@@ -272,7 +274,7 @@ class _ParamBuffer:
         return [self.grad_of(slot.span)]
 
     def grad_of(self, span: Span) -> torch.Tensor:
-        """Returns the parameter's main_grad, or otherwise grad, in memory order; empty if it has none."""
+        """Returns the parameter's main_grad, or else its grad, in memory order; empty if it has neither."""
         grad = persistent_gradient(self._param)
         if grad is None:
             return self.param_data[:0]
@@ -281,7 +283,7 @@ class _ParamBuffer:
         return in_order_of(grad.detach(), self._param)
 
     def is_attached(self, param: nn.Parameter, *, start: int, address: int) -> bool:
-        """Returns whether element `start` of the parameter, any shape and dtype, is at a memory address."""
+        """Returns whether element `start` of the parameter is stored at `address`."""
         return not param.numel() or param.data_ptr() + start * param.element_size() == address
 
 
@@ -309,11 +311,14 @@ def _move_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, main: nn.
 
 
 def _divided(run: FlatParamRange, like: torch.Tensor, *, divisor: float | torch.Tensor) -> torch.Tensor | None:
-    """Divides the gradient of a range by the divisor: the shape, dtype and device of `like`, fp32 or fp64."""
+    """Returns the gradient of a range divided by `divisor`; None if it has none.
+
+    The result has the shape, dtype and device of `like`, fp32 or fp64.
+    """
     flat = run.grad
     if flat.numel() != run.model.numel():
         return None
-    # In place if no dtype or device conversion is needed, as in a fused kernel.
+    # In place if no dtype or device conversion is required, as in a fused kernel.
     moved = flat.to(like)
     if not (isinstance(divisor, float) and divisor == 1.0):
         moved.div_(divisor)
@@ -322,7 +327,9 @@ def _divided(run: FlatParamRange, like: torch.Tensor, *, divisor: float | torch.
 
 def _check_param(name: str, param: nn.Parameter, *, masters: bool) -> None:
     if isinstance(param, DTensor):
-        raise ValueError(f"{name} is a DTensor: must be a whole parameter; otherwise use get_megatron_optimizer")
+        raise ValueError(
+            f"{name} is a DTensor: must be a full tensor; for sharded parameters use get_megatron_optimizer"
+        )
     if param.dtype.itemsize < 4 and not masters:
         raise ValueError(
             f"{name} is {param.dtype}: must be float32 or float64 without masters; for other dtypes use "

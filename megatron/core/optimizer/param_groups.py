@@ -1,4 +1,4 @@
-"""Parameter groups, which share learning rate and weight decay, and a script's overrides of both.
+"""Parameter groups with a common learning rate and weight decay, and a script's overrides of both.
 
 optimizer_param_scheduler.py computes the values of each step. flat_params.py joins parameters of a group in memory.
 """
@@ -26,8 +26,8 @@ class ParamGroupOverride:
     """Values for selected parameters that replace the configured ones; None leaves the configured value.
 
     max_lr, min_lr: limits of the schedule's learning rate. start_wd, end_wd: weight decay at the beginning and end of
-    training. lr_mult, wd_mult: factors of learning rate and weight decay; wd_mult 0 turns decay off, 1 turns it on for
-    biases and norms too.
+    training. lr_mult, wd_mult: factors of learning rate and weight decay; wd_mult 0 disables decay, 1 enables it even
+    for biases and norms.
     """
 
     max_lr: float | None = None
@@ -43,7 +43,7 @@ class ParamGroupOverride:
                 raise ValueError(f"ParamGroupOverride.{name} is {value}: must be a number, at least 0")
         if (self.start_wd is None) != (self.end_wd is None):
             raise ValueError(
-                f"ParamGroupOverride.start_wd is {self.start_wd} and end_wd is {self.end_wd}: give both or neither"
+                f"ParamGroupOverride.start_wd is {self.start_wd} and end_wd is {self.end_wd}: set both or neither"
             )
 
 
@@ -54,8 +54,8 @@ _VOCABULARY_KEY = ParamKey(name=_VOCABULARY)
 def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride | Mapping[str, Any]]:
     """Returns the default overrides: no weight decay for biases and 1-D parameters, and the rates of --decoupled-lr.
 
-    A script adds its own overrides to them; later ones win. With apply_wd_to_qk_layernorm, norms of queries and keys do
-    decay.
+    A script can add overrides; later ones win. With apply_wd_to_qk_layernorm, weight decay also applies to the norms of
+    queries and keys.
     """
     exempt = (
         ParamWithNamePredicate("no weight decay, except for norms of heads", _is_exempt_but_head_norms)
@@ -81,7 +81,10 @@ def _is_exempt_but_head_norms(param: torch.Tensor, name: str) -> bool:
 
 
 def as_override(value: ParamGroupOverride | Mapping[str, Any]) -> ParamGroupOverride:
-    """Returns an override given as a dictionary of its fields, or itself; raises ValueError for an unknown key."""
+    """Converts a dictionary of fields to an override; returns an override unchanged.
+
+    Raises ValueError for an unknown key.
+    """
     if isinstance(value, ParamGroupOverride):
         return value
     names = [field.name for field in dataclasses.fields(ParamGroupOverride)]
@@ -114,7 +117,7 @@ class GroupKey:
         return {**values, "is_decoupled_lr": self.is_decoupled_lr}
 
     def check_rates(self, config: OptimizerConfig) -> None:
-        """Raises ValueError if the lowest learning rate is above the highest."""
+        """Raises ValueError if the minimum learning rate is above the maximum."""
         highest = config.lr if self.override.max_lr is None else self.override.max_lr
         lowest = config.lowest_lr if self.override.min_lr is None else self.override.min_lr
         if highest is not None and lowest > highest:
@@ -122,7 +125,7 @@ class GroupKey:
 
 
 class ParamGrouping:
-    """Assigns each parameter a group, from the settings and a script's overrides; later overrides win.
+    """Assigns each parameter to a group, according to the settings and a script's overrides; later overrides win.
 
     overrides: all overrides; None means get_standard_config_overrides, and {} means that every parameter decays.
     """
@@ -136,7 +139,7 @@ class ParamGrouping:
         self.used: set[int] = set()
 
     def key_of(self, name: str, param: nn.Parameter) -> GroupKey:
-        """Returns the group of a parameter; name: without wrapper prefixes, param: any shape and dtype.
+        """Returns the group of a parameter. name: without wrapper prefixes.
 
         Raises ValueError if its learning rates contradict each other.
         """
@@ -156,9 +159,7 @@ class ParamGrouping:
     def _with_width(
         self, override: ParamGroupOverride, name: str, width_mult: float, *, is_matrix: bool
     ) -> ParamGroupOverride:
-        """Returns the override with the learning rate of a matrix that sums over a width; an explicitly given rate is
-        kept.
-        """
+        """Adds the learning-rate factor of muP for a parameter's relative width, unless lr_mult was set explicitly."""
         if width_mult == 1 or override.lr_mult is not None:
             return override
         if self._config.optimizer == "sgd":
@@ -197,9 +198,7 @@ class ParamGrouping:
 
 
 def weight_decays(name: str, param: torch.Tensor) -> bool:
-    """Returns whether weight decay applies to a parameter, any shape and dtype; biases and 1-D parameters
-    are excluded.
-    """
+    """Returns whether weight decay applies to a parameter; biases and 1-D parameters are excluded."""
     # Biases are found by name too, because one may be stored with several dimensions.
     return not (_is_bias(name) or param.dim() <= 1)
 

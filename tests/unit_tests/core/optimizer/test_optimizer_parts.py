@@ -270,7 +270,7 @@ def test_a_torch_optimizer_cannot_step_on_the_device():
     optimizer = FP32Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), config(), None)
     model(microbatches(0)[0]).sum().backward()
     optimizer.prepare_device_step()
-    with pytest.raises(ValueError, match="step_on_device with torch's SGD"):
+    with pytest.raises(ValueError, match="step_on_device does not support torch's SGD"):
         optimizer.step_on_device()
 
 
@@ -333,7 +333,7 @@ def test_chains_that_would_disagree_are_refused():
         ChainedOptimizer([])
     with pytest.raises(TypeError, match="chained_optimizers contains a int"):
         ChainedOptimizer([3])
-    with pytest.raises(ValueError, match="no optimizer of the chain updates shards"):
+    with pytest.raises(ValueError, match="no optimizer in the chain updates shards"):
         ChainedOptimizer([one()]).save_parameter_state("x")
 
 

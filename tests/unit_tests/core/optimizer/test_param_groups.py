@@ -112,7 +112,7 @@ def test_overrides_that_cannot_be_honoured_are_refused():
         build({ParamKey(name="0.*"): ParamGroupOverride(max_lr=0.01)}, min_lr=0.05)
     with pytest.raises(ValueError, match="wd_mult is -1.0"):
         ParamGroupOverride(wd_mult=-1.0)
-    with pytest.raises(ValueError, match="give both or neither"):
+    with pytest.raises(ValueError, match="set both or neither"):
         ParamGroupOverride(end_wd=0.1)
     with pytest.raises(ValueError, match="decoupled_min_lr is 0.1: requires"):
         OptimizerConfig(decoupled_min_lr=0.1)
