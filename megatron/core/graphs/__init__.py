@@ -1,1 +1,1 @@
-"""CUDA graphs: interfaces of a capture, its stand-in on the CPU, and the lint for captured code."""
+"""CUDA graphs: interfaces of a capture, its emulation on the CPU, and the linter for captured code."""

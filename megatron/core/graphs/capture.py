@@ -11,7 +11,7 @@ and numbers that change are read from the device. A participant restores the hos
 have freed. A replay may therefore overwrite all memory that later captures of its pool allocated, including their
 outputs and saved tensors. A later capture never reuses memory that is still referenced. The graphs of a pool must
 therefore be replayed in the order of their capture, one at a time. When an earlier graph is replayed, the memory of
-later ones must no longer be needed.
+later graphs must no longer be in use.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -47,12 +47,12 @@ class GraphDevice(Protocol):
     def capturing(self, pool: Any = None) -> AbstractContextManager[Graph]:
         """Records its body into a graph instead of running it. Raises RuntimeError if the body cannot be captured.
 
-        pool: a result of `new_pool`; None for the device's own pool.
+        pool: a result of `new_pool`; None for the device's default pool.
         """
         ...
 
     def capturing_together(self) -> AbstractContextManager[None]:
-        """Wraps several captures, if later ones use tensors of earlier ones before any graph was replayed."""
+        """Wraps several captures in which later ones use tensors of earlier ones before any graph is replayed."""
         ...
 
 
@@ -116,10 +116,10 @@ class StaticTree:
 
 
 def signature(values: Any) -> Hashable:
-    """Returns the properties shared by all values of one StaticTree: structure, shapes and dtypes of tensors, other
-    values.
+    """Returns the properties that all values of one StaticTree share.
 
-    Raises ValueError for an object that is neither a tensor nor a plain constant, because it could change unnoticed.
+    These are the structure, the shapes and dtypes of tensors, and all other values. Raises ValueError for an object
+    that is neither a tensor nor a plain constant, because it could change unnoticed.
     """
     leaves, structure = tree_flatten(values)
     wrong = next((leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *CONSTANTS))), None)
@@ -158,9 +158,9 @@ class CaptureFailedError(RuntimeError):
 def naming_first_error() -> Iterator[None]:
     """Converts an error inside into a CaptureFailedError with a one-line message.
 
-    It wraps the captured work and also the capture, because ending a capture after an error raises a second error, and
-    the message should be that of the first. It handles most types of errors, because other ranks must be notified of
-    each.
+    It wraps both the captured work and the capture, because ending a capture after an error raises a second error, and
+    the message should describe the first. It converts most types of errors, because other ranks must be notified of
+    every error.
     """
     try:
         yield

@@ -1,5 +1,4 @@
-"""Tables of operations that a CUDA graph cannot contain: Python functions, functions of torch, and operators, with
-reasons.
+"""Tables of operations that a CUDA graph cannot contain, with reasons: Python functions, torch functions, operators.
 
 graphs/safety.py monitors the calls and reports their lines. The reasons apply to CUDA. On a CPU many of these calls
 wait for nothing, but they are still rejected, so that code developed without a GPU can be captured on one.
@@ -17,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Reason:
-    """A reason against a capture, and what to do instead."""
+    """The reason why an operation cannot be captured, and an alternative."""
 
     why: str
     instead: str
@@ -169,7 +168,7 @@ def _reason_of_tags(tags: Sequence[torch.Tag], given: Arguments) -> Reason | Non
 def reason_of_copy(func: Any, given: Arguments) -> Reason | None:
     """Returns the reason why an operator with tensors on the host and on a device cannot be captured, or None.
 
-    Operators of other libraries are trusted.
+    Operators of other libraries are not checked.
     """
     if func.namespace != "aten":
         return None
@@ -189,8 +188,9 @@ def reason_of_copy(func: Any, given: Arguments) -> Reason | None:
 
 
 def _is_asynchronous(given: Arguments) -> bool:
-    """Returns whether a copy_ does not block the host. Fake tensors are treated as pinned, because they lack that
-    property.
+    """Returns whether a copy_ does not block the host.
+
+    Fake tensors are treated as pinned, because they do not store that property.
     """
     host = given["self"] if given["self"].device.type == "cpu" else given["src"]
     return bool(given["non_blocking"]) and (isinstance(host, torch._subclasses.FakeTensor) or host.is_pinned())
@@ -202,7 +202,7 @@ def is_elsewhere(given: Arguments) -> bool:
 
 
 def tensors_in(values: Any) -> list[Tensor]:
-    """Returns the tensors, any shape and dtype, in arguments or results and in lists of them."""
+    """Returns the tensors, any shape and dtype, in arguments or results, including nested lists and tuples."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -232,7 +232,7 @@ _COUNTED_IN_BACKWARD = frozenset(("prod", "cumprod"))
 def reason_against_function(name: str, given: Sequence[Any], *, named: Mapping[str, Any]) -> Reason | None:
     """Returns the reason why a function or method of torch cannot be captured with these arguments, or None.
 
-    Covers only functions whose operators do not show it on the CPU.
+    Covers only functions that cannot be detected by their operators on the CPU.
     """
     if name in _READS:
         return READ
@@ -247,13 +247,13 @@ def reason_against_function(name: str, given: Sequence[Any], *, named: Mapping[s
     if name == "new_tensor":
         return HOST_DATA
     if name in ("tensor", "as_tensor", "asarray") and not isinstance(given[0], Tensor):
-        # A scalar may stay on the host as an operand of operators on the device.
+        # A scalar may remain on the host as an operand of operators on the device.
         return HOST_DATA if named.get("device") is not None or not _is_number(given[0]) else None
     return None
 
 
 def reads_only_on_cpu(name: str, given: Sequence[Any], *, named: Mapping[str, Any]) -> bool:
-    """Returns whether this function of torch reads values only on the CPU, to check them."""
+    """Returns whether a function of torch reads values only on the CPU, to validate them."""
     num_classes = named.get("num_classes", given[1] if len(given) > 1 else -1)
     return name == "one_hot" and num_classes >= 0
 
@@ -281,8 +281,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (bool, int, float, complex))
 
 
-# Functions by their own module and qualified name, as their frames have them. Re-exports do not matter, because the
-# module must be the one that defines the function.
+# Functions by defining module and qualified name, as in their frames. Re-exports therefore do not matter.
 PYTHON_CALLS: dict[str, Reason] = {
     **dict.fromkeys(
         (

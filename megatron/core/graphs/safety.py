@@ -1,16 +1,14 @@
-"""The lint for captured code. assert_capturable() raises, without a GPU, at the first operation that a CUDA graph
-cannot repeat.
+"""Linter for captured code: assert_capturable() raises at the first operation that a CUDA graph cannot repeat.
 
-It monitors code that runs on CPU tensors or on fake tensors of any device. graphs/refusals.py has the tables of
-rejected operations with their reasons. Graphs are created in other files.
+It requires no GPU, because it monitors code that runs on CPU tensors or on fake tensors of any device.
+graphs/refusals.py contains the tables of rejected operations with their reasons. Graphs are created in other files.
 
 [Note: monitored calls] A TorchFunctionMode sees calls of torch's functions and methods with their arguments, including
 calls that run no operator on a CPU, such as x.cpu(). A TorchDispatchMode sees the operators, also in backward. A
 profile function sees calls that neither mode sees, on streams, events, generators and barriers. The inside of an
-operator is not monitored, because a GPU has another kernel for it.
-These monitor the thread of the region. In other threads only methods of Tensor that read values are monitored, and only
-for tensors that the region allocates or writes; other tensors belong to checkpoints and data loading. Work that such a
-thread launches on the device is not detected.
+operator is not monitored, because a GPU has a different kernel for it. These monitor the thread of the region. In other
+threads only methods of Tensor that read values are monitored, and only for tensors that the region allocates or writes;
+other tensors belong to checkpoints and data loading. Work that such a thread launches on the device is not detected.
 Code of this framework and of Triton may read addresses. It compares them, or passes them to kernels. A read through an
 address from before the region, as with ctypes, is not detected.
 """
@@ -75,7 +73,7 @@ _RELEASE_SECONDS = 1.0  # far longer than gloo's threads need on a busy machine
 
 @dataclass(frozen=True)
 class SourceLine:
-    """A line of user code. backward: the autograd node that ran, if the line is in its forward."""
+    """A line of user code. backward: the autograd node that was running, if the line is in that node's forward."""
 
     file: str
     number: int
@@ -88,8 +86,9 @@ class SourceLine:
 
 
 class CaptureError(RuntimeError):
-    """Error for an operation that cannot be captured: the operation, the reason, the line of user code, and an
-    alternative.
+    """Error for an operation that cannot be captured.
+
+    The message states the operation, the reason, the line of user code, and an alternative.
     """
 
     def __init__(self, operation: str, why: str, *, line: SourceLine, instead: str) -> None:
@@ -98,24 +97,24 @@ class CaptureError(RuntimeError):
 
 
 class Region:
-    """A monitored region. refusals: findings so far, one for each operation of a line."""
+    """A monitored region. refusals: errors found so far, one per operation and line."""
 
     def __init__(self, memory: "_Memory") -> None:
         self.refusals: list[CaptureError] = []
         self.memory = memory
 
     def keep(self, *tensors: Tensor) -> None:
-        """Declares tensors, any shape and dtype, that outlive the region, such as outputs read after a replay.
+        """Declares tensors that outlive the region, such as outputs read after a replay.
 
-        Each replay overwrites them in place.
+        tensors: any shape and dtype. Each replay overwrites them in place.
         """
         self.memory.planned |= {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def check_memory(self) -> None:
-        """Adds memory that is still referenced, and was not declared with `keep`, to the refusals.
+        """Adds a refusal for memory that is still referenced and was not declared with `keep`.
 
-        assert_capturable calls it after the region. With collect_refusals the caller must call it, once it has used the
-        results of the region.
+        assert_capturable calls it after the region. With collect_refusals the caller must call it, after it has used
+        the results of the region.
         """
         if self.memory.left_over():
             # References from unreachable cycles are ignored.
@@ -136,7 +135,7 @@ def assert_capturable(generators: Sequence[torch.Generator] = ()) -> Iterator[Re
 
     generators: generators, in addition to the default one, that will be registered with the graph. It rejects:
 
-    - Reads of values by the host, and checks that need them. The host would wait, and a replay does not read again.
+    - Reads of values by the host, and checks that require them. The host would wait, and a replay does not read again.
     - Shapes that depend on values. Replays have the shapes of the capture.
     - Allocation of host memory, and copies from or to it that are not both pinned and asynchronous. The host would
       wait, or would do the work, which a replay does not repeat.
@@ -203,7 +202,7 @@ def _on_in_backward(functions: TorchFunctionMode) -> Iterator[None]:
 
 @contextmanager
 def _reads_of_threads_watched(watch: "_Watch") -> Iterator[None]:
-    """Adds reads of the region's memory by other threads to its refusals. An error there could leave ranks waiting."""
+    """Records reads of the region's memory by other threads as refusals. Raising there could leave ranks waiting."""
     own = threading.current_thread()
     # Fills torch's cached table of names while no method is patched.
     resolve_name(Tensor.item)
@@ -251,15 +250,16 @@ class _Memory:
         return storage._cdata in self._made
 
     def meet(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Records arguments of an operator. Storages that no operator of the region allocated are older than the
-        region.
+        """Records the storages of an operator's arguments.
+
+        Storages that no operator of the region allocated are older than the region.
         """
         for storage in storages:
             if storage._cdata not in self._made and storage._cdata not in self._older:
                 self._older[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
 
     def make(self, operation: str, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Records results of an operator, which allocated the storages that are not known yet."""
+        """Records the storages of an operator's results; the operator allocated the storages that are not known yet."""
         for storage in storages:
             if storage._cdata not in self._made and storage._cdata not in self._older:
                 self._made[storage._cdata] = StorageWeakRef(storage), operation, user_line()
@@ -277,7 +277,7 @@ class _Memory:
     def wait_for_collectives(self) -> None:
         """Waits until gloo's threads have released the tensors of completed collectives, at most _RELEASE_SECONDS.
 
-        They release them shortly after `wait` has returned.
+        The threads release them shortly after `wait` has returned.
         """
         deadline = time.monotonic() + (_RELEASE_SECONDS if dist.is_initialized() else 0.0)
         while self.left_over() and time.monotonic() < deadline:
@@ -385,7 +385,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Operators(TorchDispatchMode):
-    """Monitors operators, including those of backward; see [Note: monitored calls]."""
+    """Monitors operators, including operators that run in backward; see [Note: monitored calls]."""
 
     def __init__(self, watch: _Watch) -> None:
         super().__init__()
@@ -450,7 +450,7 @@ def _note_forward_line(result: Any) -> None:
 
 
 def user_line(frame: FrameType | None = None) -> SourceLine:
-    """Returns the innermost line of user code. In backward of a torch node it is the line of the node's forward."""
+    """Returns the innermost line of user code; in the backward of a torch node, the line of the node's forward."""
     here = frame or sys._getframe()
     node: Any = None
     while here.f_back is not None and _is_not_users(here.f_code.co_filename):
@@ -477,8 +477,9 @@ def _is_trusted_with_addresses(frame: FrameType) -> bool:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Returns whether a module is being imported. torch imports parts of itself lazily, and some draw random names
-    then.
+    """Returns whether a module is being imported.
+
+    torch imports parts of itself lazily, and some of them draw random names on import.
     """
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):

@@ -1,12 +1,13 @@
 """TapeGraphs: captures and replays on the CPU with the semantics of CUDA graphs, for tests and tools/check_capture.py.
 
-It does not make runs faster. graphs/safety.py detects forbidden operations in captured code; a tape rejects only reads.
+Tapes do not make runs faster. graphs/safety.py detects all operations that cannot be captured; a tape only rejects
+reads of values by the host.
 
 [Note: tape] A capture records each operator that PyTorch dispatches, with its arguments. As on a GPU, the capture
 itself has no effect: afterwards memory and random-number states are unchanged, and memory that was allocated inside
 holds NaN until the first replay. A replay runs the operators on the same memory and runs no other Python code. A loss
-therefore differs from the eager one if Python passed a value from one pass to the next, if a host number became part of
-the graph, or if no participant restored a record.
+therefore differs from the eager loss if Python passed a value from one pass to the next, if a host number became part
+of the graph, or if no participant restored a record.
 
 On a GPU a later capture reuses memory that earlier captures of its pool freed. The allocator decides which memory, so a
 tape assumes the worst case of [Note: pools]: a replay first fills all memory of later captures of its pool with NaN.
@@ -47,7 +48,7 @@ _READS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_sh
 
 @dataclass(frozen=True)
 class _Launch:
-    """One call of an operator. made: the results with their own memory, as (position, tensor)."""
+    """One call of an operator. made: the results that have newly allocated memory, as (position, tensor)."""
 
     operator: Any
     args: tuple[Any, ...]
@@ -69,7 +70,7 @@ class _Pool:
 
 
 class Tape:
-    """The operators of one capture; see Graph."""
+    """The recorded operators of one capture; implements Graph."""
 
     def __init__(self, pool: "_Pool") -> None:
         self.made: dict[int, tuple[Tensor, int]] = {}  # storages allocated by the capture: bytes and size
@@ -95,11 +96,11 @@ class Tape:
         self._wait_for(None)
 
     def add(self, launch: "_Launch") -> None:
-        """Appends an operator."""
+        """Appends an operator call."""
         self._launches.append(launch)
 
     def _wait_for(self, storages: frozenset[int] | None) -> None:
-        """Waits for collectives that use any of these storages, or for all if None."""
+        """Waits for collectives that use any of these storages; None means all collectives."""
         left = []
         for work, used in self._under_way:
             if storages is None or used & storages:
@@ -128,7 +129,7 @@ class TapeGraphs:
 
     @contextmanager
     def capturing(self, pool: _Pool | None = None) -> Iterator[Tape]:
-        """Records the body's operators as a Tape. Raises RuntimeError if the host would read a result."""
+        """Records the body's operators as a Tape. Raises RuntimeError if the host reads a result."""
         tape, drawn = Tape(self._own_pool if pool is None else pool), rng_state_bytes(_CPU)
         recorder = _Recorder(tape)
         with nullcontext() if self._together is not None else self.capturing_together():

@@ -1,7 +1,7 @@
 """Expands a stage's passes into the order in which expert groups run forward and backward.
 
-All functions are pure. Events are numbered like the groups of the paged stash, so a list can be passed to it
-(expert_memory.py of megatron.training); nothing is imported from the stash.
+All functions are pure. Events are numbered like the groups of the paged stash, so lists of events can be passed to the
+stash (by expert_memory.py of megatron.training); nothing is imported from the stash.
 """
 
 import enum
@@ -25,7 +25,7 @@ class EventKind(enum.Enum):
 class ExpertEvent:
     """A pass of one expert group.
 
-    layer: from 1, over the whole model. instance: index of the layer's forward in the step, from 0.
+    layer: number of the layer in the whole model, from 1. instance: index of the layer's forward in the step, from 0.
     """
 
     kind: EventKind
@@ -39,11 +39,11 @@ class ExpertEvent:
 def expand(
     actions: Sequence[Action], layer_map: Sequence[Sequence[int]], *, recompute: Mapping[int, int] | None = None
 ) -> list[ExpertEvent]:
-    """Returns the events of a stage's passes, in order.
+    """Returns the expert events of a stage's passes, in the order of execution.
 
     layer_map: for each chunk, the numbers (from 1, over the whole model) of its layers with experts, in order.
-    recompute: number of a layer that is recomputed in backward -> number of its segment; layers of one segment are
-    recomputed together, before the backward of the last of them.
+    recompute: maps the number of each layer that is recomputed in backward to the number of its segment. The layers of
+    one segment are recomputed together, before the backward of the segment's last layer.
     """
     recompute = recompute or {}
     forwards: Counter[int] = Counter()
@@ -61,7 +61,7 @@ def expand(
 
 
 def kept_events(events: Sequence[ExpertEvent]) -> list[ExpertEvent]:
-    """Removes recomputed groups, whose first forward saves nothing that could be stashed."""
+    """Removes the events of recomputed groups, whose first forward saves nothing that could be stashed."""
     again = {(event.layer, event.instance) for event in events if event.kind is EventKind.RECOMPUTE}
     return [event for event in events if (event.layer, event.instance) not in again]
 
@@ -72,7 +72,7 @@ def _forward(layers: Sequence[int]) -> list[tuple[EventKind, int]]:
 
 def _backward(layers: Sequence[int], recompute: Mapping[int, int]) -> list[tuple[EventKind, int]]:
     events: list[tuple[EventKind, int]] = []
-    # A layer that is not recomputed is its own segment.
+    # A layer that is not recomputed forms a separate segment.
     for _, members in groupby(reversed(layers), key=lambda layer: recompute.get(layer, -layer)):
         segment = list(members)
         if segment[0] in recompute:

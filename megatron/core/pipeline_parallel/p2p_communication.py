@@ -1,6 +1,6 @@
 """P2PCommunicator: sends activations and gradients between the stages of a pipeline, in batches.
 
-transfers.py decides when each transfer is posted. Shapes are agreed once and not sent along.
+transfers.py decides when each transfer is posted. Stages agree on the shape of tensors once, so shapes are not sent.
 """
 
 from collections import deque
@@ -22,14 +22,14 @@ from megatron.core.process_groups_config import group_rank, group_size
 
 
 class P2PCommunicator:
-    """The transfers of one stage in one step.
+    """Executes the transfers of one stage in one step.
 
     Sent tensors are kept alive until their batch completes; at most MAX_BATCHES batches are in flight.
     """
 
     def __init__(self, pp_group: dist.ProcessGroup | None, config: ModelParallelConfig) -> None:
         self.pp_group = pp_group
-        # Shape of all tensors that stages exchange.
+        # Dtype of all tensors that stages exchange.
         self.dtype = config.pipeline_dtype or config.hidden_dtype
         self.stage, self.num_stages = group_rank(pp_group), group_size(pp_group)
         self._shape: tuple[int, ...] = ()
@@ -48,12 +48,12 @@ class P2PCommunicator:
 
     @property
     def total_stages(self) -> int:
-        """The number of stages."""
+        """Number of stages."""
         return self.num_stages
 
     @property
     def current_stage(self) -> int:
-        """The stage of this rank, from 0."""
+        """Stage of this rank, from 0."""
         return self.stage
 
     def agree_on_shape(self, shape: tuple[int, ...]) -> None:
@@ -69,7 +69,7 @@ class P2PCommunicator:
     def post(self, transfers: Sequence[Transfer], outputs: dict[Transfer, Tensor], *, device: torch.device) -> None:
         """Starts the transfers together. outputs: tensors to send, [*agreed shape], dtype pipeline_dtype.
 
-        Raises ValueError if an output has another shape or dtype.
+        Raises ValueError if an output has the wrong shape or dtype.
         """
         while len(self._batches) >= MAX_BATCHES:
             self._batches.popleft().wait()
@@ -107,26 +107,27 @@ class P2PCommunicator:
         while self._batches:
             self._batches.popleft().wait()
 
-    # For custom schedules, as written by Megatron's users: each call returns when its transfers have completed. Sent
-    # tensors have any shape, received ones [*shape], both dtype pipeline_dtype. Lists are accepted and returned; None
-    # at the ends of the pipeline.
+    # For custom schedules, as written by Megatron's users. Each call returns when its transfers are complete. Sent
+    # tensors have any shape, received tensors have [*shape], and both have dtype pipeline_dtype. Lists of tensors are
+    # accepted and returned. At the ends of the pipeline, calls return None.
 
     def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any:
-        """Receives the previous stage's outputs, through which gradients flow back; tensor_shapes: one shape, or a
-        list.
+        """Receives the previous stage's outputs, through which gradients flow back.
+
+        tensor_shapes: one shape, or a list.
         """
         return self._with_neighbour(-1, shapes=tensor_shapes, is_end=is_first_stage)
 
     def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Any:
-        """Receives the gradients of this stage's outputs from the next stage; tensor_shapes: one shape, or a list."""
+        """Receives the gradients of this stage's outputs from the next stage. tensor_shapes: one shape, or a list."""
         return self._with_neighbour(1, shapes=tensor_shapes, is_end=is_last_stage)
 
     def send_forward(self, output_tensors: Any, is_last_stage: bool) -> None:
-        """Sends outputs to the next stage; output_tensors: one tensor, or a list."""
+        """Sends outputs to the next stage. output_tensors: one tensor, or a list."""
         self._with_neighbour(1, sent=output_tensors, is_end=is_last_stage)
 
     def send_backward(self, input_tensor_grads: Any, is_first_stage: bool) -> None:
-        """Sends gradients of inputs to the previous stage; input_tensor_grads: one tensor, or a list."""
+        """Sends gradients of inputs to the previous stage. input_tensor_grads: one tensor, or a list."""
         self._with_neighbour(-1, sent=input_tensor_grads, is_end=is_first_stage)
 
     def send_forward_recv_backward(self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool) -> Any:
@@ -140,11 +141,11 @@ class P2PCommunicator:
     def send_forward_recv_forward(
         self, output_tensor: Tensor | None, recv_prev: bool, tensor_shape: Any, overlap_p2p_comm: bool = False
     ) -> Any:
-        """Sends an output to the next stage while receiving the previous one's; the first stage follows the last.
+        """Sends an output to the next stage and receives the previous stage's output; the first stage follows the last.
 
         output_tensor: any shape, dtype pipeline_dtype, or None to send nothing. recv_prev: whether to receive a tensor.
-        Returns it, [*tensor_shape], or None. overlap_p2p_comm: returns immediately, with a list of works that the
-        caller must wait for before it uses the tensors.
+        Returns the received tensor, [*tensor_shape], or None. overlap_p2p_comm: returns immediately, with a list of
+        work handles that the caller must wait for before it uses the tensors.
         """
         batch, arrived = self._exchange(to_next=output_tensor, from_previous=recv_prev, shape=tensor_shape)
         return self._returned(batch, arrived[0], is_running=overlap_p2p_comm)
@@ -152,7 +153,7 @@ class P2PCommunicator:
     def send_backward_recv_backward(
         self, input_tensor_grad: Tensor | None, recv_next: bool, tensor_shape: Any, overlap_p2p_comm: bool = False
     ) -> Any:
-        """Sends a gradient to the previous stage while receiving the next one's; see send_forward_recv_forward.
+        """Sends a gradient to the previous stage and receives the next stage's gradient; see send_forward_recv_forward.
 
         input_tensor_grad: any shape, dtype pipeline_dtype, or None.
         """
@@ -167,9 +168,10 @@ class P2PCommunicator:
         recv_next: bool,
         tensor_shape: Any,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Sends an output and a gradient while receiving others; any shape, dtype pipeline_dtype, or None.
+        """Sends an output and a gradient to the neighbours, and receives an output and a gradient from them.
 
-        Returns the previous stage's output and the next one's gradient, [*tensor_shape], or None for each.
+        output_tensor, input_tensor_grad: any shape, dtype pipeline_dtype, or None to send nothing. Returns the previous
+        stage's output and the next stage's gradient, [*tensor_shape], or None for each.
         """
         batch, arrived = self._exchange(
             to_next=output_tensor,
@@ -190,13 +192,16 @@ class P2PCommunicator:
         from_previous: bool = False,
         from_next: bool = False,
     ) -> "tuple[_Batch, tuple[Tensor | None, Tensor | None]]":
-        """Starts transfers with both neighbours; returns them and the tensors being received from previous and next."""
+        """Starts transfers with both neighbours.
+
+        Returns the batch of transfers, and the tensors being received from the previous and the next stage.
+        """
         following, before = (self.stage + 1) % self.num_stages, (self.stage - 1) % self.num_stages
         arrived = [
             arriving(tuple(shape), self.pp_group, dtype=self.dtype, device=default_device()) if wanted else None
             for wanted in (from_previous, from_next)
         ]
-        # With two stages both neighbours are one rank, which must receive in the order in which this one sends.
+        # With two stages both neighbours are the same rank, which must receive in the order in which this rank sends.
         operations = [
             dist.P2POp(dist.isend, tensor.contiguous(), group=self.pp_group, group_peer=peer)
             for tensor, peer in ((to_next, following), (to_previous, before))
@@ -232,7 +237,7 @@ class P2PCommunicator:
         operations += [dist.P2POp(dist.irecv, t, group=self.pp_group, group_peer=peer) for t in arrived]
         _Batch(operations).wait()
         for tensor in arrived:
-            # Leaves, because the gradient to send to the previous stage ends there.
+            # Leaves, in which the gradients for the neighbour accumulate.
             tensor.requires_grad_()
         return arrived[0] if is_single else arrived
 
@@ -263,8 +268,9 @@ class _Batch:
 
 @lru_cache(maxsize=8)
 def _check_same_everywhere(group: dist.ProcessGroup, value: tuple[tuple[int, ...], str]) -> None:
-    """Checks that all stages agree. Collective; on the first call it also creates NCCL's communicator, which a batch
-    between two stages could not do.
+    """Raises ValueError unless all stages pass the same value. Collective.
+
+    The first call also creates NCCL's communicator, which a batch between two stages could not do.
     """
     everyone: list[tuple[tuple[int, ...], str] | None] = [None] * group_size(group)
     dist.all_gather_object(everyone, value, group=group)

@@ -30,17 +30,17 @@ ForwardStep = Callable[[Any, nn.Module], tuple[torch.Tensor, LossFunction]]
 
 @runtime_checkable
 class ScalesAuxLosses(Protocol):
-    """A model with auxiliary losses, such as those of routers, which are not part of the loss function."""
+    """A model with auxiliary losses, such as router losses, that are not part of the loss function."""
 
     def set_aux_loss_scale(self, scale: torch.Tensor) -> None:
-        """Sets the gradient factor of the auxiliary losses in this step; scale: [], fp64."""
+        """Sets the gradient factor of the auxiliary losses in this step. scale: [], fp64."""
         ...
 
 
 class _Kept(NamedTuple):
-    """The state of a forward that its backward needs: the input, and the end of its graph.
+    """The state of a forward that its backward requires: the input, and the end of its graph.
 
-    The edge does not reference the output, so the output's memory can be freed once it was sent.
+    The edge does not reference the output, so the output's memory can be freed after it was sent.
     """
 
     given: torch.Tensor | None
@@ -70,10 +70,10 @@ class ScheduleRunner:
     _outputs: dict[Transfer, torch.Tensor] = field(init=False, default_factory=dict)
 
     def run(self, steps: Sequence[Step]) -> list[Any]:
-        """Executes `steps`; returns one report per microbatch: name to a tensor [] or [2] (sum, count), fp32.
+        """Executes `steps`; returns one report per microbatch: name to a tensor, [] or [2] (sum, count), fp32.
 
-        Stages that compute no loss return none. Raises ValueError, before anything is executed, if the passes cannot
-        run in this order.
+        Stages that compute no loss return an empty list. Raises ValueError, before anything is executed, if the passes
+        cannot run in this order.
         """
         actions = [step for step in steps if isinstance(step, Action)]
         # Checked before anything is executed, because half a step would leave gradients behind.
@@ -159,8 +159,8 @@ class ScheduleRunner:
             self.num_tokens = num_tokens if self.num_tokens is None else self.num_tokens + num_tokens
             return loss
         if ranks > 1:
-            # Parts with fewer tokens would have a larger weight if each rank divided by its own number. A copy, because
-            # the loss function also reports its count.
+            # Parts with fewer tokens would have a larger weight if each rank divided by its local number. A copy,
+            # because the loss function also reports its count.
             num_tokens = num_tokens.detach().clone()
             dist.all_reduce(num_tokens, group=self.cp_group)
             loss = loss * ranks
@@ -176,7 +176,7 @@ class ScheduleRunner:
         scale = torch.ones((), dtype=torch.float64)
         if self.config.grad_scale_func is not None:
             scale = self.config.grad_scale_func(scale)
-        # With per-token loss the losses of tokens are summed, as the router sums its own.
+        # With per-token loss, the losses of tokens are summed, and the router likewise sums its losses.
         parts = 1 if self.config.calculate_per_token_loss else self.num_microbatches
         for chunk in scaled:
             chunk.set_aux_loss_scale(scale / parts)
@@ -197,7 +197,7 @@ class ScheduleRunner:
                 # Python shows this warning once. The loss does not depend on that input, so its gradient is zero.
                 warnings.warn(
                     f"the output of stage {self.communicator.stage} does not depend on the hidden states that it "
-                    "receives: earlier stages get zero gradients. forward_step should use the tensor passed to the "
+                    "receives: earlier stages receive zero gradients. forward_step should use the tensor passed to the "
                     "model by set_input_tensor",
                     RuntimeWarning,
                     stacklevel=2,

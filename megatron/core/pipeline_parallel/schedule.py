@@ -48,11 +48,11 @@ class Pipeline(NamedTuple):
     num_chunks: int = 1
 
     def source(self, stage: int, action: Action) -> Neighbor | None:
-        """Returns the pass whose output this one needs; None for the first forward and backward of a microbatch."""
+        """Returns the pass that produces an action's input; None for the first forward and backward of a microbatch."""
         return _neighbor(self, stage, action=action, distance=-1 if action.kind is ActionKind.FORWARD else 1)
 
     def target(self, stage: int, action: Action) -> Neighbor | None:
-        """Returns the receiver of a pass's output; None for a microbatch's last forward and its last backward."""
+        """Returns the pass that consumes an action's output; None for the last forward and backward of a microbatch."""
         return _neighbor(self, stage, action=action, distance=1 if action.kind is ActionKind.FORWARD else -1)
 
 
@@ -67,8 +67,9 @@ def _neighbor(pipeline: Pipeline, stage: int, *, action: Action, distance: int) 
 
 
 def no_pipelining_schedule(num_microbatches: int) -> list[Action]:
-    """Lists each microbatch's forward directly followed by its backward, with one microbatch's activations alive at a
-    time.
+    """Lists each microbatch's forward directly followed by its backward.
+
+    Activations of only one microbatch are alive at a time.
     """
     return [
         Action(kind, chunk=0, microbatch=microbatch)
@@ -78,7 +79,7 @@ def no_pipelining_schedule(num_microbatches: int) -> list[Action]:
 
 
 def one_forward_one_backward(stage: int, num_stages: int, *, num_microbatches: int) -> list[Action]:
-    """Lists 1F1B: a stage runs as many warm-up forwards as stages follow it, then alternates.
+    """Lists the 1F1B schedule of a stage: one warm-up forward per following stage, then alternating passes.
 
     Any number of microbatches is allowed. At most num_stages - stage microbatches are between forward and backward
     (PipeDream-Flush, Narayanan et al. 2021).
@@ -91,12 +92,12 @@ def one_forward_one_backward(stage: int, num_stages: int, *, num_microbatches: i
 def interleaved_schedule(
     stage: int, pipeline: Pipeline, *, num_microbatches: int, group_size: int | None = None
 ) -> list[Action]:
-    """Lists interleaved 1F1B: `group_size` microbatches pass through a chunk before the stage continues with its next
-    chunk.
+    """Lists the interleaved 1F1B schedule of a stage.
 
-    group_size: at least the number of stages, which is the default, because smaller groups would wait for themselves.
-    Any number of microbatches is allowed: a last group smaller than the number of stages is scheduled as if it were
-    complete, and its missing microbatches are skipped. Raises ValueError for a smaller group_size.
+    `group_size` microbatches pass through a chunk before the stage continues with its next chunk. group_size: at least
+    the number of stages, which is the default, because smaller groups would wait for themselves. Any number of
+    microbatches is allowed: a last group smaller than the number of stages is scheduled as if it were complete, and its
+    missing microbatches are skipped. Raises ValueError for a smaller group_size.
     """
     stages, chunks = pipeline.num_stages, pipeline.num_chunks
     group_size = stages if group_size is None else group_size
@@ -105,7 +106,8 @@ def interleaved_schedule(
             f"microbatch_group_size_per_vp_stage is {group_size}: must be at least pipeline_model_parallel_size "
             f"({stages})"
         )
-    # Removing a microbatch from a valid schedule leaves a valid one, because microbatches do not depend on each other.
+    # Removing a microbatch from a valid schedule leaves a valid schedule, because microbatches do not depend on each
+    # other.
     remainder = num_microbatches % group_size
     padded = num_microbatches + (max(0, stages - remainder) if remainder else 0)
     forwards = grouped_forwards(padded, chunks, group_size=group_size)
@@ -125,7 +127,7 @@ def grouped_forwards(num_microbatches: int, num_chunks: int, *, group_size: int)
 
 
 def forwards_ahead(stage: int, pipeline: Pipeline, *, group_size: int | None = None) -> int:
-    """Returns the number of warm-up forwards before a stage alternates, if there are that many; see the schedules.
+    """Returns the number of warm-up forwards before a stage alternates, unless the step has fewer forwards.
 
     group_size: group size of an interleaved schedule; None means the number of stages.
     """
@@ -155,7 +157,7 @@ def stage_orders(pipeline: Pipeline, num_microbatches: int, *, group_size: int |
             interleaved_schedule(stage, pipeline, num_microbatches=num_microbatches, group_size=group_size)
             for stage in range(pipeline.num_stages)
         ]
-    # With one stage, 1F1B does no pipelining.
+    # With one stage, 1F1B equals no_pipelining_schedule.
     return [
         one_forward_one_backward(stage, pipeline.num_stages, num_microbatches=num_microbatches)
         for stage in range(pipeline.num_stages)
@@ -163,12 +165,12 @@ def stage_orders(pipeline: Pipeline, num_microbatches: int, *, group_size: int |
 
 
 def forward_only(actions: Sequence[Action]) -> list[Action]:
-    """Returns the schedule without its backward actions, for evaluation."""
+    """Returns the schedule without its backward passes, for evaluation."""
     return [action for action in actions if action.kind is ActionKind.FORWARD]
 
 
 def validate_schedule(actions: Sequence[Action]) -> None:
-    """Raises ValueError unless no action repeats and each backward comes after its own forward."""
+    """Raises ValueError if an action repeats, or if a backward does not follow the forward of its microbatch."""
     seen: set[Action] = set()
     for action in actions:
         if action in seen:

@@ -35,8 +35,8 @@ def get_forward_backward_func(
 
     pp_size, vp_size: pipeline stages and chunks per stage; None means the values of parallel_state.
     schedule_pg_collection: the groups of the schedule, which determine the number of stages if pp_size is None; the
-    function then uses them unless it is called with other groups. The three functions take the same keywords, see
-    `forward_backward`.
+    returned function uses them unless it is called with other groups. All three possible functions accept the same
+    keywords, see `forward_backward`.
     """
     groups = schedule_pg_collection or existing_process_groups()
     stages = group_size(groups.pp) if pp_size is None else pp_size
@@ -52,10 +52,10 @@ def get_forward_backward_func(
 
 
 class PipelineMicrobatches(NamedTuple):
-    """Numbers of forwards in a stage's schedule.
+    """Numbers of forwards in a stage's schedule, over all chunks of the stage.
 
-    They count all forwards of a stage's chunks, whether all run before the first backward, and how many run before and
-    during the alternating phase.
+    are_all_microbatches_in_warmup: whether all forwards run before the first backward. num_warmup_microbatches,
+    num_microbatches_remaining: number of forwards before and during the alternating phase.
     """
 
     total_num_microbatches: int
@@ -96,7 +96,7 @@ def get_pp_rank_microbatches(
 def get_schedule_table(
     num_microbatches: int, num_model_chunks: int, microbatch_group_size_per_vp_stage: int
 ) -> list[tuple[int, int]]:
-    """Lists microbatch and model chunk, both from 0, of each forward of an interleaved schedule, in order."""
+    """Lists (microbatch, model chunk), both from 0, for each forward of an interleaved schedule, in order."""
     forwards = grouped_forwards(num_microbatches, num_model_chunks, group_size=microbatch_group_size_per_vp_stage)
     return [(action.microbatch, action.chunk) for action in forwards]
 
@@ -138,13 +138,13 @@ def forward_backward(
     exchange tensors of shape [seq_length / cp (and / tp under sequence parallelism), micro_batch_size, hidden_size],
     hidden_dtype; unused without stages. collect_non_loss_data, with forward_only: see ScheduleRunner. pg_collection:
     the groups of this rank; None means the groups of parallel_state, if there are any. rest: other keywords of
-    Megatron, see check_rest. Returns the loss function's report of each microbatch on the last stage, nothing on other
-    stages: name to a tensor [] or [2] (sum, count), fp32.
+    Megatron, see check_rest. Returns the loss function's report of each microbatch on the last stage, an empty list on
+    other stages. A report maps names to tensors, [] or [2] (sum, count), fp32.
     """
     check_rest(rest, seq_length=seq_length)
     if collect_non_loss_data and not forward_only:
         raise ValueError(
-            "collect_non_loss_data is True: there is no loss to run backward from, so set forward_only as well"
+            "collect_non_loss_data is True: requires forward_only, because there is no loss to run backward from"
         )
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches is {num_microbatches}: must be at least 1")
@@ -183,8 +183,8 @@ def forward_backward(
 def check_rest(rest: dict[str, Any], *, seq_length: int | None) -> None:
     """Raises ValueError for keywords that Megatron supports but this function does not, TypeError for unknown ones.
 
-    decoder_seq_length must be seq_length, because models are decoder-only. first_val_step determines when 8-bit weights
-    are converted, which do not exist here. adjust_tensor_shapes_fn must be None, force_all_reduce False.
+    decoder_seq_length must be seq_length, because models are decoder-only. first_val_step is ignored; in Megatron it
+    determines when 8-bit weights are converted. adjust_tensor_shapes_fn must be None, force_all_reduce False.
     p2p_communicator: see _communicator.
     """
     known = {"decoder_seq_length", "first_val_step", "adjust_tensor_shapes_fn", "p2p_communicator", "force_all_reduce"}
@@ -206,9 +206,9 @@ def check_rest(rest: dict[str, Any], *, seq_length: int | None) -> None:
 
 
 def _communicator(given: Any, groups: ProcessGroupCollection, config: ModelParallelConfig) -> P2PCommunicator:
-    """Returns the given communicator, or one over the stages of the groups.
+    """Returns the given communicator, or builds one over the stages of the groups.
 
-    Raises ValueError for another class, whose transfers the runner could not post, and for a different number of
+    Raises ValueError for other classes, whose transfers the runner could not post, and for a different number of
     stages.
     """
     if given is None:

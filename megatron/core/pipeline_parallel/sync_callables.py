@@ -13,13 +13,14 @@ from megatron.core.pipeline_parallel.schedule import Action, ActionKind
 class SyncCallables:
     """Calls no_sync_func, grad_sync_func and param_sync_func during one step.
 
-    no_sync_func is entered for each chunk before the first pass and left before the chunk's last backward, whose
-    gradients complete the sums. If grad_sync_func is given, no_sync_func is left after that backward instead, and
-    grad_sync_func(parameters) follows. A single no_sync_func for several chunks defers all of them: it is left for the
-    last backward of each chunk, and entered again. param_sync_func(parameters) is called for the first two chunks
-    before the first pass, and for each other chunk before the first forward of the preceding chunk. Each must be None,
-    one callable for one chunk, or a list with one per chunk; a single no_sync_func may serve several chunks. Otherwise
-    ValueError is raised.
+    no_sync_func is entered for each chunk before the first pass and exited before the chunk's last backward, whose
+    gradients complete the sums. If grad_sync_func is given, no_sync_func is exited after that backward instead, and
+    grad_sync_func(parameters) follows. A single no_sync_func for several chunks defers the reductions of all chunks: it
+    is exited for the last backward of each chunk, and entered again. param_sync_func(parameters) is called for the
+    first two chunks before the first pass, and for each other chunk before the first forward of the preceding chunk.
+
+    Each setting must be None, one callable for one chunk, or a list with one per chunk; a single no_sync_func may serve
+    several chunks. Otherwise ValueError is raised.
     """
 
     def __init__(self, config: ModelParallelConfig, model: Sequence[nn.Module], *, actions: Sequence[Action]) -> None:
@@ -78,7 +79,7 @@ class SyncCallables:
 
 
 def _per_chunk(name: str, given: Any, *, num_chunks: int) -> list[Callable[..., Any]]:
-    """Returns one callable per chunk; an empty list for None."""
+    """Returns a list with one callable per chunk; an empty list for None."""
     if given is None:
         return []
     functions = list(given) if isinstance(given, (list, tuple)) else [given]

@@ -1,6 +1,7 @@
 """Start and end times of each pass of a schedule, from the durations of passes and transfers.
 
-All functions are pure. The order of transfers, drawings and the memory planner use them; nothing is measured here.
+All functions are pure. They are used to order transfers, to draw schedules and to plan memory; nothing is measured
+here.
 """
 
 from collections.abc import Callable
@@ -8,12 +9,12 @@ from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Orders, Pipeline, validate_schedule
 
-# A backward computes two gradients where a forward computes one product.
+# A backward computes two GEMMs for each GEMM of a forward.
 DURATIONS = {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 2.0}
 
 
 class Span(NamedTuple):
-    """The start and end of a pass; the default unit is a chunk's forward."""
+    """The start and end of a pass; by default, the unit is the duration of a chunk's forward."""
 
     start: float
     end: float
@@ -27,9 +28,9 @@ def timeline(
     transfer: float = 0.0,
     overlap: bool = True,
 ) -> list[dict[Action, Span]]:
-    """Returns the times of each stage's passes, each starting when its predecessor and its input are complete.
+    """Computes start and end of each stage's passes, which start when their predecessor and their input are complete.
 
-    seconds: duration of a pass of a stage; None means DURATIONS. transfer: time that an input takes from another stage.
+    seconds: duration of a pass of a stage; None means DURATIONS. transfer: duration of a transfer between stages.
     overlap: whether transfers overlap with computation of the receiving stage, as in with_transfers. Raises ValueError
     if a stage repeats a pass or runs backward before forward, or if stages wait for each other in a cycle or for a pass
     that never runs.
@@ -69,7 +70,7 @@ def _check_that_all_ran(orders: Orders, spans: list[dict[Action, Span]]) -> None
 
 
 def bubble_share(spans: list[dict[Action, Span]]) -> float:
-    """Returns the share of the stages' time, from the first pass to the last, in which they are idle."""
+    """Returns the fraction of the stages' time, from the first pass to the last, in which they are idle."""
     total = max((span.end for stage in spans for span in stage.values()), default=0.0)
     busy = sum(span.end - span.start for stage in spans for span in stage.values())
     return 1 - busy / (total * len(spans)) if total else 0.0

@@ -1,10 +1,11 @@
 """Transfers between stages as data: the positions at which each stage posts and awaits them in its list of passes.
 
-[Note: one order for all transfers] Every transfer has a position in one total order, and every stage posts its own
-transfers in that order. Then no choice of passes, batches and blocking waits can deadlock. Of all incomplete transfers,
-both ends of the first in the order are already posted, or posted next, because everything that a stage posts or awaits
-before it comes earlier in the order. This holds if a backend runs a stage's transfers one batch after the other (NCCL),
-and therefore also if they run independently (gloo). validation.py proves it for a program by simulating it.
+[Note: one order for all transfers] Every transfer has a position in one total order, and every stage posts its
+transfers in that order. Then no choice of passes, batches and blocking waits can deadlock. Consider the first
+incomplete transfer in the order. Both of its ends are already posted, or posted next, because everything that a stage
+posts or awaits before it comes earlier in the order. This holds if a backend runs a stage's transfers one batch after
+the other (NCCL), and therefore also if they run independently (gloo). validation.py proves it for a program by
+simulating it.
 """
 
 import enum
@@ -24,7 +25,7 @@ from megatron.core.pipeline_parallel.timeline import timeline
 
 
 class Direction(enum.Enum):
-    """The end of a transfer on this stage: sender or receiver."""
+    """Role of this stage in a transfer: sender or receiver."""
 
     SEND = "send"
     RECEIVE = "receive"
@@ -81,8 +82,9 @@ def pipeline_programs(
     without_backward: bool = False,
     overlap: bool = True,
 ) -> tuple[Program, ...]:
-    """Returns the program of each stage; arguments as in stage_orders and with_transfers. Cached, because every step
-    requests the same one.
+    """Returns the program of each stage; arguments as in stage_orders and with_transfers.
+
+    without_backward: omits backward passes. Cached, because every step requests the same programs.
     """
     orders = stage_orders(pipeline, num_microbatches, group_size=group_size)
     if without_backward:
@@ -93,9 +95,9 @@ def pipeline_programs(
 def with_transfers(orders: Orders, pipeline: Pipeline, *, overlap: bool) -> tuple[Program, ...]:
     """Inserts into each stage's passes the points at which it posts and awaits its transfers.
 
-    See [Note: one order for all transfers]. overlap: a receive is posted before the pass during which it arrives, and
-    awaited before the pass that needs it. Otherwise it is posted when the tensor has been sent, and awaited
-    immediately. Sends are posted after their pass.
+    See [Note: one order for all transfers]. overlap: whether a receive is posted before the pass during which it
+    arrives, and awaited before the pass that requires it. Otherwise it is posted when the tensor has been sent, and
+    awaited immediately. Sends are posted after their pass.
     """
     spans = timeline(orders, pipeline)
     programs = []

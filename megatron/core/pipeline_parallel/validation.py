@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from megatron.core.pipeline_parallel.schedule import Action, Pipeline, validate_schedule
 from megatron.core.pipeline_parallel.transfers import Await, Direction, Post, Program, Transfer
 
-# Batches of transfers that a stage has in flight before it waits for the oldest; the runner uses the same number.
+# Maximum number of batches in flight on a stage, which waits for the oldest batch before it posts more; the runner uses
+# the same number.
 MAX_BATCHES = 2
 
 
@@ -60,19 +61,19 @@ def _validate_alone(program: Program, pipeline: Pipeline, *, stage: int) -> None
 
 
 def _validate_pairs(programs: Sequence[Program], pipeline: Pipeline) -> None:
-    """Checks that both ends of a connection send and receive the same tensors in the same, required order."""
+    """Checks that each pair of stages sends and receives the required tensors, in the same order at both ends."""
     sent: dict[tuple[int, int], list[Action]] = {}
     received: dict[tuple[int, int], list[Action]] = {}
     for stage, transfer in ((s, t) for s, p in enumerate(programs) for t in _transfers(p)):
         if transfer.direction is Direction.SEND:
             target = pipeline.target(stage, transfer.action)
             if target is None or target.stage != transfer.peer:
-                raise ValueError(f"stage {stage} has no reason to {transfer}")
+                raise ValueError(f"stage {stage} must not {transfer}: no pass of stage {transfer.peer} receives it")
             sent.setdefault((stage, transfer.peer), []).append(target.action)
         else:
             source = pipeline.source(stage, transfer.action)
             if source is None or source.stage != transfer.peer:
-                raise ValueError(f"stage {stage} has no reason to {transfer}")
+                raise ValueError(f"stage {stage} must not {transfer}: no pass of stage {transfer.peer} sends it")
             received.setdefault((transfer.peer, stage), []).append(transfer.action)
     for pair in sent.keys() | received.keys():
         if sent.get(pair) != received.get(pair):
@@ -85,7 +86,7 @@ def _transfers(program: Program) -> list[Transfer]:
 
 @dataclass
 class _Stage:
-    """Progress of a stage. batches: posted, incomplete batches, each with the peers that have not posted their end."""
+    """Progress of a stage in the simulation. batches: posted batches that are not complete."""
 
     program: Program
     position: int = 0
@@ -99,7 +100,7 @@ class _Stage:
         return str(self.program[self.position]) if self.position < len(self.program) else "its end"
 
     def step(self) -> bool:
-        """Performs the next step; returns False if it is not possible, or not yet."""
+        """Performs the next step, if it is possible now; returns whether it was performed."""
         if self.position == len(self.program):
             return False
         step = self.program[self.position]
@@ -117,7 +118,7 @@ class _Stage:
 
 @dataclass
 class _Batch:
-    """Transfers posted together, as the number per direction and peer that have not completed."""
+    """Transfers posted together. waiting: number of transfers that are not complete, by direction and peer."""
 
     waiting: dict[tuple[Direction, int], int]
 
