@@ -315,7 +315,7 @@ def unfreeze_late(folder):
     train(made()).save(folder)
     whole = train(made()).train(STEPS, STEPS + 2).values()
     together = Run()
-    with pytest.raises((ValueError, RuntimeError), match="must be equal.*call init_params separately for"):
+    with pytest.raises((ValueError, RuntimeError), match="must be equal.*Call init_params separately for"):
         together.load(folder)
     apart = Run()
     apart.optimizer.init_params([apart.model.big])

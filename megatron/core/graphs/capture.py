@@ -105,10 +105,9 @@ class StaticTree:
         return tree_unflatten(self._leaves, self._structure)
 
     def fill(self, values: Any) -> None:
-        """Copies values into the static memory, on the current stream. Copies from pinned tensors do not block the
-        host.
+        """Copies values into the static memory on the current stream; copies from pinned memory do not block the host.
 
-        Their signature must equal that of the values from which this object was created, see `signature`.
+        `values` must have the same signature as the values from which this object was created, see `signature`.
         """
         for own, new in zip(self._leaves, tree_flatten(values)[0], strict=True):
             if isinstance(own, torch.Tensor):
@@ -125,8 +124,8 @@ def signature(values: Any) -> Hashable:
     wrong = next((leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *CONSTANTS))), None)
     if wrong is not None:
         raise ValueError(
-            f"a batch contains a {type(wrong).__name__}: with CUDA graphs batches consist of tensors, numbers, "
-            "strings and None in dicts, lists and tuples; convert it to a tensor"
+            f"a batch contains a {type(wrong).__name__}: with CUDA graphs it may contain only tensors, numbers, "
+            "strings and None in dicts, lists and tuples; convert the value to a tensor"
         )
     return str(structure), tuple(
         (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf) for leaf in leaves

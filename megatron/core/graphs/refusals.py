@@ -197,7 +197,7 @@ def _is_asynchronous(given: Arguments) -> bool:
 
 
 def is_elsewhere(given: Arguments) -> bool:
-    """Returns whether any of the tensors is not on the CPU."""
+    """Returns whether any tensor among the arguments is not on the CPU."""
     return any(tensor.device.type != "cpu" for tensor in tensors_in(given.values()))
 
 
@@ -259,7 +259,7 @@ def reads_only_on_cpu(name: str, given: Sequence[Any], *, named: Mapping[str, An
 
 
 def fills_where_masked(name: str, given: Sequence[Any]) -> bool:
-    """Returns whether this is x[mask] = number, which runs as masked_fill on a GPU."""
+    """Returns whether a call is x[mask] = number, which runs as masked_fill on a GPU."""
     if name != "__setitem__" or isinstance(given[2], Tensor):
         return False
     indices = given[1] if isinstance(given[1], tuple) else (given[1],)

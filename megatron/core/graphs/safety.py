@@ -161,7 +161,7 @@ def assert_capturable(generators: Sequence[torch.Generator] = ()) -> Iterator[Re
 def collect_refusals(
     generators: Sequence[torch.Generator] = (), *, goes_on_with: Region | None = None
 ) -> Iterator[Region]:
-    """Collects all operations that assert_capturable would reject in Region.refusals, without raising.
+    """Collects in Region.refusals all operations that assert_capturable would reject, without raising.
 
     The caller must call Region.check_memory. goes_on_with: the region of a graph that is captured before this one and
     shares its memory.
@@ -186,7 +186,7 @@ def _watched(watch: "_Watch") -> Iterator[None]:
 
 @contextmanager
 def _on_in_backward(functions: TorchFunctionMode) -> Iterator[None]:
-    """Activates the mode inside backward. torch disables it within its own functions, but backward runs user code."""
+    """Keeps the mode active inside backward. torch disables it within torch functions, but backward runs user code."""
     run_backward = torch.autograd._engine_run_backward
 
     def run_watched(*args: Any, **named: Any) -> Any:
@@ -376,7 +376,10 @@ class _Functions(TorchFunctionMode):
         return result
 
     def _names_host(self, args: Sequence[Any], named: dict[str, Any]) -> bool:
-        """Returns whether an argument is "cpu", or a torch.device("cpu") created in this line. x.device is excluded."""
+        """Returns whether an argument is "cpu", or a torch.device("cpu") created on the current line.
+
+        x.device is not counted.
+        """
         values = (*args, named.get("device"))
         if any(isinstance(value, str) and value.split(":")[0] == "cpu" for value in values):
             return True

@@ -248,7 +248,7 @@ def _unrecorded(wait: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _is_plain_index(func: Any, args: tuple[Any, ...]) -> bool:
-    """Returns whether this indexes by positions. The operator is tagged as dynamic because it also accepts masks."""
+    """Returns whether an operator indexes by positions. It is tagged as dynamic because it also accepts masks."""
     masks = (torch.bool, torch.uint8)
     return func is torch.ops.aten.index.Tensor and all(index is None or index.dtype not in masks for index in args[1])
 

@@ -50,7 +50,7 @@ HOST_CHUNK = 1 << 20
 
 
 class Masters(Enum):
-    """Form of the masters, which are updated and then rounded to the parameters."""
+    """Storage of the masters: the high-precision numbers that are updated and then rounded to the parameters."""
 
     # No masters: the parameters themselves are updated.
     NONE = auto()
@@ -365,7 +365,7 @@ def _step_piece(
 
 
 def _next_counts(states: Sequence[FlatAdam], rates: AdamRates) -> list[torch.Tensor]:
-    """Returns the number of each state's next step, as kernels read it: [], fp32; infinity without bias correction."""
+    """Returns the step number of each state's next update: [], fp32 each; infinity without bias correction."""
     # For an infinite number of steps both bias corrections are exactly 1.
     steps = [state.step for state in states]
     return list(torch._foreach_add(steps, 1.0 if rates.bias_correction else torch.inf))
@@ -379,7 +379,7 @@ def _count(states: Sequence[FlatAdam], *, skip: torch.Tensor | None) -> None:
 
 
 def _divisor_on(scale: GradScale, device: torch.device) -> torch.Tensor | None:
-    """Returns the divisor as kernels read it, in the role of torch.amp.GradScaler's scale: [], fp32; None for 1."""
+    """Returns the divisor as a kernel argument, equivalent to torch.amp.GradScaler's scale: [], fp32; None for 1."""
     if isinstance(scale.divisor, torch.Tensor):
         return scale.divisor
     # Filled on the device, because a copy from the host would wait for the stream.
@@ -505,7 +505,7 @@ class UpdateRule(Protocol):
         ...
 
     def update(self, scale: GradScale, runs: Set[FlatParamRange]) -> None:
-        """Updates those of the rule's ranges that are in `runs` from scaled gradients, and writes their parameters.
+        """Updates the rule's ranges contained in `runs` from scaled gradients, and writes their parameters.
 
         Called once per step for each range.
         """
@@ -582,7 +582,7 @@ class FusedRule:
 
     @torch.no_grad()
     def update(self, scale: GradScale, runs: Set[FlatParamRange]) -> None:
-        """Updates those of the rule's ranges that are in `runs`. State on the host does not support scale.skip."""
+        """Updates the rule's ranges contained in `runs`. State on the host does not support scale.skip."""
         every = [_Settings(group, rates) for group, rates in zip(self.optimizer.param_groups, self._rates)]
         for settings, members in zip(every, self._members):
             chosen = [one for one in members if one in runs and one not in self._overlapped]

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.largest_logits import LargestLogits
 
 
 class _ClipSettings(Protocol):
-    """Settings of the flags --qk-clip in a model's config."""
+    """Model settings that correspond to the --qk-clip flags."""
 
     qk_clip: bool
     qk_clip_threshold: float
@@ -33,7 +33,10 @@ class ClipsLogits(Protocol):
     config: _ClipSettings
 
     def clip_factors(self, largest: Tensor) -> Tensor:
-        """Returns the factor of each head's scores, at most 1: [N], fp64. largest: [N], fp64."""
+        """Returns the scaling factor of each head's scores, at most 1: [N], fp64.
+
+        largest: largest score of each head, [N], fp64.
+        """
         ...
 
     def row_factors(self, factors: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
@@ -135,7 +138,7 @@ def _largest_logits(layer: ClipsLogits) -> LargestLogits:
 
 
 def _scale(run: FlatParamRange, param_range: ParamRange, rows: Tensor) -> None:
-    """Multiplies the elements of one parameter in a range. rows: factors of the parameter's rows, [R], fp64."""
+    """Scales the rows of one parameter within a range. rows: the factor of each row, [R], fp64."""
     columns = param_range.param.numel() // len(rows)
     # Some storage forms are written in whole blocks. Padding is 0, whatever its factor.
     end = min(param_range.span.padded_end, run.main.numel)

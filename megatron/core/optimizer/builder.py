@@ -286,7 +286,7 @@ def _agree_on_groups(
 def _check_patterns_match(patterns: Sequence[str], names: Sequence[str], *, groups: ProcessGroupCollection) -> None:
     """Raises ValueError on every rank for a pattern that matches no parameter in any part of the model.
 
-    patterns: param_name_patterns_for_fp32_local_accumulation, the same on all ranks. Collective if there are any.
+    patterns: param_name_patterns_for_fp32_local_accumulation, the same on all ranks. Collective if there are patterns.
     """
     if not patterns:
         return

@@ -330,7 +330,8 @@ class GradStats:
     def _part_of_norm(self, owned: Iterable[tuple[Tensor, bool]], *, accumulate_in: torch.dtype) -> PartialStat:
         """Returns this rank's part of a norm.
 
-        owned: the tensors that it counts, any shapes, contiguous, floating point, each with its with_experts flag.
+        owned: the tensors that this rank counts, any shapes, contiguous, floating point, each with its with_experts
+        flag.
         """
         dense, experts = (_piece_norms(some, 2, accumulate_in=accumulate_in) for some in self._dense_and_experts(owned))
         return PartialStat(dense, experts)

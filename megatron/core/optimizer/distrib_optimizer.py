@@ -233,7 +233,10 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         return sorted(set().union(*gather_objects(own, buffer.data_parallel_group)))
 
     def _read_shard(self, buffer: FlatBuffer, bucket: int, kind: str) -> Tensor:
-        """Reads one kind of state of this rank's shard of a bucket: [shard], fp32 or fp64; zeros without state."""
+        """Reads one kind of state for this rank's shard of a bucket: [shard], fp32 or fp64.
+
+        Elements without this state are zero.
+        """
         owned = buffer.owned_spans()[bucket]
         dtype = torch.float64 if buffer.param_data.dtype == torch.float64 else torch.float32
         shard = torch.zeros(owned.numel, dtype=dtype, device=buffer.param_data.device)
@@ -322,10 +325,10 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
 def _gather_sync(
     shards: Sequence[Tensor], buffer: FlatBuffer, group: dist.ProcessGroup | None, *, to_all: bool
 ) -> Tensor:
-    """Gathers a buffer's values from all ranks to the CPU: [N], the shards' dtype; zeros on ranks that do not read.
+    """Gathers a buffer's values from all ranks' shards to the CPU: [N], the shards' dtype.
 
-    shards: this rank's shard of each bucket, [n] each. to_all: whether all ranks read, or only the first. NOTE: waits
-    for the device.
+    shards: this rank's shard of each bucket, [n] each. to_all: gathers to all ranks; otherwise only to the first rank,
+    and the other ranks return zeros. NOTE: waits for the device.
     """
     whole = torch.zeros(buffer.layout.numel, dtype=shards[0].dtype)
     for bucket, shard in zip(buffer.layout.buckets, shards, strict=True):
@@ -422,7 +425,7 @@ def check_same_sharding(chunks: list[_BaseDataParallel], *, is_wanted: bool) -> 
 
 
 def check_sharded_gradients(chunks: list[_BaseDataParallel], *, optimizer: str) -> None:
-    """Raises ValueError unless all chunks shard gradients with distributed_fused_adam, or no chunk does otherwise."""
+    """Raises ValueError unless gradients are sharded in all chunks with distributed_fused_adam, else in no chunk."""
     wanted = optimizer == "distributed_fused_adam"
     found = [chunk.ddp_config.shard_gradients for chunk in chunks]
     if any(is_sharded != wanted for is_sharded in found):

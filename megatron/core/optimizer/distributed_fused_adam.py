@@ -48,7 +48,7 @@ from megatron.core.process_groups_config import group_rank, group_size
 
 
 class DistributedFusedAdam(torch.optim.Optimizer):
-    """A drop-in replacement for torch.optim.AdamW and Adam, also on one rank without torch.distributed. In a step:
+    """A drop-in replacement for torch.optim.AdamW and Adam that also runs without torch.distributed. In a step:
 
     1. Backward moves each gradient into the memory of its bucket. A full bucket is reduced to the ranks that own its
        elements, and its memory is freed. Sums of several backward passes accumulate in the shards.
@@ -280,7 +280,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     @trace_range("DistributedFusedAdam.grad_sync")
     @torch.no_grad()
     def grad_sync(self) -> None:
-        """Reduces all remaining gradients, including those set manually in param.grad, and waits. Collective."""
+        """Reduces all remaining gradients, including gradients set manually in param.grad, and waits. Collective."""
         self._grads.finish()
 
     def grad_buffer_view(self, param: nn.Parameter) -> torch.Tensor:
@@ -320,7 +320,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         *,
         norm_type: float = 2.0,
     ) -> torch.Tensor:
-        """Scales the gradients to a norm of at most max_norm; returns the norm before: [], fp32. Collective.
+        """Scales the gradients to a norm of at most max_norm; returns the previous norm: [], fp32. Collective.
 
         Without `parameters` the factor is applied in the update of `step`; gradients of given parameters are scaled
         immediately. Raises ValueError if max_norm is not a number of at least 0.
@@ -371,7 +371,9 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         # scale.
         scaler = scaling.pop("grad_scaler", None)
         if scaling:
-            raise TypeError(f"step() got {', '.join(scaling)}: accepts only closure and grad_scaler")
+            raise TypeError(
+                f"step() got unexpected arguments {', '.join(scaling)}: accepts only closure and grad_scaler"
+            )
         if scaler is None:
             return self._step() if closure is None else self._step(closure)
         loss = None
@@ -442,7 +444,9 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         the two contradict each other.
         """
         if state_dict_format not in (None, 2, "torch"):
-            raise ValueError(f'state_dict_format is {state_dict_format!r}: must be None, 2 (the same), or "torch"')
+            raise ValueError(
+                f'state_dict_format is {state_dict_format!r}: must be None or 2, which are equivalent, or "torch"'
+            )
         if gather_on_root is not None:
             wanted = "torch" if gather_on_root else 2
             if state_dict_format not in (None, wanted):

@@ -123,7 +123,7 @@ class GradAccumulator:
             self._holder = param
 
     def release(self) -> None:
-        """Removes the hooks, so that gradients stay in param.grad."""
+        """Removes the hooks, so that gradients remain in param.grad."""
         self._hooks.release()
 
     @contextmanager
@@ -211,7 +211,7 @@ class GradAccumulator:
             param.grad = None
 
     def finish(self) -> None:
-        """Completes the sums of all gradients in the shards. Collective."""
+        """Reduces all remaining gradients, which completes the sums in the shards. Collective."""
         self._notice_changes()
         # An error may have ended a backward pass early.
         self._pass.close()
@@ -330,8 +330,8 @@ def _has_own_grad(param: nn.Parameter) -> bool:
 class GradProxy(torch.Tensor):
     """A tensor without memory that replaces a parameter's gradient, with the parameter's shape, dtype and device.
 
-    Forwards to `grads` the in-place unscaling of torch.amp.GradScaler with its search for infinities, a module's
-    zero_grad, and autograd's accumulation. Any other use raises RuntimeError.
+    Forwards three operations to `grads`: in-place unscaling by torch.amp.GradScaler, which also checks for infinities,
+    a module's zero_grad, and autograd's accumulation. Any other use raises RuntimeError.
     """
 
     _grads: "weakref.ref[GradAccumulator]"

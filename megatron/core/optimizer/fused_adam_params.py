@@ -197,7 +197,7 @@ class FusedRange:
         return _collect(self.members, numel=numel, dtype=self.members[0].param.dtype, device=device)
 
     def _target(self) -> torch.Tensor | None:
-        """Returns the destination of new parameters: their memory or the message; None if they are the masters."""
+        """Returns the destination of new parameters: their memory or the message; None if they serve as masters."""
         if self.model is None:
             assert self.bucket.staged is not None, "a range without model requires a message"
             return self.bucket.staged.own_shard()[self.start : self.start + self.grad.numel()]
@@ -292,8 +292,8 @@ class ShardedParams:
         segment = next(segment for segment in self._segments if any(param is own for own in segment.params))
         if not segment.memory.contiguous_grad_buffer:
             raise ValueError(
-                f"grad_buffer_view of {self.names[param]}: contiguous_grad_buffer is False, so gradients have no "
-                "persistent memory; must be True"
+                f"grad_buffer_view of {self.names[param]}: contiguous_grad_buffer is False, but must be True for "
+                "gradients to have persistent memory"
             )
         return next(buffer.slot_of[param].main_grad for buffer in segment.buffers if param in buffer.slot_of)
 
@@ -405,13 +405,13 @@ class ShardedParams:
             pairs = zip([*ranks[0], "nothing"], [*other, "nothing"])
             first, here = next(pair for pair in pairs if pair[0] != pair[1])
             raise ValueError(
-                f"the optimizer's parameters or settings differ: rank 0 has {first}, rank {rank} has {here}; must "
-                "be the same, with the same values (seed all ranks identically, or broadcast the model from one "
-                "rank)"
+                f"the optimizer's parameters or settings differ: rank 0 has {first}, rank {rank} has {here}. "
+                "Parameters, their values and settings must be equal on all ranks (seed all ranks identically, or "
+                "broadcast the model from one rank)"
             )
 
     def _find_moved(self) -> str | None:
-        """Describes a change that would make an update miss the parameters; None if there is none."""
+        """Describes a change to a parameter that would make updates miss it; None if there is no such change."""
         frozen = next((param for param in self.groups_of if not param.requires_grad), None)
         if frozen is not None:
             return (

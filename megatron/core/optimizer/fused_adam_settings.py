@@ -78,7 +78,7 @@ class AdamMemory:
     def replaced(self, values: Mapping[str, Any]) -> "AdamMemory":
         """Returns a copy in which some fields are replaced.
 
-        Raises TypeError for unknown names, and the errors of `check`.
+        Raises TypeError for unknown names, and the same errors as `check`.
         """
         unknown = sorted(set(values) - set(vars(self)))
         if unknown:
@@ -93,7 +93,7 @@ class AdamMemory:
         """Raises ValueError if a parameter is incompatible with these settings."""
         if param.is_meta or isinstance(param.detach(), DTensor):
             what = "on the meta device" if param.is_meta else "a DTensor"
-            raise ValueError(f"{name} is {what}: must be a full tensor with memory, the same on each rank")
+            raise ValueError(f"{name} is {what}: must be a full tensor with allocated memory, identical on all ranks")
         if param.dtype not in _DTYPES:
             raise ValueError(f"{name} is {param.dtype}: must be one of {_names(_DTYPES)}")
         if self.store_param_remainders and param.dtype != torch.bfloat16:
@@ -102,7 +102,7 @@ class AdamMemory:
         if given in _RAW_DTYPES and given.itemsize > param.dtype.itemsize:
             raise ValueError(
                 f"{name} is {param.dtype} and param_sync_dtype {given}, which has more bytes: must have at most "
-                f"{param.dtype.itemsize}, because parameters are sent as integers of this size"
+                f"{param.dtype.itemsize}, because integers carry the raw bits of parameters"
             )
         if not self.store_params and sync not in (None, param.dtype):
             raise ValueError(

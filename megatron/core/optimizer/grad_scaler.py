@@ -39,7 +39,7 @@ class MegatronGradScaler(ABC):
 
     @abstractmethod
     def update(self, found_inf: bool | torch.Tensor) -> None:
-        """Records one step. found_inf: whether gradients overflowed on any rank, a bool or [1], any dtype."""
+        """Records a step's outcome. found_inf: whether gradients overflowed on any rank, a bool or [1], any dtype."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class DynamicGradScaler(MegatronGradScaler):
         self._overflows_left = hysteresis
 
     def update(self, found_inf: bool | torch.Tensor) -> None:
-        """Records one step. found_inf: whether gradients overflowed on any rank, a bool or [1], any dtype."""
+        """Records a step's outcome. found_inf: whether gradients overflowed on any rank, a bool or [1], any dtype."""
         if found_inf:
             # Only consecutive steps without overflow count.
             self._clean_steps = 0

@@ -175,7 +175,7 @@ class MuonRule:
                     weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(change, alpha=-rate)
 
     def _direction(self, part: _Part, grad: torch.Tensor) -> torch.Tensor:
-        """Returns a part's momentum, with Nesterov momentum interpolated with the gradient: [n], bf16."""
+        """Returns a part's update before orthogonalization, its momentum or Nesterov momentum: [n], bf16."""
         momentum = part.of(self._momenta[part.param_range])
         if self._config.muon_nesterov:
             momentum = part.of(grad).lerp(momentum, self._config.muon_momentum)
@@ -216,7 +216,7 @@ class MuonRule:
         return {key: first[key] for key in shared if all(other[key] == first[key] for other in others)}
 
     def step_counts(self) -> list[torch.Tensor]:
-        """Returns an empty list of [], fp32, because Muon counts no steps."""
+        """Returns an empty list instead of counters, [], fp32, because Muon counts no steps."""
         return []
 
 

@@ -99,7 +99,10 @@ class FlatState:
         return self.stored.read(0, self.stored.numel)
 
     def tensors(self, flat: torch.Tensor, model_pieces: dict[str, list[LogicalPiece]]) -> list[ShardedTensor]:
-        """Splits `flat`, [N], fp32 or fp64, with the values of `read`, into views that are boxes of parameters."""
+        """Returns views of `flat` as boxes of parameters, for saving and loading.
+
+        flat: [N], fp32 or fp64, as returned by `read`.
+        """
         # By parameter, because flat ranges depend on the layout and must not affect checkpoints.
         return [
             tensor
@@ -490,9 +493,10 @@ class MegatronOptimizer:
             param_range.take_model()
 
     def sharded_state(self, model_pieces: dict[str, list[LogicalPiece]]) -> list[ShardedTensor]:
-        """Returns moments and masters of this rank's shards as boxes to save, in fp32. model_pieces: by parameter name.
+        """Returns moments and masters of this rank's shards as boxes to save, in fp32.
 
-        State stored as fp32 is not copied. Raises RuntimeError if parameters and states belong to different steps.
+        model_pieces: logical pieces by parameter name. State stored as fp32 is not copied. Raises RuntimeError if
+        parameters and states belong to different steps.
         """
         self._check_whole()
         return [tensor for state in self._flat_states() for tensor in state.tensors(state.read(), model_pieces)]
@@ -966,7 +970,7 @@ def _check_chain(chained: Sequence[MegatronOptimizer]) -> None:
     }
     for name, values in settings.items():
         if len(set(values)) > 1:
-            raise ValueError(f"{name} of chained_optimizers is {values}: must be the same")
+            raise ValueError(f"{name} of chained_optimizers is {values}: must be equal")
     if any(one.config.optimizer_in_backward for one in chained):
         raise ValueError(
             "OptimizerConfig.optimizer_in_backward is set in chained_optimizers: an optimizer that updates in "
@@ -991,7 +995,7 @@ def _numbered(filename: str, index: int) -> str:
 
 
 def _pieces_in(items: Iterable[ShardedTensor], param: nn.Parameter) -> list[LogicalPiece]:
-    """Returns the pieces of a dense parameter that items of a model's sharded state dict are views of."""
+    """Returns pieces of a dense parameter, one for each item of a model's sharded state that is a view of it."""
     first, size = param.data_ptr(), param.element_size()
     found = []
     for item in items:
@@ -1030,7 +1034,7 @@ def _decide(
 ) -> _Decision:
     """Decides on the device, without waiting, whether a step updates.
 
-    total_norm: norm of the scaled gradients. loss_scale: the loss scale that they contain. Both: [], fp64, on one
+    total_norm: norm of the scaled gradients. loss_scale: the loss scale of these gradients. Both: [], fp64, on one
     device. discard: discards the step if any element is above 0: any shape, any dtype. clip_grad: norm to clip to; 0
     does not clip.
     """

@@ -116,7 +116,7 @@ class PrecisionConfig:
         return self.use_precision_aware_optimizer and is_wide and self.store_param_remainders
 
     def validate_stored_types(self, optimizer: str) -> None:
-        """Raises ValueError for dtypes that cannot be stored; optimizer: the name of the update rule."""
+        """Raises ValueError for dtypes that cannot be stored. optimizer: name of the update rule."""
         for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
             value = _NAMES[vars(self)[name]]
             if value == "fp8":
@@ -160,7 +160,7 @@ class OptimizerOffloadConfig:
         return self.optimizer_offload_fraction if self.optimizer_cpu_offload else 0.0
 
     def validate_offload(self, optimizer: str) -> None:
-        """Raises ValueError for settings that cannot be offloaded; optimizer: the name of the update rule."""
+        """Raises ValueError for settings that are incompatible with offloading. optimizer: name of the update rule."""
         if self.optimizer_cpu_offload and optimizer == "muon":
             raise ValueError(
                 "OptimizerConfig.optimizer is muon with optimizer_cpu_offload: use a different optimizer, "
@@ -199,12 +199,12 @@ class MuonConfig:
     muon_split_qkv: bool = config_field(
         True,
         flags=("--muon-no-split-qkv",),
-        help="Orthogonalize the update of q, k and v as one matrix if one weight holds them.",
+        help="Orthogonalize the updates of q, k and v as one matrix if they are stored in one weight.",
     )
     muon_tp_mode: str = config_field(
         "duplicated",
         choices=("blockwise", "duplicated", "distributed"),
-        help="Handling of tensor-parallel matrices in Muon; no effect, because these are not supported.",
+        help="Handling of tensor-parallel matrices in Muon; no effect, because Muon does not support them.",
     )
 
 
@@ -234,7 +234,7 @@ class InBackwardConfig:
 
     @property
     def in_backward_clip(self) -> InBackwardClip | None:
-        """Clipping policy; None if updates in backward do not clip, or if there are none."""
+        """Clipping policy; None without clipping, or without updates in backward."""
         chosen = self.optimizer_in_backward_clip
         return None if chosen is None else InBackwardClip(chosen)
 

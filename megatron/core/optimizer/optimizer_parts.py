@@ -259,7 +259,7 @@ class _ParamBuffer:
 
     @property
     def persistent_params(self) -> list[torch.Tensor]:
-        """The parameter's memory, in memory order: [N], its dtype."""
+        """The parameter as a flat tensor in memory order: [N], the parameter's dtype."""
         return [self.param_data]
 
     @property
@@ -311,7 +311,7 @@ def _move_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, main: nn.
 
 
 def _divided(run: FlatParamRange, like: torch.Tensor, *, divisor: float | torch.Tensor) -> torch.Tensor | None:
-    """Returns the gradient of a range divided by `divisor`; None if it has none.
+    """Returns the gradient of a range divided by `divisor`; None if the range has no gradient.
 
     The result has the shape, dtype and device of `like`, fp32 or fp64.
     """

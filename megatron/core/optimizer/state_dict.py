@@ -130,7 +130,7 @@ class AdamShard:
 def adam_state_dict(shard: AdamShard) -> dict[str, Any]:
     """Returns a state dict that torch.distributed.checkpoint can save, and load on any number of ranks.
 
-    The format is the format of torch.optim with masters added: {"state": {index: {"step", "exp_avg", "exp_avg_sq",
+    The format equals torch.optim's with masters added: {"state": {index: {"step", "exp_avg", "exp_avg_sq",
     "fp32_param"}}, "param_groups": [...]}, with the same keys on all ranks. Values have the parameters' shapes, in fp32
     (fp64 if states are computed in it). Each rank provides some boxes of each value, which are read only when they are
     saved. Not collective, and copies no state. NOTE: waits for the device if hyper-parameters are tensors, because they
@@ -281,7 +281,7 @@ class _Source:
         return box.volume - sum(common.volume for _, common in self._common(box))
 
     def fill(self, target: torch.Tensor, box: Box) -> None:
-        """Copies a box to `target`, [*box shape], any float dtype; all its elements must be present."""
+        """Copies a box, which the tensor must fully contain, to `target`: [*box shape], any float dtype."""
         for held, common in self._common(box):
             values = self._value.read(held) if isinstance(self._value, SpreadTensor) else self._value
             target[common.relative_to(box)].copy_(values[common.relative_to(held)])

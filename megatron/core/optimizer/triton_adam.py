@@ -90,7 +90,7 @@ def _power_of_two(exponent):
 
 @triton.jit
 def _exponent(bits):
-    """Returns the exponent that frexp gives for an absolute value, passed as bits, with a lower limit.
+    """Returns the frexp exponent of an absolute value, passed as bits, but at least LOWEST.
 
     Returns 0 for zero, infinity and NaN, like frexp.
     """
@@ -225,7 +225,7 @@ def _tile_blocks(*item_bytes: int) -> int:
 
 
 def _num_programs(device: torch.device, tiles: int) -> int:
-    """Returns the Triton grid size: one program per resident CTA; 2 under the interpreter."""
+    """Returns the Triton grid size: at most _PROGRAMS_PER_PROCESSOR per multiprocessor; 2 under the interpreter."""
     if device.type == "cpu":
         return 2
     properties: Any = torch.get_device_module(device).get_device_properties(device)
@@ -233,7 +233,7 @@ def _num_programs(device: torch.device, tiles: int) -> int:
 
 
 def residencies(num_warps: int) -> Mapping[str, Residency]:
-    """Returns the residency limit of the kernel, at which the grid still has two programs per resident program."""
+    """Returns the residency that the launcher assumes: at most half of the programs per multiprocessor are resident."""
     assert num_warps == _OPTIONS["num_warps"]
     return {"adam_kernel": Residency(at_most=_PROGRAMS_PER_PROCESSOR // 2)}
 

@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel.schedule import Action, ActionKind
 
 
 class EventKind(enum.Enum):
-    """Events of an expert group. RECOMPUTE: its forward is repeated while backward runs."""
+    """Events of an expert group. RECOMPUTE: the group's forward is repeated while backward runs."""
 
     FORWARD = "F"
     BACKWARD = "B"

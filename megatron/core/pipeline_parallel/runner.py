@@ -70,7 +70,7 @@ class ScheduleRunner:
     _outputs: dict[Transfer, torch.Tensor] = field(init=False, default_factory=dict)
 
     def run(self, steps: Sequence[Step]) -> list[Any]:
-        """Executes `steps`; returns one report per microbatch: name to a tensor, [] or [2] (sum, count), fp32.
+        """Executes `steps` and returns one report per microbatch: names to tensors, [] or [2] (sum, count), fp32.
 
         Stages that compute no loss return an empty list. Raises ValueError, before anything is executed, if the passes
         cannot run in this order.

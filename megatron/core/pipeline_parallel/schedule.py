@@ -127,7 +127,7 @@ def grouped_forwards(num_microbatches: int, num_chunks: int, *, group_size: int)
 
 
 def forwards_ahead(stage: int, pipeline: Pipeline, *, group_size: int | None = None) -> int:
-    """Returns the number of warm-up forwards before a stage alternates, unless the step has fewer forwards.
+    """Returns the number of warm-up forwards before a stage alternates, if the step has at least that many.
 
     group_size: group size of an interleaved schedule; None means the number of stages.
     """
@@ -144,7 +144,7 @@ def _alternating(forwards: list[Action], backwards: list[Action], *, ahead: int)
 
 
 def stage_orders(pipeline: Pipeline, num_microbatches: int, *, group_size: int | None = None) -> list[list[Action]]:
-    """Lists the passes of every stage: sequential without stages, otherwise 1F1B, interleaved with several chunks.
+    """Lists the passes of every stage: sequential for one stage, 1F1B for several, interleaved for several chunks.
 
     Raises ValueError for a group that is too small, and for several chunks without pipeline stages.
     """

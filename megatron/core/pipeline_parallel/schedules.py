@@ -134,7 +134,7 @@ def forward_backward(
 ) -> list[Any]:
     """Runs forward and backward of `num_microbatches` in the order that stages and chunks require. Collective.
 
-    data_iterator, model: a single one, or a list with one per model chunk. seq_length, micro_batch_size: stages
+    data_iterator, model: a single object, or a list with one per model chunk. seq_length, micro_batch_size: stages
     exchange tensors of shape [seq_length / cp (and / tp under sequence parallelism), micro_batch_size, hidden_size],
     hidden_dtype; unused without stages. collect_non_loss_data, with forward_only: see ScheduleRunner. pg_collection:
     the groups of this rank; None means the groups of parallel_state, if there are any. rest: other keywords of

@@ -125,7 +125,7 @@ def test_a_share_of_states_fits_an_optimizer_that_has_not_stepped_whatever_its_o
         ((nn.Linear(2, 2),), "params is a Linear: must be parameters"),
         (([nn.Parameter(torch.ones(2))], "1e-3"), "lr is '1e-3': must be a number"),
         (([{"lr": 1.0}],), "group 0 of params has lr: must contain its parameters as params"),
-        (([nn.Parameter(torch.ones(2, device="meta"))],), "on the meta device: must be a whole tensor"),
+        (([nn.Parameter(torch.ones(2, device="meta"))],), "on the meta device: must be a full tensor"),
         (
             ([nn.Parameter(torch.ones(2))], torch.tensor([1.0, 2.0])),
             "lr is tensor.*: must be a number, or a tensor with one element",
@@ -141,7 +141,7 @@ def test_what_cannot_be_stepped_is_refused_in_words(arguments, text):
     ("settings", "text"),
     [
         ({"overlap_param_sync": "yes"}, "overlap_param_sync is 'yes': must be True or False"),
-        ({"debug": True}, "debug is True without overlap_param_sync"),
+        ({"debug": True}, "debug is True: requires overlap_param_sync"),
     ],
 )
 def test_switches_are_true_or_false_and_change_something(settings, text):
