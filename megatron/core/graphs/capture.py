@@ -52,7 +52,7 @@ class GraphDevice(Protocol):
         ...
 
     def capturing_together(self) -> AbstractContextManager[None]:
-        """Wraps several captures in which later ones use tensors of earlier ones before any graph is replayed."""
+        """Wraps several captures, so that later ones may use tensors of earlier ones before any graph is replayed."""
         ...
 
 
@@ -70,7 +70,7 @@ class GraphParticipant:
         return None
 
     def prepare(self) -> None:
-        """Completes work in flight. Called before each capture and each replay, outside of them."""
+        """Completes work in flight. Called before each capture and before each replay."""
 
     def capturing(self) -> AbstractContextManager[None]:
         """Wraps the captured passes. The current stream must have joined all other streams when the block ends."""
@@ -81,10 +81,10 @@ class GraphParticipant:
         return None
 
     def dropped(self) -> None:
-        """Called instead of `captured` if the capture failed on any rank. None of its work has run."""
+        """Called instead of `captured` if the capture failed on any rank. None of the captured work has run."""
 
     def replayed(self, account: Any) -> None:
-        """Restores the records that the passes would have left. Called after each replay."""
+        """Updates the host's records as if the captured passes had run eagerly. Called after each replay."""
 
 
 class StaticTree:

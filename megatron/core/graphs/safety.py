@@ -259,7 +259,7 @@ class _Memory:
                 self._older[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
 
     def make(self, operation: str, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Records the storages of an operator's results; the operator allocated the storages that are not known yet."""
+        """Records the storages of an operator's results. Storages not seen before were allocated by the operator."""
         for storage in storages:
             if storage._cdata not in self._made and storage._cdata not in self._older:
                 self._made[storage._cdata] = StorageWeakRef(storage), operation, user_line()

@@ -425,7 +425,10 @@ def check_same_sharding(chunks: list[_BaseDataParallel], *, is_wanted: bool) -> 
 
 
 def check_sharded_gradients(chunks: list[_BaseDataParallel], *, optimizer: str) -> None:
-    """Raises ValueError unless gradients are sharded in all chunks with distributed_fused_adam, else in no chunk."""
+    """Raises ValueError if shard_gradients of the chunks does not fit the optimizer.
+
+    All chunks must shard gradients with distributed_fused_adam, and none with other optimizers.
+    """
     wanted = optimizer == "distributed_fused_adam"
     found = [chunk.ddp_config.shard_gradients for chunk in chunks]
     if any(is_sharded != wanted for is_sharded in found):

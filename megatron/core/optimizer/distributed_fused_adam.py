@@ -244,7 +244,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         return (param for group in self.param_groups for param in group["params"])
 
     def parameter(self, group: int, index: int) -> nn.Parameter:
-        """Returns the parameter at an index of a group in param_groups."""
+        """Returns param_groups[group]["params"][index]."""
         found: nn.Parameter = self.param_groups[group]["params"][index]
         return found
 

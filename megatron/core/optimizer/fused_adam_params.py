@@ -184,7 +184,7 @@ class FusedRange:
             main.write(0, self._parameters().to(main.read(0, 0).dtype))
 
     def take_changes(self) -> None:
-        """Updates masters from their parameters where these differ from the rounded masters."""
+        """Overwrites masters with the parameters' values where these differ from the rounded masters."""
         if self.form.masters is Masters.COPY:
             main, values = self.state.main, self._parameters()
             rounded = torch.empty_like(values, dtype=self.bucket.settings.comm_dtype)
@@ -380,7 +380,7 @@ class ShardedParams:
         self._versions = {param: param._version for param in self.groups_of}
 
     def mark_awaited(self) -> None:
-        """Makes reads of all parameters raise until their gathers are complete."""
+        """Makes reads of parameters raise RuntimeError until their gathers are complete."""
         _refuse_reads(param for param, groups in self.groups_of.items() if _is_awaited(groups))
 
     def _mark_arrived(self, group: _ParamAndGradBucketGroup) -> None:
@@ -472,7 +472,10 @@ class _Segment:
         return self.move_in()
 
     def move_in(self) -> list[FusedRange]:
-        """Moves the parameters into their buffers and builds the states of this rank's ranges, once."""
+        """Moves the parameters into their buffers, and returns this rank's ranges with newly built states.
+
+        Later calls only return the ranges.
+        """
         if self._ranges is None:
             self._ranges = []
             for buffer in self.buffers:
@@ -647,7 +650,7 @@ def _refuse_reads(params: Iterable[nn.Parameter]) -> None:
 
 
 def _allow_reads(params: Iterable[nn.Parameter]) -> None:
-    """Allows reads of these parameters."""
+    """Makes these parameters readable after _refuse_reads."""
     for param in params:
         if type(param) is AwaitedParameter:
             param.__class__ = nn.Parameter  # type: ignore[assignment]  # same object layout, as torch's own classes do

@@ -324,7 +324,7 @@ class MegatronOptimizer:
     def step_with_ready_grads(self) -> bool:
         """Updates the parameters after prepare_grads, without clipping. Always returns True.
 
-        Raises RuntimeError without prepare_grads, or if it found a gradient that is not finite.
+        Raises RuntimeError if prepare_grads was not called, or if it found a gradient that is not finite.
         """
         self._step_prepared(clip_grad=0.0)
         return True

@@ -106,7 +106,7 @@ class Rounded(_OneTensor):
         return self.tensor[start:end].to(self._wide)
 
     def write(self, start: int, values: torch.Tensor) -> None:
-        """Overwrites the numbers from `start` on, rounded to the tensor's dtype. values: [n], fp32 or fp64."""
+        """Rounds values to the tensor's dtype and stores them from `start` on. values: [n], fp32 or fp64."""
         self.tensor[start : start + values.numel()].copy_(values)
 
 

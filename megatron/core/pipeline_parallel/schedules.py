@@ -72,7 +72,7 @@ def get_pp_rank_microbatches(
     overlap_moe_expert_parallel_comm: bool = False,
     p2p_communicator: P2PCommunicator | None = None,
 ) -> PipelineMicrobatches:
-    """Counts the passes of this rank's stage in its schedule.
+    """Counts the forwards of this rank's stage, by phase of its schedule.
 
     microbatch_group_size_per_vp_stage: group size of an interleaved schedule; None means the number of stages.
     p2p_communicator: provides the stage; None means the stage of parallel_state. overlap_moe_expert_parallel_comm: must
