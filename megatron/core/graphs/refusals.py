@@ -130,7 +130,7 @@ _CHECKED: dict[str, Callable[[Arguments], bool]] = {
     "cholesky_inverse": _always,
 }
 _INDEXING = frozenset(("index", "index_put", "_index_put_impl", "_unsafe_index", "_unsafe_index_put"))
-# Operators that read an argument on the host if it is a tensor: name, and that argument.
+# Operators that read an argument on the host if it is a tensor, with the name of that argument.
 _SCALARS = {"masked_fill": "value", "index_fill": "value", "_foreach_addcdiv": "scalars", "_foreach_addcmul": "scalars"}
 
 
@@ -328,7 +328,7 @@ PYTHON_CALLS: dict[str, Reason] = {
 # The last parts of these names, for a fast first test.
 PYTHON_NAMES = frozenset(name.rsplit(".", 1)[1] for name in PYTHON_CALLS)
 
-# Methods that read or write a state's bytes. Those named graphsafe_ exchange the state object instead.
+# Methods that read or write a state's bytes. Methods named graphsafe_... exchange the state object instead.
 _OF_STATES = frozenset("manual_seed seed initial_seed get_state set_state get_offset set_offset".split())
 # A function that accesses only the CPU's state bytes, and on a GPU exchanges registered state objects.
 GRAPH_SAFE_STATES = "megatron.core.device.rng.RandomStream.drawn"

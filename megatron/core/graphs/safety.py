@@ -290,7 +290,7 @@ class _Watch:
     def __init__(self, generators: Sequence[torch.Generator], *, stops: bool, memory: "_Memory | None" = None) -> None:
         self.memory = _Memory() if memory is None else memory
         self.region = Region(self.memory)
-        # Keyed by address, because operators receive another Python object for the same generator.
+        # Keyed by address, because operators receive a different Python object for the same generator.
         self.generators = {one._cdata for one in (torch.default_generator, *generators)}  # type: ignore[attr-defined]
         # is_quiet: inside an operator or a rejected function. in_check: inside a check that reads only on the CPU.
         # in_masked_fill: inside x[mask] = number.

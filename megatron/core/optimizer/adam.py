@@ -419,7 +419,7 @@ def _write_back(stored: StoredFloats, start: int, *, values: torch.Tensor, scale
     end = start + values.numel()
     memory = []
     # Writing back the values that were read does not always restore the bytes: a block whose largest number was rounded
-    # up may get another scale, and NaNs another sign.
+    # up may get a different scale, and NaNs a different sign.
     if isinstance(stored, (Rounded, ScaledHalf)) and scaled.skip is not None:
         memory.append(stored.tensor[start:end])
     if isinstance(stored, ScaledHalf) and scaled.skip is not None:

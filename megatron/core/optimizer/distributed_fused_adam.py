@@ -173,7 +173,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         self._rates: list[torch.Tensor] = []
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         super().__init__(groups, {**defaults, "weight_decay": weight_decay})
-        # Named like a method of parameters, as in apex.
+        # Stored under a string key among the states of parameters, as in apex.
         self._count = torch.zeros((), dtype=torch.int64, device=self._device)
         cast(dict[Any, Any], self.state)["step"] = self._count
         self._set_attributes_of_apex(
@@ -367,8 +367,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         remain as used by the update, divided by the loss scale and clipped, so a further step may reuse them. Raises
         RuntimeError if a scaler checked gradients for infinities before they were reduced.
         """
-        # Not a named argument, because torch's scaler warns about optimizers that have one, and otherwise passes its
-        # scale.
+        # Not a named argument, because torch's scaler warns about an argument grad_scaler of `step`. Without it, the
+        # scaler sets its scale as an attribute of the optimizer.
         scaler = scaling.pop("grad_scaler", None)
         if scaling:
             raise TypeError(

@@ -893,7 +893,7 @@ class ChainedOptimizer(MegatronOptimizer):
             one._after_device_update()
 
     def _update_scale(self, found_inf: bool) -> None:
-        # Optimizers that were built separately have their own scales, with the same numbers.
+        # Optimizers that were built separately have separate scales with equal values.
         scalers = (one.grad_scaler for one in self.chained_optimizers[1:] if one.grad_scaler is not self.grad_scaler)
         for scaler in dict.fromkeys(scaler for scaler in scalers if scaler is not None):
             scaler.update(found_inf)

@@ -365,7 +365,7 @@ class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig, InBac
     )
     timers: Timers = field(
         default_factory=Timers, compare=False
-    )  # excluded from comparisons, because each has its own timers
+    )  # excluded from comparisons, because each config has separate timers
 
     def __post_init__(self) -> None:
         validate_fields(self)

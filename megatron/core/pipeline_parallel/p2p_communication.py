@@ -109,7 +109,7 @@ class P2PCommunicator:
 
     # For custom schedules, as written by Megatron's users. Each call returns when its transfers are complete. Sent
     # tensors have any shape, received tensors have [*shape], and both have dtype pipeline_dtype. Lists of tensors are
-    # accepted and returned. At the ends of the pipeline, calls return None.
+    # accepted and returned. At the ends of the pipeline, None replaces each received tensor.
 
     def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any:
         """Receives the previous stage's outputs, through which gradients flow back.
