@@ -122,7 +122,7 @@ def test_commands_of_the_path_run_one_after_another(clone: Path) -> None:
         found = re.findall(r"^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
         # examples/resume.sh has its own test.
         scripts += [block for block in found if ".venv/bin/activate" not in block and "examples/" not in block]
-    assert len(scripts) == 12
+    assert len(scripts) == 11
     script = "\n".join(scripts)
     for pattern, small in {
         "--max-bytes 2000000": "--max-bytes 300000",
