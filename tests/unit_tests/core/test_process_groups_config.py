@@ -109,7 +109,7 @@ def test_a_tied_weight_on_two_stages_needs_their_group() -> None:
 def test_dispatchers_take_what_a_rank_has_of_the_experts(dispatcher: type) -> None:
     config = small_config(**EXPERTS)
     assert dispatcher(4, [0, 1, 2, 3], config)
-    with pytest.raises(ValueError, match=r"\[2, 3\]: this rank holds 4 experts, \[0, 1, 2, 3\]"):
+    with pytest.raises(ValueError, match=r"\[2, 3\]: must be 4 and \[0, 1, 2, 3\]"):
         dispatcher(4, [2, 3], config)
 
 

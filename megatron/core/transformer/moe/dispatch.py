@@ -1,7 +1,7 @@
-"""The interface of token dispatchers, which move tokens to the ranks of their experts and back.
+"""Interface of token dispatchers, which send tokens to the ranks of their experts and back.
 
 A layer calls six methods, in the order in which MoETokenDispatcher lists them. The dispatchers are in dispatch_*.py,
-the choice among them in token_dispatcher.py.
+and token_dispatcher.py selects one.
 
 T tokens of this rank, H hidden, K choices of a token, E experts, R rows that this rank's experts receive, e experts of
 this rank.
@@ -32,7 +32,7 @@ class DispatchedTokens(NamedTuple):
 
 
 class RowDemand(NamedTuple):
-    """The demand of one routing on this rank's static buffers.
+    """Number of rows that one routing requires beyond this rank's static buffers, and the required capacity factor.
 
     rows_missing: [1], int64, on the device: above 0 if the buffers were too small and rows were dropped. factor_needed:
     [1], fp32, on the device: the smallest capacity factor that would have dropped no rows. can_lose: whether any
@@ -45,7 +45,7 @@ class RowDemand(NamedTuple):
 
 
 class MoETokenDispatcher(ABC):
-    """Moves tokens to experts and back, in six steps that each pass tensors to the next.
+    """Moves tokens to experts and back in six steps, each of which passes its tensors to the next.
 
     1. `dispatch_preprocess` orders the tokens, or copies them into the rows to send.
     2. `token_dispatch` sends them to the ranks of their experts.
@@ -77,19 +77,19 @@ class MoETokenDispatcher(ABC):
     def order_rows(self, tokens: Tensor, routing: Routing) -> Any:
         """Runs the part of step 1 that a CUDA graph may capture; returns the second argument of `begin`.
 
-        tokens: [T, H], any float dtype. In the result, tensors that require gradients must be in tuples, never in other
-        containers. The default returns the fields of the routing, for dispatchers whose shapes depend on it.
+        tokens: [T, H], any float dtype. In the result, tensors that require gradients may be nested in tuples only. The
+        default, for dispatchers whose shapes depend on the routing, returns the fields of the routing.
         """
         return routing.weights, routing.indices, routing.has_absent
 
     def begin(self, tokens: Tensor, ordered: Any) -> tuple[Tensor, Tensor]:
-        """Runs the rest of step 1 and returns its result.
+        """Runs the rest of step 1; returns the input of token_dispatch.
 
         tokens: [*, H], any float dtype. ordered: the result of order_rows for the same tokens.
         """
         rows = as_rows(tokens)
-        # Kept only if a shared expert needs them: a forward that is recomputed for its saved tensors may stop before
-        # `_end`.
+        # Stored only for a shared expert, because a forward that is recomputed for its saved tensors may stop before
+        # `_end`, which clears them.
         self._shape, self._tokens = tokens.shape, None if self.shared_experts is None else rows
         self._shared_output = None
         return self._begin(rows, ordered)
@@ -99,11 +99,11 @@ class MoETokenDispatcher(ABC):
         """Sets _passage and returns the rows and weights that step 2 sends; tokens: [T, H]."""
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the input of token_dispatch: rows, or tokens with all their choices, and their weights.
+        """Prepares the input of token_dispatch: rows, or tokens with all their choices, and their weights.
 
-        tokens: [*, H], any float dtype. routing_map and probs: a router's tables [T, E], bool and float, or the experts
-        of each token [T, K], int64, and their weights [T, K]. NOTE: tables synchronize with the device, because the
-        largest number of experts per token determines a shape.
+        tokens: [*, H], any float dtype. routing_map, probs: either a router's tables [T, E], bool and float, or the
+        experts of each token [T, K], int64, and their weights [T, K]. NOTE: with tables the host waits for the device,
+        because the largest number of experts per token determines a shape.
         """
         routing = Routing.of(probs, routing_map, num_experts=self.config.num_moe_experts)
         return self.begin(tokens, self.order_rows(as_rows(tokens), routing))
@@ -124,31 +124,41 @@ class MoETokenDispatcher(ABC):
 
     @abstractmethod
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Returns the rows to send back; hidden_states: [R, H], any float dtype, sorted by expert and weighted."""
+        """Puts the experts' results into the order in which they are sent back.
+
+        hidden_states: [R, H], any float dtype, sorted by expert, already multiplied by the weights.
+        """
 
     @abstractmethod
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Sends rows back, [*, H], any float dtype; returns the received rows. Collective."""
+        """Sends results back to the ranks of their tokens; returns the received rows. Collective.
+
+        hidden_states: [*, H], any float dtype, the result of combine_preprocess.
+        """
 
     @abstractmethod
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """Returns the tokens in their original shape: [*, H], any float dtype, sums of rows over experts and ranks."""
+        """Sums each token's rows over experts and ranks; returns the tokens in their original shape.
+
+        hidden_states: [*, H], any float dtype, the result of token_combine.
+        """
 
     def set_shared_experts(self, shared_experts: Callable[[Tensor], Any]) -> None:
         """Makes token_dispatch run a shared expert while rows are sent; combine_postprocess then adds its result.
 
-        shared_experts: tokens [T, H], any float dtype -> [T, H], alone or with a bias to add, which may be None.
+        shared_experts: maps tokens [T, H], any float dtype, to [T, H], or to a tuple of [T, H] and a bias, which is
+        added unless it is None.
         """
         if not callable(shared_experts):
             raise ValueError(f"shared_experts is {shared_experts!r}: must be a module or function")
         self.shared_experts = shared_experts
 
     def get_expert_zero_copy_buffers(self) -> tuple[None, None]:
-        """Returns no output buffer and no gradient buffer, because experts allocate their own tensors here."""
+        """Returns (None, None) for the output and gradient buffers, because experts allocate new tensors."""
         return None, None
 
     def take_demand(self) -> RowDemand | None:
-        """Returns the demand computed in step 3 and clears it; None if no row can be dropped."""
+        """Returns the demand computed in step 3 and clears it; None for a dispatcher without static buffers."""
         # The demand is cleared because a CUDA graph may own its memory.
         demand, self._demand = self._demand, None
         return demand
@@ -164,8 +174,9 @@ class MoETokenDispatcher(ABC):
             self._shared_output = result
 
     def _end(self, tokens: Tensor) -> Tensor:
-        """Adds the shared expert's result to tokens: [T, H], clears the state of the forward, and returns them as [*,
-        H].
+        """Adds the shared expert's result to tokens, [T, H], and returns them in their original shape.
+
+        Also clears the state of this forward.
         """
         shape = self._shape
         if self._shared_output is not None:
@@ -175,19 +186,20 @@ class MoETokenDispatcher(ABC):
 
 
 def as_rows(tokens: Tensor) -> Tensor:
-    """Returns [*, H], any dtype, as [T, H]."""
+    """Flattens all dimensions except the last: [*, H], any dtype -> [T, H]."""
     return tokens if tokens.dim() == 2 else tokens.reshape(-1, tokens.shape[-1])
 
 
 def in_shape(tokens: Tensor, shape: torch.Size) -> Tensor:
-    """Returns [T, H], any dtype, as a view of that shape."""
+    """Views tokens, [T, H], any dtype, in the given shape."""
     return tokens if tokens.shape == shape else tokens.view(shape)
 
 
 def local_experts(config: TransformerConfig, group: ProcessGroup | None) -> range:
-    """Returns the experts of this rank in the expert-parallel group: consecutive, the same number on each rank.
+    """Returns the range of experts that this rank of the expert-parallel group stores.
 
-    Raises ValueError where the number of ranks does not divide the number of experts.
+    All ranks have the same number of experts. Raises ValueError if the number of ranks does not divide the number of
+    experts.
     """
     assert config.num_moe_experts is not None
     if config.num_moe_experts % group_size(group):
@@ -205,11 +217,14 @@ def own_experts(
     config: TransformerConfig,
     ep_group: ProcessGroup | None,
 ) -> range:
-    """Returns the range of local_experts; raises ValueError if the caller's number or indices differ from it."""
+    """Returns this rank's experts, as local_experts does, after checking the caller's arguments against them.
+
+    Raises ValueError if num_local_experts or local_expert_indices differ from that range.
+    """
     local = local_experts(config, ep_group)
     if num_local_experts != len(local) or list(local_expert_indices) != list(local):
         raise ValueError(
             f"num_local_experts is {num_local_experts} and local_expert_indices are {list(local_expert_indices)}: "
-            f"this rank holds {len(local)} experts, {list(local)}"
+            f"must be {len(local)} and {list(local)} on this rank"
         )
     return local

@@ -1,16 +1,17 @@
-"""The experts of one rank, over rows that are sorted by expert: GroupedMLP, and its reference SequentialMLP.
+"""Experts of one rank, applied to rows that are sorted by expert: GroupedMLP, and its reference SequentialMLP.
 
-GroupedMLP computes all experts with grouped matrix products; SequentialMLP runs one MLP after the other. The rest of
-the file holds ExpertShard, which describes the experts of a rank, low-rank adapters of grouped experts, and products
-over static buffers. A token dispatcher (dispatch.py) provides the rows.
+GroupedMLP computes all experts with grouped GEMMs; SequentialMLP runs one MLP after the other. The file also defines
+ExpertShard, which describes the experts of a rank, low-rank adapters of grouped experts, and the operations on static
+buffers. A token dispatcher (dispatch.py) provides the rows.
 
 Shapes: R rows, H hidden, F width of one expert, e experts of this rank, E experts of all ranks, r width of adapters.
 
 [Note: static experts]
-With moe_expert_rank_capacity_factor the rows are stored in a buffer of C rows. R of them are live, and only the device
-knows R. The products read R from the offsets on the device. The activation receives R as num_rows and is an operator of
-the stash, because a plain activation would compute all C rows. Rows from R on are undefined, and so are their
-gradients. A stash saves the live rows for backward in pages. If the pool has no pages left, it drops tensors that
+With moe_expert_rank_capacity_factor the rows are stored in a buffer of C rows. The first R rows are live, and only the
+device knows R. The GEMMs read R from the offsets on the device. The activation receives R as num_rows and is an
+operator of the stash, because a plain activation would compute all C rows. Rows beyond the first R are undefined, and
+so are their gradients. A stash saves the live rows for backward in pages. If the pool has no pages left, it drops
+tensors that
 backward can recompute: first act, from gate_up and the weights, then gate_up, from the rows. `_static_forward`
 registers the rows with the stash, together with functions that recompute them. A recomputed gate_up is bit-identical,
 because recompute_gate_up runs the same operations in the same order as `_static_fc1`.
@@ -64,21 +65,21 @@ _BIAS1, _BIAS2 = "linear_fc1.bias", "linear_fc2.bias"
 
 @dataclass
 class GroupedMLPSubmodules:
-    """Specs of the low-rank adapters of both products; None means no adapter."""
+    """Specs of the low-rank adapters for fc1 and fc2; None means no adapter."""
 
     linear_fc1: Any = None
     linear_fc2: Any = None
 
 
 class GroupedMLP(MegatronModule):
-    """All experts of a rank, computed with grouped matrix products.
+    """All experts of a rank, computed with grouped GEMMs.
 
-    1. fc1, a product for each expert: rows [R, H] -> gate_up [R, 2F] (F without a gated activation).
+    1. fc1, one matrix per expert: rows [R, H] -> gate_up [R, 2F] (F without a gated activation).
     2. The activation, times the routing weight of each row: act [R, F].
-    3. fc2, a product for each expert: [R, H].
+    3. fc2, one matrix per expert: [R, H].
 
     Saves the rows, gate_up, the weights and act for backward. bias1: [e, 2F], bias2: [e, H], with add_bias_linear;
-    bias2 is also multiplied by the routing weight. linear_fc1, linear_fc2: the adapters of both products, or None.
+    bias2 is also multiplied by the routing weight. linear_fc1, linear_fc2: the adapters of fc1 and fc2, or None.
     """
 
     bias1: nn.Parameter | None
@@ -96,8 +97,8 @@ class GroupedMLP(MegatronModule):
     ) -> None:
         """Allocates the weights and builds the adapters.
 
-        submodules: adapters of the products; the products themselves cannot be replaced. pg_collection: the groups of
-        this rank; None means the groups of parallel_state, if there are any. name: for users' own records. Raises
+        submodules: adapters for fc1 and fc2; fc1 and fc2 themselves cannot be replaced. pg_collection: the groups of
+        this rank; None means the groups of parallel_state, if they exist. name: stored for the caller. Raises
         ValueError for submodules other than adapters.
         """
         super().__init__(config)
@@ -135,13 +136,13 @@ class GroupedMLP(MegatronModule):
         kind = get_module(spec)
         if not (isinstance(kind, type) and issubclass(kind, ExpertAdapter)):
             raise ValueError(
-                f"submodules has {kind!r}: GroupedMLP uses its own grouped products, so linear_fc1 and linear_fc2 "
-                "must be None or ExpertAdapter; use SequentialMLP for linear layers of another class"
+                f"submodules contains {kind!r}: linear_fc1 and linear_fc2 of GroupedMLP must be ExpertAdapter or None; "
+                "use SequentialMLP for other linear layers"
             )
         return build_module(spec, self.shard, self.num_local_experts, config=self.config, sizes=sizes)
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """Returns the init methods of this module's own parameters, by name."""
+        """Returns the init method of each parameter by name, excluding adapters."""
         assert self.config.init_method is not None and self.config.output_layer_init_method is not None
         # Logical matrices of one expert, over all ranks that share it.
         parts, hidden = self.shard.num_parts, self.config.hidden_size
@@ -161,12 +162,12 @@ class GroupedMLP(MegatronModule):
         *,
         group: StashGroup | None = None,
     ) -> tuple[Tensor, None]:
-        """Computes the weighted results of rows. The bias is already included.
+        """Applies each row's expert and multiplies the output by the row's routing weight. Includes the biases.
 
         permuted_local_hidden_states: [R, H], parameter dtype; tokens_per_expert: [e], int64, on the device;
-        permuted_probs: [R], fp32 or parameter dtype. output_buffer, grad_input_buffer: must be None. group: saves the
-        rows of a static buffer for backward. Returns [R, H], parameter dtype, and None for the bias. With a static
-        buffer, C replaces R.
+        permuted_probs: [R], fp32 or parameter dtype. output_buffer, grad_input_buffer: must be None. group: stash group
+        that saves the rows of a static buffer for backward, or None. Returns [R, H], parameter dtype, and None for the
+        bias. With a static buffer, R is C.
         """
         if output_buffer is not None or grad_input_buffer is not None:
             require_defaults(
@@ -205,7 +206,8 @@ class GroupedMLP(MegatronModule):
 
     @property
     def _bias2_share(self) -> float:
-        # Each rank of an expert holds all of bias2 and adds its share, because the results of these ranks are summed.
+        # All ranks that share an expert store the whole bias2. Each adds a share of it, because their results are
+        # summed.
         return 1 / self.shard.num_parts
 
     # The same computation over a static buffer. See [Note: static experts].
@@ -213,9 +215,10 @@ class GroupedMLP(MegatronModule):
     def _static_forward(
         self, rows: Tensor, weights: Tensor, *, offsets: Tensor, form: ActivationForm, group: StashGroup | None
     ) -> Tensor:
-        """Computes the live rows; rows: [C, H], parameter dtype; weights: [C]; offsets: [e], int32, on the device.
+        """Computes the output of the live rows of a static buffer: [C, H].
 
-        The last offset is the number of live rows. Returns [C, H].
+        rows: [C, H], parameter dtype. weights: [C]. offsets: [e], int32, on the device; the last offset is the number
+        of live rows.
         """
         num_rows = offsets[-1:].long()
         fields: dict[str, Any] = {"activation": form.name, "clamp": form.clamp, "offset": form.offset}
@@ -226,9 +229,8 @@ class GroupedMLP(MegatronModule):
         if group is not None:
             group.rows(gate_up, *low)
 
-        # num_rows is passed as an argument: a runner that recomputes the part saves its arguments for backward as
-        # autograd does, and CUDA graphs keep their memory alive. Nothing would keep the memory of a tensor in a closure
-        # alive.
+        # num_rows is an argument because a runner that recomputes the part saves the arguments for backward as autograd
+        # does, and CUDA graphs keep their memory alive. Nothing would keep the memory of a tensor in a closure alive.
         def activation(gate_up: Tensor, weights: Tensor, num_rows: Tensor) -> Tensor:
             return gated_activation(gate_up, weights, num_rows=num_rows, **fields)
 
@@ -248,7 +250,7 @@ class GroupedMLP(MegatronModule):
 
     @part("expert_fc1")
     def _static_fc1(self, rows: Tensor, *, offsets: Tensor, is_recomputed: bool) -> tuple[Tensor, ...]:
-        """Computes gate_up [C, 2F] and, with an adapter, the product of the rows with its A [C, r].
+        """Computes gate_up, [C, 2F], and, with an adapter, the rows times the adapter's A, [C, r].
 
         is_recomputed: whether a stash may recompute gate_up.
         """
@@ -275,16 +277,16 @@ class GroupedMLP(MegatronModule):
     # For checkpoints and optimizers.
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
-        """Returns this rank's pieces of the stored tensors, which stack all experts.
+        """Returns this rank's pieces of the checkpointed tensors, which stack all experts.
 
-        fc1 is [E, F, H], as two tensors, gate and up, where the activation is gated; fc2 is [E, H, F]. Biases have no
-        input dimension. Adapters are in the result as well.
+        fc1 is stored as [E, F, H], split into two tensors, gate and up, if the activation is gated; fc2 is stored as
+        [E, H, F]. Biases have no input dimension. The result includes the adapters.
         """
         experts, hidden, ffn = self.num_local_experts, self.config.hidden_size, self.ffn_hidden_size
         all_experts, first = self.shard.num_experts, self.shard.first_expert
         all_ffn, first_ffn = ffn * self.shard.num_parts, ffn * self.shard.part
         halves = (".gate", ".up") if self.config.gated_linear_unit else ("",)
-        # Stored as [output, input], as in dense layers and Hugging Face: a transposed view.
+        # Stored as [output, input], as in dense layers and Hugging Face, through a transposed view.
         fc1_stride = (hidden * self.fc1_width, 1, self.fc1_width)
         pieces = {
             "weight1": [
@@ -331,12 +333,12 @@ class GroupedMLP(MegatronModule):
         }
 
 
-# Megatron's name for grouped experts. There it is a Transformer Engine module, here this framework's own.
+# Megatron's name for grouped experts, which are a Transformer Engine module there.
 TEGroupedMLP = GroupedMLP
 
 
 class SequentialMLP(MegatronModule):
-    """One MLP for each expert, run one after the other: the reference implementation for GroupedMLP."""
+    """Runs one MLP per expert, one after the other. Reference implementation for GroupedMLP."""
 
     def __init__(
         self,
@@ -348,8 +350,8 @@ class SequentialMLP(MegatronModule):
     ) -> None:
         """Builds an MLP for each expert.
 
-        pg_collection: the groups of this rank; None means the groups of parallel_state, if there are any. name: for
-        users' own records.
+        pg_collection: the groups of this rank; None means the groups of parallel_state, if they exist. name: stored for
+        the caller.
         """
         super().__init__(config)
         self.name = name
@@ -361,14 +363,14 @@ class SequentialMLP(MegatronModule):
         mark_experts(self)
         for bias in (expert.linear_fc2.bias for expert in experts):
             if bias is not None and self.shard.num_parts > 1:
-                # Each rank of an expert holds the whole bias and adds its share in forward. The gradient of the whole
-                # bias is num_parts times the gradient of the share.
+                # All ranks that share an expert store the whole bias, and each adds a share of it in forward. The
+                # gradient of the whole bias is num_parts times the gradient of the share.
                 bias.register_hook(partial(torch.mul, self.shard.num_parts))
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """Computes the weighted results of rows. The bias is already included.
+        """Applies each row's expert and multiplies the output by the row's routing weight. Includes the biases.
 
         permuted_local_hidden_states: [R, H], parameter dtype; tokens_per_expert: [e], int64, on the device;
         permuted_probs: [R], fp32 or parameter dtype. Returns [R, H], parameter dtype, and None for the bias.
@@ -379,12 +381,12 @@ class SequentialMLP(MegatronModule):
         outputs = []
         for expert, rows, scale in zip(self.local_experts, inputs, weights, strict=True):
             output, bias = expert(rows, scale)
-            # Each rank of an expert adds its share of the bias, because the results of these ranks are summed.
+            # Each rank that shares the expert adds a share of the bias, because the results of these ranks are summed.
             outputs.append(output if bias is None else output + bias / self.shard.num_parts)
         return torch.cat(outputs), None
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
-        """Returns each expert's pieces of the tensors that GroupedMLP stores."""
+        """Returns each expert's pieces of the checkpointed tensors, which GroupedMLP also uses."""
         return {
             f"local_experts.{index}.{name}": [self._of_expert(part, index, prefix=prefix) for part in parts]
             for index, expert in enumerate(self.local_experts)
@@ -392,7 +394,7 @@ class SequentialMLP(MegatronModule):
         }
 
     def _of_expert(self, part: LogicalPiece, index: int, *, prefix: str) -> LogicalPiece:
-        """Turns one expert's piece into a row of the stacked tensor."""
+        """Converts one expert's piece into the expert's entry of the stacked tensor."""
         return LogicalPiece(
             key=prefix + part.key,
             shape=(1, *part.shape),
@@ -404,7 +406,7 @@ class SequentialMLP(MegatronModule):
 
 
 def _counts_sync(tokens_per_expert: Tensor) -> list[int]:
-    """Reads the rows of each expert on the host. NOTE: synchronizes; only the sequential reference does this."""
+    """Reads the number of rows per expert on the host. NOTE: waits for the device; GroupedMLP does not call it."""
     counts: list[Any] = tokens_per_expert.tolist()
     return counts
 
@@ -414,9 +416,10 @@ def _counts_sync(tokens_per_expert: Tensor) -> list[int]:
 
 @dataclass(frozen=True)
 class ExpertShard:
-    """The experts that a rank holds, from first_expert on, and which of num_parts parts of each expert.
+    """Experts that a rank stores, and the rank's part of each expert if experts are split over ranks.
 
-    num_experts: number of experts in the layer.
+    num_experts: number of experts in the layer. first_expert: index of the rank's first expert. part: index of the
+    rank's part of each expert, below num_parts.
     """
 
     num_experts: int
@@ -445,18 +448,18 @@ def mark_experts(experts: nn.Module) -> None:
 
 
 class ExpertAdapter(MegatronModule):
-    """Low-rank adapters of all experts of a rank for one of the two products. Adds alpha / r B A x to the product.
+    """Low-rank adapters for fc1 or fc2 of all experts of a rank. Adds alpha / r * B A x to the output.
 
-    lora_a: [e, I, r], random; lora_b: [e, r, O], initially zero. I and O are the widths of the product's input and
-    output. Checkpoint keys are the same as for adapters of sequential experts. Adapters of linear layers are in
-    lora.py.
+    lora_a: [e, I, r], random; lora_b: [e, r, O], initially zero. I and O are the input and output widths of fc1 or fc2.
+    Checkpoint keys are the same as for adapters of sequential experts. Adapters of linear layers are in lora.py.
     """
 
     def __init__(
         self, shard: ExpertShard, num_local_experts: int, *, config: TransformerConfig, sizes: tuple[int, int]
     ) -> None:
-        """Allocates A and B; sizes: I and O, which is 2F for a gated fc1. Raises ValueError for experts split over
-        ranks.
+        """Allocates A and B; sizes: I and O, which is 2F for a gated fc1.
+
+        Raises ValueError if experts are split over ranks.
         """
         super().__init__(config)
         require_whole_experts(shard.num_parts)
@@ -471,16 +474,16 @@ class ExpertAdapter(MegatronModule):
         return {"lora_a": init_of_a(self.sizes[0]), "lora_b": ConstantInit(0)}
 
     def forward(self, product: Tensor, rows: Tensor, *, offsets: Tensor) -> Tensor:
-        """Adds the adapter's result to the product in place and returns it.
+        """Adds the adapter's output to `product` in place and returns `product`.
 
-        product: [R, O], the weights' product with rows: [R, I], both parameter dtype; offsets: [e], int32, on the
-        device: the end of each expert's rows.
+        product: [R, O], rows times the base weights, and rows: [R, I], both parameter dtype; offsets: [e], int32, on
+        the device: end offset of each expert's rows.
         """
         low = _product(rows, self.lora_a, offsets=offsets)  # [R, r]
         return add_low_rank(product, low, weight=self.lora_b, offsets=offsets, scale=self.scale)
 
     def pieces(self, key: str, halves: tuple[str, ...]) -> dict[str, list[LogicalPiece]]:
-        """Returns this rank's pieces of the stored tensors, as [output, input]: A [E, r, I], and B [E, O, r].
+        """Returns this rank's pieces of the checkpointed tensors, stored as [output, input]: A [E, r, I], B [E, O, r].
 
         key: the linear layer's name with a trailing dot. halves: suffixes of B, which is stored as one tensor per
         suffix.
@@ -519,7 +522,7 @@ class ExpertAdapter(MegatronModule):
         }
 
 
-# --- Static buffers: activations and products of live rows ---
+# --- Static buffers: activations and GEMMs of live rows ---
 
 # (activation_func, gated_linear_unit) -> the kernels' name for this combination.
 _ACTIVATIONS = {
@@ -534,7 +537,7 @@ _ACTIVATIONS = {
 
 
 def static_activation(config: TransformerConfig) -> ActivationForm:
-    """Returns the kernels' form of the configured activation; raises ValueError for one without a kernel."""
+    """Returns the configured activation as an ActivationForm; raises ValueError if it has no kernel."""
     chosen = config.activation_func, config.gated_linear_unit
     if chosen not in _ACTIVATIONS:
         raise ValueError(
@@ -547,7 +550,7 @@ def static_activation(config: TransformerConfig) -> ActivationForm:
 def _product(
     rows: Tensor, weight: Tensor, *, offsets: Tensor, is_static: bool = False, is_recomputed: bool = False
 ) -> Tensor:
-    """Multiplies live rows by their expert's matrix; rows: [C, I]; weight: memory of [e, I, O] -> [C, O].
+    """Multiplies live rows by their expert's matrix; rows: [C, I]; weight: viewed as [e, I, O]. Returns [C, O].
 
     is_static, is_recomputed: see product_kernel.
     """
@@ -560,7 +563,10 @@ def _product(
 def _static_adapted(
     product: Tensor, rows: Tensor, *, adapter: ExpertAdapter | None, offsets: Tensor
 ) -> tuple[Tensor, ...]:
-    """Adds the adapter's result to the product: [C, O]. Returns it and, with an adapter, the rows times A: [C, r]."""
+    """Adds the adapter's output to `product`, [C, O], in place.
+
+    Returns `product` and, with an adapter, the rows times A, [C, r].
+    """
     if adapter is None:
         return (product,)
     low = _product(rows, adapter.lora_a, offsets=offsets, is_static=True)

@@ -1,13 +1,13 @@
-"""Grouped matrix products: rows that are sorted by expert, times the matrix of their expert. Used by experts.py.
+"""Grouped GEMM: multiplies rows, sorted by expert, by the weight matrix of their expert. Used by experts.py.
 
 Shapes: R rows, e experts, I and O the widths of input and output rows.
 
-[Note: kernels of products] torch's grouped_mm is faster where it has a kernel: for bf16 on GPUs of compute capability 9
+[Note: choice of kernel] torch's grouped_mm is faster where it has a kernel: for bf16 on GPUs of compute capability 9
 and 10, with widths divisible by 8. Elsewhere it reads the offsets on the host, which makes each layer wait for the
-device and cannot be captured, so the Triton kernel of the stash (triton_grouped_gemm.py) handles fp32, fp16 and bf16
-there. That kernel also computes products that a stash may have to recompute, with identical bits. On a GPU it
-accumulates weight gradients directly into the memory of their owner, whichever kernel ran the forward. torch's kernel
-would first write a temporary of the weights' size. fp64 on a GPU synchronizes with the device.
+device and cannot be captured. The Triton kernel of the stash (triton_grouped_gemm.py) handles fp32, fp16 and bf16
+there. It also runs every GEMM that a stash may recompute, because the recomputed result must be bit-identical. On a GPU
+it accumulates weight gradients directly into the buffer of the weight's gradient owner, whichever kernel ran the
+forward. torch's kernel would first write a temporary of the weights' size. fp64 on a GPU synchronizes with the device.
 """
 
 import enum
@@ -25,7 +25,7 @@ from megatron.core.transformer.moe.paged_stash.expert_ops import HAS_TRITON, ops
 
 
 class ProductKernel(enum.Enum):
-    """The kernel of a grouped product. See [Note: kernels of products]."""
+    """Kernel that computes a grouped GEMM. See [Note: choice of kernel]."""
 
     TORCH = "torch"
     STASH = "stash"
@@ -40,10 +40,10 @@ def product_kernel(
     is_static: bool = False,
     is_recomputed: bool = False,
 ) -> ProductKernel:
-    """Chooses the kernel of a product of rows and weights.
+    """Chooses the kernel for a grouped GEMM of rows and weights.
 
-    widths: of input and output rows. is_static: rows are in a static buffer. is_recomputed: a stash may recompute the
-    product, which must be bit-identical.
+    widths: numbers of elements in an input row and in an output row. is_static: whether the rows are in a static
+    buffer. is_recomputed: whether a stash may recompute the result, which must then be bit-identical.
     """
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return ProductKernel.TORCH
@@ -58,7 +58,7 @@ def product_kernel(
 
 
 def row_offsets(tokens_per_expert: Tensor) -> Tensor:
-    """Returns the end of each expert's rows; tokens_per_expert: [e], int64, on device -> [e], int32, same device."""
+    """Computes the end offset of each expert's rows: [e], int32. tokens_per_expert: [e], int64, on the same device."""
     return tokens_per_expert.cumsum(0, dtype=torch.int32)
 
 
@@ -67,10 +67,10 @@ def grouped_gemm(
 ) -> Tensor:
     """Multiplies each row by the matrix of its expert.
 
-    rows: [R, I], sorted by expert; weight: any shape with the memory of [e, I, O], same float dtype; offsets: [e],
-    int32, on the device: the end of each expert's rows. kernel: see product_kernel. Returns [R, O], same dtype. Rows
-    after the last expert's are not read; the result and the gradient are undefined there. NOTE: on a GPU, fp64
-    synchronizes with the device, and so do all torch kernels except the bf16 one.
+    rows: [R, I], sorted by expert. weight: [e, I, O], or any shape that can be viewed so, the rows' float dtype.
+    offsets: [e], int32, on the device: end offset of each expert's rows. kernel: see product_kernel. Returns [R, O],
+    same dtype. Rows beyond the last offset are not read; the result and the gradient are undefined there. NOTE: on a
+    GPU, all torch kernels except the bf16 one synchronize with the device, and so does fp64.
     """
     if kernel is ProductKernel.STASH or has_grad_owner(weight):
         output: Tensor = _GroupedGemm.apply(rows, weight, offsets, kernel)
@@ -79,9 +79,9 @@ def grouped_gemm(
 
 
 class _GroupedGemm(torch.autograd.Function):
-    """Grouped product whose backward passes the weight's gradient to its owner, if it has one.
+    """Grouped GEMM whose backward passes the weight gradient to the weight's gradient owner, if it has one.
 
-    torch's kernel supports double backward.
+    Double backward is supported with torch's kernel only.
     """
 
     @staticmethod
@@ -94,7 +94,9 @@ class _GroupedGemm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         if ctx.kernel is ProductKernel.STASH and torch.is_grad_enabled():
-            raise RuntimeError("the stash's grouped product kernel has no second derivative: call backward only once")
+            raise RuntimeError(
+                "the stash's grouped GEMM kernel has no second derivative: call backward without create_graph"
+            )
         rows, weight, offsets = ctx.saved_tensors
         grad_rows = grad_weight = None
         if weight is not None:
@@ -110,7 +112,10 @@ class _GroupedGemm(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _ExpertGrads:
-    """A WeightGrad computed from rows: [R, I], and the output's gradient: [R, O]. shape: the weight's."""
+    """WeightGrad of a grouped GEMM, computed from its input rows and the gradient of its output.
+
+    rows: [R, I]. grad: [R, O]. shape: shape of the weight.
+    """
 
     rows: Tensor
     grad: Tensor
@@ -165,7 +170,7 @@ def _multiply(
     rows: Tensor, matrices: Tensor, *, offsets: Tensor, kernel: ProductKernel = ProductKernel.TORCH
 ) -> Tensor:
     if rows.shape[0] == 0:
-        # No expert of this rank has a row. All gradients must be zero; torch's grouped product fails in this case
+        # No expert of this rank has a row. All gradients must be zero, but torch's grouped_mm fails without rows
         # (2.13).
         return rows @ matrices[0]
     if kernel is ProductKernel.STASH:
@@ -173,7 +178,7 @@ def _multiply(
         ops.grouped_gemm(rows, matrices, offsets=offsets, out=out)
         return out
     if rows.dtype == torch.float64:
-        # torch's grouped product does not support fp64 (2.13), which serves as a reference only.
+        # torch's grouped_mm does not support fp64 (2.13), which is only used as a reference.
         products = [part @ matrix for part, matrix in zip(_split_sync(rows, offsets), matrices)]
         return F.pad(torch.cat(products), (0, 0, 0, len(rows) - sum(map(len, products))))
     return F.grouped_mm(rows, matrices, offs=offsets)

@@ -2,7 +2,7 @@
 
 One use is training with the routing that another program, such as the one that generated the tokens, computed for the
 same tokens. Only the choice is replayed; the weights are computed from the current scores. Routers with
-moe_enable_routing_replay have one RouterReplay each. The file written by --record-routing holds counts of a run, not
+moe_enable_routing_replay have one RouterReplay each. The file written by --record-routing contains token counts, not
 choices.
 
     RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
@@ -29,7 +29,7 @@ Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class RouterReplayAction(Enum):
-    """Ways in which routers treat their choice of experts."""
+    """Action of a router on its choice of experts: record it, or replay an earlier one."""
 
     RECORD = "record"
     REPLAY_FORWARD = "replay_forward"
@@ -37,13 +37,12 @@ class RouterReplayAction(Enum):
 
 
 class RouterReplay:
-    """The choices of one router: the recorded choice, the choice to replay, and the choices that recomputed forwards
-    repeat.
+    """Records and replays the expert choices of one router.
 
-    RECORD: routes normally and records the choice of the last forward. REPLAY_FORWARD: uses the target indices.
-    REPLAY_BACKWARD: repeats the choice of the oldest forward that has not been recomputed yet. None: routes normally. A
-    forward that records or replays is remembered until its recomputation has run, or until clear_indices. The static
-    methods act on all instances of the process, in the order in which they were created.
+    RECORD routes normally and records the choice of the last forward. REPLAY_FORWARD uses the target indices.
+    REPLAY_BACKWARD repeats the choice of the oldest forward that has not been recomputed yet. None routes normally. The
+    choice of a forward that records or replays is stored until its recomputation has run, or until clear_indices. The
+    static methods act on all instances of the process, in the order in which they were created.
     """
 
     def __init__(self) -> None:
@@ -54,7 +53,7 @@ class RouterReplay:
         _references().append(weakref.ref(self, _references().remove))
 
     def __reduce__(self) -> Any:
-        """Gives a copy of a model its own instances, without choices."""
+        """Makes deepcopy and pickle create a new instance without choices."""
         return RouterReplay, ()
 
     # All instances
@@ -79,14 +78,15 @@ class RouterReplay:
 
     @staticmethod
     def set_replay_data(all_layers_topk_indices: Sequence[Tensor]) -> None:
-        """Sets the target indices of all instances: [T, K], integer, for each, in the order of instances.
+        """Sets the target indices of all instances.
 
-        Raises ValueError if the number of tensors differs from the number of instances.
+        all_layers_topk_indices: one tensor [T, K], integer, for each instance, in creation order. Raises ValueError if
+        the number of tensors differs from the number of instances.
         """
         instances = RouterReplay.instances()
         if len(all_layers_topk_indices) != len(instances):
             raise ValueError(
-                f"all_layers_topk_indices has {len(all_layers_topk_indices)} tensors: must have one for each of the "
+                f"all_layers_topk_indices has {len(all_layers_topk_indices)} tensors: must contain one for each of the "
                 f"{len(instances)} routers of this process"
             )
         for instance, indices in zip(instances, all_layers_topk_indices, strict=True):
@@ -99,14 +99,14 @@ class RouterReplay:
 
     @staticmethod
     def clear_global_indices() -> None:
-        """Clears recorded and target indices of all instances, and those kept for recomputation."""
+        """Clears all indices of all instances: recorded, target, and stored for recomputation."""
         for instance in RouterReplay.instances():
             instance.clear_indices()
 
     # One instance
 
     def set_router_replay_action(self, router_replay_action: RouterReplayAction) -> None:
-        """Sets the action; raises ValueError for any other type."""
+        """Sets the action; raises ValueError unless it is a RouterReplayAction."""
         if not isinstance(router_replay_action, RouterReplayAction):
             actions = ", ".join(map(str, RouterReplayAction))
             raise ValueError(f"router_replay_action is {router_replay_action!r}: must be one of {actions}")
@@ -125,8 +125,9 @@ class RouterReplay:
         return self.recorded_topk_idx
 
     def set_target_indices(self, topk_indices: Tensor) -> None:
-        """Sets the choice to replay: [T, K], any integer dtype, on any device. Raises ValueError for other shapes or
-        dtypes.
+        """Sets the choice to replay.
+
+        topk_indices: [T, K], any integer dtype, on any device. Raises ValueError for other shapes or dtypes.
         """
         if topk_indices.dim() != 2 or topk_indices.is_floating_point() or topk_indices.is_complex():
             raise ValueError(
@@ -136,15 +137,16 @@ class RouterReplay:
         self.target_topk_idx = topk_indices
 
     def clear_indices(self) -> None:
-        """Clears recorded and target indices, and those kept for recomputation."""
+        """Clears all indices: recorded, target, and stored for recomputation."""
         self.recorded_topk_idx = self.target_topk_idx = None
         self._for_backward.clear()
 
     def get_replay_topk(self, scores: Tensor, choose: Choose) -> tuple[Tensor, Tensor]:
         """Chooses experts according to the action; scores: [T, E], fp32 or fp64.
 
-        choose: makes the normal choice. Returns the scores of the chosen experts [T, K], same dtype, and their indices
-        [T, K], int64. Raises ValueError if the indices to replay are missing or belong to other tokens.
+        choose: computes the normal choice, such as top-k. Returns the scores of the chosen experts [T, K], same dtype,
+        and their indices [T, K], int64. Raises ValueError if the indices to replay are missing or have a different
+        number of tokens.
         """
         action = self.router_replay_action
         if action is None:
@@ -173,13 +175,13 @@ class RouterReplay:
             )
         if len(self.target_topk_idx) != len(scores):
             raise ValueError(
-                f"the target indices are for {len(self.target_topk_idx)} tokens: must be for the {len(scores)} "
-                "tokens that this router routes"
+                f"the target indices cover {len(self.target_topk_idx)} tokens: must cover the {len(scores)} tokens "
+                "that this router routes"
             )
         return self.target_topk_idx.to(scores.device, dtype=scores.new_empty(0).long().dtype)
 
 
 @cache
 def _references() -> "list[weakref.ref[RouterReplay]]":
-    """Returns the process-wide list to which instances add themselves. It holds weak references only."""
+    """Returns the process-wide list of weak references to instances, to which each instance adds itself."""
     return []

@@ -96,7 +96,7 @@ def _recorded(model: torch.nn.Module) -> list[Tensor]:
 
 def test_wrong_uses_are_named() -> None:
     model = build()
-    with pytest.raises(ValueError, match="has 1 tensors: must have one for each of the 2 routers"):
+    with pytest.raises(ValueError, match="has 1 tensors: must contain one for each of the 2 routers"):
         RouterReplay.set_replay_data([torch.zeros(4, 2, dtype=torch.int64)])
     with pytest.raises(ValueError, match="router_replay_action is 'record': must be one of RouterReplayAction.RECORD"):
         RouterReplay.set_global_router_replay_action("record")
@@ -106,7 +106,7 @@ def test_wrong_uses_are_named() -> None:
     with pytest.raises(ValueError, match="there are no target indices: call set_replay_data first"):
         loss_of(model)
     RouterReplay.set_replay_data([torch.zeros(3, 2, dtype=torch.int64)] * 2)
-    with pytest.raises(ValueError, match="the target indices are for 3 tokens"):
+    with pytest.raises(ValueError, match="the target indices cover 3 tokens"):
         loss_of(model)
     RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
     with pytest.raises(ValueError, match="every recorded or replayed forward has already been recomputed"):
