@@ -1,7 +1,7 @@
 """Auxiliary losses of the router, and the other mechanisms that balance expert loads.
 
-Losses: which ones a router adds, their formulas, how backward reaches them, and the recorder that logging reads.
-Without losses: the update of the routing bias, and random logits for benchmarks. The router itself is in router.py.
+The losses come first: their selection, formulas and gradients, and the recorder that logging reads. The update of the
+routing bias and random logits for benchmarks, which need no loss, follow. The router itself is in router.py.
 
 T tokens, E experts, K top-k, S positions, B sequences, L layers.
 
@@ -55,7 +55,7 @@ MTP_LOSS = "mtp_{} loss"  # the loss of one depth of multi-token prediction
 
 
 class BalancingLoss(NamedTuple):
-    """A load-balancing loss: its name in the log, and a scalar that includes its coefficient."""
+    """One load-balancing loss. name: its name in the log. value: scalar that includes the coefficient."""
 
     name: str
     value: Tensor
@@ -64,7 +64,7 @@ class BalancingLoss(NamedTuple):
 
 @dataclass(frozen=True)
 class Routed:
-    """The routing of one micro-batch of T = S x B tokens, position before sequence.
+    """Routing of one micro-batch. Its T = S x B tokens are ordered by position, then by sequence.
 
     logits: [T, E], fp32 or fp64. scores: [T, E], same dtype, the normalised scores if the route computed them. indices:
     [T, K], int64. group: `tp_cp`, the ranks that hold the other positions of the micro-batch. average_counts: turns
@@ -92,7 +92,7 @@ class Routed:
 
 
 class LoadBalancing:
-    """The load-balancing losses that a configuration enables."""
+    """Computes the load-balancing losses that a configuration enables."""
 
     def __init__(self, config: TransformerConfig, normalised_scores: Callable[[Tensor], Tensor]) -> None:
         """Selects the enabled losses.
@@ -131,7 +131,7 @@ class LoadBalancing:
         return self._switch_loss(scores, counts, routed, coefficient=coefficient)
 
     def _of_sequences(self, scores: Tensor, routed: Routed, *, coefficient: float) -> Tensor:
-        """Computes the mean loss over individual sequences; each (sequence, expert) pair is a column."""
+        """Averages the losses of the sequences. Treats each (sequence, expert) pair as a separate expert."""
         num_sequences = routed.num_sequences
         sequence = torch.arange(len(scores), device=scores.device).remainder(num_sequences).unsqueeze(1)  # [T, 1]
         pairs = num_sequences * self.num_experts
@@ -178,7 +178,7 @@ def switch_load_balancing_loss_func(
 ) -> Tensor:
     """Computes coeff * E * sum over experts of (share of the assignments) * (mean probability).
 
-    probs: [T, E], softmax over all experts, fp32 or more; tokens_per_expert: [E], any integer or float dtype.
+    probs: [T, E], softmax over all experts, fp32 or fp64; tokens_per_expert: [E], any integer or float dtype.
     total_num_tokens: an int, or a scalar on the device. fused: must be False. padding_mask: [T], bool, True for tokens
     whose probs are ignored; the counts passed in must exclude them as well. Returns a scalar of the probs' dtype, which
     equals `coeff` when tokens and probabilities are spread evenly. Where several ranks share the tokens, each passes
@@ -194,7 +194,7 @@ def switch_load_balancing_loss_func(
 
 
 def z_loss_func(logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None = None) -> Tensor:
-    """Computes coeff * mean(logsumexp(logits)^2); logits: [T, E], fp32 or more. Returns a scalar of the same dtype.
+    """Computes coeff * mean(logsumexp(logits)^2); logits: [T, E], fp32 or fp64. Returns a scalar of the same dtype.
 
     padding_mask: [T], bool, True for tokens excluded from the mean. The result is 0 if all are excluded.
     """
@@ -217,9 +217,9 @@ def count_tokens(expert_indices: Tensor, num_experts: int, *, valid: Tensor | No
 
 
 def summed_counts(tokens: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Returns the sum over the group's ranks; tokens: any shape, int64. Collective.
+    """Sums token counts over the group's ranks; tokens: any shape, int64. Collective.
 
-    A group of one rank returns its input. See [Note: groups of counts] for the groups in use.
+    With a single rank it returns its input. See [Note: groups of counts] for the groups in use.
     """
     if group_size(group) == 1:
         return tokens
@@ -244,7 +244,7 @@ class LayerTotals:
     tokens_per_expert: Tensor
 
     def plus(self, other: "LayerTotals") -> "LayerTotals":
-        """Adds the totals of another chunk of the same model, which covers other layers."""
+        """Returns the sum of these totals and the totals of a different chunk of the same model."""
         return LayerTotals(self.names, self.losses + other.losses, self.tokens_per_expert + other.tokens_per_expert)
 
 
@@ -285,7 +285,7 @@ class AuxLossRecorder(Recorder, LossRecorder, nn.Module):
         self._bias_updates: dict[int, Callable[[Tensor], None]] = {}
         self._passes: dict[int, list[Tensor]] | None = None  # tokens per expert of each microbatch, by layer
         self._recording = True
-        self.recorded_names: set[str] = set()  # since the recorder was made
+        self.recorded_names: set[str] = set()  # since the recorder was created
         default_tracker().watch(self)
         losses = torch.zeros(len(self.names), num_layers, dtype=dtype, device=device)
         tokens = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
@@ -303,7 +303,10 @@ class AuxLossRecorder(Recorder, LossRecorder, nn.Module):
     # Into backward
 
     def set_backward_scale(self, scale: Tensor) -> None:
-        """Sets the factor of auxiliary gradients for later backward passes; scale: scalar or [1], any float dtype."""
+        """Sets the gradient scale of auxiliary losses for later backward passes.
+
+        scale: scalar or [1], any float dtype.
+        """
         # In place, since captured graphs read this tensor. fill_ passes a host number as a kernel argument, while copy_
         # from pageable memory would synchronize with the device.
         self.backward_scale.fill_(scale.detach().reshape(()))
@@ -312,8 +315,8 @@ class AuxLossRecorder(Recorder, LossRecorder, nn.Module):
     def attach(self, activation: Tensor, loss: Tensor) -> Tensor:
         """Returns `activation` with an edge through which backward also reaches `loss`.
 
-        activation: any shape, float; loss: scalar, float. Returns the activation's shape and dtype. The loss gets the
-        backward scale as its gradient. See [Note: auxiliary losses in backward].
+        activation: any shape, float; loss: scalar, float. Returns the activation's shape and dtype. The loss receives
+        the backward scale as its gradient. See [Note: auxiliary losses in backward].
         """
         return _AttachLoss.apply(activation, loss, self.backward_scale)
 
@@ -321,7 +324,7 @@ class AuxLossRecorder(Recorder, LossRecorder, nn.Module):
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Stops recording inside the block, where a layer's forward is recomputed for its backward.
+        """Disables recording inside the block, for a forward that is recomputed during backward.
 
         Losses are still attached. The first forward must run with gradients enabled, because routers record nothing
         under no_grad. See [Note: recomputed layers].
@@ -333,8 +336,9 @@ class AuxLossRecorder(Recorder, LossRecorder, nn.Module):
             self._recording = recorded
 
     def record(self, name: str, value: Tensor, *, layer_number: int, count: Tensor | int = 1) -> None:
-        """Adds one microbatch's value, or a sum over `count` values; both scalar, float, on the device; layer_number:
-        from 1.
+        """Adds one microbatch's value, or a sum of `count` values, to a loss of a layer.
+
+        value: scalar, float, on the device. count: an int, or a scalar on the device. layer_number: from 1.
         """
         if not self._recording:
             return
@@ -345,7 +349,7 @@ class AuxLossRecorder(Recorder, LossRecorder, nn.Module):
         self.counts[row, layer_number - 1].add_(count)
 
     def record_tokens(self, tokens_per_expert: Tensor, *, layer_number: int) -> None:
-        """Adds one microbatch's tokens; tokens_per_expert: [E], int64, on the device; layer_number: from 1."""
+        """Adds one microbatch's token counts; tokens_per_expert: [E], int64, on the device; layer_number: from 1."""
         if not self._recording:
             return
         self.tokens_per_expert[layer_number - 1].add_(tokens_per_expert)
@@ -355,8 +359,8 @@ class AuxLossRecorder(Recorder, LossRecorder, nn.Module):
     def average_counts(self, tokens_per_expert: Tensor, *, layer_number: int, runs_again: bool = True) -> Tensor:
         """Returns the mean of the counts over the micro-batches of all ranks in the step so far. Collective.
 
-        tokens_per_expert: [E], int64; layer_number: from 1. Returns [E], fp64. A recomputed forward returns the result
-        of the first one. runs_again: whether the layer may be recomputed; if not, the result is not stored.
+        tokens_per_expert: [E], int64; layer_number: from 1. Returns [E], fp64. In a recomputed forward, returns the
+        stored result of the first forward. runs_again: whether the layer may be recomputed; if not, nothing is stored.
         """
         layer, averages = layer_number - 1, self._averages[layer_number]
         if self._recording:
@@ -410,12 +414,12 @@ class AuxLossRecorder(Recorder, LossRecorder, nn.Module):
         return LayerTotals(self.names, losses, self.tokens_per_expert)
 
     def load_totals(self) -> LayerTotals:
-        """Returns this rank's tokens by layer, without losses."""
+        """Returns this rank's tokens per expert by layer, without losses."""
         return LayerTotals((), self.sums.new_zeros(0, len(self.tokens_per_expert), 2).double(), self.tokens_per_expert)
 
     def take_totals(self) -> dict[str, Tensor]:
         """Returns and clears each loss's sum and count over layers and microbatches: [2], fp64, on the device."""
-        # [names, 2]; fp64, because these are summed over ranks next.
+        # [names, 2], in fp64 because the totals are summed over ranks next.
         totals = torch.stack([self.sums.double().sum(dim=1), self.counts.double().sum(dim=1)], dim=1)
         self.forget_losses()
         return dict(zip(self.names, totals.unbind(), strict=True))
@@ -425,7 +429,7 @@ class AuxLossRecorder(Recorder, LossRecorder, nn.Module):
             self._passes = {}
 
     def layer_losses(self) -> dict[str, Tensor]:
-        """Returns the sums of the recorded losses by name: [L], the recorder's dtype, views."""
+        """Returns the sums of the recorded router losses by name: [L], the recorder's dtype, views."""
         rows = {name: self.sums[self.names.index(name)] for name in sorted(self.recorded_names)}
         return {name: row for name, row in rows.items() if name in _ROUTER_LOSSES}
 
@@ -461,7 +465,7 @@ class _AttachLoss(torch.autograd.Function):
 
 
 class MoEAuxLossAutoScaler(torch.autograd.Function):
-    """Attaches an auxiliary loss of a user's own module: output = MoEAuxLossAutoScaler.apply(output, aux_loss).
+    """Attaches an auxiliary loss of a custom module: output = MoEAuxLossAutoScaler.apply(output, aux_loss).
 
     The loss receives the gradient factor last set in this process by the schedule or set_loss_scale; the default is 1.
     See [Note: auxiliary losses in backward].
@@ -475,8 +479,9 @@ class MoEAuxLossAutoScaler(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
-        """Passes grad_output through: any shape, float. The gradient of aux_loss is the factor, in the shape of
-        aux_loss.
+        """Returns grad_output unchanged, and the gradient factor as the gradient of aux_loss.
+
+        grad_output: any shape, float.
         """
         (aux_loss,) = ctx.saved_tensors
         scale, grad = default_tracker().scale, torch.ones_like(aux_loss)
@@ -484,10 +489,10 @@ class MoEAuxLossAutoScaler(torch.autograd.Function):
 
     @staticmethod
     def set_loss_scale(scale: Tensor) -> None:
-        """Sets the gradient factor of auxiliary losses, including those of built-in routers; scale: scalar or [1], any
-        float dtype.
+        """Sets the gradient factor of all auxiliary losses of this process, including the built-in routers' losses.
 
-        The schedules of megatron.core.pipeline_parallel set it for each microbatch.
+        scale: scalar or [1], any float dtype. The schedules of megatron.core.pipeline_parallel set it for each
+        microbatch.
         """
         default_tracker().set_scale(scale)
 
@@ -501,10 +506,10 @@ def get_updated_expert_bias(
     expert_bias_update_rate: float,
     tp_dp_cp_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Returns the routing bias after a step: higher for experts with fewer tokens than the mean, lower for others.
+    """Returns the routing bias after a step: raised for experts below the mean token count, lowered above it.
 
     tokens_per_expert: [*, E], integer or float, summed over the global batch, or, with tp_dp_cp_group, this rank's
-    share of it; expert_bias: [*, E], fp32. tp_dp_cp_group: the ranks to sum over; None means that the counts are
+    share of the sum; expert_bias: [*, E], fp32. tp_dp_cp_group: the ranks to sum over; None means that the counts are
     already summed. Returns [*, E], fp32. An entry changes by expert_bias_update_rate, or not at all if its count equals
     the mean.
     """
@@ -516,7 +521,7 @@ def get_updated_expert_bias(
 
 
 def with_even_loads(logits: Tensor, *, seed: int) -> Tensor:
-    """Replaces the logits by uniform noise and passes their gradients through.
+    """Replaces the logits with uniform noise and passes gradients through to them.
 
     logits: [T, E], fp32 or fp64. Returns [T, E], same dtype. The noise is a hash of `seed` and the position. It uses no
     random generator and is identical in every step and on every device.
@@ -531,7 +536,7 @@ def with_even_loads(logits: Tensor, *, seed: int) -> Tensor:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Returns the second tensor in forward, and passes its gradient to the first."""
+    """Returns `noise` in forward, and passes its gradient to `logits` in backward."""
 
     @staticmethod
     def forward(ctx: object, logits: Tensor, noise: Tensor) -> Tensor:

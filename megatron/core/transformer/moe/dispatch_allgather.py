@@ -34,11 +34,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass(frozen=True)
 class Choices:
-    """Choices of tokens, of this rank or of all ranks in rank order, [N, K], int64.
+    """Expert choices of this rank's tokens or, after the gather, of all ranks' tokens in rank order.
 
-    Before the gather, indices count from the first expert of the layer; after it, from this rank's first expert. Slots
-    of other ranks' experts, and slots without an expert, are then outside the range of this rank's experts. capacity:
-    slots of each rank that an expert keeps; None means all. has_absent: whether some slots have no expert.
+    expert_indices: [N, K], int64. Before the gather, indices start at the layer's first expert; after it, at this
+    rank's first expert, and the indices of other ranks' experts and of slots without an expert are out of range.
+    capacity: number of slots from each rank that an expert keeps; None means all. has_absent: whether some slots have
+    no expert.
     """
 
     expert_indices: Tensor
@@ -49,7 +50,7 @@ class Choices:
 class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
     """Gathers tokens over the expert ranks, then sorts the rows by expert; a single rank gathers nothing.
 
-    Each rank has the same number of tokens. With a capacity, each rank selects which of its own slots to drop.
+    All ranks must have the same number of tokens. With a capacity, each rank selects the slots of its tokens to drop.
     """
 
     def __init__(
@@ -77,13 +78,13 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
         probs, expert_indices, has_absent = ordered
         limited = self.limit(probs, expert_indices)
         if limited is not None:
-            # One past the last expert, an index that no rank holds. Slots without an expert are equally ignored.
+            # One past the last expert, an index that belongs to no rank, as for slots without an expert.
             expert_indices = expert_indices.where(limited.kept, self.num_experts)
         self._passage = Choices(expert_indices, None if limited is None else limited.capacity, has_absent)
         return tokens, probs
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Selects the choices that are kept; hidden_states: [*, H], float. Returns tokens [T, H] and weights [T, K].
+        """Selects the choices to keep; hidden_states: [*, H], float. Returns tokens [T, H] and weights [T, K].
 
         routing_map, probs: see MoETokenDispatcher.
         """

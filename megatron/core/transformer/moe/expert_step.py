@@ -1,14 +1,14 @@
-"""ExpertStep: the record of one step, on the device, which the expert layers with static buffers share.
+"""ExpertStep: device-side record of one step, shared by all expert layers with static buffers.
 
-It records whether any buffer dropped rows and how many rows each layer had, and it opens the stash's contexts around
-the experts. training/ begins and ends steps, reads the record, and discards a step that dropped rows. The stash itself
-is in paged_stash/.
+It records whether any buffer dropped rows and how many rows each layer received, and it enters the stash's contexts
+around the experts. training/ begins and ends steps, reads the record, and discards a step that dropped rows. The stash
+itself is in paged_stash/.
 
 [Note: captured experts]
 A CUDA graph replays a layer's device work but not its host work. Each captured part of a layer therefore has a
 CapturedForward. During capture it collects the records that the host would have made: the rows of each layer, as
-tensors in the graph's memory, and the stash's account. `replaying`, `replayed` and `replaying_backward` then perform
-the host work of each replay.
+tensors in the graph's memory, and the stash's record of the part. `replaying`, `replayed` and `replaying_backward` then
+perform the host work of each replay.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,8 +36,8 @@ from megatron.core.transformer.recompute import Recorder
 class CapturedForward:
     """Host-side record of a captured part of a layer. See [Note: captured experts].
 
-    stashed: the stash's account; None without a stash. rows: layer number and live rows, [1], int64, on the device, in
-    the graph's memory.
+    stashed: the stash's record of the part; None without a stash. rows: pairs of a layer number and the layer's live
+    rows, [1], int64, on the device, in the graph's memory.
     """
 
     stashed: CapturedPart | None
@@ -47,12 +47,12 @@ class CapturedForward:
 class ExpertStep(Recorder, torch.nn.Module):
     """Records the demand and the live rows of a step's expert layers, and runs the experts under the stash.
 
-    Each layer creates its own instance; a trainer replaces it by one instance for all layers of its rank. Live rows are
-    recorded from the first `begin` on.
+    Each layer creates an instance; a trainer replaces them with one instance for all layers of its rank. Live rows are
+    recorded only after the first `begin`.
 
     rows_missing: [1], int64, the largest number of rows by which any buffer was too small; above 0 if rows were
     dropped. factor_needed: [1], fp32, the smallest moe_expert_rank_capacity_factor that would have dropped no rows.
-    passes: layer numbers of the forwards, in order; rows: [n], int64, the live rows of each. Neither includes
+    passes: layer numbers of the forwards, in order; rows: [n], int64, the live rows of each forward. Neither includes
     recomputed forwards or forwards without gradients. stash: None if autograd saves whole buffers for backward.
     """
 
@@ -69,11 +69,11 @@ class ExpertStep(Recorder, torch.nn.Module):
         self._part: CapturedForward | None = None  # set during capture
 
     def __reduce__(self) -> Any:
-        """Gives a copy of a model a new, empty record that is independent of the original's steps."""
+        """Makes a copy of a model use a new, empty record."""
         return ExpertStep, (self.rows.device,)
 
     def begin(self) -> None:
-        """Begins a step, before its forwards."""
+        """Clears the record. Call it before the first forward of each step."""
         self.rows_missing.zero_()
         self.factor_needed.zero_()
         self.passes, self._has_begun = [], True
@@ -82,17 +82,17 @@ class ExpertStep(Recorder, torch.nn.Module):
         """Records a dispatcher's demand. Raises RuntimeError if rows could be dropped and no step has begun."""
         if demand.can_lose and not self._has_begun:
             raise RuntimeError(
-                "buffers of moe_expert_rank_capacity_factor may be too small for the routing, and dropped rows "
-                "would go unnoticed: train with megatron.training, or call begin() of the layers' expert_step "
-                "before each step and, if rows_missing is above 0 on any rank, retry the step with a larger factor "
-                "by set_capacity_factor of their token_dispatcher; see docs/library.md"
+                "the buffers sized by moe_expert_rank_capacity_factor may be too small for the routing, and dropped "
+                "rows would go unnoticed: train with megatron.training, or call expert_step.begin() before each step "
+                "and, if rows_missing is above 0 on any rank, retry the step after increasing the factor with "
+                "token_dispatcher.set_capacity_factor(); see docs/library.md"
             )
         torch.maximum(self.rows_missing, demand.rows_missing, out=self.rows_missing)
         torch.maximum(self.factor_needed, demand.factor_needed, out=self.factor_needed)
 
     @contextmanager
     def around_experts(self, layer_number: int, num_rows: Tensor, *, max_rows: int) -> Iterator[StashGroup | None]:
-        """Wraps the experts of a layer: records their live rows and opens a context of the stash.
+        """Context manager around a layer's experts. Records their live rows and enters a context of the stash.
 
         num_rows: [1], int64, on the device: live rows out of max_rows. Yields the stash's group; None without a stash.
         """
@@ -107,7 +107,7 @@ class ExpertStep(Recorder, torch.nn.Module):
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Stops recording rows inside the block, where a layer's forward is recomputed for its backward."""
+        """Disables the recording of rows inside the block, for a forward that is recomputed during backward."""
         recorded, self._recording = self._recording, False
         try:
             yield
@@ -122,7 +122,7 @@ class ExpertStep(Recorder, torch.nn.Module):
 
     @contextmanager
     def capturing(self, part: CapturedForward) -> Iterator[None]:
-        """Wraps a part's forward, then its backward, during capture."""
+        """Context manager for capturing a part's forward, then its backward. Redirects records to `part`."""
         self._part = part
         try:
             if self.stash is None or part.stashed is None:
@@ -134,7 +134,7 @@ class ExpertStep(Recorder, torch.nn.Module):
             self._part = None
 
     def replaying(self, part: CapturedForward) -> ReplayedForward | None:
-        """Prepares a replay of the forward; returns the argument of replaying_backward."""
+        """Prepares a replay of the part's forward; returns the argument of replaying_backward."""
         return None if self.stash is None or part.stashed is None else self.stash.replaying(part.stashed)
 
     def replayed(self, part: CapturedForward) -> None:
@@ -143,7 +143,7 @@ class ExpertStep(Recorder, torch.nn.Module):
             self._count(layer_number, num_rows)
 
     def replaying_backward(self, forward: ReplayedForward) -> None:
-        """Prepares a replay of the backward."""
+        """Prepares a replay of that forward's backward."""
         if self.stash is not None:
             self.stash.join()
             self.stash.replaying_backward(forward)
@@ -168,12 +168,12 @@ class GraphedExperts(PartParticipant):
         self._step_of_layer = step_of_layer
 
     def prepare(self) -> None:
-        """Makes the stream wait for stash copies of groups that ran eagerly."""
+        """Makes the current stream wait for the stash copies of groups that ran eagerly."""
         if self._step.stash is not None:
             self._step.stash.join()
 
     def new_account(self) -> CapturedForward:
-        """Returns the record of the layer's captured forward."""
+        """Creates the record of a forward that is about to be captured."""
         return self._step.new_part()
 
     def capturing(self, account: CapturedForward) -> AbstractContextManager[None]:
@@ -181,7 +181,7 @@ class GraphedExperts(PartParticipant):
         return self._step.capturing(account)
 
     def replaying(self, account: CapturedForward) -> Any:
-        """Adds the captured forward to the stash's order of the step."""
+        """Adds the forward to the stash's order of the step; returns the argument of replaying_backward."""
         return self._step.replaying(account)
 
     def replayed(self, account: CapturedForward) -> None:
@@ -189,13 +189,13 @@ class GraphedExperts(PartParticipant):
         self._step.replayed(account)
 
     def replaying_backward(self, forward: Any) -> None:
-        """Restores the rows of the forward from the stash."""
+        """Adds the forward's backward to the stash's order of the step."""
         if forward is not None:
             self._step.replaying_backward(forward)
 
     @property
     def _step(self) -> ExpertStep:
-        # Read on each call, because a trainer replaces the layer's own ExpertStep by one for all layers.
+        # Read on each call, because a trainer replaces the layer's ExpertStep with one for all layers.
         step = self._step_of_layer()
-        assert step is not None, "only layers with static buffers have this participant"
+        assert step is not None, "only layers with static buffers use this participant"
         return step

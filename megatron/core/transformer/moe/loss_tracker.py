@@ -1,8 +1,8 @@
 """Losses of all routers of this process under Megatron's names, by layer, for scripts to read and log.
 
 Recorders (aux_losses.py) belong to models. A script that logs the losses itself has no access to them, so each recorder
-registers with default_tracker(), which reads it on request. Losses saved by users' own modules are stored here. The
-functions of moe_utils are thin wrappers.
+registers with default_tracker(), which reads it on request. Losses saved by custom modules are stored here. The
+functions in moe_utils.py are thin wrappers.
 """
 
 import weakref
@@ -30,11 +30,11 @@ class LossRecorder(ABC):
 
     @abstractmethod
     def layer_losses(self) -> dict[str, Tensor]:
-        """Returns the sums of the recorded losses by layer, by name: [L], fp32 or fp64."""
+        """Returns the recorded losses by name: [L], fp32 or fp64, one sum per layer."""
 
     @abstractmethod
     def forget_losses(self) -> None:
-        """Sets all sums to zero."""
+        """Resets the sums of all losses to zero."""
 
     @abstractmethod
     def set_backward_scale(self, scale: Tensor) -> None:
@@ -43,9 +43,10 @@ class LossRecorder(ABC):
 
 @dataclass
 class TrackedLoss:
-    """Sums of one loss by layer: [L], float, and the ranks that sum and that average it; None means no ranks.
+    """Sums of one loss by layer, and the process groups that reduce them.
 
-    reduce_group_has_dp: whether reduce_group covers the data-parallel ranks, which then do not average it again.
+    values: [L], float. reduce_group, avg_group: ranks over which the loss is summed and averaged; None means that it is
+    not. reduce_group_has_dp: whether reduce_group includes the data-parallel ranks; if not, they average the loss.
     """
 
     values: Tensor
@@ -55,7 +56,7 @@ class TrackedLoss:
 
 
 class AuxLossTracker:
-    """Losses by name: the saved ones, plus the losses of all live recorders.
+    """Auxiliary losses of a process by name: saved losses, plus the losses of all live recorders.
 
     scale: the most recent gradient factor of auxiliary losses: scalar or [1], float, on the device.
     """
@@ -86,7 +87,10 @@ class AuxLossTracker:
         avg_group: dist.ProcessGroup | None,
         reduce_group_has_dp: bool,
     ) -> None:
-        """Adds one loss, scalar, float; layer_number: from 1, at most num_layers."""
+        """Adds a loss to the saved sum of a layer.
+
+        loss: scalar, float. Raises ValueError unless layer_number is between 1 and num_layers.
+        """
         if not 1 <= layer_number <= num_layers:
             raise ValueError(f"layer_number is {layer_number}: must be between 1 and num_layers ({num_layers})")
         tracked = self.entry(name, num_layers, device=loss.device)
@@ -95,7 +99,7 @@ class AuxLossTracker:
         tracked.reduce_group_has_dp = reduce_group_has_dp
 
     def entry(self, name: str, num_layers: int, *, device: torch.device | None = None) -> TrackedLoss:
-        """Returns the saved losses of a name, for at least num_layers layers; a new name starts at zero."""
+        """Returns the saved loss of this name, extended to at least num_layers layers; creates it at zero if new."""
         if name not in self._saved:
             self._saved[name] = TrackedLoss(
                 torch.zeros(num_layers, dtype=torch.float32, device=device or default_device())
@@ -106,7 +110,7 @@ class AuxLossTracker:
         return tracked
 
     def losses(self) -> dict[str, TrackedLoss]:
-        """Returns all losses by name. Values read from recorders are copies."""
+        """Returns all losses by name. Values from recorders are copies."""
         found = dict(self._saved)
         for name, values in self._recorded().items():
             saved = found.get(name)
@@ -121,10 +125,10 @@ class AuxLossTracker:
             tracked.values.zero_()
 
     def reduce(self, names: Iterable[str] | None, groups: ProcessGroupCollection) -> None:
-        """Sums and averages losses over the ranks, in place. Clears them in the recorders. Collective.
+        """Reduces losses over the ranks, in place, and clears them in the recorders. Collective.
 
-        names: None means all. Pipeline stages have different layers, whose values are summed. A recorder's values are
-        averaged over all ranks that see different tokens or parts of sequences.
+        names: losses to reduce; None means all. Values are summed over pipeline stages, which have different layers. A
+        recorder's values are averaged over all ranks that process different tokens or parts of sequences.
         """
         recorded = self._recorded()
         for recorder in self._recorders:
@@ -158,7 +162,7 @@ def default_tracker() -> AuxLossTracker:
 
 
 def _sum_by_layer(tensors: Sequence[Tensor]) -> Tensor:
-    """Sums vectors of different lengths: [L] each, float -> [L], a new tensor."""
+    """Adds vectors of different lengths element by element; each [L], float. Returns a new tensor."""
     total = tensors[0].new_zeros(max(map(len, tensors)))
     for values in tensors:
         total[: len(values)] += values

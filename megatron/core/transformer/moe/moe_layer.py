@@ -26,12 +26,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class ExpertsInterface(Protocol):
-    """The experts of a rank, as MoELayer calls them."""
+    """Interface through which MoELayer calls a rank's experts."""
 
     def forward(
         self, dispatched_input: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor, /
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the weighted results of rows [R, H], and None: any bias must already be added.
+        """Returns the experts' weighted outputs [R, H], and None, because any bias is already added.
 
         dispatched_input: [R, H], parameter dtype, sorted by expert; tokens_per_expert: [e], int64, on the device;
         permuted_probs: [R], the weight of each row.
@@ -39,52 +39,59 @@ class ExpertsInterface(Protocol):
 
 
 class ExpertsBuilder(Protocol):
-    """Builds the experts of a rank; a class, or a ModuleSpec of one."""
+    """Callable that builds a rank's experts: a class, or the ModuleSpec of a class."""
 
     def __call__(
         self, num_local_experts: int, config: TransformerConfig, /, *, pg_collection: ProcessGroupCollection
     ) -> ExpertsInterface:
-        """Builds e experts; num_local_experts: e. pg_collection: the groups of this rank."""
+        """Builds num_local_experts experts; pg_collection: the process groups of this rank."""
 
 
 class SharedExpertsInterface(Protocol):
-    """The shared expert, as MoELayer calls it."""
+    """Interface through which MoELayer calls the shared expert."""
 
     def forward(self, hidden_states: Tensor, /) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Runs the shared expert; hidden_states: [T, H], parameter dtype. Returns [T, H], optionally with a bias to
-        add.
+        """Runs the shared expert; hidden_states: [T, H], parameter dtype.
+
+        Returns [T, H], or a tuple of [T, H] and a bias to add or None.
         """
 
 
 class SharedExpertsBuilder(Protocol):
-    """Builds the shared expert; a class, or a ModuleSpec of one."""
+    """Callable that builds the shared expert: a class, or the ModuleSpec of a class."""
 
     def __call__(
         self, *, config: TransformerConfig, gate: bool, pg_collection: ProcessGroupCollection
     ) -> SharedExpertsInterface:
-        """Builds the module; gate: whether a gate multiplies its result. pg_collection: the groups of this rank."""
+        """Builds the shared expert.
+
+        gate: whether its output is multiplied by a learned gate. pg_collection: the process groups of this rank.
+        """
 
 
 class RouterInterface(Protocol):
-    """A router, as MoELayer calls it. If the layer is given padding, it passes padding_mask after `input`."""
+    """Interface through which MoELayer calls a router. It passes padding_mask after `input` if it received one."""
 
     def forward(self, input: Tensor, /) -> Sequence[Tensor]:
         """Routes tokens: [S, B, H], parameter dtype.
 
-        Returns weights [T, E], float, 0 where not chosen, and the choice [T, E], bool; or a Routing.
+        Returns a Routing, or two tables [T, E]: the weights, float, 0 where not chosen, and the choice, bool.
         """
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Sets the number of its layer; layer_number: from 1."""
+        """Sets the layer number, which starts at 1."""
 
 
 class RouterBuilder(Protocol):
-    """Builds the router; a class, or a ModuleSpec of one."""
+    """Callable that builds the router: a class, or the ModuleSpec of a class."""
 
     def __call__(
         self, config: TransformerConfig, /, pg_collection: ProcessGroupCollection, is_mtp_layer: bool = False
     ) -> RouterInterface:
-        """Builds the router; pg_collection: the groups of this rank. is_mtp_layer: whether it is in an MTP layer."""
+        """Builds the router.
+
+        pg_collection: the process groups of this rank. is_mtp_layer: whether it is in a multi-token prediction layer.
+        """
 
 
 @dataclass
@@ -97,7 +104,7 @@ class MoESubmodules:
 
 
 class BaseMoELayer(MegatronModule, ABC):
-    """Holds this rank's experts and the layer number; subclasses build the router, experts and dispatcher."""
+    """Base class of MoE layers. Determines this rank's experts; subclasses build router, experts and dispatcher."""
 
     has_experts = True
 
@@ -111,12 +118,12 @@ class BaseMoELayer(MegatronModule, ABC):
         """Determines this rank's experts.
 
         layer_number: from 1, the number under which the router records its losses; a model sets it when it builds its
-        layers. pg_collection: the groups of this rank; None means the groups of parallel_state, if there are any.
-        is_mtp_layer: whether the layer predicts further tokens; passed on to the router.
+        layers. pg_collection: the groups of this rank; None means the groups of parallel_state, if they exist.
+        is_mtp_layer: whether the layer belongs to multi-token prediction; passed on to the router.
         """
         super().__init__(config)
         if config.num_moe_experts is None:
-            raise ValueError("num_moe_experts is None: a mixture-of-experts layer needs a number of experts")
+            raise ValueError("num_moe_experts is None: must be set for a mixture-of-experts layer")
         self.layer_number, self.is_mtp_layer = layer_number, is_mtp_layer
         groups = pg_collection or existing_process_groups()
         require_expert_ranks(config, groups)
@@ -136,25 +143,25 @@ class BaseMoELayer(MegatronModule, ABC):
         """
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Sets the number of the layer, from 1, also for its router."""
+        """Sets the layer number, which starts at 1, of this layer and its router."""
         self.layer_number = layer_number
         self.router.set_layer_number(layer_number)
 
 
 class MoELayer(BaseMoELayer):
-    """A feed-forward layer in which each token runs through K of E experts.
+    """Feed-forward layer in which each token is processed by K of E experts.
 
     1. `route`: the router chooses and weighs experts for the tokens [T, H].
     2. `preprocess`: the dispatcher orders the tokens' rows, or copies each token into its rows.
     3. `dispatch` sends them to the ranks of their experts.
     4. `routed_experts_compute`: the experts compute their rows, sorted by expert, times the weights: [R, H].
     5. `combine` sends the rows back.
-    6. `postprocess` sums the rows of each token, and adds the result of the shared expert, if there is one, which
-       `shared_experts_compute` computes for every token: [T, H]. With moe_shared_expert_overlap the dispatcher runs it
-       in step 3, while rows are sent; see [Note: overlapped exchanges] in dispatch_alltoall.py.
+    6. `postprocess` sums the rows of each token. If there is a shared expert, it adds the shared expert's output for
+       every token, which `shared_experts_compute` computes: [T, H]. With moe_shared_expert_overlap the dispatcher runs
+       the shared expert in step 3, while rows are sent; see [Note: overlapped exchanges] in dispatch_alltoall.py.
 
-    R is T x K on a single rank without a capacity. Methods that are decorated with `part` may be recomputed, offloaded,
-    or replayed from CUDA graphs. Between steps 2 and 6 the dispatcher stores the order of the rows.
+    R is T x K on a single rank without a capacity. Methods decorated with `part` may be recomputed, offloaded, or
+    replayed from CUDA graphs. Between steps 2 and 6 the dispatcher stores the order of the rows.
     """
 
     def __init__(
@@ -166,13 +173,14 @@ class MoELayer(BaseMoELayer):
         is_mtp_layer: bool = False,
         name: str | None = None,
     ) -> None:
-        """Builds the layer; the arguments are those of BaseMoELayer, plus a name for users' own records.
+        """Builds the router, dispatcher, experts and shared expert.
 
-        Raises ValueError without submodules, or if they lack the experts that the configuration needs.
+        submodules: must contain the experts; otherwise ValueError is raised. name: stored for the caller. The other
+        arguments are as in BaseMoELayer.
         """
         if submodules is None or submodules.experts is None:
             raise ValueError(
-                "submodules has no experts: give MoESubmodules(experts=GroupedMLP), or a layer spec of "
+                "submodules has no experts: pass MoESubmodules(experts=GroupedMLP), or a layer spec from "
                 "megatron.core.models.gpt.gpt_layer_specs"
             )
         super().__init__(config, layer_number, pg_collection, is_mtp_layer)
@@ -200,11 +208,11 @@ class MoELayer(BaseMoELayer):
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Runs the steps; hidden_states: [S, B, H], parameter dtype.
+        """Runs the layer; hidden_states: [S, B, H], parameter dtype.
 
         padding_mask: [B, S], bool, or None: True for tokens that losses and loads ignore; they are still routed.
         intermediate_tensors: must be None. Returns [S, B, H], same dtype, and a bias to add, or None. Raises ValueError
-        for a mask of another shape.
+        if padding_mask has a different shape.
         """
         if intermediate_tensors is not None:
             require_defaults(
@@ -227,8 +235,8 @@ class MoELayer(BaseMoELayer):
     ) -> tuple[Tensor, Tensor]:
         """Runs `route` and `preprocess` as one part; hidden_states: [S, B, H], parameter dtype.
 
-        padding_mask: see `route`. tokens: hidden_states as [T, H], the view that the shared expert reads too. Returns
-        the result of `preprocess`.
+        padding_mask: see `route`. tokens: hidden_states viewed as [T, H]; None creates the view. Returns the result of
+        `preprocess`.
         """
         ordered = self._route_and_order(hidden_states, padding_mask)
         begun: tuple[Tensor, Tensor] = self.token_dispatcher.begin(hidden_states if tokens is None else tokens, ordered)
@@ -257,9 +265,9 @@ class MoELayer(BaseMoELayer):
         return routed.weights, routed.indices, routed.has_absent
 
     def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
-        """Orders rows; hidden_states: [S, B, H] or [T, H], parameter dtype; probs, routing_map: the result of `route`.
+        """Orders the tokens' rows and returns the input of `dispatch`: rows or tokens, and their weights.
 
-        Returns the input of `dispatch`: the dispatcher's rows or tokens, and their weights. See
+        hidden_states: [S, B, H] or [T, H], parameter dtype; probs, routing_map: the result of `route`. See
         MoETokenDispatcher.dispatch_preprocess, also for the cost of tables.
         """
         ordered: tuple[Tensor, Tensor] = self.token_dispatcher.dispatch_preprocess(hidden_states, routing_map, probs)
@@ -341,7 +349,7 @@ class MoELayer(BaseMoELayer):
 
 
 def _by_position(padding_mask: Tensor, hidden_states: Tensor) -> Tensor:
-    """Reorders padding to match the tokens; padding_mask: [B, S], bool; hidden_states: [S, B, H] -> [S, B], bool."""
+    """Transposes padding_mask, [B, S], bool, to match the order of the tokens; hidden_states: [S, B, H]."""
     num_positions, num_sequences = hidden_states.shape[:2]
     if padding_mask.shape != (num_sequences, num_positions):
         raise ValueError(

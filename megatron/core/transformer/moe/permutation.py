@@ -1,9 +1,9 @@
-"""Rows by expert: assigns rows to the choices of tokens, and moves tokens into rows and back.
+"""Permutation of tokens by expert: assigns a row to each choice of a token, and copies tokens into rows and back.
 
 The orders are index maps, computed on the device. There are three kinds: a row for every choice, a row for each choice
 that an expert with a capacity keeps, and a fixed number of rows for each expert. Movement consists of two autograd
 functions, each the gradient of the other. Rows of fixed-size buffers are in static_rows.py. This file contains no
-communication and no matrix products.
+communication and no GEMMs.
 
 T tokens, H hidden, E experts, K choices of a token, R rows. A slot is one choice of one token: slot t * K + k.
 """
@@ -23,7 +23,7 @@ from megatron.core.transformer.moe_config import CapacityConfig
 
 @dataclass(frozen=True, eq=False)
 class Routing(Sequence[Tensor]):
-    """The experts of each token and their weights, which unpack as Megatron's tables: probs, routing_map = routing.
+    """Chosen experts of each token and their weights. Unpacks as Megatron's tables: probs, routing_map = routing.
 
     weights: [T, K], float. indices: [T, K], int64, distinct for a token. has_absent: whether some slots have no expert;
     their index is num_experts and their weight 0. Tables are built on access: probs [T, E], the weights' dtype, 0 where
@@ -37,15 +37,16 @@ class Routing(Sequence[Tensor]):
 
     @classmethod
     def of(cls, probs: Tensor, routing_map: Tensor, *, num_experts: int | None) -> "Routing":
-        """Builds a routing from Megatron's tables, or from the compact form of both.
+        """Builds a routing from Megatron's tables, or from the weights and indices of the chosen experts.
 
-        probs, routing_map: [T, E], float and bool, or [T, K], float and int64. Raises ValueError for other shapes.
+        probs, routing_map: tables [T, E], float and bool, or weights and indices [T, K], float and int64. Raises
+        ValueError for other shapes or dtypes.
         """
         if num_experts is None or probs.shape != routing_map.shape or probs.dim() != 2:
             raise ValueError(
                 f"probs has shape {list(probs.shape)} and routing_map {list(routing_map.shape)}: both must be "
-                f"tables of tokens and experts [T, {num_experts}], or both [T, K] with the indices of experts as "
-                "routing_map"
+                f"tables of tokens and experts [T, {num_experts}], or both [T, K], where routing_map contains the "
+                "indices of experts"
             )
         if routing_map.dtype is torch.int64:
             return cls(probs, routing_map, num_experts)
@@ -72,7 +73,7 @@ class Routing(Sequence[Tensor]):
 
     @property
     def probs(self) -> Tensor:
-        """The weights as a table: [T, E], float, 0 where an expert is not chosen."""
+        """Table of the weights: [T, E], float, 0 where an expert is not chosen."""
         # One extra column for slots without an expert.
         width = self.num_experts + int(self.has_absent)
         table = self.weights.new_zeros(len(self.weights), width).scatter(1, self.indices, self.weights)
@@ -80,7 +81,7 @@ class Routing(Sequence[Tensor]):
 
     @property
     def routing_map(self) -> Tensor:
-        """The chosen experts as a table: [T, E], bool."""
+        """Table of the chosen experts: [T, E], bool."""
         width = self.num_experts + int(self.has_absent)
         table = torch.zeros(len(self.indices), width, dtype=torch.bool, device=self.indices.device)
         return table.scatter_(1, self.indices, True)[:, : self.num_experts]
@@ -95,7 +96,7 @@ class Routing(Sequence[Tensor]):
     def __getitem__(self, place: slice) -> Sequence[Tensor]: ...
 
     def __getitem__(self, place: int | slice) -> Tensor | Sequence[Tensor]:
-        """Returns the weight table for 0 and the choice table for 1; a slice gives a tuple of both."""
+        """Returns `probs` for index 0 and `routing_map` for index 1; a slice returns a tuple of tables."""
         if isinstance(place, slice):
             return (self.probs, self.routing_map)[place]
         return (lambda: self.probs, lambda: self.routing_map)[place]()
@@ -126,7 +127,7 @@ RowOrder = Callable[[Tensor, Tensor, Tensor | None], tuple[PermutationMap, Tenso
 
 
 def build_row_order(config: CapacityConfig, num_experts: int) -> RowOrder:
-    """Builds the order that the configuration selects, so that no option is tested per call."""
+    """Builds the row order that the configuration selects. Options are checked here, not in each call."""
     limit = build_capacity_limit(config, num_experts)
 
     def order(probs: Tensor, expert_indices: Tensor, present: Tensor | None = None) -> tuple[PermutationMap, Tensor]:
@@ -175,8 +176,8 @@ def order_padded_slots(
 ) -> tuple[PermutationMap, Tensor]:
     """Assigns `capacity` rows to each expert, independent of the routing, so that the host knows every shape.
 
-    expert_indices: [T, K], int64; kept: [T, K], bool, at most `capacity` for each expert. Returns the map and
-    tokens_per_expert [E], int64, on the device.
+    expert_indices: [T, K], int64; kept: [T, K], bool, with at most `capacity` kept slots per expert. Returns the map
+    and tokens_per_expert [E], int64, on the device.
     """
     # Dropped slots sort after all experts. They are written to one extra row, which is cut off below.
     experts = expert_indices.reshape(-1).where(kept.reshape(-1), num_experts)
@@ -210,7 +211,10 @@ def count_sorted(sorted_experts: Tensor, num_experts: int) -> Tensor:
 
 
 def place_in_group(sorted_groups: Tensor) -> Tensor:
-    """Numbers each run of equal values 0, 1, ...; sorted_groups: [N], int64, ascending -> [N], int64, same device."""
+    """Computes each element's position within its run of equal values, starting at 0.
+
+    sorted_groups: [N], int64, ascending. Returns [N], int64, on the same device.
+    """
     place = torch.arange(sorted_groups.numel(), device=sorted_groups.device)
     return place - torch.searchsorted(sorted_groups, sorted_groups)
 
@@ -219,9 +223,9 @@ def place_in_group(sorted_groups: Tensor) -> Tensor:
 
 
 class KeptSlots(NamedTuple):
-    """The slots that receive a row: [T, K], bool, on the device.
+    """Slots that receive a row.
 
-    capacity: the most slots that an expert keeps.
+    kept: [T, K], bool, on the device. capacity: the maximum number of slots that an expert keeps.
     """
 
     kept: Tensor
@@ -233,7 +237,7 @@ CapacityLimit = Callable[[Tensor, Tensor], KeptSlots | None]
 
 
 def get_capacity(num_tokens: int, num_experts: int, capacity_factor: float, min_capacity: int | None = None) -> int:
-    """Returns the capacity of one expert; num_tokens: the number of assignments, tokens x K."""
+    """Returns the capacity of one expert; num_tokens: number of assignments, which is tokens x K."""
     capacity = math.ceil(num_tokens / num_experts * capacity_factor)
     return capacity if min_capacity is None else max(capacity, min_capacity)
 
@@ -256,7 +260,7 @@ def build_capacity_limit(config: CapacityConfig, num_experts: int) -> CapacityLi
 
 
 def kept_slots(weights: Tensor, expert_indices: Tensor, *, capacity: int) -> Tensor:
-    """Selects the `capacity` slots of each expert with the largest weights; among equal weights, the first tokens.
+    """Selects the `capacity` slots of each expert with the largest weights. Ties are resolved in token order.
 
     weights: [T, K], float; expert_indices: [T, K], int64. Returns [T, K], bool, on the device, without a sync.
     """

@@ -1,7 +1,7 @@
 """The router, which scores every expert for every token, chooses K experts, and computes their weights.
 
-The router with its weights and bias comes first. The routes, pure functions from logits to the choice, follow. Losses
-and the other mechanisms that balance loads are in aux_losses.py.
+The router with its weights and bias comes first. The routes, which are pure functions from logits to a choice of
+experts, follow. Losses and the other mechanisms that balance loads are in aux_losses.py.
 
 T tokens, H hidden, E experts, K top-k, G groups of experts.
 """
@@ -47,9 +47,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class Choice(NamedTuple):
-    """A route's result: weights [T, K], the logits' dtype, and expert indices [T, K], int64.
+    """Result of a route.
 
-    scores: [T, E], the weights' dtype: the normalised scores of all experts, if the route computes them too.
+    weights: [T, K], the logits' dtype. indices: [T, K], int64, the chosen experts. scores: [T, E], the weights' dtype,
+    the normalised scores of all experts, or None if the route does not compute them.
     """
 
     weights: Tensor
@@ -71,7 +72,7 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class Router(MegatronModule, Drawing):
-    """Scores every expert for every token; subclasses choose experts by the scores.
+    """Base class of routers. Scores every expert for every token; subclasses choose experts by the scores.
 
     weight: [E, H]. bias: [E], learned and added to the logits, with add_bias_linear; else None. layer_number: from 1.
     """
@@ -86,9 +87,9 @@ class Router(MegatronModule, Drawing):
     ) -> None:
         """Allocates the weight and the bias.
 
-        pg_collection: the groups of this rank; None means the groups of parallel_state, if there are any. is_mtp_layer:
-        whether the layer predicts further tokens. It is unused here, because a model gives each of its layers a
-        distinct number.
+        pg_collection: the groups of this rank; None means the groups of parallel_state, if they exist. is_mtp_layer:
+        whether the layer belongs to multi-token prediction. It is unused, because a model assigns a distinct number to
+        each layer.
         """
         super().__init__(config)
         assert config.num_moe_experts is not None and config.init_method is not None
@@ -111,7 +112,7 @@ class Router(MegatronModule, Drawing):
         return self.jitter_eps > 0
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """Returns the init methods of this module's own parameters, by name."""
+        """Returns the init method of each parameter by name."""
         return {"weight": self.init_method, **({} if self.bias is None else {"bias": ConstantInit(0)})}
 
     def reset_parameters(self) -> None:
@@ -120,7 +121,7 @@ class Router(MegatronModule, Drawing):
             initialize_weight(self.get_parameter(name), init_method, config=self.config)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Sets the number of the layer; layer_number: from 1."""
+        """Sets the layer number, which starts at 1."""
         self.layer_number = layer_number
 
     def gating(self, input: Tensor) -> Tensor:
@@ -147,7 +148,7 @@ class Router(MegatronModule, Drawing):
 
 
 class TopKRouter(Router):
-    """Chooses the K best experts of each token and weighs them by their scores, as configured.
+    """Chooses the K experts with the highest scores for each token, and computes their weights from the scores.
 
     expert_bias: [E], fp32, added to the scores for the choice only. At the end of each step it is raised for experts
     with few tokens and lowered for experts with many. None without moe_router_enable_expert_bias.
@@ -161,12 +162,12 @@ class TopKRouter(Router):
         pg_collection: ProcessGroupCollection | None = None,
         is_mtp_layer: bool = False,
     ) -> None:
-        """Builds the routes and losses that the configuration selects; the arguments are those of Router."""
+        """Builds the routes and losses that the configuration selects. The arguments are as in Router."""
         super().__init__(config, pg_collection, is_mtp_layer)
         self.topk = config.moe_router_topk
         groups = pg_collection or existing_process_groups()
-        # Ranks of sequence_group, the tp_cp group, hold parts of the same sequences. Each computes its share of a loss,
-        # and the gradients of the shares must be summed. Tensor-parallel ranks do sum the router's gradients.
+        # Ranks of sequence_group, the tp_cp group, process parts of the same sequences. Each computes its share of a
+        # loss, and the gradients of the shares must be summed. Tensor-parallel ranks do sum the router's gradients.
         # Context-parallel ranks average them together with data-parallel ranks, so a share is multiplied by
         # num_averaged, the number of context-parallel ranks, when it is attached. Over data-parallel ranks the average
         # is correct.
@@ -190,7 +191,7 @@ class TopKRouter(Router):
         self.set_layer_number(1)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Creates a recorder for this router, so that a layer works outside a model; a model replaces it."""
+        """Sets the layer number and creates a recorder for this router, which a model replaces with a shared one."""
         own = AuxLossRecorder(
             num_layers=layer_number,
             device=device_for_buffers(self.weight),
@@ -209,7 +210,7 @@ class TopKRouter(Router):
             recorder.update_bias_with(self.update_expert_bias, layer_number=layer_number)
 
     def keep_passes(self) -> None:
-        """Makes the recorder also record the tokens of each subsequent training microbatch separately."""
+        """Makes the recorder also record the token counts of each later training microbatch separately."""
         self.aux_losses.keep_passes()
 
     def update_expert_bias(self, tokens_per_expert: Tensor) -> None:
@@ -230,12 +231,15 @@ class TopKRouter(Router):
         if not isinstance(routing, Routing):
             # A subclass may return tables.
             routing = Routing.of(*routing, num_experts=self.num_experts)
-        # The experts apply the weights in fp32 (fp64 in fp64 models), whatever the precision of the routing.
+        # The experts apply the weights in fp32 (fp64 in fp64 models), regardless of the precision of the routing.
         weights = routing.weights.to(torch.promote_types(self.weight.dtype, torch.float32))
         return Routing(weights, routing.indices, self.num_experts, routing.has_absent)
 
     def apply_input_jitter(self, input: Tensor) -> Tensor:
-        """Multiplies tokens by uniform noise of moe_input_jitter_eps during training; input: any shape, float."""
+        """Multiplies tokens by uniform noise between 1 - eps and 1 + eps during training.
+
+        input: any shape, float. eps is moe_input_jitter_eps.
+        """
         if not self.training or self.jitter_eps == 0:
             return input
         return input * torch.empty_like(input).uniform_(1 - self.jitter_eps, 1 + self.jitter_eps)
@@ -266,8 +270,8 @@ class TopKRouter(Router):
     def sinkhorn_load_balancing(self, logits: Tensor) -> Routing:
         """Chooses experts by the Sinkhorn normalisation in training, and by the scores alone in evaluation.
 
-        logits: [T, E], fp32 or fp64. Returns a Routing with weights of the same dtype. moe_router_load_balancing_type
-        sinkhorn makes `routing` choose in this way.
+        logits: [T, E], fp32 or fp64. Returns a Routing with weights of the same dtype. `routing` does the same if
+        moe_router_load_balancing_type is sinkhorn.
         """
         training, evaluation = build_sinkhorn_routes(self.topk)
         choice = (training if self.training else evaluation)(logits, None)
@@ -298,7 +302,7 @@ class TopKRouter(Router):
         loss = z_loss_func(logits, self.z_loss_coeff, None if valid is None else ~valid)
         num_valid = None
         if valid is not None:
-            # Ranks can differ in their number of unpadded tokens, so a rank's mean is weighted by its number.
+            # Ranks can differ in their number of unpadded tokens, so a rank's mean is weighted by that number.
             num_valid = valid.sum()
             loss = loss * num_valid / summed_counts(num_valid, self.sequence_group).clamp(min=1)
         elif self.num_shares > 1:
@@ -338,13 +342,13 @@ class TopKRouter(Router):
         needs_dp_avg: bool = True,
         valid_token_count: Tensor | int | None = None,
     ) -> Tensor:
-        """Records a loss and attaches it; activation: [T, E] or [T, K], float; aux_loss: [], with its coefficient.
+        """Records an auxiliary loss and attaches it to an activation. Collective if valid_token_count is a tensor.
 
-        aux_loss_name: one of the recorder's names. reduce_group: the ranks whose shares sum to the loss; aux_loss is
-        this rank's share. needs_dp_avg: has no effect, because the log always averages over ranks, which does not
-        change equal values. valid_token_count: the unpadded tokens of the activation, a tensor [], int64, if ranks
-        differ; None means all. Returns the activation, through which backward also reaches the loss. Collective if
-        ranks may differ.
+        activation: [T, E] or [T, K], float. aux_loss: scalar, float, this rank's share of the loss, including the
+        coefficient. aux_loss_name: one of the recorder's names. reduce_group: the ranks whose shares sum to the loss.
+        needs_dp_avg: has no effect, because the log always averages over ranks, which does not change equal values.
+        valid_token_count: number of unpadded tokens in the activation, as a scalar tensor, int64, if ranks differ; None
+        means all. Returns the activation, through which backward also reaches the loss.
         """
         num_shares = group_size(reduce_group)
         # The log averages over ranks, so a share is scaled up to a whole loss.
@@ -380,7 +384,7 @@ def _times(loss: Tensor, factor: int) -> Tensor:
 
 
 class RouterGatingLinearFunction(torch.autograd.Function):
-    """Computes inp @ weight.T + bias in router_dtype; saves inp and weight for backward in their own dtypes."""
+    """Computes inp @ weight.T + bias in router_dtype; saves inp and weight for backward in their original dtypes."""
 
     @staticmethod
     def forward(ctx: Any, inp: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: torch.dtype) -> Tensor:
@@ -459,7 +463,7 @@ def build_route(
     replay: RouterReplay | None = None,
     choose: Choose | None = None,
 ) -> Route:
-    """Builds the route that the options describe, so that no option is tested in forward.
+    """Builds the route for these options. Options are checked here, not in forward.
 
     softmax_of_chosen: the route for softmax scores without pre_softmax. replay: records or forces the choice. choose:
     replaces top-k.
@@ -512,8 +516,9 @@ def group_limited_topk(
     """Chooses the K best experts within the group_topk best groups of each token.
 
     A group is ranked by the sum of its scores_per_group best scores; None means topk // group_topk. scores: [T, E],
-    fp32 or fp64, with T num_tokens and E num_experts; a group is E / G consecutive experts. Returns the scores of the
-    chosen [T, K], same dtype, and their indices [T, K], int64. Raises ValueError for scores of another shape.
+    fp32 or fp64, where T is num_tokens and E is num_experts; a group is E / G consecutive experts. Returns the scores
+    of the chosen experts [T, K], same dtype, and their indices [T, K], int64. Raises ValueError if scores has a
+    different shape.
     """
     if scores.shape != (num_tokens, num_experts):
         raise ValueError(
@@ -596,7 +601,7 @@ def _sqrt_softplus(logits: Tensor) -> Tensor:
 
 
 def _normalised(scores: Tensor) -> Tensor:
-    """Divides scores by their sum: scores of the chosen experts in a route, of all experts for balancing losses."""
+    """Divides each token's scores by their sum. Routes pass chosen experts only, balancing losses all experts."""
     return scores / (scores.sum(dim=-1, keepdim=True) + _EPSILON)
 
 

@@ -38,10 +38,10 @@ class SharedExpertMLP(MLP):
         """Builds the projections and the gate.
 
         gate: whether each token's result is multiplied by a gate. pg_collection: the groups of this rank; None means
-        the groups of parallel_state, if there are any. name: for users' own records.
+        the groups of parallel_state, if they exist. name: stored for the caller.
         """
         if config.moe_shared_expert_intermediate_size is None:
-            raise ValueError("moe_shared_expert_intermediate_size is None: a shared expert needs a width")
+            raise ValueError("moe_shared_expert_intermediate_size is None: must be set for a shared expert")
         super().__init__(
             config,
             submodules,
@@ -49,7 +49,7 @@ class SharedExpertMLP(MLP):
             pg_collection=pg_collection,
         )
         self.name = name
-        # State between the steps, for a caller that runs them one by one.
+        # State between the steps, for a caller that runs each step separately.
         self._input: Tensor | None = None
         self._gate: Tensor | None = None
         self._result: Tensor | None = None
@@ -63,17 +63,17 @@ class SharedExpertMLP(MLP):
             initialize_weight(self.gate_weight, config.init_method, config=config)
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """Returns the init methods of this module's own parameters, by name, excluding the projections."""
+        """Returns the init method of each parameter by name, excluding the projections."""
         assert self.config.init_method is not None
         return {} if self.gate_weight is None else {"gate_weight": self.config.init_method}
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Runs the layer; hidden_states: [*, H], parameter dtype; per_token_scale: [*] or None, multiplied with the
-        gate.
+        """Runs the shared expert.
 
-        Returns [*, H], same dtype, and the bias that is still to be added: [H], with a gate [*, H], or None.
+        hidden_states: [*, H], parameter dtype. per_token_scale: [*] or None, multiplied with the gate. Returns [*, H],
+        same dtype, and the bias that the caller must add: [H], with a gate [*, H], or None.
         """
         gate = self._gate_of(hidden_states)
         if gate is None:
@@ -87,35 +87,35 @@ class SharedExpertMLP(MLP):
         # The gate scales activations, which under sequence parallelism hold all positions and this rank's columns.
         return gather_from_sequence_parallel_region(gate, group=self.sequence_group)
 
-    # The steps of `forward` one by one, for a user's own dispatcher that runs them between its exchanges. The
-    # projections include their communication, which runs on the current stream.
+    # The separate steps of `forward`, for a custom dispatcher that runs them between its exchanges. The projections
+    # include their communication, which runs on the current stream.
 
     def wait_current_stream(self) -> None:
         """Does nothing, because the steps run on the current stream and need no synchronization."""
 
     def pre_forward_comm(self, input: Tensor, wait_current_stream: bool = True) -> None:
-        """Begins a forward, with the gate; input: [*, H], parameter dtype. wait_current_stream: has no effect here."""
+        """Begins a forward and computes the gate; input: [*, H], parameter dtype. wait_current_stream: no effect."""
         self._gate, self._input, self._result = self._gate_of(input), input, None
 
     def linear_fc1_forward_and_act(self, overlapped_comm_output: Tensor | None = None) -> None:
-        """Runs the first projection and the activation; overlapped_comm_output: any shape and dtype, ignored."""
+        """Runs the first projection and the activation. Ignores overlapped_comm_output, any shape and dtype."""
         scale = None if self._gate is None else self._gate.unsqueeze(-1)
         intermediate, bias = self.linear_fc1(_begun(self._input, "pre_forward_comm"))
         self._input = self.activation(intermediate, bias=bias, scale=scale)
 
     def linear_fc2_forward(self, overlapped_comm_output: Tensor | None = None) -> None:
-        """Runs the second projection; overlapped_comm_output: any shape and dtype, ignored."""
+        """Runs the second projection. Ignores overlapped_comm_output, any shape and dtype."""
         output, bias = self.linear_fc2(_begun(self._input, "linear_fc1_forward_and_act"))
         if bias is not None:
             output = output + (bias if self._gate is None else (bias * self._gate.unsqueeze(-1)).to(output.dtype))
         self._result, self._input, self._gate = output, None, None
 
     def post_forward_comm(self) -> None:
-        """Ends the forward. The second projection has already summed its result over ranks."""
+        """Checks that the second projection has run. Communicates nothing, as it already reduced its output."""
         _begun(self._result, "linear_fc2_forward")
 
     def get_output(self) -> Tensor:
-        """Returns the result of the steps with its bias, and clears it: [*, H], parameter dtype."""
+        """Returns the output of the steps, including the bias, and clears it: [*, H], parameter dtype."""
         output, self._result = _begun(self._result, "linear_fc2_forward"), None
         return output
 

@@ -1,9 +1,9 @@
-"""Rows by expert in buffers of a fixed size, where only the device knows how many rows are live.
+"""Rows sorted by expert in fixed-size buffers, where only the device knows how many rows are live.
 
 As in permutation.py, the orders, which assign rows to slots, come first. The movements follow: two autograd functions,
 each the gradient of the other. Their operators have a CPU version here and a Triton kernel in triton_rows.py. No shape
-depends on the routing. The orders never read the device on the host, and the movements never read rows beyond the live
-ones, so those rows are undefined.
+depends on the routing. The orders never read the device on the host. The movements never read rows beyond the live
+rows, which may therefore be undefined.
 
 A slot is one choice of one token: slot t * K + k. T tokens, K choices, e experts of a rank, C rows of the buffer, of
 which the first R are live, W elements in a row.
@@ -42,11 +42,11 @@ class StaticOrder:
     """Slots and their rows in a buffer, all on one device.
 
     slot_of_row, token_of_row: [C], int32, -1 for padding. row_of_slot: [T, K], int32, -1 for a slot without a row.
-    rows_per_group: int64, one count per expert, with a meaning that depends on the order. From order_by_expert it is
-    [e]: the rows that each expert of this rank has in the buffer, alignment included. From order_by_rank it is [ranks *
-    e]: the slots that chose each expert of each rank, including slots that got no row. rows_needed: [1], int64: the
-    smallest buffer, or from order_by_rank the smallest part per rank, with a row for every slot. num_rows: [1], int64:
-    the number of rows that hold a slot, including from order_by_expert the padding of each expert.
+    rows_per_group: int64, one count per expert, whose meaning depends on the order. With order_by_expert it is [e]: the
+    rows of each expert of this rank in the buffer, including alignment. With order_by_rank it is [ranks * e]: the slots
+    that chose each expert of each rank, including slots without a row. rows_needed: [1], int64: the size of the
+    smallest buffer (with order_by_rank: of each rank's part) that has a row for every slot. num_rows: [1], int64: the
+    number of rows that belong to a slot, plus, with order_by_expert, the padding of each expert.
     """
 
     slot_of_row: Tensor
@@ -60,10 +60,10 @@ class StaticOrder:
 def order_by_expert(
     expert_indices: Tensor, num_experts: int, *, capacity: int, alignment: int = 1, first_expert: int = 0
 ) -> StaticOrder:
-    """Packs the rows of the experts, each padded to a multiple of `alignment` rows.
+    """Assigns rows to slots, expert after expert, each padded to a multiple of `alignment` rows.
 
-    expert_indices: [T, K], int64 or int32; slots outside the num_experts experts from first_expert on get no row.
-    capacity: C, a multiple of alignment. Slots of one expert keep their order.
+    expert_indices: [T, K], int64 or int32; only slots of the num_experts experts starting at first_expert receive a
+    row. capacity: C, a multiple of alignment. Slots of one expert keep their order.
     """
     slots, tokens, rows, _, kept, rows_needed, num_rows = ops.order_slots(
         expert_indices,
@@ -79,8 +79,8 @@ def order_by_expert(
 def order_by_rank(expert_indices: Tensor, num_experts: int, *, num_ranks: int, rows_per_rank: int) -> StaticOrder:
     """Assigns each rank a part of rows_per_rank rows, in which rows are sorted by expert and padding comes last.
 
-    expert_indices: [T, K], int64 or int32; slots outside 0 to num_experts - 1 get no row. Each rank has the same number
-    of experts, numbered consecutively.
+    expert_indices: [T, K], int64 or int32; slots with an index outside 0 to num_experts - 1 receive no row. Each rank
+    has the same number of experts, numbered consecutively.
     """
     slots, tokens, rows, wanted, _, rows_needed, num_rows = ops.order_slots(
         expert_indices,
@@ -94,17 +94,17 @@ def order_by_rank(expert_indices: Tensor, num_experts: int, *, num_ranks: int, r
 
 
 def expert_of_received_rows(rows_per_group: Tensor, *, rows_per_rank: int) -> Tensor:
-    """Returns the local expert of each row received from other ranks, and e for padding.
+    """Returns the local expert of each row received from other ranks, or e for a padding row.
 
-    rows_per_group: [ranks, e], int64: the slots of each rank for each expert; a rank sent its first rows_per_rank
-    slots. Returns [ranks * rows_per_rank, 1], int32.
+    rows_per_group: [ranks, e], int64: number of slots of each rank for each expert, of which each rank sent the first
+    rows_per_rank. Returns [ranks * rows_per_rank, 1], int32.
     """
     experts: Tensor = ops.experts_of_rows(rows_per_group, rows_per_rank=rows_per_rank)
     return experts
 
 
 def aligned_rows(counts: Tensor, alignment: int) -> Tensor:
-    """Rounds each count up to a multiple of `alignment`; counts: [e], int64, on the device. Returns the same form."""
+    """Rounds each count up to a multiple of `alignment`; counts: [e], int64, on the device. Returns [e], int64."""
     return (counts + (alignment - 1)).div(alignment, rounding_mode="floor") * alignment
 
 
@@ -112,19 +112,19 @@ def aligned_rows(counts: Tensor, alignment: int) -> Tensor:
 
 
 def gather_live_rows(x: Tensor, source_of_row: Tensor, *, row_of_slot: Tensor, num_rows: Tensor) -> Tensor:
-    """Copies x[source_of_row[r]] into row r of a buffer, or zeros if the source is -1; rows from R on are undefined.
+    """Copies x[source_of_row[r]] into row r of a buffer, or zeros if the source is -1, for the first R rows.
 
     x: [T, W], any float dtype; source_of_row: [C], int32; row_of_slot: [T, K], int32, the inverse, -1 for none;
-    num_rows: [1], int64, R; all on one device. Returns [C, W], x's dtype.
+    num_rows: [1], int64, R; all on one device. Returns [C, W], x's dtype, undefined beyond the first R rows.
     """
     return _GatherLiveRows.apply(x, source_of_row, row_of_slot, num_rows)
 
 
 def sum_live_rows(rows: Tensor, row_of_slot: Tensor, *, source_of_row: Tensor, num_rows: Tensor) -> Tensor:
-    """Sums rows[row_of_slot[t, k]] over k into row t, leaving out entries of -1.
+    """Sums rows[row_of_slot[t, k]] over k into row t, skipping entries of -1.
 
-    rows: [C, W], any float dtype, with half precision summed in fp32; row_of_slot, source_of_row, num_rows: as in
-    gather_live_rows. Returns [T, W], the rows' dtype. In backward, the gradient of rows from R on is undefined.
+    rows: [C, W], any float dtype; half precision is summed in fp32. row_of_slot, source_of_row, num_rows: as in
+    gather_live_rows. Returns [T, W], the rows' dtype. The gradient of rows beyond the first R is undefined.
     """
     return _SumLiveRows.apply(rows, row_of_slot, source_of_row, num_rows)
 
@@ -210,8 +210,8 @@ def order_slots(
     """Assigns rows to slots by expert, in parts of the buffer with equal numbers of experts and rows.
 
     Slots of one expert keep their order. Within a part, the rows of each expert begin at a multiple of `alignment`, and
-    rows beyond rows_per_part are dropped. expert_indices: [T, K], int64 or int32; slots outside the num_experts experts
-    from first_expert on get no row.
+    rows beyond rows_per_part are dropped. expert_indices: [T, K], int64 or int32; only slots of the num_experts experts
+    starting at first_expert receive a row.
     Returns slot_of_row, token_of_row, row_of_slot: as in StaticOrder; wanted: [num_experts], int64, the slots of each
     expert; kept: [num_experts], int64, the rows of each expert in the buffer, alignment included; rows_needed: [1],
     int64, the smallest rows_per_part that drops nothing; num_rows: [1], int64, the sum of kept.
@@ -257,7 +257,10 @@ def _one_expert_per_row(rows_per_group: Tensor, *, rows_per_rank: int) -> Tensor
     fake=_one_expert_per_row,
 )
 def experts_of_rows(rows_per_group: Tensor, *, rows_per_rank: int) -> Tensor:
-    """Computes expert_of_received_rows; rows_per_group: [ranks, e], int64 -> [ranks * rows_per_rank, 1], int32."""
+    """Finds the local expert of each received row, or e for a padding row.
+
+    rows_per_group: [ranks, e], int64. Returns [ranks * rows_per_rank, 1], int32.
+    """
     place = torch.arange(rows_per_rank).expand(len(rows_per_group), -1).contiguous()
     return torch.searchsorted(rows_per_group.cumsum(1), place, right=True, out_int32=True).view(-1, 1)
 
@@ -268,7 +271,7 @@ def _like_tokens(rows: Tensor, row_of_slot: Tensor) -> Tensor:
 
 @operator(_NAMESPACE, "(Tensor x, Tensor source_of_row, *, Tensor num_rows, Tensor(a!) out) -> ()", cuda=_LAUNCHERS)
 def gather_rows(x: Tensor, source_of_row: Tensor, *, num_rows: Tensor, out: Tensor) -> None:
-    """Writes out[r] = x[source_of_row[r]], zeros for -1, for live rows only.
+    """Writes out[r] = x[source_of_row[r]], or zeros if the source is -1, for live rows only.
 
     x: [T, W], any dtype; source_of_row: [C], int32; num_rows: [1], int64; out: [C, W], x's dtype.
     """
@@ -285,7 +288,7 @@ def gather_rows(x: Tensor, source_of_row: Tensor, *, num_rows: Tensor, out: Tens
 
 @operator(_NAMESPACE, "(Tensor rows, Tensor row_of_slot) -> Tensor", cuda=_LAUNCHERS, fake=_like_tokens)
 def sum_rows(rows: Tensor, row_of_slot: Tensor) -> Tensor:
-    """Sums rows[row_of_slot[t, k]] over k, leaving out -1; half precision is summed in fp32.
+    """Sums rows[row_of_slot[t, k]] over k, skipping entries of -1; half precision is summed in fp32.
 
     rows: [C, W], any float dtype; row_of_slot: [T, K], int32. Returns [T, W], same dtype.
     """
@@ -303,7 +306,7 @@ def sum_rows(rows: Tensor, row_of_slot: Tensor) -> Tensor:
 
 
 def _live_rows_sync(num_rows: Tensor, rows: Tensor) -> int:
-    """Returns R, at most the rows of the buffer. NOTE: reads CPU memory, so nothing waits for a device."""
+    """Returns R, clamped to the rows of the buffer. NOTE: reads CPU memory, so the host waits for no device."""
     return max(0, min(int(num_rows.item()), rows.shape[0]))
 
 

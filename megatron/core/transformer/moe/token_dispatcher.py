@@ -1,4 +1,4 @@
-"""The choice of a token dispatcher, and the dispatchers under the import path that Megatron users expect.
+"""Selects a token dispatcher, and exports the dispatchers under the import path that Megatron users expect.
 
 The dispatchers are implemented in dispatch_*.py, their interface in dispatch.py.
 """
@@ -30,7 +30,7 @@ def build_token_dispatcher(
 ) -> MoETokenDispatcher:
     """Builds the dispatcher that the configuration selects; experts: this rank's experts. Collective with type flex.
 
-    Raises ValueError if this machine lacks the backend of type flex.
+    Raises ValueError if type flex is selected and this machine does not support its backend.
     """
     require_flex_backend(config)
     is_static = config.moe_expert_rank_capacity_factor is not None

@@ -1,4 +1,4 @@
-"""Triton kernel of router.py's operator, and its launcher, which is named like the operator."""
+"""Triton kernel for the operator in router.py, and its launcher, which has the operator's name."""
 # mypy: allow-untyped-defs
 
 from collections.abc import Iterator, Mapping
@@ -36,8 +36,8 @@ def choice_grad_kernel(
 ):
     """Computes the gradient of a token's logits from the gradients of its scores s and of its chosen weights w.
 
-    For gradients g of s and h of w it is s (g - <s, g>), plus w (h - <w, h>) at the chosen experts. token_stride and
-    expert_stride are the strides of grad_scores; all other tensors are contiguous.
+    With the gradients g of s and h of w, it is s (g - <s, g>), plus w (h - <w, h>) at the chosen experts. token_stride
+    and expert_stride are the strides of grad_scores; all other tensors are contiguous.
     """
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, EXPERTS)
@@ -94,13 +94,13 @@ def choice_grad(
 
 
 def residencies(num_warps: int) -> Mapping[str, Residency]:
-    """Returns the launcher's residency by kernel, which is empty because each tile has its own program."""
+    """Returns the default residency for the kernel, because each tile is computed by a separate program."""
     assert num_warps == _WARPS["num_warps"]
     return {"choice_grad_kernel": Residency()}
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """Yields cases with few and many experts and a balancing-loss gradient, which is the same for all tokens."""
+    """Yields compile cases for few and for many experts. grad_scores has the strides of a balancing loss's gradient."""
     for name, num_experts in (("fp32", 8), ("fp32", 256), ("fp64", 256)):
         data = dict.fromkeys(("grad_weights", "weights", "grad_scores", "scores", "grad_logits"), f"*{name}:16")
         yield compile_case(

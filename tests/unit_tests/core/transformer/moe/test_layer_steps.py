@@ -197,7 +197,7 @@ def test_a_subclass_of_the_router_may_drop_tokens_itself() -> None:
 
 def test_submodules_that_cannot_be_used_are_named() -> None:
     config = small_config(num_moe_experts=EXPERTS, moe_grouped_gemm=True, **LLAMA_LIKE)
-    with pytest.raises(ValueError, match="submodules has no experts: give MoESubmodules"):
+    with pytest.raises(ValueError, match="submodules has no experts: pass MoESubmodules"):
         MoELayer(config)
     assert TEGroupedMLP is GroupedMLP
     with pytest.raises(ValueError, match="linear_fc1 and linear_fc2 must be None or ExpertAdapter; use SequentialMLP"):
