@@ -4,10 +4,10 @@ A token is sent once for each chosen expert, and to each rank that holds a part 
 defined first, then the row exchange that it uses. dispatch_allgather.py is the alternative.
 
 [Note: overlapped exchanges]
-A row exchange is two autograd functions, `start` and `wait`. Other work between them, such as a shared expert, overlaps
-with the exchange, which torch's process group runs on a stream of its own. In backward autograd visits them in reverse:
-the backward of `wait` starts to send the gradients, the backward of `start` waits for them, and the backward of the
-other work runs in between.
+A row exchange consists of two autograd functions, `start` and `wait`. Work between them, such as a shared expert,
+overlaps with the exchange, which torch's process group runs on a separate stream. In backward autograd visits them in
+reverse order: the backward of `wait` starts to send the gradients, the backward of `start` waits for them, and the
+backward of the overlapped work runs in between.
 """
 
 from collections.abc import Sequence
@@ -39,10 +39,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass(frozen=True)
 class RowSplits:
-    """Numbers of rows that are exchanged with each rank.
+    """Numbers of rows that this rank exchanges with each rank.
 
-    counts: [ranks, e], int64, on the device: rows from each rank for each local expert. num_received: their sum. send,
-    receive: rows to and from each rank; None means the same number for every rank.
+    counts: [ranks, e], int64, on the device: rows from each rank for each local expert. num_received: sum of counts.
+    send, receive: rows to and from each rank; None means the same number for every rank.
     """
 
     counts: Tensor
@@ -56,7 +56,7 @@ class AllToAllPassage:
     """Row orders of one forward, which combine reverses.
 
     permutation: order in which this rank's tokens are sent. splits: row counts of the dispatch; combine swaps send and
-    receive. by_expert: order of the received rows; None if they arrive sorted by expert, or before they arrive.
+    receive. by_expert: order of the received rows; None before they are received, or if they arrive sorted by expert.
     """
 
     permutation: PermutationMap
@@ -67,8 +67,8 @@ class AllToAllPassage:
 class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
     """Sorts rows by expert, sends them, and sorts the received rows by expert; a single rank sends nothing.
 
-    An expert that is split over expert-tensor ranks receives its rows on each of them, where its part is treated as a
-    separate expert. `combine_postprocess` sums the parts with the rows of a token's other experts.
+    If experts are split over expert-tensor ranks, each rank's part is treated as a separate expert that receives all
+    rows of the expert. `combine_postprocess` sums the outputs of the parts as it sums the outputs of different experts.
     """
 
     def __init__(
@@ -122,9 +122,9 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         return rows, weights
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies each token into a row for each choice, sorted by expert; hidden_states: [*, H], any float dtype.
+        """Copies each token into one row per choice, sorted by expert. Returns the rows to send and their weights.
 
-        routing_map, probs: see MoETokenDispatcher. Returns the rows to send and their weights.
+        hidden_states: [*, H], any float dtype. routing_map, probs: see MoETokenDispatcher.
         """
         return super().dispatch_preprocess(hidden_states, routing_map, probs)
 
@@ -138,7 +138,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
             self._run_shared_experts()
             return rows, weights
         if not self.is_padded:
-            # Every expert has the same number of padded rows, so that no counts are exchanged.
+            # With padding every expert has the same number of rows, so counts are only exchanged without it.
             passage = replace(passage, splits=_splits_sync(passage.splits.counts, self.transport.group))
             self._passage = passage
         first, second = (RowExchange(self.transport, passage.splits.send, passage.splits.receive) for _ in range(2))
@@ -169,8 +169,8 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
     ) -> Tensor:
         """Sends the results back; hidden_states: [R, H], any float dtype. Returns the results of this rank's rows.
 
-        Collective. async_finish, allocate_on_comm_stream: must be True, because the process group chooses stream and
-        memory.
+        Collective. async_finish, allocate_on_comm_stream: must be True, because the process group determines the stream
+        and the memory.
         """
         require_own_stream("MoEAlltoAllTokenDispatcher.token_combine", async_finish, allocate_on_comm_stream)
         if self.num_ranks == 1:
@@ -188,8 +188,9 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
 
 
 def require_own_stream(call: str, async_finish: bool, allocate_on_comm_stream: bool) -> None:
-    """Raises ValueError unless both are True, because torch's process group chooses the stream and memory of an
-    exchange.
+    """Raises ValueError unless both arguments are True. torch's process group does not support other settings.
+
+    call: name of the function, for the message.
     """
     if not (async_finish and allocate_on_comm_stream):
         require_defaults(
@@ -205,8 +206,8 @@ def to_every_shard(
 ) -> tuple[Tensor, Tensor]:
     """Repeats each choice for every shard of its expert.
 
-    probs: [T, K], float; expert_indices: [T, K], int64. Returns [T, K * shards] each. A returned index is rank * e +
-    the local index of the expert; the ranks that hold the shards of an expert are consecutive.
+    probs: [T, K], float; expert_indices: [T, K], int64. Returns both as [T, K * shards]. A returned index is rank * e +
+    the local index of the expert; the ranks that store the shards of an expert are consecutive.
     """
     if num_shards == 1:
         return probs, expert_indices
@@ -217,9 +218,10 @@ def to_every_shard(
 
 
 def _splits_sync(counts: Tensor, group: dist.ProcessGroup) -> RowSplits:
-    """Exchanges row counts; counts: [ranks, e], int64, of the rows that this rank sends. Collective.
+    """Exchanges row counts with all ranks and reads them on the host. Collective.
 
-    NOTE: synchronizes with the device, because row counts determine shapes. This is the only such wait in a layer.
+    counts: [ranks, e], int64, number of rows that this rank sends to each expert. NOTE: synchronizes with the device,
+    because row counts determine shapes. A layer does not synchronize anywhere else.
     """
     received = exchange_counts(counts, group)
     send, receive = torch.stack([counts.sum(dim=1), received.sum(dim=1)]).tolist()
@@ -227,7 +229,7 @@ def _splits_sync(counts: Tensor, group: dist.ProcessGroup) -> RowSplits:
 
 
 def _expert_order(splits: RowSplits) -> PermutationMap:
-    """Orders received rows by expert, then sender. They arrive by sender, then expert."""
+    """Returns the map that sorts received rows by expert, then sender. They arrive sorted by sender, then expert."""
     num_ranks, num_experts = splits.counts.shape
     experts = torch.arange(num_experts, device=splits.counts.device).repeat(num_ranks)
     # Without output_size, the host would wait for the sum of the counts.
@@ -240,9 +242,9 @@ def _expert_order(splits: RowSplits) -> PermutationMap:
 
 @dataclass(frozen=True)
 class RowsUnderWay:
-    """A running exchange; sent: [R, *], received: [R', *], any dtype.
+    """Exchange in progress.
 
-    After all `works` have been waited for, the current stream may read `received`.
+    sent: [R, *], received: [R', *], any dtype. works: to wait for before the current stream reads `received`.
     """
 
     sent: Tensor
@@ -254,15 +256,16 @@ class RowTransport(Protocol):
     """Sends rows between the ranks of a group."""
 
     def launch(self, rows: Tensor, *, send: list[int] | None, receive: list[int] | None) -> RowsUnderWay:
-        """Starts to send rows: [R, *], any dtype, contiguous, sorted by receiver. Collective.
+        """Starts an exchange of rows. Collective.
 
-        send, receive: rows to and from each rank; None means the same number for every rank.
+        rows: [R, *], any dtype, contiguous, sorted by receiver. send, receive: numbers of rows to and from each rank;
+        None means the same number for every rank.
         """
 
     def reserve(self, num_bytes: int) -> None:
         """Allocates memory for exchanges of num_bytes on each rank. Collective.
 
-        CUDA graphs that use the previous memory must not be replayed any more.
+        CUDA graphs that use the previous memory must not be replayed afterwards.
         """
 
 
@@ -286,10 +289,10 @@ class CollectiveTransport:
 
 @dataclass
 class RowExchange:
-    """One all-to-all of rows, and in backward one of their gradients. `start` launches it, `wait` completes it.
+    """Differentiable all-to-all of rows. `start` launches it, `wait` completes it; backward exchanges the gradients.
 
-    send, receive: rows to and from each rank; None means the same number for every rank. See [Note: overlapped
-    exchanges].
+    send, receive: numbers of rows to and from each rank; None means the same number for every rank. See [Note:
+    overlapped exchanges].
     """
 
     transport: RowTransport
@@ -354,7 +357,10 @@ class _Wait(torch.autograd.Function):
 
 
 def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sends row i of counts: [ranks, e], int64, to rank i; row i of the result is from rank i. Collective."""
+    """Sends row i of `counts` to rank i, and returns the rows received from all ranks. Collective.
+
+    counts: [ranks, e], int64. Returns the same shape and dtype; row i is from rank i.
+    """
     received = arriving(counts.shape, group, dtype=counts.dtype, device=counts.device)
     dist.all_to_all_single(received, counts, group=group)
     return received

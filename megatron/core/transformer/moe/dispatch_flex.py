@@ -1,7 +1,7 @@
-"""Dispatchers of --moe-token-dispatcher-type flex, which move tokens with a communication library.
+"""Dispatchers for --moe-token-dispatcher-type flex, which move tokens with a communication library.
 
-The file starts with the choice of a backend and its hardware requirements, followed by the backends: DeepEP, and
-torch's symmetric memory. Both fill the static buffers of dispatch_static.py. Neither has run on a GPU yet.
+The choice of a backend and its hardware requirements come first, followed by the backends: DeepEP, and torch's
+symmetric memory. Both fill the static buffers of dispatch_static.py. Neither has run on a GPU yet.
 
 T tokens of this rank, N tokens that this rank receives, H hidden, K choices of a token, C rows of the buffer.
 """
@@ -33,16 +33,16 @@ from megatron.core.transformer.moe.dispatch_static import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-# Device of a run that is planned without memory, for another machine; see without_memory.
+# Device of a run that is planned for a different machine, without memory; see without_memory.
 _PLANNED = "meta"
 
 
 @dataclass(frozen=True)
 class FlexBackend:
-    """A library that moves tokens.
+    """Communication library that moves tokens.
 
-    dispatcher: None for an unsupported backend. missing: describes the requirements of these settings that this machine
-    does not meet; empty if it meets all.
+    dispatcher: None for an unsupported backend. missing: lists the requirements that this machine or the given settings
+    do not meet.
     """
 
     dispatcher: "type[MoEFlexTokenDispatcher] | None"
@@ -63,16 +63,16 @@ def require_flex_backend(config: TransformerConfig, backend: str | None = None) 
     if missing:
         raise ValueError(
             f"moe_token_dispatcher_type is flex with moe_flex_dispatcher_backend {backend}, which requires "
-            f"{', '.join(missing)}: give --moe-token-dispatcher-type alltoall, which has no such requirements"
+            f"{', '.join(missing)}: use --moe-token-dispatcher-type alltoall, which has no such requirements"
         )
 
 
 class MoEFlexTokenDispatcher(MoEStaticTokenDispatcher):
-    """Base class of the dispatchers for each backend; its constructor returns an instance of the selected one.
+    """Base class of the flex dispatchers. Its constructor returns an instance of the selected backend's subclass.
 
-    On the device without memory, where no library runs, torch's all-to-all fills the same buffers. The buffers have a
-    fixed size, which a routing may exceed. The last five methods report overflow and change the size between steps.
-    Collective.
+    On the meta device, where no library runs, torch's all-to-all fills the same buffers. The buffers have a fixed size,
+    which a routing may exceed. check_over_budget and the methods after it report overflow and change the size between
+    steps. Construction is collective.
     """
 
     _num_tokens = 0  # number of tokens T in the last dispatch
@@ -85,13 +85,13 @@ class MoEFlexTokenDispatcher(MoEStaticTokenDispatcher):
         pg_collection: ProcessGroupCollection | None = None,
         **settings: Any,
     ) -> "MoEFlexTokenDispatcher":
-        """Chooses the subclass; raises ValueError for unsupported settings or a machine that lacks the backend."""
+        """Selects the subclass; raises ValueError if the settings or this machine do not support the backend."""
         # A copy made by deepcopy or pickle already has its subclass and passes no arguments.
         if cls is MoEFlexTokenDispatcher and config is not None:
             if config.moe_expert_rank_capacity_factor is None:
                 raise ValueError(
-                    "moe_expert_rank_capacity_factor is None: dispatchers of type flex fill fixed-size buffers, so "
-                    "set the factor"
+                    "moe_expert_rank_capacity_factor is None: must be set for dispatchers of type flex, whose buffers "
+                    "have a fixed size"
                 )
             require_flex_backend(config, config.moe_flex_dispatcher_backend)
             cls = FLEX_BACKENDS[config.moe_flex_dispatcher_backend].dispatcher or cls
@@ -100,7 +100,7 @@ class MoEFlexTokenDispatcher(MoEStaticTokenDispatcher):
         return super().__new__(cls)
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Prepares tokens to be sent, see MoETokenDispatcher; hidden_states: [*, H], any float dtype."""
+        """Prepares tokens for sending; hidden_states: [*, H], any float dtype. See MoETokenDispatcher."""
         return super().dispatch_preprocess(hidden_states, routing_map, probs)
 
     @abstractmethod
@@ -113,8 +113,8 @@ class MoEFlexTokenDispatcher(MoEStaticTokenDispatcher):
     ) -> tuple[Tensor, Tensor]:
         """Sends the result of dispatch_preprocess; async_finish, allocate_on_comm_stream: must be True. Collective.
 
-        hidden_states: [*, H], any float dtype; probs: float, None raises ValueError. Returns the received rows and
-        weights.
+        hidden_states: [*, H], any float dtype; probs: float. Returns the received rows and weights. Raises ValueError
+        if probs is None.
         """
 
     @abstractmethod
@@ -135,9 +135,7 @@ class MoEFlexTokenDispatcher(MoEStaticTokenDispatcher):
 
     @functools.cached_property
     def _dispatched(self) -> tuple[Tensor, Tensor]:
-        """Returns the most missing rows and the largest factor of any dispatch: [1], int64, and [1], fp32, on the
-        device.
-        """
+        """Largest number of missing rows, [1], int64, and largest required factor, [1], fp32, of any dispatch."""
         device = default_device()
         return (
             torch.zeros(1, dtype=torch.int64, device=device),
@@ -149,18 +147,17 @@ class MoEFlexTokenDispatcher(MoEStaticTokenDispatcher):
         return self._dispatched[0] > 0
 
     def check_required_capacity(self) -> Tensor:
-        """Returns the smallest buffer size, in rows, with which no dispatch since reset_over_budget would have dropped
-        rows.
+        """Returns the buffer size, in rows, that all dispatches since reset_over_budget required.
 
-        Returns [1], int64, on the device.
+        Returns [1], int64, on the device. With this size, none of them would have dropped rows.
         """
         return (self._dispatched[1].double() * self.budget.balanced_rows(self._num_tokens)).ceil().long()
 
     def grow_ep_recv_capacity(self, new_capacity: int) -> None:
-        """Grows the buffers of subsequent dispatches to at least new_capacity rows. Existing CUDA graphs become
-        invalid.
+        """Grows the buffers of later dispatches to at least new_capacity rows. Existing CUDA graphs become invalid.
 
-        Raises ValueError before the first dispatch, which determines the number of tokens, and for fewer rows than now.
+        Raises ValueError before the first dispatch, which determines the number of tokens, and if new_capacity is below
+        the current size.
         """
         if not self._num_tokens:
             raise ValueError(
@@ -173,7 +170,7 @@ class MoEFlexTokenDispatcher(MoEStaticTokenDispatcher):
         self.reserve(self._num_tokens, row_bytes=self.config.hidden_size * self.config.params_dtype.itemsize)
 
     def invalidate_ep_bootstrap(self) -> None:
-        """Clears recorded dispatches after a change of ranks; the process group owns the exchange buffers."""
+        """Clears the recorded dispatches. Call it after a change of ranks. Exchange buffers are not affected."""
         self.reset_over_budget()
         self._num_tokens = 0
 
@@ -208,9 +205,10 @@ def _missing_for_unsupported(config: TransformerConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class DeepEPPassage:
-    """Choices of this rank's tokens [T, K] over the ranks' experts, and after dispatch the order of received tokens.
+    """State of one forward.
 
-    handle: deep_ep's handle, needed by combine. rows: order of the received tokens in this rank's buffer.
+    experts: [T, K], indices of the chosen experts over all ranks, for this rank's tokens. handle: deep_ep's handle of
+    the dispatch, which combine requires. rows: order of the received tokens in this rank's buffer.
     """
 
     experts: Tensor
@@ -222,9 +220,9 @@ class DeepEPPassage:
 class MoEDeepEPTokenDispatcher(MoEFlexTokenDispatcher):
     """Dispatches with the package deep_ep (DeepEP 1.0.0).
 
-    A token is sent to each rank once, even if several of its experts are there, and each rank sums the results of its
-    experts before it sends them back. Received tokens fill the static buffer in expert order. In deep_ep the number of
-    received tokens is a shape, for which the host waits once per layer.
+    A token is sent to each rank at most once, even if several of its experts are there, and each rank sums the results
+    of its experts before it sends them back. Received tokens fill the static buffer in expert order. In deep_ep the
+    number of received tokens is a shape, so the host waits for the device once per layer.
     """
 
     def __init__(
@@ -236,7 +234,7 @@ class MoEDeepEPTokenDispatcher(MoEFlexTokenDispatcher):
         *,
         row_alignment: int = 1,
     ) -> None:
-        """Gets the communication buffer of the group. Collective for the first layer of a model, which allocates it.
+        """Looks up the group's communication buffer. Collective for the first layer of a model, which allocates it.
 
         row_alignment: see [Note: row alignment] in dispatch_static.py.
         """
@@ -262,9 +260,10 @@ class MoEDeepEPTokenDispatcher(MoEFlexTokenDispatcher):
         async_finish: bool = True,
         allocate_on_comm_stream: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """Sends tokens: [T, H], bf16, and weights: [T, K], float, to the ranks of their experts. Collective.
+        """Sends tokens and their weights to the ranks of their experts. Collective.
 
-        Returns the N tokens that this rank receives and the weights of their choices, [N, H] and [N, K].
+        hidden_states: [T, H], bf16. probs: [T, K], float. Returns the N tokens that this rank receives and the weights
+        of their choices, [N, H] and [N, K].
         """
         require_own_stream("MoEDeepEPTokenDispatcher.token_dispatch", async_finish, allocate_on_comm_stream)
         probs = require_probs(probs)
@@ -318,7 +317,7 @@ class MoEDeepEPTokenDispatcher(MoEFlexTokenDispatcher):
 # uses it.
 @functools.lru_cache(maxsize=1)
 def deep_ep_buffer(group: ProcessGroup, hidden_bytes: int) -> Any:
-    """Returns deep_ep's buffer of `group` for tokens of hidden_bytes bytes. Collective when it allocates one.
+    """Returns deep_ep's buffer of `group` for tokens of hidden_bytes bytes. Collective if it must be allocated.
 
     Raises ValueError if deep_ep has no settings for this number of ranks, or cannot be imported.
     """
@@ -326,7 +325,7 @@ def deep_ep_buffer(group: ProcessGroup, hidden_bytes: int) -> Any:
         import deep_ep
     except ImportError as error:
         raise ValueError(
-            f"moe_flex_dispatcher_backend is deepep, but its package deep_ep cannot be imported ({error}): give "
+            f"moe_flex_dispatcher_backend is deepep, but the package deep_ep cannot be imported ({error}): use "
             "--moe-token-dispatcher-type alltoall"
         ) from error
 
@@ -335,7 +334,7 @@ def deep_ep_buffer(group: ProcessGroup, hidden_bytes: int) -> Any:
         configs = deep_ep.Buffer.get_dispatch_config(num_ranks), deep_ep.Buffer.get_combine_config(num_ranks)
     except AssertionError as error:
         raise ValueError(
-            f"moe_flex_dispatcher_backend is deepep with {num_ranks} expert-parallel ranks: {error}; give another "
+            f"moe_flex_dispatcher_backend is deepep with {num_ranks} expert-parallel ranks: {error}; use a different "
             "expert_model_parallel_size, or --moe-token-dispatcher-type alltoall"
         ) from error
     return deep_ep.Buffer(
@@ -346,7 +345,7 @@ def deep_ep_buffer(group: ProcessGroup, hidden_bytes: int) -> Any:
 
 
 class _Sent(NamedTuple):
-    """Received tokens; experts: [N, K], where 0 is this rank's first expert and -1 an expert of another rank."""
+    """Received tokens. experts: [N, K], local expert indices, -1 for experts of other ranks."""
 
     tokens: Tensor
     weights: Tensor
@@ -389,9 +388,10 @@ class _Return(torch.autograd.Function):
 
 
 def _send_sync(buffer: Any, tokens: Tensor, *, weights: Tensor, experts: Tensor, num_experts: int) -> _Sent:
-    """Sends tokens: [T, H], bf16, weights: [T, K], fp32, and experts: [T, K], int64, over all ranks; returns N tokens.
+    """Sends tokens to the ranks of their experts, and returns the N tokens that this rank receives.
 
-    NOTE: deep_ep synchronizes with the host to read N.
+    tokens: [T, H], bf16. weights: [T, K], fp32. experts: [T, K], int64, indices over all ranks. NOTE: deep_ep
+    synchronizes with the host to read N.
     """
     per_rank, per_rdma_rank, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(experts, num_experts)
     received, received_experts, received_weights, _, handle, _ = buffer.dispatch(
@@ -410,14 +410,14 @@ def _send_sync(buffer: Any, tokens: Tensor, *, weights: Tensor, experts: Tensor,
 
 
 class SymmetricTransport:
-    """A RowTransport over memory that the GPUs of one machine can read directly, in place of torch's all-to-all.
+    """RowTransport over memory that the GPUs of one machine can read directly, in place of torch's all-to-all.
 
     Each rank copies its rows into its buffer, and the other ranks read their part from it. All layers share the buffer
-    that torch allocates for `group`, since rows are in it only during `launch`. The two barriers are kernels on the
+    that torch allocates for `group`, because it contains rows only during `launch`. The two barriers are kernels on the
     current stream, so the host does not wait. Received rows are copies, which autograd may save for backward.
 
-    A larger buffer replaces the old one, whose memory is freed, but existing CUDA graphs would still use the old one.
-    After a graph has been captured, only `reserve` may therefore grow the buffer.
+    A larger buffer replaces the old one, whose memory is freed, although existing CUDA graphs still use it. After a
+    graph has been captured, only `reserve` may therefore grow the buffer.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -426,10 +426,10 @@ class SymmetricTransport:
         self._is_in_graphs = False
 
     def launch(self, rows: Tensor, *, send: list[int] | None, receive: list[int] | None) -> RowsUnderWay:
-        """Sends rows: [ranks x P, *], any dtype, P to each rank, through the shared buffer. Collective.
+        """Sends P rows to each rank through the shared buffer. Collective.
 
-        Before a capture, a larger size than before grows the buffer, which synchronizes the hosts of the ranks. Raises
-        RuntimeError for a larger size during or after a capture.
+        rows: [ranks x P, *], any dtype. Before a capture, the buffer grows if necessary, which synchronizes the hosts
+        of the ranks. Raises RuntimeError if it is too small during or after a capture.
         """
         assert send is None and receive is None, "symmetric memory requires the same number of rows for each rank"
         received = rows.new_empty(rows.shape)
@@ -449,9 +449,9 @@ class SymmetricTransport:
         return RowsUnderWay(rows, received)
 
     def reserve(self, num_bytes: int) -> None:
-        """Makes the buffer large enough for exchanges of num_bytes on each rank. Collective.
+        """Grows the buffer, if necessary, for exchanges of num_bytes bytes on each rank. Collective.
 
-        If this grows the buffer, the caller must have dropped all graphs.
+        Before the buffer grows, the caller must have dropped all graphs.
         """
         if num_bytes > self._num_bytes:
             self._is_in_graphs, self._num_bytes = False, num_bytes
@@ -489,15 +489,18 @@ class MoESymmetricTokenDispatcher(MoEStaticAlltoAllTokenDispatcher, MoEFlexToken
         *,
         row_alignment: int = 1,
     ) -> None:
-        """Raises ValueError if the GPUs of the group cannot read each other's memory. Collective."""
+        """Allocates the symmetric memory. Collective.
+
+        Raises ValueError if the GPUs of the group cannot read each other's memory.
+        """
         groups = pg_collection or existing_process_groups()
         transport = SymmetricTransport(or_alone(groups.tp_ep))
         try:
             transport.workspace(1)
         except RuntimeError as error:
             raise ValueError(
-                "moe_flex_dispatcher_backend is symm_mem, but the GPUs of the expert group share no memory "
-                f"({error}): give --moe-token-dispatcher-type alltoall"
+                "moe_flex_dispatcher_backend is symm_mem, but the GPUs of the expert group cannot share memory "
+                f"({error}): use --moe-token-dispatcher-type alltoall"
             ) from error
         super().__init__(
             num_local_experts,
@@ -512,7 +515,7 @@ class MoESymmetricTokenDispatcher(MoEStaticAlltoAllTokenDispatcher, MoEFlexToken
 
 
 class MoEPlannedTokenDispatcher(MoEStaticAlltoAllTokenDispatcher, MoEFlexTokenDispatcher):
-    """Substitute for any backend on the device without memory."""
+    """Replaces any backend on the meta device, where no library runs."""
 
 
 # --- Registry ---

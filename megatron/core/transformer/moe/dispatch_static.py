@@ -1,5 +1,4 @@
-"""Token dispatch into buffers of a fixed size: no shape depends on the routing, and the host reads nothing from the
-device.
+"""Token dispatch into fixed-size buffers. No shape depends on the routing, and the host never reads the device.
 
 From top to bottom: the sizes of the buffers, rows in a buffer, the dispatcher that gathers tokens, the rows that a pair
 of ranks exchanges, and the dispatcher that sends rows. Only the device knows how many rows are live.
@@ -9,20 +8,20 @@ buffer of this rank's experts, P rows that one rank sends to another.
 
 [Note: rows of a fixed size]
 C is the balanced number of rows, tokens x top-k, times moe_expert_rank_capacity_factor, and at most the number that all
-tokens could need. If more rows arrive, some are dropped (expert overflow). Every dispatch returns its demand on the
+tokens could require. If more rows arrive, some are dropped (expert overflow). Every dispatch records its demand on the
 device, and training/ discards a step that dropped rows and retries it with a larger factor. The dispatcher that sends
-rows has a second limit, P rows for each pair of ranks; its demand is the larger of the two.
+rows has a second limit, P rows for each pair of ranks. Its demand is the larger of the two demands.
 
 [Note: packed and padded rows]
-On a GPU a pair of ranks always exchanges P rows, because the host does not know how many of them hold a token; the
+On a GPU a pair of ranks always exchanges P rows, because the host does not know how many of them contain a token; the
 others are padding. On the CPU the host can read that number without waiting, so only filled rows are sent. The buffers
 of the experts are the same either way.
 
 [Note: row alignment]
-Some grouped products, such as fp8 ones, require that the rows of each expert start at a multiple of a number of rows.
-With a row_alignment above 1 each expert's rows in the buffer end with zero rows up to such a multiple, and these count
-as live. The products of this framework have no such requirement: build_token_dispatcher leaves the alignment at 1, and
-only a caller that builds a dispatcher itself sets another one.
+Some grouped GEMM kernels, such as fp8 ones, require that each expert's rows start at a multiple of some number of rows.
+With row_alignment above 1, each expert's rows are padded with zero rows to such a multiple, and the padding counts as
+live. The kernels of this framework do not require it, so build_token_dispatcher leaves the alignment at 1. Callers that
+build a dispatcher themselves may set it.
 """
 
 import math
@@ -72,9 +71,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class StaticBudget:
     """Sizes of the static buffers, and the demand of a routing on them. See [Note: rows of a fixed size].
 
-    factor: multiple of the balanced number of rows. alignment: each expert's rows are padded to a multiple of this
-    number; see [Note: row alignment]. num_experts: experts per rank. num_ranks: ranks of all experts, of which
-    num_shards share each expert.
+    factor: size relative to the balanced number of rows. alignment: each expert's rows are padded to a multiple of this
+    number; see [Note: row alignment]. num_experts: experts per rank. num_ranks: number of ranks that share the layer's
+    experts. num_shards: number of ranks that share a single expert.
     """
 
     factor: float
@@ -86,34 +85,34 @@ class StaticBudget:
 
     @property
     def largest_factor(self) -> float:
-        """The factor at which no routing drops rows, even if all tokens go to one rank. Ignores alignment."""
+        """Smallest factor at which no routing drops rows, even if all tokens go to one rank. Ignores alignment."""
         return self.num_ranks * self._most(1) / self.balanced_rows(1)
 
     def rows_of_rank(self, num_tokens: int) -> int:
-        """Returns C, the rows of one rank's experts; num_tokens: T, tokens per rank."""
+        """Returns C, the size of the buffer of one rank's experts, in rows; num_tokens: T, tokens per rank."""
         rows = min(math.ceil(self.balanced_rows(num_tokens) * self.factor), self._most_of_rank(num_tokens))
         return math.ceil(rows / self.alignment) * self.alignment
 
     def rows_of_pair(self, num_tokens: int) -> int:
-        """Returns P, the rows from one rank to another; num_tokens: T, tokens per rank."""
+        """Returns P, the number of rows that one rank sends to each rank; num_tokens: T, tokens per rank."""
         balanced = self.balanced_rows(num_tokens) / self.num_ranks
         return min(math.ceil(balanced * self.factor), self._most(num_tokens))
 
     def demand_on_rank(self, rows_needed: Tensor, num_tokens: int) -> RowDemand:
-        """Compares rows_needed: [1], int64, with rows_of_rank."""
+        """Returns the demand on a rank's buffer; rows_needed: [1], int64. num_tokens: T, tokens per rank."""
         missing = (rows_needed - self.rows_of_rank(num_tokens)).clamp(min=0)
         can_lose = self.rows_of_rank(num_tokens) < self._most_of_rank(num_tokens)
         return RowDemand(missing, rows_needed.float() / max(1, self.balanced_rows(num_tokens)), can_lose)
 
     def demand_on_pair(self, rows_needed: Tensor, num_tokens: int) -> RowDemand:
-        """Compares rows_needed: [1], int64, with rows_of_pair."""
+        """Returns the demand on the rows of a rank pair; rows_needed: [1], int64. num_tokens: T, tokens per rank."""
         missing = (rows_needed - self.rows_of_pair(num_tokens)).clamp(min=0)
         balanced = self.balanced_rows(num_tokens) / self.num_ranks
         can_lose = self.rows_of_pair(num_tokens) < self._most(num_tokens)
         return RowDemand(missing, rows_needed.float() / (balanced or 1), can_lose)
 
     def balanced_rows(self, num_tokens: int) -> int:
-        """Returns the rows of a rank if all ranks receive the same number of rows."""
+        """Returns the number of rows that a rank receives if all ranks receive the same number."""
         return num_tokens * self.topk * self.num_shards
 
     def _most_of_rank(self, num_tokens: int) -> int:
@@ -121,26 +120,25 @@ class StaticBudget:
         return self.num_ranks * self._most(num_tokens) + self.num_experts * (self.alignment - 1)
 
     def _most(self, num_tokens: int) -> int:
-        """Returns the most rows that one rank's tokens can need on another rank; a token chooses an expert at most
-        once.
-        """
+        """Returns the maximum number of rows that one rank's tokens can require on a single rank."""
+        # A token chooses an expert at most once.
         return num_tokens * min(self.topk, self.num_experts)
 
 
 @dataclass(frozen=True)
 class StaticRows:
-    """Moves tokens into a static buffer, ordered by expert or by rank, and sums them back. C rows, N x K slots.
+    """Copies tokens into the C rows of a static buffer, ordered by expert or by rank, and sums each token's rows.
 
-    num_rows: [1], int64, on the device: the number of live rows, which are the first ones.
+    order: assigns rows to N x K slots. num_rows: [1], int64, on the device: number of live rows, which come first.
     """
 
     order: StaticOrder
     num_rows: Tensor
 
     def take(self, tokens: Tensor, probs: Tensor) -> DispatchedTokens:
-        """Fills the buffer; tokens: [N, H], probs: [N, K], float -> [C, H] and [C].
+        """Copies tokens and their weights into the rows of the buffer.
 
-        Rows beyond num_rows are undefined.
+        tokens: [N, H], float. probs: [N, K], float. Returns rows [C, H] and weights [C], undefined beyond num_rows.
         """
         order = self.order
         rows = gather_live_rows(tokens, order.token_of_row, row_of_slot=order.row_of_slot, num_rows=self.num_rows)
@@ -159,7 +157,7 @@ class StaticRows:
 
 
 class MoEStaticTokenDispatcher(MoETokenDispatcher):
-    """Base class of the static dispatchers, with the budget and the expert-ordered rows of the C-row buffer."""
+    """Base class of the static dispatchers. Stores the budget, and orders rows by expert in the buffer of C rows."""
 
     def __init__(
         self,
@@ -194,20 +192,20 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
         self._demand = demand
 
     def set_capacity_factor(self, factor: float) -> None:
-        """Replaces moe_expert_rank_capacity_factor for subsequent dispatches."""
+        """Replaces moe_expert_rank_capacity_factor for later dispatches."""
         self.budget = replace(self.budget, factor=factor)
 
     def reserve(self, num_tokens: int, *, row_bytes: int) -> None:
-        """Allocates persistent memory of dispatches before a CUDA graph captures one of them. Collective.
+        """Allocates the persistent memory that dispatches use, before a CUDA graph captures a dispatch. Collective.
 
         num_tokens: T, tokens per rank. row_bytes: size of one token's H elements. Graphs that use the memory of a
-        smaller factor or T must not be replayed any more. The base class needs no memory.
+        smaller factor or T must not be replayed afterwards. The base class allocates nothing.
         """
 
     def by_expert(self, expert_indices: Tensor, *, num_tokens: int, first_expert: int = 0) -> StaticRows:
-        """Orders rows in the buffer of C rows; expert_indices: [N, K], int64 or int32.
+        """Assigns the rows of this rank's buffer to slots; expert_indices: [N, K], int64 or int32.
 
-        num_tokens: T, tokens per rank. first_expert: the index of this rank's first expert.
+        num_tokens: T, tokens per rank. first_expert: index of this rank's first expert.
         """
         order = order_by_expert(
             expert_indices,
@@ -223,7 +221,7 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
 
 
 class MoEStaticAllGatherTokenDispatcher(MoEStaticTokenDispatcher):
-    """Gathers all tokens on every rank, each of which keeps the rows of its experts; a single rank gathers nothing."""
+    """Gathers all tokens on every rank, which keeps the rows of its experts. A single rank gathers nothing."""
 
     def order_rows(self, tokens: Tensor, routing: Routing) -> tuple[Tensor, StaticRows]:
         """Gathers the choices of all ranks' routers and orders the rows of this rank's experts.
@@ -238,7 +236,10 @@ class MoEStaticAllGatherTokenDispatcher(MoEStaticTokenDispatcher):
         return tokens, probs
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Gathers tokens: [T, H], any float dtype, and their weights: [T, K]. Returns [N, H] and [N, K]. Collective."""
+        """Gathers the tokens and weights of all ranks. Collective.
+
+        hidden_states: [T, H], any float dtype. probs: [T, K]. Returns [N, H] and [N, K].
+        """
         tokens = gather_from_sequence_parallel_region(hidden_states, group=self.group)
         probs = gather_from_sequence_parallel_region(probs, group=self.group)
         self._run_shared_experts()
@@ -274,9 +275,9 @@ class MoEStaticAllGatherTokenDispatcher(MoEStaticTokenDispatcher):
 
 @dataclass(frozen=True)
 class RankRows:
-    """Rows grouped by the rank that they are sent to, and by the rank that they arrive from.
+    """Rows that this rank exchanges, grouped by receiving rank before the exchange and by sending rank after it.
 
-    sent: this rank's slots in the rows that it sends. experts: [received rows, 1], int32, on the device: the local
+    sent: assigns the rows to send to this rank's slots. experts: [received rows, 1], int32, on the device: the local
     expert of each received row, e for padding. counts: [ranks, e], int64, on the device: slots of each rank for each
     local expert, including slots beyond P rows. send, receive: rows to and from each rank; None means P.
     """
@@ -290,7 +291,7 @@ class RankRows:
 
 @dataclass(frozen=True)
 class RankRowSizes:
-    """The ranks of `group`, the number of experts per rank, and P, the rows exchanged by a pair of ranks."""
+    """Sizes of an exchange over `group`. num_experts: experts per rank. rows_per_pair: P."""
 
     group: dist.ProcessGroup
     num_ranks: int
@@ -307,7 +308,7 @@ class RankRowSizes:
         )
 
     def exchange_counts(self, sent: StaticOrder) -> Tensor:
-        """Returns the slots of each rank for each local expert: [ranks, e], int64. Collective."""
+        """Returns the number of slots of each rank for each local expert: [ranks, e], int64. Collective."""
         return exchange_counts(sent.rows_per_group.view(self.num_ranks, self.num_experts), self.group)
 
 
@@ -321,7 +322,7 @@ def rank_row_layout(device: torch.device) -> RankRowLayout:
 
 
 def padded_rank_rows(expert_indices: Tensor, sizes: RankRowSizes) -> RankRows:
-    """Lays out P rows for each rank, filled or not, so [ranks * P, H] is sent. Collective.
+    """Lays out P rows for each rank, including padding rows, so that [ranks * P, H] is sent. Collective.
 
     expert_indices: [T, K], int64, over all ranks' experts.
     """
@@ -333,8 +334,8 @@ def padded_rank_rows(expert_indices: Tensor, sizes: RankRowSizes) -> RankRows:
 def packed_rank_rows_sync(expert_indices: Tensor, sizes: RankRowSizes) -> RankRows:
     """Lays out the filled rows only, at most P for each rank. Collective.
 
-    expert_indices: [T, K], int64, over all ranks' experts. NOTE: reads counts on the host. They are on the CPU, so
-    nothing waits.
+    expert_indices: [T, K], int64, over all ranks' experts. NOTE: reads counts on the host. They are in CPU memory, so
+    the host waits for no device.
     """
     padded = padded_rank_rows(expert_indices, sizes)
     is_sent, is_received = padded.sent.slot_of_row >= 0, padded.experts < sizes.num_experts
@@ -357,8 +358,8 @@ def packed_rank_rows_sync(expert_indices: Tensor, sizes: RankRowSizes) -> RankRo
 class StaticExchange:
     """Row orders of one forward, which combine reverses.
 
-    sent: this rank's tokens by receiving rank. num_tokens: T. received: the received rows by expert, None before they
-    arrive.
+    sent: this rank's rows, ordered by receiving rank. num_tokens: T. received: the received rows, ordered by expert;
+    None before they arrive.
     """
 
     rank_rows: RankRows
@@ -381,7 +382,7 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
         transport: RowTransport | None = None,
         layout: RankRowLayout | None = None,
     ) -> None:
-        """Chooses the layout of rows between ranks.
+        """Selects the transport and the layout of rows between ranks.
 
         row_alignment: see [Note: row alignment]. transport: None means torch's collectives. layout: None means the
         device's default, see rank_row_layout.
@@ -422,9 +423,10 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
         async_finish: bool = True,
         allocate_on_comm_stream: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """Sends rows [*, H], any float dtype, and weights [*] to the ranks of their experts. Collective.
+        """Sends rows and their weights to the ranks of their experts. Collective.
 
-        Returns the rows that this rank receives and their weights. async_finish, allocate_on_comm_stream: must be True.
+        hidden_states: [*, H], any float dtype. probs: [*]. async_finish, allocate_on_comm_stream: must be True. Returns
+        the rows that this rank receives and their weights.
         """
         require_own_stream(f"{type(self).__name__}.token_dispatch", async_finish, allocate_on_comm_stream)
         probs = require_probs(probs)
@@ -447,9 +449,9 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
         return rows.hidden_states, received.order.rows_per_group, rows.probs
 
     def _demand_of_both(self, sent: StaticExchange) -> RowDemand:
-        """Returns the larger of the demands on the pairwise rows and on this rank's buffer.
+        """Returns the maximum of the demand on the rows of a pair and the demand on this rank's buffer.
 
-        This rank's demand includes slots that were not sent because they exceeded P rows.
+        The demand on the buffer includes slots that were not sent because they exceeded P rows.
         """
         budget = self.budget
         on_rank = aligned_rows(sent.rank_rows.counts.sum(0), budget.alignment).sum(0, keepdim=True)
@@ -469,9 +471,10 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
     def token_combine(
         self, hidden_states: Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
     ) -> Tensor:
-        """Sends the results back; hidden_states: [*, H], the result of combine_preprocess, any float dtype. Collective.
+        """Sends results back to the ranks of their tokens; returns the received rows. Collective.
 
-        async_finish, allocate_on_comm_stream: must be True, because the process group chooses stream and memory.
+        hidden_states: [*, H], any float dtype, the result of combine_preprocess. async_finish, allocate_on_comm_stream:
+        must be True, because the process group determines the stream and the memory.
         """
         require_own_stream(f"{type(self).__name__}.token_combine", async_finish, allocate_on_comm_stream)
         rows: RankRows = self._passage.rank_rows
@@ -489,7 +492,7 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
 
 
 def require_probs(probs: Tensor | None) -> Tensor:
-    """Returns probs: [*], float; raises ValueError for None, since the weights are sent with the rows."""
+    """Returns probs, [*], float. Raises ValueError if it is None, because the weights are sent with the rows."""
     if probs is None:
         raise ValueError(
             "probs is None: pass the weights returned by dispatch_preprocess, which are sent with the rows"

@@ -1,4 +1,4 @@
-"""Functions of mixture-of-experts layers under Megatron's names, for scripts and users' own layers.
+"""Functions of mixture-of-experts layers under Megatron's names, for scripts and custom layers.
 
 They work on dense tables [T, E], whereas the layers here work on indices [T, K]. Functions that the layers share are
 defined in the files that use them: routes in router.py, losses in aux_losses.py, capacities in permutation.py.
@@ -143,8 +143,8 @@ def compute_routing_scores_for_aux_loss(
     """Computes the scores and their top-k choice, for the balancing losses.
 
     logits: [T, E], any float dtype. fused: must be False. padding_mask: [T], bool, True for tokens to ignore, whose
-    rows are then zero in both results. Returns the map of the K best [T, E], bool, and scores [T, E], fp32 or more,
-    which sum to one for each token.
+    rows are zero in both results. Returns the map of each token's K best experts [T, E], bool, and the scores [T, E],
+    fp32 or fp64, which sum to one for each token.
     """
     require_defaults("compute_routing_scores_for_aux_loss", _NOT_FUSED, fused=(fused, False))
     if score_function not in ("softmax", "sigmoid", "sqrtsoftplus"):
@@ -165,16 +165,16 @@ def get_tokens_per_expert_and_token_count(
 ) -> tuple[Tensor, Tensor | int, Tensor | int]:
     """Counts the assignments of all ranks to each expert, this rank's tokens, and all ranks' tokens. Collective.
 
-    routing_map: [T, E], bool. with_padding_mask: whether ignored tokens have zero rows in the map; the number of
-    remaining tokens is then computed from topk, the number of experts of each. Returns [E], int64, and two numbers, as
-    scalars on the device if they depend on the map.
+    routing_map: [T, E], bool. with_padding_mask: whether ignored tokens have zero rows in the map. The number of
+    remaining tokens is then computed from topk, the number of experts per token. Returns [E], int64, and two token
+    counts: ints, or scalars on the device with with_padding_mask.
     """
     own = routing_map.sum(dim=0)
     everywhere = summed_counts(own, reduce_group)
     if not with_padding_mask:
         return everywhere, len(routing_map), len(routing_map) * group_size(reduce_group)
     if topk is None:
-        raise ValueError("topk is None: with_padding_mask needs it to count the tokens")
+        raise ValueError("topk is None: must be set with with_padding_mask, to count the tokens")
     return everywhere, own.sum() // topk, everywhere.sum() // topk
 
 
@@ -188,9 +188,9 @@ def apply_router_token_dropping(
 ) -> tuple[Tensor, Tensor]:
     """Drops the assignments beyond each expert's capacity; returns both tables after dropping.
 
-    routing_probs: [T, E], float; routing_map: [T, E], bool. drop_policy: probs keeps the largest weights of an expert,
-    position its first tokens. pad_to_capacity: the map then gives each expert as many tokens as its capacity, at most
-    T; the added tokens have weight 0.
+    routing_probs: [T, E], float; routing_map: [T, E], bool. drop_policy: probs keeps an expert's assignments with the
+    largest weights, position keeps its first tokens. pad_to_capacity: whether the map assigns additional tokens, with
+    weight 0, so that the number of each expert's tokens equals its capacity, at most T.
     """
     if drop_policy not in ("probs", "position"):
         raise ValueError(f"drop_policy is {drop_policy!r}: must be probs or position")
@@ -220,7 +220,7 @@ def pad_routing_map(routing_map: Tensor, pad_multiple: int) -> Tensor:
 
 
 def qb_dual_update(scores: Tensor, k: int, beta: Tensor, update_beta: bool = True) -> tuple[Tensor, Tensor]:
-    """Performs one step of quantile balancing: thresholds of the tokens, then of the experts.
+    """Performs one step of quantile balancing. Updates the tokens' thresholds, then the experts' thresholds.
 
     Choosing k experts per token with the largest sum of scores, such that all experts get the same number of tokens, is
     a linear program. Its duals are a threshold alpha for each token and beta for each expert: a token chooses the
@@ -259,9 +259,9 @@ def permute(
 
     tokens: [T, H], any float dtype; routing_map: [T, E], bool; probs: [T, E], float, or None. Returns rows [R, H],
     their weights [R] or None, and the token of each row [R], int64, all on the device. num_out_tokens: R, if the caller
-    knows it. NOTE: without it the host synchronizes with the device to count rows. drop_and_pad: each expert gets
-    num_out_tokens / E rows: its tokens in their order, then tokens that are not routed to it. tokens_per_expert: [E],
-    unused. fused, align_size, return_batch_invariant_inverse_map: must have their defaults.
+    knows it. NOTE: without it the host synchronizes with the device to count rows. drop_and_pad: whether each expert
+    receives num_out_tokens / E rows: its tokens in their order, then tokens that are not routed to it.
+    tokens_per_expert: [E], unused. fused, align_size, return_batch_invariant_inverse_map: must have their defaults.
     """
     require_defaults(
         "permute",
@@ -299,7 +299,7 @@ def unpermute(
     pad_offsets: Tensor | None = None,
     batch_invariant_inverse_map: Tensor | None = None,
 ) -> Tensor:
-    """Sums each token's rows, each times its weight if `probs` are given.
+    """Sums each token's rows, which are multiplied by their weights if `probs` is given.
 
     permuted_tokens: [R, H], any float dtype; sorted_indices: [R], int64; restore_shape: (T, H); probs: [T, E], float,
     and with it routing_map: [T, E], bool. drop_and_pad: as in `permute`. Returns [T, H], the rows' dtype. fused,
@@ -314,7 +314,7 @@ def unpermute(
     )
     if probs is not None:
         if routing_map is None:
-            raise ValueError("probs is given but routing_map is not: the map selects the rows' weights")
+            raise ValueError("probs requires routing_map, which selects the rows' weights")
         _, weights, _ = permute(
             permuted_tokens.new_empty(probs.shape[0], 0),
             routing_map,
@@ -338,9 +338,9 @@ def sort_chunks_by_idxs(
 ) -> tuple[Tensor, Tensor | None]:
     """Splits rows into chunks and reorders the chunks.
 
-    input: [R, *], any dtype; split_sizes: rows of each chunk; sorted_idxs: the chunks in their new order; probs: [R],
-    float, or None, reordered in the same way. fused: must be False. Returns both. NOTE: sizes and order are read on the
-    host, which waits for tensors on a device.
+    input: [R, *], any dtype; split_sizes: rows of each chunk; sorted_idxs: indices of the chunks in their new order;
+    probs: [R], float, or None, reordered in the same way. fused: must be False. Returns the reordered input and probs.
+    NOTE: reads sizes and order on the host, which waits for the device if they are on one.
     """
     require_defaults("sort_chunks_by_idxs", _NOT_FUSED, fused=(fused, False))
     sizes, order = _whole_numbers_sync(split_sizes), _whole_numbers_sync(sorted_idxs)
@@ -353,10 +353,10 @@ def sort_chunks_by_idxs(
 
 
 def _padded_slots(routing_map: Tensor, *, capacity: int) -> Tensor:
-    """Returns `capacity` slots for each expert, starting with its own tokens: [E * capacity], int64."""
+    """Returns `capacity` slots for each expert, starting with its routed tokens: [E * capacity], int64."""
     num_tokens, num_experts = routing_map.shape
     if capacity > num_tokens:
-        raise ValueError(f"num_out_tokens asks for {capacity} rows per expert: must be at most the {num_tokens} tokens")
+        raise ValueError(f"num_out_tokens is {capacity} per expert: must be at most the number of tokens, {num_tokens}")
     by_expert = routing_map.t().to(torch.uint8).sort(dim=1, descending=True, stable=True).indices[:, :capacity]
     first = torch.arange(num_experts, device=routing_map.device).unsqueeze(1) * num_tokens
     return (by_expert + first).reshape(-1)
@@ -373,10 +373,10 @@ def _whole_numbers_sync(numbers: Tensor | list[int]) -> list[int]:
 
 
 def maybe_move_tensor_to_cpu_sync(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Copies a tensor to host memory, as an array with as_numpy; returns anything else unchanged.
+    """Copies a tensor to host memory, as a NumPy array if as_numpy is set; returns other objects unchanged.
 
-    tensor: any shape and dtype. record_stream: keeps its memory until the copy has completed. NOTE: synchronizes with
-    the device.
+    tensor: any shape and dtype. record_stream: whether the allocator must not reuse the tensor's memory before the copy
+    has completed. NOTE: synchronizes with the device.
     """
     if not isinstance(tensor, Tensor):
         return tensor
@@ -387,7 +387,7 @@ def maybe_move_tensor_to_cpu_sync(tensor: Any, as_numpy: bool = False, record_st
     return tensor.detach().numpy() if as_numpy else tensor
 
 
-# Megatron's name. In this code base, the name of a function that waits for the device says so.
+# Megatron's name. In this code base, functions that wait for the device have `sync` in their names.
 maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu_sync
 
 
@@ -403,10 +403,10 @@ def save_to_aux_losses_tracker(
     avg_group: dist.ProcessGroup | None = None,
     reduce_group_has_dp: bool = False,
 ) -> None:
-    """Adds a loss of a layer to the tracker of this process.
+    """Adds a layer's loss to the tracker of this process.
 
-    loss: scalar, float; layer_number: from 1, or None, which saves nothing. reduce_group, avg_group: the ranks that
-    reduce_aux_losses_tracker_across_ranks sums and averages over. reduce_group_has_dp: whether reduce_group covers the
+    loss: scalar, float; layer_number: from 1; None saves nothing. reduce_group, avg_group: the ranks over which
+    reduce_aux_losses_tracker_across_ranks sums and averages. reduce_group_has_dp: whether reduce_group includes the
     data-parallel ranks; if not, they average the loss as well.
     """
     if layer_number is not None:
@@ -429,9 +429,9 @@ def clear_aux_losses_tracker() -> None:
 def reduce_aux_losses_tracker_across_ranks(
     track_names: list[str] | None = None, pg_collection: ProcessGroupCollection | None = None
 ) -> None:
-    """Sums and averages the losses over ranks, in the tracker, and clears them in the routers. Collective.
+    """Reduces the losses in the tracker over the ranks, and clears them in the routers. Collective.
 
-    track_names: None means all; every rank must have the same names.
+    track_names: losses to reduce; None means all. All ranks must pass or record the same names.
     """
     default_tracker().reduce(track_names, pg_collection or existing_process_groups())
 
@@ -439,8 +439,8 @@ def reduce_aux_losses_tracker_across_ranks(
 def get_moe_layer_wise_logging_tracker() -> dict[str, dict[str, Any]]:
     """Returns the losses of this process by name, each as a dict.
 
-    values: [L], fp32 or fp64, sums by layer since they were last cleared; reduce_group, avg_group, reduce_group_has_dp:
-    see save_to_aux_losses_tracker. Losses recorded by routers are copies.
+    Entries of a dict: values: [L], fp32 or fp64, sums by layer since the last clear; reduce_group, avg_group and
+    reduce_group_has_dp: see save_to_aux_losses_tracker. The values of losses that routers recorded are copies.
     """
     return {name: dict(vars(tracked)) for name, tracked in default_tracker().losses().items()}
 
@@ -460,20 +460,21 @@ def track_moe_metrics(
     mtp_num_layers: int | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> None:
-    """Reduces the losses over ranks, logs the mean of each over layers, and clears them. Collective.
+    """Reduces the losses over ranks, logs each loss's mean over the layers, and clears all losses. Collective.
 
     loss_scale: factor of the sums, such as 1 / number of microbatches. writer: a TensorBoard writer, or None.
-    wandb_writer: has log(dict, iteration), or None. total_loss_dict: sums by name, scalars, any float dtype, to which
-    each mean is added. per_layer_logging: logs each layer as well. force_initialize: creates missing losses of
-    track_names, with num_layers layers, so that a pipeline stage without experts takes part. num_moe_layers: divides
-    the sum over layers. None means the number of MoE layers that moe_layer_freq (every n-th layer, or 0 or 1 for each)
-    selects among num_layers, or all layers if these are not given. mtp_num_layers: number of additional layers.
+    wandb_writer: an object with log(dict, iteration), or None. total_loss_dict: sums by name, scalars, any float dtype,
+    to which each mean is added. per_layer_logging: whether to log each layer as well. force_initialize: whether to
+    create missing losses of track_names, with num_layers layers, so that pipeline stages without experts can join the
+    reduction. num_moe_layers: number of layers by which the sum is divided. None means the number of layers that
+    moe_layer_freq (every n-th layer, or a 0 or 1 per layer) selects among num_layers, or all layers without these
+    arguments. mtp_num_layers: number of additional layers.
     """
     tracker = default_tracker()
     names = [track_names] if isinstance(track_names, str) else track_names
     if force_initialize:
         if names is None or num_layers is None:
-            raise ValueError("force_initialize is True: give track_names and num_layers")
+            raise ValueError("force_initialize requires track_names and num_layers")
         for name in names:
             tracker.entry(name, num_layers + (mtp_num_layers or 0))
     tracker.reduce(names, pg_collection or existing_process_groups())
@@ -517,11 +518,11 @@ def _count_moe_layers(
 
 
 class RandomSTE(torch.autograd.Function):
-    """Replaces logits by noise and passes their gradients through."""
+    """Replaces logits with noise in forward and passes gradients through to them."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
-        """Draws normal numbers from torch's generator; logits: [T, E], float. Returns the same shape and dtype."""
+        """Returns normal noise from torch's generator, in the shape and dtype of logits: [T, E], float."""
         return torch.randn_like(logits)
 
     @staticmethod
@@ -531,12 +532,15 @@ class RandomSTE(torch.autograd.Function):
 
 
 def apply_random_logits(logits: Tensor) -> Tensor:
-    """Replaces logits by noise, so that loads are about even, and passes gradients through; logits: [T, E], float."""
+    """Replaces logits with noise, so that loads are about even, and passes gradients through to them.
+
+    logits: [T, E], float.
+    """
     return RandomSTE.apply(logits)
 
 
 class RandomSTEShared(torch.autograd.Function):
-    """Adds one row of noise to the logits of all tokens, and passes gradients through."""
+    """Adds the same row of noise to the logits of all tokens and passes gradients through to them."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, std: float, layer_number: int | None) -> Tensor:
@@ -556,7 +560,7 @@ class RandomSTEShared(torch.autograd.Function):
 def apply_biased_logits(logits: Tensor, std: float, layer_number: int | None = None) -> Tensor:
     """Adds a random bias with standard deviation std, identical for all tokens and ranks, so that loads are uneven.
 
-    logits: [T, E], float. layer_number: gives each layer its own bias. Gradients are passed through to the logits.
+    logits: [T, E], float. layer_number: seed of the bias, so that layers differ. Gradients pass through to the logits.
     """
     return RandomSTEShared.apply(logits, std, layer_number)
 

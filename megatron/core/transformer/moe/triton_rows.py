@@ -1,4 +1,4 @@
-"""Triton kernels of static_rows.py's operators, and their launchers, which are named like the operators.
+"""Triton kernels for the operators in static_rows.py, and their launchers, which have the operators' names.
 
 Kernels are not specialized on row counts, so a different count causes no compilation. static_rows.py defines slots,
 parts, rows and padding.
@@ -54,7 +54,7 @@ def count_kernel(
     BINS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Counts the slots of each expert in each program's run of slots, and marks all rows as padding."""
+    """Counts, in each program, the slots of each expert within the program's run, and marks all rows as padding."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     total = tl.zeros((BINS,), dtype=tl.int32)
     run = tl.cdiv(num_slots, programs)
@@ -95,7 +95,7 @@ def order_kernel(
     SLOTS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """Scans the counts and assigns a row to each slot. Every program computes the starts of all experts."""
+    """Assigns a row to each slot. Every program computes the first rows of all experts from the counts."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     bins = tl.arange(0, BINS)
     total = tl.zeros((BINS,), dtype=tl.int32)
@@ -242,7 +242,7 @@ def order_slots(
 
 
 def experts_of_rows(rows_per_group: Tensor, *, rows_per_rank: int) -> Tensor:
-    """Finds the expert of each row received from other ranks, e for padding.
+    """Finds the local expert of each row received from other ranks, or e for a padding row.
 
     rows_per_group: [ranks, e], int64. Returns [ranks * rows_per_rank, 1], int32.
     """
@@ -258,7 +258,7 @@ def experts_of_rows(rows_per_group: Tensor, *, rows_per_rank: int) -> Tensor:
 
 
 def gather_rows(x: Tensor, source_of_row: Tensor, *, num_rows: Tensor, out: Tensor) -> None:
-    """Writes out[r] = x[source_of_row[r]], zeros for -1, for live rows only.
+    """Writes out[r] = x[source_of_row[r]], or zeros if the source is -1, for live rows only.
 
     x: [T, W], any dtype; source_of_row: [C], int32; num_rows: [1], int64; out: [C, W], x's dtype.
     """
@@ -272,10 +272,10 @@ def gather_rows(x: Tensor, source_of_row: Tensor, *, num_rows: Tensor, out: Tens
 
 
 def sum_rows(rows: Tensor, row_of_slot: Tensor) -> Tensor:
-    """Sums rows[row_of_slot[t, k]] over k in fp32, leaving out -1.
+    """Sums rows[row_of_slot[t, k]] over k in fp32, skipping entries of -1.
 
     rows: [C, W], fp32, bf16 or fp16; row_of_slot: [T, K], int32. Returns [T, W], same dtype. Raises ValueError for
-    another dtype.
+    other dtypes.
     """
     if rows.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"{rows.dtype} on {rows.device} is not supported: only fp32, bf16 and fp16 have kernels")
@@ -290,14 +290,14 @@ def sum_rows(rows: Tensor, row_of_slot: Tensor) -> Tensor:
 
 
 def residencies(num_warps: int) -> Mapping[str, Residency]:
-    """Returns the launchers' residency by kernel, which is empty because each tile has its own program."""
+    """Returns the default residency for each kernel, because no kernel loops over tiles of a limited grid."""
     assert num_warps == _WARPS["num_warps"]
     names = ("count_kernel", "order_kernel", "experts_kernel", "gather_kernel", "sum_kernel")
     return dict.fromkeys(names, Residency())
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """Yields orders of few and of many experts, wide rows in half precision, and fp32 weights of one element."""
+    """Yields compile cases: orders of few and of many experts, wide rows in bf16, and fp32 rows of one element."""
     for num_experts in (8, 256):
         yield from _order_cases(num_experts)
     for name, width, tile in (("bf16", "i32:16", _tile(4096)), ("fp32", 1, _tile(1))):
@@ -370,7 +370,7 @@ def _order_cases(num_experts: int) -> Iterator[CompileCase]:
 
 
 def _programs_at_once(bins: int) -> int:
-    """Returns the number of programs whose counts are added per iteration, 16 numbers per thread."""
+    """Returns the number of programs whose counts are summed per iteration, at most 16 numbers per thread."""
     return max(1, min(2 * _TILE // bins, 64))
 
 

@@ -76,7 +76,7 @@ def test_a_stage_without_experts_takes_part() -> None:
     options = {"track_names": ["z_loss"], "num_layers": 4, "force_initialize": True, "pg_collection": GROUPS}
     moe_utils.track_moe_metrics(1.0, 1, total_loss_dict=totals, **options)
     assert totals == {"z_loss": 0}
-    with pytest.raises(ValueError, match="force_initialize is True: give track_names and num_layers"):
+    with pytest.raises(ValueError, match="force_initialize requires track_names and num_layers"):
         moe_utils.track_moe_metrics(1.0, 1, force_initialize=True, pg_collection=GROUPS)
 
 

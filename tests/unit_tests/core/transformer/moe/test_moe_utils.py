@@ -181,7 +181,7 @@ def test_permutation_refuses_what_it_cannot_do(logits: Tensor) -> None:
         ({"fused": True}, "permute: fused is True"),
         ({"align_size": 16}, "align_size is 16"),
         ({"drop_and_pad": True, "num_out_tokens": 9}, "with drop_and_pad it must be a multiple of the 8"),
-        ({"drop_and_pad": True, "num_out_tokens": 800}, "asks for 100 rows per expert: must be at most the 12 tokens"),
+        ({"drop_and_pad": True, "num_out_tokens": 800}, "is 100 per expert: must be at most the number of tokens, 12"),
     ):
         with pytest.raises(ValueError, match=message):
             moe_utils.permute(tokens, routing_map, probs, **options)
