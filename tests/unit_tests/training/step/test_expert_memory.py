@@ -270,7 +270,7 @@ def _refusal_of_pool() -> str:
 
 def test_a_pool_that_one_rank_refuses_is_refused_on_all_ranks() -> None:
     other, refusing = run_on_ranks(_refusal_of_pool, 2, timeout=60)
-    assert refusing.startswith("--moe-paged-stash-buffer-size-factor-cuda asks for") and "2**31" in refusing
+    assert refusing.startswith("--moe-paged-stash-buffer-size-factor-cuda requests") and "2**31" in refusing
     assert other == f"rank 1: {refusing}"
 
 

@@ -24,7 +24,7 @@ Slope = Callable[..., Tensor]
 
 
 class Curve(enum.IntEnum):
-    """Number of the activation function f in kernels."""
+    """Activation function f, by the number that kernels receive."""
 
     SILU = 0
     GELU = 1
@@ -35,9 +35,9 @@ class Curve(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Activation:
-    """Function f, and whether it is multiplied by up.
+    """Activation function f. is_gated: whether f(gate) is multiplied by up.
 
-    value(x, out) writes f(x) to out and returns it. slope(g, x, out=out) does the same with g f'(x).
+    value(x, out) writes f(x) to out and returns it. slope(g, x, out=out) writes g * f'(x) to out and returns it.
     """
 
     curve: Curve
@@ -52,7 +52,7 @@ class Activation:
 
 @dataclass(frozen=True)
 class ActivationForm:
-    """An activation by name, with an optional clamp and offset if it is gated.
+    """Name of an activation, with an optional clamp and offset if it is gated.
 
     Raises ValueError for an unknown name, and for a plain activation with a clamp or an offset.
     """
@@ -69,11 +69,11 @@ class ActivationForm:
 
     @property
     def activation(self) -> Activation:
-        """The activation with this name."""
+        """Activation with this name."""
         return activation_of(self.name)
 
     def limited(self, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Returns gate and up after clamp and offset. Both are [R, F], fp32 or fp64, and so are the results."""
+        """Applies clamp and offset; returns gate and up. Arguments and results are [R, F], fp32 or fp64."""
         if up is None:
             return gate, None
         if self.clamp is not None:
@@ -81,7 +81,7 @@ class ActivationForm:
         return gate, up + self.offset if self.offset else up
 
     def stop_clamped(self, grad: Tensor, given: Tensor) -> Tensor:
-        """Zeroes, in place, the gradient of clamped values. Both are [R, F], of one dtype. Returns grad."""
+        """Zeroes the gradient of clamped values in place and returns it; grad, given: [R, F], of one dtype."""
         return grad if self.clamp is None else grad.masked_fill_(given > self.clamp, 0)
 
 
@@ -93,7 +93,7 @@ def activation_of(name: str) -> Activation:
 
 
 def act_rows(gate_up: Tensor, scale: Tensor | None, *, rows: int, out: Tensor, form: ActivationForm) -> None:
-    """Writes act of the first `rows` rows into out and leaves all other rows unchanged.
+    """Writes act of the first `rows` rows into `out` and leaves all other rows unchanged.
 
     gate_up: [C, 2F] (or [C, F]), any float dtype; scale: [C] or None, any float dtype; out: [C, F], gate_up's dtype.
     """
@@ -160,7 +160,7 @@ def _destination(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _write(rows: Tensor, values: Tensor) -> None:
-    """Rounds values to rows. Values of the same dtype were computed in place, see _destination."""
+    """Copies values into rows, with rounding. Values of the same dtype were computed in place; see _destination."""
     if rows.dtype != values.dtype:
         rows.copy_(values)
 

@@ -1,4 +1,4 @@
-"""Page counts derived from a list of events and sizes: peaks, footprint, the reserve table, a simulated pool.
+"""Page counts derived from events and sizes: peaks, footprint, the reserve table, and a simulated pool.
 
 All functions are pure, and nothing runs on a device. stash_order.py defines the events, page_layout.py the sizes.
 """
@@ -37,7 +37,7 @@ def resident_groups(events: Sequence[StashEvent]) -> set[GroupKey]:
 
 
 def peak_pages(events: Sequence[StashEvent], pages: PagesOf, *, up_to: Priority = Priority.ACT) -> int:
-    """Returns the peak page count of tensors at least as important as `up_to`, if all of them get pages."""
+    """Returns the peak page count of all tensors at least as important as `up_to`, if each of them receives pages."""
     passes, groups = _passes(events)
     held = peak = 0
     for forward, rank in passes:
@@ -48,9 +48,9 @@ def peak_pages(events: Sequence[StashEvent], pages: PagesOf, *, up_to: Priority 
 
 
 class PageMove(NamedTuple):
-    """Allocation or release of a group's pages, by the pass at index `place` of the step's events.
+    """Allocation (is_taken) or release of a group's pages, by the event at index `place` of the step.
 
-    forward_index: index of the group's forward within the step, from 0, counting resident groups.
+    forward_index: index of the group's forward among all forwards of the step, from 0, including resident groups.
     """
 
     place: int
@@ -62,7 +62,7 @@ class PageMove(NamedTuple):
 def page_moves(events: Sequence[StashEvent], *, prefetch_groups: int) -> list[PageMove]:
     """Lists the page allocations and releases of a step, in order.
 
-    A backward releases the pages of its own group and of the groups that it prefetches.
+    A backward releases the pages of its group and of the groups that it prefetches.
     """
     order, resident = StashOrder(events), resident_groups(events)
     indices: dict[GroupKey, int] = {}
@@ -85,10 +85,10 @@ def page_moves(events: Sequence[StashEvent], *, prefetch_groups: int) -> list[Pa
 
 @dataclass(frozen=True)
 class Footprint:
-    """Peak bytes on the device that are saved for backward, without and with a stash.
+    """Peak device memory of tensors saved for backward, without and with a stash.
 
     static_bytes: without a stash, whole buffers of max_rows rows. With a stash: arena_bytes, the device tier, plus
-    working_set_bytes, the whole buffers of the running group and of the prefetched ones.
+    working_set_bytes, the whole buffers of the running group and of the prefetched groups.
     """
 
     static_bytes: int
@@ -113,25 +113,25 @@ def footprint(
 
 
 def reserve_table(events: Sequence[StashEvent], pages: PagesOf, *, at_least: PagesOf | None = None) -> list[ReserveRow]:
-    """Returns (0, r1, r2) for each forward: pages that must stay free after admitting a tensor of each priority.
+    """Returns (0, r1, r2) for each forward: pages that must remain free after admitting a tensor of each priority.
 
-    pages: the most that a group may need. at_least: the least that its inputs, and its gate_up even if partly dropped,
-    will take; 0 if omitted. If both bounds hold, then
+    pages: upper bound of a group's pages. at_least: lower bound of the pages that its inputs, and its gate_up even if
+    partly dropped, will occupy; 0 if omitted. If both bounds hold, then
 
     (1) a pool of at least peak_pages(events, pages, up_to=INPUT) pages never runs out of pages for inputs;
 
-    (2) once an act has been given pages, the gate_ups of all later groups are given theirs, so that act is dropped
-    first.
+    (2) once an act has received pages, the gate_ups of all later groups receive pages, so that act is dropped first.
 
-    Proof. At a given moment, a group is old if it has run forward, and new otherwise. For each group, a is the most
-    pages of its inputs, x the true number, l <= x <= a the least (at_least), and b the most pages of its gate_up.
+    Proof. At a given moment, a group is old if it has run forward, and new otherwise. For each group, a is the upper
+    bound of the pages of its inputs, x their true number, l <= x <= a the lower bound (at_least), and b the upper bound
+    of the pages of its gate_up.
 
     (1) Invariant: for each later moment t, free pages >= sum of a over new groups open at t - sum of x over old groups
-    whose backward has run by t. It holds at the start, because the pool has room for the peak. An input allocates
+    whose backward has run by t. It holds at the start, because the pool is as large as the peak. An input allocates
     x <= a pages and its group turns from new to old, so the right side falls by a for t before its backward, and by x
     for later t. A backward releases x or more, and the right side grows by x. A gate_up or act is admitted only if free
     pages afterwards are >= r1 (or r2 >= r1), the largest right side with x replaced by l. For t at the next forward the
-    invariant says free >= a, so its inputs get pages.
+    invariant says free >= a, so its inputs receive pages.
 
     (2) r2 is the largest, over new groups g, of: sum of a + b over new groups open once g has run, minus the pages that
     old groups have released by then, plus r1 of g. Consider g's gate_up and the last act admitted before it: r2 pages
@@ -153,7 +153,7 @@ def reserve_table(events: Sequence[StashEvent], pages: PagesOf, *, at_least: Pag
 
 @dataclass(frozen=True)
 class TensorPages:
-    """Pages allocated to a tensor on each tier. `dropped` means that it has none and must be recomputed."""
+    """Numbers of pages of a tensor on each tier. dropped: whether it received none and must be recomputed."""
 
     device: int
     host: int
@@ -162,7 +162,7 @@ class TensorPages:
 
 @dataclass
 class PoolModel:
-    """A pool without memory, which makes the same decisions and updates the same counters as the planning kernel."""
+    """Pool without memory that makes the same decisions and updates the same counters as the planning kernel."""
 
     layout: PoolLayout
     held: dict[GroupKey, list[TensorPages]] = field(default_factory=dict)
@@ -170,7 +170,7 @@ class PoolModel:
 
     @property
     def free(self) -> tuple[int, int]:
-        """Free pages on the device and on the host."""
+        """Number of free pages on the device and on the host."""
         taken = [one for tensors in self.held.values() for one in tensors]
         device = self.layout.device_pages - sum(one.device for one in taken)
         return device, self.layout.host_pages - sum(one.host for one in taken)
@@ -178,7 +178,7 @@ class PoolModel:
     def plan(
         self, group: GroupKey, specs: Sequence[TensorSpec], *, num_rows: int, reserve: ReserveRow = (0, 0, 0)
     ) -> list[TensorPages]:
-        """Allocates pages for a group's tensors, the most important first. Returns them in the order of specs."""
+        """Allocates pages for a group's tensors, the most important first. Returns the pages in the order of specs."""
         most = min((spec.max_tokens for spec in specs), default=num_rows)
         tokens = min(max(num_rows, 0), most)
         if tokens != num_rows:
@@ -222,7 +222,7 @@ class PoolModel:
 
 @dataclass(frozen=True)
 class GroupRows:
-    """Tensors of a group and its number of live tokens."""
+    """Tensor specs of a group and its number of live tokens."""
 
     specs: Sequence[TensorSpec]
     num_rows: int
@@ -243,7 +243,7 @@ def simulate(
     layout: PoolLayout,
     reserve: Sequence[ReserveRow] | None = None,
 ) -> Simulation:
-    """Simulates the planning of a step in which each backward releases its group's pages before the next forward."""
+    """Simulates the page allocations of a step. Each backward releases its group's pages before the next forward."""
     pool, placements = PoolModel(layout), {}
     passes, groups = _passes(events)
     for forward, rank in passes:
@@ -280,7 +280,7 @@ def _passes(events: Sequence[StashEvent]) -> tuple[list[_Pass], list[GroupKey]]:
 def _highest_after_each(
     passes: Sequence[_Pass], taken: list[int], *, given_back: list[int], above: list[int]
 ) -> list[int]:
-    """Returns the result of _highest for each forward as the starting point, in order."""
+    """Returns the result of _highest for each forward, in order, for the passes that start with this forward."""
     if taken == given_back:
         return _highest_in_one_walk(passes, taken, above=above)
     starts = [position for position, one in enumerate(passes) if one.forward]
@@ -288,7 +288,7 @@ def _highest_after_each(
 
 
 def _highest_in_one_walk(passes: Sequence[_Pass], taken: list[int], *, above: list[int]) -> list[int]:
-    """Computes _highest_after_each for groups that release exactly what they took.
+    """Computes _highest_after_each for groups that release exactly the pages that they took.
 
     Levels are then independent of the starting point. A level after a forward is the level in the whole step minus the
     level at that forward.
@@ -304,10 +304,10 @@ def _highest_in_one_walk(passes: Sequence[_Pass], taken: list[int], *, above: li
 
 
 def _highest(passes: Sequence[_Pass], taken: list[int], *, given_back: list[int], above: list[int]) -> int:
-    """Returns the highest level + above[g] over all groups g after the first pass, a forward, at which the level is 0.
+    """Returns the maximum of level + above[g] over the forwards of all groups g after the first pass.
 
-    These groups allocate and release the page counts in `taken`. The first group and earlier ones release the counts in
-    `given_back`.
+    The first pass is a forward, after which the level is 0. Later groups allocate and release the page counts in
+    `taken`. The first group and earlier groups release the counts in `given_back`.
     """
     level = highest = 0
     start = passes[0].rank

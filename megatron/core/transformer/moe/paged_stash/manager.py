@@ -1,12 +1,12 @@
-"""PagedStashManager and the functions around it: the stash of a process under Megatron's names.
+"""PagedStashManager and related functions: a process-wide stash under Megatron's names.
 
-A thin layer over PagedStash. In its first step, a manager without a pool stashes nothing and records the sizes and the
-order of expert groups; the next reset allocates a pool for them. Functions called without a manager use the
-process-wide one, PagedStashManager.get_instance().
+They are a thin layer over PagedStash. In its first step, a manager without a pool stashes nothing and records the sizes
+and the order of expert groups; the next reset allocates a pool for them. Functions called without a manager use the
+process-wide manager, PagedStashManager.get_instance().
 
     paged_stash_reset()                                   # before each step
     hidden = paged_stash_group_start(hidden)
-    with get_paged_stash_context("experts", C, num_rows): # rows beyond num_rows are not kept
+    with get_paged_stash_context("experts", C, num_rows): # rows beyond num_rows are not saved
         hidden = experts(hidden)                          # [C, H]
     hidden = paged_stash_group_commit(hidden, "experts")
     loss.backward()
@@ -45,10 +45,10 @@ _PAGE_SIZE, _FACTOR_CUDA, _FACTOR_CPU = 64, 1.1, 0.0
 
 
 class LearningStash(PagedStash):
-    """Keeps all rows in memory and records the sizes that a stash would have moved.
+    """Stash that keeps all rows in memory and records the sizes of the tensors that it would have stashed.
 
-    sizes: by group, the tensors and the expected number of live rows. expected: expected live rows of the next context;
-    None means all.
+    sizes: for each group, its tensor specs and expected number of live rows. expected: expected live rows of the next
+    context; None means all.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -64,7 +64,10 @@ class LearningStash(PagedStash):
         super()._commit(group, recording, num_rows=num_rows, max_rows=max_rows)
 
     def layout(self, *, page_size: int, factor_cuda: float, factor_cpu: float) -> PoolLayout:
-        """Returns a pool's size: the peak of a step's pages times both factors, in pages of page_size inputs."""
+        """Returns the layout of a pool for the recorded step: its peak page count times each tier's factor.
+
+        page_size: number of input rows per page.
+        """
         widths = [spec.row_bytes for specs, _ in self.sizes.values() for spec in specs]
         page_bytes = -(-page_size * max(widths, default=1) // ALIGNMENT) * ALIGNMENT
         unit, resident = PoolLayout(page_bytes, device_pages=1), resident_groups(self.order.events)
@@ -81,7 +84,7 @@ class LearningStash(PagedStash):
 
 
 class PagedStashManager:
-    """The stash of a training loop. All groups of a step use one pool of pages.
+    """Manages the stash of a training loop. All groups of a step use one pool of pages.
 
     stash: the PagedStash that contexts use. pool: passed to the constructor, or allocated by the reset after the first
     step.
@@ -90,8 +93,8 @@ class PagedStashManager:
     def __init__(self, pool: PagePool | None = None, *, prefetch_groups: int = 1) -> None:
         """Creates a stash over the pool, if one is given.
 
-        pool: pages whose size the caller knows; None means that sizes are learned in the first step. prefetch_groups:
-        number of groups whose rows are restored ahead of their backward.
+        pool: a pool sized by the caller; None learns the sizes in the first step. prefetch_groups: number of groups
+        whose rows are restored ahead of their backward.
         """
         self._prefetch_groups, self._chunk, self._name = prefetch_groups, "", "experts"
         self._page_size, self._factors = _PAGE_SIZE, (_FACTOR_CUDA, _FACTOR_CPU)
@@ -105,17 +108,17 @@ class PagedStashManager:
 
     @property
     def stash(self) -> PagedStash:
-        """The stash, or a LearningStash on the default device before the first context of a manager without a pool."""
+        """Stash that contexts use. A manager without a pool creates a LearningStash on the default device."""
         return self._stash_on(torch.get_default_device())
 
     @property
     def pool(self) -> PagePool:
-        """The pool of the stash; a single page during learning."""
+        """Pool of the stash; it has a single page while sizes are learned."""
         return self.stash.pool
 
     @property
     def is_learning(self) -> bool:
-        """Whether this step keeps everything in memory, because the sizes of its groups are not known yet."""
+        """Whether this step keeps all rows in memory, because the sizes of its groups are not known yet."""
         return self._stash is None or isinstance(self._stash, LearningStash)
 
     def _stash_on(self, device: torch.device) -> PagedStash:
@@ -127,10 +130,10 @@ class PagedStashManager:
         return present
 
     def reset(self, *, enabled: bool = True, config: Any = None) -> None:
-        """Ends a step and prepares the next one; after the first complete step it allocates the pool.
+        """Ends a step and prepares the next one. Allocates the pool after the first complete step.
 
         enabled: False for a step that stashes nothing. config: provides moe_paged_stash_page_size and
-        moe_paged_stash_buffer_size_factor_cuda and _cpu for that allocation; None keeps the current values.
+        moe_paged_stash_buffer_size_factor_cuda and _cpu for the allocation; None keeps the current values.
         """
         if config is not None:
             self._page_size = config.moe_paged_stash_page_size
@@ -150,7 +153,7 @@ class PagedStashManager:
         moe_paged_stash_buffer_size_factor_cuda: float = _FACTOR_CUDA,
         moe_paged_stash_buffer_size_factor_cpu: float = _FACTOR_CPU,
     ) -> None:
-        """Allocates the pool from the recorded step: its peak times the factors, on the device and the host.
+        """Allocates the pool. Each tier's size is the recorded step's peak page count times the tier's factor.
 
         Call it between steps. Raises RuntimeError if no complete step was recorded, as with a pool passed to the
         constructor.
@@ -173,7 +176,7 @@ class PagedStashManager:
         self._stash = stash
 
     def release_stash_buffers(self) -> None:
-        """Frees the pool, between steps. Sizes are recorded again in the next complete step."""
+        """Frees the pool. Call it between steps. The next complete step records sizes from scratch."""
         if self._stash is not None:
             self._stash.reset()
             self._stash.pool.close_sync()
@@ -182,10 +185,10 @@ class PagedStashManager:
     def context(
         self, name: str | None, num_rows: Tensor | int, *, max_rows: int, expected: int | None = None
     ) -> AbstractContextManager[StashGroup]:
-        """Wraps the forward of an expert group; see PagedStash.context.
+        """Returns a context manager for the forward of an expert group; see PagedStash.context.
 
-        num_rows: [1] or scalar, int64 or int32, on the pool's device, or an int. expected: live rows that the pool is
-        sized for. name: None means the name passed to set_current_layer_name.
+        num_rows: [1] or scalar, int64 or int32, on the pool's device, or an int. expected: live rows for which the pool
+        is sized; None means max_rows. name: None means the name passed to set_current_layer_name.
         """
         device = num_rows.device if isinstance(num_rows, Tensor) else torch.get_default_device()
         stash = self._stash_on(device)
@@ -198,7 +201,7 @@ class PagedStashManager:
         self._name = name
 
     def update_model_chunk(self, vp_stage_index: int | None) -> None:
-        """Assigns subsequent groups to a model chunk of the pipeline stage; None means the only one."""
+        """Assigns later groups to a model chunk of the pipeline stage; None if the stage has a single chunk."""
         self._chunk = "" if vp_stage_index is None else f"chunk {vp_stage_index} "
 
     def wait_for_stash_to_complete(self) -> None:
@@ -208,12 +211,12 @@ class PagedStashManager:
 
     @property
     def pack_stream(self) -> Any:
-        """The stream that copies into pages; None on the CPU."""
+        """Stream that copies rows into pages; None on the CPU."""
         return self.stash.streams.stash.stream
 
     @property
     def unpack_stream(self) -> Any:
-        """The stream that copies out of pages; None on the CPU."""
+        """Stream that copies rows out of pages; None on the CPU."""
         return self.stash.streams.restore.stream
 
 
@@ -249,36 +252,36 @@ class PipelinePreScheduleFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, stash_manager: AnyManager) -> Tensor:
-        """Waits for copies and returns the tensor: any shape and dtype."""
+        """Waits for copies; returns a view of the tensor, which may have any shape and dtype."""
         ctx.manager = stash_manager
         _join(stash_manager)
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor) -> tuple[Tensor, None]:
-        """Waits for copies and returns the gradient: any shape and dtype."""
+        """Waits for copies; returns the gradient unchanged, which may have any shape and dtype."""
         _join(ctx.manager)
         return grad_output[0], None
 
 
 class PipelinePostScheduleFunction(torch.autograd.Function):
-    """Marks the end of a group's forward, whose rows its context has stashed; its backward waits for copies first."""
+    """Marks the end of a group's forward, after its context stashed the rows. Backward waits for copies here."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, stash_manager: AnyManager) -> Tensor:
-        """Returns the tensor unchanged: any shape and dtype."""
+        """Returns a view of the tensor, which may have any shape and dtype."""
         ctx.manager = stash_manager
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor) -> tuple[Tensor, None]:
-        """Waits for copies and returns the gradient: any shape and dtype."""
+        """Waits for copies; returns the gradient unchanged, which may have any shape and dtype."""
         _join(ctx.manager)
         return grad_output[0], None
 
 
 class PagedStashContext:
-    """Wraps a group's forward. Entering it binds the StashGroup of PagedStash.context, which declares tensors."""
+    """Context manager for a group's forward. Entering it returns a StashGroup, whose methods declare tensors."""
 
     def __init__(
         self,
@@ -292,7 +295,7 @@ class PagedStashContext:
         """Stores the arguments of get_paged_stash_context. Raises ValueError if a number of tokens is missing."""
         if max_num_tokens is None or num_tokens_tensor is None:
             raise ValueError(
-                f"max_num_tokens ({max_num_tokens}), num_tokens_tensor ({num_tokens_tensor}): both must be given"
+                f"max_num_tokens ({max_num_tokens}) and num_tokens_tensor ({num_tokens_tensor}) are both required"
             )
         self.stash_manager = stash_manager
         self._context: AbstractContextManager[StashGroup]
@@ -313,7 +316,7 @@ class PagedStashContext:
 
 
 def paged_stash_init_chunk_handler(vp_size: int | None, vp_stage: int | None) -> None:
-    """Tells the manager of this process which model chunk runs the following forwards.
+    """Selects the model chunk that runs the next forwards, for the manager of this process.
 
     vp_size: number of chunks of the pipeline stage; None or 1 means one. vp_stage: index of the chunk, from 0. Raises
     ValueError for an index out of range.
@@ -325,9 +328,9 @@ def paged_stash_init_chunk_handler(vp_size: int | None, vp_stage: int | None) ->
 
 
 def paged_stash_reset(enabled: bool = True, config: Any = None, *, manager: AnyManager | None = None) -> None:
-    """Prepares the next step; enabled: False for a step that stashes nothing, such as an evaluation.
+    """Ends a step and prepares the next one. enabled: False for a step that stashes nothing, such as an evaluation.
 
-    config: see PagedStashManager.reset. manager: in all functions here, None means the manager of this process.
+    config: see PagedStashManager.reset. manager: None means the manager of this process, as in the other functions.
     """
     found = _manager_or_default(manager)
     if isinstance(found, PagedStash):
@@ -344,12 +347,12 @@ def get_paged_stash_context(
     *,
     manager: AnyManager | None = None,
 ) -> PagedStashContext:
-    """Wraps an expert group's forward, and keeps the rows that autograd saves in it in pages.
+    """Returns a context manager for an expert group's forward that stores the rows saved by autograd in pages.
 
-    max_num_tokens: rows of the group's tensors. num_tokens_tensor: number of live rows, [1] or scalar, int64 or int32,
-    on the device, or an int. avg_num_tokens: live rows that a pool is sized for; None means all. name: identical in
-    each step. Restored rows beyond the live ones are undefined, so backward must not read them. Raises ValueError if
-    max_num_tokens or num_tokens_tensor is missing.
+    max_num_tokens: number of rows of the group's tensors. num_tokens_tensor: number of live rows, [1] or scalar, int64
+    or int32, on the device, or an int. avg_num_tokens: live rows for which a pool is sized; None means all. name: must
+    be the same in each step. Restored rows beyond the live ones are undefined, so backward must not read them. Raises
+    ValueError if max_num_tokens or num_tokens_tensor is missing.
     """
     return PagedStashContext(
         _manager_or_default(manager),
@@ -361,12 +364,18 @@ def get_paged_stash_context(
 
 
 def paged_stash_group_start(tensor: Tensor, *, manager: AnyManager | None = None) -> Tensor:
-    """Waits for copies of earlier groups, before a group's context. Returns the tensor, any shape and dtype."""
+    """Makes the main stream wait for the copies of earlier groups. Call it before a group's context.
+
+    tensor: any shape and dtype. Returns a view of it.
+    """
     return PipelinePreScheduleFunction.apply(tensor, _manager_or_default(manager))
 
 
 def paged_stash_group_commit(tensor: Tensor, name: str | None = None, *, manager: AnyManager | None = None) -> Tensor:
-    """Marks the end of a group, which its context has stashed. Returns the tensor, any shape and dtype."""
+    """Marks the end of a group's forward. Call it after the group's context, which stashes the rows.
+
+    tensor: any shape and dtype. Returns a view of it.
+    """
     return PipelinePostScheduleFunction.apply(tensor, _manager_or_default(manager))
 
 
@@ -376,7 +385,7 @@ def check_paged_stash_overflow(*, manager: AnyManager | None = None) -> Tensor:
 
 
 def check_paged_stash_host_spill(*, manager: AnyManager | None = None) -> Tensor:
-    """Returns the pages on the host that tensors got since the last reset: scalar, int64, on the device."""
+    """Returns the number of host pages allocated since the last reset: scalar, int64, on the device."""
     stash = _stash_of(manager)
     stash.join()
     return stash.pool.counters[Counter.SPILLED_PAGES]
@@ -386,7 +395,10 @@ def check_paged_stash_host_spill(*, manager: AnyManager | None = None) -> Tensor
 
 
 class PagedStashBuffer:
-    """Pages for rows of one width and dtype. overflow, host_spill: flags that PagedTensor sets; [1], int or bool."""
+    """Pool of pages for rows of one width and dtype.
+
+    overflow, host_spill: flags that PagedTensor sets; [1], int or bool.
+    """
 
     def __init__(
         self,
@@ -401,8 +413,8 @@ class PagedStashBuffer:
     ) -> None:
         """Allocates the pool.
 
-        num_tokens, num_tokens_host: rows of hidden_size elements on each tier; page_size: rows of a page. Raises
-        ValueError if the rows of a page are not a multiple of 16 bytes.
+        num_tokens, num_tokens_host: numbers of rows of hidden_size elements on each tier; page_size: rows per page.
+        Raises ValueError if the size of a page is not a multiple of 16 bytes.
         """
         layout = PoolLayout(
             page_size * hidden_size * dtype.itemsize, -(-num_tokens // page_size), -(-num_tokens_host // page_size)
@@ -437,8 +449,8 @@ class PagedTensor:
         tensor: contiguous, any shape and dtype, with max_num_tokens rows; None means its outermost size.
         num_tokens_tensor: live rows, [1] or scalar, int64 or int32; None means all. original_shape: shape of the
         restored tensor; None means the tensor's shape. hidden_size: elements of a row, must match the tensor.
-        avg_num_tokens, vp_stage, schedule_layer_no, page_size: for the caller's own records. is_columnwise_scale_inv:
-        must be false. Raises ValueError for other values.
+        avg_num_tokens, vp_stage, schedule_layer_no, page_size: stored for the caller. is_columnwise_scale_inv: must not
+        be True. Raises ValueError for other values.
         """
         rows = tensor.shape[0] if max_num_tokens is None else max_num_tokens
         width = tensor.numel() // rows if rows else 1
@@ -448,7 +460,7 @@ class PagedTensor:
                 f"max_num_tokens ({max_num_tokens}) rows of hidden_size ({hidden_size}) elements"
             )
         if is_columnwise_scale_inv:
-            raise ValueError("is_columnwise_scale_inv is True: rows must be in the order of the tokens")
+            raise ValueError("is_columnwise_scale_inv is True: must be False, because rows must be in token order")
         self.num_tokens_tensor, self.avg_num_tokens, self.vp_stage = num_tokens_tensor, avg_num_tokens, vp_stage
         self.schedule_layer_no, self.page_size = schedule_layer_no, page_size
         self.original_shape = torch.Size(tensor.shape if original_shape is None else original_shape)
@@ -459,7 +471,8 @@ class PagedTensor:
     def offload_to_stash(self, paged_stash_buffer: PagedStashBuffer, max_blocks: int = 2048) -> None:
         """Copies the live rows into pages and drops the tensor; sets the buffer's flags.
 
-        max_blocks: most programs of the copy on a GPU. If pages run out, no row is kept, and `overflow` is set.
+        max_blocks: maximum number of programs of the copy on a GPU. If pages run out, all rows are lost and `overflow`
+        is set.
         """
         if self._tensor is None:
             raise RuntimeError("the tensor is already in pages: call reload_from_stash first")
@@ -482,9 +495,9 @@ class PagedTensor:
         self._tensor = None
 
     def reload_from_stash(self, paged_stash_buffer: PagedStashBuffer, max_blocks: int = 2048) -> Tensor:
-        """Returns the tensor with its live rows, bit for bit: [*original_shape], its dtype. Frees the pages.
+        """Restores the tensor and frees its pages. Returns [*original_shape], the original dtype.
 
-        Other rows are undefined.
+        Live rows are bit-identical. Other rows are undefined.
         """
         if self._group is None:
             raise RuntimeError("the tensor is not in pages: call offload_to_stash first")
@@ -501,10 +514,10 @@ class PagedTensor:
 
 
 class PagedStashRunner:
-    """Runs the passes of a step, and reruns them without the stash if pages or expert rows were missing.
+    """Runs the passes of a step, and reruns them without the stash after a stash or expert overflow.
 
-    A replacement for the function that get_forward_backward_func returns, with the same keywords. Gradients of the
-    discarded passes are cleared.
+    Replaces the function that get_forward_backward_func returns, with the same keywords. Gradients of the discarded
+    passes are cleared.
     """
 
     def __init__(
@@ -523,7 +536,7 @@ class PagedStashRunner:
         a module, or a list of model chunks, optionally wrapped for data parallelism. optimizer: or None.
         """
         if copy_main_params:
-            raise ValueError("copy_main_params is True: 8-bit parameters are not supported, give False")
+            raise ValueError("copy_main_params is True: must be False, because 8-bit parameters are not supported")
         self.config, self.optimizer, self.forward_backward_func = config, optimizer, forward_backward_func
         self.model = list(model) if isinstance(model, (list, tuple)) else [model]
         self.manager = _manager_or_default(manager)
@@ -537,7 +550,7 @@ class PagedStashRunner:
     ) -> Any:
         """Runs the passes, at most twice, and returns their result. Collective.
 
-        Raises RuntimeError if expert rows are still missing, which requires a larger moe_expert_rank_capacity_factor.
+        Raises RuntimeError if the rerun also overflows, which requires a larger moe_expert_rank_capacity_factor.
         """
         model = keywords.pop("model", self.model)
         batches = self.data_read(data_iterator, model, not forward_only, num_microbatches)
@@ -561,26 +574,26 @@ class PagedStashRunner:
         result = run()
         if self.check_moe_overflow():
             raise RuntimeError(
-                "the experts received more rows than their buffers hold: raise moe_expert_rank_capacity_factor, by "
-                "set_capacity_factor of the layers' token_dispatcher"
+                "the experts received more rows than fit in their buffers: increase moe_expert_rank_capacity_factor "
+                "with token_dispatcher.set_capacity_factor()"
             )
         return result
 
     def data_read(self, data_iterator: Any, model: Any, training: bool, num_microbatches: int) -> Any:
-        """Reads a step's batches, so that the step can be rerun: a list of batches, or a tuple of lists for chunks.
+        """Reads all batches of a step, so that the step can be rerun. Returns a list, or a tuple of one list per chunk.
 
-        data_iterator: an iterator or None, or a list with one for each chunk. model, training: unused.
+        data_iterator: an iterator or None, or a list with one entry per chunk. model, training: unused.
         """
         if isinstance(data_iterator, (list, tuple)):
             return tuple(self.data_read(one, model, training, num_microbatches) for one in data_iterator)
         return None if data_iterator is None else [next(data_iterator) for _ in range(num_microbatches)]
 
     def check_moe_overflow(self) -> bool:
-        """Returns whether pages or expert rows were missing on any rank. Collective."""
+        """Returns whether a stash overflow or an expert overflow occurred on any rank. Collective."""
         return self._any_missing_sync()
 
     def prepare_for_rerun(self, is_training: bool = True) -> None:
-        """Clears the gradients of the discarded passes, and disables the stash for the next ones."""
+        """Clears the gradients of the discarded passes, and disables the stash for the rerun."""
         self.num_reruns += 1
         if is_training:
             for chunk in self.model:

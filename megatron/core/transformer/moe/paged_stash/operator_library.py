@@ -1,4 +1,4 @@
-"""Registers operators with torch: a CPU function, a Triton launcher, and the results for fake tensors."""
+"""Registers operators with torch: a CPU function, a Triton launcher, and an implementation for fake tensors."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,7 +9,7 @@ Register = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def returns_nothing(*args: Any, **named: Any) -> None:
-    """Fake implementation of operators that only write into the caller's memory. Returns None."""
+    """Implementation for fake tensors of operators that only write into the caller's memory. Returns None."""
 
 
 def operator(
@@ -23,7 +23,7 @@ def operator(
     """Returns a decorator that registers a CPU function as <namespace>::<name>.
 
     schema: the signature without the name. cuda: launchers, including one with the operator's name; empty if Triton is
-    not installed. name: None means the CPU function's. fake: computes the results for fake tensors.
+    not installed. name: None means the name of the CPU function. fake: implementation for fake tensors.
     """
 
     launchers = {launcher.__name__: launcher for launcher in cuda}

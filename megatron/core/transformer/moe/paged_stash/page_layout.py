@@ -1,9 +1,9 @@
 """Sizes, priorities and records that the stash's host code shares with its kernels. Contains no tensors.
 
 [Note: pages] A page is page_bytes bytes of one arena. Ids 0 .. device_pages - 1 are device pages, the next host_pages
-ids are host pages, so a kernel infers the tier from the id. A tensor with R live rows takes
+ids are host pages, so a kernel infers the tier from the id. A tensor with R live rows occupies
 ceil(R * row_bytes / page_bytes) pages. Its rows are stored in them without gaps and may straddle pages. Copies move
-bytes, so rows of any dtype and width are stored in this way.
+bytes, so rows may have any dtype and width.
 """
 
 import enum
@@ -17,15 +17,15 @@ MAX_TENSORS = 16  # per operator call, because kernels unroll their loop over te
 
 
 class Priority(enum.IntEnum):
-    """Order in which the tensors of an expert group get pages, and the consequence if a tensor gets none."""
+    """Order in which the tensors of an expert group receive pages, and the consequence if a tensor receives none."""
 
-    INPUT = 0  # x and its routing weights; if one gets no pages, the step is discarded (stash overflow)
+    INPUT = 0  # x and its routing weights; if one receives no pages, the step is discarded (stash overflow)
     GATE_UP = 1  # recomputed from x if dropped
     ACT = 2  # recomputed from gate_up if dropped
 
 
 class Tier(enum.Enum):
-    """Kind of memory that pages lie in. Kernels infer it from the page id; see [Note: pages]."""
+    """Kind of memory that contains a page. Kernels infer it from the page id; see [Note: pages]."""
 
     DEVICE = "device"
     HOST = "host"
@@ -61,11 +61,11 @@ class PoolLayout:
         return self.device_pages + self.host_pages
 
     def pages_for(self, num_bytes: int) -> int:
-        """Returns the number of pages that hold num_bytes bytes."""
+        """Returns the number of pages required for num_bytes bytes."""
         return -(-num_bytes // self.page_bytes)
 
     def encode(self) -> list[int]:
-        """Returns the layout in the form that operators expect."""
+        """Returns the layout as the list of integers that operators expect."""
         return [self.page_bytes, self.device_pages, self.host_pages]
 
 
@@ -96,7 +96,7 @@ class TensorSpec:
 
     @property
     def max_tokens(self) -> int:
-        """Largest number of live tokens that the tensor has room for."""
+        """Largest number of live tokens that fit in the tensor."""
         return self.max_rows * self.tokens_per_row
 
 
@@ -108,7 +108,7 @@ class PagesByPriority(NamedTuple):
     act: int = 0
 
     def up_to(self, priority: Priority) -> int:
-        """Returns the pages of all tensors at least as important as `priority`."""
+        """Returns the number of pages of all tensors that are at least as important as `priority`."""
         return sum(self[: priority + 1])
 
 
@@ -118,7 +118,7 @@ def live_rows(spec: TensorSpec, num_rows: int) -> int:
 
 
 def pages_for(specs: Sequence[TensorSpec], num_rows: int, *, layout: PoolLayout) -> PagesByPriority:
-    """Returns the pages that a group's tensors need for `num_rows` live tokens."""
+    """Returns the number of pages that a group's tensors require for `num_rows` live tokens, by priority."""
     pages = [0] * len(Priority)
     for spec in specs:
         pages[spec.priority] += layout.pages_for(live_rows(spec, num_rows) * spec.row_bytes)
@@ -126,15 +126,15 @@ def pages_for(specs: Sequence[TensorSpec], num_rows: int, *, layout: PoolLayout)
 
 
 def pages_bound(live_bytes: int, num_tensors: int, *, layout: PoolLayout) -> int:
-    """Returns an upper bound of the pages that num_tensors tensors with live_bytes bytes in total can hold.
+    """Returns the maximum number of pages that num_tensors tensors with live_bytes bytes in total can occupy.
 
-    Each tensor's last page may hold as little as one byte; all other pages are full.
+    Each tensor's last page may contain as little as one byte; all other pages are full.
     """
     return live_bytes // layout.page_bytes + num_tensors
 
 
 def page_bytes(page_size: int, *, hidden_size: int, itemsize: int) -> int:
-    """Returns the bytes of a page for page_size tokens of hidden_size elements, rounded up to ALIGNMENT."""
+    """Returns the size in bytes of a page for page_size tokens of hidden_size elements, rounded up to ALIGNMENT."""
     return -(-page_size * hidden_size * itemsize // ALIGNMENT) * ALIGNMENT
 
 
@@ -148,8 +148,8 @@ class Counter(enum.IntEnum):
 
     VOID = 0  # tensors of Priority.INPUT without pages, plus BAD_COUNT; above 0 the step is discarded
     BAD_COUNT = 1  # groups, or calls of plan, whose number of rows is below 0 or above max_rows
-    HIGH_WATER_DEVICE = 2  # peak of pages held on the device
-    HIGH_WATER_HOST = 3  # peak of pages held on the host
+    HIGH_WATER_DEVICE = 2  # peak number of allocated pages on the device
+    HIGH_WATER_HOST = 3  # peak number of allocated pages on the host
     PLANNED_PAGES = 4  # pages allocated on both tiers
     SPILLED_PAGES = 5  # the part of PLANNED_PAGES on the host
     LIVE_BYTES = 6  # bytes of live rows in PLANNED_PAGES; the rest of these pages is unused tails
@@ -165,36 +165,36 @@ COUNTER_OF_DROPPED = {
 }
 
 
-# Programs of a copy kernel that fill a streaming multiprocessor. See [Note: room beside products], triton_kernels.py.
+# Programs of a copy kernel that fill a streaming multiprocessor. See [Note: copies during GEMMs] in triton_kernels.py.
 COPIES_PER_PROCESSOR = 6
 
 
 class Held(enum.IntEnum):
     """Columns of `held`, int64, which has one row per tensor of a page table."""
 
-    PAGES = 0  # pages that the tensor holds
+    PAGES = 0  # number of pages that the tensor holds
     ROWS = 1  # live rows when it was planned
-    DROPPED = 2  # 1 if it got no pages and must be recomputed
+    DROPPED = 2  # 1 if it received no pages and must be recomputed
     ON_HOST = 3  # pages on the host, which follow those on the device
 
 
 @dataclass(frozen=True)
 class PlacedTensor:
-    """A tensor and the place of its record in a page table: page ids from table_start on, and row `slot` of `held`."""
+    """A tensor and the position of its record: page ids in the table from table_start on, and row `slot` of `held`."""
 
     spec: TensorSpec
     table_start: int
     slot: int
 
     def encode(self) -> "EncodedTensor":
-        """Returns the tensor in the form that operators expect."""
+        """Returns the integers that describe the tensor to operators."""
         spec = self.spec
         sizes = spec.row_bytes, spec.pitch_bytes, spec.max_rows, spec.tokens_per_row, int(spec.priority)
         return EncodedTensor(*sizes, self.table_start, self.slot)
 
 
 class EncodedTensor(NamedTuple):
-    """The integers of a PlacedTensor, in the order that operators expect."""
+    """Integers that describe a PlacedTensor, in the order that operators expect."""
 
     row_bytes: int
     pitch_bytes: int
@@ -209,7 +209,7 @@ INTS_PER_TENSOR = len(EncodedTensor._fields)
 
 
 def encode_tensors(tensors: Iterable[PlacedTensor]) -> list[int]:
-    """Concatenates the integers of a group's tensors, in the form that operators expect."""
+    """Encodes a group's tensors as one list of integers, which operators expect."""
     return [number for tensor in tensors for number in tensor.encode()]
 
 

@@ -1,4 +1,4 @@
-"""Reserve: the number of pages that gate_up and act leave free in each forward of a step, as a table on the device.
+"""Reserve: the numbers of pages that gate_up and act must leave free in each forward of a step, on the device.
 
 arithmetic.py computes the numbers. stash_order.py provides the order in which groups run.
 """
@@ -22,16 +22,18 @@ _NEVER_FREE = 2**62  # a page count larger than any pool
 
 
 class Reserve:
-    """Pages reserved for x: in a pool with room for every x, gate_up and act never take pages that an x needs.
+    """Reserves pages for x. If the pool is large enough for every x, gate_up and act never occupy pages that x needs.
 
+    With share 1:
     1. If the order of a step and the sizes of its groups are known, the guarantees of reserve_table hold.
     2. If some sizes are still unknown, as in the first step of a given order, groups that have not run are assumed to
-       be as large as the largest known one. x is safe if none turns out larger. gate_up may be dropped before act.
-    3. If the order is unknown, gate_up and act get no pages.
-    A step that departs from its order is in case 3 from then on, but gate_up and act keep the pages that they have.
-    This holds for share 1. With a smaller share, every group is assumed to have exactly that share of max_rows,
-    including open groups, which will release their pages. This is an expectation, and if it fails x may run out of
-    pages. With share 0 nothing is reserved.
+       be as large as the largest known group. Every x receives pages unless a group turns out larger. gate_up may be
+       dropped before act.
+    3. If the order is unknown, gate_up and act receive no pages.
+    A step that departs from its order is in case 3 from then on. Pages that gate_up and act already have are kept.
+
+    With a smaller share, every group is assumed to have exactly that share of max_rows, including open groups, whose
+    pages will be released. If the assumption is wrong, x may run out of pages. With share 0 nothing is reserved.
     """
 
     def __init__(self, layout: PoolLayout, device: torch.device, *, share: float) -> None:
@@ -50,7 +52,7 @@ class Reserve:
         self._inputs_alone = torch.tensor([0, _NEVER_FREE, _NEVER_FREE], dtype=torch.int64, device=device)
 
     def begin_step(self, events: tuple[StashEvent, ...]) -> None:
-        """Prepares a step of these events, () if unknown. Allocates only if the number of forwards changed."""
+        """Prepares for a step with these events, or () if unknown. Allocates only if the number of forwards changed."""
         if events is not self._events:
             self._events, self._resident = events, resident_groups(events)
             self._starts = [place for place, event in enumerate(events) if event.kind is EventKind.FORWARD]
@@ -64,7 +66,7 @@ class Reserve:
             self._rows.copy_(torch.tensor(self._up_to_date_table(), dtype=torch.int64, device="cpu"))
 
     def learn(self, group: GroupKey, specs: Sequence[TensorSpec], *, max_rows: int) -> None:
-        """Records the sizes that a group stashes. Empty specs do not change a group with recorded sizes."""
+        """Records the sizes of the tensors that a group stashes. Empty specs do not replace recorded sizes."""
         if specs or group not in self._pages:
             self._stashed[group] = specs, max_rows
             self._pages[group] = self._pages_of_share(group)
@@ -85,7 +87,7 @@ class Reserve:
         return self._share
 
     def set_share(self, share: float) -> None:
-        """Changes the reserved share from the next begin_step on. The memory address of the rows does not change."""
+        """Sets the reserved share from the next begin_step on. The rows keep their memory address."""
         before = self._pages, self._share < 1
         self._share = share
         self._pages = {group: self._pages_of_share(group) for group in self._stashed}
@@ -95,7 +97,7 @@ class Reserve:
         self._pages_of_table, self._is_written = {}, False
 
     def row(self, group: GroupKey, forward_index: int | None) -> Tensor | None:
-        """Returns the reserve for a group's plan: [3], int64, on the device; None if nothing is reserved.
+        """Returns the pages that a group's plan must leave free: [3], int64, on the device; None for no reserve.
 
         forward_index: index among the forwards of the step's events, from 0; None if it is unknown.
         """
@@ -136,10 +138,10 @@ class Reserve:
         return self._table
 
     def _guess(self, forward_index: int) -> ReserveRow:
-        """Returns the peaks of the rest of the step, assuming that unknown groups are as large as the largest known
-        one.
+        """Returns the peak page counts of the rest of the step, as a reserve row.
 
-        The cost is linear in the number of later events.
+        Assumes that unknown groups are as large as the largest known group. The cost is linear in the number of later
+        events.
         """
         largest = PagesByPriority(*map(max, zip(*self._pages.values())))
         later = self._events[self._starts[forward_index] + 1 :]

@@ -1,7 +1,7 @@
-"""Sizes of a stage's page pool: the pages that a step needs, the sizes learned during a run, and the pool's layout.
+"""Sizes of a stage's page pool: the pages that a step requires, the sizes learned in a run, and the pool's layout.
 
-Page counts are exact for any numbers of rows in the passes of a step. arithmetic.py counts pages.
-training/step/expert_memory.py allocates the pools and grows them.
+Page counts are exact for any number of rows per pass. arithmetic.py counts pages. training/step/expert_memory.py
+allocates the pools and grows them.
 """
 
 import math
@@ -26,7 +26,7 @@ from megatron.core.transformer.moe.paged_stash.stash_order import GroupKey, Stas
 
 # Smallest growth of a pool that was too small, as a share of its size, so that a few retries reach any size.
 _LEAST_GROWTH = Fraction(1, 2)
-# Headroom beyond the need of the failed step.
+# Headroom beyond the pages that the failed step required.
 HEADROOM = Fraction(11, 10)
 # Largest expected share. Reserving pages for all rows of a buffer would be a guarantee, and would assume that no page
 # is released before the step ends.
@@ -59,9 +59,9 @@ class StashSettings(Protocol):
 
 @dataclass(frozen=True)
 class StepNeeds:
-    """Needs of one step: events in order, tensors of each group, and live rows of a balanced pass.
+    """Requirements of one step: events in order, tensor specs of a group, and live rows of a balanced pass.
 
-    A pass is balanced if every rank gets the same number of rows.
+    A pass is balanced if every rank receives the same number of rows.
     """
 
     events: Sequence[StashEvent]
@@ -70,7 +70,10 @@ class StepNeeds:
     page_bytes: int
 
     def pages(self, rows: RowsOf, *, up_to: Priority = Priority.ACT) -> int:
-        """Returns the peak of held pages if every tensor at least as important as `up_to` gets pages."""
+        """Returns the peak page count if every tensor at least as important as `up_to` receives pages.
+
+        rows: returns the live rows of a group.
+        """
         unit = PoolLayout(self.page_bytes, device_pages=1)
 
         def of(group: GroupKey) -> PagesByPriority:
@@ -81,18 +84,18 @@ class StepNeeds:
     # Cached, because every step reads them, and a step may have thousands of events.
     @cached_property
     def balanced_pages(self) -> int:
-        """Pages needed if every pass has the balanced number of rows."""
+        """Number of pages required if every pass has the balanced number of rows."""
         return self.pages(lambda group: self.balanced_rows)
 
     @cached_property
     def most_pages(self) -> int:
-        """Pages needed if every buffer is full. No pool needs more."""
+        """Number of pages required if every buffer is full, which is the largest useful pool."""
         return self.pages(lambda group: self._max_rows)
 
     def pages_of_shares(self, rows_share: Mapping[int, float]) -> int:
-        """Returns the pages needed if every pass has its layer's share of the balanced rows.
+        """Returns the number of pages required if each pass has its layer's multiple of the balanced rows.
 
-        rows_share: by layer, from 1; the share of a layer without an entry is 1.
+        rows_share: multiple for each layer number, from 1; it is 1 for layers without an entry.
         """
         shares = {layer_name(layer): share for layer, share in rows_share.items()}
 
@@ -111,7 +114,7 @@ class StepNeeds:
 
 
 def step_needs(config: StashSettings, events: Sequence[StashEvent], *, max_rows: int, balanced_rows: int) -> StepNeeds:
-    """Returns the needs of a stage whose step has these events, with experts in buffers of max_rows rows."""
+    """Returns the requirements of a stage whose step has these events and whose buffers have max_rows rows."""
     one_page = page_bytes(
         config.moe_paged_stash_page_size, hidden_size=config.hidden_size, itemsize=config.params_dtype.itemsize
     )
@@ -119,10 +122,10 @@ def step_needs(config: StashSettings, events: Sequence[StashEvent], *, max_rows:
 
 
 def expert_specs(config: StashSettings, *, rows: int) -> tuple[TensorSpec, ...]:
-    """Returns the tensors that experts of one layer save in buffers of `rows` rows: x, weights, gate_up and act.
+    """Returns specs of the tensors that a layer's experts save for `rows` rows: x, routing weights, gate_up and act.
 
-    Routing weights are fp32. There is no act if moe_act is recomputed, or if fc2 is frozen and has no adapter. Adapters
-    save the rows times their first matrix.
+    Routing weights are fp32. act is not saved if moe_act is recomputed, or if fc2 is frozen and has no adapter. Each
+    adapter also saves its input rows times its first matrix.
     """
     assert config.moe_ffn_hidden_size is not None, "set by TransformerConfig"
     itemsize = config.params_dtype.itemsize
@@ -155,8 +158,9 @@ class LearnedSizes:
     """Sizes learned from earlier steps, identical on all ranks and saved in checkpoints.
 
     capacity_factor: grown moe_expert_rank_capacity_factor. device_factor, host_factor: grown pool sizes relative to the
-    balanced need. None means not grown. rows_share: by layer, from 1, the most rows of a pass on any rank relative to
-    the balanced case. expert_ranks: number of ranks that shared the experts; 0 if unknown.
+    pages of balanced passes. None means not grown. rows_share: for each layer number, from 1, the largest number of
+    rows of a pass on any rank, relative to a balanced pass. expert_ranks: number of ranks that shared the experts; 0 if
+    unknown.
     """
 
     capacity_factor: float | None = None
@@ -166,12 +170,7 @@ class LearnedSizes:
     expert_ranks: int = 0
 
     def merged(self, other: "LearnedSizes") -> "LearnedSizes":
-        """Returns the larger of each size, e.g. for two ranks or two moments of one run.
-        Returns the sizes that still apply if that many ranks share the experts.
-
-        With fewer ranks, a rank's share is a mean of known shares, and so at most the largest. With more ranks, the
-        share of a single rank is unknown, and rows are measured again.
-        """
+        """Returns the maximum of each size, e.g. over two ranks or two steps of one run."""
         layers = sorted({*self.rows_share, *other.rows_share})
         shares = {layer: max(self.rows_share.get(layer, 0.0), other.rows_share.get(layer, 0.0)) for layer in layers}
         return LearnedSizes(
@@ -183,10 +182,10 @@ class LearnedSizes:
         )
 
     def for_expert_ranks(self, expert_ranks: int) -> "LearnedSizes":
-        """Returns the sizes that still apply if that many ranks share the experts.
+        """Returns the sizes that remain valid if expert_ranks ranks share the experts.
 
-        With fewer ranks, a rank's share is a mean of known shares, and so at most the largest. With more ranks, the
-        share of a single rank is unknown, and rows are measured again.
+        With fewer ranks than before, a rank's share is a mean of known shares, and therefore at most the largest known
+        share. With more ranks, the share of a single rank is unknown, and shares are measured from scratch.
         """
         is_known = 0 < expert_ranks <= self.expert_ranks
         shares = self.rows_share if is_known else {}
@@ -198,9 +197,9 @@ class LearnedSizes:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any] | None) -> "LearnedSizes":
-        """Builds the sizes from the values of to_json; None, as in a checkpoint without sizes, gives empty ones.
+        """Builds the sizes from the result of to_json. None, from a checkpoint without sizes, yields empty sizes.
 
-        Raises ValueError for anything else.
+        Raises ValueError for other values.
         """
         if values is None:
             return cls()
@@ -222,22 +221,23 @@ def _larger(one: float | None, other: float | None) -> float | None:
 
 
 def _check_size(number: Any) -> None:
-    """Raises ValueError unless the number is a valid size; None is a factor that did not grow."""
+    """Raises ValueError unless the number is a valid size. None is valid and stands for a factor that did not grow."""
     is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
     if number is not None and not (is_number and 0 <= number < math.inf):
-        raise ValueError(f"learned_sizes holds {number!r:.80}: must be a number, 0 or more")
+        raise ValueError(f"learned_sizes contains {number!r:.80}: must be a number, 0 or more")
 
 
 def _layer(text: Any) -> int:
     if not isinstance(text, str) or not text.isascii() or not text.isdigit() or len(text) > 9:
-        raise ValueError(f"learned_sizes.rows_share has the layer {text!r:.80}: must be a number from 1 on")
+        raise ValueError(f"learned_sizes.rows_share contains {text!r:.80}: must be a layer number, starting at 1")
     return int(text)
 
 
 def pool_layout(config: StashSettings, needs: StepNeeds, *, learned: LearnedSizes) -> PoolLayout | None:
-    """Returns the pool of a stage whose longest step has these needs; None if nothing is stashed.
+    """Returns the pool layout of a stage whose longest step has these requirements; None if nothing is stashed.
 
-    A grown size is kept unless its tier is disabled. Raises ValueError for more pages than a pool can address.
+    A learned larger size is used unless its tier is disabled. Raises ValueError if a tier would have more pages than a
+    pool can address.
     """
     if needs.most_pages == 0:
         return None
@@ -255,7 +255,7 @@ def pool_layout(config: StashSettings, needs: StepNeeds, *, learned: LearnedSize
     for name, pages in ((of_device, device), ("size_factor_cpu", host)):
         if pages >= 2**31:
             raise ValueError(
-                f"moe_paged_stash_buffer_{name} asks for {pages} pages of {needs.page_bytes} bytes: must "
+                f"moe_paged_stash_buffer_{name} requests {pages} pages of {needs.page_bytes} bytes: must "
                 f"be fewer than 2**31; full buffers fill {needs.most_pages}"
             )
     # A pool has at least one page, however small the factors are.
@@ -267,10 +267,11 @@ def _pages_of_factor(factor: float, needs: StepNeeds, *, learned: LearnedSizes) 
 
 
 def grown_sizes(layout: PoolLayout, needs: StepNeeds, *, wanted_pages: int) -> LearnedSizes | None:
-    """Returns the factor that gives an undersized pool room for wanted_pages; None if it has room for full buffers.
+    """Returns the factor with which an undersized pool can hold wanted_pages; None if it can hold full buffers.
 
-    wanted_pages: peak of pages held by the tensors that got none in this pool, and by all that are more important. The
-    device tier grows; a pool without one grows on the host. Merge the factors of all ranks before pool_layout.
+    wanted_pages: peak page count of the tensors that received no pages in this pool and of all more important tensors.
+    The device tier grows; a pool without a device tier grows on the host. Merge the factors of all ranks before
+    pool_layout.
     """
     if layout.num_pages >= needs.most_pages:
         return None
@@ -282,21 +283,21 @@ def grown_sizes(layout: PoolLayout, needs: StepNeeds, *, wanted_pages: int) -> L
 
 
 def capacity_factor(factor: float, learned: LearnedSizes) -> float:
-    """Returns the factor of static buffers: the configured one, or a larger one that an earlier step needed."""
+    """Returns the capacity factor of static buffers: the configured one, or the learned one if it is larger."""
     return max(factor, learned.capacity_factor or factor)
 
 
 def expected_share(most_share: float, *, balanced_rows: int, max_rows: int) -> float:
-    """Returns the share of max_rows that a pass is expected to have, for a stash's reserve.
+    """Returns the share of max_rows that a pass is expected to fill, for a stash's reserve.
 
-    It is the share of the fullest pass of the last RESERVE_STEPS steps. most_share: that pass's rows over
-    balanced_rows; 0 if none is known.
+    It is the share of the pass with the most rows in the last RESERVE_STEPS steps. most_share: rows of that pass
+    divided by balanced_rows; 0 if unknown.
     """
     return min(_ALMOST_ALL, max(1.0, most_share) * balanced_rows / max_rows)
 
 
 def learned_lines(config: StashSettings, learned: LearnedSizes) -> list[str]:
-    """Returns log lines on settings that a resumed run exceeds, because pools or buffers grew before its checkpoint."""
+    """Returns log lines for settings that a resumed run exceeds because sizes grew before the checkpoint."""
     # Growth may exceed a size given in bytes. A disabled tier does not grow.
     device = config.moe_paged_stash_buffer_size_factor_cuda or math.inf
     host = config.moe_paged_stash_buffer_size_factor_cpu or math.inf
@@ -310,7 +311,7 @@ def learned_lines(config: StashSettings, learned: LearnedSizes) -> list[str]:
         ("moe_paged_stash_buffer_size_factor_cpu", host, learned.host_factor),
     )
     return [
-        f"{name}: the checkpointed run had to grow to {grown:.4g}, which also applies here; give a larger value to "
+        f"{name}: grew to {grown:.4g} before the checkpoint, and this run uses the grown value; set a larger value to "
         "override it"
         for name, asked, grown in sizes
         if grown is not None and grown > asked
@@ -320,27 +321,27 @@ def learned_lines(config: StashSettings, learned: LearnedSizes) -> list[str]:
 def check_effect(stages: Iterable[Sequence[StashEvent]]) -> None:
     """Raises ValueError if no stage would ever stash anything. stages: events of each stage's longest step.
 
-    A stage may stash nothing if another one does, e.g. a stage without experts.
+    Single stages may stash nothing, such as a stage without experts.
     """
     if not any({event.group for event in events} - resident_groups(events) for events in stages):
         raise ValueError(
             "moe_paged_stash is True but has no effect: the backward of every expert group directly follows its "
             "forward, so nothing is stashed. It requires several layers with experts, or pipeline stages with "
-            "several microbatches: drop moe_paged_stash"
+            "several microbatches: disable moe_paged_stash"
         )
 
 
 def factor_at(quantile: float, peaks: Sequence[float]) -> float:
     """Returns the smallest observed peak that is at least as large as the given share of the peaks.
 
-    quantile: above 0, at most 1. peaks: each step's need relative to the balanced case. n peaks carry no information
-    about quantiles beyond 1 - 1/n, for which it returns the largest. Raises ValueError for no peaks and for other
-    quantiles.
+    quantile: above 0, at most 1. peaks: pages required by each step, relative to the balanced case. n peaks contain no
+    information about quantiles beyond 1 - 1/n, for which the largest peak is returned. Raises ValueError if there are
+    no peaks or the quantile is out of range.
     """
     if not 0 < quantile <= 1:
         raise ValueError(f"quantile is {quantile}: must be above 0 and at most 1")
     if not peaks:
-        raise ValueError("peaks is empty: a quantile needs at least one step")
+        raise ValueError("peaks is empty: must contain at least one step")
     return sorted(peaks)[max(multiple(quantile, len(peaks)), 1) - 1]
 
 
@@ -351,7 +352,7 @@ def rounded_up(factor: float, *, decimals: int = 2) -> float:
 
 
 def stash_footprint(config: StashSettings, needs: StepNeeds, *, layout: PoolLayout) -> Footprint:
-    """Returns the bytes saved for backward on the device at a step's peak, without and with a pool of this layout."""
+    """Returns the peak device memory of tensors saved for backward, without and with a pool of this layout."""
     one_group = sum(spec.max_bytes for spec in needs.specs)
     return footprint(
         needs.events,
@@ -362,7 +363,7 @@ def stash_footprint(config: StashSettings, needs: StepNeeds, *, layout: PoolLayo
 
 
 def gain_line(own: Footprint, layout: PoolLayout) -> str:
-    """Returns a log line with the memory that a stage's stash saves or costs."""
+    """Returns a log line that states how much memory a stage's stash saves or costs."""
     tiers = [f"{layout.device_pages} pages"] * bool(layout.device_pages)
     if layout.host_pages:
         tiers.append(f"{layout.host_pages} pages on the host, {_mib(layout.host_pages * layout.page_bytes)}")

@@ -1,4 +1,4 @@
-"""PagedStash: the contexts that expert groups run in, and the order of a step.
+"""PagedStash: contexts for the forwards of expert groups, and the order of groups in a step.
 
 saved_tensors.py decides which tensors a context stashes, and group_memory.py moves them into pages and back.
 
@@ -8,18 +8,18 @@ saved_tensors.py decides which tensors a context stashes, and group_memory.py mo
             with stash.context(f"layer {number}", num_rows, max_rows=C):
                 y = experts(x)             # x: [C, H], of which num_rows rows are live
         loss.backward()
-        void = stash.is_void_sync()        # too few pages even for x: these gradients are wrong
+        is_void = stash.is_void_sync()     # too few pages even for x: these gradients are wrong
         stash.reset()
-        if not void:
+        if not is_void:
             optimizer.step()
 
-[Note: captured parts] A CUDA graph may hold the forward of a single layer, and another one its backward. During capture
-a context runs once as usual: the forward's graph plans and fills pages at its end, and the backward's graph restores
-the rows and releases the pages. Replays run none of this code. A captured group therefore has its own entries in the
-page tables. The number of pages to leave free depends on the group's position in the step, so it is read from memory
-that the host writes before each replay. Decisions that are the same in each step are part of the graph: whether the
-group is stashed, or kept because its backward is the next event. No prefetch crosses graphs. Within each graph the side
-streams fork from the main stream and join it again, so that a replay is one unit of work on the main stream.
+[Note: captured parts] One CUDA graph may contain the forward of a single layer, and another graph its backward. During
+capture a context runs once as usual: the forward's graph plans and fills pages at its end, and the backward's graph
+restores the rows and releases the pages. Replays run none of this code. A captured group therefore has separate entries
+in the page tables. The number of pages to leave free depends on the group's position in the step, so the graph reads it
+from memory that the host writes before each replay. A decision that is the same in each step is part of the graph:
+whether the group is stashed, or kept because its backward is the next event. No prefetch crosses graphs. Within each
+graph the side streams fork from the main stream and join it, so that a replay is one unit of work on the main stream.
 """
 
 import weakref
@@ -61,7 +61,7 @@ from megatron.core.transformer.moe.paged_stash.stash_order import (
     StashOrder,
 )
 
-# After this many forwards without a reset, names, sizes and order of further ones are not recorded.
+# After this many forwards without a reset, the names, sizes and order of later forwards are not recorded.
 _MAX_FORWARDS = MAX_EVENTS // 2
 # Final phases, reached once backward has begun.
 _SETTLED = (Phase.KEPT, Phase.READY)
@@ -71,7 +71,7 @@ _SETTLED = (Phase.KEPT, Phase.READY)
 class CapturedGroup:
     """Expert group in a captured part.
 
-    specs: empty for a group that is not stashed. kept: objects that must live as long as the graphs.
+    specs: empty for a group that is not stashed. kept: objects that must live as long as the CUDA graphs.
     """
 
     name: str
@@ -84,7 +84,7 @@ class CapturedGroup:
 class CapturedPart:
     """Part of a layer that CUDA graphs capture. Must live as long as the graphs.
 
-    reserve: [3], int64, on the device: pages that the group's plan leaves free. group: None until it is captured.
+    reserve: [3], int64, on the device: pages that the group's plan leaves free. group: None before the capture.
     """
 
     reserve: Tensor
@@ -93,20 +93,20 @@ class CapturedPart:
 
 @dataclass(frozen=True)
 class ReplayedForward:
-    """Forward that a graph has run, for its backward. generation: number of resets of the stash before it."""
+    """Forward that a CUDA graph replayed, as its backward requires it. generation: number of resets before it."""
 
     event: StashEvent
     generation: int
 
 
 class PagedStash:
-    """Keeps the live rows that expert groups save for backward in pages. Gradients remain bit-identical.
+    """Stores the live rows that expert groups save for backward in pages. Gradients remain bit-identical.
 
     1. A context collects the tensors that autograd saves. At its end the live rows of row tensors are copied into
        pages, and the oversized memory is freed once the next context begins.
     2. When backward accesses the first tensor of a group, the group's rows are restored with their strides and address
        alignment, and the rows of the next groups are prefetched.
-    3. Marked tensors without pages are recomputed. If an x got no pages, the step is discarded (stash overflow).
+    3. Marked tensors without pages are recomputed. If an x received no pages, the step is discarded (stash overflow).
     4. `reset` between steps frees all pages and learns the order of the step for the next one.
 
     Restored rows beyond the live ones are undefined. Backward must not read them.
@@ -124,18 +124,18 @@ class PagedStash:
         specs: Sequence[TensorSpec] = (),
         streams: StashStreams | None = None,
     ) -> None:
-        """Creates a stash over a pool.
+        """Creates a stash that stores rows in the pages of `pool`.
 
         prefetch_groups: number of groups whose rows are restored ahead of their backward, each into buffers of max_rows
-        rows. events: order of a step; learned if not given. num_programs: most programs of a copy that runs
-        concurrently with other kernels on a GPU, such as copy_programs(); 0 means no limit. reserved_share: rows of
-        later groups for which pages are reserved before gate_up and act get any, as a share of max_rows. Share 1
-        guarantees that x finds pages in a pool that could hold every x, in each step that follows its order or has
-        none. Smaller shares guarantee nothing, and 0 reserves nothing; see Reserve. has_rungs: whether gate_up and act
-        have recompute levels, i.e. are dropped and recomputed if pages run out; otherwise they are as important as x.
-        specs: sizes that each group of `events` stashes, if they are known before the first step. streams: the streams
-        of the stash that this one replaces, on the pool's device; None creates new streams. Raises ValueError for other
-        values.
+        rows. events: order of a step; None learns it. num_programs: maximum number of programs of a copy that runs
+        concurrently with other kernels on a GPU, such as copy_programs(); 0 means no limit. reserved_share: share of
+        max_rows for which pages are reserved for later groups before gate_up and act receive any. 1 guarantees that
+        every x receives pages if the pool could hold all of them, in steps that follow the known order and in steps
+        without one. Smaller values guarantee nothing, and 0 reserves nothing; see Reserve. has_rungs: whether gate_up
+        and act have recompute levels, i.e. are dropped and recomputed if pages run out; otherwise they are as important
+        as x. specs: tensor sizes of each group in `events`, if they are known before the first step. streams: the
+        streams of the stash that this stash replaces, on the pool's device; None creates new streams. Raises ValueError
+        for invalid arguments.
         """
         for argument, number in (("prefetch_groups", prefetch_groups), ("num_programs", num_programs)):
             if not is_whole(number) or number < 0:
@@ -146,7 +146,7 @@ class PagedStash:
         for argument, values, kind in kinds:
             wrong = next((value for value in values if not isinstance(value, kind)), None)
             if wrong is not None:
-                raise ValueError(f"{argument} has a {type(wrong).__name__} ({wrong!r}): must be {kind.__name__}")
+                raise ValueError(f"{argument}: got a {type(wrong).__name__} ({wrong!r}), must be {kind.__name__}")
         self._settings = {
             "prefetch_groups": prefetch_groups,
             "events": None if events is None else tuple(events),
@@ -172,10 +172,10 @@ class PagedStash:
             self._reserve.begin_step(self.order.events)
 
     def __reduce__(self) -> Any:
-        """Gives a copy, by deepcopy or pickle, only the settings; its own pool is allocated on first use.
+        """Makes deepcopy and pickle copy only the settings. The copy allocates a separate pool on first use.
 
-        The copy shares no page, order or group with this stash. A copy that is not trained, such as an average of
-        weights, takes no memory.
+        The copy shares no page, order or group with this stash. A copy that is never trained, such as in an average of
+        weights, allocates nothing.
         """
         if "_unbound" in self.__dict__:
             return _unbound, (type(self), *self.__dict__["_unbound"])
@@ -205,12 +205,12 @@ class PagedStash:
         """Wraps the forward of one expert group with max_rows rows, of which the first num_rows are live.
 
         num_rows: [1] or scalar, int64 or int32, on the pool's device, read when the context ends; or an int.
-        backward_is_next: stashes nothing, because nothing else runs before this group's backward. takes: the rule for
-        which saved tensors are rows; without declarations they are guessed, see [Note: guessed rows]. The context is
-        inactive without grad mode, in a recomputation (while backward runs), directly inside torch.utils.checkpoint,
-        which saves nothing, in a step that `reset` disabled, and with max_rows below 2. Hooks around the context
-        receive weights and saved tensors without max_rows rows. Raises ValueError for a wrong num_rows or max_rows, if
-        no saved tensor has rows, and if one of them may be a weight.
+        backward_is_next: whether this group's backward runs next, in which case nothing is stashed. takes: rule that
+        decides which saved tensors contain rows; undeclared tensors may be guessed, see [Note: guessed rows]. The
+        context is inactive without grad mode, in a recomputation (while backward runs), directly inside
+        torch.utils.checkpoint, which saves nothing, in a step that `reset` disabled, and if max_rows is below 2. Outer
+        saved-tensor hooks receive weights and other saved tensors without max_rows rows. Raises ValueError if num_rows
+        or max_rows is invalid, if no saved tensor has rows, or if a tensor with rows may be a weight.
         """
         if "_unbound" in self.__dict__ and not torch.is_grad_enabled():
             # Checked before any attribute is read, which would allocate the pool of a copy.
@@ -252,7 +252,7 @@ class PagedStash:
     def reset(self, *, enabled: bool = True) -> None:
         """Frees all pages and clears the counters. Call it between steps, after the last backward or an exception.
 
-        Rows that are still in pages are lost, and their backward raises RuntimeError. Restored rows stay valid.
+        Rows that are still in pages are lost, and their backward raises RuntimeError. Restored rows remain valid.
         enabled: False disables the contexts of the next step.
         """
         with self._keeper.exclusive():
@@ -272,9 +272,10 @@ class PagedStash:
             self._is_enabled = enabled
 
     def footprint(self) -> Footprint:
-        """Returns the device bytes of a step like the last complete one, with and without the stash; zeros before it.
+        """Returns the memory that tensors saved for backward occupy with and without the stash.
 
-        The stash costs memory if the pool is too large for the step, or the step has few groups.
+        Computed for the order of the last complete step; zeros before the first one. The stash costs memory if the pool
+        is too large for the step, or the step has few groups.
         """
         max_bytes = self._max_bytes
         return footprint(
@@ -286,18 +287,16 @@ class PagedStash:
 
     @property
     def reserve(self) -> tuple[ReserveRow, ...]:
-        """Pages that each forward of the step leaves free, in the form that arithmetic.simulate takes; () without a
-        reserve.
-        """
+        """Pages that each forward of the step leaves free, as an argument of arithmetic.simulate; () without a reserve."""
         return self._reserve.table
 
     @property
     def reserved_share(self) -> float:
-        """Rows of later groups for which pages are reserved, as a share of max_rows."""
+        """Share of max_rows for which pages are reserved for later groups."""
         return self._reserve.share
 
     def set_reserved_share(self, share: float) -> None:
-        """Makes later steps reserve pages for this share of max_rows. Call it between steps, before `reset`.
+        """Changes reserved_share for later steps. Call it between steps, before `reset`.
 
         Plans read the reserve from the same memory as before, so captured steps remain valid. Raises ValueError unless
         0 < share <= 1, and if the stash was built with reserved_share 0.
@@ -314,19 +313,19 @@ class PagedStash:
 
     @property
     def streams(self) -> StashStreams:
-        """The streams of copies into and out of pages."""
+        """Streams that copy rows into and out of pages."""
         return self._keeper.streams
 
     def join(self) -> None:
-        """Makes the main stream wait for all copies, as `reset` also does."""
+        """Makes the main stream wait for all copies. `reset` does so too."""
         with self._keeper.exclusive():
             self._keeper.join_all()
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """Wraps whole steps, or passes of them, that a CUDA graph captures after a reset, together with their copies.
+        """Context manager for capturing whole steps, or single passes of a step, together with their copies.
 
-        A replay must also follow a reset, and requires only this object's memory.
+        The capture and each replay must follow a reset. The graph uses memory of this object, which must outlive it.
         """
         with self._keeper.exclusive():
             # At its end a capture must join all streams that took part, and it cannot join others.
@@ -336,7 +335,7 @@ class PagedStash:
             self.join()
         finally:
             with self._keeper.exclusive():
-                # Their events belong to the graph. Nothing outside may wait for them, as releasing pages would.
+                # The groups' events belong to the graph. Releasing pages outside of the graph would wait for them.
                 self._keeper.forget_groups()
 
     def new_part(self) -> CapturedPart:
@@ -345,7 +344,7 @@ class PagedStash:
 
     @contextmanager
     def capturing(self, part: CapturedPart) -> Iterator[None]:
-        """Wraps the forward of a part of a layer, and later its backward, each captured as a separate graph.
+        """Context manager for capturing the forward of a layer's part, and later its backward, as separate graphs.
 
         See [Note: captured parts]. The order of the step does not change here; `replaying` and `replaying_backward`
         update it. Call `join` before each capture and replay, because copies of eager groups may still run. Not run on
@@ -363,7 +362,10 @@ class PagedStash:
                 self._keeper.forget_copies()
 
     def replaying(self, part: CapturedPart) -> ReplayedForward | None:
-        """Records the upcoming replay of the part's forward, on this stash or another one over the same pool."""
+        """Records that the part's forward is about to be replayed; returns the argument of replaying_backward.
+
+        The part may belong to a different stash over the same pool. Returns None if the part contains no group.
+        """
         group = part.group
         if group is None:
             return None
@@ -379,16 +381,19 @@ class PagedStash:
             return ReplayedForward(event, self._keeper.generation)
 
     def replaying_backward(self, forward: ReplayedForward) -> None:
-        """Records the upcoming replay of that forward's backward. Raises RuntimeError if a reset came in between."""
+        """Records that the forward's backward is about to be replayed.
+
+        Raises RuntimeError if the stash was reset after the forward.
+        """
         with self._keeper.exclusive():
             self._keeper.check_current(forward.event, forward.generation)
             self.order.observe(StashEvent(EventKind.BACKWARD, *forward.event.group))
 
     @property
     def void(self) -> Tensor:
-        """Greater than 0 if this step's gradients are wrong (stash overflow): scalar, int64, on the device.
+        """Counter that is above 0 if this step's gradients are wrong (stash overflow): scalar, int64, on the device.
 
-        It is a view that `reset` clears.
+        It is a view that `reset` sets to 0.
         """
         with self._keeper.exclusive():
             self._keeper.join()
@@ -429,7 +434,7 @@ class PagedStash:
             self._groups[group.event.group] = group
 
     def _check_kept(self, num_rows: Tensor | int, *, max_rows: int) -> None:
-        """Discards the step if a group without pages has a wrong number of rows; an int was checked already."""
+        """Marks the step as discarded if a group without pages has an invalid num_rows. Ints were checked before."""
         if isinstance(num_rows, Tensor):
             # Runs on the main stream, which waited for all plans when the context began.
             self.pool.check_count(_count_tensor(num_rows, self.pool.device), max_rows)
@@ -437,11 +442,11 @@ class PagedStash:
     def _capture(
         self, part: CapturedPart, group: GroupMemory, *, blocks: list[Block], num_rows: Tensor | int, max_rows: int
     ) -> None:
-        """Commits a group that a CUDA graph captures; see _commit."""
+        """Performs _commit for a group that a CUDA graph captures."""
         name, specs = group.event.name, [block.spec for block in blocks]
         if part.group is not None:
             raise RuntimeError(
-                f"{part.group.name} and {name} are in one captured part: a graph can hold only one expert group"
+                f"{part.group.name} and {name} are in one captured part: a part can contain only one expert group"
             )
         part.group = CapturedGroup(name)
         if not blocks:
@@ -469,7 +474,7 @@ class PagedStash:
         self._max_bytes[event.group] = sum(spec.max_bytes for spec in specs)
 
     def _reserve_of(self, event: StashEvent) -> Tensor | None:
-        """Returns the pages that the next event's plan leaves free: [3], int64, on the device, or None."""
+        """Returns the pages that this forward's plan must leave free: [3], int64, on the device, or None."""
         return self._reserve.row(event.group, self.order.forward_index(event))
 
     def _unpack(self, saved: SavedTensor) -> Tensor:
@@ -480,7 +485,7 @@ class PagedStash:
             with self._keeper.exclusive():
                 if group.phase is Phase.LOST:
                     raise RuntimeError(
-                        f"backward of the expert group {group.event.name!r}, whose forward raised an exception"
+                        f"cannot run backward of the expert group {group.event.name!r}: its forward raised an exception"
                     )
                 if group.phase is not Phase.RECORDING:
                     self._reach(group)
@@ -491,7 +496,7 @@ class PagedStash:
         return tensor_of(saved)
 
     def _reach(self, group: GroupMemory) -> None:
-        """Restores a group whose backward has begun, and starts restoring the groups after it."""
+        """Restores a group whose backward has begun, and prefetches the groups that run backward next."""
         is_first = not group.has_backward_begun and group.generation == self._keeper.generation
         group.has_backward_begun = True
         backward = StashEvent(EventKind.BACKWARD, *group.event.group)
@@ -516,21 +521,21 @@ class PagedStash:
 
 
 def _is_recomputed(hooks: Hooks | None) -> bool:
-    """Returns whether backward will rerun or is rerunning this code, so that its saved tensors are not kept."""
+    """Returns whether this forward is a recomputation, or will be recomputed, so that nothing must be stashed."""
     if hooks is not None and isinstance(hooks[0], FunctionType) and hooks[0].__module__ == "torch.utils.checkpoint":
         return True
     return torch._C._current_graph_task_id() != -1
 
 
 def _unbound(kind: type[PagedStash], device: str, layout: PoolLayout, settings: dict[str, Any]) -> PagedStash:
-    """Returns a copy of a stash that has no pool yet."""
+    """Builds a copy of a stash whose pool is not allocated yet."""
     copy = kind.__new__(kind)
     copy.__dict__["_unbound"] = device, layout, settings
     return copy
 
 
 def _check_count(num_rows: Tensor | int, max_rows: int, *, device: torch.device | None) -> None:
-    """Checks num_rows and max_rows. device: required device of a tensor; None accepts any."""
+    """Raises ValueError for an invalid num_rows or max_rows. device: required device of a tensor; None accepts any."""
     if not is_whole(max_rows) or max_rows < 0:
         raise ValueError(f"max_rows ({max_rows!r}) must be an integer of at least 0")
     if isinstance(num_rows, Tensor):
@@ -543,7 +548,10 @@ def _check_count(num_rows: Tensor | int, max_rows: int, *, device: torch.device 
 
 
 def _count_tensor(num_rows: Tensor | int, device: torch.device) -> Tensor:
-    """Returns a copy, [1], int64, because the caller may change its tensor before the stash stream has read it."""
+    """Copies num_rows into a new tensor, [1], int64.
+
+    The caller may change the original before the stash stream has read it.
+    """
     if isinstance(num_rows, Tensor):
         return num_rows.detach().to(torch.int64, copy=True).reshape(1)
     return torch.full((1,), num_rows, dtype=torch.int64, device=device)

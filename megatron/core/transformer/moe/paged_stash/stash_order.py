@@ -1,6 +1,6 @@
-"""StashOrder: the order in which expert groups run forward and backward in a step, and predictions of the next events.
+"""StashOrder: records the order in which expert groups run forward and backward in a step, and predicts next events.
 
-An expert group is the experts of one layer in one forward, i.e. in one micro-batch. It is unrelated to process groups.
+An expert group is one forward of a layer's experts, i.e. one micro-batch of one layer. It is not a process group.
 A wrong prediction costs time or memory, but changes no result. stash.py acts on the predictions. This file contains no
 tensors and no streams.
 """
@@ -13,8 +13,8 @@ from itertools import islice
 # Name and instance: the key of one expert group in a step.
 GroupKey = tuple[str, int]
 
-# Limit of recorded events in one step. A step has far fewer, but in a stash that is never reset the list would grow
-# without bound.
+# Maximum number of recorded events in one step. Steps have far fewer, but in a stash that is never reset the list would
+# grow without bound.
 MAX_EVENTS = 2**17
 
 
@@ -24,7 +24,7 @@ def layer_name(layer: int) -> str:
 
 
 def layer_of(name: str) -> int:
-    """Returns the layer of a name from layer_name."""
+    """Returns the layer number of a name that layer_name returned."""
     return int(name.removeprefix("layer "))
 
 
@@ -53,15 +53,15 @@ class StashEvent:
 
 
 class StashOrder:
-    """Follows a step event by event and predicts the next ones.
+    """Follows a step event by event and predicts the next events.
 
     1. A list of events predicts the step. It is the given list, or otherwise the list of the last finished step.
     2. Once an event differs from the list, the list is ignored until the step ends. Backward is then predicted to visit
        groups in the reverse order of their forwards. This holds within a micro-batch of any schedule.
     3. finish_step() begins the next step, with the given list, or otherwise with the observed events.
 
-    A step may end before its list does, have no list, or have groups that never run backward, without an error. A step
-    without any backward is not learned, so an evaluation between steps changes nothing.
+    A step may end before its list does, have no list, or contain groups that never run backward, without an error. A
+    step without any backward is not learned, so an evaluation between steps changes nothing.
     """
 
     def __init__(self, events: Sequence[StashEvent] | None = None) -> None:
@@ -76,7 +76,7 @@ class StashOrder:
 
     @property
     def events(self) -> tuple[StashEvent, ...]:
-        """List of events that predicts this step. It is the same object as long as the list does not change."""
+        """Events that are expected in this step. The same object is returned as long as they do not change."""
         return self._events
 
     @property
@@ -117,7 +117,7 @@ class StashOrder:
         return self._guess(event, count) if position is None else self._listed_after(position, count)
 
     def forward_index(self, event: StashEvent) -> int | None:
-        """Returns the index among the forwards of `events`; None unless this is the latest or the next event."""
+        """Returns a forward's index among the forwards of `events`; None unless it is the latest or next event."""
         is_here = self._position(event) in (len(self._seen) - 1, len(self._seen))
         return self._forward_index.get(event.group) if is_here else None
 

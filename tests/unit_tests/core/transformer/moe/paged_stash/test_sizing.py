@@ -107,7 +107,7 @@ def test_bytes_overrule_the_factor_and_recomputed_act_takes_no_pages() -> None:
     layout = pool_layout(config, needs_of(config, events), learned=LearnedSizes())
     assert layout == PoolLayout(PAGE, 10)
     absurd = settings(cpu=1e9)
-    with pytest.raises(ValueError, match="factor_cpu asks for .* pages of 8192 bytes: must be fewer than 2..31; full"):
+    with pytest.raises(ValueError, match="factor_cpu requests .* pages of 8192 bytes: must be fewer than 2..31; full"):
         pool_layout(absurd, needs_of(absurd, events), learned=LearnedSizes())
     config = settings(recompute_granularity="selective", recompute_modules=["moe_act"])
     assert [spec.priority for spec in expert_specs(config, rows=7)] == [
@@ -157,7 +157,7 @@ def test_learned_sizes_are_those_of_all_ranks_and_shares_end_where_experts_are_s
     assert both.for_expert_ranks(8) == LearnedSizes(3.0, 1.4, None, {}, 8)
     lines = learned_lines(settings(moe_expert_rank_capacity_factor=3.5), both)
     assert (
-        len(lines) == 1 and lines[0].startswith("moe_paged_stash_buffer_size_factor_cuda: ") and "to 1.4," in lines[0]
+        len(lines) == 1 and lines[0].startswith("moe_paged_stash_buffer_size_factor_cuda: ") and "to 1.4 " in lines[0]
     )
     for fields, count in (
         ({"cuda": 0.0, "cpu": 1.0}, 1),
