@@ -9,12 +9,12 @@ byte i * page_bytes of device_pages [D * page_bytes] if i < D, else at byte (i -
 
     heads, tails  [2], int64                   pages allocated and released since the reset, by tier; free = tail - head
     ring          [D + Hn], int32              free page ids in order, the device ring followed by the host ring; plan
-                                               may reorder those that are free
+                                               may reorder the free ids
     table         [entries], int64             page ids that tensors hold, in the dtype that torch indexes with
     held          [slots, 4], int64            one row per tensor; columns as in Held
     counters      [len(Counter)], int64
     num_rows      [1], int64                   live tokens of the group
-    reserve       [3], int64                   pages that must stay free after a tensor of that priority got its own
+    reserve       [3], int64                   by priority: pages to leave free after allocating a tensor's pages
     layout        PoolLayout.encode()
     tensors       encode_tensors(), in order of priority, at most MAX_TENSORS
     num_programs  upper limit of a GPU kernel's grid, 0 for the default; ignored on the CPU
@@ -23,9 +23,9 @@ byte i * page_bytes of device_pages [D * page_bytes] if i < D, else at byte (i -
 time is call overhead of torch, because all copies of a group may take as little as a millisecond. Page ids and counts
 are therefore read and written through numpy, which shares their memory at a tenth of the overhead.
 
-[Note: runs of pages] A tensor's live rows, without their gaps, are cut into pages. Pages that are adjacent in memory
-form a run. A few runs are copied one by one, at the rate of a plain copy. Once many groups have gone through a ring, it
-allocates scattered pages. The full pages of a tier then move in one indexed copy, in the widest words that sizes and
+[Note: runs of pages] A tensor's live rows, without their gaps, are split into pages. Pages that are adjacent in memory
+form a run. A few runs are copied one by one, at the rate of a plain copy. After many groups have used a ring, its free
+pages are scattered. The full pages of a tier then move in one indexed copy, in the widest words that sizes and
 addresses allow: torch moves elements of 16 bytes at nearly the rate of a plain copy, but single bytes far more slowly.
 """
 
@@ -62,7 +62,7 @@ ops = torch.ops.paged_stash
 
 # Bytes and dtype, widest first. Elements are copied, never computed with, so any bit pattern is preserved.
 WORDS = ((16, torch.complex128), (8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
-# In bytes. Longer runs are copied one by one, because an indexed copy is a tenth slower.
+# Size in bytes. Longer runs are copied one by one, because an indexed copy is a tenth slower.
 LONG_RUN = 1024 * 1024
 FEW_RUNS = 4  # up to this number, copying run by run is cheaper than an indexed copy, however short the runs are
 
@@ -250,7 +250,7 @@ def _read_records(held: Tensor, encoded: list[EncodedTensor]) -> _Records:
 
 
 def _checked_count(num_rows: Tensor, encoded: list[EncodedTensor], *, tally: list[int]) -> int:
-    """Clamps num_rows, [1], int64, to the tensors' capacity and counts an out-of-range value in `tally`."""
+    """Clamps num_rows, [1], int64, to the capacity of the tensors. Counts a value out of range in `tally`."""
     limit = min(one.max_rows * one.tokens_per_row for one in encoded)
     (count,) = num_rows.tolist()
     if not 0 <= count <= limit:
@@ -260,7 +260,7 @@ def _checked_count(num_rows: Tensor, encoded: list[EncodedTensor], *, tally: lis
 
 
 def _ring_parts(ids: np.ndarray, ring: np.ndarray, *, position: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields pairs of views of `ids` [n] and of n entries of a ring [m]: one pair, or two across the ring's end.
+    """Pairs `ids` [n] with n entries of a ring [m]. Yields one pair of views, or two if they cross the ring's end.
 
     position: index of the first entry. Heads and tails grow without bound, so it is taken modulo the ring's size.
     """
@@ -275,7 +275,7 @@ def _ring_parts(ids: np.ndarray, ring: np.ndarray, *, position: int) -> Iterator
 
 
 class WholePages(NamedTuple):
-    """Full pages of one tier and the rows that belong in them: rows[i] in pages[indices[i]].
+    """Full pages of one tier, and their rows: rows[i] belongs in pages[indices[i]].
 
     pages: [P, ...], all pages of the tier; indices: [n], int64; rows: [n, ...]. Pages and rows have one dtype, any of
     WORDS.
@@ -287,7 +287,7 @@ class WholePages(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Copies between pages and rows, to be made in either direction.
+    """List of copies between pages and rows, which can run in either direction.
 
     whole_pages: indexed copies. pages[i], rows[i]: pairs of views of one shape, uint8.
     """
@@ -306,7 +306,7 @@ class Run(NamedTuple):
 
 
 class PagedRows(NamedTuple):
-    """The first num_bytes bytes (at least one) of a tensor's rows without their gaps, and the pages that hold them.
+    """The first num_bytes bytes (at least one) of a tensor's rows without gaps, and the pages that store them.
 
     memory: [at least the rows' extent], uint8, starting at the tensor's first byte; ids: [pages], int64, in the order
     of the rows; page_ids: the same numbers as a list; device_pages, host_pages: the tiers, [pages * page_bytes], uint8.
@@ -335,7 +335,7 @@ class PagedRows(NamedTuple):
             self._add_run(run, moves)
 
     def _whole_pages(self, num_whole: int, num_device_pages: int) -> Iterator[WholePages]:
-        """Yields the first num_whole pages, by tier."""
+        """Yields the indexed copies of the first num_whole pages, one per tier."""
         on_device = bisect_left(self.page_ids, num_device_pages, hi=num_whole)  # device pages precede host pages
         if on_device:
             yield self._matched(self.device_pages, self.ids[:on_device], first_page=0)
@@ -422,7 +422,7 @@ def _moves(
     page_bytes: int,
     tiers: tuple[Tensor, Tensor],
 ) -> Moves:
-    """Lists all copies of a group before the first one is performed.
+    """Lists all copies of a group, before any of them runs.
 
     Each copy evicts the interpreter from the CPU caches, so Python code between two copies takes five times as long.
     """

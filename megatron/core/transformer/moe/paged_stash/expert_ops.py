@@ -1,17 +1,17 @@
-"""Operations on rows that are sorted by expert: grouped product, gated activation, bias and low-rank adapter.
+"""Operations on rows that are sorted by expert: grouped GEMM, gated activation, bias and low-rank adapter.
 
 Each has a public function, an autograd function and operators `paged_stash::*`, whose CPU versions are here. The CUDA
 versions are in triton_grouped_gemm.py, triton_activations.py and triton_biases.py. They allocate nothing and read
 nothing from the device, so that a CUDA graph can capture them.
 
 Shapes: C rows of the buffers, of which the first R are live; e experts; H hidden; F ffn; O any width; r the width of
-low-rank adapters. offsets [e], int32: end of each expert's rows; the last one is R. Rows from R on are never read and
-are undefined in all results, including gradients.
+low-rank adapters. offsets [e], int32: end offset of each expert's rows; the last one is R. Rows beyond the first R are
+never read and are undefined in all results, including gradients.
 
-[Note: recompute levels] A pool short of pages drops act at the first level, and gate_up as well at the second. The
-operators act_from_gate_up, gate_up_from_x and add_low_rank recompute them. They do nothing if `needed`, [1], int64, is
-0. A recomputation is bit-identical to the forward, because both run one kernel on the same live rows: on the CPU one
-   matrix product for each expert, like torch.nn.functional.grouped_mm there, and on CUDA a Triton kernel.
+[Note: recompute levels] A pool that runs out of pages drops act at the first level, and gate_up as well at the second.
+The operators act_from_gate_up, gate_up_from_x and add_low_rank recompute them. They do nothing if `needed`, [1], int64,
+is 0. A recomputation is bit-identical to the forward, because both run the same kernel on the same live rows: on the
+CPU one GEMM for each expert, like torch.nn.functional.grouped_mm there, and on CUDA a Triton kernel.
 """
 
 import importlib.util
@@ -56,15 +56,15 @@ def _operator(name: str, arguments: str) -> Register:
     return operator("paged_stash", f"({arguments}) -> ()", name=name, cuda=_LAUNCHERS)
 
 
-# --- Grouped product ---
+# --- Grouped GEMM ---
 
 
 def grouped_gemm(x: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
     """Multiplies the rows of expert i by weight[i]. Result rows that belong to no expert are undefined.
 
     x: [C, H]; weight: [e, H, O], any strides; both of one float dtype, fp64 on the CPU only; offsets: [e], int32, same
-    device. Returns [C, O], same dtype. Saves x and weight for backward, each only if needed. Raises ValueError for
-    mismatched shapes or dtypes.
+    device. Returns [C, O], same dtype. Saves x and weight for backward if their gradients require them. Raises
+    ValueError for mismatched shapes or dtypes.
     """
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[1] or offsets.shape != weight.shape[:1]:
         shapes = f"x {list(x.shape)}, weight {list(weight.shape)}, offsets {list(offsets.shape)}"
@@ -105,7 +105,7 @@ class _GroupedGemm(torch.autograd.Function):
 
 @_operator("grouped_gemm", "Tensor x, Tensor weight, *, Tensor offsets, Tensor(a!) out")
 def _grouped_gemm(x: Tensor, weight: Tensor, *, offsets: Tensor, out: Tensor) -> None:
-    """Computes the product in forward. x: [C, H]; weight: [e, H, O]; out: [C, O]; one float dtype."""
+    """Multiplies the rows of expert i by weight[i]. x: [C, H]; weight: [e, H, O]; out: [C, O]; one float dtype."""
     for expert, part in _parts_sync(x, offsets):
         torch.mm(x[part], weight[expert], out=out[part])
 
@@ -117,9 +117,10 @@ def _grouped_gemm(x: Tensor, weight: Tensor, *, offsets: Tensor, out: Tensor) ->
 def _grouped_gemm_weight_grad(
     x: Tensor, grad: Tensor, *, offsets: Tensor, out: Tensor, scale: float = 1.0, is_added: bool = False
 ) -> None:
-    """Computes scale times each expert's x^T grad, 0 for an expert without rows, and writes it or adds it to `out`.
+    """Computes scale * x^T grad of each expert, 0 for an expert without rows, and writes or adds it to `out`.
 
-    x: [C, H]; grad: [C, O], x's dtype; out: [e, H, O], any float dtype. It is rounded once, to that dtype.
+    x: [C, H]; grad: [C, O], x's dtype; out: [e, H, O], any float dtype. Values are rounded once, to out's dtype.
+    is_added: whether to add to `out`.
     """
     ends = _ends_sync(offsets, x)
     for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
@@ -136,9 +137,9 @@ def _grouped_gemm_weight_grad(
 def _gate_up_from_x(
     x: Tensor, weight: Tensor, *, offsets: Tensor, needed: Tensor, out: Tensor, bias: Tensor | None = None
 ) -> None:
-    """Recomputes the product, plus each expert's bias, if needed, at a cost of 2 R H O operations.
+    """Recomputes gate_up, including the bias, unless `needed` is 0. Costs 2 R H O operations.
 
-    x: [C, H]; weight: [e, H, O]; bias: [e, O] or None; out: [C, O]; one float dtype.
+    x: [C, H]; weight: [e, H, O]; bias: [e, O] or None; out: [C, O]; one float dtype. needed: [1], int64.
     """
     if _is_set_sync(needed):
         _grouped_gemm(x, weight, offsets=offsets, out=out)
@@ -158,7 +159,7 @@ def gated_activation(
     clamp: float | None = None,
     offset: float = 0.0,
 ) -> Tensor:
-    """Computes f(gate) * up * scale of the first num_rows rows. Plain activations have no `up`.
+    """Computes f(gate) * up * scale for the first num_rows rows. Plain activations have no `up`.
 
     gate_up: [C, 2F], gate before up (plain: [C, F]), any float dtype, fp64 on the CPU only; scale: [C], any float
     dtype, or None; num_rows: [1], int64, same device; activation: swiglu, geglu, geglu_tanh, quick_geglu, or plain
@@ -205,7 +206,7 @@ class _GatedActivation(torch.autograd.Function):
         return grad_gate_up, grad_scale, None, None
 
 
-# The fields of an ActivationForm, as operators take them.
+# The fields of an ActivationForm, in the schemas of operators.
 _FORM = "str activation, float? clamp=None, float offset=0.0"
 
 
@@ -224,7 +225,7 @@ def _gated_activation(
     clamp: float | None = None,
     offset: float = 0.0,
 ) -> None:
-    """Computes act in forward. gate_up: [C, 2F] or [C, F], float dtype; scale: [C] or None; out: [C, F], same dtype."""
+    """Computes act. gate_up: [C, 2F] or [C, F], float dtype; scale: [C] or None; out: [C, F], same dtype."""
     rows = _live_rows_sync(num_rows, out)
     act_rows(gate_up, scale, rows=rows, out=out, form=ActivationForm(activation, clamp, offset))
 
@@ -246,7 +247,7 @@ def _gated_activation_backward(
     clamp: float | None = None,
     offset: float = 0.0,
 ) -> None:
-    """Computes the gradients of gate_up and scale, with the same shapes and dtypes.
+    """Writes the gradients of gate_up and scale, in the shapes and dtypes of gate_up and scale.
 
     grad: [C, F], any strides, gate_up's dtype.
     """
@@ -277,9 +278,9 @@ def _act_from_gate_up(
     clamp: float | None = None,
     offset: float = 0.0,
 ) -> None:
-    """Recomputes act, if needed.
+    """Recomputes act unless `needed` is 0.
 
-    gate_up: [C, 2F] or [C, F], float dtype; scale: [C] or None; out: [C, F], same dtype.
+    gate_up: [C, 2F] or [C, F], float dtype; scale: [C] or None; out: [C, F], same dtype. needed: [1], int64.
     """
     if _is_set_sync(needed):
         rows = _live_rows_sync(num_rows, out)
@@ -292,12 +293,12 @@ def _act_from_gate_up(
 def add_expert_bias(
     rows: Tensor, bias: Tensor, *, offsets: Tensor, scale: Tensor | None = None, share: float = 1.0
 ) -> Tensor:
-    """Adds each live row's expert bias in place, times the row's scale and `share`.
+    """Adds the bias of each live row's expert in place, times the row's scale and `share`.
 
     rows: [C, O], float dtype, fp64 on the CPU only; bias: [e, O], the rows' dtype; offsets: [e], int32, same device;
-    scale: [C], any float dtype, or None. share: fraction of the bias that this rank adds, if several ranks hold the
-    whole bias; the gradient is computed for the whole bias. Returns the rows. Saves scale, and bias if scale needs a
-    gradient. Raises ValueError if shapes or dtypes differ.
+    scale: [C], any float dtype, or None. share: fraction of the bias that this rank adds, if several ranks store the
+    whole bias; the gradient is computed for the whole bias. Returns the rows. Saves scale, and bias if scale requires
+    grad. Raises ValueError for mismatched shapes or dtypes.
     """
     if rows.dim() != 2 or bias.shape != (len(offsets), rows.shape[1]) or rows.dtype != bias.dtype:
         given = f"rows {list(rows.shape)} {rows.dtype}, bias {list(bias.shape)} {bias.dtype}, offsets {len(offsets)}"
@@ -333,7 +334,7 @@ class _AddExpertBias(torch.autograd.Function):
 
 @_operator("add_expert_bias", "Tensor(a!) rows, Tensor bias, *, Tensor? scale, Tensor offsets, float share")
 def _add_expert_bias(rows: Tensor, bias: Tensor, *, scale: Tensor | None, offsets: Tensor, share: float) -> None:
-    """Adds each row's expert bias, times the row's scale and `share`.
+    """Adds the bias of each row's expert in place, times the row's scale and `share`.
 
     rows: [C, O], float dtype; bias: [e, O], the rows' dtype; scale: [C], any float dtype, or None.
     """
@@ -345,7 +346,7 @@ def _add_expert_bias(rows: Tensor, bias: Tensor, *, scale: Tensor | None, offset
 
 @_operator("expert_bias_grad", "Tensor grad, *, Tensor? scale, Tensor offsets, Tensor(a!) out")
 def _expert_bias_grad(grad: Tensor, *, scale: Tensor | None, offsets: Tensor, out: Tensor) -> None:
-    """Sums each expert's rows of the gradient, times their scale. The sum is 0 for an expert without rows.
+    """Sums the gradient over each expert's rows, times their scale. The sum is 0 for an expert without rows.
 
     grad: [C, O], any strides; scale: [C] or None; out: [e, O], the gradient's dtype.
     """
@@ -358,7 +359,7 @@ def _expert_bias_grad(grad: Tensor, *, scale: Tensor | None, offsets: Tensor, ou
 
 @_operator("expert_bias_scale_grad", "Tensor grad, Tensor bias, *, Tensor offsets, float share, Tensor(a!) out")
 def _expert_bias_scale_grad(grad: Tensor, bias: Tensor, *, offsets: Tensor, share: float, out: Tensor) -> None:
-    """Computes the gradient of each live row's scale: `share` times the gradient's product with the bias.
+    """Computes the gradient of each live row's scale: `share` times the dot product of its gradient and its bias.
 
     grad: [C, O], any strides; bias: [e, O]; out: [C], any float dtype.
     """
@@ -371,12 +372,11 @@ def _expert_bias_scale_grad(grad: Tensor, bias: Tensor, *, offsets: Tensor, shar
 
 
 def add_low_rank(rows: Tensor, low: Tensor, *, weight: Tensor, offsets: Tensor, scale: float) -> Tensor:
-    """Adds, in place, scale times `low` times the expert's weight to each live row: the second half of a low-rank
-    adapter.
+    """Adds scale * low @ weight of the row's expert to each live row in place, the second half of a low-rank adapter.
 
     rows: [C, O], float dtype, fp64 on the CPU only; low: [C, r], output of the first half, and weight: [e, r, O], both
-    in the rows' dtype; offsets: [e], int32, same device. Returns the rows. Saves low and weight, each only if needed.
-    Raises ValueError if shapes or dtypes differ.
+    in the rows' dtype; offsets: [e], int32, same device. Returns the rows. Saves low and weight if their gradients
+    require them. Raises ValueError for mismatched shapes or dtypes.
     """
     fits = weight.shape == (len(offsets), low.shape[-1], rows.shape[-1]) and low.shape[:-1] == rows.shape[:-1]
     if rows.dim() != 2 or not fits or not rows.dtype == low.dtype == weight.dtype:
@@ -420,9 +420,9 @@ class _AddLowRank(torch.autograd.Function):
 def _add_low_rank(
     rows: Tensor, low: Tensor, *, weight: Tensor, offsets: Tensor, scale: float, needed: Tensor | None = None
 ) -> None:
-    """Adds scale times `low` times its expert's weight to each row, in place, if needed; None means always.
+    """Adds scale * low @ weight of the row's expert to each row in place, unless `needed` is 0.
 
-    rows: [C, O]; low: [C, r]; weight: [e, r, O]; one float dtype.
+    rows: [C, O]; low: [C, r]; weight: [e, r, O]; one float dtype. needed: [1], int64; None means always.
     """
     if needed is not None and not _is_set_sync(needed):
         return
@@ -437,7 +437,7 @@ def _add_low_rank(
 def recompute_gate_up(
     weight: Tensor, offsets: Tensor, *, bias: Tensor | None = None, low_rank: tuple[Tensor, float] | None = None
 ) -> Recompute:
-    """Returns a recomputation of gate_up for StashGroup.mark with sources (x,), or (x, low).
+    """Returns a function that recomputes gate_up, for StashGroup.mark with sources (x,) or (x, low).
 
     weight: [e, H, O], x's dtype; offsets: [e], int32; bias: [e, O], x's dtype, or None; low_rank: the weight [e, r, O]
     and scale passed to add_low_rank, or None without `low`. All are on the device.
@@ -459,10 +459,9 @@ def recompute_gate_up(
 def recompute_act(
     num_rows: Tensor, activation: str = "swiglu", *, clamp: float | None = None, offset: float = 0.0
 ) -> Recompute:
-    """Returns a recomputation of act for StashGroup.mark with sources (gate_up,) or (gate_up, scale).
+    """Returns a function that recomputes act, for StashGroup.mark with sources (gate_up,) or (gate_up, scale).
 
-    num_rows: [1], int64. The other arguments are those of gated_activation. Raises ValueError for an unknown
-    activation.
+    num_rows: [1], int64. The other arguments are as in gated_activation. Raises ValueError for an unknown activation.
     """
     options = _options(ActivationForm(activation, clamp, offset))
 
@@ -474,7 +473,7 @@ def recompute_act(
     return recompute
 
 
-# --- Counts that the CPU versions read. NOTE: they are in CPU memory, so reading them waits for no device. ---
+# --- Counts that the CPU versions read. NOTE: they are in CPU memory, so the host waits for no device. ---
 
 
 def _is_set_sync(flag: Tensor) -> bool:
@@ -486,7 +485,7 @@ def _live_rows_sync(num_rows: Tensor, rows: Tensor) -> int:
 
 
 def _ends_sync(offsets: Tensor, rows: Tensor) -> list[int]:
-    """Returns the end of each expert's rows, clamped to the buffer; [0] if there is no expert."""
+    """Returns the end offset of each expert's rows, clamped to the buffer; [0] if there is no expert."""
     return offsets.clamp(0, rows.shape[0]).tolist() or [0]
 
 

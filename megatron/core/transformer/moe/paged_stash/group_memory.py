@@ -1,20 +1,20 @@
-"""Memory of one expert group's saved rows: copied into pages at the end of its forward, and back before its backward.
+"""Moves the saved rows of an expert group into pages at the end of its forward, and back before its backward.
 
 saved_tensors.py decides which tensors belong to a group. stash.py decides which group is next.
 
 [Note: side streams] The planning kernel allocates pages on the stash stream, and only it writes the heads of the rings.
 The release kernel returns pages on the restore stream, and only it writes the tails. A stash and a restore may
-therefore run concurrently. With a single stream, the prefetch of the next group would wait for stashes that nothing
-depends on.
+therefore run concurrently. With a single stream, the prefetch of the next group would wait for copies into pages
+although it does not depend on them.
 All work on either stream first waits for the main stream:
 - stash: the experts' kernels may still be writing its sources. Its plan must also see the pages that backward has
   released, because the reserve counts on them. The main stream waited for these releases before it ran backward.
 - restore: kernels launched earlier on the main stream may still read the memory of its targets, because the allocator
   reuses memory in main-stream order.
 Stashes that replace each other use the same two streams (StashStreams). torch has a pool of 32 streams per device and
-assigns them round-robin, so new streams for each plan would soon coincide with those of reductions and copies, and wait
-for their work. A reset clears the pool on the main stream. The main stream therefore waits for both streams before the
-reset, and both streams wait for the main stream after it.
+assigns them round-robin, so new streams for each plan would soon coincide with the streams of reductions and copies,
+and wait for their work. A reset clears the page pool on the main stream. The main stream therefore waits for both
+streams before the reset, and both streams wait for the main stream after it.
 """
 
 import enum
@@ -44,7 +44,7 @@ from megatron.core.transformer.moe.paged_stash.stash_order import StashEvent
 class Phase(enum.Enum):
     """State of a group's tensors."""
 
-    RECORDING = "unchanged; its forward runs"
+    RECORDING = "unchanged; its forward is running"
     KEPT = "unchanged; its backward is the next event"
     STASHED = "in pages"
     RESTORING = "being copied back; pages released"
@@ -53,7 +53,7 @@ class Phase(enum.Enum):
 
 
 class GroupMemory:
-    """Memory of one expert group in one micro-batch. Lives as long as autograd holds any of its tensors."""
+    """Saved rows of one expert group, and their state. Lives as long as autograd references any of its tensors."""
 
     def __init__(self, event: StashEvent, generation: int) -> None:
         """Creates a group in Phase.RECORDING.
@@ -74,8 +74,8 @@ class GroupMemory:
 class GroupPages:
     """Pages of a group. The finalizer that releases them refers to this object, so it must not refer to the group.
 
-    stashed: event at the end of the copy into pages. arrived: event at the end of the copy back and of the pages'
-    release. targets: memory that the copy back writes to.
+    stashed: event at the end of the copy into pages. arrived: event after the copy back and the release of the pages.
+    targets: memory that the copy back writes to.
     """
 
     group: PageGroup
@@ -87,7 +87,7 @@ class GroupPages:
 
 
 class RestoredBlock:
-    """Restored bytes of one Block. Lives as long as autograd holds one of the block's tensors."""
+    """Restored bytes of one Block. Lives as long as autograd references one of the block's tensors."""
 
     __slots__ = ("first_byte", "restored", "change", "__weakref__")
 
@@ -110,7 +110,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Recomputation:
-    """Recomputation of a dropped tensor. Indices are positions in the group's specs."""
+    """Recomputation of a tensor if it was dropped. Indices are positions in the group's specs."""
 
     index: int
     priority: Priority
@@ -123,9 +123,9 @@ class Recomputation:
 class Reading:
     """Copy into pages that the main stream has not waited for yet.
 
-    copied: event at the end of the copy, None on the CPU. sources: memory that the copy reads, kept alive until then;
-    empty on the CPU, where the copy is synchronous. versions: for each block, its RestoredBlock and the versions of its
-    tensors when the copy was launched.
+    copied: event at the end of the copy, None on the CPU. sources: memory that the copy reads, kept alive until the
+    wait; empty on the CPU, where the copy is synchronous. versions: for each block, its RestoredBlock and the versions
+    of its tensors when the copy was launched.
     """
 
     copied: torch.Event | None
@@ -133,14 +133,14 @@ class Reading:
     versions: list[tuple[RestoredBlock, list[VersionOf]]]
 
     def note_changes(self) -> None:
-        """Invalidates blocks that were written to since the launch, because the copy may have read either value."""
+        """Invalidates blocks that were changed since the launch, because the copy may have read old or new values."""
         for memory, versions in self.versions:
             changes = (version.change() for version in versions)
             memory.change = memory.change or next((change for change in changes if change is not None), None)
 
 
 class PageKeeper:
-    """Moves groups in and out of a pool. Each stash has one. All methods are thread-safe.
+    """Moves groups into and out of a pool's pages. Each stash has one instance. All methods are thread-safe.
 
     1. `stash` plans and fills pages on the stash stream, after the group's forward.
     2. `start_restore` copies rows back on the restore stream, and then releases the pages.
@@ -160,7 +160,7 @@ class PageKeeper:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Excludes other threads, and finalizers, which Python may run between any two lines. Disables grad mode."""
+        """Excludes other threads, and finalizers, which Python may run at any time. Disables grad mode."""
         try:
             with self._lock, torch.inference_mode(False), torch.no_grad():
                 self._depth += 1
@@ -181,9 +181,10 @@ class PageKeeper:
         reserve: Tensor | None,
         is_captured: bool = False,
     ) -> None:
-        """Copies the live rows into pages. num_rows: [1], int64; reserve: [3], int64, both on the device.
+        """Allocates pages for a group and copies its live rows into them.
 
-        is_captured: whether it is part of a CUDA graph, see [Note: captured parts].
+        num_rows: [1], int64; reserve: [3], int64, both on the device. is_captured: whether a CUDA graph captures this
+        call, see [Note: captured parts].
         """
         specs = [block.spec for block in blocks]
         pages = GroupPages(self.pool.open_group(specs, is_fixed=is_captured), self.generation)
@@ -219,9 +220,9 @@ class PageKeeper:
                 saved.memory, saved.snapshot = memory, None
 
     def start_restore(self, group: GroupMemory, *, is_awaited: bool = False) -> None:
-        """Starts copying a group back from pages. If memory runs out, it raises and leaves the group in pages.
+        """Starts to copy a group's rows back from pages. If memory runs out, it raises and leaves the group in pages.
 
-        is_awaited: whether the main stream is about to wait for the copy, so that no other kernel needs free SMs
+        is_awaited: whether the main stream is about to wait for the copy, so that no other kernel requires free SMs
         meanwhile.
         """
         pages = self._current(group)
@@ -264,7 +265,7 @@ class PageKeeper:
     def join(self) -> None:
         """Makes the main stream wait for all copies into pages. Their sources may then be overwritten or freed.
 
-        If a source was overwritten while a copy could still read it, its backward will raise.
+        If a source was overwritten while a copy could still read it, the backward of its tensors will raise.
         """
         for reading in self._reading:
             reading.note_changes()
@@ -290,7 +291,7 @@ class PageKeeper:
         self.forget_copies()
 
     def forget_copies(self) -> None:
-        """Drops pending waits for copies into pages. A GPU refuses the events of a capture that an error aborted."""
+        """Drops pending waits for copies into pages. After an aborted capture, CUDA would reject their events."""
         self._reading.clear()
 
     def reset(self) -> None:
@@ -302,16 +303,16 @@ class PageKeeper:
         self.pool.restored.trim()
 
     def is_waiting(self, group: GroupMemory) -> bool:
-        """Returns whether rows of the group are in pages or being copied back."""
+        """Returns whether the group's rows are in pages or being copied back."""
         alive = group.pages is not None and group.pages.generation == self.generation
         return alive and group.phase in (Phase.STASHED, Phase.RESTORING)
 
     def check_current(self, event: StashEvent, generation: int) -> None:
-        """Raises RuntimeError if a reset followed the forward, which ran in the given generation."""
+        """Raises RuntimeError if the stash was reset after the forward, which ran in the given generation."""
         if generation != self.generation:
             raise RuntimeError(
-                f"backward of the expert group {event.name!r}, forward {event.instance} of its step: its rows were "
-                "in the stash when reset() freed all pages; run its forward again"
+                f"cannot run backward of the expert group {event.name!r}, forward {event.instance} of its step: its "
+                "rows were in the stash when reset() freed all pages; rerun the forward"
             )
 
     def _current(self, group: GroupMemory) -> GroupPages:
@@ -324,7 +325,7 @@ class PageKeeper:
         self._release_gone()
 
     def _release_gone(self) -> None:
-        """Releases the pages of collected groups, unless another call is running, which releases them when it ends."""
+        """Releases the pages of collected groups, or leaves them to the call that is running, if there is one."""
         while self._gone and self._lock.acquire(blocking=False):
             try:
                 if self._depth:
@@ -358,7 +359,7 @@ class PageKeeper:
 
 
 def tensor_of(saved: SavedTensor) -> Tensor:
-    """Returns a restored saved tensor, of any shape and dtype. Rows beyond the live ones are undefined.
+    """Rebuilds a saved tensor, of any shape and dtype, from its restored rows. Other rows are undefined.
 
     Raises RuntimeError if the original was changed in place while it was copied.
     """
@@ -369,7 +370,7 @@ def tensor_of(saved: SavedTensor) -> Tensor:
 
 
 def _versions_of(block: Block) -> list[VersionOf]:
-    """Returns the version of each tensor in the block. Views of one tensor share a version counter."""
+    """Returns a VersionOf for each tensor in the block. Views of one tensor share a version counter."""
     snapshots = [saved.snapshot for saved in block.saved if saved.snapshot is not None]
     if block.mark is not None:
         snapshots.append(block.mark.snapshot)
@@ -392,11 +393,10 @@ def _recomputation_of(block: Block, blocks: list[Block], *, index: int) -> Recom
 
 
 def copy_programs(device: torch.device, num_sms: int) -> int:
-    """Returns the maximum number of programs of a copy that runs concurrently with other kernels; 0 means no limit, or
-    a CPU.
+    """Returns the maximum number of programs of a copy that runs concurrently with other kernels.
 
-    num_sms: streaming multiprocessors (SMs) that they may fill, 0 for all. See [Note: room beside products] in
-    triton_kernels.py.
+    num_sms: number of streaming multiprocessors (SMs) that the copy may fill, 0 for all. Returns 0 for no limit, and on
+    the CPU. See [Note: copies during GEMMs] in triton_kernels.py.
     """
     return 0 if device.type == "cpu" else COPIES_PER_PROCESSOR * num_sms
 
@@ -410,12 +410,12 @@ class SideStream:
 
     @property
     def stream(self) -> torch.Stream | None:
-        """The stream; None on the CPU."""
+        """Underlying torch stream; None on the CPU."""
         return self._stream
 
     @contextmanager
     def behind_main(self, *events: torch.Event | None) -> Iterator[None]:
-        """Runs the launched work on this stream, after the events and all work queued on the main stream so far."""
+        """Context manager that launches work on this stream, after the events and the main stream's queued work."""
         if self._stream is None:
             yield
             return
@@ -433,14 +433,14 @@ class SideStream:
 
 @dataclass(frozen=True)
 class StashStreams:
-    """The streams of a stash and its replacements; see [Note: side streams]. Immutable and thread-safe."""
+    """Streams of a stash and of the stashes that replace it; see [Note: side streams]. Immutable and thread-safe."""
 
     stash: SideStream
     restore: SideStream
 
     @classmethod
     def on(cls, device: torch.device) -> "StashStreams":
-        """Creates both streams."""
+        """Creates both streams on the device."""
         return cls(SideStream(device), SideStream(device))
 
 

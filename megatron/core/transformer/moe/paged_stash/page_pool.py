@@ -1,18 +1,18 @@
-"""PagePool: memory of two tiers, cut into pages, and the groups of tensors that hold pages.
+"""PagePool: memory of two tiers, split into pages, and the groups of tensors that hold pages.
 
     pool = PagePool(torch.device("cpu"), PoolLayout(page_bytes=65536, device_pages=1024, host_pages=256))
     group = pool.open_group([TensorSpec(row_bytes=512, pitch_bytes=512, max_rows=4096)])
-    pool.plan(group, num_rows)           # decides on the device which tensors get which pages
-    pool.stash(group, [rows])            # copies the live rows into them
-    pool.restore(group, [rows_again])
-    pool.release(group)
+    pool.plan(group, num_rows)           # allocates pages on the device
+    pool.stash(group, [rows])            # copies the live rows into the pages
+    pool.restore(group, [restored])      # copies them back
+    pool.release(group)                  # frees the pages
     pool.close_group(group)
-    pool.close_sync()                    # returns its memory
+    pool.close_sync()                    # frees the memory of the pool
 
 cpu_kernels.py implements the operators for the CPU, triton_kernels.py for GPUs. group_memory.py decides when they run.
 
-Both tiers are memory that kernels can address, i.e. device memory and page-locked host memory: on a GPU a page is read
-and written at its address. Storage without addresses, such as a file, could therefore not be a third tier.
+Kernels address both tiers, device memory and page-locked host memory, directly: on a GPU a page is read and written at
+its address. Storage without addresses, such as a file, could therefore not be a third tier.
 
 [Note: streams of a pool] Only methods named *_sync wait for the device. plan and stash may run on one stream while
 restore and release run on another: only plan advances the rings' heads, only release appends at their tails, and a
@@ -21,13 +21,13 @@ must follow the one on which it was opened, which may still fill a new page tabl
 joined before its reset.
 
 [Note: persistent buffers] On a GPU, restored rows are in memory of the caching allocator. On the CPU they are in reused
-buffers, because fresh memory costs 5 to 7 times as much as the copy into it: the operating system has to find, zero and
-map its pages. Where the process keeps its heap (megatron.core.device.keep_cpu_heap), it already reuses such memory, up
-to blocks of 1 GiB: separate buffers would only add to it. The heap has no huge pages.
+buffers, because fresh memory costs 5 to 7 times as much as the copy into it: the operating system must find, zero and
+map its pages. If the process keeps its heap (megatron.core.device.keep_cpu_heap), the heap already reuses such memory,
+up to blocks of 1 GiB, and separate buffers would only occupy additional memory. The heap has no huge pages.
 
-[Note: lowest pages] On a CPU an untouched page of the pool occupies no memory. There, plan sorts the free pages and
-allocates the ones with the lowest addresses, so an oversized pool occupies only the memory of its peak. On a GPU all
-memory is allocated up front, and rings keep the order of release, which needs no sort in a kernel.
+[Note: lowest pages] On a CPU an untouched page of the pool occupies no memory. plan therefore sorts the free pages
+there and allocates those with the lowest addresses, so an oversized pool occupies only the memory of its peak. On a GPU
+all memory is allocated up front, and rings keep the order of release, which requires no sort in a kernel.
 """
 
 import ctypes
@@ -66,7 +66,7 @@ _HUGEPAGE, _COLLAPSE = 14, 25
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """The part of a group that one operator call processes: positions in the specs, and the encoded tensors."""
+    """Part of a group that one operator call processes. indices: positions in the specs; tensors: encoded tensors."""
 
     indices: list[int]
     tensors: list[int]
@@ -90,15 +90,15 @@ class PageGroup:
     is_fixed: bool = False
 
     def dropped(self, index: int) -> Tensor:
-        """Returns 1 if the tensor got no pages when it was planned, else 0: [1], int64, on the device, a view."""
+        """Returns the flag of a tensor that is 1 if it received no pages, else 0: [1], int64, on the device, a view."""
         return self.slab.held[self.tensors[index].slot, Held.DROPPED :][:1]
 
 
 @dataclass(frozen=True)
 class Occupancy:
-    """Free and held pages of each tier, and the counters since the last reset.
+    """Numbers of free and held pages of each tier, and the counters since the last reset.
 
-    tail_bytes: bytes of allocated pages that hold no live row.
+    tail_bytes: bytes of allocated pages that contain no live rows.
     """
 
     device_free: int
@@ -110,7 +110,7 @@ class Occupancy:
 
 
 class TierMemoryError(ValueError):
-    """Failure to allocate a tier's memory. The pool then holds no memory."""
+    """Raised if a tier's memory cannot be allocated. The pool then has no memory."""
 
     def __init__(self, message: str, *, tier: Tier, num_bytes: int) -> None:
         super().__init__(message)
@@ -118,7 +118,7 @@ class TierMemoryError(ValueError):
 
 
 class PagePool:
-    """Pages of one device and of pinned host memory. On the CPU both are plain memory and behave identically.
+    """Pool of pages in device memory and in pinned host memory. On the CPU both are plain memory.
 
     The constructor allocates all memory, except page tables, which grow with the number of open groups. keeps_restored:
     whether CPU memory of restored rows is kept for reuse, see [Note: persistent buffers]. Read-only attributes:
@@ -145,12 +145,12 @@ class PagePool:
         self.reset()
 
     def __reduce__(self) -> Any:
-        """Makes a copy a pool of the same size with its own memory, in which all pages are free."""
+        """Makes deepcopy and pickle create a pool of the same size with separate memory and only free pages."""
         return partial(PagePool, keeps_restored=self._keeps_restored), (str(self.device), self.layout)
 
     @property
     def num_bytes(self) -> dict[str, int]:
-        """Memory sizes in bytes by name: device_pages, host_pages, and tables, which covers everything else."""
+        """Memory sizes in bytes by name: device_pages, host_pages, and tables, which includes all other memory."""
         records = (self.heads, self.tails, self.ring, self.counters, self._no_reserve)
         tables = self._tables.num_bytes + sum(record.nbytes for record in records)
         return {"device_pages": self.device_pages.nbytes, "host_pages": self.host_pages.nbytes, "tables": tables}
@@ -175,27 +175,26 @@ class PagePool:
         return self._tables.has_fixed_groups
 
     def close_sync(self) -> None:
-        """Frees the memory of both tiers, even if the pool is still referenced. NOTE: waits for the device for pinned
-        pages.
+        """Frees the memory of both tiers, even if the pool is still referenced.
 
-        Groups become invalid as at a reset. All work of the pool must be joined. Raises RuntimeError if a CUDA graph
-        that uses the pages is alive.
+        NOTE: waits for the device if there are pinned pages. Groups become invalid as in a reset. All work of the pool
+        must be joined. Raises RuntimeError if a CUDA graph that uses the pages is alive.
         """
         if self.is_in_graphs:
-            raise RuntimeError("the pool cannot be closed: a CUDA graph that uses its pages is alive; drop it first")
+            raise RuntimeError("cannot close the pool: a CUDA graph that uses its pages is alive; delete it first")
         self.reset()
         self.device_pages, self.host_pages = self.device_pages.new_empty(0), self.host_pages.new_empty(0)
 
     def open_group(self, specs: Sequence[TensorSpec], *, is_fixed: bool = False) -> PageGroup:
-        """Reserves table entries for tensors that are planned together. Raises ValueError for an empty list.
+        """Reserves table entries for tensors that are planned together. Raises ValueError if specs is empty.
 
-        is_fixed: whether a CUDA graph being captured will repeat the group's calls, so that its table entries are never
-        reused.
+        is_fixed: whether a CUDA graph that is being captured will repeat the group's calls. Its table entries are then
+        never reused.
         """
         if not self.device_pages.nbytes + self.host_pages.nbytes:
             raise RuntimeError("the pool is closed: it has no pages")
         if not specs:
-            raise ValueError("specs is empty: a group needs at least one tensor")
+            raise ValueError("specs is empty: must contain at least one tensor")
         if is_fixed:
             return self._tables.open_fixed_group(specs, self.generation)
         return self._tables.open_group(specs, self.generation)
@@ -203,8 +202,9 @@ class PagePool:
     def plan(self, group: PageGroup, num_rows: Tensor, *, reserve: Tensor | None = None) -> None:
         """Allocates pages for tensors, the most important first, or marks tensors as dropped.
 
-        num_rows: [1], int64, on the device: live tokens. reserve: [3], int64, on the device: by priority, pages that
-        must stay free after a tensor got its own; zeros if omitted. Raises ValueError for other shapes and dtypes.
+        num_rows: [1], int64, on the device: live tokens. reserve: [3], int64, on the device: for each priority, the
+        pages that must remain free after a tensor of this priority received pages; zeros if omitted. Raises ValueError
+        for other shapes and dtypes.
         """
         self._check_fresh(group)
         reserve = self._no_reserve if reserve is None else reserve
@@ -227,7 +227,7 @@ class PagePool:
             )
 
     def check_count(self, num_rows: Tensor, max_rows: int) -> None:
-        """Counts an out-of-range number of rows as `plan` does, for a group without pages.
+        """Updates the counters if num_rows is out of range, as `plan` does, for a group without pages.
 
         num_rows: [1], int64, on the device. Runs on the current stream, which must follow the pool's earlier plans.
         """
@@ -256,7 +256,7 @@ class PagePool:
             )
 
     def restore(self, group: PageGroup, targets: Sequence[Tensor], *, num_programs: int = 0) -> None:
-        """Copies live rows out of the group's pages. All other bytes of the targets stay unchanged.
+        """Copies live rows out of the group's pages. All other bytes of the targets remain unchanged.
 
         targets: like the sources of stash, [bytes], uint8. Raises ValueError for targets of the wrong size, dtype or
         device.
@@ -288,7 +288,7 @@ class PagePool:
             )
 
     def dropped(self, group: PageGroup, index: int) -> Tensor:
-        """Returns 1 if that tensor got no pages when it was planned, else 0: [1], int64, on the device, a view."""
+        """Returns the flag of a tensor that is 1 if it received no pages, else 0: [1], int64, on the device, a view."""
         return group.dropped(index)
 
     def close_group(self, group: PageGroup, after: torch.Event | None = None) -> None:
@@ -315,7 +315,7 @@ class PagePool:
     def check_integrity_sync(self) -> None:
         """Raises AssertionError if a page is lost, duplicated or on the wrong tier. NOTE: waits for the device.
 
-        Call it when no other stream works on this pool.
+        Call it only while no other stream uses this pool.
         """
         held = self._held_pages_sync()
         ends = zip(self.heads.tolist(), self.tails.tolist(), self._tiers())
@@ -337,7 +337,7 @@ class PagePool:
         return range(self.layout.device_pages), range(self.layout.device_pages, self.layout.num_pages)
 
     def _held_pages_sync(self) -> list[int]:
-        """Returns the ids that open groups hold. NOTE: waits for the device."""
+        """Returns the ids of all pages that open groups hold. NOTE: waits for the device."""
         pages: list[int] = []
         for group in self._tables.open_groups:
             for placed in group.tensors:
@@ -347,21 +347,21 @@ class PagePool:
 
     def _check_fresh(self, group: PageGroup) -> None:
         if group.generation != self.generation:
-            raise RuntimeError("the group is closed, or was opened before its pool's last reset: it has no pages")
+            raise RuntimeError("the group has no pages: it is closed, or was opened before its pool's last reset")
 
     def _check_memories(self, group: PageGroup, memories: Sequence[Tensor], *, name: str) -> None:
         if len(memories) != len(group.tensors):
-            raise ValueError(f"{name}: {len(memories)} tensors for a group of {len(group.tensors)}")
+            raise ValueError(f"{name} contains {len(memories)} tensors: must be {len(group.tensors)}, as in the group")
         for index, (memory, placed) in enumerate(zip(memories, group.tensors)):
             if memory.dim() != 1 or memory.dtype != torch.uint8 or not memory.is_contiguous():
                 found = f"{list(memory.shape)}, {memory.dtype}"
-                raise ValueError(f"{name}[{index}] ({found}) must be one row of torch.uint8 without gaps")
+                raise ValueError(f"{name}[{index}] ({found}) must be one-dimensional, contiguous and torch.uint8")
             if memory.device != self.device:
-                raise ValueError(f"{name}[{index}] is on {memory.device}, its pool on {self.device}")
+                raise ValueError(f"{name}[{index}] is on {memory.device}: must be on {self.device}, as its pool")
             spec = placed.spec
             needed = (spec.max_rows - 1) * spec.pitch_bytes + spec.row_bytes if spec.max_rows else 0
             if len(memory) < needed:
-                raise ValueError(f"{name}[{index}] has {len(memory)} bytes, {spec} needs {needed}")
+                raise ValueError(f"{name}[{index}] has {len(memory)} bytes: must be at least {needed} for {spec}")
 
 
 def _device_memory(num_bytes: int, device: torch.device) -> Tensor:
@@ -370,8 +370,8 @@ def _device_memory(num_bytes: int, device: torch.device) -> Tensor:
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     except RuntimeError as error:
         raise TierMemoryError(
-            f"device_pages: {num_bytes} bytes cannot be allocated on {device} ({_first_line(error)}); fewer"
-            " device_pages may help",
+            f"device_pages: {num_bytes} bytes cannot be allocated on {device} ({_first_line(error)}); reduce"
+            " device_pages",
             tier=Tier.DEVICE,
             num_bytes=num_bytes,
         ) from error
@@ -387,7 +387,7 @@ def _host_memory(num_bytes: int, device: torch.device) -> Tensor:
     except RuntimeError as error:
         raise TierMemoryError(
             f"host_pages: {num_bytes} bytes of {'page-locked ' if locked else ''}host memory cannot be allocated"
-            f" ({_first_line(error)}); fewer host_pages, or a higher limit of locked memory (ulimit -l), may help",
+            f" ({_first_line(error)}); reduce host_pages or raise the limit of locked memory (ulimit -l)",
             tier=Tier.HOST,
             num_bytes=num_bytes,
         ) from error
@@ -402,7 +402,7 @@ def _first_line(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class _Room:
-    """A range of a slab's table entries, and a range of its slots."""
+    """Space in a slab: a range of its table entries and a range of its slots."""
 
     start: int
     slot: int
@@ -416,11 +416,11 @@ class _Room:
 
 @dataclass(eq=False)
 class TableSlab:
-    """A page table and its records, on the device, and the groups that have room in them.
+    """A page table and its records, on the device, and the groups that have space in them.
 
-    table: [entries], int64; held: [slots, len(Held)], int64. Returned room is reused undivided by the next group of
-    the same size, which waits for the events that were returned with it. waits: events that unused room has to wait
-    for, left by groups that were closed before the slab was last empty.
+    table: [entries], int64; held: [slots, len(Held)], int64. Returned space is reused undivided by the next group of
+    the same size, which waits for the events that were returned with it. waits: events that must complete before unused
+    space is used, from groups that were closed before the slab was last empty.
     """
 
     table: Tensor
@@ -439,12 +439,12 @@ class TableSlab:
         self.waits = []
 
     def take_returned(self, size: tuple[int, int]) -> tuple[_Room, list[torch.Event]] | None:
-        """Returns the first returned room of exactly this size, and the events to wait for."""
+        """Takes the first returned space of exactly this size, with the events to wait for; None if there is none."""
         rooms = self.returned.get(size)
         return rooms.pop(0) if rooms else None
 
     def take_new(self, size: tuple[int, int]) -> tuple[_Room, list[torch.Event]] | None:
-        """Returns room that no group has used since the slab was last empty, and the events to wait for."""
+        """Takes space that was not used since the slab was last empty, with the events to wait for; None if full."""
         start, slot = self.used.num_entries, self.used.num_slots
         if start + size[0] > len(self.table) or slot + size[1] > len(self.held):
             return None
@@ -452,14 +452,14 @@ class TableSlab:
         return _Room(start, slot, *size), list(self.waits)
 
     def renew(self) -> None:
-        """Merges all room of a slab without groups into one piece."""
+        """Merges all space of a slab without groups into one piece."""
         self.waits += [event for rooms in self.returned.values() for _, events in rooms for event in events]
         self.returned.clear()
         self.used = _Room(0, 0, 0, 0)
 
 
 class PageTables:
-    """The slabs of one pool. A slab is added when no room is left, and slabs are never freed."""
+    """Page tables of one pool, in slabs. A slab is added when no space is left. Slabs are never freed."""
 
     def __init__(self, layout: PoolLayout, device: torch.device) -> None:
         self.layout = layout
@@ -481,12 +481,12 @@ class PageTables:
 
     @property
     def open_groups(self) -> list[PageGroup]:
-        """Fixed groups, and groups opened since the last reset and not closed, in no particular order."""
+        """Fixed groups, and groups that were opened since the last reset and not closed, in no particular order."""
         return [*self._fixed, *(group for slab in self.slabs for group in slab.open_groups)]
 
     @torch.inference_mode(False)  # as in PagePool
     def open_group(self, specs: Sequence[TensorSpec], generation: int) -> PageGroup:
-        """Opens a group with room for the page ids of these tensors if all their rows are live."""
+        """Opens a group with space for the page ids of these tensors, even if all their rows are live."""
         slab, room, waits = self._take(self._size(specs))
         placed = self._placed(specs, room)
         group = PageGroup(placed, waits, generation, slab, room, _operator_calls(placed))
@@ -495,10 +495,10 @@ class PageTables:
 
     @torch.inference_mode(False)  # as in PagePool
     def open_fixed_group(self, specs: Sequence[TensorSpec], generation: int) -> PageGroup:
-        """Opens a group with its own slab, for a CUDA graph that repeats the group's plan.
+        """Opens a group with a separate slab, for a CUDA graph that repeats the group's plan.
 
-        Room that is allocated and returned during capture would end up in two graphs. The slab may be memory of the
-        graph, because only its operators and resets write to it.
+        Space that is allocated and returned during capture would end up in two graphs. The slab may be in the graph's
+        memory, because only the graph's operators and resets write to it.
         """
         size = self._size(specs)
         slab, room = self._slab(*size), _Room(0, 0, *size)
@@ -508,10 +508,9 @@ class PageTables:
         return group
 
     def close_group(self, group: PageGroup, after: torch.Event | None) -> None:
-        """Returns the group's room to its slab. The next owner waits for `after`, or for the events that this group
-        waited for.
+        """Returns the group's space to its slab. Fixed groups keep their space.
 
-        Fixed groups keep their room.
+        The next owner waits for `after`, or, if it is None, for the events that this group waited for.
         """
         if group.is_fixed:
             return
@@ -521,7 +520,7 @@ class PageTables:
         group.slab.returned.setdefault(group.room.size, []).append((group.room, events))
 
     def reset(self) -> None:
-        """Frees all room and closes all groups except fixed ones, which hold no pages afterwards."""
+        """Frees all space and closes all groups except fixed groups, which hold no pages afterwards."""
         for slab in self.slabs:
             slab.reset()
         for group in self._fixed:
@@ -545,7 +544,7 @@ class PageTables:
         return TableSlab(table, held)
 
     def _size(self, specs: Sequence[TensorSpec]) -> tuple[int, int]:
-        """Returns the number of entries and slots that these tensors need."""
+        """Returns the numbers of table entries and slots that these tensors require."""
         return sum(self.layout.pages_for(spec.max_bytes) for spec in specs), len(specs)
 
     def _placed(self, specs: Sequence[TensorSpec], room: _Room) -> list[PlacedTensor]:
@@ -557,7 +556,7 @@ class PageTables:
 
 
 def _operator_calls(placed: list[PlacedTensor]) -> list[OperatorCall]:
-    """Splits a group into calls of at most MAX_TENSORS tensors, by priority, and in the given order among equals."""
+    """Splits a group into calls of at most MAX_TENSORS tensors, sorted by priority, then by their given order."""
     order = sorted(range(len(placed)), key=lambda index: placed[index].spec.priority)
     chunks = [order[start : start + MAX_TENSORS] for start in range(0, len(order), MAX_TENSORS)]
     return [OperatorCall(chunk, encode_tensors(placed[index] for index in chunk)) for chunk in chunks]
@@ -586,7 +585,7 @@ class RestoredMemory:
             buffers.append(torch.empty(num_bytes, dtype=torch.uint8, device=self._device))
             use_huge_pages(buffers[found])
         self._most_used[num_bytes] = max(self._most_used.get(num_bytes, 0), found + 1)
-        # A view, so that the storage's use count shows whether the caller still holds it.
+        # A view, so that the storage's use count shows whether the caller still uses it.
         return buffers[found].view(-1)
 
     def trim(self) -> None:
@@ -603,8 +602,8 @@ def _is_free(buffer: Tensor) -> bool:
 def use_huge_pages(memory: Tensor) -> None:
     """Requests pages of 2 MiB for a persistent tensor, [n], uint8. Does nothing if the system has none.
 
-    Copies between such tensors take a fifth less time, because the processor translates fewer addresses. Contents stay
-    unchanged. Does nothing for partly covered huge pages, or for other devices, whose memory has large pages anyway.
+    Copies between such tensors take a fifth less time, because the processor translates fewer addresses. Contents
+    remain unchanged. Partly covered huge pages and tensors on other devices, which use large pages anyway, are skipped.
     """
     if memory.device.type != "cpu":
         return

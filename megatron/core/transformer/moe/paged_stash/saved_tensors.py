@@ -1,17 +1,18 @@
-"""The tensors that autograd saves inside one stash context, and the Blocks of their rows.
+"""Tensors that autograd saves inside one stash context, and the memory blocks that contain their rows.
 
 group_memory.py moves the blocks into pages and back. stash.py opens and ends the contexts.
 
 A *row tensor* has a dimension of max_rows rows, and this dimension is the outermost in memory: row r starts `pitch`
-bytes after row r - 1, and its values lie within `extent` <= pitch bytes. Views of one memory that have the same pitch
+bytes after row r - 1, and its values lie within `extent` <= pitch bytes. Views of one storage that have the same pitch
 and fit into one row become one Block, e.g. the halves of gate_up, or a tensor that two operators save.
 
 [Note: guessed rows] Autograd reports which tensors it saves, but not their meaning. A tensor whose outermost size is
-max_rows may hold rows, or it may be a weight whose size happens to be max_rows. Its graph decides. A tensor computed
-only from parameters is a weight. A tensor whose graph reaches an embedding, or a plain tensor that requires grad, is an
-activation. `weight * mask`, and `x @ weight` for an x without grad, have graphs of the same kind, with parameters and
-tensors without grad. Such a tensor is treated as rows, unless one of those parameters has max_rows as its leading size
-or an operation on them could have produced that size. It is then ambiguous, and only the user can decide.
+max_rows may contain rows, or it may be a weight whose size happens to be max_rows. Its autograd graph decides. A tensor
+computed only from parameters is a weight. A tensor whose graph reaches an embedding, or a plain tensor that requires
+grad, is an activation. `weight * mask`, and `x @ weight` for an x without grad, have graphs of the same kind, with
+parameters and tensors without grad. Such a tensor is treated as rows, unless the leading size of one of those
+parameters is max_rows or an operation on them could have produced that size. The tensor is then ambiguous, and only the
+user can decide.
 """
 
 import enum
@@ -30,7 +31,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 # References to a tensor inside `pack` if no other code refers to it: the caller's, the argument `tensor` of `pack`, and
 # the argument of getrefcount.
 _OWN_REFERENCES = 3
-# Nodes that select rows of their input. Their output is an activation, even if the input is a weight.
+# Nodes that look up rows of their input. Their output is an activation, even if the input is a weight.
 _EMBEDDINGS = {"EmbeddingBackward0", "EmbeddingBagBackward0"}
 _PICKS = {"IndexBackward0", "IndexSelectBackward0", "GatherBackward0"}
 # Nodes whose output may have a leading size that none of their inputs has.
@@ -43,21 +44,21 @@ _DEPTH = 64
 class RowTensors(enum.Enum):
     """The rule by which a context decides which saved tensors are rows."""
 
-    DECLARED = "the tensors that `rows` or `mark` named before autograd saved them"
-    GUESSED = "also others with max_rows rows, unless they are weights; see [Note: guessed rows]"
+    DECLARED = "tensors that `rows` or `mark` declared before autograd saved them"
+    GUESSED = "declared tensors, and others with max_rows rows unless they are weights; see [Note: guessed rows]"
 
 
 class StashGroup:
-    """The object that `with stash.context(...) as group` binds. It must not be used after the context.
+    """Collects the saved tensors of one context, and declares their meaning. Must not be used after the context.
 
     1. `rows`, `keep` and `mark` declare the meaning of tensors before autograd saves them.
-    2. `pack` receives each tensor that autograd saves and decides whether it holds rows.
-    3. `blocks` merges the row tensors into the memory to stash, when the context ends.
+    2. `pack` receives each tensor that autograd saves and decides whether it contains rows.
+    3. `blocks` merges the row tensors into the blocks to stash, when the context ends.
 
     group: owner of the saved tensors, passed on to each SavedTensor and not read here. It is None if the context is
     inactive; `mark` then has no effect. takes_rows: whether row tensors will be stashed; if not, they are saved like
-    all others. hooks: saved-tensor hooks around the context. has_rungs: whether tensors that can be recomputed are
-    dropped if pages run out. takes: the rule for which tensors are rows.
+    other tensors. hooks: saved-tensor hooks around the context. has_rungs: whether tensors that can be recomputed are
+    dropped if pages run out. takes: rule that decides which tensors contain rows.
     """
 
     def __init__(
@@ -84,14 +85,14 @@ class StashGroup:
 
     @property
     def may_recompute(self) -> bool:
-        """Returns whether the stash may recompute marked tensors, which requires bit-identical kernels."""
+        """Whether the stash may recompute marked tensors, which requires bit-identical kernels."""
         return self._group is not None and self._has_rungs
 
     def keep(self, *tensors: Tensor) -> None:
         """Declares that tensors are not rows although their outermost size is max_rows. Call it before their use.
 
-        It is meant for weights that autograd's graph cannot distinguish from activations: buffers, plain tensors, casts
-        of frozen weights. tensors: any shape and dtype; views are included.
+        Use it for weights that autograd's graph cannot distinguish from activations: buffers, plain tensors, casts of
+        frozen weights. tensors: any shape and dtype; the declaration includes their views.
         """
         if self._group is not None:
             self._kept += [tensor.untyped_storage() for tensor in tensors]
@@ -99,9 +100,9 @@ class StashGroup:
             self._has_weights = self._has_weights or any(row_view(weight, self._max_rows) for weight in weights)
 
     def rows(self, *tensors: Tensor) -> None:
-        """Declares that tensors hold rows, even if other tensors have the same size. Call it before their use.
+        """Declares that tensors contain rows, even if other tensors have the same size. Call it before their use.
 
-        tensors: any shape and dtype; views are included. Parameters are never rows.
+        tensors: any shape and dtype; the declaration includes their views. Parameters are never rows.
         """
         if self._group is not None:
             self._declared += [tensor.untyped_storage() for tensor in tensors]
@@ -115,15 +116,16 @@ class StashGroup:
         sources: Sequence[Tensor] = (),
         tokens_per_row: int = 1,
     ) -> None:
-        """Annotates a tensor that autograd saves inside this context. It has no effect on a tensor that is not saved.
+        """Annotates a tensor that autograd saves inside this context. Has no effect if the tensor is not saved.
 
         tensor: any width and dtype, with max_rows rows as its outermost dimension in memory, or with ceil(max_rows /
         tokens_per_row), as for scales of 32 tokens each. priority: importance of its pages; ACT is dropped first.
         recompute(out, needed, *sources): writes the live rows of a dropped GATE_UP or ACT tensor into `out`, on the
         current stream, and returns None. It is always called: needed, [1], int64, on the device, is 0 if the tensor was
-        not dropped, and then recompute must change nothing. sources: row tensors that it reads, each more important
-        than `tensor`. Sources that autograd does not save are stashed too. recompute may read other tensors from its
-        closure. Raises ValueError for tensors without such rows, and if priority, recompute and sources do not fit.
+        not dropped, and recompute must then change nothing. sources: row tensors that recompute reads, each more
+        important than `tensor`. Sources that autograd does not save are stashed too. recompute may read other tensors
+        from its closure. Raises ValueError for tensors without such rows, and for combinations of priority, recompute
+        and sources that do not match.
         """
         if self._group is None:
             return
@@ -131,8 +133,8 @@ class StashGroup:
         droppable = priority is not Priority.INPUT
         if droppable != (recompute is not None) or droppable != bool(sources):
             raise ValueError(
-                f"priority {priority.name} with {'a' if recompute else 'no'} recompute and {len(sources)} sources: "
-                "GATE_UP and ACT require both for their recomputation, INPUT accepts neither"
+                f"priority is {priority.name} with {'a' if recompute else 'no'} recompute and {len(sources)} sources: "
+                "GATE_UP and ACT require both for their recomputation, and INPUT accepts neither"
             )
         if tokens_per_row < 1:
             raise ValueError(f"tokens_per_row ({tokens_per_row}) must be at least 1")
@@ -143,7 +145,7 @@ class StashGroup:
         self._marks.append(Mark(snapshot, priority, tokens_per_row, recompute, needed))
 
     def pack(self, tensor: Tensor) -> "SavedTensor":
-        """Autograd's pack hook. Collects row tensors, and keeps other tensors or passes them to outer hooks.
+        """Pack hook for autograd. Collects row tensors; saves other tensors or passes them to outer hooks.
 
         tensor: any shape and dtype.
         """
@@ -170,11 +172,11 @@ class StashGroup:
 
     @property
     def has_saved(self) -> bool:
-        """Returns whether autograd saved any tensor."""
+        """Whether autograd saved any tensor."""
         return bool(self._with_rows or self._others)
 
     def blocks(self) -> list["Block"]:
-        """Returns the memory to stash. It is empty if autograd saved only weights.
+        """Returns the memory blocks to stash. The list is empty if autograd saved only weights.
 
         Raises the errors of blocks_of, and ValueError if autograd saved activations, but none with max_rows rows on the
         pool's device.
@@ -184,31 +186,31 @@ class StashGroup:
                 self._with_rows += [saved for saved in self._others if saved.take_late(mark)]
         if self._elsewhere and not self._with_rows:
             raise ValueError(
-                f"autograd saved rows only on {sorted(self._elsewhere)}, but the pool is on {self._device}: it must "
-                "be on the device of the experts"
+                f"autograd saved rows only on {sorted(self._elsewhere)}, but the pool is on {self._device}: the pool "
+                "must be on the device of the experts"
             )
         self._refuse_unclear()
         if not self._with_rows and self._takes is RowTensors.GUESSED:
             shapes = sorted({tuple(saved.view.size) for saved in self._others if saved.may_have_rows})
             if shapes:
                 raise ValueError(
-                    f"max_rows ({self._max_rows}): none of the tensors that autograd saved has this many rows, "
-                    f"outermost in memory, on {self._device}; their shapes: {shapes}"
+                    f"max_rows is {self._max_rows}, but none of the tensors that autograd saved on {self._device} has "
+                    f"this size as its outermost dimension in memory; their shapes are {shapes}"
                 )
         return blocks_of(self._with_rows, self._marks)
 
     def forget(self) -> None:
-        """Drops all saved tensors even if autograd still refers to them. Backward through them then raises."""
+        """Drops all saved tensors, even if autograd still references them. Backward through them then raises."""
         for saved in (*self._with_rows, *self._others):
             saved.snapshot = saved.packed = None
 
     def close(self) -> None:
-        """Stops collecting and drops references, because autograd keeps `pack`, and with it this object, alive."""
+        """Stops collecting and drops all references, because autograd keeps `pack` and thereby this object alive."""
         self._group = self._hooks = None
         self._with_rows, self._others, self._marks, self._kept, self._declared = [], [], [], [], []
 
     def _origin(self, tensor: Tensor) -> "Origin":
-        """Returns the declared origin of a saved tensor's memory, or otherwise its origin in autograd's graph.
+        """Returns the declared origin of a saved tensor, or, without a declaration, its origin in autograd's graph.
 
         With RowTensors.DECLARED, undeclared tensors are not rows.
         """
@@ -235,7 +237,7 @@ class StashGroup:
             if saved.is_unclear and is_doubtful and not _is_among(tensor, self._declared):
                 raise ValueError(
                     f"autograd saved a tensor of shape {list(tensor.shape)}, {tensor.dtype}, whose outermost size "
-                    f"is max_rows ({self._max_rows}): it may hold rows or be a weight, such as a parameter times a "
+                    f"is max_rows ({self._max_rows}): it may contain rows or be a weight, such as a parameter times a "
                     "buffer. Before it is used, call group.keep(tensor) for a weight or an index of experts, "
                     "group.rows(tensor) for rows, or choose a max_rows that is not a size of a weight"
                 )
@@ -256,7 +258,7 @@ class StashGroup:
 
 @dataclass(frozen=True)
 class Mark:
-    """Annotation of a tensor by the user; see StashGroup.mark."""
+    """Annotation that StashGroup.mark adds to a tensor."""
 
     snapshot: "Snapshot"
     priority: Priority
@@ -279,7 +281,10 @@ def is_parameter(tensor: Tensor) -> bool:
 
 
 def origin_of(tensor: Tensor, max_rows: int) -> Origin:
-    """Finds the origin of a tensor, any shape and dtype, with outermost size max_rows. See [Note: guessed rows]."""
+    """Determines from autograd's graph what a tensor was computed from. See [Note: guessed rows].
+
+    tensor: any shape and dtype, with outermost size max_rows.
+    """
     if is_parameter(tensor):
         return Origin.NOT_ROWS
     if tensor.grad_fn is None:
@@ -302,7 +307,7 @@ def origin_of(tensor: Tensor, max_rows: int) -> Origin:
                 may_be_weight = may_be_weight or leaf.shape[:1] == (max_rows,)
                 continue
             earlier = [(one, index) for one, index in node.next_functions if one is not None]
-            # A node without inputs hides them, such as a node of another framework.
+            # A node without inputs, such as a node of a different framework, hides its inputs.
             has_constants = has_constants or name in _PICKS or len(earlier) < max(len(node.next_functions), 1)
             may_be_weight = may_be_weight or _makes(node, name, earlier, max_rows)
             below += [one for one, _ in earlier if one not in seen]
@@ -330,7 +335,7 @@ def _makes(
 
 
 def _leaf_of(node: torch.autograd.graph.Node) -> Tensor | None:
-    """Returns the leaf whose gradient the node accumulates, or None for the node of an operator."""
+    """Returns the leaf tensor whose gradient the node accumulates, or None for an operator's node."""
     # Matched by name, because torch's types of nodes do not declare the attribute.
     return getattr(node, "variable", None)
 
@@ -348,7 +353,7 @@ def _leading_size(node: torch.autograd.graph.Node, index: int) -> int | None:
 
 @dataclass(frozen=True)
 class RowView:
-    """Byte positions of a tensor's rows in its storage, and the number of rows."""
+    """Byte positions of a tensor's rows in its storage. Row r occupies extent bytes from byte start + r * pitch on."""
 
     start: int
     pitch: int
@@ -362,7 +367,10 @@ class RowView:
 
 
 def row_view(tensor: Tensor, num_rows: int) -> RowView | None:
-    """Returns the view of a tensor's rows, any shape and dtype; None unless its outermost dimension is num_rows."""
+    """Returns the byte positions of a tensor's rows; None unless its outermost dimension in memory has num_rows rows.
+
+    tensor: any shape and dtype.
+    """
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return None
     wide = [
@@ -380,7 +388,7 @@ def row_view(tensor: Tensor, num_rows: int) -> RowView | None:
 
 @dataclass(frozen=True)
 class StorageView:
-    """View of a storage, from which a tensor can be rebuilt over a copy of the storage. offset: in elements."""
+    """Describes how a tensor views its storage, to rebuild it over a copy of the storage. offset: in elements."""
 
     dtype: torch.dtype
     offset: int
@@ -395,9 +403,9 @@ class StorageView:
         return StorageView(tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def over(self, memory: Tensor, first_byte: int) -> Tensor:
-        """Returns the same view over a copy of the storage's bytes from first_byte on.
+        """Rebuilds the tensor over a copy of its storage.
 
-        memory: [N], uint8. Returns any shape and dtype.
+        memory: [N], uint8, copy of the storage's bytes from first_byte on. Returns any shape and dtype.
         """
         offset = self.offset - first_byte // self.dtype.itemsize
         return memory.new_empty(0, dtype=self.dtype).set_(memory.untyped_storage(), offset, self.size, self.stride)
@@ -405,7 +413,7 @@ class StorageView:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A tensor, any shape and dtype, and its version at one moment. rows: None if it is not a row tensor."""
+    """A tensor and its version counter when it was saved or marked. rows: None if it is not a row tensor."""
 
     tensor: Tensor
     version: int
@@ -413,19 +421,19 @@ class Snapshot:
 
     @staticmethod
     def of(tensor: Tensor, rows: RowView | None) -> "Snapshot":
-        """Records a tensor of any shape and dtype at its current version."""
+        """Records a tensor, of any shape and dtype, at its current version."""
         # Detached, because an operator's output keeps the operator's node alive, and the node would keep its output
         # alive. A leaf has no node, and backward must receive the same object.
         return Snapshot(tensor if tensor.is_leaf else tensor.detach(), tensor._version, rows)
 
     def check_unchanged(self) -> None:
-        """Raises RuntimeError if the tensor was changed in place since then. torch does not check this under hooks."""
+        """Raises RuntimeError if the tensor was changed in place since the snapshot. torch skips this under hooks."""
         if self.tensor._version != self.version:
             raise RuntimeError(changed_in_place(self.tensor.shape, found=self.tensor._version, expected=self.version))
 
 
 def changed_in_place(shape: torch.Size, *, found: int, expected: int) -> str:
-    """Returns the error message for a changed tensor that backward needs, in torch's wording."""
+    """Returns the error message for a tensor that was changed before its backward, in torch's wording."""
     return (
         "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
         f"of shape {list(shape)} that an expert group saved was changed in place after it was saved; it is at "
@@ -434,7 +442,7 @@ def changed_in_place(shape: torch.Size, *, found: int, expected: int) -> str:
 
 
 class VersionOf:
-    """Version of a tensor without its memory. Holds an alias that shares the version counter and has no bytes."""
+    """Tracks a tensor's version without its memory, through an empty alias that shares the version counter."""
 
     __slots__ = ("_alias", "_shape", "_version")
 
@@ -452,10 +460,10 @@ class VersionOf:
 
 
 class SavedTensor:
-    """Object that autograd saves instead of a tensor.
+    """Object that autograd saves in place of a tensor.
 
-    Until the context ends, either `snapshot` is the saved tensor, or `packed` is the result of the outer hooks. They
-    remain set if the tensor is not stashed. The bytes of a stashed tensor are restored into `memory`.
+    Until the context ends, either `snapshot` contains the tensor, or `packed` the result of the outer hooks. Both
+    remain unchanged if the tensor is not stashed. The bytes of a stashed tensor are restored into `memory`.
     """
 
     __slots__ = (
@@ -484,12 +492,12 @@ class SavedTensor:
         self.has_history = tensor.grad_fn is not None
 
     def hand_on(self, tensor: Tensor, hooks: Hooks) -> None:
-        """Passes a tensor, any shape and dtype, to the outer hooks, which the context's own hooks hide."""
+        """Packs a tensor, of any shape and dtype, with the outer hooks, which the hooks of the context override."""
         pack, self.outer_unpack = hooks
         self.packed = pack(tensor)
 
     def take_late(self, mark: Mark) -> bool:
-        """Records the rows if the mark, made after this tensor was saved, covers it. Returns whether it does."""
+        """Records the rows of this tensor if `mark`, which was made later, covers it. Returns whether it does."""
         if self.snapshot is None or not self.may_have_rows or mark.snapshot.rows is None:
             return False
         rows = row_view(self.snapshot.tensor, mark.snapshot.rows.num_rows)
@@ -499,7 +507,7 @@ class SavedTensor:
         return True
 
     def kept(self) -> Tensor:
-        """Returns the tensor as it was saved: any shape and dtype."""
+        """Returns the original tensor, of any shape and dtype, if it was not stashed."""
         if self.outer_unpack is not None:
             return self.outer_unpack(self.packed)
         assert self.snapshot is not None, "neither kept nor stashed"
@@ -509,7 +517,7 @@ class SavedTensor:
 
 @dataclass
 class Block:
-    """Rows of one memory that are stashed together as one TensorSpec. start, end: bounds of the first row, in bytes."""
+    """Rows of one storage that are stashed together, as one TensorSpec. start, end: byte bounds of the first row."""
 
     storage: torch.UntypedStorage
     start: int
@@ -522,14 +530,14 @@ class Block:
 
     @staticmethod
     def of(snapshot: Snapshot, mark: Mark | None = None) -> "Block":
-        """Makes the block of one row tensor."""
+        """Builds a Block from a snapshot of one row tensor."""
         assert snapshot.rows is not None, "not a row tensor"
         rows = snapshot.rows
         return Block(snapshot.tensor.untyped_storage(), rows.start, rows.end, rows.pitch, rows.num_rows, mark)
 
     @property
     def spec(self) -> TensorSpec:
-        """TensorSpec of the block for the pool."""
+        """TensorSpec that describes the block to the pool."""
         priority, tokens_per_row = Priority.INPUT, 1
         if self.mark is not None:
             priority, tokens_per_row = self.mark.priority, self.mark.tokens_per_row
@@ -541,11 +549,11 @@ class Block:
         return (self.num_rows - 1) * self.pitch + self.end - self.start
 
     def bytes_of_rows(self, device: torch.device) -> Tensor:
-        """Returns the storage's bytes from the start of the first row to the end of the last: [num_bytes], uint8."""
+        """Views the storage from the start of the first row to the end of the last row: [num_bytes], uint8."""
         return torch.empty(0, dtype=torch.uint8, device=device).set_(self.storage, self.start, (self.num_bytes,), (1,))
 
     def is_cut_like(self, other: "Block") -> bool:
-        """Returns whether both are rows of one memory with one pitch."""
+        """Returns whether both blocks have the same storage, pitch and number of rows."""
         return (self.storage._cdata, self.pitch, self.num_rows) == (other.storage._cdata, other.pitch, other.num_rows)
 
     def holds(self, other: "Block") -> bool:
@@ -553,12 +561,12 @@ class Block:
         return self.is_cut_like(other) and self.start <= other.start and other.end <= self.end
 
     def overlaps(self, other: "Block") -> bool:
-        """Returns whether the blocks share bytes."""
+        """Returns whether the blocks have bytes in common."""
         return self.is_cut_like(other) and self.start < other.end and other.start < self.end
 
 
 def blocks_of(saved: list[SavedTensor], marks: list[Mark]) -> list[Block]:
-    """Returns the memory of a group's saved row tensors and of the sources that recomputing them needs.
+    """Merges a group's saved row tensors, and the sources of their recomputations, into memory blocks.
 
     Raises RuntimeError if a tensor was changed in place since it was saved or marked, and ValueError if the marks
     contradict each other or the saved tensors.
@@ -570,7 +578,7 @@ def blocks_of(saved: list[SavedTensor], marks: list[Mark]) -> list[Block]:
             raise ValueError(f"a tensor of shape {list(mark.snapshot.tensor.shape)}, or a part of it, is marked twice")
         blocks.append(block)
     located = [(Block.of(one.snapshot), one) for one in saved if one.snapshot is not None]
-    # Sorted by first byte, the longest first, so that one pass finds everything that fits into one row.
+    # Sorted by first byte, the longest first, so that one pass finds all tensors that fit into one row.
     for found, one in sorted(located, key=lambda pair: (pair[0].start, -pair[0].end)):
         _check(one.snapshot)
         _place(found, blocks).saved.append(one)
@@ -584,7 +592,7 @@ def blocks_of(saved: list[SavedTensor], marks: list[Mark]) -> list[Block]:
 
 
 def block_with(snapshot: Snapshot, blocks: list[Block]) -> int | None:
-    """Returns the index of the block that holds a row tensor, or None."""
+    """Returns the index of the block that contains a row tensor, or None."""
     wanted = Block.of(snapshot)
     return next((index for index, block in enumerate(blocks) if block.holds(wanted)), None)
 
@@ -597,7 +605,7 @@ def _place(found: Block, blocks: list[Block]) -> Block:
         if block.mark is not None and block.overlaps(found):
             shape = list(block.mark.snapshot.tensor.shape)
             raise ValueError(
-                f"a tensor of shape {shape} is marked, but a larger part of its memory is saved: mark the whole tensor"
+                f"a tensor of shape {shape} is marked, but autograd saved a larger part of its memory: mark that tensor"
             )
         if block.mark is None and block.is_cut_like(found) and found.end - block.start <= block.pitch:
             block.end = found.end  # the next columns of the same rows
@@ -615,8 +623,8 @@ def _need(source: Snapshot, blocks: list[Block], *, priority: Priority) -> None:
     blocks[index].is_source = True
     if blocks[index].spec.priority >= priority:
         raise ValueError(
-            f"a source of shape {list(source.tensor.shape)} has priority {blocks[index].spec.priority.name}, the "
-            f"tensor computed from it {priority.name}: a source must be more important"
+            f"a source of shape {list(source.tensor.shape)} has priority {blocks[index].spec.priority.name}, and the "
+            f"tensor recomputed from it has priority {priority.name}: a source must be more important"
         )
 
 
@@ -627,9 +635,9 @@ def _check(snapshot: Snapshot | None) -> None:
 
 @torch.compiler.disable  # compiled code cannot query autograd
 def outer_hooks() -> Hooks | None:
-    """Returns the innermost active saved_tensors_hooks (pack, unpack), which later hooks will hide.
+    """Returns the innermost active saved_tensors_hooks, (pack, unpack), which later hooks override; None without any.
 
-    pack takes a tensor of any shape and dtype, and unpack returns it.
+    pack receives a tensor of any shape and dtype; unpack returns it.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
@@ -638,7 +646,8 @@ def outer_hooks() -> Hooks | None:
 def say_rows_and_others(rows: Sequence[Tensor], others: Sequence[Tensor | None]) -> None:
     """Declares an expert operator's tensors to the enclosing stash context, if there is one.
 
-    rows, others: any shape and dtype. others: weights and offsets, which are never rows, whatever their sizes.
+    rows: row tensors, any shape and dtype. others: weights and offsets, which are never rows, regardless of their
+    sizes.
     """
     hooks = outer_hooks()
     pack = None if hooks is None else hooks[0]

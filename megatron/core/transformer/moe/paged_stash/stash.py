@@ -287,7 +287,7 @@ class PagedStash:
 
     @property
     def reserve(self) -> tuple[ReserveRow, ...]:
-        """Pages that each forward of the step leaves free, as an argument of arithmetic.simulate; () without a reserve."""
+        """Pages that each forward of the step leaves free, for arithmetic.simulate; () without a reserve."""
         return self._reserve.table
 
     @property

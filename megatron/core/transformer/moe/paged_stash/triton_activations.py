@@ -5,8 +5,8 @@ The launchers have the names and arguments of the operators in expert_ops.py, on
 Shapes: max_rows rows of the buffers; ffn columns of act; gate_up has gate before up. Arithmetic is in fp32. Loads of
 rows beyond the live ones are masked, so that their content, which may be NaN, is never read.
 
-One compiled kernel serves the forward and the recomputation, so both are bit-identical. In forward the number of rows
-serves as the flag `needed`.
+Forward and recomputation run the same compiled kernel, so both are bit-identical. In forward the number of rows is
+passed as the flag `needed`.
 """
 # mypy: allow-untyped-defs
 
@@ -185,7 +185,7 @@ def _up(x, clamp, offset):
 
 @triton.jit
 def _stop_clamped(grad, given, clamp):
-    """Zeroes the gradient of values above the clamp."""
+    """Sets the gradient of values above the clamp to zero."""
     if clamp is not None:
         grad = tl.where(given > clamp, 0.0, grad)
     return grad
@@ -212,7 +212,7 @@ def gated_activation(
     clamp: float | None = None,
     offset: float = 0.0,
 ) -> None:
-    """Computes act in forward. gate_up: [C, 2F] or [C, F], float dtype; scale: [C] or None; out: [C, F], same dtype."""
+    """Computes act. gate_up: [C, 2F] or [C, F], float dtype; scale: [C] or None; out: [C, F], same dtype."""
     form = ActivationForm(activation, clamp, offset)
     _launch_act(gate_up, scale, num_rows=num_rows, needed=num_rows, out=out, form=form)
 
@@ -228,9 +228,9 @@ def act_from_gate_up(
     clamp: float | None = None,
     offset: float = 0.0,
 ) -> None:
-    """Recomputes act, if needed.
+    """Recomputes act unless `needed` is 0.
 
-    gate_up: [C, 2F] or [C, F], float dtype; scale: [C] or None; out: [C, F], same dtype.
+    gate_up: [C, 2F] or [C, F], float dtype; scale: [C] or None; out: [C, F], same dtype. needed: [1], int64.
     """
     form = ActivationForm(activation, clamp, offset)
     _launch_act(gate_up, scale, num_rows=num_rows, needed=needed, out=out, form=form)
@@ -248,7 +248,7 @@ def gated_activation_backward(
     clamp: float | None = None,
     offset: float = 0.0,
 ) -> None:
-    """Computes the gradients of gate_up and scale, with the same shapes and dtypes.
+    """Writes the gradients of gate_up and scale, in the shapes and dtypes of gate_up and scale.
 
     grad: [C, F], any strides, gate_up's dtype.
     """
@@ -327,7 +327,7 @@ def residencies(num_warps: int) -> Mapping[str, Residency]:
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """Yields the simplest and the most expensive activation."""
+    """Yields compile cases for a simple and for expensive activations, in bf16 and fp32."""
     for name in ("bf16", "fp32"):
         yield from _cases(name, Curve.SILU, clamp=None, offset=None)
         yield from _cases(name, Curve.GELU_TANH, clamp=None, offset=None)

@@ -70,7 +70,7 @@ def bias_grad_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Sums COLUMNS columns over one expert's rows, in their order, in each program."""
+    """Sums COLUMNS columns over the rows of one expert, in row order, in each program."""
     column_tiles = tl.cdiv(width, COLUMNS)
     expert = tl.program_id(0) // column_tiles
     columns = (tl.program_id(0) % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
@@ -135,7 +135,7 @@ def _bias_of(bias, rows, columns, ends, num_experts, width, inside):
 
 
 def add_expert_bias(rows: Tensor, bias: Tensor, *, scale: Tensor | None, offsets: Tensor, share: float) -> None:
-    """Adds each row's expert bias, times the row's scale and `share`.
+    """Adds the bias of each row's expert in place, times the row's scale and `share`.
 
     rows: [C, O]; bias: [e, O]; scale: [C] or None; one of fp32, bf16 and fp16.
     """
@@ -145,7 +145,7 @@ def add_expert_bias(rows: Tensor, bias: Tensor, *, scale: Tensor | None, offsets
 def add_bias_if(
     needed: Tensor, rows: Tensor, *, bias: Tensor, scale: Tensor | None, offsets: Tensor, share: float
 ) -> None:
-    """Runs add_expert_bias if needed is not 0.
+    """Runs add_expert_bias unless `needed` is 0.
 
     needed: [1], int32; rows: [C, O]; bias: [e, O]; scale: [C] or None; float dtypes.
     """
@@ -172,7 +172,7 @@ def add_bias_if(
 
 
 def expert_bias_grad(grad: Tensor, *, scale: Tensor | None, offsets: Tensor, out: Tensor) -> None:
-    """Sums each expert's rows of the gradient, times their scale.
+    """Sums the gradient over each expert's rows, times their scale.
 
     grad: [C, O], any strides; scale: [C] or None; out: [e, O], float dtypes.
     """
@@ -184,7 +184,7 @@ def expert_bias_grad(grad: Tensor, *, scale: Tensor | None, offsets: Tensor, out
 
 
 def expert_bias_scale_grad(grad: Tensor, bias: Tensor, *, offsets: Tensor, share: float, out: Tensor) -> None:
-    """Computes the gradient of each live row's scale.
+    """Computes the gradient of each live row's scale: `share` times the dot product of its gradient and its bias.
 
     grad: [C, O], any strides; bias: [e, O]; out: [C]; float dtypes.
     """
@@ -215,7 +215,7 @@ def _tile(width: int) -> dict[str, int]:
 
 
 def check_dtypes(*tensors: Tensor) -> None:
-    """Raises ValueError unless all tensors, of any shape, are fp32, bf16 or fp16."""
+    """Raises ValueError unless all tensors are fp32, bf16 or fp16. Accepts any shape."""
     for tensor in tensors:
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(
@@ -224,9 +224,9 @@ def check_dtypes(*tensors: Tensor) -> None:
 
 
 def check_row_tensors(*tensors: Tensor) -> None:
-    """Raises ValueError as check_dtypes does, and checks that columns are adjacent in memory.
+    """Raises ValueError unless all tensors are fp32, bf16 or fp16, and asserts that columns are adjacent in memory.
 
-    tensors: [C, O], or other shapes without columns to check; fp32, bf16 or fp16.
+    tensors: [C, O]; columns of tensors with a different number of dimensions are not checked.
     """
     check_dtypes(*tensors)
     for tensor in tensors:
@@ -234,10 +234,11 @@ def check_row_tensors(*tensors: Tensor) -> None:
 
 
 def grid_size(tensor: Tensor, tiles: int, *, per_processor: int) -> int:
-    """Returns the number of programs to launch for tiles of a tensor of any shape and dtype.
+    """Returns the number of programs to launch for `tiles` tiles.
 
-    It is at most per_processor programs for each processor, the number of resident programs, so that an unneeded
-    recomputation costs little. It is 2 under the interpreter.
+    It is limited to per_processor programs for each multiprocessor, the number of resident programs, so that a
+    recomputation that is not required costs little. It is 2 under the interpreter. tensor: on the device of the launch,
+    any shape and dtype.
     """
     if tensor.device.type == "cpu":
         return 2
@@ -246,14 +247,14 @@ def grid_size(tensor: Tensor, tiles: int, *, per_processor: int) -> int:
 
 
 def residencies(num_warps: int) -> Mapping[str, Residency]:
-    """Returns the launchers' residency by kernel. Row sums per expert use one program per tile."""
+    """Returns the residency that the launchers assume, by kernel. bias_grad_kernel uses one program per tile."""
     assert num_warps == _WARPS["num_warps"]
     looping = Residency(at_least=_PROGRAMS_PER_PROCESSOR)
     return {"add_bias_kernel": looping, "bias_grad_kernel": Residency(), "bias_scale_grad_kernel": looping}
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """Yields kernels with and without scales, which are fp32."""
+    """Yields compile cases with fp32 scales and without scales, in bf16 and fp32."""
     for name in ("bf16", "fp32"):
         data, size = f"*{name}:16", "i32:16"
         many = {"num_experts": "i32", "max_rows": "i32", "width": size, "GROUPS": 32, **_tile(4096)}

@@ -1,21 +1,21 @@
-"""Grouped matrix products of experts in Triton: rows times weights, and gradients of the weights.
+"""Grouped GEMMs of experts in Triton: rows times weights, and gradients of the weights.
 
 The launchers have the names and arguments of the operators in expert_ops.py, on CUDA tensors.
 
 Shapes: max_rows rows of the buffers, sorted by expert; weights [num_experts, inner, outer]. The kernels find the expert
-of each tile on the device, from the offsets. Sums are in fp32, and fp32 products are not rounded to tf32. Rows beyond
+of each tile on the device, from the offsets. Sums are in fp32, and fp32 inputs are not rounded to tf32. Rows beyond
 the live ones, whose content may be NaN, are never read.
 
-One compiled kernel serves the forward and the recomputation, so both are bit-identical. In forward the number of rows
-serves as the flag `needed`. The tile depends only on dtype and widths, never on addresses or row counts.
+Forward and recomputation run the same compiled kernel, so both are bit-identical. In forward the number of rows is
+passed as the flag `needed`. The tile depends only on dtype and widths, never on addresses or row counts.
 
 [Note: loads] Tensor cores wait for memory unless loads are asynchronous, 16 bytes at a time. Masks cost registers and
 time, so loads are unmasked if 16 divides both widths: a tile that reaches beyond the last row or column reads other
 elements of the same expert, whose sums are not stored. Other widths have small tiles, because the masks and addresses
 of single elements would not fit the registers of large ones.
 
-[Note: tiles] Sizes were chosen on an H200 (docs/gpu_results.md). A tile of [128, 256] takes 8 warps and in most shapes
-leaves room for a program of a copy, see [Note: room beside products] in triton_kernels.py.
+[Note: tiles] Sizes were chosen on an H200 (docs/gpu_results.md). A tile of [128, 256] uses 8 warps and in most shapes
+leaves enough registers for a program of a copy, see [Note: copies during GEMMs] in triton_kernels.py.
 """
 # mypy: allow-untyped-defs
 
@@ -29,7 +29,7 @@ from torch import Tensor
 from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
 from megatron.core.transformer.moe.paged_stash.triton_biases import add_bias_if, check_row_tensors, grid_size
 
-# Resident programs per processor of the product kernel, which loops over tiles, by number of warps.
+# Resident programs per processor of grouped_gemm_kernel, which loops over tiles, by number of warps.
 _PRODUCTS_PER_PROCESSOR = {4: 2, 8: 1}
 
 
@@ -57,9 +57,9 @@ def grouped_gemm_kernel(
     TERMS: tl.constexpr,
     IS_EVEN: tl.constexpr,
 ):
-    """Computes tiles [ROWS, COLUMNS] of the product, or, with a scale, adds them to `out`.
+    """Computes tiles [ROWS, COLUMNS] of the GEMM and writes them to `out`, or, with a scale, adds them to `out`.
 
-    Leaves rows that belong to no expert unchanged. IS_EVEN: whether loads need no mask, see [Note: loads].
+    Rows of `out` that belong to no expert remain unchanged. IS_EVEN: whether loads are unmasked, see [Note: loads].
     """
     if tl.load(needed) == 0:
         return
@@ -79,7 +79,7 @@ def grouped_gemm_kernel(
         rows = start + row_tile * ROWS + tl.arange(0, ROWS)
         columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
         term = tl.arange(0, TERMS)
-        # Rows and columns beyond the last one are replaced by others, whose sums are not stored.
+        # Rows and columns beyond the last one are replaced with valid ones, whose sums are not stored.
         read_rows, read_columns = (tl.minimum(rows, end - 1), columns % outer) if IS_EVEN else (rows, columns)
         x_at = x + read_rows[:, None].to(tl.int64) * x_row + term[None, :].to(tl.int64) * x_column
         weight_at = weight + expert.to(tl.int64) * weight_expert
@@ -126,9 +126,9 @@ def weight_grad_kernel(
     IS_EVEN: tl.constexpr,
     IS_ADDED: tl.constexpr,
 ):
-    """Each program sums one tile [ROWS, COLUMNS] of an expert's gradient over the expert's rows, in order.
+    """Computes the gradients of all experts' weights. Each program sums one tile over the expert's rows, in order.
 
-    scale: factor of the sum, or None; IS_ADDED: adds to the value in `out`, in fp32, with one rounding.
+    scale: factor of the sum, or None. IS_ADDED: whether to add to the value in `out`, in fp32, with one rounding.
     """
     row_tiles, column_tiles = tl.cdiv(inner, ROWS), tl.cdiv(outer, COLUMNS)
     expert = tl.program_id(0) // (row_tiles * column_tiles)
@@ -137,7 +137,7 @@ def weight_grad_kernel(
     end = _ends(offsets + expert, max_rows, expert >= 0)
     rows = row_tile * ROWS + tl.arange(0, ROWS)
     columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
-    # With unmasked loads, columns beyond the last one are replaced by others; their sums are not stored.
+    # With unmasked loads, columns beyond the last one are replaced with valid ones, whose sums are not stored.
     read_rows, read_columns = (rows % inner, columns % outer) if IS_EVEN else (rows, columns)
     x_at = x + read_rows[:, None].to(tl.int64) * x_column
     grad_at = grad + read_columns[None, :].to(tl.int64) * grad_column
@@ -187,16 +187,17 @@ def _near_tile(local, row_tiles, column_tiles):
 
 
 def grouped_gemm(x: Tensor, weight: Tensor, *, offsets: Tensor, out: Tensor) -> None:
-    """Computes the product in forward. x: [C, H]; weight: [e, H, O]; out: [C, O]; one float dtype."""
+    """Multiplies the rows of expert i by weight[i]. x: [C, H]; weight: [e, H, O]; out: [C, O]; one float dtype."""
     _launch_grouped_gemm(x, weight, offsets=offsets, needed=offsets[-1:], out=out)
 
 
 def grouped_gemm_weight_grad(
     x: Tensor, grad: Tensor, *, offsets: Tensor, out: Tensor, scale: float = 1.0, is_added: bool = False
 ) -> None:
-    """Computes scale times each expert's x^T grad, 0 for an expert without rows, and writes it or adds it to `out`.
+    """Computes scale * x^T grad of each expert, 0 for an expert without rows, and writes or adds it to `out`.
 
-    x: [C, H]; grad: [C, O], x's dtype; out: [e, H, O], any float dtype. It is rounded once, to that dtype.
+    x: [C, H]; grad: [C, O], x's dtype; out: [e, H, O], any float dtype. Values are rounded once, to out's dtype.
+    is_added: whether to add to `out`.
     """
     check_row_tensors(x)
     experts, inner, outer = out.shape
@@ -228,9 +229,9 @@ def grouped_gemm_weight_grad(
 def gate_up_from_x(
     x: Tensor, weight: Tensor, *, offsets: Tensor, needed: Tensor, out: Tensor, bias: Tensor | None = None
 ) -> None:
-    """Recomputes the product, plus each expert's bias, if needed.
+    """Recomputes gate_up, including the bias, unless `needed` is 0.
 
-    x: [C, H]; weight: [e, H, O]; bias: [e, O] or None; out: [C, O]; one float dtype.
+    x: [C, H]; weight: [e, H, O]; bias: [e, O] or None; out: [C, O]; one float dtype. needed: [1], int64.
     """
     # As int32, low word first, because in forward the kernels receive the last offset, int32, instead.
     words = needed.view(torch.int32)
@@ -242,9 +243,9 @@ def gate_up_from_x(
 def add_low_rank(
     rows: Tensor, low: Tensor, *, weight: Tensor, offsets: Tensor, scale: float, needed: Tensor | None = None
 ) -> None:
-    """Adds scale times `low` times its expert's weight to each row, in place, if needed; None means always.
+    """Adds scale * low @ weight of the row's expert to each row in place, unless `needed` is 0.
 
-    rows: [C, O]; low: [C, r]; weight: [e, r, O]; one float dtype.
+    rows: [C, O]; low: [C, r]; weight: [e, r, O]; one float dtype. needed: [1], int64; None means always.
     """
     words = offsets[-1:] if needed is None else needed.view(torch.int32)
     _launch_grouped_gemm(low, weight, offsets=offsets, needed=words, out=rows, scale=scale)
@@ -253,7 +254,7 @@ def add_low_rank(
 def _launch_grouped_gemm(
     x: Tensor, weight: Tensor, *, offsets: Tensor, needed: Tensor, out: Tensor, scale: float | None = None
 ) -> None:
-    """Launches the product. scale: factor of the product that is added to `out`; None overwrites `out`."""
+    """Launches grouped_gemm_kernel. scale: factor of the result that is added to `out`; None overwrites `out`."""
     check_row_tensors(x, out)
     experts, inner, outer = weight.shape
     if experts == 0:
@@ -288,9 +289,9 @@ def _is_even(inner: int, outer: int) -> bool:
 
 
 def product_tile(dtype: torch.dtype, inner: int, outer: int, *, is_added: bool = False) -> dict[str, int]:
-    """Returns tile sizes, warps and stages of a product. Larger tiles would spill registers.
+    """Returns the tile sizes, warps and stages of a grouped GEMM. Larger tiles would spill registers.
 
-    is_added: whether the product is added to `out`, which takes as many registers per thread as the sums.
+    is_added: whether the result is added to `out`, whose values occupy as many registers per thread as the sums.
     """
     is_even = _is_even(inner, outer)
     if dtype == torch.float32:
@@ -303,7 +304,7 @@ def product_tile(dtype: torch.dtype, inner: int, outer: int, *, is_added: bool =
 
 
 def weight_grad_tile(dtype: torch.dtype, *, is_even: bool, is_added: bool = False) -> dict[str, int]:
-    """Returns tile sizes, warps and stages of a weight gradient. Larger tiles would spill registers."""
+    """Returns the tile sizes, warps and stages of a weight gradient. Larger tiles would spill registers."""
     if dtype == torch.float32:
         return {"ROWS": 64 if is_even else 32, "COLUMNS": 64, "TERMS": 16, "num_warps": 4, "num_stages": 3}
     if not is_even:
@@ -314,13 +315,13 @@ def weight_grad_tile(dtype: torch.dtype, *, is_even: bool, is_added: bool = Fals
 
 
 def residencies(num_warps: int) -> Mapping[str, Residency]:
-    """Returns the launchers' residency by kernel. Weight gradients use one program per tile."""
+    """Returns the residency that the launchers assume, by kernel. weight_grad_kernel uses one program per tile."""
     products = Residency(at_least=_PRODUCTS_PER_PROCESSOR[num_warps])
     return {"grouped_gemm_kernel": products, "weight_grad_kernel": Residency()}
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """Yields weights as stored and transposed, results that are written and added, with widths divisible by 16."""
+    """Yields compile cases: weights as stored and transposed, results written and added, widths divisible by 16."""
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
         data, size = f"*{name}:16", "i32:16"
         shapes = {"inner": size, "outer": size, "max_rows": "i32", "x": data, "x_row": size, "x_column": 1}

@@ -36,15 +36,15 @@ not matter; the bytes after the last whole word are copied one by one. Pages sta
 chooses the word size for each tensor, from values that all its threads share, which costs a branch but no second
 compilation.
 
-[Note: room beside products]
+[Note: copies during GEMMs]
 A copy should run while experts compute. A program of copy_kernel is therefore small: 4 warps of MAX_REGISTERS, which
 are 16% of the registers of a streaming multiprocessor (SM), with 8 KiB of loads in flight and no shared memory. On
-sm_90 a program of a grouped product (triton_grouped_gemm.py) leaves each quarter of an SM that many registers for a
-warp, except in two of the hot shapes, which tests/unit_tests/core/test_compiled_kernels.py lists. num_programs is the
-most programs of a launch: COPIES_PER_PROCESSOR for each SM of --moe-paged-stash-copy-sms. Without a limit, the default,
-they fill every SM. On an H200 (docs/gpu_results.md) products then lose 0.86 to 0.90 of the time that the copies take
-alone, and 0.89 to 1.5 with one program on each SM: a grouped product has one program for each SM, so it is as slow as
-the slowest of them.
+sm_90 a program of a grouped GEMM (triton_grouped_gemm.py) leaves each quarter of an SM that many registers for a warp,
+except in two of the hot shapes, which tests/unit_tests/core/test_compiled_kernels.py lists. num_programs is the maximum
+number of programs of a launch: COPIES_PER_PROCESSOR for each SM of --moe-paged-stash-copy-sms. Without a limit, the
+default, they fill every SM. On an H200 (docs/gpu_results.md) GEMMs are then delayed by 0.86 to 0.90 of the time that
+the copies take alone, and by 0.89 to 1.5 with one program on each SM: a grouped GEMM has one program for each SM, so it
+is as slow as the slowest program.
 
 [Note: tiers] Programs that copy host pages wait for PCIe, which a few programs saturate, and occupy their SMs
 meanwhile. Each tier therefore has its own launch, with at most HOST_PROGRAMS programs for the host tier. Held records
@@ -76,19 +76,19 @@ _ABSENT = (1, 1, 0, 1, 0, 0, -1)
 
 
 def count_for(num_tensors: int) -> int:
-    """Rounds a number of tensors up to a compiled count. Raises ValueError above the largest."""
+    """Rounds a number of tensors up to a compiled count. Raises ValueError if it exceeds the largest count."""
     if num_tensors > COUNTS[-1]:
-        raise ValueError(f"{num_tensors} tensors: one launch supports at most {COUNTS[-1]}")
+        raise ValueError(f"got {num_tensors} tensors: one launch supports at most {COUNTS[-1]}")
     return next(count for count in COUNTS if count >= num_tensors)
 
 
 def shifted(numbers: Sequence[int]) -> tuple[int, ...]:
-    """Returns numbers in the kernels' form. See [Note: numbers that kernels are not specialized on]."""
+    """Encodes numbers for kernels. See [Note: numbers that kernels are not specialized on]."""
     return tuple(2 * number + SHIFTED.value for number in numbers)
 
 
 def shifted_tensors(tensors: Sequence[int]) -> tuple[int, ...]:
-    """Pads the integers of encode_tensors with absent tensors and returns them in the kernels' form."""
+    """Pads the integers of encode_tensors with absent tensors and encodes them for kernels."""
     num_tensors = len(tensors) // INTS_PER_TENSOR
     return shifted([*tensors, *_ABSENT * (count_for(num_tensors) - num_tensors)])
 
@@ -175,7 +175,7 @@ def plan_kernel(
 
 @triton.jit
 def _room(tensors, COUNT: tl.constexpr):
-    """Returns the largest number of live tokens that all tensors have rows for."""
+    """Returns the largest number of live tokens that fit in each tensor."""
     room = tl.full((), 2**62, tl.int64)
     for i in tl.static_range(COUNT):
         tokens = ((tensors[7 * i + 2] - SHIFTED) >> 1) * ((tensors[7 * i + 3] - SHIFTED) >> 1)
@@ -480,7 +480,7 @@ def _launch(
 
 
 def block_words(page_bytes: int) -> int:
-    """Returns the 16-byte words that a program moves per iteration, for all groups of a pool: a page, within limits."""
+    """Returns the number of 16-byte words that a program copies per iteration: a page, within limits."""
     return min(max(triton.next_power_of_2(page_bytes // 16), MIN_BLOCK), MAX_BLOCK)
 
 
@@ -500,13 +500,13 @@ def _num_processors(device: torch.device) -> int:
 
 
 def residencies(num_warps: int) -> Mapping[str, Residency]:
-    """Returns the launchers' residency by kernel. plan and release are one program."""
+    """Returns the residency that the launchers assume, by kernel. plan and release run as one program."""
     copies = Residency(at_least=COPIES_PER_PROCESSOR, runs_beside=True)
     return {"plan_kernel": Residency(), "copy_kernel": copies, "release_kernel": Residency()}
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """Yields `plan` and `release` for the fewest and the most tensors, then copies of large and of small pages."""
+    """Yields compile cases: plan and release with the minimum and maximum numbers of tensors, and both copies."""
     state = {"ring": "*i32", "tails": "*i64", "table": "*i64", "held": "*i64"}
     plan_state = {"num_rows": "*i64", "reserve": "*i64", "heads": "*i64", "counters": "*i64", **state}
     for count in (COUNTS[0], COUNTS[-1]):
