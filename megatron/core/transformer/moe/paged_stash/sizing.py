@@ -341,7 +341,7 @@ def factor_at(quantile: float, peaks: Sequence[float]) -> float:
     if not 0 < quantile <= 1:
         raise ValueError(f"quantile is {quantile}: must be above 0 and at most 1")
     if not peaks:
-        raise ValueError("peaks is empty: must contain at least one step")
+        raise ValueError("peaks is empty: a quantile requires at least one step")
     return sorted(peaks)[max(multiple(quantile, len(peaks)), 1) - 1]
 
 
