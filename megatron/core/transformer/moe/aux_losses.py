@@ -67,8 +67,8 @@ class Routed:
     """Routing of one micro-batch. Its T = S x B tokens are ordered by position, then by sequence.
 
     logits: [T, E], fp32 or fp64. scores: [T, E], same dtype, the normalised scores if the route computed them. indices:
-    [T, K], int64. group: `tp_cp`, the ranks that hold the other positions of the micro-batch. average_counts: turns
-    this rank's counts [E] into their mean over the micro-batches of all ranks in the step so far. valid: [T], bool,
+    [T, K], int64. group: `tp_cp`, the ranks that process the other positions of the micro-batch. average_counts: maps
+    this rank's counts [E] to their mean over the micro-batches of all ranks in the step so far. valid: [T], bool,
     tokens included in the losses; None means all.
     """
 
@@ -97,7 +97,7 @@ class LoadBalancing:
     def __init__(self, config: TransformerConfig, normalised_scores: Callable[[Tensor], Tensor]) -> None:
         """Selects the enabled losses.
 
-        normalised_scores: turns logits [T, E] into scores of the same shape that sum to one per token.
+        normalised_scores: maps logits [T, E] to scores of the same shape that sum to one per token.
         """
         assert config.num_moe_experts is not None
         self.num_experts, self.topk = config.num_moe_experts, config.moe_router_topk
@@ -181,9 +181,9 @@ def switch_load_balancing_loss_func(
     probs: [T, E], softmax over all experts, fp32 or fp64; tokens_per_expert: [E], any integer or float dtype.
     total_num_tokens: an int, or a scalar on the device. fused: must be False. padding_mask: [T], bool, True for tokens
     whose probs are ignored; the counts passed in must exclude them as well. Returns a scalar of the probs' dtype, which
-    equals `coeff` when tokens and probabilities are spread evenly. Where several ranks share the tokens, each passes
-    its own probs with the tokens_per_expert and total_num_tokens of all ranks; the results of the ranks then sum to the
-    loss.
+    equals `coeff` when tokens and probabilities are spread evenly. If several ranks share the tokens, each rank passes
+    the probs of its tokens with the tokens_per_expert and total_num_tokens of all ranks, and the ranks' results sum to
+    the loss.
     """
     if fused:
         require_defaults("switch_load_balancing_loss_func", _NOT_FUSED, fused=(fused, False))
@@ -206,9 +206,10 @@ def z_loss_func(logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None
 
 
 def count_tokens(expert_indices: Tensor, num_experts: int, *, valid: Tensor | None = None) -> Tensor:
-    """Counts the assignments to each expert; expert_indices: [T, K], int64 -> [E], int64, same device, no sync.
+    """Counts the assignments to each expert, without a host sync.
 
-    valid: [T], bool, tokens to count; None means all.
+    expert_indices: [T, K], int64. valid: [T], bool, tokens to count; None means all. Returns [E], int64, on the same
+    device.
     """
     slots = expert_indices.reshape(-1)
     ones = torch.ones_like(slots) if valid is None else valid.unsqueeze(1).expand_as(expert_indices).reshape(-1).long()
@@ -379,7 +380,10 @@ class AuxLossRecorder(Recorder, LossRecorder, nn.Module):
     # Between steps
 
     def take_passes(self) -> dict[int, list[Tensor]]:
-        """Returns and clears the counts of each microbatch, in order: layer number -> tensors of [E], int64."""
+        """Returns the token counts of each microbatch and clears them.
+
+        The result contains, for each layer number, one tensor [E], int64, per microbatch, in order.
+        """
         passes = self._passes or {}
         self._forget_passes()
         return passes
@@ -392,7 +396,7 @@ class AuxLossRecorder(Recorder, LossRecorder, nn.Module):
         self._bias_updates[layer_number] = update
 
     def finalize_step(self, group: dist.ProcessGroup | None) -> None:
-        """Ends a step after its last microbatch: updates the routing biases and clears the tokens. Collective.
+        """Ends a step after its last microbatch: updates the routing biases and clears the token counts. Collective.
 
         group: all ranks that process different tokens, whose counts are summed; None means this rank only.
         """
@@ -409,7 +413,7 @@ class AuxLossRecorder(Recorder, LossRecorder, nn.Module):
         self._forget_passes()
 
     def layer_totals(self) -> LayerTotals:
-        """Returns this rank's records by layer: losses since the last take_totals, tokens of the current step."""
+        """Returns this rank's records by layer: losses since the last take_totals, token counts of the current step."""
         losses = torch.stack([self.sums.double(), self.counts.double()], dim=2)  # [names, L, 2]
         return LayerTotals(self.names, losses, self.tokens_per_expert)
 
@@ -429,7 +433,7 @@ class AuxLossRecorder(Recorder, LossRecorder, nn.Module):
             self._passes = {}
 
     def layer_losses(self) -> dict[str, Tensor]:
-        """Returns the sums of the recorded router losses by name: [L], the recorder's dtype, views."""
+        """Returns views of the sums of the recorded router losses by name: [L], the recorder's dtype."""
         rows = {name: self.sums[self.names.index(name)] for name in sorted(self.recorded_names)}
         return {name: row for name, row in rows.items() if name in _ROUTER_LOSSES}
 

@@ -104,7 +104,7 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
         return tokens, probs
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Keeps the rows of this rank's experts; hidden_states: [N, H], any float dtype; probs: [N, K].
+        """Selects the rows of this rank's experts; hidden_states: [N, H], any float dtype; probs: [N, K].
 
         Returns rows [R, H], tokens_per_expert [e], int64, on the device, and the weight of each row [R].
         """
@@ -113,7 +113,10 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
         return permute_tokens(hidden_states, permutation), tokens_per_expert, permute_probs(probs, permutation)
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Sums each token's rows of this rank; hidden_states: [R, H], any float dtype, weighted. Returns [N, H]."""
+        """Sums each token's rows on this rank. Returns [N, H].
+
+        hidden_states: [R, H], any float dtype, already multiplied by the weights.
+        """
         return unpermute_tokens(hidden_states, self._passage)
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:

@@ -244,7 +244,7 @@ def _expert_order(splits: RowSplits) -> PermutationMap:
 class RowsUnderWay:
     """Exchange in progress.
 
-    sent: [R, *], received: [R', *], any dtype. works: to wait for before the current stream reads `received`.
+    sent: [R, *], received: [R', *], any dtype. works: must complete before the current stream reads `received`.
     """
 
     sent: Tensor
@@ -253,7 +253,7 @@ class RowsUnderWay:
 
 
 class RowTransport(Protocol):
-    """Sends rows between the ranks of a group."""
+    """Interface for exchanging rows between the ranks of a group."""
 
     def launch(self, rows: Tensor, *, send: list[int] | None, receive: list[int] | None) -> RowsUnderWay:
         """Starts an exchange of rows. Collective.
@@ -310,13 +310,16 @@ class RowExchange:
         return _Wait.apply(started, self)
 
     def launch(self, rows: Tensor, *, send: list[int] | None, receive: list[int] | None) -> Tensor:
-        """Starts one direction; rows: [R, *], any dtype. Returns the buffer that `finish` completes: [R', *]."""
+        """Starts the exchange in one direction; rows: [R, *], any dtype.
+
+        Returns the buffer, [R', *], that contains the received rows after `finish`.
+        """
         assert self._running is None, "an exchange was started twice"
         self._running = self.transport.launch(rows.contiguous(), send=send, receive=receive)
         return self._running.received
 
     def finish(self) -> Tensor:
-        """Waits for the launched direction; returns the received rows: [R', *], any dtype."""
+        """Waits for the exchange that `launch` started; returns the received rows: [R', *], any dtype."""
         assert self._running is not None, "an exchange was not started"
         running, self._running = self._running, None
         for work in running.works:

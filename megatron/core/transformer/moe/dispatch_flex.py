@@ -50,10 +50,10 @@ class FlexBackend:
 
 
 def require_flex_backend(config: TransformerConfig, backend: str | None = None) -> None:
-    """Raises ValueError, identically on every rank, if this machine lacks the backend that the settings select.
+    """Raises ValueError, identically on every rank, if this machine or the settings do not support a flex backend.
 
-    backend: name of the backend to check, regardless of moe_token_dispatcher_type; None means the backend selected by
-    that type, if any.
+    backend: name of the backend to check. None checks moe_flex_dispatcher_backend if moe_token_dispatcher_type is flex,
+    and nothing for other types.
     """
     if backend is None:
         if config.num_moe_experts is None or config.moe_token_dispatcher_type != "flex":
@@ -296,7 +296,10 @@ class MoEDeepEPTokenDispatcher(MoEFlexTokenDispatcher):
         return rows.hidden_states, order.rows_per_group, rows.probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Sums each received token's rows; hidden_states: [C, H], bf16, weighted. Returns [N, H]."""
+        """Sums each received token's rows. Returns [N, H].
+
+        hidden_states: [C, H], bf16, already multiplied by the weights.
+        """
         received: StaticRows = self._passage.rows
         return received.give_back(hidden_states)
 
@@ -465,7 +468,7 @@ class SymmetricTransport:
         return symmetric_memory.get_symm_mem_workspace(self.group.group_name, num_bytes)
 
     def _check_size(self, num_bytes: int, *, is_captured: bool) -> None:
-        """Grows `_num_bytes`; raises RuntimeError if an existing or pending graph uses the current buffer."""
+        """Grows `_num_bytes` if necessary; raises RuntimeError if CUDA graphs use a buffer of the current size."""
         if num_bytes > self._num_bytes and (is_captured or self._is_in_graphs):
             raise RuntimeError(
                 f"moe_flex_dispatcher_backend is symm_mem: an exchange of {num_bytes} bytes needs a larger buffer "
@@ -478,7 +481,7 @@ class SymmetricTransport:
 
 
 class MoESymmetricTokenDispatcher(MoEStaticAlltoAllTokenDispatcher, MoEFlexTokenDispatcher):
-    """The static all-to-all dispatcher over symmetric memory."""
+    """Static all-to-all dispatcher that exchanges rows through symmetric memory."""
 
     def __init__(
         self,

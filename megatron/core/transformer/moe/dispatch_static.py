@@ -151,7 +151,7 @@ class StaticRows:
         return DispatchedTokens(rows, weights.view(-1))
 
     def give_back(self, rows: Tensor) -> Tensor:
-        """Sums each token's rows; rows: [C, H], float -> [N, H]."""
+        """Sums each token's rows; rows: [C, H], float. Returns [N, H]."""
         order = self.order
         return sum_live_rows(rows, order.row_of_slot, source_of_row=order.token_of_row, num_rows=self.num_rows)
 
@@ -257,7 +257,10 @@ class MoEStaticAllGatherTokenDispatcher(MoEStaticTokenDispatcher):
         return rows.hidden_states, received.order.rows_per_group, rows.probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Sums each token's rows of this rank; hidden_states: [C, H], any float dtype, weighted. Returns [N, H]."""
+        """Sums each token's rows on this rank. Returns [N, H].
+
+        hidden_states: [C, H], any float dtype, already multiplied by the weights.
+        """
         received: StaticRows = self._passage
         return received.give_back(hidden_states)
 
@@ -492,7 +495,7 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
 
 
 def require_probs(probs: Tensor | None) -> Tensor:
-    """Returns probs, [*], float. Raises ValueError if it is None, because the weights are sent with the rows."""
+    """Returns probs unless it is None; raises ValueError for None. probs: [*], float."""
     if probs is None:
         raise ValueError(
             "probs is None: pass the weights returned by dispatch_preprocess, which are sent with the rows"

@@ -45,7 +45,7 @@ class CapturedForward:
 
 
 class ExpertStep(Recorder, torch.nn.Module):
-    """Records the demand and the live rows of a step's expert layers, and runs the experts under the stash.
+    """Records the demand and the live rows of a step's expert layers, and runs the experts in contexts of the stash.
 
     Each layer creates an instance; a trainer replaces them with one instance for all layers of its rank. Live rows are
     recorded only after the first `begin`.
@@ -69,7 +69,7 @@ class ExpertStep(Recorder, torch.nn.Module):
         self._part: CapturedForward | None = None  # set during capture
 
     def __reduce__(self) -> Any:
-        """Makes a copy of a model use a new, empty record."""
+        """Makes deepcopy and pickle create a new, empty record."""
         return ExpertStep, (self.rows.device,)
 
     def begin(self) -> None:
@@ -138,7 +138,7 @@ class ExpertStep(Recorder, torch.nn.Module):
         return None if self.stash is None or part.stashed is None else self.stash.replaying(part.stashed)
 
     def replayed(self, part: CapturedForward) -> None:
-        """Records the rows of a replayed forward."""
+        """Records the numbers of live rows of a replayed forward."""
         for layer_number, num_rows in part.rows:
             self._count(layer_number, num_rows)
 
@@ -177,7 +177,7 @@ class GraphedExperts(PartParticipant):
         return self._step.new_part()
 
     def capturing(self, account: CapturedForward) -> AbstractContextManager[None]:
-        """Redirects the rows and pages recorded inside the block to `account`, instead of the current step."""
+        """Context manager that records rows and pages in `account` instead of in the current step."""
         return self._step.capturing(account)
 
     def replaying(self, account: CapturedForward) -> Any:
@@ -185,7 +185,7 @@ class GraphedExperts(PartParticipant):
         return self._step.replaying(account)
 
     def replayed(self, account: CapturedForward) -> None:
-        """Adds the row counts of the replayed forward."""
+        """Records the numbers of live rows of the replayed forward."""
         self._step.replayed(account)
 
     def replaying_backward(self, forward: Any) -> None:

@@ -470,7 +470,7 @@ class ExpertAdapter(MegatronModule):
         self.lora_b = zero_parameter(num_local_experts, rank, sizes[1], config=config)
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """Returns the init methods of the parameters, by name."""
+        """Returns the init method of each parameter by name."""
         return {"lora_a": init_of_a(self.sizes[0]), "lora_b": ConstantInit(0)}
 
     def forward(self, product: Tensor, rows: Tensor, *, offsets: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ def grouped_gemm(
 ) -> Tensor:
     """Multiplies each row by the matrix of its expert.
 
-    rows: [R, I], sorted by expert. weight: [e, I, O], or any shape that can be viewed so, the rows' float dtype.
+    rows: [R, I], sorted by expert. weight: [e, I, O], or a shape that can be viewed as such, the rows' float dtype.
     offsets: [e], int32, on the device: end offset of each expert's rows. kernel: see product_kernel. Returns [R, O],
     same dtype. Rows beyond the last offset are not read; the result and the gradient are undefined there. NOTE: on a
     GPU, all torch kernels except the bf16 one synchronize with the device, and so does fp64.

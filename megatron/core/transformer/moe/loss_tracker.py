@@ -45,8 +45,9 @@ class LossRecorder(ABC):
 class TrackedLoss:
     """Sums of one loss by layer, and the process groups that reduce them.
 
-    values: [L], float. reduce_group, avg_group: ranks over which the loss is summed and averaged; None means that it is
-    not. reduce_group_has_dp: whether reduce_group includes the data-parallel ranks; if not, they average the loss.
+    values: [L], float. reduce_group: ranks that sum the loss, avg_group: ranks that average it; None means no
+    reduction. reduce_group_has_dp: whether reduce_group includes the data-parallel ranks; if not, they average the
+    loss.
     """
 
     values: Tensor
@@ -71,7 +72,10 @@ class AuxLossTracker:
         self._recorders.add(recorder)
 
     def set_scale(self, scale: Tensor) -> None:
-        """Sets the gradient factor, also in all recorders; scale: scalar or [1], any float dtype."""
+        """Sets the gradient factor of all losses, including the recorders' losses.
+
+        scale: scalar or [1], any float dtype.
+        """
         for recorder in self._recorders:
             recorder.set_backward_scale(scale)
         self.scale = scale
@@ -99,7 +103,7 @@ class AuxLossTracker:
         tracked.reduce_group_has_dp = reduce_group_has_dp
 
     def entry(self, name: str, num_layers: int, *, device: torch.device | None = None) -> TrackedLoss:
-        """Returns the saved loss of this name, extended to at least num_layers layers; creates it at zero if new."""
+        """Returns the saved loss of this name, with at least num_layers layers. A new loss is zero in all layers."""
         if name not in self._saved:
             self._saved[name] = TrackedLoss(
                 torch.zeros(num_layers, dtype=torch.float32, device=device or default_device())

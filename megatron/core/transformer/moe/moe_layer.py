@@ -70,7 +70,7 @@ class SharedExpertsBuilder(Protocol):
 
 
 class RouterInterface(Protocol):
-    """Interface through which MoELayer calls a router. It passes padding_mask after `input` if it received one."""
+    """Interface through which MoELayer calls a router. If the layer receives a padding_mask, it follows `input`."""
 
     def forward(self, input: Tensor, /) -> Sequence[Tensor]:
         """Routes tokens: [S, B, H], parameter dtype.
@@ -154,7 +154,7 @@ class MoELayer(BaseMoELayer):
     1. `route`: the router chooses and weighs experts for the tokens [T, H].
     2. `preprocess`: the dispatcher orders the tokens' rows, or copies each token into its rows.
     3. `dispatch` sends them to the ranks of their experts.
-    4. `routed_experts_compute`: the experts compute their rows, sorted by expert, times the weights: [R, H].
+    4. `routed_experts_compute`: the experts process their rows, sorted by expert, and apply the weights: [R, H].
     5. `combine` sends the rows back.
     6. `postprocess` sums the rows of each token. If there is a shared expert, it adds the shared expert's output for
        every token, which `shared_experts_compute` computes: [T, H]. With moe_shared_expert_overlap the dispatcher runs
@@ -315,7 +315,7 @@ class MoELayer(BaseMoELayer):
         """Sums the rows of each token and adds the shared expert's result.
 
         output: [*, H], parameter dtype, the result of `combine`. shared_expert_output: the result of
-        shared_experts_compute, or None. Returns the shape of the input to `preprocess`.
+        shared_experts_compute, or None. Returns the tokens in the shape of the input to `preprocess`.
         """
         tokens: Tensor = self.token_dispatcher.combine_postprocess(output)
         return tokens if shared_expert_output is None else tokens + in_shape(shared_expert_output, tokens.shape)
@@ -338,7 +338,7 @@ class MoELayer(BaseMoELayer):
         return output
 
     def graphed_parts(self) -> dict[str, GraphedPart]:
-        """Returns the parts that CUDA graphs can run, by the names of --cuda-graph-modules."""
+        """Returns the parts that CUDA graphs can run, keyed by their names in --cuda-graph-modules."""
         experts = () if self.expert_step is None else (GraphedExperts(lambda: self.expert_step),)
         return {
             "moe": GraphedPart("mlp", self, experts),

@@ -222,8 +222,8 @@ def pad_routing_map(routing_map: Tensor, pad_multiple: int) -> Tensor:
 def qb_dual_update(scores: Tensor, k: int, beta: Tensor, update_beta: bool = True) -> tuple[Tensor, Tensor]:
     """Performs one step of quantile balancing. Updates the tokens' thresholds, then the experts' thresholds.
 
-    Choosing k experts per token with the largest sum of scores, such that all experts get the same number of tokens, is
-    a linear program. Its duals are a threshold alpha for each token and beta for each expert: a token chooses the
+    Choosing k experts per token with the largest sum of scores, such that all experts receive equally many tokens, is a
+    linear program. Its duals are a threshold alpha for each token and beta for each expert: a token chooses the
     experts with scores - beta > alpha. alpha is the (k + 1)-th largest value of scores - beta over the experts, and
     beta the (T k / E + 1)-th largest value of scores - alpha over the tokens, so that k, or T k / E, values are above
     the threshold.
@@ -302,7 +302,7 @@ def unpermute(
     """Sums each token's rows, which are multiplied by their weights if `probs` is given.
 
     permuted_tokens: [R, H], any float dtype; sorted_indices: [R], int64; restore_shape: (T, H); probs: [T, E], float,
-    and with it routing_map: [T, E], bool. drop_and_pad: as in `permute`. Returns [T, H], the rows' dtype. fused,
+    which requires routing_map: [T, E], bool. drop_and_pad: as in `permute`. Returns [T, H], the rows' dtype. fused,
     pad_offsets, batch_invariant_inverse_map: must have their defaults.
     """
     require_defaults(

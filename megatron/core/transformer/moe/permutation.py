@@ -203,7 +203,10 @@ def order_padded_slots(
 
 
 def count_sorted(sorted_experts: Tensor, num_experts: int) -> Tensor:
-    """Counts the rows of each expert; sorted_experts: [R], int64, ascending -> [E], int64, same device, no sync."""
+    """Counts the rows of each expert, without a host sync.
+
+    sorted_experts: [R], int64, ascending. Returns [E], int64, on the same device.
+    """
     experts = torch.arange(num_experts, device=sorted_experts.device)
     # An expert without rows ends where the previous expert ends.
     row_ends = torch.searchsorted(sorted_experts, experts, right=True)
@@ -276,12 +279,12 @@ def kept_slots(weights: Tensor, expert_indices: Tensor, *, capacity: int) -> Ten
 
 
 def permute_tokens(tokens: Tensor, permutation: PermutationMap) -> Tensor:
-    """Copies each token into its rows; tokens: [T, H], any float dtype -> [R, H]."""
+    """Copies each token into its rows; tokens: [T, H], any float dtype. Returns [R, H]."""
     return _GatherRows.apply(tokens, permutation.token_of_row, permutation.row_of_slot, permutation.kept)
 
 
 def permute_probs(probs: Tensor, permutation: PermutationMap) -> Tensor:
-    """Returns the weight of each row; probs: [T, K], any float dtype -> [R]."""
+    """Returns the weight of each row: [R]. probs: [T, K], any float dtype."""
     slots = probs.reshape(-1, 1)  # [T * K, 1], one weight per slot
     kept = None if permutation.kept is None else permutation.kept.view(-1, 1)
     weights = _GatherRows.apply(slots, permutation.slot_of_row, permutation.row_of_slot.view(-1, 1), kept).view(-1)
@@ -289,7 +292,7 @@ def permute_probs(probs: Tensor, permutation: PermutationMap) -> Tensor:
 
 
 def unpermute_tokens(rows: Tensor, permutation: PermutationMap) -> Tensor:
-    """Sums each token's rows; rows: [R, H], any float dtype -> [T, H], in token order.
+    """Sums each token's rows; rows: [R, H], any float dtype. Returns [T, H], in token order.
 
     A row that belongs to no slot also receives a gradient, but its weight of 0 makes the gradient 0.
     """
@@ -327,7 +330,10 @@ class _SumRows(torch.autograd.Function):
 
 
 def _sum_rows(x: Tensor, row_of_slot: Tensor, *, kept: Tensor | None) -> Tensor:
-    """Gathers and sums in one pass, in fp32 for half precision; x: [R, H]; row_of_slot: [T, K] -> [T, H]."""
+    """Gathers and sums each token's rows in one pass. Half precision is summed in fp32.
+
+    x: [R, H]; row_of_slot: [T, K]. Returns [T, H].
+    """
     if row_of_slot.shape[1] == 1 and kept is None:
         return x.index_select(0, row_of_slot.view(-1))
     if x.shape[0] == 0:

@@ -342,13 +342,14 @@ class TopKRouter(Router):
         needs_dp_avg: bool = True,
         valid_token_count: Tensor | int | None = None,
     ) -> Tensor:
-        """Records an auxiliary loss and attaches it to an activation. Collective if valid_token_count is a tensor.
+        """Records an auxiliary loss and attaches it to an activation.
 
         activation: [T, E] or [T, K], float. aux_loss: scalar, float, this rank's share of the loss, including the
         coefficient. aux_loss_name: one of the recorder's names. reduce_group: the ranks whose shares sum to the loss.
         needs_dp_avg: has no effect, because the log always averages over ranks, which does not change equal values.
         valid_token_count: number of unpadded tokens in the activation, as a scalar tensor, int64, if ranks differ; None
-        means all. Returns the activation, through which backward also reaches the loss.
+        means all. Returns the activation, through which backward also reaches the loss. Collective with
+        calculate_per_token_loss if valid_token_count is a tensor.
         """
         num_shares = group_size(reduce_group)
         # The log averages over ranks, so a share is scaled up to a whole loss.

@@ -72,7 +72,7 @@ class RouterReplay:
 
     @staticmethod
     def clear_global_router_replay_action() -> None:
-        """Makes all routers choose normally."""
+        """Makes all routers route normally."""
         for instance in RouterReplay.instances():
             instance.clear_router_replay_action()
 
@@ -113,7 +113,7 @@ class RouterReplay:
         self.router_replay_action = router_replay_action
 
     def clear_router_replay_action(self) -> None:
-        """Makes the router choose normally."""
+        """Makes the router route normally."""
         self.router_replay_action = None
 
     def record_indices(self, topk_indices: Tensor) -> None:

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class SharedExpertMLP(MLP):
-    """A dense feed-forward layer of width moe_shared_expert_intermediate_size, the total width of all shared experts.
+    """Dense feed-forward layer of width moe_shared_expert_intermediate_size, the total width of all shared experts.
 
     gate_weight: [1, H]; each token's result is multiplied by sigmoid(gate_weight x), as in Qwen2-MoE. It is None
     without `gate`.
@@ -94,17 +94,26 @@ class SharedExpertMLP(MLP):
         """Does nothing, because the steps run on the current stream and need no synchronization."""
 
     def pre_forward_comm(self, input: Tensor, wait_current_stream: bool = True) -> None:
-        """Begins a forward and computes the gate; input: [*, H], parameter dtype. wait_current_stream: no effect."""
+        """Begins a forward and computes the gate.
+
+        input: [*, H], parameter dtype. wait_current_stream: has no effect.
+        """
         self._gate, self._input, self._result = self._gate_of(input), input, None
 
     def linear_fc1_forward_and_act(self, overlapped_comm_output: Tensor | None = None) -> None:
-        """Runs the first projection and the activation. Ignores overlapped_comm_output, any shape and dtype."""
+        """Runs the first projection and the activation.
+
+        overlapped_comm_output: unused, any shape and dtype.
+        """
         scale = None if self._gate is None else self._gate.unsqueeze(-1)
         intermediate, bias = self.linear_fc1(_begun(self._input, "pre_forward_comm"))
         self._input = self.activation(intermediate, bias=bias, scale=scale)
 
     def linear_fc2_forward(self, overlapped_comm_output: Tensor | None = None) -> None:
-        """Runs the second projection. Ignores overlapped_comm_output, any shape and dtype."""
+        """Runs the second projection.
+
+        overlapped_comm_output: unused, any shape and dtype.
+        """
         output, bias = self.linear_fc2(_begun(self._input, "linear_fc1_forward_and_act"))
         if bias is not None:
             output = output + (bias if self._gate is None else (bias * self._gate.unsqueeze(-1)).to(output.dtype))

@@ -28,9 +28,10 @@ __all__ = [
 def build_token_dispatcher(
     experts: range, *, config: TransformerConfig, groups: ProcessGroupCollection
 ) -> MoETokenDispatcher:
-    """Builds the dispatcher that the configuration selects; experts: this rank's experts. Collective with type flex.
+    """Builds the dispatcher that the configuration selects. Collective if its type is flex.
 
-    Raises ValueError if type flex is selected and this machine does not support its backend.
+    experts: range of this rank's experts. Raises ValueError if type flex is selected and this machine does not support
+    its backend.
     """
     require_flex_backend(config)
     is_static = config.moe_expert_rank_capacity_factor is not None

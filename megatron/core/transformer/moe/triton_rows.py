@@ -54,7 +54,7 @@ def count_kernel(
     BINS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Counts, in each program, the slots of each expert within the program's run, and marks all rows as padding."""
+    """Counts the slots of each expert, separately in each program's run of slots, and marks all rows as padding."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     total = tl.zeros((BINS,), dtype=tl.int32)
     run = tl.cdiv(num_slots, programs)
@@ -290,7 +290,7 @@ def sum_rows(rows: Tensor, row_of_slot: Tensor) -> Tensor:
 
 
 def residencies(num_warps: int) -> Mapping[str, Residency]:
-    """Returns the default residency for each kernel, because no kernel loops over tiles of a limited grid."""
+    """Returns the residency that the launchers assume, by kernel. It is the default for all kernels."""
     assert num_warps == _WARPS["num_warps"]
     names = ("count_kernel", "order_kernel", "experts_kernel", "gather_kernel", "sum_kernel")
     return dict.fromkeys(names, Residency())

@@ -24,7 +24,7 @@ Slope = Callable[..., Tensor]
 
 
 class Curve(enum.IntEnum):
-    """Activation function f, by the number that kernels receive."""
+    """Activation functions f. Kernels receive the value of a member."""
 
     SILU = 0
     GELU = 1
@@ -86,7 +86,7 @@ class ActivationForm:
 
 
 def activation_of(name: str) -> Activation:
-    """Returns the activation with this name. Raises ValueError for an unknown one."""
+    """Returns the activation with this name. Raises ValueError if the name is unknown."""
     if name not in _ACTIVATIONS:
         raise ValueError(f"activation ({name!r}) must be one of {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]

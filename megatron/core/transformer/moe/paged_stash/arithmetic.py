@@ -31,7 +31,7 @@ class _Pass(NamedTuple):
 
 
 def resident_groups(events: Sequence[StashEvent]) -> set[GroupKey]:
-    """Returns the groups whose backward directly follows their forward. They are not stashed and need no pages."""
+    """Returns the groups whose backward directly follows their forward. They are not stashed and require no pages."""
     pairs = zip(events, events[1:])
     return {first.group for first, second in pairs if first.kind is not second.kind and first.group == second.group}
 

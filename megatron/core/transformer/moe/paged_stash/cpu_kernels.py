@@ -323,7 +323,7 @@ class PagedRows(NamedTuple):
     host_pages: Tensor
 
     def add_to(self, moves: Moves) -> None:
-        """Appends the copies of all pages to `moves`, by run or indexed, whichever is cheaper."""
+        """Appends the copies of all pages to `moves`, as runs or as indexed copies, whichever is cheaper."""
         num_device_pages = self.device_pages.numel() // self.page_bytes
         num_pages, num_whole = len(self.page_ids), self._num_whole_pages()
         most = max(FEW_RUNS, self.num_bytes // LONG_RUN) if num_whole else num_pages
@@ -378,7 +378,7 @@ class PagedRows(NamedTuple):
         return WholePages(tier.view(dtype).view(-1, num_rows, row), indices, rows)
 
     def _widest_word(self, tier: Tensor, *, sizes: tuple[int, int]) -> tuple[int, torch.dtype]:
-        """Returns the widest word that divides all these sizes and addresses."""
+        """Returns the widest word whose size divides `sizes` and the addresses of the rows and of the tier."""
         numbers = [*sizes, self.memory.data_ptr(), self.memory.storage_offset(), tier.data_ptr(), tier.storage_offset()]
         return next(word for word in WORDS if not any(number % word[0] for number in numbers))
 

@@ -490,7 +490,7 @@ def _ends_sync(offsets: Tensor, rows: Tensor) -> list[int]:
 
 
 def _parts_sync(rows: Tensor, offsets: Tensor) -> Iterator[tuple[int, slice]]:
-    """Yields each expert that has rows, and its row range."""
+    """Yields each expert that has rows, and the range of its rows."""
     ends = _ends_sync(offsets, rows)
     for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
         if end > start:

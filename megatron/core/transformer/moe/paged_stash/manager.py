@@ -91,7 +91,7 @@ class PagedStashManager:
     """
 
     def __init__(self, pool: PagePool | None = None, *, prefetch_groups: int = 1) -> None:
-        """Creates a stash over the pool, if one is given.
+        """Creates a stash that uses the pool, if a pool is passed.
 
         pool: a pool sized by the caller; None learns the sizes in the first step. prefetch_groups: number of groups
         whose rows are restored ahead of their backward.
@@ -292,7 +292,10 @@ class PagedStashContext:
         num_tokens_tensor: Tensor | int | None = None,
         avg_num_tokens: int | None = None,
     ) -> None:
-        """Stores the arguments of get_paged_stash_context. Raises ValueError if a number of tokens is missing."""
+        """Creates the context from the arguments of get_paged_stash_context.
+
+        Raises ValueError if max_num_tokens or num_tokens_tensor is missing.
+        """
         if max_num_tokens is None or num_tokens_tensor is None:
             raise ValueError(
                 f"max_num_tokens ({max_num_tokens}) and num_tokens_tensor ({num_tokens_tensor}) are both required"
@@ -316,7 +319,7 @@ class PagedStashContext:
 
 
 def paged_stash_init_chunk_handler(vp_size: int | None, vp_stage: int | None) -> None:
-    """Selects the model chunk that runs the next forwards, for the manager of this process.
+    """Informs the manager of this process which model chunk runs the next forwards.
 
     vp_size: number of chunks of the pipeline stage; None or 1 means one. vp_stage: index of the chunk, from 0. Raises
     ValueError for an index out of range.

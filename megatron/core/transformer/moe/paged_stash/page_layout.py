@@ -73,8 +73,8 @@ class PoolLayout:
 class TensorSpec:
     """Memory layout of one tensor of a group: max_rows rows of row_bytes bytes each, pitch_bytes apart.
 
-    tokens_per_row: tokens that share one row. It is 1 except for block scales, where it is e.g. 32. With num_rows live
-    tokens, ceil(num_rows / tokens_per_row) rows are live. Raises ValueError for impossible sizes.
+    tokens_per_row: number of tokens that share one row, which is 1 except for block scales (e.g. 32). With num_rows
+    live tokens, ceil(num_rows / tokens_per_row) rows are live. Raises ValueError for impossible sizes.
     """
 
     row_bytes: int
@@ -91,7 +91,7 @@ class TensorSpec:
 
     @property
     def max_bytes(self) -> int:
-        """Bytes of all rows, live or not, without gaps."""
+        """Number of bytes of all rows, live or not, without gaps."""
         return self.max_rows * self.row_bytes
 
     @property
@@ -101,7 +101,7 @@ class TensorSpec:
 
 
 class PagesByPriority(NamedTuple):
-    """Page counts of one group's tensors, summed by Priority."""
+    """Page counts of one group's tensors by priority."""
 
     inputs: int = 0
     gate_up: int = 0
@@ -209,7 +209,7 @@ INTS_PER_TENSOR = len(EncodedTensor._fields)
 
 
 def encode_tensors(tensors: Iterable[PlacedTensor]) -> list[int]:
-    """Encodes a group's tensors as one list of integers, which operators expect."""
+    """Encodes a group's tensors as the list of integers that operators expect."""
     return [number for tensor in tensors for number in tensor.encode()]
 
 

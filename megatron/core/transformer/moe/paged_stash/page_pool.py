@@ -90,7 +90,7 @@ class PageGroup:
     is_fixed: bool = False
 
     def dropped(self, index: int) -> Tensor:
-        """Returns the flag of a tensor that is 1 if it received no pages, else 0: [1], int64, on the device, a view."""
+        """Returns a flag that is 1 if the tensor received no pages, else 0: [1], int64, on the device, a view."""
         return self.slab.held[self.tensors[index].slot, Held.DROPPED :][:1]
 
 
@@ -288,13 +288,13 @@ class PagePool:
             )
 
     def dropped(self, group: PageGroup, index: int) -> Tensor:
-        """Returns the flag of a tensor that is 1 if it received no pages, else 0: [1], int64, on the device, a view."""
+        """Returns a flag that is 1 if the tensor received no pages, else 0: [1], int64, on the device, a view."""
         return group.dropped(index)
 
     def close_group(self, group: PageGroup, after: torch.Event | None = None) -> None:
         """Makes the group's table entries available to later groups, which wait for the event `after`.
 
-        Pages that the group still holds stay allocated until the next reset.
+        Pages that the group still holds remain allocated until the next reset.
         """
         if group.generation == self.generation:
             self._tables.close_group(group, after)
@@ -365,7 +365,7 @@ class PagePool:
 
 
 def _device_memory(num_bytes: int, device: torch.device) -> Tensor:
-    """Allocates [num_bytes], uint8, on the device."""
+    """Allocates device memory: [num_bytes], uint8. Raises TierMemoryError if it cannot be allocated."""
     try:
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     except RuntimeError as error:
@@ -380,7 +380,10 @@ def _device_memory(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def _host_memory(num_bytes: int, device: torch.device) -> Tensor:
-    """Allocates [num_bytes], uint8, in page-locked memory unless the device is the CPU."""
+    """Allocates host memory: [num_bytes], uint8, page-locked unless the device is the CPU.
+
+    Raises TierMemoryError if it cannot be allocated.
+    """
     locked = device.type != "cpu" and num_bytes > 0
     try:
         memory = pinned_bytes(num_bytes, device) if locked else torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
@@ -470,7 +473,7 @@ class PageTables:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all slabs, on the device."""
+        """Size of all slabs in bytes."""
         slabs = [*self.slabs, *(group.slab for group in self._fixed)]
         return sum(slab.table.nbytes + slab.held.nbytes for slab in slabs)
 

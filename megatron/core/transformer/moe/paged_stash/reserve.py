@@ -52,7 +52,10 @@ class Reserve:
         self._inputs_alone = torch.tensor([0, _NEVER_FREE, _NEVER_FREE], dtype=torch.int64, device=device)
 
     def begin_step(self, events: tuple[StashEvent, ...]) -> None:
-        """Prepares for a step with these events, or () if unknown. Allocates only if the number of forwards changed."""
+        """Prepares the reserve of the next step. Allocates only if the number of forwards changed.
+
+        events: expected events of the step; () if they are unknown.
+        """
         if events is not self._events:
             self._events, self._resident = events, resident_groups(events)
             self._starts = [place for place, event in enumerate(events) if event.kind is EventKind.FORWARD]
@@ -74,7 +77,7 @@ class Reserve:
             self._droppable.add(group[0])
 
     def forget_others(self, groups: set[GroupKey]) -> None:
-        """Drops the records of all other groups. Call it before begin_step."""
+        """Drops the records of all groups that are not in `groups`. Call it before begin_step."""
         if self._pages.keys() <= groups:
             return
         self._stashed = {group: stashed for group, stashed in self._stashed.items() if group in groups}

@@ -42,14 +42,14 @@ _DEPTH = 64
 
 
 class RowTensors(enum.Enum):
-    """The rule by which a context decides which saved tensors are rows."""
+    """Rule by which a context decides which saved tensors contain rows."""
 
     DECLARED = "tensors that `rows` or `mark` declared before autograd saved them"
     GUESSED = "declared tensors, and others with max_rows rows unless they are weights; see [Note: guessed rows]"
 
 
 class StashGroup:
-    """Collects the saved tensors of one context, and declares their meaning. Must not be used after the context.
+    """Collects the saved tensors of one context, whose meaning the caller can declare. Invalid after the context.
 
     1. `rows`, `keep` and `mark` declare the meaning of tensors before autograd saves them.
     2. `pack` receives each tensor that autograd saves and decides whether it contains rows.
@@ -276,7 +276,10 @@ class Origin(enum.Enum):
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Returns whether a tensor of any shape and dtype is a module's parameter or a view of one."""
+    """Returns whether a tensor is a module's parameter or a view of a parameter.
+
+    tensor: any shape and dtype.
+    """
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
@@ -397,7 +400,10 @@ class StorageView:
 
     @staticmethod
     def of(tensor: Tensor) -> "StorageView":
-        """Describes a tensor of any shape and dtype. Sparse tensors have offset 0 and strides ()."""
+        """Describes how a tensor views its storage. Sparse tensors have offset 0 and strides ().
+
+        tensor: any shape and dtype.
+        """
         if tensor.layout is not torch.strided:
             return StorageView(tensor.dtype, 0, tensor.size(), ())
         return StorageView(tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
@@ -421,7 +427,10 @@ class Snapshot:
 
     @staticmethod
     def of(tensor: Tensor, rows: RowView | None) -> "Snapshot":
-        """Records a tensor, of any shape and dtype, at its current version."""
+        """Takes a snapshot of a tensor at its current version.
+
+        tensor: any shape and dtype.
+        """
         # Detached, because an operator's output keeps the operator's node alive, and the node would keep its output
         # alive. A leaf has no node, and backward must receive the same object.
         return Snapshot(tensor if tensor.is_leaf else tensor.detach(), tensor._version, rows)
@@ -479,9 +488,9 @@ class SavedTensor:
     )
 
     def __init__(self, group: Any, tensor: Tensor, *, may_have_rows: bool) -> None:
-        """Wraps a tensor of any shape and dtype.
+        """Describes a tensor that autograd saves.
 
-        may_have_rows: False for weights and for tensors of other devices or kinds.
+        tensor: any shape and dtype. may_have_rows: False for weights and for tensors of other devices or types.
         """
         self.group, self.view, self.may_have_rows = group, StorageView.of(tensor), may_have_rows
         self.snapshot: Snapshot | None = None
@@ -492,7 +501,10 @@ class SavedTensor:
         self.has_history = tensor.grad_fn is not None
 
     def hand_on(self, tensor: Tensor, hooks: Hooks) -> None:
-        """Packs a tensor, of any shape and dtype, with the outer hooks, which the hooks of the context override."""
+        """Packs a tensor with the outer hooks, which the hooks of the context override.
+
+        tensor: any shape and dtype.
+        """
         pack, self.outer_unpack = hooks
         self.packed = pack(tensor)
 
@@ -507,7 +519,7 @@ class SavedTensor:
         return True
 
     def kept(self) -> Tensor:
-        """Returns the original tensor, of any shape and dtype, if it was not stashed."""
+        """Returns the original tensor, any shape and dtype. Must not be called if the tensor was stashed."""
         if self.outer_unpack is not None:
             return self.outer_unpack(self.packed)
         assert self.snapshot is not None, "neither kept nor stashed"
@@ -557,7 +569,7 @@ class Block:
         return (self.storage._cdata, self.pitch, self.num_rows) == (other.storage._cdata, other.pitch, other.num_rows)
 
     def holds(self, other: "Block") -> bool:
-        """Returns whether this block contains all bytes of the other."""
+        """Returns whether this block contains all bytes of `other`."""
         return self.is_cut_like(other) and self.start <= other.start and other.end <= self.end
 
     def overlaps(self, other: "Block") -> bool:
@@ -592,7 +604,7 @@ def blocks_of(saved: list[SavedTensor], marks: list[Mark]) -> list[Block]:
 
 
 def block_with(snapshot: Snapshot, blocks: list[Block]) -> int | None:
-    """Returns the index of the block that contains a row tensor, or None."""
+    """Returns the index of the block that contains a row tensor; None if no block does."""
     wanted = Block.of(snapshot)
     return next((index for index, block in enumerate(blocks) if block.holds(wanted)), None)
 

@@ -267,7 +267,7 @@ def _pages_of_factor(factor: float, needs: StepNeeds, *, learned: LearnedSizes) 
 
 
 def grown_sizes(layout: PoolLayout, needs: StepNeeds, *, wanted_pages: int) -> LearnedSizes | None:
-    """Returns the factor with which an undersized pool can hold wanted_pages; None if it can hold full buffers.
+    """Returns the pool factor that wanted_pages require in an undersized pool; None if it already fits full buffers.
 
     wanted_pages: peak page count of the tensors that received no pages in this pool and of all more important tensors.
     The device tier grows; a pool without a device tier grows on the host. Merge the factors of all ranks before

@@ -93,7 +93,7 @@ class CapturedPart:
 
 @dataclass(frozen=True)
 class ReplayedForward:
-    """Forward that a CUDA graph replayed, as its backward requires it. generation: number of resets before it."""
+    """Identifies a replayed forward to `replaying_backward`. generation: number of stash resets before the forward."""
 
     event: StashEvent
     generation: int
@@ -202,7 +202,7 @@ class PagedStash:
         backward_is_next: bool = False,
         takes: RowTensors = RowTensors.GUESSED,
     ) -> Iterator[StashGroup]:
-        """Wraps the forward of one expert group with max_rows rows, of which the first num_rows are live.
+        """Context manager for the forward of one expert group with max_rows rows, of which the first num_rows are live.
 
         num_rows: [1] or scalar, int64 or int32, on the pool's device, read when the context ends; or an int.
         backward_is_next: whether this group's backward runs next, in which case nothing is stashed. takes: rule that
@@ -339,7 +339,7 @@ class PagedStash:
                 self._keeper.forget_groups()
 
     def new_part(self) -> CapturedPart:
-        """Creates the record of a part of a layer that is about to be captured."""
+        """Creates the record of a layer's part that is about to be captured."""
         return CapturedPart(torch.zeros(len(Priority), dtype=torch.int64, device=self.pool.device))
 
     @contextmanager

@@ -29,7 +29,7 @@ def layer_of(name: str) -> int:
 
 
 class EventKind(enum.Enum):
-    """Pass of a group: forward or backward."""
+    """Kind of an event: forward or backward of a group."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -81,7 +81,7 @@ class StashOrder:
 
     @property
     def departed(self) -> bool:
-        """Whether an event of this step differed from the list."""
+        """Whether an event of this step differed from `events`."""
         return self._departed
 
     def observe(self, event: StashEvent) -> None:

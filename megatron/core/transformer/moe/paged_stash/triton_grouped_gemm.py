@@ -177,7 +177,7 @@ def _ends(offset_at, max_rows, exists):
 
 @triton.jit
 def _near_tile(local, row_tiles, column_tiles):
-    """Returns row and column of a tile, ordered so that tiles that read the same data run close together."""
+    """Returns the row and column of a tile, in an order in which tiles that read the same data run close in time."""
     BAND: tl.constexpr = 8
     band = local // (BAND * column_tiles)
     first_row = band * BAND
@@ -284,7 +284,7 @@ def _launch_grouped_gemm(
 
 
 def _is_even(inner: int, outer: int) -> bool:
-    """Returns whether loads need no masks. See [Note: loads]."""
+    """Returns whether loads can be unmasked. See [Note: loads]."""
     return inner % 16 == 0 and outer % 16 == 0
 
 

@@ -206,7 +206,7 @@ def test_submodules_that_cannot_be_used_are_named() -> None:
     rows = torch.randn(4, H), torch.ones(EXPERTS, dtype=torch.int64), torch.ones(4)
     with pytest.raises(ValueError, match="output_buffer is tensor"):
         experts(*rows, torch.empty(4, H))
-    with pytest.raises(ValueError, match="moe_expert_rank_capacity_factor is None: must be set for dispatchers of type flex"):
+    with pytest.raises(ValueError, match="factor is None: must be set for dispatchers of type flex"):
         MoEFlexTokenDispatcher(EXPERTS, list(range(EXPERTS)), config)
     static = small_config(
         num_moe_experts=EXPERTS, moe_grouped_gemm=True, moe_expert_rank_capacity_factor=2.0, **LLAMA_LIKE
