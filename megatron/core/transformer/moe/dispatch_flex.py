@@ -315,9 +315,9 @@ class MoEDeepEPTokenDispatcher(MoEFlexTokenDispatcher):
         return self._end(hidden_states)
 
 
-# A buffer occupies GPU memory, so the layers of a model, which have the same ranks and width, share one. The cache
-# holds the most recent buffer. A call for another group or width evicts it, and it is freed with the last layer that
-# uses it.
+# A buffer occupies GPU memory, so the layers of a model, which have the same ranks and width, share it. The cache
+# contains the most recent buffer. A call for a different group or width evicts it, and it is freed with the last layer
+# that uses it.
 @functools.lru_cache(maxsize=1)
 def deep_ep_buffer(group: ProcessGroup, hidden_bytes: int) -> Any:
     """Returns deep_ep's buffer of `group` for tokens of hidden_bytes bytes. Collective if it must be allocated.

@@ -139,7 +139,7 @@ class AuxLossTracker:
             recorder.forget_losses()
         for name, values in recorded.items():
             tracked = self.entry(name, len(values), device=values.device)
-            # The recorders' values are whole losses of this rank's part, so their mean is the loss.
+            # Recorders store the whole loss of this rank's tokens, not a share, so the loss is the mean over ranks.
             tracked.values = tracked.values + _mean(values.to(tracked.values.dtype), groups.tp_dp_cp)
             tracked.reduce_group, tracked.avg_group, tracked.reduce_group_has_dp = None, None, True
         for name in self._saved if names is None else names:

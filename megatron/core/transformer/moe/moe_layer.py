@@ -260,7 +260,7 @@ class MoELayer(BaseMoELayer):
         masks = () if padding_mask is None else (padding_mask,)
         routed = self.router(hidden_states, *masks)
         if not isinstance(routed, Routing):
-            # A router provided by the user.
+            # A custom router.
             routed = Routing.of(*routed, num_experts=self.config.num_moe_experts)
         return routed.weights, routed.indices, routed.has_absent
 

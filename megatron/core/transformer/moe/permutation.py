@@ -179,7 +179,7 @@ def order_padded_slots(
     expert_indices: [T, K], int64; kept: [T, K], bool, with at most `capacity` kept slots per expert. Returns the map
     and tokens_per_expert [E], int64, on the device.
     """
-    # Dropped slots sort after all experts. They are written to one extra row, which is cut off below.
+    # Dropped slots sort after all experts. They are written to one extra row, which is removed below.
     experts = expert_indices.reshape(-1).where(kept.reshape(-1), num_experts)
     sorted_experts, slots = experts.sort(stable=True)
     num_rows = num_experts * capacity

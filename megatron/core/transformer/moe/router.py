@@ -60,7 +60,7 @@ class Choice(NamedTuple):
 
 # (logits [T, E], expert bias [E] or None) -> the choice.
 Route = Callable[[Tensor, Tensor | None], Choice]
-# The launcher, named like the operator.
+# Launcher, which has the operator's name.
 _LAUNCHERS: tuple[Callable[..., Any], ...] = ()
 if importlib.util.find_spec("triton") is not None:
     from megatron.core.transformer.moe import triton_router

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from megatron.core.transformer.moe.paged_stash.operator_library import operator
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-# The launchers, named like the operators.
+# Launchers, which have the operators' names.
 _LAUNCHERS: tuple[Callable[..., Any], ...] = ()
 if HAS_TRITON:
     from megatron.core.transformer.moe import triton_rows
@@ -227,7 +227,7 @@ def order_slots(
     place = firsts[experts] + torch.arange(len(slots)) - (counts.cumsum(0) - counts)[experts]
     num_rows = num_parts * rows_per_part
     rows = experts // aligned.shape[1] * rows_per_part + place
-    # Slots without a row are written to one extra row, which is cut off below.
+    # Slots without a row are written to one extra row, which is removed below.
     rows = rows.where((experts < num_experts) & (place < rows_per_part), num_rows)
     slot_of_row = rows.new_full((num_rows + 1,), -1, dtype=torch.int32)
     slot_of_row[rows] = slots.int()
@@ -300,7 +300,7 @@ def sum_rows(rows: Tensor, row_of_slot: Tensor) -> Tensor:
         return (
             rows.index_select(0, row_of_slot.view(-1)) if one_each else F.embedding_bag(row_of_slot, rows, mode="sum")
         )
-    # One bag per token, with as many rows as the token has.
+    # One bag per token, with the rows that the token has in the buffer.
     ends = there.sum(dim=1).cumsum(0)
     return F.embedding_bag(row_of_slot[there], rows, F.pad(ends[:-1], (1, 0)), mode="sum")
 
@@ -311,5 +311,5 @@ def _live_rows_sync(num_rows: Tensor, rows: Tensor) -> int:
 
 
 def _padding_rows_sync(live: Tensor) -> Tensor:
-    # The number of padding rows is a shape, but on the CPU nothing waits. The Triton kernel writes zeros row by row.
+    # The number of padding rows is a shape, but no device is involved. The Triton kernel writes zeros row by row.
     return (live < 0).nonzero().view(-1)

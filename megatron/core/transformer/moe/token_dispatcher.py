@@ -53,6 +53,6 @@ def build_token_dispatcher(
             build = MoEFlexTokenDispatcher
         case _:
             raise AssertionError(f"moe_token_dispatcher_type is {kind}, which MoEConfig rejects")
-    # The class of type flex chooses a subclass, which is not abstract.
+    # Any, because the class of type flex is abstract. Its constructor returns a subclass.
     dispatcher: MoETokenDispatcher = build(len(experts), list(experts), config=config, pg_collection=groups)
     return dispatcher

@@ -50,7 +50,7 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
 )
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-# The launchers, named like the operators.
+# Launchers, which have the operators' names.
 _LAUNCHERS: tuple[Callable[..., Any], ...] = ()
 if HAS_TRITON:
     from megatron.core.transformer.moe.paged_stash import triton_kernels
@@ -64,7 +64,7 @@ ops = torch.ops.paged_stash
 WORDS = ((16, torch.complex128), (8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 # Size in bytes. Longer runs are copied one by one, because an indexed copy is a tenth slower.
 LONG_RUN = 1024 * 1024
-FEW_RUNS = 4  # up to this number, copying run by run is cheaper than an indexed copy, however short the runs are
+FEW_RUNS = 4  # up to this number, copying run by run is cheaper than an indexed copy, even for short runs
 
 
 def _operator(arguments: str) -> Register:
@@ -218,7 +218,7 @@ class _Numbers:
     values: list[int]
 
     def store(self) -> None:
-        # One numpy call, where torch would need two calls per number.
+        # One numpy call. torch would require two calls per number.
         self.tensor.numpy()[:] = self.values
 
 

@@ -27,7 +27,7 @@ from megatron.core.transformer.moe.paged_stash.operator_library import Register,
 from megatron.core.transformer.moe.paged_stash.saved_tensors import say_rows_and_others
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-# The launchers, named like the operators.
+# Launchers, which have the operators' names.
 _LAUNCHERS: tuple[Callable[..., Any], ...] = ()
 if HAS_TRITON:
     from megatron.core.transformer.moe.paged_stash import triton_activations, triton_biases, triton_grouped_gemm
@@ -48,7 +48,7 @@ if HAS_TRITON:
 # The operators of this file, for callers.
 ops = torch.ops.paged_stash
 
-# Writes a dropped tensor into `out`, computed from its sources, if the flag `needed` is set: (out, needed, *sources).
+# Function (out, needed, *sources) that recomputes a dropped tensor from its sources into `out`, unless `needed` is 0.
 Recompute = Callable[..., None]
 
 

@@ -171,7 +171,7 @@ class PageKeeper:
         finally:
             self._release_gone()
 
-    @torch.compiler.disable  # its records of groups are changed inside the compiler's guards
+    @torch.compiler.disable  # the records of groups change while the compiler evaluates its guards
     def stash(
         self,
         group: GroupMemory,
@@ -354,7 +354,7 @@ class PageKeeper:
             # Recorded after the release, not only after the copy. Once the main stream has waited for this event, the
             # next plan must see these pages as free, and another group may get the entries in the page table.
             pages.arrived = self._restore_stream.record()
-            # Set last: after an interruption all of this is repeated, and a second release does nothing.
+            # Set last, because after an interruption all of this is repeated, and a second release does nothing.
             pages.is_given_back = True
 
 

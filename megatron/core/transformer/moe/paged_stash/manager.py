@@ -40,7 +40,7 @@ from megatron.core.transformer.moe.paged_stash.saved_tensors import StashGroup
 from megatron.core.transformer.moe.paged_stash.stash import PagedStash
 from megatron.core.transformer.moe.paged_stash.stash_order import GroupKey
 
-# The defaults of upstream's settings.
+# Defaults of Megatron-LM's settings.
 _PAGE_SIZE, _FACTOR_CUDA, _FACTOR_CPU = 64, 1.1, 0.0
 
 
@@ -170,7 +170,7 @@ class PagedStashManager:
         )
         pool = PagePool(learned.pool.device, layout)
         stash = PagedStash(pool, prefetch_groups=self._prefetch_groups)
-        # The pool has no pages for resident groups, which the order identifies. Learning continues.
+        # The pool has no pages for resident groups, which the order identifies. The order is still learned.
         stash.order = learned.order
         stash.reset(enabled=self._is_enabled)
         self._stash = stash
@@ -600,7 +600,7 @@ class PagedStashRunner:
         self.num_reruns += 1
         if is_training:
             for chunk in self.model:
-                # A data-parallel wrapper holds gradients in its own buffers.
+                # A data-parallel wrapper stores gradients in separate buffers.
                 clear = chunk.zero_grad_buffer if "zero_grad_buffer" in dir(type(chunk)) else chunk.zero_grad
                 clear()
             if self.optimizer is not None:
@@ -612,7 +612,7 @@ class PagedStashRunner:
         flags += [step.rows_missing.reshape(1) for step in self._expert_steps]
         missing = torch.stack([flag.to(flags[0].device) for flag in flags]).amax(dim=0)
         if dist.is_initialized():
-            # Gloo needs host memory and NCCL device memory, so the flag is placed on the model's device.
+            # Gloo requires host memory and NCCL device memory, so the flag is on the model's device.
             dist.all_reduce(missing, dist.ReduceOp.MAX)
         return bool(missing.item() > 0)
 

@@ -54,10 +54,10 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
     encode_tensors,
 )
 
-# Restored rows keep the original's offset from a multiple of this many bytes. Kernels choose their vector loops by
-# alignment, and another loop may round differently.
+# Restored rows have the original's offset from a multiple of this number of bytes. Kernels choose their vector loops by
+# alignment, and a different loop may round differently.
 RESTORE_ALIGNMENT = 64
-GROUPS_PER_SLAB = 16  # number of groups, if all have the size of the group that the slab is allocated for
+GROUPS_PER_SLAB = 16  # if all groups have the size of the group for which the slab is allocated
 CLOSED = -1
 _HUGE_PAGE_BYTES = 2**21
 # Advice of Linux's madvise(2): use huge pages from now on, and collapse existing pages immediately.
@@ -598,7 +598,7 @@ class RestoredMemory:
 
 
 def _is_free(buffer: Tensor) -> bool:
-    # The buffer and the storage object made here count one use each. No public function returns the count.
+    # The buffer and the storage object created here count one use each. No public function returns the count.
     return torch._C._storage_Use_Count(buffer.untyped_storage()._cdata) == 2
 
 

@@ -46,7 +46,7 @@ class Reserve:
         self._resident: set[GroupKey] = set()
         self._table: list[ReserveRow] = []
         self._pages_of_table: dict[GroupKey, PagesByPriority] = {}
-        self._is_written = False  # whether _rows holds the whole table
+        self._is_written = False  # whether _rows contains the whole table
         # Persistent memory, because a CUDA graph may read it.
         self._rows = torch.zeros(0, len(Priority), dtype=torch.int64, device=device)
         self._inputs_alone = torch.tensor([0, _NEVER_FREE, _NEVER_FREE], dtype=torch.int64, device=device)
@@ -115,7 +115,7 @@ class Reserve:
         if not self._is_written:
             row = self._up_to_date_table()[forward_index] if self._all_known() else self._guess(forward_index)
             for priority, num_pages in enumerate(row):
-                # A copy from the host would wait for the device or need host memory.
+                # A copy from the host would wait for the device or require pinned memory.
                 self._rows[forward_index, priority].fill_(num_pages)
         return self._rows[forward_index]
 

@@ -538,7 +538,7 @@ class Block:
     num_rows: int
     mark: Mark | None = None
     saved: list[SavedTensor] = field(default_factory=list)
-    is_source: bool = False  # source of a tensor that backward needs and that can be recomputed
+    is_source: bool = False  # whether a tensor that backward uses can be recomputed from it
 
     @staticmethod
     def of(snapshot: Snapshot, mark: Mark | None = None) -> "Block":
@@ -594,7 +594,7 @@ def blocks_of(saved: list[SavedTensor], marks: list[Mark]) -> list[Block]:
     for found, one in sorted(located, key=lambda pair: (pair[0].start, -pair[0].end)):
         _check(one.snapshot)
         _place(found, blocks).saved.append(one)
-    # The least important first, because the sources of a needed tensor are needed too.
+    # The least important first, because the sources of a required tensor are required too.
     for block in sorted(blocks, key=lambda block: -block.spec.priority):
         if block.mark is not None and (block.saved or block.is_source):
             _check(block.mark.snapshot)

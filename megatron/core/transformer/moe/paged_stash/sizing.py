@@ -28,11 +28,11 @@ from megatron.core.transformer.moe.paged_stash.stash_order import GroupKey, Stas
 _LEAST_GROWTH = Fraction(1, 2)
 # Headroom beyond the pages that the failed step required.
 HEADROOM = Fraction(11, 10)
-# Largest expected share. Reserving pages for all rows of a buffer would be a guarantee, and would assume that no page
-# is released before the step ends.
+# Largest expected share. Reserving pages for all rows of a buffer (share 1) would be a guarantee, which assumes that no
+# page is released before the step ends.
 _ALMOST_ALL = 0.999
-# Number of past steps that the reserve considers. With fewer steps less is recomputed, but with 2 steps an x found no
-# page in routing that benchmarks/stash_factors.py recorded.
+# Number of past steps that the reserve considers. With fewer steps less is recomputed. With 2 steps, however, an x
+# received no pages in routing that benchmarks/stash_factors.py recorded.
 RESERVE_STEPS = 8
 
 RowsOf = Callable[[GroupKey], int]
@@ -258,7 +258,7 @@ def pool_layout(config: StashSettings, needs: StepNeeds, *, learned: LearnedSize
                 f"moe_paged_stash_buffer_{name} requests {pages} pages of {needs.page_bytes} bytes: must "
                 f"be fewer than 2**31; full buffers fill {needs.most_pages}"
             )
-    # A pool has at least one page, however small the factors are.
+    # A pool has at least one page, even with tiny factors.
     return PoolLayout(needs.page_bytes, max(device, 1 - min(host, 1)), host)
 
 

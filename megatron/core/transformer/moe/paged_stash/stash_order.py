@@ -68,7 +68,7 @@ class StashOrder:
         self._learns = events is None
         self._seen: list[StashEvent] = []
         self._departed = False
-        self._forwards: dict[GroupKey, int] = {}  # number of forwards before each group's own in this step
+        self._forwards: dict[GroupKey, int] = {}  # number of forwards before each group's forward in this step
         self._waiting: dict[
             GroupKey, None
         ] = {}  # groups that ran forward but not backward yet, in the order of their forwards

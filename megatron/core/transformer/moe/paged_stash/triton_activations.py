@@ -27,7 +27,7 @@ GELU = tl.constexpr(int(Curve.GELU))
 GELU_TANH = tl.constexpr(int(Curve.GELU_TANH))
 QUICK_GELU = tl.constexpr(int(Curve.QUICK_GELU))
 SQUARED_RELU = tl.constexpr(int(Curve.SQUARED_RELU))
-# Elements of one tile: 32 for each thread of 4 warps, and 8 in the gradient, whose registers hold several of each.
+# Elements of one tile: 32 for each thread of 4 warps, and 8 in the gradient, which requires several registers for each.
 _ACT_ELEMENTS, _GRADIENT_ELEMENTS = 4096, 1024
 # Resident programs per processor, for both kernels.
 _PROGRAMS_PER_PROCESSOR = 2

@@ -233,7 +233,7 @@ def gate_up_from_x(
 
     x: [C, H]; weight: [e, H, O]; bias: [e, O] or None; out: [C, O]; one float dtype. needed: [1], int64.
     """
-    # As int32, low word first, because in forward the kernels receive the last offset, int32, instead.
+    # Viewed as int32, low word first, because in forward the kernels receive the last offset, which is int32.
     words = needed.view(torch.int32)
     _launch_grouped_gemm(x, weight, offsets=offsets, needed=words, out=out)
     if bias is not None:

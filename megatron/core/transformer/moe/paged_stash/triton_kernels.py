@@ -21,11 +21,11 @@ to a later plan, and then the tail past them:
 Barriers order the threads of a program, and release and acquire are cumulative over them: a plan that sees the tail
 also sees the entries. A plan that does not see the tail yet treats free pages as allocated. It spills or drops earlier
 than necessary, but allocates no page twice.
-The other direction needs no fence. release writes only entries that plan has consumed: their pages are being released,
-and plan, stash and restore of that group precede it by stream order and events. Plain loads and stores suffice for
-numbers that only one of the two accesses, such as the heads.
+The other direction requires no fence. release writes only entries that plan has consumed: their pages are being
+released, and stream order and events ensure that plan, stash and restore of the group precede it. Plain loads and
+stores suffice for numbers that only one of the two kernels accesses, such as the heads.
 
-[Note: work of a copy] A page is cut into chunks of BLOCK words of 16 bytes. The chunks of all tensors, page after page,
+[Note: work of a copy] A page is split into chunks of BLOCK words of 16 bytes. The chunks of all tensors, page after page,
 are assigned to the programs round-robin, so one launch serves a whole group with any mix of sizes, and a program
 without a chunk returns immediately. The host knows only the maximum number of rows; the kernel reads the live ones from
 `held`.
@@ -200,7 +200,7 @@ def _give(ring, table, head_device, head_host, device_pages, host_pages, need, o
 
 MIN_BLOCK, MAX_BLOCK = 128, 512  # words of 16 bytes
 WORDS_PER_WARP = 128  # 4 loads of 16 bytes for each thread
-MAX_REGISTERS = 80  # loads per thread
+MAX_REGISTERS = 80  # per thread
 HOST_PROGRAMS = 32
 ONE_RUN = tl.constexpr(2**60)  # width that represents rows without gaps, longer than any tensor
 
