@@ -161,7 +161,7 @@ class MoEFlexTokenDispatcher(MoEStaticTokenDispatcher):
         """
         if not self._num_tokens:
             raise ValueError(
-                "new_capacity depends on the number of tokens per dispatch: call this after the first dispatch"
+                "the buffer size depends on the number of tokens per dispatch: call this after the first dispatch"
             )
         now = self.budget.rows_of_rank(self._num_tokens)
         if new_capacity < now:
@@ -471,7 +471,7 @@ class SymmetricTransport:
         """Grows `_num_bytes` if necessary; raises RuntimeError if CUDA graphs use a buffer of the current size."""
         if num_bytes > self._num_bytes and (is_captured or self._is_in_graphs):
             raise RuntimeError(
-                f"moe_flex_dispatcher_backend is symm_mem: an exchange of {num_bytes} bytes needs a larger buffer "
+                f"moe_flex_dispatcher_backend is symm_mem: an exchange of {num_bytes} bytes requires a larger buffer "
                 f"than the {self._num_bytes} bytes that CUDA graphs use, which cannot grow while graphs exist: "
                 "limit microbatches to seq_length x micro_batch_size tokens, or set --moe-token-dispatcher-type "
                 "alltoall or --cuda-graph-impl none"

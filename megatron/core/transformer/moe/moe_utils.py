@@ -69,7 +69,7 @@ __all__ = [
     "z_loss_func",
 ]
 
-_NOT_FUSED = "there is no fused kernel of this function here; torch operators give the same result"
+_NOT_FUSED = "there is no fused kernel for this function, and torch operators compute the same result"
 
 
 # --- Routing ---
@@ -174,7 +174,7 @@ def get_tokens_per_expert_and_token_count(
     if not with_padding_mask:
         return everywhere, len(routing_map), len(routing_map) * group_size(reduce_group)
     if topk is None:
-        raise ValueError("topk is None: must be set with with_padding_mask, to count the tokens")
+        raise ValueError("topk is None: with_padding_mask requires it to count the tokens")
     return everywhere, own.sum() // topk, everywhere.sum() // topk
 
 

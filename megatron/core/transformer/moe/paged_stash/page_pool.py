@@ -351,13 +351,13 @@ class PagePool:
 
     def _check_memories(self, group: PageGroup, memories: Sequence[Tensor], *, name: str) -> None:
         if len(memories) != len(group.tensors):
-            raise ValueError(f"{name} contains {len(memories)} tensors: must be {len(group.tensors)}, as in the group")
+            raise ValueError(f"{name} contains {len(memories)} tensors: the group requires {len(group.tensors)}")
         for index, (memory, placed) in enumerate(zip(memories, group.tensors)):
             if memory.dim() != 1 or memory.dtype != torch.uint8 or not memory.is_contiguous():
                 found = f"{list(memory.shape)}, {memory.dtype}"
                 raise ValueError(f"{name}[{index}] ({found}) must be one-dimensional, contiguous and torch.uint8")
             if memory.device != self.device:
-                raise ValueError(f"{name}[{index}] is on {memory.device}: must be on {self.device}, as its pool")
+                raise ValueError(f"{name}[{index}] is on {memory.device}: must be on the pool's device, {self.device}")
             spec = placed.spec
             needed = (spec.max_rows - 1) * spec.pitch_bytes + spec.row_bytes if spec.max_rows else 0
             if len(memory) < needed:

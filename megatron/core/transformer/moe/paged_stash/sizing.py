@@ -326,7 +326,7 @@ def check_effect(stages: Iterable[Sequence[StashEvent]]) -> None:
     if not any({event.group for event in events} - resident_groups(events) for events in stages):
         raise ValueError(
             "moe_paged_stash is True but has no effect: the backward of every expert group directly follows its "
-            "forward, so nothing is stashed. It requires several layers with experts, or pipeline stages with "
+            "forward, so nothing is stashed. A stash requires several layers with experts, or pipeline stages with "
             "several microbatches: disable moe_paged_stash"
         )
 

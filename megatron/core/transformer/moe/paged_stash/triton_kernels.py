@@ -25,10 +25,10 @@ The other direction requires no fence. release writes only entries that plan has
 released, and stream order and events ensure that plan, stash and restore of the group precede it. Plain loads and
 stores suffice for numbers that only one of the two kernels accesses, such as the heads.
 
-[Note: work of a copy] A page is split into chunks of BLOCK words of 16 bytes. The chunks of all tensors, page after page,
-are assigned to the programs round-robin, so one launch serves a whole group with any mix of sizes, and a program
-without a chunk returns immediately. The host knows only the maximum number of rows; the kernel reads the live ones from
-`held`.
+[Note: work of a copy] A page is split into chunks of BLOCK words of 16 bytes. The chunks of all tensors, page after
+page, are assigned to the programs round-robin, so one launch serves a whole group with any mix of sizes, and a program
+without a chunk returns immediately. The host knows only the maximum number of rows; the kernel reads the number of live
+rows from `held`.
 
 [Note: words] Widths and addresses determine the word size of a tensor's copy: the largest power of 2 up to 16 that
 divides its address and, for rows with gaps, width and pitch. Rows without gaps are one run of bytes, whose width does

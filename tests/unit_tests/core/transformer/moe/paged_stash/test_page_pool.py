@@ -266,7 +266,7 @@ def test_integrity_names_what_broke(broken: Callable, message: str) -> None:
         (lambda pool, group, memory: pool.plan(group, torch.tensor([3], device="meta")), "on cpu"),
         (lambda pool, group, memory: pool.plan(group, torch.tensor([3]), reserve=torch.zeros(2)), "reserve"),
         (lambda pool, group, memory: pool.stash(group, [memory[:-1]]), r"sources\[0\] has 255 bytes"),
-        (lambda pool, group, memory: pool.stash(group, []), "contains 0 tensors: must be 1"),
+        (lambda pool, group, memory: pool.stash(group, []), "contains 0 tensors: the group requires 1"),
         (lambda pool, group, memory: pool.restore(group, [memory.to("meta")]), r"targets\[0\] is on meta"),
         (lambda pool, group, memory: pool.restore(group, [memory.int()]), r"\(\[256\], torch.int32\)"),
         (lambda pool, group, memory: pool.restore(group, [memory[::2]]), "must be one-dimensional, contiguous"),
