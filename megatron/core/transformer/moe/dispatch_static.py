@@ -99,13 +99,19 @@ class StaticBudget:
         return min(math.ceil(balanced * self.factor), self._most(num_tokens))
 
     def demand_on_rank(self, rows_needed: Tensor, num_tokens: int) -> RowDemand:
-        """Returns the demand on a rank's buffer; rows_needed: [1], int64. num_tokens: T, tokens per rank."""
+        """Returns the demand on a rank's buffer of a routing that requires rows_needed rows.
+
+        rows_needed: [1], int64. num_tokens: T, tokens per rank.
+        """
         missing = (rows_needed - self.rows_of_rank(num_tokens)).clamp(min=0)
         can_lose = self.rows_of_rank(num_tokens) < self._most_of_rank(num_tokens)
         return RowDemand(missing, rows_needed.float() / max(1, self.balanced_rows(num_tokens)), can_lose)
 
     def demand_on_pair(self, rows_needed: Tensor, num_tokens: int) -> RowDemand:
-        """Returns the demand on the rows of a rank pair; rows_needed: [1], int64. num_tokens: T, tokens per rank."""
+        """Returns the demand on the rows of a rank pair of a routing that requires rows_needed rows.
+
+        rows_needed: [1], int64. num_tokens: T, tokens per rank.
+        """
         missing = (rows_needed - self.rows_of_pair(num_tokens)).clamp(min=0)
         balanced = self.balanced_rows(num_tokens) / self.num_ranks
         can_lose = self.rows_of_pair(num_tokens) < self._most(num_tokens)
@@ -226,7 +232,7 @@ class MoEStaticAllGatherTokenDispatcher(MoEStaticTokenDispatcher):
     def order_rows(self, tokens: Tensor, routing: Routing) -> tuple[Tensor, StaticRows]:
         """Gathers the choices of all ranks' routers and orders the rows of this rank's experts.
 
-        tokens: [T, H], any float dtype. Returns weights [T, K] and the rows.
+        tokens: [T, H], any float dtype. Returns the weights [T, K] of this rank's tokens, and the order of the rows.
         """
         indices = all_gather_rows(routing.indices, self.group).wait()
         return routing.weights, self.by_expert(indices, num_tokens=len(tokens), first_expert=self.experts.start)

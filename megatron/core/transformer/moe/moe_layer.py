@@ -79,7 +79,7 @@ class RouterInterface(Protocol):
         """
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Sets the layer number, which starts at 1."""
+        """Sets the layer number. Layers are numbered from 1."""
 
 
 class RouterBuilder(Protocol):
@@ -143,7 +143,7 @@ class BaseMoELayer(MegatronModule, ABC):
         """
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Sets the layer number, which starts at 1, of this layer and its router."""
+        """Sets the number of this layer, also in its router. Layers are numbered from 1."""
         self.layer_number = layer_number
         self.router.set_layer_number(layer_number)
 

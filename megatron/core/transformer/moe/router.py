@@ -121,7 +121,7 @@ class Router(MegatronModule, Drawing):
             initialize_weight(self.get_parameter(name), init_method, config=self.config)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Sets the layer number, which starts at 1."""
+        """Sets the layer number. Layers are numbered from 1."""
         self.layer_number = layer_number
 
     def gating(self, input: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ class TopKRouter(Router):
             recorder.update_bias_with(self.update_expert_bias, layer_number=layer_number)
 
     def keep_passes(self) -> None:
-        """Makes the recorder also record the token counts of each later training microbatch separately."""
+        """Starts recording the token counts of each training microbatch separately, in addition to their sum."""
         self.aux_losses.keep_passes()
 
     def update_expert_bias(self, tokens_per_expert: Tensor) -> None:

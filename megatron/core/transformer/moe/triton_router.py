@@ -94,7 +94,7 @@ def choice_grad(
 
 
 def residencies(num_warps: int) -> Mapping[str, Residency]:
-    """Returns the residency that the launcher assumes, by kernel. It is the default."""
+    """Maps the kernel's name to the residency that its launcher assumes, which is the default."""
     assert num_warps == _WARPS["num_warps"]
     return {"choice_grad_kernel": Residency()}
 

@@ -290,7 +290,7 @@ def sum_rows(rows: Tensor, row_of_slot: Tensor) -> Tensor:
 
 
 def residencies(num_warps: int) -> Mapping[str, Residency]:
-    """Returns the residency that the launchers assume, by kernel. It is the default for all kernels."""
+    """Maps each kernel's name to the residency that its launcher assumes, which is always the default."""
     assert num_warps == _WARPS["num_warps"]
     names = ("count_kernel", "order_kernel", "experts_kernel", "gather_kernel", "sum_kernel")
     return dict.fromkeys(names, Residency())

@@ -243,7 +243,7 @@ def simulate(
     layout: PoolLayout,
     reserve: Sequence[ReserveRow] | None = None,
 ) -> Simulation:
-    """Simulates the page allocations of a step. Each backward releases its group's pages before the next forward."""
+    """Simulates the page allocations of a step in which each backward releases its group's pages immediately."""
     pool, placements = PoolModel(layout), {}
     passes, groups = _passes(events)
     for forward, rank in passes:

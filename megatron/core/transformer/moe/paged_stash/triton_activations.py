@@ -321,7 +321,7 @@ def _form_arguments(form: ActivationForm) -> dict[str, Any]:
 
 
 def residencies(num_warps: int) -> Mapping[str, Residency]:
-    """Returns the residency that the launchers assume, by kernel, for programs of 4 warps."""
+    """Maps each kernel's name to the residency that its launcher assumes, for programs of 4 warps."""
     assert num_warps == 4
     return dict.fromkeys(("act_kernel", "act_gradient_kernel"), Residency(at_least=_PROGRAMS_PER_PROCESSOR))
 

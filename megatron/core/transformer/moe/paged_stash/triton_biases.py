@@ -247,7 +247,7 @@ def grid_size(tensor: Tensor, tiles: int, *, per_processor: int) -> int:
 
 
 def residencies(num_warps: int) -> Mapping[str, Residency]:
-    """Returns the residency that the launchers assume, by kernel. bias_grad_kernel uses one program per tile."""
+    """Maps each kernel's name to the residency that its launcher assumes. bias_grad_kernel has one program per tile."""
     assert num_warps == _WARPS["num_warps"]
     looping = Residency(at_least=_PROGRAMS_PER_PROCESSOR)
     return {"add_bias_kernel": looping, "bias_grad_kernel": Residency(), "bias_scale_grad_kernel": looping}

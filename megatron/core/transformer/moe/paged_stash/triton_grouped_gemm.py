@@ -315,7 +315,7 @@ def weight_grad_tile(dtype: torch.dtype, *, is_even: bool, is_added: bool = Fals
 
 
 def residencies(num_warps: int) -> Mapping[str, Residency]:
-    """Returns the residency that the launchers assume, by kernel. weight_grad_kernel uses one program per tile."""
+    """Maps each kernel's name to the residency that its launcher assumes, for programs of num_warps warps."""
     products = Residency(at_least=_PRODUCTS_PER_PROCESSOR[num_warps])
     return {"grouped_gemm_kernel": products, "weight_grad_kernel": Residency()}
 

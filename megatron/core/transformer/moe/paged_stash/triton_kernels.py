@@ -500,7 +500,7 @@ def _num_processors(device: torch.device) -> int:
 
 
 def residencies(num_warps: int) -> Mapping[str, Residency]:
-    """Returns the residency that the launchers assume, by kernel. plan and release run as one program."""
+    """Maps each kernel's name to the residency that its launcher assumes. plan and release run as one program."""
     copies = Residency(at_least=COPIES_PER_PROCESSOR, runs_beside=True)
     return {"plan_kernel": Residency(), "copy_kernel": copies, "release_kernel": Residency()}
 
