@@ -348,7 +348,7 @@ def _refusals() -> list[str]:
 def test_what_cannot_work_is_refused_on_all_ranks_in_words() -> None:
     patterns = [
         "parameter extra has shape ()",
-        "0 is a _Odd, whose first base class leads to _Marked",
+        "0 is a _Odd, whose first base class derives from _Marked",
         "pipeline_model_parallel_size is 2 with use_torch_fsdp2",
         "sub_modules_to_wrap is Conv1d: the module contains none",
         "overlap_grad_reduce is True with use_torch_fsdp2",

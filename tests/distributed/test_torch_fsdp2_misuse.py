@@ -244,7 +244,7 @@ def _no_zero() -> None:
     wrapped = wrap_net(Net())
     _backward(wrapped)
     wrapped.finish_grad_sync()
-    with pytest.raises(RuntimeError, match="became ready after finish_grad_sync: call zero_grad_buffer"):
+    with pytest.raises(RuntimeError, match="was produced after finish_grad_sync: call zero_grad_buffer"):
         _backward(wrapped)
     wrapped.zero_grad_buffer()
     _backward(wrapped)
@@ -260,7 +260,7 @@ def _step_alone() -> None:
     optimizer = _adam(wrapped)
     optimizer.zero_grad()
     assert optimizer.step()[0]
-    with pytest.raises(RuntimeError, match="became ready after finish_grad_sync: call zero_grad_buffer"):
+    with pytest.raises(RuntimeError, match="was produced after finish_grad_sync: call zero_grad_buffer"):
         _backward(wrapped)
     # There is nothing left to agree on.
     wrapped.finish_grad_sync()

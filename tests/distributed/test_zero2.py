@@ -324,16 +324,16 @@ def test_what_has_no_place_with_sharded_gradients_is_refused_by_name() -> None:
         get_megatron_optimizer(OptimizerConfig(optimizer="distributed_fused_adam", lr=0.1), [model]),
         DistributedOptimizer,
     )
-    with pytest.raises(ValueError, match="no rank has whole gradients"):
+    with pytest.raises(ValueError, match="no rank stores whole gradients"):
         model.named_main_grads()
-    with pytest.raises(ValueError, match="register_grad_ready with .*shard_gradients"):
+    with pytest.raises(ValueError, match="register_grad_ready was called with .*shard_gradients"):
         model.register_grad_ready(module.weight)
     with pytest.raises(ValueError, match="shard_gradients is set: .*must be False for chunks in a graph"):
         GraphedReductions([model])
     with pytest.raises(ValueError, match="weight is in another DistributedDataParallel"):
         DistributedDataParallel(ModelParallelConfig(), DistributedDataParallelConfig(), module)
     model(torch.ones(1, 4)).sum().backward()
-    with pytest.raises(RuntimeError, match="scale_gradients while gradients of bias are being reduced"):
+    with pytest.raises(RuntimeError, match="scale_gradients was called while gradients of bias are being reduced"):
         model.scale_gradients(2.0)
     model.release()
     plain = DistributedDataParallel(ModelParallelConfig(), DistributedDataParallelConfig(), module)

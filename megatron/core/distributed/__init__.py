@@ -1,4 +1,4 @@
-"""Data parallelism over any module; re-exports only."""
+"""Public names of data parallelism: wrappers, their settings, errors and checks. Re-exports only."""
 
 from megatron.core.distributed.consistency import NonFiniteGradientError, check_weights_agree
 from megatron.core.distributed.ddp_debug import DdpDebugError
@@ -14,7 +14,7 @@ from megatron.core.distributed.scheduler import CollectiveScheduler
 from megatron.core.distributed.torch_fsdp2 import TorchFullyShardedDataParallel
 from megatron.core.distributed.torch_fsdp2_config import TorchFullyShardedDataParallelConfig
 
-# An alias of the same class, which users' training loops import.
+# Alias of CollectiveScheduler, which users' training loops import under this name.
 LaunchOrder = CollectiveScheduler
 
 __all__ = [

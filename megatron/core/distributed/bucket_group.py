@@ -1,8 +1,8 @@
-"""_ParamAndGradBucketGroup: buckets whose gradients are reduced, and whose parameters are gathered, together.
+"""_ParamAndGradBucketGroup: buckets whose gradients are reduced together and whose parameters are gathered together.
 
-A group launches its collectives when scheduler.py calls it, in the same order on every rank. bucket_storage.py holds
-the gradients. A BucketObserver is notified of the gradients and collectives of groups: event_log.py records times,
-ddp_debug.py checks accesses.
+scheduler.py tells each group when to launch its collectives, so that all ranks launch them in the same order.
+bucket_storage.py stores the gradients. A BucketObserver is notified of the gradients and collectives of groups:
+event_log.py records times, ddp_debug.py checks accesses.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,16 +23,17 @@ from megatron.core.distributed.iteration import CollectiveTrace
 from megatron.core.process_groups_config import group_size
 from megatron.core.tensor_parallel.weight_grads import WeightGrad
 
-# After this many consecutive iterations with fewer gradients of a parameter, fewer are expected.
+# After this many consecutive iterations with fewer gradients of a parameter, its expected count is lowered.
 _PATIENCE = 4
 
 
 class ParamState(Enum):
     """Freshness of this rank's copy of the parameters.
 
-    STALE: the owners have updated them, and no gather was launched yet. IN_FLIGHT: the gather was launched. ARRIVED:
-    gathered on this rank, while other ranks may still be waiting for their gather. CURRENT: gathered on all ranks. Only
-    CURRENT is the same on all ranks, which enter and leave it at the same point of the program.
+    STALE: the owning ranks have updated their shards, and the gather is not launched yet. IN_FLIGHT: the gather is
+    launched but not complete. ARRIVED: the gather is complete on this rank, while other ranks may still be waiting.
+    CURRENT: gathered on all ranks. All ranks enter and leave CURRENT at the same point of the program. The other states
+    may differ between ranks.
     """
 
     CURRENT = "current"
@@ -42,10 +43,10 @@ class ParamState(Enum):
 
 
 class Traffic(Enum):
-    """The kinds of collectives that observers distinguish.
+    """Kind of a collective, as reported to observers.
 
-    LATE: a second round of reductions, for gradients added after the first had started. AGREE: the agreement of the
-    stage's ranks at the end of an iteration; it belongs to no group.
+    LATE: the second round of reductions, for gradients added after the first round was launched. AGREE: the exchange at
+    the end of an iteration in which the stage's ranks agree on its outcome. It belongs to no bucket group.
     """
 
     REDUCE = "reduce"
@@ -64,10 +65,11 @@ class _ParamAndGradBucketGroup:
     A group built by a script without DistributedDataParallel launches its own collectives: gradients written to
     main_grad are scaled and reduced by start_grad_sync, or by the last register_grad_ready with overlap_grad_reduce.
 
-    ddp_config: None disables overlap in a standalone group. collective_group, collective_group_size: must match the
-    buckets, or be None; otherwise ValueError. name: used in messages, the same on all ranks. is_last_microbatch:
-    whether gradients that become ready now are counted. is_last_backward: whether gradients counted now belong to the
-    iteration's last backward pass. number: the group's index among all groups, set by `attach`.
+    ddp_config: None disables overlap in a standalone group. collective_group, collective_group_size: must be None or
+    match the buckets; otherwise ValueError is raised. name: used in messages; must be the same on all ranks.
+    is_last_microbatch: whether the current microbatch is the iteration's last. Only its gradients are counted.
+    is_last_backward: whether the current backward pass is the iteration's last. number: the group's index among all
+    groups, set by `attach`.
     """
 
     number: int
@@ -116,9 +118,10 @@ class _ParamAndGradBucketGroup:
         start_param_sync: _OnGroups,
         need: Callable[..., None],
     ) -> None:
-        """Sets the group's number, and the scheduler's methods that launch its collectives in order.
+        """Connects the group to a scheduler, whose methods launch collectives in the common order.
 
-        trace: records its collectives; None if other ranks have no such group.
+        number: index of the group among all groups. trace: records the group's collectives; None if the group is not
+        identical on all ranks of the stage.
         """
         self.number = number
         for bucket in self.buckets:
@@ -130,13 +133,13 @@ class _ParamAndGradBucketGroup:
     # Public methods. The scheduler launches the collectives of all groups in a fixed order.
 
     def register_grad_ready(self, param: nn.Parameter, force_all_reduce: bool = False) -> None:
-        """Records that the caller has added a parameter's gradient, any shape and dtype, to `param.main_grad`.
+        """Records that the caller has added a parameter's gradient to `param.main_grad`.
 
         force_all_reduce: see start_grad_sync.
 
         Raises RuntimeError while the gradient is being reduced, if gradients are freed after their reduction, and if
         gradients are scaled and autograd also produced a gradient of the parameter in this iteration. Raises ValueError
-        for a parameter of another group.
+        for a parameter of a different group.
         """
         if param not in self._grads_of:
             names = ", ".join(slot.name for slot in self.slots)
@@ -149,15 +152,16 @@ class _ParamAndGradBucketGroup:
         self._mark_grad_ready(self, param)
 
     def start_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Starts to reduce the gradients of this group and of all groups before it. Collective.
+        """Launches the reductions of this group and of all groups that precede it in launch order. Collective.
 
-        force_all_reduce: allowed if buckets are not sharded, so that every rank receives all sums; else ValueError.
+        force_all_reduce: accepted only if buckets are not sharded, where every rank receives all sums anyway. Otherwise
+        ValueError is raised.
         """
         self._check_all_reduce(force_all_reduce, "start_grad_sync")
         self._start_grad_sync([self])
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Reduces the remaining groups and waits for all reductions, of all groups that share a scheduler. Collective.
+        """Reduces the remaining groups of the scheduler and waits for the reductions of all of its groups. Collective.
 
         The first call waits; later calls by other groups return immediately. force_all_reduce: see start_grad_sync.
         """
@@ -165,10 +169,10 @@ class _ParamAndGradBucketGroup:
         self._finish_grad_sync()
 
     def check_grads(self, check_for_nan_or_inf: bool, check_for_large: bool) -> None:
-        """Checks the gradients in main_grad; not collective.
+        """Checks this rank's gradients in main_grad. Not collective.
 
-        check_for_nan_or_inf: raises NonFiniteGradientError for a gradient that is not finite. check_for_large: warns of
-        norms ten times the largest of earlier calls.
+        check_for_nan_or_inf: raises NonFiniteGradientError for a gradient that is not finite. check_for_large: logs a
+        warning for a norm more than ten times the largest norm of earlier calls.
         """
         checks = self._checks.setdefault(
             (check_for_nan_or_inf, check_for_large), GradChecks(nan=check_for_nan_or_inf, large=check_for_large)
@@ -179,12 +183,12 @@ class _ParamAndGradBucketGroup:
             raise_non_finite(names, [])
 
     def free_overlap_buffers(self) -> None:
-        """Frees the memory kept between iterations for messages in flight; later iterations allocate it again."""
+        """Frees the communication buffers kept between iterations; later iterations reallocate them."""
         for bucket in self.buckets:
             bucket.grads.free_spare()
 
     def start_param_sync(self, force_sync: bool = False) -> None:
-        """Starts to gather the parameters of this group and of all groups before it. Collective.
+        """Launches the gathers of this group and of all groups that precede it in gather order. Collective.
 
         force_sync: also waits for this group's parameters.
         """
@@ -193,13 +197,14 @@ class _ParamAndGradBucketGroup:
             self._need(self, prefetch=False)
 
     def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
-        """Waits for the parameters, and prefetches the next group's unless skip_next_bucket_dispatch is set.
-        Collective.
+        """Waits for this group's parameters. Collective.
+
+        Also launches the next pending gather unless skip_next_bucket_dispatch is set.
         """
         self._need(self, prefetch=not skip_next_bucket_dispatch)
 
     def rename(self, name: str) -> None:
-        """Sets the name used in messages, the same on all ranks. Must be called before the group is attached."""
+        """Sets the group's name for messages, which must be the same on all ranks. Call before `attach`."""
         self.name = name
         for bucket in self.buckets:
             bucket.name = name
@@ -207,21 +212,19 @@ class _ParamAndGradBucketGroup:
     # Gradients, in the order of an iteration.
 
     def accumulate(self, param: nn.Parameter) -> None:
-        """Accumulates `param.grad`, if any, in the bucket, or keeps it for the second round if it is late."""
+        """Accumulates `param.grad`, if any, in the bucket. A late gradient is kept for the second round."""
         self._grads_of[param].accumulate(param)
 
     def add(self, param: nn.Parameter, new: WeightGrad) -> None:
-        """Computes a deferred weight gradient into main_grad, or keeps it for the second round if it is late."""
+        """Computes a deferred weight gradient and adds it to main_grad. A late one is kept for the second round."""
         self._grads_of[param].add(param, new)
 
     def mark_added(self, param: nn.Parameter) -> None:
-        """Records that a caller added a gradient to main_grad without the gradient scale."""
+        """Records that the caller has added an unscaled gradient to main_grad."""
         self._grads_of[param].mark_added(param)
 
     def count_gradient(self, param: nn.Parameter) -> bool:
-        """Counts a gradient of the last microbatch; returns whether all gradients expected in this group have been
-        counted.
-        """
+        """Counts a gradient of the last microbatch, and returns whether it was the last one expected in this group."""
         return self._expected_grads.count(self._index_of[param])
 
     @property
@@ -230,12 +233,12 @@ class _ParamAndGradBucketGroup:
         return self._expected_grads.is_complete
 
     def learn_counts(self) -> None:
-        """Updates the expected numbers of gradients from this iteration's or backward pass's counts."""
+        """Updates the expected gradient counts from the counts of this iteration or backward pass."""
         self._expected_grads.learn()
 
     @property
     def grad_state(self) -> GradState:
-        """The state of the gradients, the same in all buckets."""
+        """State of the gradients, which is the same in all buckets."""
         return self.buckets[0].grads.state
 
     @property
@@ -245,7 +248,7 @@ class _ParamAndGradBucketGroup:
 
     @property
     def is_moving(self) -> bool:
-        """Whether some gradients are being reduced, so that they cannot all be scaled now."""
+        """Whether any gradients are being reduced, which rules out scaling them now."""
         return any(bucket.grads.is_moving for bucket in self.buckets)
 
     def missing(self) -> list[str]:
@@ -254,26 +257,26 @@ class _ParamAndGradBucketGroup:
 
     @trace_range("_ParamAndGradBucketGroup.launch_reductions")
     def launch_reductions(self) -> None:
-        """Starts to reduce the gradients. Collective."""
+        """Launches the reductions of all buckets. Collective."""
         for bucket in self.buckets:
             bucket.grads.launch(is_last=self.is_last_backward)
 
     def launch_second_round(self) -> None:
-        """Starts to reduce gradients that were late on any rank; must be called on all ranks. Collective."""
+        """Launches the reduction of late gradients. Collective; all ranks call it if any rank has a late gradient."""
         for bucket in self.buckets:
             bucket.grads.launch_second_round(is_last=self.is_last_backward)
 
     def advance(self) -> None:
-        """Starts the second stage of reductions; the second stages of several groups overlap. Collective."""
+        """Starts the second stage of each reduction, so that second stages of several groups overlap. Collective."""
         for bucket in self.buckets:
             bucket.grads.advance()
 
     def advance_early(self) -> bool:
-        """Starts the second stage early, without blocking the host; returns whether all of it is in flight."""
+        """Starts second stages that are ready, without blocking; returns whether no early start remains to be made."""
         return all(bucket.grads.advance_early() for bucket in self.buckets)
 
     def advance_second_round(self) -> None:
-        """Starts the second stage of the second round; called after `advance` of all groups. Collective."""
+        """Starts the second stage of the second round's reductions, after `advance` of all groups. Collective."""
         for bucket in self.buckets:
             bucket.grads.advance_second_round()
 
@@ -284,12 +287,12 @@ class _ParamAndGradBucketGroup:
             bucket.grads.complete()
 
     def copy_from_comm(self) -> None:
-        """Copies reduced values, which hooks may have changed, to each main_grad that has a wider dtype."""
+        """Copies reduced gradients, including changes made by hooks, to each main_grad with a wider dtype."""
         for bucket in self.buckets:
             bucket.grads.copy_from_comm()
 
     def works(self, traffic: Traffic) -> list[dist.Work]:
-        """Handles of the collectives in flight, for observers."""
+        """Returns torch's work handles of the collectives in flight, for observers."""
         if traffic is Traffic.GATHER:
             return [work for handle in self._gathers for work in handle.works()]
         grads = [bucket.grads for bucket in self.buckets]
@@ -318,19 +321,19 @@ class _ParamAndGradBucketGroup:
             bucket.grads.hold()
 
     def settle(self) -> None:
-        """Waits for the oldest reduction and adds its result to the sum."""
+        """Waits for each bucket's oldest reduction and adds its result to the sum."""
         for bucket in self.buckets:
             bucket.grads.settle()
 
     def resume_accumulation(self) -> None:
-        """Lets further gradients add to reduced sums."""
+        """Allows further gradients to be added to reduced sums."""
         for bucket in self.buckets:
             bucket.grads.resume_accumulation()
 
     # Between iterations.
 
     def reset(self) -> None:
-        """Begins an iteration; no reduction is in flight."""
+        """Begins an iteration. No reduction may be in flight."""
         self._expected_grads.forget()
         for bucket in self.buckets:
             bucket.grads.reset()
@@ -341,33 +344,33 @@ class _ParamAndGradBucketGroup:
             bucket.grads.abandon()
 
     def drop_captured(self) -> None:
-        """Begins an iteration after the capture of a CUDA graph, whose launches did not run."""
+        """Begins an iteration after the capture of a CUDA graph, because captured collectives did not run."""
         self.reset()
         self._gathers.clear()
         self.arrival.forget()
 
     def note_replayed(self) -> None:
-        """Records that a graph replay has reduced the gradients, and gathered parameters if they were captured."""
+        """Records that a graph replay has reduced the gradients and, if captured, gathered the parameters."""
         for bucket in self.buckets:
             bucket.grads.state = GradState.REDUCED
         # Streams other than the graph's must wait for the parameters that it gathered.
         self.arrival.note()
 
     def name_of(self, param: nn.Parameter) -> str:
-        """Returns the name of one of its parameters, any shape and dtype."""
+        """Returns the name of a parameter of this group."""
         return self.slots[self._index_of[param]].name
 
     # Parameters.
 
     @trace_range("_ParamAndGradBucketGroup.launch_gathers")
     def launch_gathers(self) -> None:
-        """Starts to gather the parameters from the ranks that own their shards. Collective."""
+        """Launches the gathers of all buckets, to which each rank contributes its parameter shards. Collective."""
         self._gathers += [bucket.gather() for bucket in self.buckets]
         self.param_state = ParamState.IN_FLIGHT
 
     @trace_range("_ParamAndGradBucketGroup.complete_gathers")
     def complete_gathers(self) -> None:
-        """Waits for the gather in flight and calls on_arrival."""
+        """Waits for the gathers in flight, copies the parameters into place and calls on_arrival."""
         for handle in self._gathers:
             handle.wait()
         self._gathers.clear()
@@ -388,7 +391,7 @@ class _ParamAndGradBucketGroup:
     def _reduce_alone(self, _: Sequence["_ParamAndGradBucketGroup"]) -> None:
         if self.grad_state is not GradState.COLLECTING:
             return
-        # A script may have written gradients without a call; they are scaled like all others.
+        # A script may have written gradients without calling register_grad_ready; they are scaled like all others.
         missing = set(self.missing())
         for slot in self.slots:
             if slot.name in missing:
@@ -423,17 +426,20 @@ class _ParamAndGradBucketGroup:
 
     @property
     def device(self) -> torch.device:
-        """The parameters' device."""
+        """Device of the parameters."""
         return self.buckets[0].device
 
     @property
     def collective_group(self) -> dist.ProcessGroup | None:
-        """The ranks over which gradients are summed first and shards are distributed; None means this rank alone."""
+        """Ranks over which shards are distributed and gradients are summed; None means this rank alone.
+
+        If there are several optimizer instances, a second sum over the instances follows.
+        """
         return self.buckets[0].settings.group
 
     @property
     def collective_group_size(self) -> int:
-        """The number of ranks in collective_group."""
+        """Number of ranks in collective_group."""
         return group_size(self.collective_group)
 
     @property
@@ -443,7 +449,7 @@ class _ParamAndGradBucketGroup:
 
     @property
     def can_repeat(self) -> bool:
-        """Whether gradients under reduction keep their values until the wait; see ReductionPolicy.can_repeat."""
+        """Whether gradients in flight keep their values until the wait; see ReductionPolicy.can_repeat."""
         return self.buckets[0].settings.policy.can_repeat
 
 
@@ -451,41 +457,42 @@ class _ParamAndGradBucketGroup:
 
 
 class BucketObserver(Protocol):
-    """Callbacks of an iteration, in this order for each bucket group; callbacks of several groups interleave.
+    """Callbacks of an iteration, in the order in which one bucket group triggers them.
 
-    An exception in a callback aborts the iteration before the event that the callback precedes.
+    Callbacks of several groups interleave. An exception in a callback aborts the iteration; after an exception in a
+    `before_` callback, the announced event does not take place.
     """
 
     def attach(self, groups: Sequence[_ParamAndGradBucketGroup], module: nn.Module) -> None:
-        """Starts observing the groups of one more model chunk, which wraps `module`."""
+        """Starts observing the bucket groups of one more model chunk; module: the wrapped module."""
         ...
 
     def begin_iteration(self) -> None:
-        """Called once per chunk, before gradients are reset and before the first gradient of any chunk."""
+        """Called once per chunk, before its gradients are zeroed and before the first gradient of any chunk."""
         ...
 
     def before_grad(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
-        """Called when a gradient is ready, before it is accumulated, or kept if it is late."""
+        """Called when a gradient is ready, before it is accumulated or, if late, kept for the second round."""
         ...
 
     def after_grad(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
-        """Called after a gradient was accumulated or kept."""
+        """Called after a gradient was accumulated or, if late, kept for the second round."""
         ...
 
     def before_launch(self, traffic: Traffic, group: _ParamAndGradBucketGroup) -> None:
-        """Called before collectives over the group's buckets are launched."""
+        """Called before the group's collectives of one kind are launched."""
         ...
 
     def after_launch(self, traffic: Traffic, group: _ParamAndGradBucketGroup) -> None:
-        """Called when these collectives are in flight."""
+        """Called after the group's collectives of one kind were launched."""
         ...
 
     def before_wait(self, traffic: Traffic, group: _ParamAndGradBucketGroup) -> None:
-        """Called before each wait for the result; a collective of several parts has several waits."""
+        """Called before each wait for the group's collectives; a reduction in two stages has several waits."""
         ...
 
     def after_wait(self, traffic: Traffic, group: _ParamAndGradBucketGroup) -> None:
-        """Called after that wait."""
+        """Called after each wait for the group's collectives."""
         ...
 
     def before_agreement(self) -> None:
@@ -493,7 +500,7 @@ class BucketObserver(Protocol):
         ...
 
     def after_agreement(self) -> None:
-        """Called when the ranks of the stage have agreed."""
+        """Called after the ranks of the stage have agreed on the iteration's outcome."""
         ...
 
     def end_iteration(self) -> None:
@@ -501,7 +508,7 @@ class BucketObserver(Protocol):
         ...
 
     def gather_due(self, group: _ParamAndGradBucketGroup) -> None:
-        """Called after this rank's parameter shards were updated; other shards are stale until the next gather."""
+        """Called after this rank's parameter shards were updated. Other ranks' shards are now stale."""
         ...
 
 
@@ -509,18 +516,19 @@ class BucketObserver(Protocol):
 
 
 class _ExpectedGrads:
-    """Compares a bucket group's gradient counts with the last microbatches of earlier iterations.
+    """Expected number of gradients of each parameter in the last microbatch, learned from earlier iterations.
 
     At least one gradient of each parameter is expected. The expected count rises immediately and falls only after
-    _PATIENCE iterations. A count that is too high merely delays a reduction to the end of backward; one that is too low
-    makes gradients late.
+    _PATIENCE iterations. A count that is too high merely delays the reduction to the end of backward. A count that is
+    too low makes gradients late.
     """
 
     def __init__(self, num_params: int) -> None:
         self._expected = [1] * num_params
         self._counts = [0] * num_params
         self._num_incomplete = num_params
-        # By parameter: the number of consecutive iterations with fewer gradients than expected, and the largest count.
+        # By parameter: the number of consecutive iterations with fewer gradients than expected, and the largest count
+        # in them.
         self._fewer: dict[int, tuple[int, int]] = {}
 
     @property
@@ -529,7 +537,7 @@ class _ExpectedGrads:
         return self._num_incomplete == 0
 
     def count(self, index: int) -> bool:
-        """Counts a gradient of a parameter; returns whether all gradients expected in the group have been counted."""
+        """Counts a gradient of a parameter, and returns whether it was the last one expected in the group."""
         self._counts[index] += 1
         if self._counts[index] != self._expected[index]:
             return False
@@ -537,12 +545,12 @@ class _ExpectedGrads:
         return self._num_incomplete == 0
 
     def forget(self) -> None:
-        """Drops this iteration's counts."""
+        """Clears this iteration's counts."""
         self._counts = [0] * len(self._counts)
         self._num_incomplete = len(self._counts)
 
     def learn(self) -> None:
-        """Ends an iteration and updates the expected numbers for the next."""
+        """Ends an iteration and updates the expected counts for the next one."""
         if self._fewer or self._counts != self._expected:
             for index, (count, expected) in enumerate(zip(self._counts, self._expected)):
                 self._learn_one(index, count, expected=expected)

@@ -1,8 +1,10 @@
-"""Buckets of a flat buffer, and the memory of their gradients, gradient sums and gathered parameters.
+"""Buckets of a flat buffer, and the storage of their gradients, gradient sums and gathered parameters.
 
-scheduler.py decides when buckets are launched; for gradients that are reduced in each backward see
-[Note: backward passes] in launch_sequence.py. collectives.py sums and gathers. param_and_grad_buffer.py cuts buffers
-into buckets.
+scheduler.py decides when a bucket's collectives are launched, and collectives.py implements them.
+param_and_grad_buffer.py splits buffers into buckets. [Note: backward passes] in launch_sequence.py explains gradients
+that are reduced in each backward pass.
+
+A *message buffer* is a flat tensor in which a bucket's gradients or parameters are sent.
 """
 
 from abc import ABC, abstractmethod
@@ -30,9 +32,8 @@ from megatron.core.tensor_parallel.param_attributes import (
 )
 from megatron.core.tensor_parallel.weight_grads import WeightGrad
 
-# The maximum number of closed messages that a pool keeps for reuse. With overlap no more are open at a time: two in
-# flight and one that is being filled. Without overlap more may be open, and the smallest are freed when they are
-# closed.
+# Maximum number of closed message buffers that a pool keeps for reuse. With overlap, at most three are open at a time:
+# two in flight and one being filled. Without overlap, more may be open; when they are closed, the smallest are freed.
 _MOST_SPARE = 3
 
 
@@ -42,10 +43,11 @@ class BufferSettings:
 
     group: the ranks over which gradients are summed and shards are distributed; None means this rank alone.
     bucket_size: see DistributedDataParallelConfig. is_sharded: whether each rank owns one shard of every bucket instead
-    of the whole bucket. scale: factor of every gradient before reduction. fp32_patterns: names, or `all`, of parameters
-    whose gradients accumulate in fp32 while a narrower buffer is reduced. split: whether bucket boundaries may cut
-    parameters. comm_dtype: all-gather dtype of parameters; None means the parameters' dtype. raw_dtype: the integer
-    dtype as which gathered bits are sent; None sends values of comm_dtype.
+    of the whole bucket. scale: factor applied to every gradient before its reduction. fp32_patterns: name patterns, or
+    `all`, of parameters whose gradients accumulate in fp32 although a narrower dtype is reduced. split: whether bucket
+    boundaries may split parameters. comm_dtype: all-gather dtype of parameters; None means the parameters' dtype.
+    raw_dtype: the integer dtype to which gathered parameters are reinterpreted for sending; None sends them in
+    comm_dtype.
     """
 
     group: dist.ProcessGroup | None
@@ -65,11 +67,11 @@ class _ParamAndGradBucket:
     """Adjacent parameters of a buffer that are reduced and gathered together.
 
     param_data, grad_data: [N], views of the buffer's flat tensors. owned: the span of the buffer that this rank's
-    optimizer updates; owned_part: the same span, relative to the bucket's start. ranges: the parts of parameters in
-    this bucket, with spans relative to its start; parameters without elements have none. grads: the gradient memory,
-    built by `storage`. staged: the message from which gathered parameters are copied; None if they are gathered in
-    place. name: the group's name, for messages. trace: records the bucket's collectives, if all ranks of the stage have
-    it.
+    optimizer updates; owned_part: the same span, relative to the bucket's start. ranges: the parts of parameters that
+    lie in this bucket, with spans relative to its start; empty parameters are omitted. grads: the gradient storage,
+    built by `storage`. staged: the message buffer in which parameters are gathered; None if parameters are gathered in
+    place. name: the bucket group's name, for error messages. trace: records the bucket's collectives; None if the
+    bucket does not exist on all ranks of the stage.
     """
 
     def __init__(
@@ -109,14 +111,14 @@ class _ParamAndGradBucket:
         self.grads = storage(self)
 
     def move_in(self, param_data: torch.Tensor) -> None:
-        """Records that the parameters are now views of `param_data`, [N], the parameters' dtype."""
+        """Records that the parameters are now views of `param_data`: [N], the parameters' dtype."""
         self.param_data = param_data
         if self.settings.comm_dtype in (None, param_data.dtype):
             self.staged = None
 
     @property
     def device(self) -> torch.device:
-        """The parameters' device."""
+        """Device of the parameters."""
         return self.slots[0].param.device
 
     def reduced_grad(self) -> torch.Tensor:
@@ -127,7 +129,10 @@ class _ParamAndGradBucket:
         return self.grads.owned_grad()
 
     def reduce(self, flat: torch.Tensor, *, into: torch.Tensor | None = None) -> Handle:
-        """Starts to sum `flat`, [N], floating point, over the ranks; into: see reduce_bucket_. Collective."""
+        """Launches the reduction of `flat` over the ranks. Collective.
+
+        flat: [N], floating point. into: see reduce_bucket_.
+        """
         settings = self.settings
         if self.trace is not None:
             op = "reduce-scatter" if settings.is_sharded else "all-reduce"
@@ -135,7 +140,7 @@ class _ParamAndGradBucket:
         return reduce_bucket_(flat, settings.group, sharded=settings.is_sharded, policy=settings.policy, into=into)
 
     def gather(self) -> Handle:
-        """Starts to gather the parameters from the ranks that own their shards. Collective."""
+        """Launches the gather of the parameters, to which each rank contributes its shard. Collective."""
         flat = self.param_data if self.staged is None else self.staged.message()
         if self.settings.raw_dtype is not None:
             flat = flat.view(self.settings.raw_dtype)
@@ -153,7 +158,7 @@ class _ParamAndGradBucket:
 
 
 class GradState(Enum):
-    """The state of a bucket's gradients in an iteration."""
+    """State of a bucket's gradients within an iteration."""
 
     COLLECTING = "collecting"
     IN_FLIGHT = "in flight"
@@ -162,9 +167,10 @@ class GradState(Enum):
 
 @dataclass(frozen=True)
 class _Reduction:
-    """A reduction in flight. flat: [bucket elements], the gradients' dtype, the tensor that is summed.
+    """A reduction in flight.
 
-    into: destination of this rank's part of the sum, [owned elements], the same dtype; None means in place in `flat`.
+    flat: the tensor that is summed, [bucket elements], the gradients' dtype. into: the destination of this rank's part
+    of the sum, [owned elements], same dtype; None means in place in `flat`.
     """
 
     flat: torch.Tensor
@@ -173,9 +179,9 @@ class _Reduction:
 
 
 class GradStorage(ABC):
-    """The gradients of one bucket: the memory in which they accumulate, and the memory of their sum.
+    """Storage of one bucket's gradients: the memory in which they accumulate, and the memory of their sum over ranks.
 
-    checks: run on gradients before they are reduced; None disables them.
+    checks: applied to gradients before they are reduced; None disables checking.
     """
 
     def __init__(self, bucket: _ParamAndGradBucket, *, checks: GradChecks | None = None) -> None:
@@ -185,7 +191,7 @@ class GradStorage(ABC):
         # Parameters with a gradient in this iteration.
         self._with_grad: set[nn.Parameter] = set()
 
-    # In the order of an iteration.
+    # Methods in the order in which an iteration calls them.
 
     @abstractmethod
     def accumulate(self, param: nn.Parameter) -> None:
@@ -197,7 +203,7 @@ class GradStorage(ABC):
 
     @abstractmethod
     def mark_added(self, param: nn.Parameter) -> None:
-        """Records that the caller has added a parameter's gradient to main_grad without the gradient scale."""
+        """Records that the caller has added an unscaled gradient to main_grad."""
 
     def missing(self) -> list[str]:
         """Returns the names of the parameters without a gradient in this iteration."""
@@ -211,27 +217,30 @@ class GradStorage(ABC):
     @property
     @abstractmethod
     def is_moving(self) -> bool:
-        """Whether some gradients are being reduced, so that they cannot all be scaled now."""
+        """Whether any gradients are being reduced, which rules out scaling them now."""
 
     @abstractmethod
     def launch(self, *, is_last: bool) -> None:
-        """Starts to reduce the gradients. Collective. is_last: whether this is the iteration's last backward pass."""
+        """Launches the reduction of the gradients. Collective.
+
+        is_last: whether this is the iteration's last backward pass.
+        """
 
     @abstractmethod
     def launch_second_round(self, *, is_last: bool) -> None:
-        """Starts to reduce gradients that were late on any rank; must be called on all ranks. Collective."""
+        """Launches the reduction of late gradients. Collective; all ranks call it if any rank has a late gradient."""
 
     @abstractmethod
     def advance(self) -> None:
-        """Starts the second stage of reductions; the second stages of several buckets overlap. Collective."""
+        """Starts the second stage of each reduction, so that second stages of several buckets overlap. Collective."""
 
     @abstractmethod
     def advance_early(self) -> bool:
-        """Starts the second stage early, without blocking the host; returns whether all of it is in flight."""
+        """Starts second stages that are ready, without blocking; returns whether no early start remains to be made."""
 
     @abstractmethod
     def advance_second_round(self) -> None:
-        """Starts the second stage of the second round; called after `advance` of all buckets. Collective."""
+        """Starts the second stage of the second round's reduction, after `advance` of all buckets. Collective."""
 
     @abstractmethod
     def complete(self) -> None:
@@ -241,23 +250,24 @@ class GradStorage(ABC):
     def owned_grad(self) -> torch.Tensor:
         """Returns this rank's part of the reduced gradients: [owned elements], the gradients' dtype.
 
-        A view of persistent memory. Without persistent memory, ownership moves to the caller, once per iteration.
+        The tensor is a view of persistent memory. Without persistent memory, ownership moves to the caller, once per
+        iteration.
         """
 
     @abstractmethod
     def copy_from_comm(self) -> None:
-        """Copies reduced values, which hooks may have changed, to each main_grad that has a wider dtype."""
+        """Copies reduced gradients, including changes made by hooks, to each main_grad with a wider dtype."""
 
     @abstractmethod
     def works(self) -> list[dist.Work]:
-        """Handles of the reductions in flight, for observers."""
+        """Returns torch's work handles of the reductions in flight, for observers."""
 
     def late_works(self) -> list[dist.Work]:
-        """Handles of the second round."""
+        """Returns torch's work handles of the second round's reductions, for observers."""
         return self.works()
 
     def free_spare(self) -> None:  # noqa: B027
-        """Frees memory that is kept for reuse between iterations, if any."""
+        """Frees memory that is kept between iterations for reuse, if any."""
 
     # Between iterations.
 
@@ -267,10 +277,11 @@ class GradStorage(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Begins an iteration; no reduction is in flight.
+        """Begins an iteration. No reduction may be in flight.
 
-        The current stream waits for gradients that an aborted iteration may still be writing, and their streams are
-        dropped, because a reduction of a later iteration, perhaps one that is being captured, must not wait for them.
+        The current stream waits for gradients that an aborted iteration may still be writing. The streams that write
+        them are then forgotten, because a reduction of a later iteration, which may be under graph capture, must not
+        wait for them.
         """
 
     @abstractmethod
@@ -279,7 +290,7 @@ class GradStorage(ABC):
 
     @abstractmethod
     def scale_(self, factor: float | torch.Tensor) -> None:
-        """Multiplies all gradients; factor: a number or a tensor [], any float dtype."""
+        """Multiplies all gradients by `factor`, a number or a tensor [] of any float dtype."""
 
     @property
     @abstractmethod
@@ -312,16 +323,16 @@ class GradStorage(ABC):
         raise AssertionError(f"{self._bucket.name} is reduced once per iteration")
 
     def resume_accumulation(self) -> None:
-        """Lets further gradients accumulate into a reduced sum."""
+        """Allows further gradients to accumulate into a reduced sum."""
         raise AssertionError(f"{self._bucket.name} is reduced once per iteration")
 
 
 class PersistentGrads(GradStorage):
     """Gradients that accumulate in the bucket's grad_data, which persists between steps, and are reduced in place.
 
-    `main_grad` of each parameter is a view of grad_data, or has a wider dtype (fp32_patterns) and is rounded to it
-    before the reduction. Gradients that become ready while the bucket is in flight are late: they are kept for a second
-    round.
+    Each parameter's `main_grad` is a view of grad_data or, for parameters in fp32_patterns, a wider tensor that is
+    rounded into grad_data before the reduction. A gradient that becomes ready while the bucket is in flight is late and
+    is kept for a second round of reductions.
     """
 
     def __init__(self, bucket: _ParamAndGradBucket, *, checks: GradChecks | None = None) -> None:
@@ -329,20 +340,20 @@ class PersistentGrads(GradStorage):
         self._scale = bucket.settings.scale
         self._slot_of = {slot.param: slot for slot in bucket.slots}
         self._wider = [slot for slot in bucket.slots if slot.main_grad is not slot.comm_view]
-        # Parameters whose gradients kernels added to main_grad without the gradient scale.
+        # Parameters to whose main_grad unscaled gradients were added.
         self._unscaled: set[nn.Parameter] = set()
-        # In the order in which they became ready.
+        # Late gradients, in the order in which they became ready.
         self._late: list[tuple[ParamSlot, torch.Tensor]] = []
-        # The first round, then the second.
+        # The reduction of the first round, then of the second.
         self._rounds: list[_Reduction] = []
         for slot in bucket.slots:
             set_main_grad(slot.param, slot.main_grad)
 
     def accumulate(self, param: nn.Parameter) -> None:
-        """Adds `param.grad`, scaled, to main_grad and frees it.
+        """Adds the scaled `param.grad` to main_grad and frees `param.grad`.
 
-        The first gradient of an iteration overwrites main_grad, later ones are added. If a kernel has already added a
-        gradient to main_grad, `param.grad` holds only the gradients of the parameter's other uses.
+        The first gradient of an iteration overwrites main_grad; later gradients are added. If a kernel has already
+        added a gradient to main_grad, `param.grad` holds only the gradients of the parameter's other uses.
         """
         slot, grad = self._slot_of[param], plain_grad(param)
         # Freed immediately, so that the next gradient reuses memory that is still in the cache.
@@ -363,7 +374,7 @@ class PersistentGrads(GradStorage):
             self._checks.measure_sum(slot.name, slot.main_grad)
 
     def add(self, param: nn.Parameter, new: WeightGrad) -> None:
-        """Computes a deferred weight gradient, scaled, into main_grad; keeps a late one."""
+        """Computes a deferred weight gradient and adds it, scaled, to main_grad. A late one is only kept."""
         slot = self._slot_of[param]
         if self.state is not GradState.COLLECTING:
             self._keep_late(slot, new.compute())
@@ -407,7 +418,8 @@ class PersistentGrads(GradStorage):
             keep_for_current_stream(grad)
         if self._bucket.settings.policy.can_repeat:
             self._discard()
-            # Added one by one, in the order of a run without a reduction in flight, so that the sum is bit-identical.
+            # Added one by one in the order in which they became ready, so that the sum is bit-identical to a run in
+            # which they were not late.
             for slot, grad in self._late:
                 slot.main_grad.add_(grad, alpha=self._scale)
             self._reduce_grad_data()
@@ -475,7 +487,7 @@ class PersistentGrads(GradStorage):
         self._unscaled.clear()
 
     def scale_(self, factor: float | torch.Tensor) -> None:
-        """Multiplies grad_data and each main_grad; factor: a number or a tensor [], any float dtype."""
+        """Multiplies grad_data and each main_grad by `factor`, a number or a tensor [] of any float dtype."""
         self._bucket.grad_data.mul_(factor)
         for slot in self._wider:
             slot.main_grad.mul_(factor)
@@ -488,10 +500,10 @@ class PersistentGrads(GradStorage):
 
     @property
     def persistent(self) -> list[torch.Tensor]:
-        """Returns grad_data only: [N], the gradients' dtype."""
+        """The bucket's grad_data: [N], the gradients' dtype."""
         return [self._bucket.grad_data]
 
-    # Inside.
+    # Internals.
 
     def _reduce_grad_data(self) -> None:
         for slot in self._wider:
@@ -502,8 +514,8 @@ class PersistentGrads(GradStorage):
     def _accumulate_late(self, slot: ParamSlot, grad: torch.Tensor | None) -> None:
         if added_to_main_grad(slot.param):
             raise RuntimeError(
-                f"a kernel added to main_grad of {slot.name} while it was being reduced: wrap all microbatches but "
-                "the last in no_sync, or disable overlap_grad_reduce"
+                f"a kernel added a gradient to main_grad of {slot.name} while it was being reduced: wrap all "
+                "microbatches but the last in no_sync, or disable overlap_grad_reduce"
             )
         if grad is not None:
             # A copy, because a CUDA graph may be about to overwrite the original.
@@ -534,13 +546,15 @@ class PersistentGrads(GradStorage):
 
 
 class BucketLifetimeGrads(GradStorage):
-    """Gradients whose memory lives from the bucket's first gradient to the end of its reduction. In a backward pass:
+    """Gradients whose memory lives from the bucket's first gradient to the end of its reduction.
 
-    1. the first gradient opens a message, in which the bucket's gradients accumulate;
-    2. `launch` sends it, and further gradients open another message;
-    3. `settle` adds this rank's part of the result to the sum of all backward passes and closes the message.
+    In a backward pass:
 
-    memory: allocates the messages. total: the sum of all backward passes.
+    1. The first gradient opens a message buffer, in which the bucket's gradients accumulate.
+    2. `launch` sends the message buffer. Further gradients open a new one.
+    3. `settle` adds this rank's part of the result to the sum of all backward passes and closes the message buffer.
+
+    memory: allocates the message buffers. total: the sum of all backward passes.
     """
 
     def __init__(
@@ -555,12 +569,12 @@ class BucketLifetimeGrads(GradStorage):
         self._memory, self._total = memory, total
         self._added_scale, self._sent_scale = memory.split_scale(bucket.settings.scale)
         self._range_of = {part.param: part for part in bucket.ranges}
-        # Memory format of each parameter that is entirely in the bucket; gradients may have another format.
+        # Memory format of each parameter that is entirely in the bucket; gradients may have a different format.
         self._strides_of = {
             part.param: dense_strides(part.param) for part in bucket.ranges if part.span.numel == part.param.numel()
         }
         self._gaps = _gaps(bucket.layout.span.numel, [part.span for part in bucket.ranges])
-        # The open message, and the parameters whose gradients it holds.
+        # The open message buffer, and the parameters whose gradients it contains.
         self._message: torch.Tensor | None = None
         self._filled: set[nn.Parameter] = set()
         self._in_flight: deque[_Reduction] = deque()
@@ -603,7 +617,7 @@ class BucketLifetimeGrads(GradStorage):
 
     @property
     def is_moving(self) -> bool:
-        """Whether some gradients were added in this iteration and are not all reduced yet."""
+        """Whether gradients were added in this iteration and are not all reduced yet."""
         return bool(self._with_grad) and self.state is not GradState.REDUCED
 
     def launch(self, *, is_last: bool) -> None:
@@ -700,7 +714,7 @@ class BucketLifetimeGrads(GradStorage):
         """Does nothing, because `reset` has dropped all gradients."""
 
     def scale_(self, factor: float | torch.Tensor) -> None:
-        """Multiplies the sum; factor: a number or a tensor [], any float dtype."""
+        """Multiplies the sum by `factor`, a number or a tensor [] of any float dtype."""
         self._total.scale_(factor)
 
     @property
@@ -708,13 +722,14 @@ class BucketLifetimeGrads(GradStorage):
         """Persistent memory of the sum and of the gradients: [n] each, the gradients' dtype."""
         return [*self._total.persistent, *self._memory.persistent]
 
-    # Inside.
+    # Internals.
 
     def _open(self) -> torch.Tensor:
         while self._message is None:
             self._message = self._memory.open(self._bucket.layout.span.numel)
             if self._message is None:
-                # The memory is in flight: a parameter has a second gradient in the same backward pass.
+                # The only message buffer is in flight, because a parameter has a second gradient in the same backward
+                # pass.
                 self.settle()
         return self._message
 
@@ -738,13 +753,14 @@ class BucketLifetimeGrads(GradStorage):
 
 
 class MessagePool:
-    """Allocates the messages of buckets, all of one dtype on one device; on a CPU it reuses closed ones.
+    """Allocates message buffers of one dtype on one device. On a CPU, closed message buffers are reused.
 
-    On a CPU, freed memory of this size returns to the operating system, which zeroes its pages when it is allocated
-    again; this costs a tenth of a step. On an accelerator nothing is pooled here, because torch's allocator caches
-    freed memory for each stream.
+    On a CPU, freed memory of this size returns to the operating system, which zeroes the pages of the next allocation.
+    This costs a tenth of a step. On an accelerator nothing is pooled here, because torch's allocator caches freed
+    memory for each stream.
 
-    is_kept: on a CPU, keeps a few closed messages, also between steps; every message must then be closed.
+    is_kept: whether a few closed message buffers are kept on a CPU, also between steps. The caller must then close
+    every message buffer.
     """
 
     is_reused = False
@@ -753,21 +769,21 @@ class MessagePool:
     def __init__(self, dtype: torch.dtype, device: torch.device, *, is_kept: bool) -> None:
         self._dtype, self._device = dtype, device
         self._is_kept = is_kept and device.type == "cpu"
-        # In ascending order of size.
+        # Closed message buffers, in ascending order of size.
         self._spare: list[torch.Tensor] = []
-        # Whole messages by address; `open` returns a view of each, which may be shorter.
+        # Open message buffers by address, whole; the view that `open` returned may be shorter.
         self._in_use: dict[int, torch.Tensor] = {}
 
     def split_scale(self, scale: float) -> tuple[float, float]:
-        """Splits the gradient scale into factors applied when gradients are added and when they are sent."""
+        """Returns the factors by which gradients are scaled when they are added and when they are sent."""
         return scale, 1.0
 
     def open(self, numel: int) -> torch.Tensor:
-        """Returns an uninitialised message: [numel], the pool's dtype."""
+        """Returns an uninitialised message buffer: [numel], the pool's dtype."""
         place = next((place for place, spare in enumerate(self._spare) if spare.numel() >= numel), None)
         if place is None:
-            # All spare messages are too small. The smallest is freed to make room for this one, which a later message
-            # can reuse.
+            # All spare message buffers are too small. The smallest is freed in exchange for the new one, which can be
+            # reused later.
             del self._spare[:1]
             whole = torch.empty(numel, dtype=self._dtype, device=self._device)
         else:
@@ -777,23 +793,26 @@ class MessagePool:
         return whole[:numel]
 
     def close(self, message: torch.Tensor) -> None:
-        """Returns a message of `open`, [n], the pool's dtype, to the pool. Ignores tensors it did not allocate."""
+        """Returns a message buffer to the pool; ignores tensors that the pool did not allocate.
+
+        message: [n], the pool's dtype.
+        """
         whole = self._in_use.pop(message.data_ptr(), None)
         if whole is not None:
             self._spare = sorted([*self._spare, whole], key=torch.Tensor.numel)[-_MOST_SPARE:]
 
     def reset(self) -> None:
-        """Does nothing, because a bucket closes its messages."""
+        """Does nothing, because a bucket closes its message buffers."""
 
     def free_spare(self) -> None:
-        """Frees closed messages."""
+        """Frees the closed message buffers that are kept for reuse."""
         self._spare.clear()
 
 
 class KernelMemory:
-    """The single persistent message of a bucket, to which kernels add unscaled gradients.
+    """Single persistent message buffer of a bucket, to which kernels add unscaled gradients.
 
-    It is zero before each backward pass. message: [bucket elements], the gradients' dtype.
+    The message buffer is zero before each backward pass. message: [bucket elements], the gradients' dtype.
     """
 
     is_reused = True
@@ -803,23 +822,23 @@ class KernelMemory:
         self.persistent = [message]
 
     def split_scale(self, scale: float) -> tuple[float, float]:
-        """Splits the gradient scale into factors applied when gradients are added and when the message is sent."""
+        """Returns the factors by which gradients are scaled when they are added and when the message buffer is sent."""
         return 1.0, scale
 
     def open(self, numel: int) -> torch.Tensor | None:
-        """Returns the message, [numel], the gradients' dtype; None while it is in flight."""
+        """Returns the message buffer: [numel], the gradients' dtype; None while it is in flight."""
         if self._is_open:
             return None
         self._is_open = True
         return self._message
 
     def close(self, message: torch.Tensor) -> None:
-        """Zeroes the message, [numel], the gradients' dtype, after its reduction."""
+        """Zeroes the message buffer after its reduction; message: [numel], the gradients' dtype."""
         self._is_open = False
         message.zero_()
 
     def free_spare(self) -> None:
-        """Does nothing, because the message is persistent."""
+        """Does nothing, because the message buffer is persistent."""
 
     def reset(self) -> None:
         """Zeroes gradients that kernels may have added."""
@@ -828,7 +847,7 @@ class KernelMemory:
 
 
 class ShardSum:
-    """The sum of all backward passes in persistent memory: [owned elements], the gradients' dtype."""
+    """Sum of the gradients of all backward passes, in persistent memory: [owned elements], the gradients' dtype."""
 
     is_closed = False
 
@@ -844,7 +863,10 @@ class ShardSum:
         return self.sum if self._is_sharded and is_first and not self._has_sum else None
 
     def add(self, total: torch.Tensor, *, into: torch.Tensor | None) -> None:
-        """Adds a result, [owned elements], the gradients' dtype, that was reduced to `into`, or in place if None."""
+        """Adds the result of a reduction to the sum.
+
+        total: the result, [owned elements], the gradients' dtype. into: the destination that `place_for` returned.
+        """
         if self._has_sum:
             self.sum.add_(total)
         elif into is None:
@@ -852,10 +874,10 @@ class ShardSum:
         self._has_sum = True
 
     def hold(self) -> None:
-        """Does nothing, because the sum is kept in any case."""
+        """Does nothing, because the sum is always kept."""
 
     def complete(self) -> None:
-        """Ends an iteration; without any backward pass the sum becomes zero."""
+        """Ends an iteration; sets the sum to zero if there was no backward pass."""
         if not self._has_sum:
             self.sum.zero_()
         self._has_sum = True
@@ -865,7 +887,7 @@ class ShardSum:
         return self.sum
 
     def scale_(self, factor: float | torch.Tensor) -> None:
-        """Multiplies the sum; factor: a number or a tensor [], any float dtype."""
+        """Multiplies the sum by `factor`, a number or a tensor [] of any float dtype."""
         self.sum.mul_(factor)
 
     def reset(self) -> None:
@@ -876,8 +898,8 @@ class ShardSum:
 class ReleasedSum:
     """A sum that is released to hooks and an optimizer in backward, and freed after they have used it.
 
-    The last backward pass of an iteration completes the sum and leaves it in the message of that pass, without a copy.
-    Later gradients can be added to it only after `hold`, which keeps the sum to the end of the iteration.
+    The last backward pass of an iteration completes the sum and leaves it in the message buffer of that pass, without a
+    copy. Later gradients can be added to the sum only after `hold`, which keeps it until the end of the iteration.
     """
 
     persistent: Sequence[torch.Tensor] = ()
@@ -889,32 +911,35 @@ class ReleasedSum:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the last backward pass was sent, and the sum is not held."""
+        """Whether the reduction of the last backward pass was launched and the sum is not held."""
         return self._is_last_sent and not self._is_held
 
     def place_for(self, *, is_first: bool, is_last: bool) -> torch.Tensor | None:
         """Returns the destination of a reduction, [owned elements], the gradients' dtype; None means in place."""
         self._is_last_sent = is_last
-        # The last backward pass leaves the sum in its message.
+        # The last backward pass leaves the sum in its message buffer.
         if not self._bucket.settings.is_sharded or self._has_sum or not is_first or (is_last and not self._is_held):
             return None
         bucket = self._bucket
         return torch.empty(bucket.owned.numel, dtype=bucket.grad_data.dtype, device=bucket.device)
 
     def add(self, total: torch.Tensor, *, into: torch.Tensor | None) -> None:
-        """Adds a result, [owned elements], the gradients' dtype, that was reduced to `into`, or in place if None."""
+        """Adds the result of a reduction to the sum.
+
+        total: the result, [owned elements], the gradients' dtype. into: the destination that `place_for` returned.
+        """
         if self._has_sum:
             assert self.sum is not None, "a reduction was added to a sum that was already released"
             self.sum.add_(total)
         elif into is not None:
             self.sum = into
         else:
-            # A held shard is cloned. As a view it would keep the whole message alive, while more are opened.
+            # A held shard is cloned. As a view it would keep the whole message buffer alive, while more are opened.
             self.sum = total.clone() if self._is_held and self._bucket.settings.is_sharded else total
         self._has_sum = True
 
     def hold(self) -> None:
-        """Keeps the sum to the end of the iteration, unless it was released already."""
+        """Keeps the sum until the end of the iteration, unless it was already released."""
         self._is_held = self.sum is not None or not self._has_sum
 
     def complete(self) -> None:
@@ -922,18 +947,19 @@ class ReleasedSum:
         assert self._has_sum, "every iteration has a last backward pass"
 
     def owned_grad(self) -> torch.Tensor:
-        """Releases the sum, [owned elements], the gradients' dtype, to the caller."""
+        """Returns the sum and passes its ownership to the caller: [owned elements], the gradients' dtype."""
         assert self.sum is not None, f"{self._bucket.name} was already released, or not reduced"
         released, self.sum = self.sum, None
         return released
 
     def scale_(self, factor: float | torch.Tensor) -> None:
-        """Raises RuntimeError for any factor, a number or a tensor [], any float dtype, because hooks have seen the
-        sum.
+        """Raises RuntimeError, because hooks have already received the sum.
+
+        factor: a number or a tensor [] of any float dtype.
         """
         raise RuntimeError(
-            "scale_gradients with DistributedDataParallelConfig.release_gradients: hooks and the optimizer have "
-            f"already received the gradient of {self._bucket.buffer.slots[0].name}; scale the loss instead"
+            "scale_gradients was called with DistributedDataParallelConfig.release_gradients: hooks and the optimizer "
+            f"have already received the gradient of {self._bucket.buffer.slots[0].name}; scale the loss instead"
         )
 
     def reset(self) -> None:
@@ -943,7 +969,7 @@ class ReleasedSum:
 
 
 def plain_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Returns `param.grad` as a strided tensor without a graph: [*parameter shape], the parameter's dtype, or None."""
+    """Returns `param.grad` as a detached, strided tensor: [*parameter shape], the parameter's dtype; or None."""
     grad = param.grad
     if grad is None or not (grad.requires_grad or grad.is_sparse):
         return grad
@@ -954,9 +980,9 @@ def plain_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def accumulate_into(place: torch.Tensor, new: torch.Tensor, *, scale: float, is_first: bool) -> None:
-    """Adds `scale` times a gradient to its destination; [*shape] both, any float dtypes.
+    """Adds `scale` times a gradient to its destination, or overwrites the destination with it if is_first is set.
 
-    is_first: overwrites the destination.
+    place: the destination. new: the gradient. Both [*shape], any float dtypes.
     """
     if not is_first:
         place.add_(new, alpha=scale)
@@ -964,9 +990,10 @@ def accumulate_into(place: torch.Tensor, new: torch.Tensor, *, scale: float, is_
         torch.mul(new, scale, out=place)
     else:
         place.copy_(new)
-        # A plan counts the scaling, because its short run may have fewer ranks than the real run, and so no scale.
+        # On the meta device the scaling always runs, so that a plan counts it: a traced step may have fewer ranks than
+        # the real run, and then its scale is 1.
         if scale != 1.0 or place.is_meta:
-            # torch.mul of the gradient would first round the product to the narrower dtype.
+            # torch.mul(new, scale) would first round its result to the narrower dtype.
             place.mul_(scale)
 
 
@@ -984,7 +1011,7 @@ def _gaps(numel: int, spans: Iterable[Span]) -> list[slice]:
 
 
 class StagedParams:
-    """Parameters that are gathered in a message, perhaps in a narrower dtype, and then copied into the buffer."""
+    """Gathers parameters in a message buffer, possibly in a narrower dtype, and copies them into the flat buffer."""
 
     def __init__(self, bucket: _ParamAndGradBucket) -> None:
         self._bucket = bucket
@@ -992,22 +1019,20 @@ class StagedParams:
         self._message: torch.Tensor | None = None
 
     def own_shard(self) -> torch.Tensor:
-        """Returns this rank's part of the message, [shard elements], `dtype`, to which an optimizer
-        writes its update.
-        """
+        """Returns this rank's part of the message buffer, for the optimizer's update: [shard elements], `dtype`."""
         if self._message is None:
             self._message = torch.empty(self._bucket.layout.span.numel, dtype=self.dtype, device=self._bucket.device)
         return shard_of(self._message, self._bucket.settings.group)
 
     def message(self) -> torch.Tensor:
-        """Returns the message of the gather: [bucket elements], `dtype`, which already holds this rank's shard."""
+        """Returns the message buffer, which already contains this rank's shard: [bucket elements], `dtype`."""
         if self._message is None:
             self.fill()
         assert self._message is not None, "fill allocates it"
         return self._message
 
     def fill(self) -> None:
-        """Copies this rank's current parameters into its part of the message."""
+        """Copies this rank's current parameters into its part of the message buffer."""
         self.own_shard()
         assert self._message is not None, "own_shard allocates it"
         for part in self._bucket.ranges:
@@ -1019,7 +1044,7 @@ class StagedParams:
 
     @torch.no_grad()
     def unpack(self) -> None:
-        """Copies the gathered parameters into the buffer and frees the message."""
+        """Copies the gathered parameters into the buffer and frees the message buffer."""
         if self._message is not None:
             for part in self._bucket.ranges:
                 elements_of(part).copy_(part.view_of(self._message))
@@ -1027,7 +1052,7 @@ class StagedParams:
 
 
 def elements_of(part: ParamRange) -> torch.Tensor:
-    """Returns the elements of a range in the memory of its parameter: [part.span.numel], its dtype, a view."""
+    """Returns a view of the parameter's elements in a range: [part.span.numel], the parameter's dtype."""
     # Bypasses the subclass of a parameter that may not be read yet, because gathered values are written to it.
     with torch._C.DisableTorchFunctionSubclass():
         return flat_view(part.param)[part.start : part.start + part.span.numel]

@@ -3,9 +3,9 @@
 Buffers own the tensors, and scheduler.py orders the launches. Nothing is sent if the group is None or has one rank.
 
 [Note: rank order] A backend may add the ranks' values in any order, and gloo's order depends on the size of the tensor.
-If results must not depend on it, each rank receives the contributions of all ranks to its shard (all-to-all) and adds
-them in rank order, in fp32 or wider. An element's sum then depends neither on its bucket nor on the rank that computes
-it, so an all-reduce is bit-identical to a reduce-scatter.
+If results must not depend on this order, each rank receives the contributions of all ranks to its shard (all-to-all)
+and adds them in rank order, in fp32 or wider. An element's sum then depends neither on its bucket nor on the rank that
+computes it, so an all-reduce is bit-identical to a reduce-scatter.
 """
 
 from collections import deque
@@ -22,19 +22,21 @@ from megatron.core.distributed.layout import round_up
 from megatron.core.group_collectives import all_gather_single, reduce_scatter_single
 from megatron.core.process_groups_config import group_rank, group_size
 
-# Elements of one all-to-all. A rank-ordered sum needs at most _IN_FLIGHT times this in addition to its input.
+# Maximum number of elements of one all-to-all. A rank-ordered sum allocates at most _IN_FLIGHT times as many in
+# addition to its input.
 _SLICE_ELEMENTS = 1 << 24
 _IN_FLIGHT = 2
 
 
 class Handle(Protocol):
-    """A collective in flight. All ranks of its group call the same methods in the same order."""
+    """A collective in flight. All ranks of its group must call the same methods in the same order."""
 
     def advance(self) -> None:
-        """Waits for the first stage and starts the second, if any (a gather of sums, or the second level).
+        """Waits for the first stage and starts the second, if any.
 
-        Calling it for several handles before `wait` lets their second stages overlap. Changes the tensor. `wait`
-        calls it if necessary. Blocks the host for tensors on the CPU.
+        The second stage is the gather after a reduce-scatter, or the sum over optimizer instances. Call `advance` of
+        several handles before the first `wait`, so that their second stages overlap; `wait` calls it if necessary.
+        Modifies the tensor, and blocks the host if the tensor is on the CPU.
         """
         ...
 
@@ -43,38 +45,38 @@ class Handle(Protocol):
         ...
 
     def advance_early(self) -> bool:
-        """Starts the second stage if the first has ended, for handles that may do so before `advance` or `wait`.
+        """Starts the second stage if the first has ended, and returns whether no early start remains to be made.
 
-        This applies to sums over several optimizer instances with ReductionPolicy.side that need not be repeatable;
-        other handles do nothing. Returns whether nothing remains to be started early. Never blocks the host. Ranks may
-        call it at different times, but must advance their handles in the same order.
+        Applies only to sums over several optimizer instances with ReductionPolicy.side and without can_repeat; other
+        handles return True and do nothing. Never blocks the host. Ranks may call it at different times, but must
+        advance their handles in the same order.
         """
         ...
 
     def is_sent(self) -> bool:
-        """Returns whether `wait` would not block the host; queries a GPU."""
+        """Returns whether `wait` would return without blocking the host; queries the device on a GPU."""
         ...
 
     def works(self) -> list[dist.Work]:
-        """Returns the works launched so far that may still be in flight, for measurements."""
+        """Returns torch's work handles of the launches that may still be in flight, for measurements."""
         ...
 
     def discard(self) -> None:
         """Ends the collective without a result, so that the tensor keeps this rank's input.
 
-        Replaces `advance` and `wait`; allowed only with ReductionPolicy.can_repeat.
+        Called instead of `advance` and `wait`; allowed only with ReductionPolicy.can_repeat.
         """
         ...
 
 
 @dataclass(frozen=True)
 class ReductionPolicy:
-    """Settings of gradient sums over ranks; chosen once for all buckets.
+    """Settings of gradient reductions over ranks, shared by all buckets.
 
     deterministic: see [Note: rank order]. average: computes the mean instead of the sum. fp32_accumulation: sends
-    16-bit tensors unconverted and adds them in fp32; wider tensors are added in their own dtype. instances_group: the
-    ranks with the same shard in other optimizer instances; a second level sums shards over them after the sum within
-    each instance. side: the stream on which a GPU's second level waits for the first. Without it the second level
+    16-bit tensors unconverted and adds them in fp32; wider tensors are added in their dtype. instances_group: the ranks
+    that own the same shard in all optimizer instances. After the sum within each instance, a second level sums shards
+    over this group. side: the stream on which a GPU's second level waits for the first. Without it, the second level
     starts in `advance` or `wait`.
     """
 
@@ -88,8 +90,8 @@ class ReductionPolicy:
     def can_repeat(self) -> bool:
         """Whether a tensor in flight keeps its input until `advance` or `wait`, so that the reduction can be repeated.
 
-        If so, launch_second_round of PersistentGrads discards the first reduction and repeats it with the late
-        gradients, and `abandon` discards it instead of waiting for its result.
+        If so, PersistentGrads.launch_second_round discards the first reduction and repeats it with the late gradients,
+        and `abandon` discards it instead of waiting for its result.
         """
         return self.deterministic
 
@@ -102,15 +104,15 @@ def reduce_bucket_(
     policy: ReductionPolicy,
     into: torch.Tensor | None = None,
 ) -> Handle:
-    """Starts to sum `flat`, [N], floating point, contiguous, over `group`, in place.
+    """Launches the in-place sum of `flat` over `group`.
 
-    sharded: only this rank's shard, the rank-th of equal parts, receives the sum, and the other parts are undefined
-    afterwards; N must be a multiple of the number of ranks. Without it all of `flat` receives the sum. into: receives
-    the shard's sum in place of `flat`, which is then undefined: [N / ranks], flat's dtype, contiguous. Do not write to
-    either before `wait`.
+    flat: [N], floating point, contiguous. sharded: only this rank's shard, the rank-th of equal parts, receives the
+    sum, and the other parts become undefined; N must be a multiple of the number of ranks. If not sharded, all of
+    `flat` receives the sum. into: receives the shard's sum instead of `flat`, which becomes undefined: [N / ranks],
+    flat's dtype, contiguous. Neither tensor may be written before `wait`.
     """
     assert sharded or into is None, (
-        "into is given without sharded: only the sum of a shard can be written to another tensor"
+        "into is given without sharded: only the sum of a shard can be written to a separate tensor"
     )
     first = _reduce(flat, group, sharded=sharded, policy=policy, into=into)
     if group_size(policy.instances_group) == 1:
@@ -135,15 +137,16 @@ def reduce_bucket_(
 
 @trace_range("gather_shards_")
 def gather_shards_(flat: torch.Tensor, group: dist.ProcessGroup | None) -> Handle:
-    """Starts to gather `flat`, [N], any dtype, contiguous, in place: rank r sends the r-th of equal parts.
+    """Launches an in-place all-gather of `flat`, to which rank r contributes the r-th of equal parts.
 
-    Gathers parameters, and the sums of gradients after the reduce-scatter of a rank-ordered all-reduce.
+    flat: [N], any dtype, contiguous. Used for parameters, and for gradient sums after the reduce-scatter of a
+    rank-ordered all-reduce.
     """
     if group_size(group) == 1:
         return _Done()
     if not _is_on_host(flat):
         return _Launched(all_gather_single(flat, shard_of(flat, group), group=group, async_op=True))
-    # gloo's own all-gather copies the whole tensor, which takes 5 times the CPU time and doubles the memory.
+    # gloo's all-gather copies the whole tensor, which takes 5 times the CPU time and doubles the memory.
     shards = flat.view(group_size(group), -1)
     return _Launched(
         *[dist.broadcast(shard, group=group, group_src=rank, async_op=True) for rank, shard in enumerate(shards)]
@@ -151,7 +154,7 @@ def gather_shards_(flat: torch.Tensor, group: dist.ProcessGroup | None) -> Handl
 
 
 def shard_of(flat: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Returns this rank's shard of `flat`, [N], any dtype, cut into one part per rank: [N / ranks], a view."""
+    """Returns this rank's shard of `flat`, one of equal parts: [N], any dtype -> [N / ranks], a view."""
     return flat.view(group_size(group), -1)[group_rank(group)]
 
 
@@ -160,12 +163,18 @@ def _shard_place(flat: torch.Tensor, *, group: dist.ProcessGroup, into: torch.Te
 
 
 def all_reduce_(flat: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """Sums `flat`, any shape, contiguous, floating point, in place, in an order chosen by the backend."""
+    """Sums `flat` over `group` in place, in an order chosen by the backend.
+
+    flat: any shape, floating point, contiguous.
+    """
     reduce_bucket_(flat.view(-1), group, sharded=False, policy=ReductionPolicy()).wait()
 
 
 def rank_ordered_all_reduce_(flat: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """Sums `flat`, any shape, contiguous, floating point, in place; see [Note: rank order]."""
+    """Sums `flat` over `group` in place, in rank order; see [Note: rank order].
+
+    flat: any shape, floating point, contiguous.
+    """
     reduce_bucket_(flat.view(-1), group, sharded=False, policy=ReductionPolicy(deterministic=True)).wait()
 
 
@@ -177,13 +186,13 @@ def _reduce(
     policy: ReductionPolicy,
     into: torch.Tensor | None = None,
 ) -> Handle:
-    """Starts one level of reduce_bucket_."""
+    """Launches one level of reduce_bucket_, that is, the sum over a single group."""
     ranks = group_size(group)
     if ranks == 1:
         return _alone(flat, into)
     assert group is not None
     in_fp32 = policy.fp32_accumulation and flat.dtype.itemsize == 2
-    # gloo's own reduce-scatter all-reduces a copy, which takes 1.7 times the CPU time.
+    # gloo's reduce-scatter all-reduces a copy, which takes 1.7 times the CPU time.
     if policy.deterministic or in_fp32 or (sharded and _is_on_host(flat)):
         if not sharded and flat.numel() % ranks:
             return _ordered_of_any_size(flat, group, policy=policy)
@@ -222,9 +231,7 @@ def _is_over_nccl(flat: torch.Tensor, group: dist.ProcessGroup) -> bool:
 
 
 def _ordered_of_any_size(flat: torch.Tensor, group: dist.ProcessGroup, *, policy: ReductionPolicy) -> Handle:
-    """Pads a tensor to a multiple of the number of ranks and reduces it in rank order; for tensors other
-    than buckets.
-    """
+    """Reduces a tensor of any size in rank order, by padding it to a multiple of the number of ranks."""
     padded = flat.new_zeros(round_up(flat.numel(), group_size(group)))
     padded[: flat.numel()] = flat
 
@@ -236,7 +243,7 @@ def _ordered_of_any_size(flat: torch.Tensor, group: dist.ProcessGroup, *, policy
 
 
 class _Handle:
-    """Base class of handles whose collectives have no second stage."""
+    """Base class of handles. By default, a collective has no second stage."""
 
     def advance(self) -> None:
         pass
@@ -262,7 +269,7 @@ class _Done(_Handle):
 
 
 class _Launched(_Handle):
-    """Handle of messages launched by the backend."""
+    """Handle of collectives launched by the backend, without a second stage."""
 
     def __init__(self, *works: dist.Work) -> None:
         self._works = works
@@ -310,7 +317,7 @@ class _Chain(_Handle):
 
 
 class _Following(_Chain):
-    """Handle of two collectives, the second of which starts as soon as the first has ended."""
+    """Handle of two collectives whose second one may be started early, as soon as the first has ended."""
 
     def advance_early(self) -> bool:
         if self._second is None and self._first.is_sent():
@@ -320,10 +327,11 @@ class _Following(_Chain):
 
 @dataclass(frozen=True)
 class _Slice:
-    """Contributions of all ranks to some columns of this rank's shard. The tensor is viewed as one row per rank.
+    """All ranks' contributions to a slice of this rank's shard.
 
-    by_rank: [columns] each; this rank's own is a view of its shard. kept: the sent message, whose memory must live
-    until `works` are complete.
+    columns: the slice; the reduced tensor is viewed as one row per rank. by_rank: the contributions, [columns] each;
+    this rank's contribution may be a view of its shard. kept: the tensor that was sent, which must stay alive until
+    `works` are complete.
     """
 
     columns: slice
@@ -335,8 +343,9 @@ class _Slice:
 class _OrderedReduceScatter(_Handle):
     """Sums this rank's shard of `flat` in rank order, in place or into another tensor; see [Note: rank order].
 
-    Every reduce-scatter over gloo on the CPU uses this class, not only deterministic ones. Slices bound the memory for
-    received values. Two are in flight from the start, and `wait` sends the others.
+    Every reduce-scatter over gloo on the CPU uses this class, not only deterministic ones. The exchange is split into
+    slices to bound the memory for received values. Two slices are in flight from the start, and `wait` sends the
+    others.
     """
 
     @trace_range("_OrderedReduceScatter")
@@ -386,7 +395,7 @@ class _OrderedReduceScatter(_Handle):
 
 
 def _exchange_all(rows: torch.Tensor, columns: slice, *, group: dist.ProcessGroup) -> _Slice:
-    """Starts to send each rank the columns of its row, in one all-to-all."""
+    """Launches one all-to-all that sends each rank the columns of its row."""
     # Copies unless the slice has all columns.
     sent = rows[:, columns].contiguous()
     received = torch.empty_like(sent)
@@ -395,7 +404,7 @@ def _exchange_all(rows: torch.Tensor, columns: slice, *, group: dist.ProcessGrou
 
 
 def _exchange_pairwise(rows: torch.Tensor, columns: slice, *, group: dist.ProcessGroup) -> _Slice:
-    """Starts to exchange columns without a copy of `rows`; gloo's own all-to-all would copy this rank's columns."""
+    """Launches pairwise exchanges of columns without a copy; one gloo all-to-all would copy this rank's columns."""
     ranks, own = group_size(group), group_rank(group)
     parts = [row[columns] for row in rows]
     works, by_rank = [], list(parts)
@@ -412,7 +421,7 @@ def _exchange_pairwise(rows: torch.Tensor, columns: slice, *, group: dist.Proces
 
 
 def _sum_in_order(terms: Sequence[torch.Tensor], *, into: torch.Tensor, divisor: int) -> None:
-    """Sums terms, [N] each, in fp32 or their wider dtype, divides and then rounds; may overwrite the terms."""
+    """Adds terms, [N] each, in order and in fp32 or wider, divides and then rounds; may overwrite the terms."""
     # One addition at a time, because a reduction kernel over rows may add them in any order.
     first, *others = terms
     total = first.float() if first.dtype.itemsize == 2 else first

@@ -1,11 +1,12 @@
-"""Comparisons between ranks, and the local checks that they are based on.
+"""Comparisons of settings, weights and gradients between ranks, and the local checks on which they are based.
 
-Sections, in order: settings and parameters before a module is wrapped; changes of the module after that; a weight tied
-between two stages; weights of replicas at the start, and during training; gradients before they are reduced. Each
-comparison raises the same error on every participating rank. A group of None means this rank alone.
+Sections, in order: settings and parameters before a module is wrapped; changes to the module after wrapping; a weight
+tied between two stages; weights of replicas at the start of training; weights of replicas during training; gradients
+before they are reduced. Each comparison raises the same error on every participating rank. A group of None means this
+rank alone.
 
-Differences are reported, not repaired, except that a tied weight's copy receives its owner's values. Launches are
-compared in iteration.py, in the agreement at the end of a step.
+Differences are reported, not repaired, except that a tied weight's copy receives its owner's values. iteration.py
+compares the launches of collectives, in the agreement at the end of a step.
 """
 
 import logging
@@ -31,11 +32,11 @@ from megatron.core.utils import unwrap_model
 
 logger = logging.getLogger(__name__)
 
-# The most parameter names that a message lists.
+# Maximum number of parameter names in an error message.
 _NAMES_SHOWN = 3
 
-# Before a module is wrapped. This is the first collective, because any other collective would hang or mismatch if ranks
-# differ.
+# Before a module is wrapped. This comparison is the first collective, because any other collective could hang or be
+# mismatched if ranks differ.
 
 _COMPARED_SIZES = ("dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp", "inter_dist_opt")
 _ABSENT = "no such parameter"
@@ -48,7 +49,10 @@ def settings_of_all_ranks(
     disable_bucketing: bool,
     chunk: int,
 ) -> dict[str, object]:
-    """Returns all settings that determine buffers, scales and collectives, by name; chunk: the chunk's number."""
+    """Returns all settings that determine buffers, scales and collectives, by name.
+
+    chunk: index of the model chunk.
+    """
     of_config = ("calculate_per_token_loss", "deterministic_mode", "gradient_accumulation_fusion")
     return {
         **{f"DistributedDataParallelConfig.{name}": value for name, value in vars(ddp_config).items()},
@@ -68,8 +72,8 @@ def check_wraps_agree(
 ) -> None:
     """Raises the same ValueError on all ranks of the stage if settings, or parameters of replicas, differ. Collective.
 
-    settings: everything that determines buffers, scales and collectives, by name. check_alone: local checks. If they
-    raise ValueError on a rank, the other ranks raise RemoteRankError.
+    settings: everything that determines buffers, scales and collectives, by name. check_alone: runs this rank's local
+    checks. If it raises ValueError on a rank, the other ranks raise RemoteRankError.
     """
     group = groups.dp_cp if group_size(stage_group) == 1 else stage_group
     own = _wrapping(module, groups, settings=settings)
@@ -97,8 +101,9 @@ def check_wraps_agree(
 class _Wrapping:
     """Description of the module that a rank is about to wrap.
 
-    replicas: the ranks that share its dense parameters, and the ranks that share its expert parameters. params: for
-    dense and for expert parameters, a description of everything that determines buffers and sums, by name.
+    replicas: the ranks that share its dense parameters, and the ranks that share its expert parameters. params:
+    descriptions of the dense and of the expert parameters, by name, with everything that determines buffers and
+    reductions.
     """
 
     rank: int
@@ -107,11 +112,11 @@ class _Wrapping:
     params: tuple[dict[str, str], dict[str, str]]
 
     def brief(self) -> tuple[int, list[tuple[tuple[int, ...], int]]]:
-        """Returns a checksum of the settings, and one for each set of replicas; equal unless ranks differ."""
+        """Returns a checksum of the settings and, for each set of replicas, its ranks and a parameter checksum."""
         return _crc(self.settings), [(ranks, _crc(params)) for ranks, params in zip(self.replicas, self.params)]
 
     def describe(self, name: str) -> str:
-        """Describes a parameter, whether it is a dense or an expert parameter on this rank."""
+        """Describes the parameter with this name, which may be dense, expert or absent on this rank."""
         return self.params[0].get(name) or self.params[1].get(name, _ABSENT)
 
 
@@ -133,7 +138,7 @@ def _describe_param(param: nn.Parameter) -> str:
     facts = param_facts(param)
     words = [f"{list(param.shape)} {param.dtype}"]
     if not param.is_contiguous():
-        # Buffers hold the elements in memory order.
+        # Buffers store the elements in memory order.
         words.append(f"strides {dense_strides(param)}")
     # follow_owner copies requires_grad to a tied weight's copy later.
     if not facts.shared:
@@ -192,7 +197,7 @@ def _crc(lines: dict[str, str]) -> int:
 
 
 def _ranks_of(group: dist.ProcessGroup | None, rank: int) -> tuple[int, ...]:
-    # The group of a single rank may be None, ALONE or a group of a grid.
+    # A group of one rank may be given as None, ALONE or a group of the process grid.
     return (rank,) if group_size(group) == 1 else tuple(dist.get_process_group_ranks(group))
 
 
@@ -200,10 +205,10 @@ def _ranks_of(group: dist.ProcessGroup | None, rank: int) -> tuple[int, ...]:
 
 
 def module_change_finder(module: nn.Module, wrapped: Collection[nn.Parameter]) -> Callable[[], str | None]:
-    """Returns a function that describes the first change of `module` that makes gradients or updates miss a parameter.
+    """Returns a function that detects changes to `module` by which gradients or updates would miss a parameter.
 
-    The function returns None if there is none. wrapped: the parameters in buffers. WrappedShards.find_problem
-    (torch_fsdp2_state.py) describes changes of modules that fully_shard has sharded.
+    The function describes the first such change, or returns None if there is none. wrapped: the parameters in buffers.
+    WrappedShards.find_problem (torch_fsdp2_state.py) is its counterpart for modules sharded by fully_shard.
     """
     in_buffers = frozenset(wrapped)
     at_start = dict(module.named_parameters())
@@ -211,7 +216,7 @@ def module_change_finder(module: nn.Module, wrapped: Collection[nn.Parameter]) -
     modules, params = list(module.modules()), list(at_start.values())
 
     def held() -> tuple[list[int], list[bool], list[int]]:
-        # Each rank asks once a step, so names are not looked up unless something has changed.
+        # Runs once a step on each rank, so names are looked up only if something has changed.
         members = [id(one) for its in modules for one in (*its._parameters.values(), *its._modules.values())]
         return members, [param.requires_grad for param in params], [param.data_ptr() for param in wrapped]
 
@@ -247,9 +252,10 @@ def module_change_finder(module: nn.Module, wrapped: Collection[nn.Parameter]) -
 
 
 def changed_after_wrapping(name: str, what: str, *, wrapper: str, allowed: str) -> str:
-    """Describes a parameter that was changed while a wrapper managed it.
+    """Returns the error message for a parameter that was changed while a wrapper managed it.
 
-    what: the change, such as `replaced`. allowed: when such changes may be made.
+    what: the change, such as `replaced`. wrapper: the wrapper's class name. allowed: a phrase stating when such changes
+    are allowed.
     """
     return (
         f"parameter {canonical_name(name)} was {what} after the module was wrapped in {wrapper}: make such changes "
@@ -264,7 +270,7 @@ _changed = partial(
 )
 
 
-# A weight held by both the first and the last stage. The model marks it, and finalize_model_grads.py sums its
+# A tied weight, which both the first and the last stage store. The model marks it, and finalize_model_grads.py sums its
 # gradients.
 
 
@@ -272,7 +278,7 @@ def follow_owner(module: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Copies values and requires_grad of a tied weight from the first stage, its owner, to the last.
 
     Freezing the word embeddings therefore also freezes the copy. Collective over `group`, the first and last stage;
-    sends nothing for a module without such a weight. Raises ValueError on both stages if shapes or dtypes differ.
+    does nothing for a module without a tied weight. Raises ValueError on both stages if shapes or dtypes differ.
     """
     for name, param in module.named_parameters():
         if not param_facts(param).shared_embedding:
@@ -296,11 +302,12 @@ def follow_owner(module: nn.Module, group: dist.ProcessGroup | None) -> None:
 def check_weights_agree(
     model: nn.Module, group: dist.ProcessGroup | None, *, expert_group: dist.ProcessGroup | None = None
 ) -> None:
-    """Raises ValueError on all ranks, naming parameter and ranks, unless replicas are bit-identical. Collective.
+    """Raises an error on all ranks, naming parameter and ranks, unless replicas are bit-identical. Collective.
 
-    Compares values and requires_grad. group, expert_group: the ranks that hold the same dense and the same expert
-    parameters. Ranks of groups without a difference raise RemoteRankError. Computes a checksum of each parameter on the
-    host and gathers all of them, so it should be called only at the start of a run.
+    Compares values and requires_grad. The error is ValueError on ranks of a group with a difference, and
+    RemoteRankError on all other ranks. group, expert_group: the ranks that store the same dense parameters, and the
+    same expert parameters. Call it only at the start of a run, because it computes a checksum of each parameter on the
+    host and gathers all checksums.
     """
     dense: dict[str, tuple[int, bool]] = {}
     experts: dict[str, tuple[int, bool]] = {}
@@ -328,9 +335,9 @@ def _difference_of_weights(fingerprints: dict[str, tuple[int, bool]], group: dis
 
 
 def bits_sync(param: torch.Tensor) -> int:
-    """Returns a checksum of a tensor's bytes, any shape and dtype; NaNs with the same bits are equal.
+    """Returns a checksum of a tensor's bytes; NaNs with the same bit pattern are equal.
 
-    NOTE: waits for the device; for the start of a run only.
+    param: any shape and dtype. NOTE: waits for the device, so it is used only at the start of a run.
     """
     # Viewed as bytes, because numpy has no bfloat16.
     return zlib.crc32(param.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
@@ -339,7 +346,7 @@ def bits_sync(param: torch.Tensor) -> int:
 # Replicas during training: a hash of each tensor on its device, and one small exchange per group.
 
 _ROW = 1024
-_ODD, _EVEN = 0x9E3779B97F4A7C15 - (1 << 64), 0x2545F4914F6CDD1E  # arbitrary, but odd and even
+_ODD, _EVEN = 0x9E3779B97F4A7C15 - (1 << 64), 0x2545F4914F6CDD1E  # arbitrary odd and even factors
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -350,10 +357,10 @@ class WeightMismatchError(RuntimeError):
 def check_weight_hashes_sync(chunks: Sequence[nn.Module], groups: ProcessGroupCollection, *, iteration: int) -> None:
     """Raises WeightMismatchError on every rank, naming tensors and ranks, unless all replicas are bit-identical.
 
-    Compares data-parallel replicas (experts over their own ranks), parameters that tensor-parallel ranks do not split,
-    tied weights of the first and last stage, and the buffers that checkpoints hold, such as routers' biases. chunks:
-    all chunks of this stage, with gathered parameters. Collective over all ranks. NOTE: reads the device once, and
-    again only to report a difference.
+    Compares data-parallel replicas (of experts, expert-data-parallel replicas), parameters that tensor-parallel ranks
+    replicate, tied weights of the first and last stage, and the buffers stored in checkpoints, such as router biases.
+    chunks: all model chunks of this stage, with all parameters gathered. Collective over all ranks. NOTE: reads the
+    device once, and again only to report a difference.
     """
     compared = [one for one in _replicas(chunks, groups) if one.tensors and group_size(one.group) > 1]
     hashes = [torch.stack([weight_hash(tensor) for tensor in one.tensors]) for one in compared]
@@ -372,16 +379,16 @@ def check_weight_hashes_sync(chunks: Sequence[nn.Module], groups: ProcessGroupCo
 
 
 def weight_hash(param: Tensor) -> Tensor:
-    """Hashes the bits of a tensor of any shape and dtype: [], int64, on its device.
+    """Returns a hash of a tensor's bytes: [], int64, on the tensor's device.
 
-    Tensors that differ in exactly one element always have different hashes. NaNs with the same bits are equal; 0.0 and
-    -0.0 differ.
+    Tensors that differ in exactly one element always have different hashes. NaNs with the same bit pattern are equal;
+    0.0 and -0.0 differ. param: any shape and dtype.
     """
     words = param.detach().contiguous().view(-1).view(_INTEGER_OF_SIZE[param.element_size()])
     whole = words.numel() // _ROW * _ROW
     # Uses only sums of rows and of columns, so that no temporary has the parameter's size. An element is weighted by
-    # the odd factor of its column plus the even factor of its row: a difference times an odd number is never 0 modulo
-    # 2**64.
+    # the sum of its column's odd factor and its row's even factor, which is odd. A difference times an odd number is
+    # never 0 modulo 2**64.
     table, rest = words[:whole].view(-1, _ROW), words[whole:]
     columns = torch.arange(1, _ROW + 1, device=words.device) * 2 + 1
     rows = torch.arange(1, table.shape[0] + 2, device=words.device) * _EVEN
@@ -392,7 +399,7 @@ def weight_hash(param: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Replicas:
-    """Tensors that every rank of `group` holds, with their names, in the same order."""
+    """Tensors that every rank of `group` stores, with their names, in the same order."""
 
     group: dist.ProcessGroup | None
     names: list[str]
@@ -400,7 +407,7 @@ class _Replicas:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None, named: Sequence[tuple[str, Tensor]]) -> "_Replicas":
-        """Builds the entry of `group`; named: names with tensors of any shape and dtype."""
+        """Builds the replicas of `group`; named: (name, tensor) pairs, with tensors of any shape and dtype."""
         return cls(group, [name for name, _ in named], [tensor for _, tensor in named])
 
 
@@ -410,7 +417,7 @@ def _replicas(chunks: Sequence[nn.Module], groups: ProcessGroupCollection) -> li
         for chunk in unwrap_model(list(chunks))
         for name, param in chunk.named_parameters()
     ]
-    # Buffers that a checkpoint holds once for all ranks.
+    # Module buffers of which a checkpoint stores one copy for all ranks.
     buffers = [(held.key, held.data) for chunk in unwrap_model(list(chunks)) for held in buffer_sharded_tensors(chunk)]
     kinds = []
     for is_expert, data_group, tensor_group, also in (
@@ -426,7 +433,10 @@ def _replicas(chunks: Sequence[nn.Module], groups: ProcessGroupCollection) -> li
 
 
 def _raise_unequal_sync(compared: list[_Replicas], hashes: list[Tensor], *, iteration: int) -> None:
-    """Raises the differences of all ranks on every rank. NOTE: reads every hash; called only after a mismatch."""
+    """Raises WeightMismatchError on every rank, with the differences that any rank has found.
+
+    NOTE: reads every hash; called only after a mismatch.
+    """
     lines: list[str] = []
     for one, own in zip(compared, hashes):
         assert one.group is not None
@@ -444,7 +454,10 @@ def _raise_unequal_sync(compared: list[_Replicas], hashes: list[Tensor], *, iter
 
 
 def _unequal_hashes(names: list[str], by_rank: dict[int, list[int]]) -> list[str]:
-    """Describes each name with unequal hashes and the ranks in the minority; by_rank: hashes in the order of names."""
+    """Returns a line for each name with unequal hashes, listing the ranks in the minority.
+
+    by_rank: the hashes of each rank, in the order of names.
+    """
     lines = []
     for index, name in enumerate(names):
         ranks_with: dict[int, list[int]] = {}
@@ -459,12 +472,12 @@ def _unequal_hashes(names: list[str], by_rank: dict[int, list[int]]) -> list[str
 
 
 # Gradients are checked before they are reduced, because a sum over ranks does not show which rank's gradient was bad.
-# They are measured on the device without waiting for it. GradChecks itself raises nothing: ranks must first agree, so
-# that all of them raise.
+# They are measured on the device without waiting for it. GradChecks itself does not raise, because ranks must first
+# agree, so that all of them raise.
 
 # A norm is large if it exceeds the parameter's largest so far by this factor, after this number of steps.
 _LARGE_FACTOR, _LARGE_AFTER_STEPS = 10.0, 5
-# For _same_finiteness: elements per sum, and the smallest gradient for which sums save time.
+# For _same_finiteness: number of elements per sum, and the smallest gradient size at which sums save time.
 _ELEMENTS_IN_SUM, _MIN_ELEMENTS = 256, 4096
 
 
@@ -476,9 +489,9 @@ class NonFiniteGradientError(RuntimeError):
 class Measured:
     """Measurements of one iteration's gradients, on the device.
 
-    by_bucket: names, and for each name a number that is finite if and only if the whole gradient is, plus the norm if
-    checked: [1 or 2, names], fp64. finite_so_far: by name, whether a parameter's sum was finite after each of its
-    gradients: [], bool, each.
+    by_bucket: for each bucket, the parameter names and a tensor, [1 or 2, names], fp64. Its first row is finite if and
+    only if the whole gradient is finite; its second row, if norms are checked, contains the norms. finite_so_far: for
+    each name, one flag per gradient, [], bool: whether the parameter's accumulated gradient was still finite.
     """
 
     by_bucket: list[tuple[list[str], torch.Tensor]] = field(default_factory=list)
@@ -486,11 +499,12 @@ class Measured:
 
 
 class GradChecks:
-    """Finds non-finite gradients (`nan`), and warns of norms far larger than in earlier steps (`large`).
+    """Finds non-finite gradients (`nan`), and warns about norms far larger than in earlier steps (`large`).
 
-    each: also checks every parameter's sum after each of its gradients, to report the first microbatch that made it
-    non-finite. Otherwise only the sum of `probe` is checked, a small parameter near the model's input. This costs next
-    to nothing, and a non-finite gradient of a later layer propagates to it.
+    each: also checks every parameter's accumulated gradient after each microbatch, to report the first microbatch that
+    made it non-finite. Otherwise only `probe`, a small parameter near the model's input, is checked after each
+    microbatch. This costs next to nothing and usually suffices, because a non-finite gradient of a later layer
+    propagates to the probe.
     """
 
     def __init__(self, *, nan: bool, large: bool, each: bool = False, probe: nn.Parameter | None = None) -> None:
@@ -501,7 +515,10 @@ class GradChecks:
 
     @classmethod
     def of(cls, config: DistributedDataParallelConfig, module: nn.Module | None = None) -> "GradChecks | None":
-        """Returns the checks that the settings enable, or None. module: a model that accumulates over microbatches."""
+        """Returns the checks that `config` enables, or None if it enables none.
+
+        module: a model whose gradients accumulate over microbatches. The probe is one of its parameters.
+        """
         if not (config.check_for_nan_in_grad or config.check_for_large_grads):
             return None
         params = () if module is None else module.parameters()
@@ -512,20 +529,24 @@ class GradChecks:
         )
 
     def looks_at(self, param: nn.Parameter) -> bool:
-        """Returns whether this parameter's sum, any shape, is measured after each of its gradients."""
+        """Returns whether a parameter's accumulated gradient is measured after each microbatch."""
         return self._nan and (self._each or param is self._probe)
 
     def measure(self, named_grads: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Measures gradients of any shapes, floating point, on one device."""
+        """Records whether gradients are finite and, if enabled, their norms, without waiting for the device.
+
+        named_grads: (name, gradient) pairs; gradients of any shape, floating point, all on one device.
+        """
         # Empty gradients have no largest element.
         named_grads = [(name, grad) for name, grad in named_grads if grad.numel()]
         if not named_grads:
             return
         names, grads = zip(*named_grads)
-        # One operator for all gradients, on a GPU a few kernels for a bucket, which read its memory once and still
-        # distinguish the parameters. It cannot wait for an error, since the reduction overwrites this rank's gradients.
-        # The largest magnitude is NaN if any element is. A plain sum may overflow although every element is finite.
-        # Products in bf16 or tf32 would round the largest fp32 numbers to infinity.
+        # One operator measures all gradients. On a GPU it launches a few kernels for a bucket, which read its memory
+        # once and still distinguish the parameters. The measurement cannot be deferred until an error is known, because
+        # the reduction overwrites this rank's gradients. The largest magnitude is NaN if any element is NaN. A plain
+        # sum may overflow although every element is finite. Matrix multiplications in bf16 or tf32 would round the
+        # largest fp32 numbers to infinity.
         in_sums = torch.backends.mkldnn.matmul.fp32_precision in ("none", "ieee")  # type: ignore[attr-defined]
         largest = torch._foreach_norm([_same_finiteness(grad, in_sums=in_sums) for grad in grads], float("inf"))
         numbers = [torch.stack(largest)]
@@ -534,7 +555,7 @@ class GradChecks:
         self._measured.by_bucket.append((list(names), torch.stack([n.double() for n in numbers])))
 
     def measure_sum(self, name: str, total: torch.Tensor) -> None:
-        """Measures whether the sum of a parameter's gradients is finite so far: any shape, floating point."""
+        """Records whether a parameter's accumulated gradient is still finite; total: any shape, floating point."""
         self._measured.finite_so_far.setdefault(name, []).append(total.isfinite().all())
 
     def take_measured(self) -> Measured:
@@ -544,7 +565,7 @@ class GradChecks:
         return measured
 
     def restore_measured(self, measured: Measured) -> None:
-        """Restores the measurements of `take_measured`, whose tensors a graph replay has written."""
+        """Restores measurements returned by `take_measured`, after a graph replay has written their tensors."""
         self._measured = measured
 
     def forget(self) -> None:
@@ -559,13 +580,13 @@ class GradChecks:
         extremes, *norms = torch.cat([numbers for _, numbers in self._measured.by_bucket], dim=1).tolist()
         names = [name for names, _ in self._measured.by_bucket for name in names]
         bad = [name for name, element in zip(names, extremes) if not element < float("inf")]
-        # New lists, because a graph may hold the old ones. finite_so_far is still needed for late gradients, which are
-        # measured separately.
+        # New lists, because a captured graph may refer to the old ones. finite_so_far is still needed for late
+        # gradients, which are measured separately.
         self._measured = Measured(finite_so_far=self._measured.finite_so_far if bad or self._each else {})
         if norms and not bad:
             for name, norm in zip(names, norms[0]):
                 self._compare(name, norm)
-        # A message lists few names, so those with a known first microbatch are listed first.
+        # An error message lists only a few names, so names with a known first microbatch come first.
         bad = sorted(dict.fromkeys(bad), key=lambda name: name not in self._measured.finite_so_far)
         return [self._since_when_sync(name) for name in bad] if self._nan else []
 
@@ -586,10 +607,10 @@ class GradChecks:
 
 
 def _same_finiteness(grad: torch.Tensor, *, in_sums: bool) -> torch.Tensor:
-    """Returns a tensor, [n], the same dtype, that is finite if and only if the gradient, any shape, is.
+    """Returns the gradient, or a smaller tensor, [n], that is finite if and only if the gradient is finite.
 
-    in_sums: computes sums of 256 elements each, scaled so that they cannot overflow. On a CPU this takes half the time
-    of finding the extremes of all elements, which was 2% of a step.
+    in_sums: allows sums of 256 elements each, scaled so that they cannot overflow, for large fp32 gradients on a CPU.
+    Computing them takes half the time of finding the extremes of all elements, which was 2% of a step.
     """
     is_on_cpu, is_large = grad.device.type == "cpu", grad.numel() >= _MIN_ELEMENTS
     if not (in_sums and is_on_cpu and is_large and grad.dtype == torch.float32 and grad.is_contiguous()):
@@ -609,9 +630,9 @@ def raise_non_finite(
 ) -> NoReturn:
     """Raises NonFiniteGradientError with the findings of all ranks. Collective over the groups.
 
-    names: this rank's parameters with a non-finite gradient. groups: findings are gathered over each in turn, so that
-    findings of the first group reach the ranks of the next. in_backward: an optimizer may already have used the
-    gradients.
+    names: this rank's parameters with a non-finite gradient. groups: findings are gathered over each group in turn, so
+    that findings of the first group reach the ranks of the next. in_backward: whether an optimizer in backward may
+    already have used the gradients.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     found = {rank: names} if names else {}

@@ -40,7 +40,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class WrapperOrder(Protocol):
-    """The methods of a CollectiveScheduler, or of FSDP2's iteration, that an optimizer uses."""
+    """The interface of CollectiveScheduler and FsdpIteration that an optimizer uses."""
 
     iteration: Iteration
 
@@ -48,13 +48,13 @@ class WrapperOrder(Protocol):
 
 
 class _BaseDataParallel(ModelWrapper):
-    """Wraps a module whose gradients are reduced over data-parallel ranks.
+    """Base class of wrappers that reduce a module's gradients over data-parallel ranks.
 
-    In a step: `zero_grad_buffer`, forward and backward of each microbatch, `finish_grad_sync`, the optimizer's update,
-    `note_update`.
+    A step consists of `zero_grad_buffer`, forward and backward of each microbatch, `finish_grad_sync`, the optimizer's
+    update and `note_update`.
 
-    Hooks on reduced gradients fire once per iteration, on all ranks, after the backward pass that reduces (never in
-    `no_sync`); docs/hooks.md documents their order. Hooks already registered on a parameter when it is wrapped are
+    Hooks on reduced gradients fire once per iteration, on all ranks, after the backward pass that reduces them (never
+    in `no_sync`); docs/hooks.md documents their order. Hooks already registered on a parameter when it is wrapped are
     subsequently called with its reduced gradient.
     """
 
@@ -87,11 +87,11 @@ class _BaseDataParallel(ModelWrapper):
 
     @abstractmethod
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
-        """Multiplies all gradients; scaling_factor: a number or a tensor [], any float dtype."""
+        """Multiplies all gradients by `scaling_factor`, a number or a tensor [] of any float dtype."""
 
     @abstractmethod
     def reset_iteration(self) -> None:
-        """Discards the iteration after an error that was caught; the next iteration starts from a clean state."""
+        """Discards the iteration after a caught error, so that the next iteration starts from a clean state."""
 
     @abstractmethod
     def note_update(self) -> None:
@@ -99,23 +99,24 @@ class _BaseDataParallel(ModelWrapper):
 
     @abstractmethod
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Starts to gather the parameters that other ranks have updated, unless forward gathers them."""
+        """Launches the gathers of parameters that other ranks have updated, unless forward gathers them."""
 
     @property
     def device(self) -> torch.device:
-        """The device of the module's parameters, including frozen ones, since this rank takes part in collectives
-        anyway.
+        """Device of the module's parameters, or the default device if it has none.
+
+        Frozen parameters count too, because this rank takes part in collectives even if all of them are frozen.
         """
         return next((param.device for param in self.module.parameters()), default_device())
 
     # Hooks on reduced gradients.
 
     def owned_shard(self, param: nn.Parameter) -> nn.Parameter:
-        """Returns this rank's part of a parameter, any shape and dtype; always the same object.
+        """Returns this rank's part of a parameter, always as the same object.
 
-        Its `.grad` is set during post-accumulate hooks. Without sharding it is the parameter itself, under ZeRO-1 and
-        ZeRO-2 a view, [n], and under FSDP2 the sharded parameter, a DTensor. Raises ValueError for a parameter that is
-        not wrapped.
+        Its `.grad` is set only while post-accumulate hooks run. The part is the parameter itself without sharding, a
+        view [n] under ZeRO-1 and ZeRO-2, and the sharded parameter, a DTensor, under FSDP2. Raises ValueError for a
+        parameter that is not wrapped.
         """
         return self._hook_runner.owned_shard(param)
 
@@ -124,15 +125,15 @@ class _BaseDataParallel(ModelWrapper):
         self._hook_runner.consumer = consumer
 
     def set_state_provider(self, provider: StateProvider) -> None:
-        """Sets the method that `ReadyBucket.states` calls, replacing the previous one; its object is held weakly."""
+        """Sets the bound method that `ReadyBucket.states` calls; only a weak reference to its object is kept."""
         self._hook_runner.set_state_provider(provider)
 
     def notify_grads_final(self) -> None:
-        """Runs the hooks of gradients that became final after their reduction; complete_model_grads calls it."""
+        """Runs the deferred hooks of gradients that complete_model_grads, its caller, has completed."""
         self._hook_runner.release_queued()
 
     def register_post_accumulate_grad_hook(self, param: nn.Parameter, hook: ParamHook) -> RemovableHandle:
-        """Registers `hook(owned_shard(param))`, called when a parameter's gradient, any shape and dtype, is reduced."""
+        """Registers a hook that is called as `hook(owned_shard(param))` when the parameter's gradient is reduced."""
         return self._hook_runner.hooks.register_post_accumulate_grad_hook(param, hook)
 
     def register_bucket_ready_hook(self, hook: BucketHook) -> RemovableHandle:
@@ -142,9 +143,9 @@ class _BaseDataParallel(ModelWrapper):
     def register_post_backward_hook(
         self, params: nn.Parameter | Iterable[nn.Parameter], hook: PostBackwardHook
     ) -> RemovableHandle:
-        """Registers a hook that is called when the gradients of all `params`, any shapes and dtypes, are reduced.
+        """Registers a hook that is called once per iteration, when the gradients of all `params` are reduced.
 
-        The hook receives a list of ReadyBucket that contain only these parameters.
+        The hook receives a list of ReadyBucket objects that contain only these parameters.
         """
         return self._hook_runner.hooks.register_post_backward_hook(params, hook)
 
@@ -160,7 +161,7 @@ def require_wrapped(chunk: nn.Module) -> _BaseDataParallel:
 
 
 def check_wrapper_types(wrapper: str, **given: tuple[object, type]) -> None:
-    """Raises TypeError for a wrapper argument of the wrong type; given: value and required type, by name."""
+    """Raises TypeError if an argument has the wrong type; given: the value and required type of each, by name."""
     for name, (value, kind) in given.items():
         if not isinstance(value, kind):
             raise TypeError(
@@ -181,7 +182,7 @@ def check_params(module: nn.Module) -> None:
     """Raises ValueError if a parameter cannot be wrapped.
 
     Parameters must not be DTensors, and no two parameters or buffers may overlap in memory. Parameters that require
-    grad must have a dtype of _DTYPES, be on one device and be in no other wrapper.
+    grad must have a dtype in _DTYPES, be on one device and not belong to another wrapper.
     """
     for name, param in module.named_parameters():
         if isinstance(param, DTensor):
@@ -217,7 +218,7 @@ def gradient_scale(
     """Returns the factor by which every gradient is multiplied before it is summed over ranks.
 
     reduce_group: the ranks that hold the parameter, over which its gradients are summed: dp_cp, or expt_dp for experts.
-    pg_collection: all groups of this rank.
+    pg_collection: all process groups of this rank.
 
     The sum is divided by the size of dp_cp, for experts too, which makes it the mean over data-parallel ranks. With
     average_in_collective the collective itself divides by the size of reduce_group, and the factor is the remaining
@@ -233,7 +234,7 @@ def gradient_scale(
 
 
 def expert_ranks_differ(groups: ProcessGroupCollection) -> bool:
-    """Returns whether expert gradients are reduced over other ranks than dense gradients."""
+    """Returns whether expert gradients are reduced over different ranks than dense gradients."""
     return _ranks(groups.expt_dp) != _ranks(groups.dp_cp)
 
 

@@ -1,10 +1,11 @@
-"""DdpDebug: a BucketObserver that stops a step when parameters or gradients are accessed at the wrong time.
+"""DdpDebug: a BucketObserver that raises an error when parameters or gradients are accessed at the wrong time.
 
 It is slow and synchronizes with the device. It also checks that each element of a buffer has exactly one owner.
 
 [Note: debug mode] Memory that must not be read is filled with NaN: the parameter shards of other ranks, from this
-rank's update to their gather, and the gradient shards whose sums other ranks own. Memory that must not be written has a
-checksum. Debug mode sums in rank order, because only then a bucket keeps its values from the launch to the wait.
+rank's update to their gather, and the gradient shards whose sums other ranks own. Writes to memory that must not be
+written are detected by a checksum. Debug mode reduces in rank order, because only then does a bucket keep its values
+from the launch to the wait.
 """
 
 from collections import Counter
@@ -26,7 +27,7 @@ from megatron.core.group_collectives import gather_objects
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.tensor_parallel.param_attributes import added_to_main_grad
 
-# A checksum is the sum of a tensor's bits, viewed as integers of the elements' size.
+# A checksum is the sum of a tensor's elements, reinterpreted as integers of the same size.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -37,7 +38,8 @@ class DdpDebugError(RuntimeError):
 class DdpDebug:
     """A BucketObserver with the checks of --ddp-debug; see [Note: debug mode].
 
-    tell_others: sends the message to the other ranks, which may be waiting for this one, so that they also raise.
+    tell_others: sends the error message to the other ranks, which may be waiting for this rank, so that they raise it
+    too.
     """
 
     def __init__(self, tell_others: Callable[[str], None]) -> None:
@@ -45,13 +47,13 @@ class DdpDebug:
         self._groups: list[_ParamAndGradBucketGroup] = []
         self._reductions: Counter[str] = Counter()
         self._is_first_grad = True
-        # By group: checksums of its gradients under reduction.
+        # By group name: checksums of gradients that are being reduced.
         self._sent_grads: dict[str, list[int]] = {}
         self._under_way: set[str] = set()
         self._reads = _StaleReads(self._stop)
 
     def attach(self, groups: Sequence[_ParamAndGradBucketGroup], module: nn.Module) -> None:
-        """Starts to check these groups. Collective: also checks that the ranks' shards cover every element once."""
+        """Starts checking these groups, and checks that each of their elements has exactly one owner. Collective."""
         for group in groups:
             self._check_views(group)
         for buffer in dict.fromkeys(bucket.buffer for group in groups for bucket in group.buckets):
@@ -68,8 +70,9 @@ class DdpDebug:
         self._is_first_grad = True
 
     def before_grad(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
-        """Checks before the first gradient that all gradients are zero, except those that kernels have
-        already added.
+        """Checks, before the first gradient of an iteration, that all gradients are zero.
+
+        Gradients that kernels have already added to main_grad are excluded.
         """
         if self._is_first_grad:
             self._is_first_grad = False
@@ -77,7 +80,7 @@ class DdpDebug:
                 self._check_zero_sync(other, "when the first gradient of the iteration was ready")
 
     def after_grad(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
-        """Checks that a late gradient was not added to gradients already sent."""
+        """Checks that a late gradient was not added to gradients that are already being reduced."""
         self._check_grads_unchanged(group, "a late gradient was ready")
 
     def before_launch(self, traffic: Traffic, group: _ParamAndGradBucketGroup) -> None:
@@ -115,7 +118,7 @@ class DdpDebug:
         """Does nothing."""
 
     def end_iteration(self) -> None:
-        """Checks that every group was reduced once, and poisons the gradient shards of other ranks."""
+        """Checks that every group was reduced exactly once, and fills other ranks' gradient shards with NaN."""
         for group in self._groups:
             if self._reductions[group.name] != 1:
                 self._stop(
@@ -130,7 +133,7 @@ class DdpDebug:
     # Parameters.
 
     def gather_due(self, group: _ParamAndGradBucketGroup) -> None:
-        """Poisons the parameter shards of other ranks and forbids reads of them until the gather."""
+        """Fills other ranks' parameter shards with NaN, and forbids reads of them until the gather."""
         if group.name in self._under_way:
             self._stop(f"{_names(group)} were updated while their gather was in flight: call wait_params first")
         self._check_views(group)
@@ -139,7 +142,7 @@ class DdpDebug:
             own = shard_of(bucket.param_data, bucket.settings.group)
             self._reads.forbid(bucket.slots, own=own)
 
-    # Inside.
+    # Internals.
 
     def _check_zero_sync(self, group: _ParamAndGradBucketGroup, when: str) -> None:
         for slot in group.slots:
@@ -150,10 +153,10 @@ class DdpDebug:
         before = self._sent_grads.get(group.name, [])
         for slot, checksum in zip(group.slots, before):
             if _checksum_sync(slot.comm_view) != checksum:
-                self._stop(f"gradient of {slot.name} was written after its reduction had started; found when {when}")
+                self._stop(f"gradient of {slot.name} was written after its reduction had started; detected when {when}")
 
     def _check_views(self, group: _ParamAndGradBucketGroup) -> None:
-        """Stops unless every parameter and gradient is a view of its buffer, with its dtype."""
+        """Raises an error unless every parameter and gradient is a view of its buffer, with the buffer's dtype."""
         for bucket in group.buckets:
             dtype = bucket.param_data.dtype
             for slot in bucket.slots:
@@ -165,7 +168,7 @@ class DdpDebug:
                     self._stop(f"parameter {slot.name} is {slot.param.dtype} but its buffer is {dtype}")
 
     def _check_poison_sync(self, group: _ParamAndGradBucketGroup) -> None:
-        """Stops unless other ranks' shards are still NaN; this rank's own shard is being updated."""
+        """Raises an error unless other ranks' shards are still NaN; this rank's shard may have been updated."""
         with self._reads.paused():
             for bucket in group.buckets:
                 intact = torch.ones_like(bucket.param_data, dtype=torch.bool)
@@ -190,7 +193,7 @@ def _slice_of(flat: torch.Tensor, slot: ParamSlot, *, bucket: _ParamAndGradBucke
 
 
 def _shards_of_others(flat: torch.Tensor, bucket: _ParamAndGradBucket) -> list[torch.Tensor]:
-    """Returns the parts of a bucket's flat tensor before and after this rank's shard; views."""
+    """Returns views of a bucket's flat tensor before and after this rank's shard."""
     group = bucket.settings.group
     rows, rank = flat.view(group_size(group), -1), group_rank(group)
     return [rows[:rank], rows[rank + 1 :]]
@@ -216,14 +219,17 @@ def _names(group: _ParamAndGradBucketGroup) -> str:
 
 @dataclass(frozen=True)
 class _Range:
-    """Elements [begin, end) of a storage."""
+    """Range of elements [begin, end) in a storage."""
 
     begin: int
     end: int
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "_Range":
-        """Builds the range from the first to the last element of a tensor, any shape and dtype."""
+        """Builds the range from the first to the last element of a tensor.
+
+        tensor: any shape and dtype.
+        """
         begin = int(tensor.storage_offset())
         reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
         return cls(begin, begin + 1 + reach if tensor.numel() else begin)
@@ -238,7 +244,10 @@ class _Range:
 
 @dataclass(frozen=True)
 class _Stale:
-    """A parameter that must not be used now. whole: all of its memory. of_others: the parts that other ranks update."""
+    """A parameter that must not be used before its gather.
+
+    whole: all of its memory. of_others: the parts that other ranks update.
+    """
 
     name: str
     whole: list[_Range]
@@ -246,7 +255,7 @@ class _Stale:
 
 
 class _StaleReads:
-    """Detects uses of stale parameters in the forward of watched modules and outside it; stop: raises an error."""
+    """Detects uses of stale parameters, inside and outside the forward of watched modules; stop: raises an error."""
 
     def __init__(self, stop: Callable[[str], NoReturn]) -> None:
         self._stop = stop
@@ -266,12 +275,13 @@ class _StaleReads:
             modes.pop().__exit__(None, None, None)
             self._leave_outside()
 
-        # Outermost, so that operations of other hooks are checked too. It is left even if forward raises.
+        # Registered as the outermost hooks, so that operations of other hooks are checked too. The mode is exited even
+        # if forward raises.
         module.register_forward_pre_hook(enter, prepend=True)
         module.register_forward_hook(leave, always_call=True)
 
     def forbid(self, slots: Sequence[ParamSlot], *, own: torch.Tensor) -> None:
-        """Marks parameters as stale; own: [n], any dtype, the shard that this rank may still update."""
+        """Marks parameters as stale; own: the shard that this rank may still update, [n], any dtype."""
         for slot in slots:
             whole = _Range.of(slot.param)
             self._forbidden[slot.param] = _Stale(slot.name, [whole], whole.without(_Range.of(own)))
@@ -286,7 +296,7 @@ class _StaleReads:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Suspends the checks of operations inside the context."""
+        """Suspends all checks inside the context."""
         self._is_paused = True
         try:
             yield
@@ -294,10 +304,10 @@ class _StaleReads:
             self._is_paused = False
 
     def check(self, operation: Any, tensors: Iterable[Any], *, is_outside: bool) -> None:
-        """Stops if an argument of an operation shares elements with a stale parameter.
+        """Raises an error if an argument of an operation overlaps a stale parameter in memory.
 
-        tensors: the arguments; tensors of any shapes and dtypes, and other objects, which are ignored. operation: for
-        the message. is_outside: whether the operation runs outside every watched module's forward.
+        operation: the operation that the error message names. tensors: its arguments, tensors of any shape and dtype;
+        other objects are ignored. is_outside: whether the operation runs outside every watched module's forward.
         """
         if not self._forbidden or self._is_paused:
             return
@@ -318,8 +328,8 @@ class _StaleReads:
             )
 
     def _enter_outside(self) -> None:
-        # Entered only below modes of other code, because modes must be left in reverse order. A model whose step ended
-        # in an error may have left its own mode on the stack.
+        # Entered only if the stack contains no modes of other code, because modes must be exited in reverse order. A
+        # model whose step ended in an error may have left a mode of this class on the stack.
         modes = _get_current_dispatch_mode_stack()
         if self._outside not in modes and all(isinstance(mode, _Watch) and mode.is_outside for mode in modes):
             self._outside.__enter__()
@@ -359,11 +369,14 @@ def _check_coverage(buffer: FlatBuffer) -> None:
     if problem is not None:
         element, what = problem
         names = [slot.name for slot in buffer.slots if slot.span.start <= element < slot.span.padded_end]
-        raise ValueError(f"element {element} of the buffer, of parameter {', '.join(names) or '(padding)'}, {what}")
+        raise ValueError(f"element {element} of the buffer (parameter {', '.join(names) or 'none, padding'}) {what}")
 
 
 def find_coverage_problem(spans_of_ranks: Sequence[Sequence[Span]], *, numel: int) -> tuple[int, str] | None:
-    """Returns the first element without exactly one owner, or at the start of a misaligned shard, and the problem."""
+    """Returns the first element that does not have exactly one owner, and a description; None if there is none.
+
+    The first element of a misaligned shard is reported too.
+    """
     owned = sorted((span.start, span.end, rank) for rank, spans in enumerate(spans_of_ranks) for span in spans)
     end, last = 0, -1
     for start, its_end, rank in owned:

@@ -1,8 +1,8 @@
 """DistributedDataParallel: replicates a module and reduces its gradients in buckets, optionally during backward.
 
-It builds buffers, bucket groups and a scheduler from a module, its settings and its process groups. layout.py lays out
-buffers, and scheduler.py decides when collectives are launched. GraphedReductions captures wrapped chunks in the CUDA
-graph of a step.
+It builds buffers, bucket groups and a scheduler from a module, its settings and its process groups. layout.py computes
+the layout of buffers, and scheduler.py decides when collectives are launched. GraphedReductions captures wrapped chunks
+in the CUDA graph of a step.
 """
 
 import logging
@@ -78,9 +78,10 @@ logger = logging.getLogger(__name__)
 # Longer than any interval between two launches of a healthy run.
 _DEBUG_TIMEOUT_S = 600.0
 
-# Buckets in flight whose gradients are not freed yet: one is waited for while the other keeps the links busy.
+# Maximum number of buckets in flight whose gradients are not freed yet. While one of them is waited for, the other
+# keeps the links busy.
 _MAX_IN_FLIGHT = 2
-# Together with the bucket that is being filled, two buckets of gradients at any time.
+# Together with the bucket that is being filled, at most two buckets of gradients exist at any time.
 _MAX_IN_FLIGHT_RELEASED = 1
 
 
@@ -89,24 +90,24 @@ class DistributedDataParallel(_BaseDataParallel):
 
     A step is `zero_grad_buffer`, forward and backward of each microbatch (all but the last in `no_sync`) and
     `finish_grad_sync`. Then `param.grad` is None and `param.main_grad` is the mean over the ranks. With
-    calculate_per_token_loss it is the sum, which finalize_model_grads divides by the tokens. With
+    calculate_per_token_loss it is the sum, which finalize_model_grads divides by the number of tokens. With
     use_distributed_optimizer only this rank's shard of each bucket holds the result. A rank whose backward did not
     reach a parameter contributes zeros. After catching an error in a step, call `reset_iteration`. The module's own
     (nn.Module) buffers are not synchronized.
 
-    With shard_gradients there is no `param.main_grad`. Every backward outside `no_sync` is reduced, at the latest at
-    its end, and adds to this rank's shards, so all ranks must run the same number of them. If only some ranks catch an
-    error, the others must not run a later backward of the iteration.
+    With shard_gradients there is no `param.main_grad`. The gradients of every backward outside `no_sync` are reduced by
+    the end of that backward and added to this rank's shards, so all ranks must run the same number of backwards. If
+    only some ranks catch an error, the others must not run a further backward in the iteration.
 
     config: only calculate_per_token_loss, deterministic_mode and gradient_accumulation_fusion are used.
-    disable_bucketing: one bucket per buffer. pg_collection: None means parallel_state's groups or, without them, one
-    group of all ranks. full_param_layout: None, or the result of DistributedOptimizer.compute_full_param_layout;
-    ValueError for other layouts. launch_order: the scheduler of this pipeline stage's other chunks. Wrapping a chunk
-    with a tied weight waits for the other stage (consistency.py), so build all chunks before wrapping the first.
+    disable_bucketing: builds one bucket per buffer. pg_collection: None means parallel_state's groups or, without them,
+    one group of all ranks. full_param_layout: None, or the result of DistributedOptimizer.compute_full_param_layout;
+    ValueError for other layouts. launch_order: the scheduler that this pipeline stage's other chunks use. Wrapping a
+    chunk with a tied weight waits for the other stage (consistency.py), so build all chunks before wrapping the first.
 
     The constructor is collective over the stage. It raises the same ValueError on all ranks if parameters or settings
-    differ. If a single rank cannot wrap, it raises ValueError there and RemoteRankError on the others. TypeError is
-    raised for an argument of the wrong type.
+    differ. If a single rank cannot wrap its module, that rank raises ValueError and the others raise RemoteRankError.
+    An argument of the wrong type raises TypeError.
     """
 
     launch_order: CollectiveScheduler
@@ -200,8 +201,8 @@ class DistributedDataParallel(_BaseDataParallel):
         """
         if any(buffer.is_offloaded for buffer in self._every_buffer):
             raise RuntimeError(
-                "forward of a DistributedDataParallel whose parameters or gradients are on the host: call "
-                "restore_grad_buffers, or reload_from_cpu of its buffers, first"
+                "forward was called while parameters or gradients are offloaded to the host: call "
+                "restore_grad_buffers, or reload_from_cpu of all buffers, first"
             )
         outputs = super().forward(*inputs, **kwargs)
         if isinstance(self._intake, _StreamingIntake):
@@ -213,8 +214,9 @@ class DistributedDataParallel(_BaseDataParallel):
     def zero_grad_buffer(self, *, caller: Hashable = None) -> None:
         """Zeroes all gradients and begins an iteration; call before the first microbatch.
 
-        If the same caller began an iteration that was not finished, all ranks discard it, which is collective with
-        overlap. caller: an optimizer that calls this in addition to the training loop; None means the training loop.
+        If the same caller began an iteration and did not finish it, all ranks discard that iteration, which is
+        collective with overlap. caller: an optimizer that calls this in addition to the training loop; None means the
+        training loop.
         """
         self.launch_order.begin_iteration((self, caller))
         self._zero_grads()
@@ -235,8 +237,8 @@ class DistributedDataParallel(_BaseDataParallel):
     def accumulate(self) -> Iterator[None]:
         """Returns a context for all microbatches but the last, as an alternative to `no_sync`.
 
-        With shard_gradients each backward is still reduced, but none is treated as the iteration's last. Needed only
-        for release_gradients together with shard_gradients; otherwise identical to `no_sync`.
+        With shard_gradients, each backward is still reduced, but none is treated as the iteration's last. This is
+        required only if release_gradients is set as well. Without shard_gradients, identical to `no_sync`.
         """
         if not self.ddp_config.shard_gradients:
             with self.no_sync():
@@ -252,11 +254,11 @@ class DistributedDataParallel(_BaseDataParallel):
                 group.is_last_backward = was_last
 
     def register_grad_ready(self, param: nn.Parameter, *unused: Any) -> None:
-        """Records that the caller has added a parameter's gradient, any shape and dtype, to `param.main_grad`.
+        """Records that the caller has added a parameter's gradient to `param.main_grad`.
 
-        Intended for gradients that autograd does not produce. They must not be scaled, because they are scaled before
-        the reduction. Raises ValueError for a parameter that is not wrapped, and with shard_gradients or
-        release_gradients. Further errors: see _ParamAndGradBucketGroup.register_grad_ready.
+        Intended for gradients that autograd does not produce. They must be unscaled, because they are scaled before the
+        reduction. Raises ValueError for a parameter that is not wrapped, and with shard_gradients or release_gradients.
+        Further errors: see _ParamAndGradBucketGroup.register_grad_ready.
         """
         group = self.param_to_bucket_group.get(param)
         if group is None:
@@ -267,13 +269,13 @@ class DistributedDataParallel(_BaseDataParallel):
             )
         if self.ddp_config.has_bucket_lifetime_grads:
             raise ValueError(
-                f"register_grad_ready with DistributedDataParallelConfig.{self._lifetime_setting}: parameters have "
-                f"no main_grad; return the gradient to autograd, or disable {self._lifetime_setting}"
+                f"register_grad_ready was called with DistributedDataParallelConfig.{self._lifetime_setting}: "
+                f"parameters have no main_grad; return the gradient to autograd, or disable {self._lifetime_setting}"
             )
         group.register_grad_ready(param)
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Starts to reduce all gradients of this chunk and of chunks before it. Collective."""
+        """Launches the reductions of this chunk, and of groups that precede its groups in launch order. Collective."""
         self.launch_order.start_grad_sync(self._groups)
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
@@ -294,19 +296,19 @@ class DistributedDataParallel(_BaseDataParallel):
         self._hook_runner.check_whole()
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
-        """Multiplies all gradients; scaling_factor: a number or a tensor [], any float dtype.
+        """Multiplies all gradients by `scaling_factor`, a number or a tensor [] of any float dtype.
 
-        Raises RuntimeError while gradients are under reduction, and with release_gradients.
+        Raises RuntimeError while gradients are being reduced, and with release_gradients.
         """
         self._check_at_rest("scale_gradients")
         for buffer in self.all_buffers:
             buffer.scale_gradients(scaling_factor)
 
     def offload_grad_buffers(self, synchronize: bool = True, empty_cache: bool = True) -> None:
-        """Copies gradients to the host and frees their device memory, for use between two steps.
+        """Moves gradients to the host and frees their device memory. Must be called between two steps.
 
-        synchronize: waits until the device has completed all launched work. empty_cache: returns the memory that
-        torch's allocator caches to the device. Raises RuntimeError while gradients are under reduction.
+        synchronize: waits until the device has completed all launched work. empty_cache: releases the unused memory
+        that torch's allocator caches. Raises RuntimeError while gradients are being reduced.
         """
         self._check_at_rest("offload_grad_buffers")
         for buffer in self.all_buffers:
@@ -324,12 +326,12 @@ class DistributedDataParallel(_BaseDataParallel):
             wait_for_device(self.device)
 
     def free_overlap_buffers(self) -> None:
-        """Frees the memory kept between iterations for messages in flight; later iterations allocate it again."""
+        """Frees the communication buffers kept between iterations; later iterations reallocate them."""
         for group in self._groups:
             group.free_overlap_buffers()
 
     def reset_iteration(self) -> None:
-        """Discards the iteration, so that the next one is unaffected by its error; for all chunks of the scheduler.
+        """Discards the iteration of all chunks of the scheduler, so that its error does not affect the next one.
 
         Must be called on every rank that caught an error. The other ranks receive RemoteRankError from finish_grad_sync
         and must then call it as well.
@@ -341,41 +343,44 @@ class DistributedDataParallel(_BaseDataParallel):
         self.launch_order.freeze()
 
     def named_main_grads(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields names and gradients of all parameters that require grad: [*parameter shape], floating point, views.
+        """Yields (name, main_grad) of all parameters that require grad: views, [*parameter shape], floating point.
 
         Raises ValueError with shard_gradients or release_gradients.
         """
         if self.ddp_config.has_bucket_lifetime_grads:
             raise ValueError(
-                f"named_main_grads with DistributedDataParallelConfig.{self._lifetime_setting}: no rank has whole "
-                "gradients; use owned_grads of all_buffers for this rank's parts, register_bucket_ready_hook for "
-                "released gradients"
+                f"named_main_grads was called with DistributedDataParallelConfig.{self._lifetime_setting}: no rank "
+                "stores whole gradients; use owned_grads of all_buffers for this rank's parts, or "
+                "register_bucket_ready_hook for released gradients"
             )
         return ((slot.name, slot.main_grad) for buffer in self.all_buffers for slot in buffer.slots)
 
     # Parameters.
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *strict: bool, assign: bool = False, **kwargs: Any) -> Any:
-        """Loads a state_dict of the wrapped model, tensors of any shape and dtype.
+        """Copies the values of a state_dict into the wrapped module.
 
-        assign: has no effect. Values are always copied, because parameters must stay views of their buffers.
+        state_dict: tensors of any shape and dtype. assign: has no effect, because parameters must remain views of their
+        buffers.
         """
         return super().load_state_dict(state_dict, *strict[:1], **kwargs)
 
     def note_update(self) -> None:
-        """Records that an optimizer has updated the parameters; a later agreement detects ranks that did not."""
+        """Records that an optimizer has updated the parameters. The next agreement detects ranks that have not."""
         self.launch_order.note_update()
 
     def mark_params_stale(self) -> None:
-        """Records that an optimizer has updated this rank's shards. They must be gathered before modules read
-        parameters.
+        """Records that an optimizer has updated this rank's shards.
+
+        Parameters must then be gathered before modules read them.
         """
         self.launch_order.mark_stale(self._groups)
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Gathers the parameters from the ranks that own their shards; without overlap, waits for them. Collective.
+        """Launches the gathers of sharded parameters and, without overlap_param_gather, waits for them. Collective.
 
-        Gathers in flight are not relaunched unless force_dispatch is set. force_sync: also waits with overlap.
+        Gathers in flight are relaunched only if force_dispatch is set. force_sync: also waits with
+        overlap_param_gather.
         """
         groups = [group for group in self._groups if group.is_sharded]
         self.launch_order.start_param_sync(groups, again=force_dispatch)
@@ -383,7 +388,10 @@ class DistributedDataParallel(_BaseDataParallel):
             self.launch_order.finish_param_sync(groups)
 
     def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
-        """Waits for all parameters of this chunk, and prefetches the next unless told to skip. Collective."""
+        """Waits for all parameters of this chunk. Collective.
+
+        Also launches the next pending gather unless skip_next_bucket_dispatch is set.
+        """
         self.launch_order.finish_param_sync(self._groups)
         if not skip_next_bucket_dispatch:
             self.launch_order.prefetch()
@@ -401,9 +409,9 @@ class DistributedDataParallel(_BaseDataParallel):
             self.launch_order.start_param_sync(self._groups)
 
     def wait_params(self, params: nn.Parameter | Iterable[nn.Parameter], *, prefetch: bool = False) -> None:
-        """Waits until parameters, any shapes and dtypes, may be read; for code that reads them outside their module.
+        """Waits until the given parameters may be read, for code that reads them outside their module.
 
-        prefetch: also starts the next gather, if modules prefetch before their forward.
+        prefetch: also launches the next gather, provided that modules prefetch before their forward.
         """
         # Iterating over a single parameter would yield its rows, which are not parameters.
         params = [params] if isinstance(params, nn.Parameter) else params
@@ -411,10 +419,10 @@ class DistributedDataParallel(_BaseDataParallel):
             self.launch_order.need(group, prefetch=prefetch and self._prefetches)
 
     def enable_forward_pre_hook(self) -> None:
-        """Registers hooks in which modules wait for their parameters before forward and start the next gather.
+        """Registers hooks that wait for a module's parameters before its forward and launch the next gather.
 
         See [Note: forward waits]. The module's state_dict and load_state_dict also wait, and are therefore collective
-        while a gather is pending. Raises ValueError without overlap_param_gather, and if the hooks are enabled already.
+        while a gather is pending. Raises ValueError without overlap_param_gather, and if the hooks are already enabled.
         """
         if not self.ddp_config.overlap_param_gather:
             raise ValueError(
@@ -458,7 +466,7 @@ class DistributedDataParallel(_BaseDataParallel):
                 _broadcast(param.data, self._group_of_replicas(is_expert=param_facts(param).is_expert))
 
     def release(self) -> nn.Module:
-        """Returns the module, unwrapped, with all parameters gathered and without gradients. Collective.
+        """Unwraps the module and returns it, with all parameters gathered and without gradients. Collective.
 
         Used to freeze, unfreeze or replace parameters between two steps; afterwards the module must be wrapped again
         and a new optimizer built. Post-accumulate hooks are moved back to the parameters, from which the next wrapper
@@ -478,7 +486,7 @@ class DistributedDataParallel(_BaseDataParallel):
             "wait_params(module.parameters()), and wrap the copy"
         )
 
-    # Inside.
+    # Internals.
 
     @property
     def _prefetches(self) -> bool:
@@ -489,14 +497,14 @@ class DistributedDataParallel(_BaseDataParallel):
 
     @property
     def _lifetime_setting(self) -> str:
-        """The name of the setting with which gradients have no persistent memory."""
+        """Name of the enabled setting with which gradients have no persistent memory."""
         return "shard_gradients" if self.ddp_config.shard_gradients else "release_gradients"
 
     def _check_at_rest(self, call: str) -> None:
         moving = next((group for group in self._groups if group.is_moving), None)
         if moving is not None:
             raise RuntimeError(
-                f"{call} while gradients of {moving.slots[0].name} are being reduced: call it before the "
+                f"{call} was called while gradients of {moving.slots[0].name} are being reduced: call it before the "
                 "last microbatch or after finish_grad_sync"
             )
 
@@ -540,10 +548,10 @@ def _broadcast(flat: torch.Tensor, group: dist.ProcessGroup | None) -> None:
 
 
 class _GradIntake:
-    """Passes every gradient that autograd has accumulated, or is about to compute, to the scheduler until `release`.
+    """Passes every gradient that autograd has accumulated, or is about to compute, to the scheduler.
 
-    group_of: each parameter's bucket group; its gradients are persistent. is_fused: kernels may add weight gradients to
-    `param.main_grad` themselves.
+    For persistent gradients; active until `release`. group_of: each parameter's bucket group. is_fused: whether kernels
+    may add weight gradients directly to `param.main_grad`.
     """
 
     def __init__(
@@ -552,12 +560,12 @@ class _GradIntake:
         self._group_of, self._order = group_of, order
         for param in group_of:
             set_grad_owner(param, self._owner_of(param) if is_fused else None)
-        # A module outlives its wrapper, and so do its gradients.
+        # The parameters keep this object alive, because they and their gradients may outlive the wrapper.
         self._hooks = ParamHooks(self._on_grad, kept=self)
         self._hooks.watch(group_of)
 
     def release(self) -> None:
-        """Removes the hooks, so that gradients stay where autograd puts them."""
+        """Removes the hooks, so that gradients remain in `param.grad`."""
         self._hooks.release()
         _forget_owners(self._group_of)
 
@@ -574,7 +582,7 @@ class _GradIntake:
 
 
 class _StreamingIntake:
-    """Passes every gradient, and the end of each backward pass, to the scheduler; gradients have a bucket lifetime.
+    """Passes every bucket-lifetime gradient, and the end of each backward pass, to the scheduler.
 
     releases: whether hooks and an optimizer receive buckets during backward.
     """
@@ -594,12 +602,15 @@ class _StreamingIntake:
         for param in group_of:
             set_grad_owner(param, None)
             mark_gradients_pass(param)
-        # A module outlives its wrapper, and so do its gradients.
+        # The parameters keep this object alive, because they and their gradients may outlive the wrapper.
         self._hooks = ParamHooks(self._on_grad, kept=self)
         self._hooks.watch(group_of)
 
     def watch_backward_of(self, outputs: Any) -> None:
-        """Marks the outputs of a forward, tensors of any shape, dtype and structure, to find their backward."""
+        """Registers hooks on the outputs of a forward, by which their backward is recognised.
+
+        outputs: tensors of any shape and dtype, in any structure.
+        """
         if self._releases and not self._hook_runner.knows_counts:
             self._outermost.watch(outputs)
 
@@ -608,7 +619,7 @@ class _StreamingIntake:
         self._end.forget()
 
     def release(self) -> None:
-        """Removes the hooks, so that gradients stay where autograd puts them."""
+        """Removes the hooks, so that gradients remain in `param.grad`."""
         self._hooks.release()
         _forget_owners(self._group_of)
 
@@ -618,18 +629,18 @@ class _StreamingIntake:
             # The next iteration then counts each parameter's gradients again, and releases nothing in backward.
             self._hook_runner.knows_counts = False
             raise RuntimeError(
-                f"a gradient of {group.name_of(param)} became ready after its bucket was reduced and released to "
-                "hooks and the optimizer (DistributedDataParallelConfig.release_gradients): put all backward passes "
-                "of a step but the last in accumulate(). If one backward pass has several gradients of it, call "
-                "reset_iteration(), after which all of them are waited for, and load a checkpoint, because hooks "
-                "and the optimizer may have updated parameters in this iteration"
+                f"backward produced a gradient of {group.name_of(param)} after its bucket had been released to hooks "
+                "and the optimizer (DistributedDataParallelConfig.release_gradients): wrap all backward passes of a "
+                "step but the last in accumulate(). If a single backward pass produces several gradients of this "
+                "parameter, call reset_iteration() and load a checkpoint, because parameters may have been updated "
+                "already; the next iteration waits for all of them"
             )
         if group.is_last_microbatch:
             self._end.note()
             if self._releases and group.is_last_backward:
                 self._hold_if_inside()
         self._order.accumulate(group, param)
-        # The bucket holds a copy.
+        # The bucket stores a copy.
         param.grad = None
 
     def _hold_if_inside(self) -> None:
@@ -656,7 +667,7 @@ def _forget_owners(params: Iterable[nn.Parameter]) -> None:
 def build_launch_order(
     groups: ProcessGroupCollection, ddp_config: DistributedDataParallelConfig
 ) -> CollectiveScheduler:
-    """Builds the scheduler shared by all model chunks of a stage; with ddp_debug also its observer. Collective."""
+    """Builds the scheduler shared by all model chunks of a stage; with ddp_debug, DdpDebug observes it. Collective."""
     stage_group = stage_group_of(groups)
     order = CollectiveScheduler(
         stage_group,
@@ -681,9 +692,9 @@ def build_launch_order(
 
 
 class GraphedReductions(GraphParticipant):
-    """The gathers and reductions of a stage's chunks, captured in the CUDA graph of a step.
+    """Captures the gathers and reductions of a stage's chunks in the CUDA graph of a step.
 
-    chunks: all chunks of one scheduler, whose launch order and buckets stay fixed.
+    chunks: all chunks of one scheduler, whose launch order and buckets remain fixed.
 
     With overlap_param_gather the captured step begins with stale shards: each replay gathers the current parameters,
     even if an evaluation has already gathered them.
@@ -707,7 +718,7 @@ class GraphedReductions(GraphParticipant):
         ]
 
     def prepare(self) -> None:
-        """Completes gathers in flight, which would otherwise be matched with gathers in the graph.
+        """Completes gathers in flight, so that they are not matched with gathers in the graph.
 
         Collective if parameters were gathered since the last update, a condition that is the same on all ranks.
         """
@@ -720,7 +731,7 @@ class GraphedReductions(GraphParticipant):
             yield
 
     def captured(self) -> list[Measured | None]:
-        """Returns the gradient measurements of each chunk."""
+        """Ends the captured iteration and returns the gradient measurements of each chunk."""
         self._order.forget_captured(self._gathered)
         return [None if chunk.checks is None else chunk.checks.take_measured() for chunk in self._chunks]
 
@@ -779,7 +790,7 @@ def _check_has_memory(module: nn.Module) -> None:
     name = next((name for name, param in module.named_parameters() if param.requires_grad and param.is_meta), None)
     if name is not None:
         raise ValueError(
-            f"parameter {name} is on the meta device: DistributedDataParallel needs whole parameters in memory; "
+            f"parameter {name} is on the meta device: DistributedDataParallel requires whole parameters in memory; "
             "materialize the module first, or wrap it in TorchFullyShardedDataParallel, which materializes shards"
         )
 
@@ -803,9 +814,9 @@ def _build_buffers(
     checks: GradChecks | None,
     single_bucket: bool,
 ) -> list[_ParamAndGradBuffer]:
-    """Moves the parameters that require grad into one buffer per BufferKind.
+    """Builds one buffer per BufferKind and moves the parameters that require grad into these buffers.
 
-    Experts have separate buffers if they are reduced over other ranks than dense parameters.
+    Experts have separate buffers if they are reduced over different ranks than dense parameters.
     """
     several = ddp_config.num_distributed_optimizer_instances > 1
     device = next((param.device for param in module.parameters()), default_device())
@@ -877,7 +888,7 @@ def _new_buffer(
             kind, named_params, settings=settings, storage=persistent, ddp_config=ddp_config
         )
     is_released = ddp_config.release_gradients and not kind.completed_later
-    # A released sum may be part of a message, which is then never closed.
+    # A released sum may be part of a message buffer, which is then never closed.
     pool = MessagePool(kind.grad_dtype, named_params[0][1].device, is_kept=not is_released)
 
     def storage(bucket: _ParamAndGradBucket) -> GradStorage:
@@ -892,7 +903,10 @@ def _new_buffer(
 def _build_groups(
     buffers: Sequence[_ParamAndGradBuffer], *, name: str, force_single: bool
 ) -> list[_ParamAndGradBucketGroup]:
-    """Builds the bucket groups of buffers; name: prefix of their names. force_single: one group of all buckets."""
+    """Builds the bucket groups of buffers.
+
+    name: prefix of the groups' names. force_single: puts all buckets in one group.
+    """
     groups = partition_buckets(buffers, force_single_bucket_group=force_single)
     for index, group in enumerate(groups):
         group.rename(f"{name} {index}")

@@ -11,8 +11,8 @@ from megatron.core.config_field import config_field, run_checks, validate_fields
 class DistributedDataParallelConfig(AbsentDataParallelFields):
     """Settings of DistributedDataParallel, and of the buffers that a distributed optimizer shards.
 
-    Its methods raise ValueErrors that name fields and values. Gradients have a *bucket lifetime* if their memory exists
-    only from the first gradient of a bucket to the end of its reduction.
+    The validate methods raise ValueError, naming fields and values. Gradients have a *bucket lifetime* if their memory
+    exists only from the first gradient of a bucket to the end of its reduction.
     """
 
     cli_group: ClassVar[str] = "data parallelism"
@@ -53,7 +53,9 @@ class DistributedDataParallelConfig(AbsentDataParallelFields):
         help="Number of groups of data-parallel ranks that each hold a complete sharded optimizer.",
     )
     check_for_nan_in_grad: bool = config_field(
-        False, flags=(), help="Stop and name ranks and parameters if a gradient is not finite before reduction."
+        False,
+        flags=(),
+        help="Raise an error naming ranks and parameters if a gradient is not finite before its reduction.",
     )
     check_for_large_grads: bool = config_field(
         False, help="Warn if a parameter's gradient norm is ten times its previous maximum."
@@ -104,8 +106,8 @@ class DistributedDataParallelConfig(AbsentDataParallelFields):
     )
     ddp_debug: bool = config_field(
         False,
-        help="Stop at reads and writes of buffers at the wrong time, naming the parameter, and compare collective "
-        "launches across ranks; slow.",
+        help="Raise an error naming the parameter if a buffer is read or written at the wrong time, and compare "
+        "collective launches across ranks; slow.",
     )
 
     def __post_init__(self) -> None:
@@ -121,7 +123,7 @@ class DistributedDataParallelConfig(AbsentDataParallelFields):
         if self.bucket_size is not None and self.num_buckets is not None:
             raise ValueError(
                 f"DistributedDataParallelConfig.bucket_size is {self.bucket_size} and num_buckets is "
-                f"{self.num_buckets}: give only one of them"
+                f"{self.num_buckets}: set only one of them"
             )
 
     def validate_overlap(self) -> None:
@@ -193,7 +195,7 @@ class DistributedDataParallelConfig(AbsentDataParallelFields):
 
     @property
     def has_bucket_lifetime_grads(self) -> bool:
-        """Whether unsharded gradients have memory only until their bucket is reduced."""
+        """Whether the memory of unsharded gradients is freed when their bucket is reduced."""
         return self.shard_gradients or self.release_gradients
 
     @property

@@ -1,6 +1,6 @@
 """EventLog: records when gradients became ready and when collectives ran, without delaying them.
 
-Pure functions at the end of the file compute figures from these times, such as the share of hidden communication.
+Pure functions at the end of the file compute metrics from these times, such as the share of hidden communication.
 """
 
 from collections import deque
@@ -20,8 +20,8 @@ _KEPT_STEPS = 4
 class Transfer:
     """One collective of a bucket group; times in seconds since the step's first event.
 
-    ready: time at which its last gradient was written, or, for a gather, its parameters were updated. waits: begin and
-    end of each interval spent waiting for it. num_bytes: size of its tensors on one rank.
+    ready: time at which its last gradient was written or, for a gather, its parameters were updated. waits: begin and
+    end of each interval in which the rank waited for it. num_bytes: size of its tensors on one rank.
     """
 
     name: str
@@ -43,7 +43,7 @@ class StepTimes:
 
 @dataclass
 class _Marks:
-    """Time marks of a transfer while it runs. group: None for the agreement of all ranks."""
+    """Time marks of a transfer in progress. group: None for the agreement of all ranks."""
 
     group: _ParamAndGradBucketGroup | None
     traffic: Traffic
@@ -86,7 +86,7 @@ class EventLog:
         """Does nothing, because groups are recorded when they are launched."""
 
     def begin_iteration(self) -> None:
-        # Gathers of an aborted iteration are still waited for; its reductions are not.
+        # Gathers of an aborted iteration will still be waited for, but its reductions will not.
         self._last_grad.clear()
         self._marks = [marks for marks in self._marks if marks.traffic is Traffic.GATHER]
 
@@ -166,7 +166,7 @@ def _step_times(start: TimeMark, last_grad: dict[str, TimeMark], *, marked: list
     for marks in marked:
         launched = seconds(marks.launched)
         waits = tuple((seconds(begin), seconds(end)) for begin, end in marks.waits)
-        # The end of a wait is an upper bound: the thread that marks completion may run later.
+        # The end of a wait is an upper bound, because the thread that marks completion may run later.
         done = last = waits[-1][1] if waits and marks.num_messages else launched
         if marks.done is not None:
             done = min(seconds(marks.done), last) if waits else seconds(marks.done)
@@ -189,7 +189,7 @@ def _num_bytes(group: _ParamAndGradBucketGroup, traffic: Traffic) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-# Figures from the times.
+# Metrics computed from the times.
 
 
 def exposed_seconds(transfer: Transfer) -> float:
@@ -198,7 +198,7 @@ def exposed_seconds(transfer: Transfer) -> float:
 
 
 def hidden_seconds(step: StepTimes, traffic: Traffic) -> float:
-    """Returns the seconds in which a transfer of this kind was in flight and nothing waited for it.
+    """Returns the time in seconds during which a transfer of this kind was in flight and nothing waited for it.
 
     Transfers of a kind run one after another. A transfer that is launched early begins when its predecessor completes.
     """
@@ -224,9 +224,9 @@ def launched_before_next_was_ready(step: StepTimes) -> list[bool]:
 def hidden_share(step: StepTimes) -> float | None:
     """Returns the reduction time hidden by backward, as a share of the time that could have been hidden; 1 is the best.
 
-    The ideal: each transfer has its measured duration and starts as soon as its last gradient is ready and its
-    predecessor has completed. None if nothing could have been hidden, as with one bucket, which completes with the last
-    gradient.
+    In the ideal case, each transfer has its measured duration and starts as soon as its last gradient is ready and its
+    predecessor has completed. Returns None if nothing could have been hidden, for example with a single bucket, which
+    is ready only after the last gradient.
     """
     hidden = possible = 0.0
     free = ideally_free = 0.0  # time at which earlier transfers completed, or could have completed

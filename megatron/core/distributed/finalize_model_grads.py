@@ -22,10 +22,10 @@ from megatron.core.utils import unwrap_model
 
 @runtime_checkable
 class FinalizesStep(Protocol):
-    """A model that updates its own state once a step, such as routers with an expert bias."""
+    """A model that updates additional state once per step, such as the expert biases of its routers."""
 
     def finalize_step(self, group: dist.ProcessGroup | None) -> None:
-        """Updates the model's own state; called after gradients are reduced, also if the optimizer skips the step.
+        """Updates the state; called after gradients are reduced, even if the optimizer skips the step.
 
         group: all ranks that process different tokens.
         """
@@ -39,11 +39,12 @@ def finalize_model_grads(
     pg_collection: ProcessGroupCollection | None = None,
     force_all_reduce: bool = False,
 ) -> None:
-    """Reduces the gradients of all chunks over their data-parallel groups and ends the models' step. Collective.
+    """Completes the gradients of all chunks and calls the models' finalize_step. Collective.
 
-    num_tokens: None for the mean over ranks. With calculate_per_token_loss, the number of tokens in the losses that
-    this rank summed: [], integer or floating point. Gradients, summed over ranks, are then divided by the tokens of all
-    ranks (at least 1). Stages before the last, which compute no losses, may pass None. pg_collection: this rank's
+    Gradients are first reduced over data-parallel groups. num_tokens: None without calculate_per_token_loss, where
+    gradients are averaged over ranks. With calculate_per_token_loss, the number of tokens in the losses that this rank
+    summed: [], integer or floating point. The gradients, summed over ranks, are then divided by the number of tokens of
+    all ranks (at least 1). Stages before the last, which compute no losses, may pass None. pg_collection: this rank's
     groups; None means the groups with which the chunks were wrapped. force_all_reduce: see finish_grad_sync. Raises the
     errors of finish_grad_sync, and ValueError for a chunk that is not wrapped, or if num_tokens is given without
     calculate_per_token_loss or missing with it.
@@ -61,18 +62,18 @@ def finalize_model_grads(
 def complete_model_grads(
     chunks: Sequence[_BaseDataParallel], num_tokens: torch.Tensor | None, *, groups: ProcessGroupCollection
 ) -> None:
-    """Completes gradients after finish_grad_sync without waiting for the device. Collective.
+    """Sums gradients over other groups after finish_grad_sync, and divides them by the tokens. Collective.
 
-    num_tokens: as for finalize_model_grads, [], integer or floating point.
+    Does not wait for the device. num_tokens: as for finalize_model_grads, [], integer or floating point.
     """
     for chunk in chunks:
         _reduce_partial_grads(chunk, groups.tp)
     _divide_by_tokens(
         [chunk for chunk in chunks if chunk.config.calculate_per_token_loss], num_tokens, pp_group=groups.pp
     )
-    # After the collectives over other groups, in a loop of its own. The first stage has the tied embedding weight in
-    # its first chunk, the last stage in its last chunk. In one loop over chunks, these two stages would launch the sum
-    # of its gradient and the other collectives in different orders, which could deadlock.
+    # After the collectives over other groups, in a separate loop. The tied embedding weight is in the first chunk of
+    # the first stage and in the last chunk of the last stage. In one loop over chunks, these two stages would launch
+    # the sum of its gradient and the other collectives in different orders, which could deadlock.
     for chunk in chunks:
         _reduce_shared_grads(chunk, groups.embd)
     for chunk in chunks:
@@ -113,7 +114,7 @@ def _reduce_partial_grads(chunk: _BaseDataParallel, group: dist.ProcessGroup | N
         # The ranks of the group have the same layout and own the same shards.
         parts = [part for slot in slots for part in buffer.owned_grads(slot)]
         if parts:
-            # Sent in one message, because there are many small gradients.
+            # Sent in one collective, because there are many small gradients.
             flat = torch.cat(parts)
             (rank_ordered_all_reduce_ if chunk.config.deterministic_mode else all_reduce_)(flat, group)
             for part, total in zip(parts, flat.split([part.numel() for part in parts])):
@@ -123,7 +124,7 @@ def _reduce_partial_grads(chunk: _BaseDataParallel, group: dist.ProcessGroup | N
 
 
 def _reduce_shared_grads(chunk: _BaseDataParallel, group: dist.ProcessGroup | None) -> None:
-    """Sums the gradient of the tied (shared) embedding weight over `group`, embd: the first and the last stage.
+    """Sums the gradient of the tied (shared) embedding weight over `group` (embd), the first and the last stage.
 
     A sum of two numbers is the same in any order, so the copies stay bit-identical.
     """
@@ -140,7 +141,7 @@ def _reduce_shared_grads(chunk: _BaseDataParallel, group: dist.ProcessGroup | No
 def _divide_by_tokens(
     chunks: list[_BaseDataParallel], num_tokens: torch.Tensor | None, *, pp_group: dist.ProcessGroup | None
 ) -> None:
-    """Divides sums over tokens by the number of tokens of all ranks.
+    """Divides gradients, which are sums over tokens, by the number of tokens of all ranks.
 
     gradient_scale (data_parallel_base.py) is 1 for these chunks, because the mean over ranks is replaced by this
     division. is_completed_later (grad_hooks.py) defers hooks on their gradients until it is done.

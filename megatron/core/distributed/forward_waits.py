@@ -5,8 +5,8 @@ This file launches nothing and waits for nothing; the wrapper's forward hooks do
 [Note: forward waits] A module reads its own parameters when it is called. Some modules are never called: lists of
 parameters, and modules whose weights their parent reads (out_proj of nn.MultiheadAttention). Therefore a module's first
 call waits for all parameters below it and observes which modules it calls. Later calls wait for its own parameters and
-those of modules below it that were never called. Calls may differ between training and evaluation, and with and without
-autograd, so each of these modes is learned separately.
+for the parameters of submodules that were never called. Calls may differ between training and evaluation, and with and
+without autograd, so each of these modes is learned separately.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ class ForwardWaits:
     """Learns which bucket groups each module's forward needs; see [Note: forward waits].
 
     groups_of: for each gathered parameter, the groups that gather it or parts of it. root: the module whose `training`
-    flag sets the mode of all modules; None means that each module's own flag does.
+    flag sets the mode of all modules; None means that each module's flag sets its mode.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ForwardWaits:
             return known
         if key not in self._called:
             self._called.add(key)
-            # Until now, modules above it waited for its parameters. From now on it waits for them itself.
+            # Until now, parent modules waited for the parameters of this module. From now on, the module itself waits.
             self._known.clear()
             return self.below(module)
         groups = dict.fromkeys(group for part in self._uncalled(module, mode) for group in self.own(part))
@@ -55,7 +55,7 @@ class ForwardWaits:
         return list(dict.fromkeys(group for groups in held for group in groups))
 
     def forget(self) -> None:
-        """Clears the learned results, because different parameters are gathered from now on."""
+        """Clears the learned groups; called when different parameters are gathered from now on."""
         self._known.clear()
 
     def below(self, module: nn.Module) -> list[_ParamAndGradBucketGroup]:
@@ -63,7 +63,7 @@ class ForwardWaits:
         return list(dict.fromkeys(group for part in module.modules() for group in self.own(part)))
 
     def _uncalled(self, module: nn.Module, mode: tuple[bool, bool]) -> Iterator[nn.Module]:
-        """Iterates over the module and its submodules that are not in a called submodule."""
+        """Iterates over the module and its submodules, except called submodules and the modules inside them."""
         yield module
         for child in module.children():
             if (child, *mode) not in self._called:
@@ -77,7 +77,7 @@ def forward_hook(
 ) -> Callable[..., None]:
     """Builds a module hook that calls `need` with the current result of `groups`.
 
-    In a stored or copied module it becomes a hook that does nothing, because that module's parameters are not gathered.
+    In a pickled or copied module, the hook becomes a no-op, because the parameters of that module are not gathered.
     """
     return _ForwardHook(groups, need)
 
@@ -90,7 +90,7 @@ class _ForwardHook:
     ) -> None:
         self._groups, self._need = groups, need
 
-    # Breaks the graph of a compiled module: whether to wait is known only when it runs.
+    # Causes a graph break in a compiled module, because whether to wait is known only at run time.
     @torch.compiler.disable
     def __call__(self, *unused: Any) -> None:
         self._need(self._groups())
@@ -100,7 +100,7 @@ class _ForwardHook:
 
 
 class NoWait:
-    """Hook that does nothing; replaces forward_hook in a stored or copied module."""
+    """No-op hook that replaces forward_hook in a pickled or copied module."""
 
     def __call__(self, *unused: Any) -> None:
         pass

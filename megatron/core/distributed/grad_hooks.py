@@ -5,8 +5,9 @@ when a bucket is reduced. Releasing a bucket means passing it to the hooks and t
 backward (GradConsumer). With release_gradients its memory is freed afterwards.
 
 [Note: hooks by name] Torch's own hooks on a parameter are lost when the parameter is replaced, and fire for gradients
-that are not reduced yet. Hooks are therefore stored here, by the parameter's name. Hooks that a parameter has when it
-is wrapped are moved here together with torch's dict of them, so that the handles that users hold still remove them.
+that are not reduced yet. Hooks are therefore stored here, by the parameter's name. Hooks registered on a parameter
+before it is wrapped are moved here together with torch's dict that contains them, so that users can still remove them
+by their handles.
 
 [Note: stale values] A hook may update a parameter during backward, while a backward operation still needs the old value
 that it saved. Autograd detects this by the parameter's version counter, which a write to the underlying flat tensor
@@ -34,11 +35,11 @@ from megatron.core.tensor_parallel.param_attributes import param_facts
 
 @dataclass(frozen=True, eq=False)
 class RunState:
-    """An optimizer's state of adjacent elements of a bucket that share a parameter group.
+    """Optimizer state of adjacent elements of a bucket that share a parameter group.
 
-    span: the elements' span in the bucket's flat tensors. settings: of their parameter group, such as `lr`, by name.
-    master: [span.numel], fp32 or wider, the values that the optimizer updates. moments: [span.numel] each, by name.
-    State stored in fp32 or wider is given as views, state stored in fewer bits as copies.
+    span: the elements' span in the bucket's flat tensors. settings: settings of their parameter group, such as `lr`, by
+    name. master: the values that the optimizer updates, [span.numel], fp32 or wider. moments: by name, [span.numel]
+    each. State stored in fp32 or wider is passed as views, state stored in narrower formats as copies.
     """
 
     span: Span
@@ -47,7 +48,7 @@ class RunState:
     moments: Mapping[str, torch.Tensor]
 
     def within(self, part: Span) -> "RunState | None":
-        """Returns the state of a part of the bucket, with spans relative to the part; None if they do not overlap."""
+        """Returns the state within a part of the bucket, with its span relative to the part; None without overlap."""
         both = self.span.intersection(part)
         if both.numel == 0:
             return None
@@ -63,12 +64,12 @@ def _no_states() -> Sequence[RunState]:
 
 @dataclass(eq=False)
 class ReadyBucket:
-    """This rank's part of a bucket whose gradients are reduced, or of some adjacent parameters of it.
+    """This rank's part of a bucket, or of adjacent parameters of a bucket, whose gradients are reduced.
 
-    slices: every parameter of the bucket, in buffer order; the span is empty if this rank owns no element of it. shard:
-    [n], the parameters' dtype, this rank's flat part of the parameters. Values written to it are read by modules, after
-    a gather if parameters are sharded. grad: [n], the gradients' dtype, the same elements; may be changed in place.
-    Padding between parameters is zero in both. n may be 0.
+    slices: one range for each parameter of the bucket, in buffer order; its span is empty if this rank owns no element
+    of the parameter. shard: this rank's flat part of the parameters, [n], the parameters' dtype. Modules read the
+    values written to it, after a gather if parameters are sharded. grad: the gradients of the same elements, [n], the
+    gradients' dtype; may be modified in place. Padding between parameters is zero in both. n may be 0.
 
     With DistributedDataParallelConfig.release_gradients the wrapper reuses the memory of `grad` after all hooks have
     returned; call `keep` to retain it.
@@ -82,7 +83,7 @@ class ReadyBucket:
 
     @property
     def states(self) -> Sequence[RunState]:
-        """The bucket's optimizer state, one RunState per range; empty while no optimizer exists."""
+        """Optimizer state of the bucket, as RunState objects; empty while no optimizer exists."""
         return self.find_states()
 
     @property
@@ -95,16 +96,17 @@ class ReadyBucket:
         torch.autograd.graph.increment_version(self.params)
 
     def keep(self) -> torch.Tensor:
-        """Retains `grad` beyond the hooks, copied if it is part of a larger message, and returns it: [n], same dtype.
+        """Keeps `grad` valid after the hooks have returned, and returns it: [n], the gradients' dtype.
 
-        The memory lives as long as this bucket or the returned tensor.
+        `grad` is copied if it is a view of a larger tensor. Its memory lives as long as this bucket or the returned
+        tensor.
         """
         if self.grad.untyped_storage().nbytes() > self.grad.numel() * self.grad.element_size():
             self.grad = self.grad.clone()
         return self.grad
 
     def restricted(self, names: Iterable[str]) -> "list[ReadyBucket]":
-        """Returns views of the named parameters only, one bucket for each range of adjacent ones."""
+        """Returns buckets with only the named parameters, one for each range of adjacent parameters, as views."""
         wanted = set(names)
         ranges: list[list[int]] = []
         for place, one in enumerate(self.slices):
@@ -123,7 +125,8 @@ class ReadyBucket:
         following = places[-1] + 1
         bound = self.slices[following].span.start if following < len(self.slices) else self.grad.numel()
         start = members[0].span.start
-        # Ends after the last parameter's padding. Kernels round the elements before an unaligned end differently.
+        # Includes the padding after the last parameter, because kernels round the elements before an unaligned end
+        # differently.
         held = [one.span.padded_end for one in members if one.span.numel]
         part = Span(start, min(held[-1], bound) - start if held else 0)
         moved = [replace(one, span=Span(one.span.start - start, one.span.numel)) for one in members]
@@ -142,7 +145,7 @@ PostBackwardHook = Callable[[list[ReadyBucket]], None]
 
 
 class _PostBackward:
-    """A hook that waits for several parameters. waiting: names of parameters not ready yet in this iteration."""
+    """A post-backward hook. waiting: names of its parameters that are not ready yet in this iteration."""
 
     def __init__(self, names: Sequence[str], hook: PostBackwardHook) -> None:
         self.names, self.hook = frozenset(names), hook
@@ -154,7 +157,7 @@ class _PostBackward:
         self.ready.clear()
 
     def mark_ready(self, bucket: ReadyBucket) -> bool:
-        """Records a bucket as ready and returns whether it was the last one that the hook waited for."""
+        """Records that a bucket is ready, and returns whether it was the last one that the hook waited for."""
         here = self.waiting.intersection(one.name for one in bucket.slices)
         if not here:
             return False
@@ -169,11 +172,13 @@ class _PostBackward:
 
 
 class _HookRegistry:
-    """The hooks of one wrapper. names: names of its parameters that require grad. In an iteration, after `begin`:
+    """Stores and calls the hooks of one wrapper. names: names of the wrapper's parameters that require grad.
 
-    1. for each parameter of a reduced bucket the wrapper calls `fire_param`, which runs its post-accumulate hooks;
-    2. it calls `fire_bucket`, which runs bucket hooks, then post-backward hooks whose parameters are all ready, both in
-       the order of registration;
+    In an iteration, after `begin`:
+
+    1. For each parameter of a reduced bucket, the wrapper calls `fire_param`, which runs the post-accumulate hooks.
+    2. It calls `fire_bucket`, which runs bucket hooks and then post-backward hooks whose parameters are all ready, both
+       in the order of registration.
     3. `fire_bucket` returns the buckets that no waiting hook needs any longer, in the order in which they became ready.
     """
 
@@ -188,20 +193,20 @@ class _HookRegistry:
     # Registration.
 
     def register_post_accumulate_grad_hook(self, param: nn.Parameter, hook: ParamHook) -> RemovableHandle:
-        """Registers a hook, called with the owned part of a parameter, any shape and dtype, when it is reduced."""
+        """Registers a hook that is called with the owned part of a parameter when its gradient is reduced."""
         return _register(self._of_param.setdefault(self._name_of(param), OrderedDict()), hook)
 
     def register_bucket_ready_hook(self, hook: BucketHook) -> RemovableHandle:
-        """Registers a hook, called with each bucket when it is reduced."""
+        """Registers a hook that is called with each bucket when it is reduced."""
         return _register(self._of_bucket, hook)
 
     def register_post_backward_hook(
         self, params: nn.Parameter | Iterable[nn.Parameter], hook: PostBackwardHook
     ) -> RemovableHandle:
-        """Registers a hook, called once an iteration when all `params`, any shapes and dtypes, are reduced.
+        """Registers a hook that is called once per iteration, when the gradients of all `params` are reduced.
 
-        The hook receives a list of ReadyBucket restricted to these parameters. It should be registered between two
-        iterations: a hook registered later also waits for parameters that were already reduced.
+        The hook receives a list of ReadyBucket objects restricted to these parameters. Register it between two
+        iterations, because a hook registered within an iteration also waits for parameters that were already reduced.
         """
         names = [self._name_of(param) for param in ([params] if isinstance(params, nn.Parameter) else params)]
         if not names:
@@ -209,17 +214,20 @@ class _HookRegistry:
         return _register(self._post_backward, _PostBackward(names, hook))
 
     def adopt(self) -> None:
-        """Moves torch's hooks of the parameters here; autograd no longer calls them. See [Note: hooks by name]."""
+        """Moves torch's hooks on the parameters into this registry; autograd no longer calls them.
+
+        See [Note: hooks by name].
+        """
         for param, name in self._names.items():
             found = param._post_accumulate_grad_hooks
             if not found:
                 continue
-            # Not None, which would leave torch calling the previous hooks.
+            # An empty dict, because with None torch would continue to call the previous hooks.
             param._post_accumulate_grad_hooks = OrderedDict()
             self._of_param[name] = _joined(found, self._of_param.get(name))
 
     def give_back(self) -> None:
-        """Moves parameter hooks back to the parameters, for autograd or another wrapper; drops bucket hooks."""
+        """Moves parameter hooks back to the parameters, for autograd or the next wrapper; drops all other hooks."""
         for param, name in self._names.items():
             ours = self._of_param.pop(name, None)
             if ours:
@@ -229,7 +237,7 @@ class _HookRegistry:
         self.begin()
 
     def follow(self, names: Mapping[nn.Parameter, str]) -> None:
-        """Records replaced parameters; the new ones inherit the names, and therefore the hooks."""
+        """Replaces parameters; the new parameters inherit the names, and therefore the hooks."""
         self._names = dict(names)
 
     # In an iteration.
@@ -240,17 +248,17 @@ class _HookRegistry:
         return not (self._of_bucket or self._post_backward or any(self._of_param.values()))
 
     def has_param_hooks(self, name: str) -> bool:
-        """Returns whether `fire_param` would call a hook."""
+        """Returns whether `fire_param` would call a hook for the parameter with this name."""
         return bool(self._of_param.get(name))
 
     def begin(self) -> None:
-        """Begins an iteration, also after an error; post-backward hooks wait for all their parameters again."""
+        """Begins an iteration, also after an error; post-backward hooks again wait for all of their parameters."""
         self._held.clear()
         for waiting in self._post_backward.values():
             waiting.begin()
 
     def fire_param(self, name: str, owned: nn.Parameter) -> None:
-        """Calls a parameter's post-accumulate hooks; owned: this rank's part, any shape, its gradient in `.grad`."""
+        """Calls a parameter's post-accumulate hooks; owned: this rank's part, with the gradient in `.grad`."""
         # A hook may remove itself.
         for hook in list(self._of_param.get(name, {}).values()):
             hook(owned)
@@ -274,9 +282,9 @@ class _HookRegistry:
     def _name_of(self, param: nn.Parameter) -> str:
         name = self._names.get(param)
         if name is None:
-            given = f"one of shape {tuple(param.shape)}" if isinstance(param, torch.Tensor) else repr(param)
+            given = f"shape {tuple(param.shape)}" if isinstance(param, torch.Tensor) else repr(param)
             raise ValueError(
-                f"a hook was registered for a parameter that this wrapper does not reduce, {given}: must be a "
+                f"a hook was registered for a parameter that this wrapper does not reduce ({given}): must be a "
                 "parameter of the wrapped module that required grad when it was wrapped"
             )
         return name
@@ -289,7 +297,7 @@ def _register(hooks: dict[int, Any], hook: Any) -> RemovableHandle:
 
 
 def _joined(first: dict[int, Any], other: Mapping[int, Any] | None) -> dict[int, Any]:
-    """Adds the hooks of `other` to `first` and returns it; handles refer to `first`, so it must stay the same dict."""
+    """Adds the hooks of `other` to `first` in place, because handles refer to that dict, and returns `first`."""
     first.update(other or {})
     return first
 
@@ -298,7 +306,7 @@ def _joined(first: dict[int, Any], other: Mapping[int, Any] | None) -> dict[int,
 
 
 class ReleasedBucket(Protocol):
-    """A bucket, or this rank's shards of an FSDP2 unit."""
+    """Interface of a bucket, or of this rank's shards of an FSDP2 unit, that is released to hooks."""
 
     @property
     def buffer(self) -> FlatBuffer: ...
@@ -309,13 +317,13 @@ class ReleasedBucket(Protocol):
     def reduced_grad(self) -> torch.Tensor:
         """Returns this rank's part of the gradients: [n], gradient dtype.
 
-        Without persistent memory, the caller owns it.
+        If gradients have no persistent memory, ownership passes to the caller.
         """
         ...
 
 
 class ReleasedGroup(Protocol):
-    """Buckets that are reduced together."""
+    """Interface of a group of buckets that are reduced together and released to hooks."""
 
     name: str
 
@@ -324,7 +332,7 @@ class ReleasedGroup(Protocol):
     @property
     def buckets(self) -> Sequence[ReleasedBucket]: ...
     def copy_from_comm(self) -> None:
-        """Copies sums, which hooks may have changed, to all other tensors that hold them."""
+        """Copies reduced gradients, including changes made by hooks, to other tensors that store them."""
         ...
 
 
@@ -332,11 +340,14 @@ class GradConsumer(Protocol):
     """An optimizer that receives each bucket's gradient as soon as it is reduced."""
 
     def begin(self) -> None:
-        """Begins an iteration, perhaps after an aborted one, and drops gradients that are still held."""
+        """Begins an iteration, possibly after an aborted one, and drops gradients that are still held."""
         ...
 
     def take(self, bucket: ReadyBucket, place: ReleasedBucket) -> None:
-        """Receives a bucket after all hooks; place: the wrapper's bucket. See ReadyBucket for the gradient's memory."""
+        """Receives a bucket after all hooks have run.
+
+        place: the wrapper's bucket. ReadyBucket describes how long the gradient's memory remains valid.
+        """
         ...
 
 
@@ -346,9 +357,9 @@ StateProvider = Callable[[ReleasedBucket], Sequence[RunState]]
 def is_completed_later(param: nn.Parameter, *, config: ModelParallelConfig, groups: ProcessGroupCollection) -> bool:
     """Returns whether complete_model_grads changes a parameter's gradient after the data-parallel reduction.
 
-    param: any shape and dtype. Hooks on such gradients are deferred until notify_grads_final. The three cases are in
-    finalize_model_grads.py: _divide_by_tokens (see also gradient_scale in data_parallel_base.py),
-    _reduce_partial_grads and _reduce_shared_grads.
+    Hooks on such gradients are deferred until notify_grads_final. The three cases are in finalize_model_grads.py:
+    _divide_by_tokens (see also gradient_scale in data_parallel_base.py), _reduce_partial_grads and
+    _reduce_shared_grads.
     """
     facts = param_facts(param)
     return (
@@ -359,7 +370,7 @@ def is_completed_later(param: nn.Parameter, *, config: ModelParallelConfig, grou
 
 
 def not_wrapped(param: nn.Parameter) -> ValueError:
-    """Builds the error raised by owned_shard for a parameter, any shape and dtype, that no rank owns."""
+    """Builds the error that owned_shard raises for a parameter that is not wrapped."""
     return ValueError(
         f"owned_shard was given a parameter of shape {tuple(param.shape)} that is not wrapped: must be a parameter "
         "that required grad when its module was wrapped"
@@ -403,7 +414,7 @@ class GradHookRunner:
     """Releases the reduced bucket groups of one chunk to hooks and to the attached optimizer.
 
     In an iteration, after `begin`, `release` runs the hooks of each group once. Groups whose gradients are completed
-    later are queued until `release_queued`, in launch order. is_later: whether a parameter's gradient is completed
+    later are queued, in launch order, until `release_queued`. is_later: whether a parameter's gradient is completed
     later, see is_completed_later.
 
     [Note: several gradients] A parameter has one gradient in a backward pass, unless nested backward passes of
@@ -433,11 +444,14 @@ class GradHookRunner:
 
     @property
     def groups(self) -> list[ReleasedGroup]:
-        """All groups that have been released."""
+        """All groups of the chunk, whether or not they have been released."""
         return list(self._places)
 
     def owned_shard(self, param: nn.Parameter) -> nn.Parameter:
-        """Returns this rank's part of a parameter, always the same object: itself, or a view, [n], if it is sharded."""
+        """Returns this rank's part of a parameter, always as the same object.
+
+        The part is the parameter itself or, if it is sharded, a view [n].
+        """
         if param not in self._owned:
             found = ((place, one) for places in self._places.values() for place in places for one in place.slices)
             mine = next(((place, one) for place, one in found if one.param is param), None)
@@ -468,7 +482,7 @@ class GradHookRunner:
         self._is_stopped = True
 
     def check_whole(self) -> None:
-        """Raises RuntimeError if an error in a hook or an optimizer prevented other calls in this iteration."""
+        """Raises RuntimeError if an error in a hook or an optimizer has interrupted this iteration's calls."""
         if self._is_broken:
             raise RuntimeError(
                 "an error interrupted the hooks on reduced gradients in this iteration: call reset_iteration() and run "
@@ -476,7 +490,7 @@ class GradHookRunner:
             )
 
     def end_backward(self) -> None:
-        """Ends a backward pass that reduces; each parameter's number of gradients is known now."""
+        """Ends a backward pass that reduces, after which each parameter's number of gradients is known."""
         self.knows_counts = True
 
     def release(self, group: ReleasedGroup) -> None:
@@ -501,8 +515,8 @@ class GradHookRunner:
         self.check_whole()
         self._is_broken = True
         for place in self._places[group]:
-            # Called even without hooks, because it passes ownership to this function, so that unused gradients are
-            # freed.
+            # reduced_grad is called even without hooks, because it passes ownership to this function, so that unused
+            # gradients are freed.
             ready = ReadyBucket(place.name, place.slices, place.shard, place.bucket.reduced_grad())
             if self.consumer is None and self.hooks.is_empty:
                 continue
@@ -539,7 +553,7 @@ class GradHookRunner:
 
 @contextmanager
 def _grad_set(owned: nn.Parameter, grad: torch.Tensor) -> Iterator[None]:
-    """Sets `owned.grad` to the gradient, rounded to its dtype, inside the block, and copies changes back to `grad`."""
+    """Sets `owned.grad` inside the block to `grad`, in the dtype of `owned`, and copies changes back to `grad`."""
     given = grad.to(owned.dtype)
     rounded = None if given is grad else given.clone()
     owned.grad = given

@@ -1,4 +1,4 @@
-"""Iteration: the phase of an iteration of gradients, and the agreement of a stage's ranks at its end.
+"""Iteration: the phase of a training iteration, and the agreement of a stage's ranks at its end.
 
 This file launches no collectives over gradients or parameters. Code that launches one first records it in a
 CollectiveTrace.
@@ -30,25 +30,26 @@ from megatron.core.distributed.consistency import raise_non_finite
 from megatron.core.group_collectives import RemoteRankError, gather_objects, message_device
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 
-# The reason that a caller of `reset` sends to the other ranks.
+# Reason that is sent to the other ranks when `reset` is called.
 RESET = "reset_iteration() was called after an error"
 
 _NAMES_SHOWN = 3
-# Launches of each rank whose entries remain in the store. In groups that do not include the slower rank, a rank may be
-# ahead of it by this many launches before the slower rank misses an entry.
+# Number of launches of each rank whose entries remain in the store. A rank may be ahead of a slower rank, through
+# groups that do not include it, by this many launches before the slower rank misses an entry.
 _KEPT_LAUNCHES = 1000
 _LONGEST_PAUSE = 0.05  # seconds between two queries of the store
 
 
 def stage_group_of(groups: ProcessGroupCollection) -> dist.ProcessGroup | None:
-    """Returns the ranks whose collectives must have one common order; None means this rank alone."""
+    """Returns the group of ranks that must launch collectives in one order; None means this rank alone."""
     return groups.dp_cp if groups.tp_dp_cp is None else groups.tp_dp_cp
 
 
 @dataclass(frozen=True)
 class MethodNames:
-    """Names of the methods that error messages tell a user to call. zero: begins an iteration; finish: ends its
-    reductions.
+    """Names of the methods that error messages tell a user to call.
+
+    zero: begins an iteration. finish: ends its reductions.
 
     reset_iteration has the same name in every wrapper and optimizer.
     """
@@ -61,32 +62,35 @@ class MethodNames:
 
 
 class CollectiveMismatchError(RuntimeError):
-    """Error on all ranks of a pipeline stage: they launched different collectives. Names the first difference."""
+    """Error on all ranks of a pipeline stage that launched different collectives. Names the first difference."""
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """One launch. line: its description, the same on all ranks with the same launch; hashed: the line as bytes."""
+    """A recorded launch.
+
+    line: its description, identical on all ranks that record the same launch. hashed: the line as bytes.
+    """
 
     line: str
     hashed: bytes
 
 
 class CollectiveTrace:
-    """The launches of one stage, in order. Every rank of the stage must record the same sequence.
+    """Records the launches of this rank. Every rank of a stage must record the same sequence.
 
-    The launches of bucket groups that differ between ranks of the stage, such as groups of experts that some ranks have
-    frozen, are not recorded and therefore not compared: correct sequences differ in them.
+    Bucket groups may legitimately differ between ranks of the stage, for example if some ranks have frozen their
+    experts. The launches of such groups are not recorded and therefore not compared.
 
-    group: the ranks of the stage; None means this rank alone. debug_timeout_s: seconds that a rank waits before each
-    launch for the other ranks of the launch's group, to compare their entries before anything is sent; None compares
-    once a step only. With a timeout, the constructor is collective.
+    group: the ranks of the stage; None means this rank alone. debug_timeout_s: how many seconds a rank waits before
+    each launch for the other ranks of the launch's group, to compare entries before anything is sent; None compares
+    only once per step. With a timeout, the constructor is collective.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, *, debug_timeout_s: float | None = None) -> None:
         self._group = group
         self._names: dict[str, tuple[str, ...]] = {}
-        # Launches repeat in every step, and a lookup costs only a microsecond.
+        # Cached, because launches repeat in every step and a lookup costs only a microsecond.
         self._entries: dict[Hashable, _Entry] = {}
         self._groups: dict[dist.ProcessGroup | None, int] = {}
         self._digest = 0
@@ -101,10 +105,10 @@ class CollectiveTrace:
         self._names[bucket] = tuple(names)
 
     def record(self, *, op: str, group: dist.ProcessGroup | None, flat: torch.Tensor, bucket: str) -> None:
-        """Records a launch; called right before it. flat: [N], any dtype, the tensor that is sent or filled.
+        """Records a launch; must be called immediately before it.
 
-        When debugging, raises CollectiveMismatchError if the ranks of `group` do not all record the same launch, or if
-        one of them does not reach it in time.
+        flat: the tensor that is sent or filled, [N], any dtype. In debug mode, raises CollectiveMismatchError if the
+        ranks of `group` do not all record the same launch, or if one of them does not reach it in time.
         """
         key = (op, group, flat.dtype, flat.numel(), bucket)
         entry = self._entries.get(key)
@@ -115,8 +119,9 @@ class CollectiveTrace:
             self._channel.compare(entry.line, group)
 
     def note(self, line: str) -> None:
-        """Records another event, as text, that occurs on all ranks of the stage at the same position in
-        their launches.
+        """Records an event other than a launch, as text.
+
+        The event must occur on all ranks of the stage, at the same position among their launches.
         """
         self._add(self._entries.setdefault(line, _Entry(line, line.encode())))
 
@@ -126,12 +131,11 @@ class CollectiveTrace:
             self._channel.stop(reason)
 
     def agreement(self) -> list[int]:
-        """Returns two integers for the step's MAX all-reduce over the stage."""
+        """Returns two integers to include in the step's MAX all-reduce over the stage."""
         return [self._digest, -self._digest]
 
     def check_agreed(self, largest: Sequence[int]) -> None:
-        """Raises CollectiveMismatchError on all ranks if their launches in this step differ; otherwise begins a new
-        step.
+        """Raises CollectiveMismatchError on all ranks if their launches in this step differ, and begins a new step.
 
         largest: the result of the MAX all-reduce of `agreement` over the stage. Collective only if it raises.
         """
@@ -150,7 +154,7 @@ class CollectiveTrace:
         self._since_agreement.append(entry)
 
     def _new_entry(self, op: str, group: dist.ProcessGroup | None, *, flat: torch.Tensor, bucket: str) -> _Entry:
-        # Ranks of one stage are in different groups of a kind, so groups are numbered by first use.
+        # Ranks of one stage belong to different groups of the same kind, so groups are numbered by first use.
         number = self._groups.setdefault(group, len(self._groups))
         names = self._names.get(bucket, ())
         shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
@@ -167,8 +171,9 @@ class CollectiveTrace:
 class _Phase(Enum):
     """The phase of an iteration, from zero_grad_buffer to the optimizer's step.
 
-    REPLAYED: a CUDA graph has run the iteration with its reductions, and ranks have not agreed on its end yet.
-    STEPPED: ranks have agreed that none has aborted it, and update. CLOSED: the wrappers were removed.
+    REPLAYED: a CUDA graph has run the iteration with its reductions, and ranks have not agreed on its end yet. STEPPED:
+    ranks have agreed that none has aborted the iteration, and their optimizers update. CLOSED: the wrappers were
+    removed.
     """
 
     COLLECTING = "collecting"
@@ -181,7 +186,10 @@ class _Phase(Enum):
 
 @dataclass(frozen=True)
 class IterationOutcome:
-    """Outcome of an iteration, on one rank or on all. late: by number of the bucket group, whether it is late."""
+    """Outcome of an iteration, on one rank or combined over ranks.
+
+    late: for each bucket group, by number, whether it received a gradient after its reduction was launched.
+    """
 
     is_aborted: bool
     is_non_finite: bool
@@ -195,12 +203,12 @@ class IterationOutcome:
 
 
 class Iteration:
-    """The phase of an iteration, set by its owner, and the messages between a stage's ranks at its end.
+    """Phase of an iteration, set by its owner, and the agreement of a stage's ranks at its end.
 
     stage_group: the ranks that agree. pp_group: the ranks that must stop together if a gradient is not finite. None
-    means this rank alone. stage_host, pp_host: groups of the same ranks that send from the host; without them, each
-    step reads a GPU. trace: records launches, whose hash is compared in the same message. words: names of the owner's
-    methods, for errors.
+    means this rank alone. stage_host, pp_host: groups of the same ranks whose collectives run on the host; without
+    them, each step reads a result from the GPU. trace: records launches; their hash is compared in the agreement.
+    words: names of the owner's methods, for error messages.
     """
 
     def __init__(
@@ -239,17 +247,17 @@ class Iteration:
         return self._phase in (_Phase.FINISHED, _Phase.STEPPED)
 
     def check_usable(self) -> None:
-        """Raises RuntimeError after an abort, until the next iteration begins, and for good after `close`."""
+        """Raises RuntimeError after an abort, until the next iteration begins, and permanently after `close`."""
         if self._phase is _Phase.CLOSED:
             raise RuntimeError("the wrapper was removed by release(): wrap the module and build its optimizer again")
         if self._phase is _Phase.ABORTED:
             raise RuntimeError(f"the iteration was aborted: call reset_iteration() or {self.words.zero}() first")
 
     def refuse_gradient(self, subject: str) -> NoReturn:
-        """Raises RuntimeError for a gradient that became ready outside an iteration; subject: its name for messages."""
+        """Raises RuntimeError for a gradient produced outside an iteration; subject: its name for the message."""
         self.check_usable()
         raise RuntimeError(
-            f"{subject} became ready after {self.words.finish}: call {self.words.zero} before the first backward"
+            f"{subject} was produced after {self.words.finish}: call {self.words.zero} before the first backward"
         )
 
     # Transitions.
@@ -277,8 +285,9 @@ class Iteration:
         self._phase = _Phase.STEPPED
 
     def step(self) -> None:
-        """Verifies that no rank has reset the iteration since `finish`. Collective after `finish` if there is an
-        optimizer.
+        """Verifies that no rank has reset the iteration since `finish`.
+
+        Collective after `finish` if there is an optimizer.
 
         Whether gradients are finite, and so whether the optimizer updates, is not part of this agreement. Raises
         RemoteRankError if another rank has reset the iteration since `finish`.
@@ -307,7 +316,7 @@ class Iteration:
         return highest - 1 if highest else None
 
     def close(self) -> None:
-        """Ends the last iteration, when wrappers are removed."""
+        """Rules out further iterations, because the wrappers are removed."""
         self._phase = _Phase.CLOSED
 
     # The agreement at the end.
@@ -316,8 +325,8 @@ class Iteration:
     def agree_sync(self, local: IterationOutcome, *, of_all_stages: bool) -> IterationOutcome:
         """Returns the combined outcome of the stage's ranks: a flag is set if it is set on any of them. Collective.
 
-        of_all_stages: is_non_finite is set if it is set on any stage; must be the same on all stages. Raises
-        CollectiveMismatchError on all ranks of the stage if their launches differ.
+        of_all_stages: whether is_non_finite is combined over all pipeline stages; must be the same on all stages.
+        Raises CollectiveMismatchError on all ranks of the stage if their launches differ.
         """
         if group_size(self._stage_messages) == group_size(self._pp_messages) == 1:
             # Nothing is sent, so a graph can contain this.
@@ -327,16 +336,16 @@ class Iteration:
         if group_size(self._stage_messages) > 1:
             dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._stage_messages)
         if group_size(self._pp_messages) > 1 and of_all_stages:
-            # Without this message the other stages would not stop, and would wait for this stage.
+            # Without this collective, the other stages would not stop and would wait for this stage.
             is_non_finite = numbers[3:4]  # a view
             dist.all_reduce(is_non_finite, op=dist.ReduceOp.MAX, group=self._pp_messages)
-        # NOTE: reads the device once a step, where messages cannot be sent from the host.
+        # NOTE: reads the device once a step if collectives cannot run on the host.
         highest, negated_lowest, aborted, non_finite, reordered, *late = numbers.tolist()
         self.trace.check_agreed([highest, negated_lowest])
         return IterationOutcome(bool(aborted), bool(non_finite), bool(reordered), [bool(flag) for flag in late])
 
     def abort_sync(self, reason: str) -> None:
-        """Aborts after an agreement in which this rank reported an abort. Collective: all ranks gather the reasons."""
+        """Aborts after an agreement in which this rank reported an abort, and shares `reason`. Collective."""
         self._phase = _Phase.ABORTED
         gather_objects(reason, self._stage_group)
 
@@ -372,24 +381,24 @@ class Iteration:
         for group in (self._stage_messages, self._pp_messages):
             if group_size(group) > 1:
                 dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-        # NOTE: reads the device once a step, where messages cannot be sent from the host.
+        # NOTE: reads the device once a step if collectives cannot run on the host.
         return int(highest)
 
     @trace_range("Iteration.first_ranks_order_sync")
     def first_ranks_order_sync(self, order: list[int]) -> list[int]:
-        """Returns the first rank's `order`, the numbers of bucket groups. Collective over the stage."""
+        """Returns the first rank's `order` of bucket group numbers. Collective over the stage."""
         numbers = torch.tensor(order, dtype=torch.int64, device=self._message_device)
         if group_size(self._stage_messages) > 1:
             dist.broadcast(numbers, group=self._stage_messages, group_src=0)
-        # NOTE: waits for the message, only in the few steps that change the order.
+        # NOTE: waits for the broadcast, only in the few steps that change the order.
         return numbers.tolist()
 
 
-# Inside the trace.
+# Internals of the trace.
 
 
 class _SideChannel:
-    """Exchanges entries through torch's store, which works while a collective hangs."""
+    """Exchanges trace entries through torch's store, which works even while a collective hangs."""
 
     def __init__(self, group: dist.ProcessGroup, *, timeout_s: float) -> None:
         store = _get_default_store()
@@ -402,8 +411,9 @@ class _SideChannel:
         self._num_launches = 0
 
     def compare(self, line: str, group: dist.ProcessGroup | None) -> None:
-        """Waits until all ranks of `group` reach this launch. Raises on all of them if lines differ or the wait times
-        out.
+        """Waits until all ranks of `group` reach this launch, and compares their lines.
+
+        Raises CollectiveMismatchError on all of them if lines differ or the wait times out.
         """
         self._num_launches += 1
         self._store.set(self._key(self._rank, self._num_launches), line)
@@ -449,7 +459,7 @@ class _SideChannel:
         )
 
     def stop(self, reason: str) -> None:
-        """Makes the other ranks raise `reason` after the launches that this rank has made."""
+        """Makes the other ranks raise `reason` at the launch after this rank's last one."""
         self._write_stop(self._num_launches, reason)
 
     def _fail(self, message: str) -> None:

@@ -2,10 +2,10 @@
 
 Groups are numbered in the order of `add`. This file launches nothing; scheduler.py does.
 
-[Note: backward passes] Bucket-lifetime gradients are reduced in each backward pass, which `end_backward_pass` of the
-scheduler ends. Every backward pass launches all of its groups in one order, identical on all ranks, so that launches
-pair up without communication between passes. A gradient that becomes ready after its group's launch is reduced in the
-next backward pass, or in `finish`.
+[Note: backward passes] Bucket-lifetime gradients are reduced in each backward pass. The scheduler's `end_backward_pass`
+ends a pass. Every backward pass launches all of its groups in one order, identical on all ranks, so that launches match
+without communication between passes. A gradient that becomes ready after its group's launch is reduced in the next
+backward pass, or in `finish`.
 """
 
 from collections import deque
@@ -18,8 +18,8 @@ class LaunchSequence:
 
     A group is launched once it and all groups before it are ready, or at the end. The first iteration launches only at
     the end, because the order in which groups become complete is not known yet; `learn` and `adopt` set it afterwards.
-    is_armed: launch early already in the first iteration, in the order of `add`. part: restricts launches to these
-    groups until the next `start`; None means all.
+    is_armed: whether the first iteration already launches early, in the order of `add`. part: restricts launches to
+    these groups until the next `start`; None means all.
     """
 
     def __init__(self, *, is_armed: bool = False) -> None:
@@ -31,7 +31,7 @@ class LaunchSequence:
         self._absent: set[int] = set()
         self._is_armed = is_armed
         self._num_gradients = 0
-        # By group, the number of its last gradient, counted over all groups.
+        # For each group, the position of its last gradient among the gradients of all groups.
         self._last_gradient: dict[int, int] = {}
         self._seen: list[int] | None = None
         # Groups that were taken but not launched yet, for example after an error.
@@ -48,10 +48,11 @@ class LaunchSequence:
         return self._cursor > 0 or (self._is_armed and self._num_gradients > 0)
 
     def add(self, is_present: Sequence[bool]) -> range:
-        """Adds groups and returns their numbers. They precede all others, as later parts of a model are added later.
+        """Adds groups in front of all earlier ones and returns their numbers.
 
-        is_present: for each new group, whether this rank has it. A group that only other ranks have is always ready
-        here, so that groups after it need not wait for it.
+        Later parts of a model are added later, and backward reaches them first. is_present: for each new group, whether
+        it exists on this rank. A group that exists only on other ranks is always considered ready, so that groups after
+        it need not wait for it.
         """
         new = range(len(self.order), len(self.order) + len(is_present))
         self._absent.update(number for number, here in zip(new, is_present) if not here)
@@ -59,7 +60,7 @@ class LaunchSequence:
         return new
 
     def count_gradient(self, group: int, *, part: frozenset[int] | None = None) -> None:
-        """Counts a gradient of a group in the last microbatch, and sets `part` as described for the class."""
+        """Counts a gradient of a group in the last microbatch, and sets `part`, which the class describes."""
         self.part = part
         self._num_gradients += 1
         self._last_gradient[group] = self._num_gradients
@@ -73,7 +74,7 @@ class LaunchSequence:
         return self._take_until(end)
 
     def up_to(self, group: int) -> list[int]:
-        """Returns this group and those to launch before it, ready or not; empty if it was already launched."""
+        """Returns the groups to launch up to and including this one, ready or not; empty if it was already launched."""
         return self._take_until(max(self._cursor, self.order.index(group) + 1))
 
     def rest(self) -> list[int]:
@@ -81,7 +82,7 @@ class LaunchSequence:
         return self._take_until(len(self.order))
 
     def take(self, groups: Sequence[int]) -> Iterator[int]:
-        """Iterates over the groups, starting with groups left over by an error in an earlier call."""
+        """Iterates over groups to launch, beginning with groups that an error left unlaunched in an earlier call."""
         self._due.extend(groups)
         while self._due:
             yield self._due.popleft()
@@ -103,14 +104,15 @@ class LaunchSequence:
         return [*sorted(set(self.order) - set(last), key=self._last_gradient.__getitem__), *last]
 
     def wants(self, seen: list[int]) -> bool:
-        """Returns whether to adopt the observed order: immediately after the first iteration, later only if seen twice
-        in a row.
+        """Returns whether to adopt the order that was observed in this iteration.
+
+        The order of the first iteration is adopted immediately, a later one only if it was observed twice in a row.
         """
         is_settled = not self._is_armed or seen == self._seen
         return is_settled and seen != self.order and not self.is_frozen
 
     def learn(self, seen: list[int]) -> None:
-        """Ends an iteration that no rank aborted."""
+        """Ends an iteration that no rank aborted, records its observed order and enables early launches."""
         self._is_armed, self._seen = True, seen
 
     def adopt(self, order: list[int]) -> None:
@@ -127,11 +129,11 @@ class LaunchSequence:
 
 
 class ReduceScope(Enum):
-    """The groups that a backward pass reduces.
+    """Set of groups that each backward pass reduces.
 
     ITERATION: none, because gradients are reduced once in an iteration. ALL: all groups; an iteration may have no
     backward pass. CHUNK: the groups of one chunk; each chunk has at least one backward pass in an iteration, and
-    `finish` launches the passes that are missing.
+    `finish` launches the reductions of missing passes.
     """
 
     ITERATION = "iteration"
@@ -140,14 +142,14 @@ class ReduceScope(Enum):
 
 
 class _BackwardPasses:
-    """The backward passes of a scheduler's iteration. max_in_flight: maximum number of reductions that hold memory."""
+    """Backward passes of a scheduler's iteration; max_in_flight: maximum number of reductions that occupy memory."""
 
     def __init__(self, scope: ReduceScope, *, max_in_flight: int) -> None:
         self.scope = scope
         # The order in which the groups of the last backward pass became complete.
         self._seen: list[int] | None = None
         self._max_in_flight = max_in_flight
-        # One entry for each reduction that holds memory, the oldest first.
+        # One entry for each reduction that occupies memory, oldest first.
         self._in_flight: deque[int] = deque()
         self._chunks: list[frozenset[int]] = []
         # Groups of the backward passes that ended in this iteration.
@@ -163,15 +165,16 @@ class _BackwardPasses:
         self._in_flight.clear()
 
     def groups_with(self, number: int) -> frozenset[int] | None:
-        """Returns the groups of a backward pass in which this group has a gradient; None for all."""
+        """Returns the groups of the backward pass that reduces this group; None means all groups."""
         if self.scope is not ReduceScope.CHUNK:
             return None
         return next(chunk for chunk in self._chunks if number in chunk)
 
     def launched(self, number: int) -> int | None:
-        """Records a group's reduction and returns the group whose oldest one must be settled now.
+        """Records the launch of a group's reduction, and returns the group whose oldest reduction must be settled now.
 
-        All ranks return it at the same point, because waiting for it may send more messages.
+        Returns None if no reduction must be settled. All ranks settle at the same point, because the wait may launch
+        further collectives.
         """
         if self.scope is ReduceScope.ITERATION:
             return None
@@ -179,7 +182,7 @@ class _BackwardPasses:
         return self._in_flight.popleft() if len(self._in_flight) > self._max_in_flight else None
 
     def all_in_flight(self) -> list[int]:
-        """Returns the groups whose reductions hold memory, oldest first, for the caller to settle."""
+        """Returns the groups whose reductions occupy memory, oldest first; the caller must settle them."""
         found = list(self._in_flight)
         self._in_flight.clear()
         return found
@@ -196,10 +199,10 @@ class _BackwardPasses:
                 self._ended |= chunk
 
     def rest(self, sequence: LaunchSequence) -> list[int]:
-        """Returns the groups still to be launched at the end of an iteration, or when one is aborted.
+        """Returns the groups still to be launched when an iteration ends or is aborted.
 
-        These are the groups of the backward pass in progress and, if chunks have their own passes, of the chunks that
-        had none.
+        These are the remaining groups of the backward pass in progress and, with ReduceScope.CHUNK, the groups of
+        chunks that had no backward pass.
         """
         if self.scope is not ReduceScope.CHUNK:
             return sequence.rest()
@@ -212,7 +215,7 @@ class _BackwardPasses:
     def order_seen(self, sequence: LaunchSequence, *, incomplete: Collection[int]) -> list[int]:
         """Returns the order in which groups became complete, with `incomplete` groups last.
 
-        Backward passes of several chunks do not determine an order of all groups, so the order then stays.
+        Backward passes of several chunks do not determine an order of all groups, so the current order is returned.
         """
         if self.scope is ReduceScope.ITERATION:
             return sequence.seen(incomplete)

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 # In elements. Vectorised kernels round identically at any multiple of it. States in fp16 share one exponent for this
-# many numbers (BLOCK of stored_floats.py), so another value would change their last bits.
+# many numbers (BLOCK of stored_floats.py), so a different value would change these states.
 ALIGNMENT = 64
-# Two blocks, also with one rank, so that one rank has the same bucket ends as two.
+# Bucket ends are multiples of two blocks, even with one rank, so that one rank has the same bucket ends as two.
 _BUCKET_GRAIN = 2 * ALIGNMENT
 # The bus bandwidth of NCCL's rings drops if a message is not a multiple of its channels' chunks.
 _HIGH_BUSBW_GRAIN = 1 << 16
@@ -39,12 +39,12 @@ class Span:
 
     @property
     def end(self) -> int:
-        """The index after the last element."""
+        """Index after the last element."""
         return self.start + self.numel
 
     @property
     def padded_end(self) -> int:
-        """The first index at which the next parameter may start."""
+        """First index at which the next parameter may start."""
         return round_up(self.end, ALIGNMENT)
 
     def intersection(self, other: "Span") -> "Span":
@@ -54,8 +54,8 @@ class Span:
 
 
 def locate(part: Span, spans: Sequence[Span]) -> tuple[int, slice]:
-    """Returns the index of the span that contains `part`, in sorted `spans`, and `part` relative to its start."""
-    # The last span that begins there or before, because an empty span may begin at the same index.
+    """Returns the index of the span that contains `part`, in sorted `spans`, and the slice of `part` within it."""
+    # The last span that begins at or before the part, because an empty span may begin at the same index.
     index = bisect_right(spans, part.start, key=lambda span: span.start) - 1
     start = part.start - spans[index].start
     return index, slice(start, start + part.numel)
@@ -63,13 +63,13 @@ def locate(part: Span, spans: Sequence[Span]) -> tuple[int, slice]:
 
 @dataclass(frozen=True, eq=False)
 class ParamSlot:
-    """The place of a parameter in a flat buffer.
+    """Place of a parameter in a flat buffer.
 
-    name: the parameter's name in the model. span: its elements in the buffer. main_grad: [*parameter shape], the tensor
-    in which its gradients accumulate, `param.main_grad`. comm_view: [*parameter shape], the view of grad_data that is
-    reduced; it is main_grad itself unless main_grad has a wider dtype. start: the element of the flattened parameter
-    with which the span begins. In a slot of a sharded parameter, main_grad and comm_view are flat and hold the shard's
-    elements only.
+    name: the parameter's name in the model. span: its elements in the buffer. main_grad: `param.main_grad`, in which
+    gradients accumulate, [*parameter shape]. comm_view: the view of grad_data that is reduced, [*parameter shape];
+    identical to main_grad unless main_grad has a wider dtype. start: the element of the flattened parameter with which
+    the span begins. In a slot of a sharded parameter, main_grad and comm_view are flat and contain only the shard's
+    elements.
     """
 
     name: str
@@ -104,9 +104,10 @@ class ParamRange:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Adjacent parameters that are reduced together. span: includes padding, so that it divides into aligned shards.
+    """Layout of a bucket, that is, of adjacent parameters that are reduced together.
 
-    numel_unpadded: elements before the padding at its end. params: indices into the sizes, in buffer order.
+    span: the bucket's elements in the buffer, padded so that they divide into aligned shards. numel_unpadded: number of
+    elements before the padding at the end. params: indices into the sizes, in buffer order.
     """
 
     index: int
@@ -117,10 +118,10 @@ class BucketLayout:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """The layout of a buffer.
+    """Layout of a flat buffer.
 
-    spans: one for each parameter, in the order of the sizes. buckets: contiguous, from element 0. num_shards: number of
-    equal shards of each bucket.
+    spans: one for each parameter, in the order of lay_out's `sizes`. buckets: contiguous, starting at element 0.
+    num_shards: number of equal shards of each bucket.
     """
 
     spans: tuple[Span, ...]
@@ -129,7 +130,7 @@ class BufferLayout:
 
     @property
     def numel(self) -> int:
-        """Elements of the buffer, with all padding."""
+        """Number of elements in the buffer, including all padding."""
         return self.buckets[-1].span.end if self.buckets else 0
 
     def shard(self, bucket_index: int, rank: int) -> Span:
@@ -193,7 +194,7 @@ class FlatBuffer(Protocol):
         ...
 
     def is_attached(self, param: nn.Parameter, *, start: int, address: int) -> bool:
-        """Returns whether element `start` of a flattened parameter, any shape, is at a memory address."""
+        """Returns whether element `start` of the flattened parameter is stored at memory address `address`."""
         ...
 
 
@@ -207,22 +208,22 @@ def lay_out(
     high_busbw: bool = False,
     split: bool = False,
 ) -> BufferLayout:
-    """Places parameters of `sizes` elements in reverse, which is approximately the order of their gradients.
+    """Lays out parameters of `sizes` elements in reverse order, approximately the order of their gradients.
 
     bucket_size: closes a bucket when it has this many elements; None means a single bucket. own_bucket: indices of
-    parameters that are alone in their bucket. num_buckets: number of buckets of about equal size, replacing
-    bucket_size; fewer or more if one parameter per bucket, or own_bucket, prevent it. high_busbw: rounds bucket ends up
-    to multiples of a larger number. split: every bucket but the last has `bucket_size` elements, rounded up, and its
-    end may cut a parameter.
+    parameters that are placed in a separate bucket each. num_buckets: number of buckets of about equal size, replacing
+    bucket_size. There are fewer buckets if there are too few parameters, and more if own_bucket requires them.
+    high_busbw: rounds bucket ends up to multiples of a larger number. split: every bucket but the last has
+    `bucket_size` elements, rounded up, and its end may split a parameter.
 
-    Raises TypeError or ValueError for numbers that are not integers or are too small, and ValueError for an index out
-    of range, or own_bucket or num_buckets with split.
+    Raises TypeError for a number that is not an integer. Raises ValueError for a number that is too small, for an index
+    out of range, and if own_bucket or num_buckets is combined with split.
     """
     _check_numbers(sizes, num_shards=num_shards, bucket_size=bucket_size, num_buckets=num_buckets)
     _check_own_bucket(own_bucket, num_params=len(sizes))
     if split and (own_bucket or num_buckets is not None):
         raise ValueError(
-            "own_bucket or num_buckets is given with split: buckets that cut parameters are sized by bucket_size only"
+            "own_bucket or num_buckets is given with split: buckets that split parameters are sized by bucket_size only"
         )
     grain = math.lcm(ALIGNMENT * num_shards, _HIGH_BUSBW_GRAIN if high_busbw else _BUCKET_GRAIN)
     place = _Placement(list(sizes), grain)
@@ -252,7 +253,7 @@ class _Placement:
 
     @property
     def size(self) -> int:
-        """Elements of the open bucket, without the padding after its last parameter."""
+        """Number of elements in the open bucket, without the padding after its last parameter."""
         return self._end - self._start
 
     def add(self, index: int) -> None:
@@ -302,7 +303,7 @@ def _check_own_bucket(own_bucket: Collection[int], *, num_params: int) -> None:
 
 
 def _even_ends(sizes: Sequence[int], num_buckets: int, *, own_bucket: Collection[int]) -> set[int]:
-    """Returns the indices, in descending order of placement, after which to close a bucket to get `num_buckets`."""
+    """Returns the indices of the parameters that end a bucket, so that there are `num_buckets` buckets."""
     # The minimum number of buckets that the parameters below each index need.
     needed = [0]
     for index in range(len(sizes)):
@@ -325,7 +326,7 @@ def resolve_bucket_size(
 ) -> int | None:
     """Returns lay_out's bucket_size for a user's settings; None for a single bucket, or if num_buckets is given.
 
-    num_ranks: size of the data-parallel group; larger groups need larger messages. single_bucket: overrides the
+    num_ranks: size of the data-parallel group; larger groups require larger buckets. single_bucket: overrides the
     settings if no communication is overlapped.
     """
     if single_bucket or num_buckets is not None:

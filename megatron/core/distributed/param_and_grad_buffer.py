@@ -1,7 +1,7 @@
-"""_ParamAndGradBuffer: flat tensors of one kind of parameters and of their gradients, cut into buckets.
+"""_ParamAndGradBuffer: flat tensors of one kind of parameters and of their gradients, split into buckets.
 
-layout.py places the parameters, and bucket_storage.py holds a bucket's gradients. Users of Megatron import buckets and
-bucket groups from this file.
+layout.py computes the positions of parameters, and bucket_storage.py stores a bucket's gradients. Users of Megatron
+import buckets and bucket groups from this file.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -43,7 +43,7 @@ __all__ = [
 
 
 class BufferType(Enum):
-    """The content of a buffer's flat tensor."""
+    """Content of a buffer's flat tensor."""
 
     PARAM = 1
     GRAD = 2
@@ -54,10 +54,11 @@ BOTH = frozenset(BufferType)
 
 @dataclass(frozen=True)
 class BufferKind:
-    """Properties that all parameters of a buffer share. is_expert: reduced over the experts' own ranks.
+    """Properties that all parameters of a buffer share.
 
-    completed_later: set only for released gradients that change after their reduction (is_completed_later in
-    grad_hooks.py), and are therefore kept until then.
+    is_expert: whether gradients are reduced over expert-data-parallel ranks. completed_later: set only for released
+    gradients that change after their reduction (is_completed_later in grad_hooks.py) and are therefore kept until that
+    change.
     """
 
     param_dtype: torch.dtype
@@ -72,15 +73,17 @@ class _ParamAndGradBuffer:
     The constructor is for scripts; DistributedDataParallel calls of_kind, which also chooses the storage of gradients.
 
     ddp_config: determines sharding, reduction and padding. params_with_names: (parameter, name) in the model's order.
-    data_parallel_group: the ranks over which gradients are summed and shards are distributed. bucket_size: None for one
-    bucket. param_to_name: the names in messages and patterns; the same as in params_with_names. param_indices: unused,
-    because parameters are found by name. nccl_ub: must be False. pg_collection: must have inter_dist_opt with several
-    optimizer instances. param_layout: None, or this buffer's layout, as returned by compute_full_param_layout.
+    data_parallel_group: the ranks over which gradients are summed and shards are distributed. bucket_size: in elements;
+    None means a single bucket. param_to_name: the names in messages and patterns; the same as in params_with_names.
+    param_indices: unused, because parameters are found by name. nccl_ub: must be False. pg_collection: must contain
+    inter_dist_opt if there are several optimizer instances. param_layout: None, or this buffer's layout, as returned by
+    compute_full_param_layout.
 
     param_data: [numel], the parameters' dtype. grad_data: [numel], the gradients' dtype. Padding is zero in both and
     does not affect updates and norms. slots: in the order of named_params. storage: builds each bucket's gradient
-    memory. flats: the tensors that have memory; others are on the meta device and only hold a size and a dtype. Without
-    PARAM, parameters keep their own memory until `move_in`; without GRAD, storages allocate their own memory.
+    memory. flats: the flat tensors that are allocated; the others are on the meta device and only specify a size and a
+    dtype. Without PARAM, parameters keep their own memory until `move_in`; without GRAD, storages allocate their own
+    memory.
     """
 
     ddp_config: DistributedDataParallelConfig | None
@@ -141,7 +144,7 @@ class _ParamAndGradBuffer:
         flats: Collection[BufferType] = BOTH,
         ddp_config: DistributedDataParallelConfig | None = None,
     ) -> "_ParamAndGradBuffer":
-        """Builds a buffer with given settings and storage of gradients; ddp_config: kept for scripts that read it."""
+        """Builds a buffer with the given settings and gradient storage; ddp_config: stored for scripts that read it."""
         buffer = cls.__new__(cls)
         buffer._build(kind, named_params, settings, storage, flats)
         buffer.ddp_config = ddp_config
@@ -197,7 +200,7 @@ class _ParamAndGradBuffer:
     def move_in(self) -> None:
         """Allocates param_data, makes parameters views of it and frees their previous memory one by one.
 
-        At the peak, memory holds two copies of all parameters.
+        Peak memory is two copies of all parameters.
         """
         self.param_data = torch.zeros(self.numel, dtype=self.kind.param_dtype, device=self.slots[0].param.device)
         for slot in self.slots:
@@ -211,9 +214,9 @@ class _ParamAndGradBuffer:
         self._is_moved_in = True
 
     def offload_to_cpu(self, move_params: bool = True, move_grads: bool = True) -> None:
-        """Copies the parameters, their gradients, or both, to the host and frees their memory, between two steps.
+        """Moves the parameters, their gradients, or both, to the host and frees their device memory.
 
-        They must not be used until reload_from_cpu.
+        Must be called between two steps. The tensors must not be used until reload_from_cpu.
         """
         grads = [*self.persistent_grads, *(slot.main_grad for slot in self.slots if not slot.main_grad.is_meta)]
         wanted = {BufferType.PARAM: (move_params, self.persistent_params), BufferType.GRAD: (move_grads, grads)}
@@ -222,7 +225,7 @@ class _ParamAndGradBuffer:
                 self._offloaded[content] = OffloadedMemory(tensors)
 
     def reload_from_cpu(self, move_params: bool = True, move_grads: bool = True) -> None:
-        """Moves parameters, gradients, or both, back to the device after offload_to_cpu, bit for bit."""
+        """Moves parameters, gradients, or both, back to the device after offload_to_cpu; values are bit-identical."""
         for content, is_wanted in ((BufferType.PARAM, move_params), (BufferType.GRAD, move_grads)):
             if is_wanted and content in self._offloaded:
                 self._offloaded.pop(content).restore()
@@ -234,7 +237,7 @@ class _ParamAndGradBuffer:
 
     @property
     def numel(self) -> int:
-        """Elements of each flat tensor, with padding."""
+        """Number of elements in each flat tensor, including padding."""
         return self.layout.numel
 
     @property
@@ -249,22 +252,25 @@ class _ParamAndGradBuffer:
 
     @property
     def data_parallel_group(self) -> ProcessGroup | None:
-        """The ranks over which shards are distributed and gradients are summed first; None means this rank alone."""
+        """Ranks over which shards are distributed and gradients are summed; None means this rank alone.
+
+        If there are several optimizer instances, a second sum over the instances follows.
+        """
         return self.settings.group
 
     @property
     def model_dtype(self) -> torch.dtype:
-        """The dtype in which modules compute."""
+        """Dtype in which modules compute."""
         return self.kind.param_dtype
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank owns a shard of every bucket, and receives only that shard's sums."""
+        """Whether each rank owns one shard of every bucket and receives only the gradient sums of that shard."""
         return self.settings.is_sharded
 
     @property
     def is_expert(self) -> bool:
-        """Whether these are expert parameters, reduced over the experts' own ranks."""
+        """Whether the buffer contains expert parameters, whose gradients are reduced over separate ranks."""
         return self.kind.is_expert
 
     def owned_spans(self) -> list[Span]:
@@ -282,7 +288,7 @@ class _ParamAndGradBuffer:
         return self.buckets[index].grads.owned_grad()[part]
 
     def is_attached(self, param: nn.Parameter, *, start: int, address: int) -> bool:
-        """Returns whether element `start` of a flattened parameter, any shape, is at a memory address."""
+        """Returns whether element `start` of the flattened parameter is stored at memory address `address`."""
         # Compares addresses, which does not synchronize with the device. The address of an empty tensor is meaningless.
         return not param.numel() or param.data_ptr() + start * param.element_size() == address
 
@@ -291,11 +297,11 @@ class _ParamAndGradBuffer:
         for bucket in self.buckets:
             bucket.grads.zero()
         for slot in self.slots:
-            # Remains set if an error prevented the hook.
+            # Still set if an error prevented the hook from clearing it.
             slot.param.grad = None
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
-        """Multiplies all gradients; scaling_factor: a number or a tensor [], any float dtype."""
+        """Multiplies all gradients by `scaling_factor`, a number or a tensor [] of any float dtype."""
         for bucket in self.buckets:
             bucket.grads.scale_(scaling_factor)
 
@@ -312,9 +318,9 @@ class _ParamAndGradBuffer:
 def buffer_kind(
     param: nn.Parameter, *, grad_reduce_in_fp32: bool, experts_apart: bool, completed_later: bool = False
 ) -> BufferKind:
-    """Returns the kind of buffer for a parameter, any shape and dtype.
+    """Returns the kind of the buffer to which a parameter belongs.
 
-    experts_apart: whether expert gradients are reduced over other ranks than dense gradients. completed_later: see
+    experts_apart: whether expert gradients are reduced over different ranks than dense gradients. completed_later: see
     BufferKind.
     """
     # Gradients of fp64 parameters, used for exact references, stay in fp64.
@@ -358,13 +364,13 @@ def partition_buckets(
 
 
 def lay_out_params(params: Sequence[nn.Parameter], settings: BufferSettings, num_shards: int) -> BufferLayout:
-    """Returns the layout of a buffer of parameters, any shapes, one dtype, for a number of ranks."""
+    """Returns the layout of a buffer of parameters of one dtype, sharded over `num_shards` ranks."""
     return lay_out(
         [param.numel() for param in params],
         num_shards=num_shards,
         bucket_size=settings.bucket_size,
         num_buckets=settings.num_buckets,
-        # The first and last stage both hold this weight. Alone in its bucket, it has the same shards on both.
+        # The first and last stage both store this weight. In a separate bucket, it has the same shards on both.
         own_bucket={index for index, param in enumerate(params) if param_facts(param).shared_embedding},
         high_busbw=settings.high_busbw,
         split=settings.split,
@@ -378,11 +384,11 @@ def full_param_layout(
     ddp_config: DistributedDataParallelConfig,
     expert_data_parallel_world_size: int | None = None,
 ) -> dict[BufferKind, BufferLayout]:
-    """Returns the layout of each buffer of a DistributedDataParallel over parameters, in the model's order.
+    """Returns the layout of each buffer that DistributedDataParallel would build for `params`, by kind.
 
-    params: any shapes and dtypes; frozen ones are excluded. bucket_size: in elements; None for one bucket.
-    expert_data_parallel_world_size: number of ranks over which experts are reduced, if they differ from the dense ones;
-    None otherwise.
+    params: in the model's order; frozen parameters are excluded. bucket_size: in elements; None means a single bucket.
+    expert_data_parallel_world_size: number of ranks over which expert gradients are reduced; None if these are the same
+    ranks as for dense gradients.
     """
     apart = expert_data_parallel_world_size is not None
     by_kind: dict[BufferKind, list[nn.Parameter]] = {}
@@ -401,7 +407,7 @@ def full_param_layout(
 
 
 def require_same_layout(name: str, given: object, own: object) -> None:
-    """Raises ValueError if a layout was passed as argument `name` that differs from the one that was built."""
+    """Raises ValueError if the layout passed as argument `name` differs from the layout that was built."""
     if given is not None and given != own:
         raise ValueError(
             f"{name} is {given}: must be None, or the result of compute_full_param_layout for the same parameters, "

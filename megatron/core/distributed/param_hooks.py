@@ -23,7 +23,7 @@ class ParamHooks:
     """Calls `on_grad` with each watched parameter whose gradient autograd has accumulated, until `release`.
 
     on_grad: a method, held by a weak reference; after its object is freed, the hooks do nothing. kept: an object that
-    is kept alive as long as parameters have these hooks.
+    is kept alive as long as these hooks are registered.
     """
 
     def __init__(self, on_grad: Callable[[nn.Parameter], None], *, kept: object = None) -> None:
@@ -31,12 +31,12 @@ class ParamHooks:
         self._handles: list[RemovableHandle] = []
 
     def watch(self, params: Iterable[nn.Parameter]) -> None:
-        """Registers a hook on each parameter, any shapes and dtypes."""
+        """Registers this object as a hook on each parameter."""
         # Hooks on the tensor, unlike hooks on its autograd node, survive a move of the parameter.
         self._handles += [param.register_post_accumulate_grad_hook(self) for param in params]
 
     def release(self) -> None:
-        """Removes the hooks, so that gradients stay where autograd accumulates them."""
+        """Removes the hooks, so that gradients remain in `param.grad`."""
         for handle in self._handles:
             handle.remove()
 
@@ -46,7 +46,7 @@ class ParamHooks:
         return self._on_grad() is not None
 
     def __call__(self, param: torch.Tensor) -> None:
-        """Passes a parameter, any shape and dtype, to the owner; called by autograd."""
+        """Passes a parameter to `on_grad`; called by autograd."""
         on_grad = self._on_grad()
         if on_grad is not None:
             assert isinstance(param, nn.Parameter)
@@ -54,7 +54,7 @@ class ParamHooks:
 
 
 def is_watched(param: nn.Parameter) -> bool:
-    """Returns whether a parameter, any shape and dtype, is watched by ParamHooks whose owner still exists."""
+    """Returns whether a parameter is watched by ParamHooks whose owner still exists."""
     hooks = (param._post_accumulate_grad_hooks or {}).values()
     return any(isinstance(hook, ParamHooks) and hook.is_in_use for hook in hooks)
 
@@ -63,7 +63,7 @@ def is_watched(param: nn.Parameter) -> bool:
 
 
 def is_in_backward() -> bool:
-    """Returns whether autograd runs a backward on this thread. A forward in it is a recomputation."""
+    """Returns whether autograd is running a backward on this thread; a forward inside it is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -71,15 +71,15 @@ class BackwardEnd:
     """Calls `before` and then `then` once after each outermost backward in which `note` was called.
 
     [Note: inner backward] Activation recomputation runs a backward inside another, with its own callbacks. When these
-    run, autograd is still evaluating a node of the outer backward. A hook on that node queues the callback again, at
-    the end of the outer backward.
+    run, autograd is still evaluating a node of the outer backward. A hook on that node requeues the callback, so that
+    it runs at the end of the outer backward.
     """
 
     def __init__(self, then: Callable[[], None], *, before: Callable[[], None]) -> None:
         self._then, self._before = then, before
         # Remains set after an error has ended a backward.
         self._is_open = False
-        # The graph task that has a callback. Another task, nested or after an error, needs its own callback.
+        # The graph task that has a callback. A different task, nested or after an error, requires a separate callback.
         self._task: int | None = None
 
     def note(self) -> None:
@@ -130,7 +130,7 @@ class OutermostBackward:
             register_multi_grad_hook(found, self._note, mode="any")
 
     def is_here(self) -> bool:
-        """Returns whether the running hook belongs to that backward; False if no output was reached in it."""
+        """Returns whether the running hook belongs to that backward; False if it has reached no watched output."""
         return torch._C._current_graph_task_id() == self._task
 
     def _note(self, *unused: Any) -> None:

@@ -3,12 +3,12 @@
 [Note: launch order] Ranks must launch matching collectives in the same order. They cannot launch in the order in which
 gradients become ready and parameters are needed, because that order may differ between ranks and steps. All gathers and
 reductions of a stage therefore have one order, the same on all ranks, with gathers before reductions. It may change
-only between iterations. Each rank launches in this order, and its own gradients and forwards only determine how early.
-At the end, one small all-reduce tells all ranks whether any rank aborted the iteration, which gradients were late and
-whether to change the order.
+only between iterations. Each rank launches in this order; its gradients and forwards determine only how early. At the
+end of an iteration, one small all-reduce tells all ranks whether any rank aborted the iteration, which gradients were
+late and whether to change the order.
 
-Ranks with different experts may have different groups, because some ranks' experts may be frozen. Every rank numbers
-the groups of all ranks.
+Ranks with different experts may have different groups, because some ranks' experts may be frozen. Therefore every rank
+numbers the groups of all ranks.
 
 For gradients that are reduced in each backward, see [Note: backward passes] in launch_sequence.py.
 
@@ -52,11 +52,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class ChunkSync:
-    """A model chunk as the scheduler sees it: its bucket groups, and callbacks.
+    """A model chunk from the scheduler's point of view: bucket groups and callbacks.
 
-    module: the chunk itself. find_problem: describes a change of the chunk that invalidates its buffers, or returns
-    None. zero_grads: drops its gradients. checks: run on gradients before they are reduced. hook_runner: releases
-    reduced gradients to hooks. checks and hook_runner may be None.
+    module: the wrapped module. find_problem: describes a change to the module that invalidates its buffers, or returns
+    None. zero_grads: drops the chunk's gradients. checks: applied to gradients before they are reduced. hook_runner:
+    releases reduced gradients to hooks. checks and hook_runner may be None.
     """
 
     groups: Sequence[_ParamAndGradBucketGroup]
@@ -70,12 +70,13 @@ class ChunkSync:
 class CollectiveScheduler:
     """Launches the collectives of all chunks of a stage; see [Note: launch order].
 
-    stage_group: the ranks that launch collectives in one order, which are all that share a dense or an expert group;
-    None means this rank alone. pp_group: the ranks that must stop together. stage_host, pp_host: groups of the same
-    ranks that send from the host; without them, each step reads a GPU. overlap_grad_reduce: reduces during backward
-    instead of at its end. reduce_scope: the groups that each backward pass reduces, see [Note: backward passes].
-    max_in_flight: number of their reductions that may hold memory at a time. trace: records all launches. words: names
-    of the owner's methods, for errors. sends_over: the process groups of all buckets, see [Note: several schedulers].
+    stage_group: the ranks that launch collectives in one order, that is, all ranks that share a dense or an expert
+    group; None means this rank alone. pp_group: the pipeline ranks that must stop together. stage_host, pp_host: groups
+    of the same ranks whose collectives run on the host; without them, each step reads a result from the GPU.
+    overlap_grad_reduce: reduces during backward instead of at its end. reduce_scope: the groups that each backward pass
+    reduces, see [Note: backward passes]. max_in_flight: maximum number of their reductions that occupy memory at a
+    time. trace: records all launches. words: names of the owner's methods, for error messages. sends_over: the process
+    groups of all buckets, see [Note: several schedulers].
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class CollectiveScheduler:
         self.trace = self.iteration.trace
         self._overlap = overlap_grad_reduce
         self._passes = _BackwardPasses(reduce_scope, max_in_flight=max_in_flight)
-        # Armed: launches early from the first iteration on, although its order is a guess. If each backward pass
+        # Armed: launches early from the first iteration on, although the first order is a guess. If each backward pass
         # reduces, a gradient that is late because of a wrong guess is reduced by the next pass, or in `finish`.
         self._sequence = LaunchSequence(is_armed=reduce_scope is not ReduceScope.ITERATION)
         self._groups: list[_ParamAndGradBucketGroup] = []
@@ -114,7 +115,7 @@ class CollectiveScheduler:
         # Launched groups whose second stage may still be started early.
         self._launched: deque[_ParamAndGradBucketGroup] = deque()
         self._warned: set[str] = set()
-        # A weak reference, because a BackwardEnd refers to an optimizer, which must be freed when it is no longer used.
+        # Weak references, because a BackwardEnd refers to an optimizer, which must be freed when it is no longer used.
         self._ends: list[weakref.ref[BackwardEnd]] = []
         # See [Note: several schedulers]. is_open: between the beginning of an iteration and `finish`.
         self.is_open = self._defers = False
@@ -130,22 +131,22 @@ class CollectiveScheduler:
         add_sender(self, sends_over)
 
     def attach(self, chunk: ChunkSync) -> None:
-        """Registers a chunk. Its groups, approximately in the order of their gradients, precede groups of earlier
-        chunks.
+        """Registers a model chunk and its bucket groups. Collective.
 
-        Collective. Raises ValueError after the first iteration.
+        The groups, given approximately in the order of their gradients, precede the groups of earlier chunks. Raises
+        ValueError after the first iteration.
         """
         if not self.iteration.is_collecting or self._sequence.may_have_begun:
             raise ValueError(
-                "a model chunk joined this launch_order after its first iteration: wrap all chunks of a model before "
-                "the first backward"
+                "a model chunk was added to this launch_order after its first iteration: wrap all chunks of a model "
+                "before the first backward"
             )
         names, same_everywhere = _groups_of_stage(chunk.groups, self.stage_group)
         own = {group.name: group for group in chunk.groups}
         numbers = self._sequence.add([name in own for name in names])
         self._passes.add_chunk(numbers)
         for number, group in ((number, own[name]) for number, name in zip(numbers, names) if name in own):
-            # Other groups are not recorded, see CollectiveTrace.
+            # Groups that differ between ranks are not recorded, see CollectiveTrace.
             is_everywhere = group.name in same_everywhere
             group.attach(
                 number,
@@ -174,7 +175,7 @@ class CollectiveScheduler:
 
     @property
     def num_chunks(self) -> int:
-        """The number of chunks attached so far."""
+        """Number of chunks attached so far."""
         return len(self._chunks)
 
     def freeze(self) -> None:
@@ -188,14 +189,14 @@ class CollectiveScheduler:
     # Several schedulers over the same process groups, see [Note: several schedulers].
 
     def open(self) -> None:
-        """Marks the iteration as in progress; called on all ranks of the groups at the same point of the program."""
+        """Marks the iteration as in progress; all ranks of the groups call it at the same point of the program."""
         if self.is_open:
             return
         self.is_open = True
         for order in senders_beside(self):
             order.launch_due_gathers()
         others = [order for order in senders_beside(self) if order.is_open]
-        # A list, so that all of them defer, not only those up to the first.
+        # A list, so that all of them defer: any() over a generator would stop at the first.
         answers = [order.make_way(self) for order in others]
         self._defers = any(answers)
 
@@ -211,11 +212,11 @@ class CollectiveScheduler:
             end.close()
 
     def make_way(self, other: "CollectiveScheduler") -> bool:
-        """Defers launches to the iteration's end, because `other` begins an iteration over the same process groups.
+        """Defers launches, because `other` begins an iteration over the same process groups.
 
-        If ranks may have launched some groups, the remaining groups are launched first. Returns False if an error has
-        aborted this iteration. Raises RuntimeError if gradients of both become ready in one backward after this one's
-        launches began.
+        If ranks may already have launched some groups, the remaining groups are launched first. Returns False if an
+        error has aborted this iteration, True otherwise. Raises RuntimeError if one backward produces gradients of both
+        schedulers after launches of this one have begun.
         """
         if self._defers:
             return True
@@ -223,13 +224,13 @@ class CollectiveScheduler:
             # If each backward reduces, the current backward has not ended.
             if is_in_backward() and (self._passes.scope is not ReduceScope.ITERATION or not self._has_ended):
                 raise RuntimeError(
-                    f"gradients of {self.first_name()} and of {other.first_name()} become ready in one backward, "
-                    "but belong to two wrappers or optimizers over the same process groups, whose collectives could "
-                    f"be mismatched. Call {self.iteration.words.zero} of the first and {other.iteration.words.zero} "
-                    "of the second before the backward, or give each its own process groups"
+                    f"gradients of {self.first_name()} and of {other.first_name()} are produced in one backward, but "
+                    "belong to two wrappers or optimizers over the same process groups, whose collectives could be "
+                    f"mismatched. Call {self.iteration.words.zero} of the first and {other.iteration.words.zero} "
+                    "of the second before the backward, or give them separate process groups"
                 )
             if not self._has_ended:
-                # An error has aborted its backward: it will be reset, or is no longer used.
+                # An error has aborted this scheduler's backward. The scheduler will be reset, or is no longer used.
                 return False
             # Ranks may have launched different prefixes, so the rest is launched before the other scheduler launches.
             # Gradients that become ready after this are late.
@@ -238,8 +239,9 @@ class CollectiveScheduler:
         if self._overlap and not self._has_warned and group_rank(self.stage_group) == 0:
             self._has_warned = True
             logger.warning(
-                "iterations of %s and of %s overlap over the same process groups: neither overlaps communication with "
-                "backward and forward; give each wrapper or optimizer its own groups, or all chunks one launch_order",
+                "iterations of %s and of %s run at the same time over the same process groups: neither overlaps "
+                "communication with backward and forward; give each wrapper or optimizer separate process groups, or "
+                "all chunks one launch_order",
                 self.first_name(),
                 other.first_name(),
             )
@@ -248,13 +250,13 @@ class CollectiveScheduler:
     def catch_up_earlier(self) -> None:
         """Launches, after an error on this rank, the deferred collectives of schedulers built earlier.
 
-        Other ranks launch them at the end of each backward, before they learn of the error. Collective with theirs.
+        Other ranks launch these collectives at the end of each backward, before they learn of the error.
         """
         for order in senders_beside(self, earlier=True) if self._defers else ():
             order.catch_up(self.num_backwards)
 
     def catch_up(self, num_backwards: int) -> None:
-        """Launches the collectives of `num_backwards` backward passes that this rank, unlike others, has not run."""
+        """Launches the collectives of `num_backwards` backward passes that only other ranks have run."""
         if not (self.is_open and self._defers):
             return
         if self.make_up is not None:
@@ -265,11 +267,10 @@ class CollectiveScheduler:
     # Gradients.
 
     def begin_iteration(self, caller: Hashable) -> None:
-        """Begins an iteration and drops earlier gradients. caller: identifies callers, each of which calls once per
-        iteration.
+        """Begins an iteration and drops earlier gradients.
 
-        Collective if an iteration with overlap was in progress, because some ranks may have reduced part of it even if
-        this rank has no gradient yet.
+        caller: identifies the caller; each caller calls once per iteration. Collective if an iteration with overlap was
+        in progress, because some ranks may have reduced part of it even if this rank has no gradient yet.
         """
         was_begun = self._passes.may_launch_early(overlap=self._overlap) and caller in self._begun_by
         if self.iteration.is_collecting and (was_begun or self._sequence.may_have_begun):
@@ -289,7 +290,7 @@ class CollectiveScheduler:
         self.mark_grad_ready(group, param)
 
     def add_gradient(self, group: _ParamAndGradBucketGroup, param: nn.Parameter, *, new: WeightGrad) -> None:
-        """Computes a deferred weight gradient into its bucket; `accumulate` follows and counts it."""
+        """Computes a deferred weight gradient and adds it to its bucket; `accumulate` must follow and counts it."""
         self._before_grad(group, param)
         group.add(param, new)
         for observer in self.observers.members:
@@ -318,7 +319,7 @@ class CollectiveScheduler:
     def start_grad_sync(self, groups: Sequence[_ParamAndGradBucketGroup]) -> None:
         """Launches the reductions of these groups and of all preceding groups, complete or not.
 
-        Does nothing if the end of each backward has launched them.
+        Does nothing if each backward pass launches its reductions.
         """
         for group in groups if self._passes.scope is ReduceScope.ITERATION else ():
             self._launch(self._sequence.up_to(group.number))
@@ -342,7 +343,7 @@ class CollectiveScheduler:
                 self._by_number[number].settle()
 
     def resume_accumulation(self) -> None:
-        """Lets further gradients add to the sums after `finish`."""
+        """Allows further gradients to be added to the sums after `finish`."""
         if self.iteration.is_finished:
             self.iteration.resume()
             for group in self._groups:
@@ -405,11 +406,10 @@ class CollectiveScheduler:
             chunk.zero_grads()
 
     def step(self) -> None:
-        """Verifies that no rank has reset the iteration; once per iteration, between `finish` and the update.
-        Collective.
+        """Verifies that no rank has reset the iteration. Collective.
 
-        Raises RemoteRankError on the ranks that did not call `reset` since `finish` if another rank did, and
-        RuntimeError if `finish` was not called.
+        Called once per iteration, between `finish` and the update. If a rank has called `reset` since `finish`, the
+        other ranks raise RemoteRankError. Raises RuntimeError if `finish` was not called.
         """
         if self.iteration.is_collecting:
             self._check_no_gradients()
@@ -425,7 +425,7 @@ class CollectiveScheduler:
         self.leave()
 
     def leave(self) -> None:
-        """Unregisters the scheduler from [Note: several schedulers]; it must launch nothing afterwards."""
+        """Unregisters the scheduler, see [Note: several schedulers]; it must not launch anything afterwards."""
         remove_sender(self)
 
     # Parameters, gathered in `gather_order`.
@@ -436,13 +436,14 @@ class CollectiveScheduler:
 
         Gathers are launched in this order.
         """
-        # LaunchSequence learns the order of reductions, which is that of backward: the reverse of forward's.
+        # LaunchSequence learns the order of reductions, that is, of backward, which is approximately the reverse of
+        # forward.
         return self._in_order()[::-1]
 
     def mark_stale(self, groups: Sequence[_ParamAndGradBucketGroup]) -> None:
         """Marks groups as stale after owners have updated their shards, so that they are gathered before use.
 
-        Called for the same groups on all ranks.
+        Must be called for the same groups on all ranks.
         """
         if not all_current(groups):
             self.finish_param_sync(groups)
@@ -453,7 +454,7 @@ class CollectiveScheduler:
                     observer.gather_due(group)
 
     def start_param_sync(self, groups: Sequence[_ParamAndGradBucketGroup], *, again: bool = False) -> None:
-        """Launches the gathers of stale parameters, or of all if all groups are current or `again` is set.
+        """Launches the gathers of stale parameters, or of all parameters if all groups are current or `again` is set.
 
         Collective.
         """
@@ -464,7 +465,7 @@ class CollectiveScheduler:
                 self._launch_gathers(up_to=group)
 
     def finish_param_sync(self, groups: Sequence[_ParamAndGradBucketGroup]) -> None:
-        """Launches the remaining gathers and waits for those of `groups`. Collective."""
+        """Launches the remaining gathers and waits for the parameters of `groups`. Collective."""
         for group in self.gather_order:
             if group in groups:
                 self.need(group, prefetch=False)
@@ -505,12 +506,12 @@ class CollectiveScheduler:
 
     @contextmanager
     def captured_iteration(self, gathered: Sequence[_ParamAndGradBucketGroup]) -> Iterator[None]:
-        """Wraps the passes that a CUDA graph captures; their gathers and reductions start and end inside the context.
+        """Returns a context for forward and backward passes that are captured in a CUDA graph.
 
-        The launch order is frozen. gathered: groups whose gathers are captured. The agreement at the end of an
-        iteration is not captured: `finish` follows each replay. Observers are not called. Raises RuntimeError for a
-        gradient that becomes ready after its bucket was sent. Gradients remain in the state after `finish` until
-        forget_captured.
+        All gathers and reductions start and end inside the context. The launch order is frozen. gathered: groups whose
+        gathers are captured. The agreement at the end of an iteration is not captured; `finish` must follow each
+        replay. Observers are not called. Raises RuntimeError if a gradient becomes ready after its bucket was sent.
+        Gradients remain in the state after `finish` until forget_captured is called.
         """
         self.freeze()
         observers, self.observers = self.observers, _Observers()
@@ -531,7 +532,7 @@ class CollectiveScheduler:
             self.observers = observers
 
     def forget_captured(self, gathered: Sequence[_ParamAndGradBucketGroup]) -> None:
-        """Begins an iteration after a capture, complete or aborted, since none of it has actually run."""
+        """Begins an iteration after a capture, complete or aborted, because a capture does not run anything."""
         self.iteration.resume()
         self.is_open = False
         self._sequence.start()
@@ -550,7 +551,7 @@ class CollectiveScheduler:
             group.param_state = ParamState.CURRENT
         self.iteration.mark_replayed()
 
-    # Inside.
+    # Internals.
 
     def _note_end(self) -> None:
         self._has_ended = True
@@ -569,8 +570,9 @@ class CollectiveScheduler:
         if group.param_state in (ParamState.STALE, ParamState.IN_FLIGHT):
             # Its gather was not waited for, so forward read the values from before the optimizer's step.
             raise RuntimeError(
-                f"parameter {group.name_of(param)} has a gradient, but forward read it before the gather of its new "
-                "values was complete: call its own module, or wait_params with it before it is read"
+                f"parameter {group.name_of(param)} received a gradient, but forward used its values from before the "
+                "last optimizer step, because its gather was not waited for: call the module that owns the parameter, "
+                "or call wait_params before reading it"
             )
         for observer in self.observers.members:
             observer.before_grad(group, param)
@@ -584,7 +586,9 @@ class CollectiveScheduler:
 
         The step is allowed if there is no gradient at all, because a caller may have set gradients itself.
         """
-        problem = "optimizer.step() was called before finish_grad_sync(), which reduces the gradients: call that first"
+        problem = (
+            "optimizer.step() was called before finish_grad_sync(): call finish_grad_sync() first to reduce gradients"
+        )
         if self._has_chunk_passes or (self._overlap and self._sequence.is_armed):
             # Ranks may have launched different prefixes.
             self._abort(problem)
@@ -672,8 +676,9 @@ class CollectiveScheduler:
         return self._passes.order_seen(self._sequence, incomplete=incomplete)
 
     def _launch_last(self) -> None:
-        """Launches the rest of an iteration. With ReduceScope.ALL it launches only gathers, because further gradients
-        are late.
+        """Launches the remaining collectives of an iteration.
+
+        With ReduceScope.ALL it launches only gathers, because remaining gradients are treated as late.
         """
         if self._passes.scope is ReduceScope.ALL:
             self._end_gathers()
@@ -703,7 +708,7 @@ class CollectiveScheduler:
         for group in in_order:
             with self.observers.waiting(traffic[group.number], group):
                 group.advance()
-        # After all first rounds, because ranks may have advanced different ones of them early.
+        # After all first rounds, because ranks may have advanced different first rounds early.
         for group in (group for group in in_order if late[group.number]):
             with self.observers.waiting(Traffic.LATE, group):
                 group.advance_second_round()
@@ -716,7 +721,7 @@ class CollectiveScheduler:
         unused = [name for group in self._groups for name in group.missing() if name not in self._warned]
         if unused:
             self._warned.update(unused)
-            logger.warning("no gradient was ready for %s: zeros are reduced instead", ", ".join(unused))
+            logger.warning("no gradient was produced for %s: zeros are reduced instead", ", ".join(unused))
 
     def _learn(self, seen: list[int], *, is_reordered: bool) -> None:
         if not self._overlap:
@@ -806,9 +811,10 @@ def all_current(groups: Iterable[_ParamAndGradBucketGroup]) -> bool:
 def _groups_of_stage(
     groups: Sequence[_ParamAndGradBucketGroup], stage_group: dist.ProcessGroup | None
 ) -> tuple[list[str], frozenset[str]]:
-    """Returns names of one chunk's groups on any rank of the stage, and names of groups equal on all. Collective.
+    """Returns the names of a chunk's groups over all ranks of the stage, and of identical groups. Collective.
 
-    The former are ordered as on the first rank that has each.
+    A group is listed if any rank has it, in the order of the first rank that has it. A group is identical if all ranks
+    have it with the same buckets and parameters.
     """
     per_rank = gather_objects([(group.name, _fingerprint(group)) for group in groups], stage_group)
     names = dict.fromkeys(name for of_rank in per_rank for name, _ in of_rank)

@@ -1,8 +1,8 @@
-"""TorchFullyShardedDataParallel: torch's fully_shard under the interface of the other data-parallel wrappers.
+"""TorchFullyShardedDataParallel: torch's fully_shard with the interface of the other data-parallel wrappers.
 
-It also contains ScaledReduceScatter, a reduction by our own collectives. Units and the flat tensors of their shards are
-in torch_fsdp2_shards.py, torch's private state in torch_fsdp2_state.py, the begin and end of an iteration in
-torch_fsdp2_iteration.py, and values of parameters on the meta device in torch_fsdp2_init.py.
+This file also contains ScaledReduceScatter, which reduces gradients with collectives.py. Units and the flat tensors of
+their shards are in torch_fsdp2_shards.py, torch's private state in torch_fsdp2_state.py, the begin and end of an
+iteration in torch_fsdp2_iteration.py, and values of parameters on the meta device in torch_fsdp2_init.py.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -76,7 +76,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection, group_si
 class ShardWeights:
     """This rank's shard of a parameter.
 
-    flat: [N], the flat tensor that holds the range; fp32 if modules compute in 16 bits (model_dtype).
+    flat: the flat tensor that contains the range, [N]; fp32 if modules compute in 16 bits (model_dtype).
     """
 
     range: ParamRange
@@ -93,22 +93,24 @@ class ShardWeights:
 class TorchFullyShardedDataParallel(_BaseDataParallel):
     """Wraps a module whose parameters, gradients and optimizer state are sharded over data-parallel ranks (ZeRO-3).
 
-    A unit (a layer, the rest of the model, experts with separate ranks) is gathered before its forward and its
-    backward, and its gradients are reduced when its backward ends. Every backward outside `no_sync` reduces, and this
-    rank's shards accumulate. 16-bit parameters have fp32 shards, which the optimizer updates; modules use rounded
-    copies.
+    A unit (a layer, the rest of the model, or experts that are sharded over separate ranks) is gathered before its
+    forward and its backward, and its gradients are reduced when its backward ends. Every backward outside `no_sync`
+    reduces its gradients, which accumulate in this rank's shards. 16-bit parameters have fp32 shards, which the
+    optimizer updates; modules use rounded copies.
 
-    In a step: `zero_grad_buffer`, forward and backward of each microbatch (all but the last in `accumulate`, or in
-    `no_sync`), `finish_grad_sync`, the optimizer, `note_update`. A parameter that backward did not reach has a zero
-    gradient.
+    A step consists of `zero_grad_buffer`, forward and backward of each microbatch (all but the last in `accumulate` or
+    in `no_sync`), `finish_grad_sync`, the optimizer's update and `note_update`. A parameter that backward did not reach
+    has a zero gradient.
 
-    config: only calculate_per_token_loss and deterministic_mode are used. sub_modules_to_wrap: classes of the modules
-    that are units, or the modules themselves; None means the members of the outermost ModuleLists. disable_bucketing:
-    makes the whole module one unit. process_group: the ranks over which everything is sharded, or all of this rank's
+    config: only calculate_per_token_loss and deterministic_mode are used. sub_modules_to_wrap: the modules that become
+    units, or their classes; None means the members of the outermost ModuleLists. disable_bucketing: makes the whole
+    module one unit. process_group: the ranks over which all parameters are sharded, or all of this rank's process
     groups; an alternative to pg_collection, used by Megatron scripts. pg_collection: None means the groups of
     parallel_state, or all ranks if there are none. param_init_fn: called with each module that has its own parameters
     or buffers on the meta device, and initialises them; without it, a GPTModel sets its initial values and other
-    modules need reset_parameters(). Collective. Raises ValueError if a module cannot be wrapped.
+    modules need reset_parameters().
+
+    The constructor is collective and raises ValueError if the module cannot be wrapped.
     """
 
     ddp_config: TorchFullyShardedDataParallelConfig
@@ -201,13 +203,13 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Marks the backwards inside as not the last of a step: they are reduced, and their sums accumulate."""
+        """Returns a context for all backwards of a step but the last; they are reduced, and their sums accumulate."""
         with self._backwards(is_last=False, is_reducing=self._is_reducing):
             yield
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulates whole gradients on each rank, without reducing them; a backward outside must follow."""
+        """Returns a context in which unreduced gradients accumulate on each rank; a backward outside it must follow."""
         with self._backwards(is_last=False, is_reducing=False):
             yield
 
@@ -220,7 +222,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         Raises NonFiniteGradientError on all ranks if the check is enabled and any rank's shard is NaN or infinite.
         Raises ValueError on a rank whose last backward was in `no_sync`, or whose parameters were frozen or replaced
         since wrapping. The other ranks then raise RemoteRankError, as they do if a rank has called reset_iteration.
-        force_all_reduce: must be False, because no rank has memory for all sums.
+        force_all_reduce: must be False, because no rank has memory for all gradient sums.
         """
         if force_all_reduce:
             raise ValueError(
@@ -232,7 +234,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self._gathered.drop()
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
-        """Multiplies all gradients; scaling_factor: a number or a tensor [], any float dtype."""
+        """Multiplies all gradients by `scaling_factor`, a number or a tensor [] of any float dtype."""
         for buffer in self._flat_buffers:
             buffer.scale_grads(scaling_factor)
 
@@ -240,8 +242,8 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         """Discards an iteration after an error, so that the next step does not depend on it.
 
         Must be called on the ranks that caught the error. Ranks that reach finish_grad_sync, or the optimizer's step,
-        raise RemoteRankError there and must call it as well. A rank that waits for this one in a forward or backward
-        continues to wait.
+        raise RemoteRankError there and must call it as well. A rank that is already waiting for this rank in a forward
+        or backward continues to wait.
         """
         reset_passes(self.module)
         self._tell_torch(is_last=True, is_reducing=True)
@@ -250,7 +252,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
     # Parameters.
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields names and sharded parameters, of any shapes and dtypes, never gathered ones."""
+        """Yields names and sharded parameters, even while the module's parameters are gathered."""
         for name, param in super().named_parameters(*args, **kwargs):
             yield name, self._wrapped.sharded(param)
 
@@ -263,7 +265,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self._gathered.drop()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Converts shards in place for `.to(dtype)` and similar calls, and keeps their hooks and attributes.
+        """Converts shards in place for `.to(dtype)` and similar calls, and preserves their hooks and attributes.
 
         The optimizer must be built afterwards.
         """
@@ -293,7 +295,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             "another module and load this state_dict into it"
         )
 
-    # Inside.
+    # Internals.
 
     @contextmanager
     def _backwards(self, *, is_last: bool, is_reducing: bool) -> Iterator[None]:
@@ -355,7 +357,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self._set_reduction(as_fsdp(unit.module), unit.kind)
 
     def _set_ranks_after_forward(self, unit: Unit) -> None:
-        """Shards a unit over fewer ranks between forward and backward if reshard_after_forward is their number."""
+        """Shards a unit over fewer ranks between forward and backward if reshard_after_forward is a number."""
         is_expert, num_ranks = unit.kind.is_expert, self.ddp_config.reshard_after_forward
         group = self._group_of(is_expert=is_expert)
         if group is None or isinstance(num_ranks, bool) or not 1 < num_ranks < group_size(group):
@@ -438,17 +440,17 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         )
 
 
-# Reduction by our own collectives.
+# Reduction with collectives.py.
 
 
 class ScaledReduceScatter(ReduceScatter):
-    """Reduce-scatter for fully_shard that scales gradients and sums them with collectives.py, by `policy`."""
+    """Reduce-scatter for fully_shard that scales gradients and sums them with collectives.py, following `policy`."""
 
     def __init__(self, scale: float, policy: ReductionPolicy) -> None:
         self._scale, self._policy = scale, policy
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocates memory to send or receive: [*size], dtype."""
+        """Allocates a communication buffer: [*size], dtype."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -459,9 +461,10 @@ class ScaledReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Sets output_tensor, [N], to this rank's shard of the sum of input_tensor, [ranks * N], of the same dtype.
+        """Reduce-scatters input_tensor, [ranks * N], into output_tensor, [N], of the same dtype.
 
-        Overwrites the input. op: ignored, always a sum. On a GPU the current stream waits, not the host.
+        Overwrites the input. op: ignored; the reduction is always a sum. On a GPU the current stream waits, not the
+        host.
         """
         if self._scale != 1.0:
             input_tensor.mul_(self._scale)
@@ -478,7 +481,10 @@ def _scale_(flat: torch.Tensor, *, factor: float) -> None:
 
 
 def _owners(root: nn.Module) -> dict[tuple[nn.Module, str], tuple[str, dict[str, Any], Any]]:
-    """Maps each module's parameters to their name (the first one if shared), attributes and hooks."""
+    """Maps each (module, local name) of a parameter to the parameter's full name, attributes and hooks.
+
+    The name of a shared parameter is its first name.
+    """
     names: dict[nn.Parameter, str] = {}
     owners = {}
     for module_name, module in root.named_modules(remove_duplicate=False):
@@ -489,7 +495,7 @@ def _owners(root: nn.Module) -> dict[tuple[nn.Module, str], tuple[str, dict[str,
 
 
 def _groups_of(given: dist.ProcessGroup | ProcessGroupCollection | None) -> ProcessGroupCollection | None:
-    """Returns the groups for the argument process_group; a single group serves dense and expert parameters."""
+    """Converts the argument process_group; a single group is used for both dense and expert parameters."""
     if given is None or isinstance(given, ProcessGroupCollection):
         return given
     return ProcessGroupCollection(dp=given, dp_cp=given, expt_dp=given)
@@ -531,8 +537,8 @@ def _check_settings(
     check_torch()
     if not dist.is_initialized():
         raise ValueError(
-            "TorchFullyShardedDataParallel was built before torch.distributed.init_process_group: call that first, "
-            "because fully_shard requires a process group"
+            "TorchFullyShardedDataParallel was built before torch.distributed.init_process_group was called: call it "
+            "first, because fully_shard requires a process group"
         )
     check_params(module)
     deferred.check()
@@ -578,8 +584,8 @@ def _check_classes(units: Iterable[Unit]) -> None:
             base = base.__base__
         if base is not nn.Module:
             raise ValueError(
-                f"{unit.name or 'the model'} is a {type(unit.module).__name__}, whose first base class leads to "
-                f"{base.__name__}: fully_shard requires one that leads to nn.Module; list that base first"
+                f"{unit.name or 'the model'} is a {type(unit.module).__name__}, whose first base class derives from "
+                f"{base.__name__}: fully_shard requires one that derives from nn.Module; list that base first"
             )
 
 

@@ -24,8 +24,7 @@ class FullyShardConfig:
     data_parallel_sharding_strategy: str = config_field(
         "optim_grads_params",
         choices=_STRATEGIES,
-        help="Sharding done by --use-torch-fsdp2, which is always optim_grads_params; other modes have their own "
-        "flags.",
+        help="Sharding done by --use-torch-fsdp2, which is always optim_grads_params; other modes have separate flags.",
     )
     reshard_after_forward: bool | int = config_field(
         True,

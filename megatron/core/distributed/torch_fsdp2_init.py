@@ -1,7 +1,6 @@
-"""DeferredValues: initial values of parameters and buffers that are on the meta device when fully_shard shards a
-module.
+"""DeferredValues: initial values of parameters and buffers that are on the meta device when a module is sharded.
 
-The flat tensors that give shards their memory are in torch_fsdp2_shards.py.
+torch_fsdp2_shards.py contains the flat tensors in which shards are stored.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +25,11 @@ class KnownValues(Protocol):
 
     def covers(self, name: str) -> bool: ...
     def fill(self, ranges: Iterable[tuple[str, int, torch.Tensor]]) -> None:
-        """Sets ranges: names, first elements in the flattened parameters, and destinations: [n], any float dtype."""
+        """Sets ranges of parameters to their initial values.
+
+        ranges: for each range, the parameter's name, the range's first element in the flattened parameter, and the
+        destination: [n], any float dtype.
+        """
         ...
 
 
@@ -45,14 +48,14 @@ class Resets(Protocol):
 
 
 class DeferredValues:
-    """Finds parameters and buffers on the meta device before a module is sharded; sets them once shards have memory.
+    """Records meta parameters and buffers before a module is sharded; initialises them once shards have memory.
 
-    [Note: values of meta parameters] A model that knows its initial values sets only this rank's rows. All other
-    parameters and buffers, and with a param_init_fn all of them, are set module by module in the order of `modules()`.
-    A module's tensors on the meta device are replaced by whole tensors. param_init_fn(module) or its reset_parameters()
-    sets these, this rank's rows are kept, and the rest is freed. Each rank thus draws whole tensors, so that a seed
-    gives the same values on any number of ranks. 16-bit parameters are set in fp32 and rounded, like those of a module
-    that is cast after it is built.
+    [Note: values of meta parameters] A model that knows its initial values (KnowsInitialValues) sets only this rank's
+    rows. All other parameters and buffers, and with a param_init_fn all parameters and buffers, are set module by
+    module in the order of `modules()`. The module's meta tensors are replaced by whole tensors, which
+    param_init_fn(module) or its reset_parameters() sets. Then this rank's rows are kept and the rest is freed. Each
+    rank thus draws whole tensors, so that a seed gives the same values on any number of ranks. 16-bit parameters are
+    set in fp32 and rounded, as if the module were cast after construction.
     """
 
     def __init__(self, module: nn.Module, param_init_fn: InitFn | None = None) -> None:
@@ -97,9 +100,9 @@ class DeferredValues:
                 )
 
     def fill(self, shards: Sequence[ParamShard]) -> None:
-        """Sets parameters and buffers that were on the meta device.
+        """Sets parameters and buffers that were on the meta device to their initial values.
 
-        shards: all shards; trained ones have their memory.
+        shards: all shards; trained shards must already have memory.
         """
         if self._is_planned:
             return
@@ -115,7 +118,7 @@ class DeferredValues:
             self._set(inside, {name: by_place[inside, name] for name in own})
 
     def _ask(self, module: nn.Module) -> None:
-        """Finds the outermost models that know their values."""
+        """Finds the outermost modules that know their initial values, and the meta parameters they cover."""
         if not isinstance(module, KnowsInitialValues):
             for child in module.children():
                 self._ask(child)
@@ -165,7 +168,7 @@ class DeferredValues:
                 f"{self._name(inside, name)} has shape {tuple(whole.shape)} after it was initialised, and was built "
                 f"with {tuple(shard.param.shape)}: must keep its shape"
             )
-        # A shared parameter gets the values of its first place, to which its other places are tied.
+        # A shared parameter receives the values of its first place, to which its other places are tied.
         if shard.owner == place:
             rows = whole.reshape(-1)[shard.start : shard.start + shard.numel]
             _rows(shard).copy_(rows.to(self._dtypes[place]))
@@ -212,11 +215,11 @@ def _has_nan(dtype: torch.dtype) -> bool:
 
 
 def _is_unset_sync(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor still has the fill of new memory. Waits for the device, once, before training."""
+    """Returns whether a tensor still contains the fill value of new memory. Waits for the device before training."""
     if not tensor.numel():
         return False
     if _has_nan(tensor.dtype):
-        # The minimum of numbers with a NaN is NaN. This needs no mask as large as the tensor.
+        # The minimum is NaN if any number is NaN. Computing it requires no mask as large as the tensor.
         parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         return bool(parts.amin().isnan())
     return bool((tensor.contiguous().view(-1).view(torch.uint8) == _UNSET_BYTE).all())

@@ -10,7 +10,7 @@ the gradients of one unit are reduced while the next is computed. `release` rele
 A unit is released only after as many backwards as forwards. Its parameters are then no longer needed by backward and
 may be updated. Forwards that backward recomputes are not counted, because each shares its backward with the forward
 that it repeats. A unit with a forward that has no backward is released at the end. Torch may gather the parameters of a
-unit ahead of time; the unit's backward is then still pending, or torch discards what it gathered.
+unit ahead of time; the unit's backward is then still pending, or torch discards the gathered parameters.
 
 A gradient that becomes ready after its unit was released is rejected. The next iteration then releases all units at its
 end, and counts how often each is reduced.
@@ -38,7 +38,7 @@ class UnitRelease(Protocol):
     """Policy for the release of units to hooks and optimizer.
 
     error: an error that a hook or an optimizer raised in backward, deferred to the end of the iteration. is_evaluating:
-    whether the whole model runs a forward that has no backward.
+    whether the whole model is running a forward that has no backward.
     """
 
     is_last_backward: bool
@@ -62,8 +62,8 @@ class UnitRelease(Protocol):
 class FsdpIteration:
     """An iteration from zero_grad_buffer to finish_grad_sync, after which an optimizer may step.
 
-    The optimizer uses it like the scheduler of DistributedDataParallel. checks: the checks that units apply to their
-    gradients; None for none. find_change: describes a change since wrapping that makes the module unusable.
+    The optimizer uses it like the scheduler of DistributedDataParallel. checks: applied to the gradients of units; None
+    disables checking. find_change: describes a change since wrapping that makes the module unusable, or returns None.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class FsdpIteration:
         module.register_forward_hook(self._end_evaluation, always_call=True)
 
     def tell(self, *, is_last_backward: bool) -> None:
-        """Sets whether the following backwards are the last of an iteration."""
+        """Sets whether each following backward is the last of an iteration."""
         self._units.is_last_backward = is_last_backward
 
     def begin(self) -> None:
@@ -115,10 +115,10 @@ class FsdpIteration:
         self._start()
 
     def finish(self) -> None:
-        """Completes the gradients: all are reduced, attached and, if checked, finite. Collective.
+        """Completes the gradients, and verifies that all are reduced and, if checked, finite. Collective.
 
-        Raises an error on all ranks: NonFiniteGradientError, this rank's ValueError or its error in a hook or an
-        optimizer in backward, or RemoteRankError for another rank's error.
+        If any rank fails, all ranks raise an error: NonFiniteGradientError, this rank's ValueError, this rank's error
+        in a hook or an optimizer in backward, or RemoteRankError for another rank's error.
         """
         if self.iteration.is_finished:
             self._hook_runner.check_whole()
@@ -152,7 +152,7 @@ class FsdpIteration:
         self.iteration.check_usable()
         self._hook_runner.check_whole()
         self.iteration.step()
-        # Also if nothing was to be reduced: a later gradient does not belong to the same iteration.
+        # Even if there was nothing to reduce, because a later gradient does not belong to the same iteration.
         self.iteration.mark_stepped()
 
     def _start(self) -> None:
@@ -279,15 +279,15 @@ class StreamingRelease:
         """Raises RuntimeError for a gradient of a unit that was already released."""
         self._is_counting = True
         raise RuntimeError(
-            f"a gradient of {unit.groups[0].name}, such as that of {unit.groups[0].slots[0].name}, became ready "
-            "after the unit was released to hooks and optimizer (DistributedDataParallelConfig.release_gradients): put "
-            "all backwards of a step except the last in accumulate(). If one backward reduces the unit several times, "
-            "call reset_iteration(), and the next iteration counts them. Parameters may have been updated already, so "
-            "load a checkpoint then"
+            f"backward produced a gradient of {unit.groups[0].name} (with {unit.groups[0].slots[0].name}) after the "
+            "unit had been released to hooks and the optimizer (DistributedDataParallelConfig.release_gradients): wrap "
+            "all backwards of a step but the last in accumulate(). If a single backward reduces the unit several "
+            "times, call reset_iteration() and load a checkpoint, because parameters may have been updated already; "
+            "the next iteration waits for all of these reductions"
         )
 
     def _mark_launched(self, unit: "_WatchedUnit") -> None:
-        """Records that torch has launched a reduction of a unit, and releases the unit before it."""
+        """Records that torch has launched a reduction of a unit, and releases the previous unit."""
         if not self.is_last_backward:
             return
         unit.num_reductions += 1
@@ -327,7 +327,7 @@ class _WatchedUnit:
         self.is_released = False
 
     def settle(self, checks: GradChecks | None) -> None:
-        """Makes the current stream wait for the reduced gradients, and checks them; missing ones are zeros."""
+        """Makes the current stream wait for the reduced gradients, and checks them; missing gradients are zero."""
         wait_for_sums(self._module)
         for group in self.groups:
             group.open()
@@ -363,7 +363,7 @@ class _WatchedUnit:
 
 
 class _DeferredError:
-    """Stores an error raised in its block instead of raising it; `error`: to be raised later."""
+    """Context manager that stores an error raised in its block as `error`, to be raised later."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None

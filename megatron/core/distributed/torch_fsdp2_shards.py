@@ -1,9 +1,9 @@
-"""Units, which fully_shard gathers and reduces together, and this rank's shards of them as flat tensors.
+"""Units of fully_shard, and flat tensors with this rank's shards of their parameters and gradients.
 
-A unit is a module that fully_shard is applied to. ShardedFlatBuffer holds the shards of many units and of their
-gradients, each in one flat tensor; in a ReleasedShardBuffer, gradients have memory only while they are needed.
-UnitGroup and ShardHookRunner present reduced units to hooks and optimizers as buckets. torch gathers and reduces; its
-private state is in torch_fsdp2_state.py.
+A unit is a module that fully_shard is applied to, whose parameters are gathered and reduced together. ShardedFlatBuffer
+stores the parameter shards of many units in one flat tensor, and their gradient shards in another; in a
+ReleasedShardBuffer, gradients have memory only while they are needed. UnitGroup and ShardHookRunner present reduced
+units to hooks and optimizers as buckets. torch gathers and reduces; its private state is in torch_fsdp2_state.py.
 
 A shard along the first dimension of a contiguous parameter is a range of the flattened parameter.
 """
@@ -37,7 +37,7 @@ from megatron.core.tensor_parallel.param_attributes import mark_gradients_pass, 
 
 @dataclass(frozen=True)
 class UnitKind:
-    """Properties that the parameters of a unit share: the compute dtype, and the ranks they are spread over."""
+    """Properties that all parameters of a unit share: the compute dtype, and the ranks over which they are sharded."""
 
     dtype: torch.dtype
     is_expert: bool
@@ -45,7 +45,7 @@ class UnitKind:
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """A module whose parameters are gathered together, except those of units inside it."""
+    """A module whose parameters, except the parameters of units inside it, are gathered together."""
 
     name: str
     module: nn.Module
@@ -53,14 +53,14 @@ class Unit:
 
     @property
     def dtype_of_half(self) -> torch.dtype | None:
-        """The 16-bit compute dtype of a unit whose shards are fp32; None where shards have the compute dtype."""
+        """The 16-bit compute dtype of a unit whose shards are fp32; None if shards have the compute dtype."""
         return self.kind.dtype if self.kind.dtype.itemsize < 4 else None
 
 
 def find_units(root: nn.Module, layers: Sequence[nn.Module], *, experts_apart: bool) -> list[Unit]:
     """Returns the units of `root`: one per layer, and one for the rest; inner units first, the root unit last.
 
-    Experts that are reduced over other ranks, and parameters of a minority dtype, form separate units. Raises
+    Experts that are reduced over different ranks, and parameters of a minority dtype, form separate units. Raises
     ValueError if one module has its own parameters of two kinds, or if two units share a parameter.
     """
 
@@ -85,9 +85,9 @@ def find_units(root: nn.Module, layers: Sequence[nn.Module], *, experts_apart: b
 
 
 def in_order_of_backward(units: Sequence[Unit], layers: Sequence[nn.Module]) -> list[Unit]:
-    """Sorts the units of find_units by the end of their backward: the last layer first, the root's last.
+    """Sorts the units of find_units by the end of their backward: the last layer first, the root unit last.
 
-    Units inside a layer come before it.
+    Units inside a layer precede the layer.
     """
     outer = set(layers)
     of_layers: list[list[Unit]] = [[]]
@@ -121,7 +121,7 @@ def _is_below(name: str, outer: nn.Module, *, cut: set[nn.Module]) -> bool:
 
 
 def _main_kind(kinds: Sequence[UnitKind], sizes: Sequence[int]) -> UnitKind | None:
-    """Returns the dense kind with most elements, otherwise the experts' kind; None without parameters."""
+    """Returns the dense kind with the most elements or, without dense parameters, an expert kind; None if empty."""
     elements: dict[UnitKind, int] = {}
     for kind, size in zip(kinds, sizes, strict=True):
         elements[kind] = elements.get(kind, 0) + size
@@ -135,7 +135,7 @@ def _apart(
     kind_of: Callable[[nn.Parameter], UnitKind],
     stop: set[nn.Module],
 ) -> Iterator[tuple[nn.Module, UnitKind]]:
-    """Yields the largest modules inside whose parameters are all of one kind other than `main`."""
+    """Yields the outermost submodules whose parameters are all of one kind different from `main`, with that kind."""
     for name, param in module.named_parameters(recurse=False):
         if kind_of(param) != main:
             raise ValueError(
@@ -154,7 +154,7 @@ def _apart(
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Returns whether a module has a forward; its parameters are gathered before it. Lists and dicts have none."""
+    """Returns whether a module has a forward, before which its parameters are gathered; lists and dicts have none."""
     return type(module).forward is not nn.Module.forward
 
 
@@ -170,7 +170,7 @@ def _check_not_shared(root: nn.Module, units: Sequence[Unit]) -> None:
         if other is not unit:
             raise ValueError(
                 f"parameter {canonical_name(name)} is shared with {canonical_name(first)}, which is gathered at "
-                f"another time: remove {unit.name or 'the model'} or {other.name or 'the model'} from "
+                f"a different time: remove {unit.name or 'the model'} or {other.name or 'the model'} from "
                 "sub_modules_to_wrap, or untie them (--untie-embeddings-and-output-weights)"
             )
 
@@ -184,20 +184,20 @@ def _words(kind: UnitKind) -> str:
 
 @dataclass(frozen=True, eq=False)
 class UnitShards:
-    """Trained parameters of a unit that are released together: names and this rank's shards of them."""
+    """Trained parameters of a unit that are released together: their names and this rank's shards."""
 
     name: str
     shards: list[tuple[str, ParamShard]]
 
     def split(self, is_second: Callable[[nn.Parameter], bool]) -> "list[UnitShards]":
-        """Splits the unit in two by a predicate on parameters, any shape and dtype; either part may be empty."""
+        """Splits the unit in two by a predicate on parameters; either part may be empty."""
         first = [(name, shard) for name, shard in self.shards if not is_second(shard.param)]
         second = [(name, shard) for name, shard in self.shards if is_second(shard.param)]
         return [UnitShards(self.name, first), UnitShards(self.name, second)]
 
 
 class ShardedFlatBuffer:
-    """Shards of parameters of one kind; a shard and its gradient are views of the same span of two flat tensors.
+    """Shards of parameters of one kind; a shard and its gradient are views of the same span in two flat tensors.
 
     param_data, grad_data: [numel], fp32 or fp64, zero in the padding. model_dtype: the compute dtype of modules. Each
     unit is one bucket, and this rank owns all buckets. slots: `main_grad` is the shard of the gradient, into which
@@ -224,7 +224,7 @@ class ShardedFlatBuffer:
     def rebuild(self) -> None:
         """Reallocates the flat tensors in the current dtype and on the current device of shards; zeroes gradients."""
         shards = list(self._shards.values())
-        # An empty tensor, because shards on the meta device will have their memory elsewhere.
+        # An empty tensor, because shards on the meta device will be allocated on a different device.
         like = torch.empty(0, dtype=shards[0].local.dtype, device=shards[0].device)
         # Modules compute in the shards' dtype, unless shards are wider.
         self.model_dtype = like.dtype if self.model_dtype.itemsize >= 4 else self.model_dtype
@@ -246,7 +246,7 @@ class ShardedFlatBuffer:
 
     @property
     def persistent_grads(self) -> list[torch.Tensor]:
-        """Memory of their gradients that persists between steps: [N] each, grad_data's dtype."""
+        """Memory of the shards' gradients that persists between steps: [N] each, grad_data's dtype."""
         return [self.grad_data]
 
     def owned_spans(self) -> list[Span]:
@@ -254,7 +254,7 @@ class ShardedFlatBuffer:
         return [bucket.span for bucket in self.layout.buckets]
 
     def owned_grads(self, slot: ParamSlot) -> list[torch.Tensor]:
-        """Returns this rank's shard of a parameter's gradient, a view, if it has any: [N], grad_data's dtype."""
+        """Returns a view of this rank's shard of a parameter's gradient, if not empty: [N], grad_data's dtype."""
         return [self._place_of(slot)] if slot.span.numel else []
 
     def grad_of(self, span: Span) -> torch.Tensor:
@@ -262,28 +262,28 @@ class ShardedFlatBuffer:
         return self.grad_data[span.start : span.end]
 
     def is_attached(self, param: nn.Parameter, *, start: int, address: int) -> bool:
-        """Returns whether element `start` of a flattened parameter, any shape, is at an address."""
+        """Returns whether element `start` of the flattened parameter is stored at memory address `address`."""
         local, first = self._shards[param].local, self._shards[param].start
         return not local.numel() or local.data_ptr() + (start - first) * local.element_size() == address
 
     def attach(self) -> None:
-        """Moves shards that are elsewhere into the buffer, such as those loaded with assign=True."""
+        """Moves shards stored elsewhere into the buffer, for example after a load with assign=True."""
         for shard, sent in zip(self._shards.values(), self.layout.spans, strict=True):
             shard.move_to(self.param_data[sent.start : sent.end])
         self.attach_grads()
 
     def attach_grads(self) -> None:
-        """Makes torch reduce into grad_data; copies gradients that it reduced elsewhere, after a `.grad = None`."""
+        """Makes torch reduce into grad_data; copies gradients that it reduced elsewhere after `.grad = None`."""
         for slot in self.slots:
             self._attach_grad(slot)
 
     def collect_grads(self) -> None:
-        """Attaches gradients after the last backward; those that a hook has cleared (`.grad = None`) are zero."""
+        """Attaches gradients after the last backward; gradients cleared by a hook (`.grad = None`) become zero."""
         self._zero_cleared(self.slots)
         self.attach_grads()
 
     def attach_grad_of(self, param: nn.Parameter) -> None:
-        """Makes torch reduce one parameter's gradient, any shape and dtype, into grad_data."""
+        """Makes torch reduce one parameter's gradient into grad_data."""
         self._attach_grad(self._slot_of[param])
 
     def open_grads(self, bucket: int) -> None:
@@ -292,15 +292,15 @@ class ShardedFlatBuffer:
             self._attach_grad(slot)
 
     def close_grads(self, bucket: int) -> None:
-        """Ends the use of a bucket's gradients by hooks; copies gradients that hooks replaced back to grad_data."""
+        """Ends hooks' use of a bucket's gradients; copies gradients that hooks have replaced back to grad_data."""
         self.open_grads(bucket)
 
     def named_grads(self, bucket: int) -> list[tuple[str, torch.Tensor]]:
-        """Returns a bucket's parameter names with the shards of their gradients, views: [n] each, grad_data's dtype."""
+        """Returns (name, view of the gradient shard) of a bucket's parameters: [n] each, grad_data's dtype."""
         return [(slot.name, self._place_of(slot)) for slot in self._slots_of(bucket)]
 
     def may_hold_grads(self) -> bool:
-        """Returns whether there are gradients, as far as this is known without waiting for a device."""
+        """Returns whether there are gradients, as far as is known without waiting for a device."""
         is_on_host = self.grad_data.device.type == "cpu" and default_device().type == "cpu"
         return is_on_host and bool(self.grad_data.count_nonzero())
 
@@ -312,7 +312,7 @@ class ShardedFlatBuffer:
         self.grad_data.zero_()
 
     def scale_grads(self, factor: float | torch.Tensor) -> None:
-        """Multiplies all gradients; factor: a number or a tensor [], any float dtype."""
+        """Multiplies all gradients by `factor`, a number or a tensor [] of any float dtype."""
         self.grad_data.mul_(factor)
 
     def unreduced(self) -> list[str]:
@@ -320,10 +320,10 @@ class ShardedFlatBuffer:
         pairs = zip(self.slots, self._shards.values(), strict=True)
         return [slot.name for slot, shard in pairs if shard.has_unreduced_grad]
 
-    # Inside.
+    # Internals.
 
     def _zeros(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Returns zeros that persist from step to step: [numel], dtype and device of `like`."""
+        """Allocates zeros in persistent memory: [numel], dtype and device of `like`."""
         if self._pin_memory:
             return host_bytes(numel * like.itemsize, default_device()).view(like.dtype).zero_()
         return torch.zeros(numel, dtype=like.dtype, device=like.device)
@@ -354,9 +354,9 @@ class ShardedFlatBuffer:
 
 
 class ReleasedShardBuffer(ShardedFlatBuffer):
-    """A buffer whose gradients have memory only from `open_grads` to `close_grads`, for one bucket at a time.
+    """A buffer whose gradients have memory only from `open_grads` to `close_grads` of their bucket.
 
-    grad_data, and `main_grad` of slots, are only sizes and dtypes, on the meta device.
+    grad_data, and `main_grad` of slots, are on the meta device and only specify size and dtype.
     """
 
     def __init__(
@@ -371,7 +371,7 @@ class ReleasedShardBuffer(ShardedFlatBuffer):
 
     @property
     def persistent_grads(self) -> list[torch.Tensor]:
-        """An empty list of [N], grad_data's dtype: no gradient memory is persistent."""
+        """An empty list, because no gradient memory ([N], grad_data's dtype) is persistent."""
         return []
 
     def open_grads(self, bucket: int) -> None:
@@ -387,7 +387,7 @@ class ReleasedShardBuffer(ShardedFlatBuffer):
         super().open_grads(bucket)
 
     def close_grads(self, bucket: int) -> None:
-        """Drops a bucket's gradients. Tensors that `grad_of` has returned stay valid."""
+        """Drops a bucket's gradients. Tensors that `grad_of` has returned remain valid."""
         self._grads.pop(bucket, None)
         self._closed.add(bucket)
         for slot in self._slots_of(bucket):
@@ -404,7 +404,7 @@ class ReleasedShardBuffer(ShardedFlatBuffer):
         return self._grads[bucket][part]
 
     def zero_grads(self) -> None:
-        """Frees all gradients and lets every bucket be opened again."""
+        """Frees all gradients and allows every bucket to be opened again."""
         self._grads.clear()
         self._closed.clear()
         for param, shard in self._shards.items():
@@ -412,15 +412,16 @@ class ReleasedShardBuffer(ShardedFlatBuffer):
             param.grad = None
 
     def scale_grads(self, factor: float | torch.Tensor) -> None:
-        """Multiplies all gradients by a number or a tensor [], any float dtype.
+        """Multiplies all gradients by `factor`, a number or a tensor [] of any float dtype.
 
-        Raises RuntimeError if hooks have already received some of them.
+        Raises RuntimeError if hooks have already received some of the gradients.
         """
         missing = next((bucket for bucket in range(len(self.layout.buckets)) if bucket not in self._grads), None)
         if missing is not None:
             raise RuntimeError(
-                "scale_gradients with DistributedDataParallelConfig.release_gradients: hooks and the optimizer have "
-                f"already received the gradient of {self._slots_of(missing)[0].name}; scale the loss instead"
+                "scale_gradients was called with DistributedDataParallelConfig.release_gradients: hooks and the "
+                f"optimizer have already received the gradient of {self._slots_of(missing)[0].name}; scale the loss "
+                "instead"
             )
         for grad in self._grads.values():
             grad.mul_(factor)
@@ -439,7 +440,7 @@ class ReleasedShardBuffer(ShardedFlatBuffer):
 
 
 def _lay_out(sizes_of_units: Sequence[Sequence[int]]) -> BufferLayout:
-    """Lays out shards, padded as they are sent, one after the other on the grid; one bucket per unit."""
+    """Lays out shards, with their communication padding, at consecutive aligned offsets; one bucket per unit."""
     spans: list[Span] = []
     buckets: list[BucketLayout] = []
     for index, sizes in enumerate(sizes_of_units):
@@ -477,19 +478,19 @@ class UnitGroup:
         self._buffer, self._index = bucket.buffer, bucket.layout.index
 
     def open(self) -> None:
-        """Makes torch reduce into grad_data; copies gradients that it reduced elsewhere."""
+        """Prepares the gradients for reduction and hooks; see open_grads of the buffer."""
         self._buffer.open_grads(self._index)
 
     def close(self) -> None:
-        """Releases the gradients."""
+        """Ends hooks' use of the gradients; see close_grads of the buffer."""
         self._buffer.close_grads(self._index)
 
     def named_grads(self) -> list[tuple[str, torch.Tensor]]:
-        """Returns parameter names with this rank's shards of their gradients, views: [n] each, fp32 or fp64."""
+        """Returns (name, view of this rank's gradient shard) of the parameters: [n] each, fp32 or fp64."""
         return self._buffer.named_grads(self._index)
 
     def copy_from_comm(self) -> None:
-        """Copies gradients that hooks have replaced back to grad_data."""
+        """Ends hooks' use of the gradients, and copies gradients that hooks have replaced back to grad_data."""
         self.close()
 
 
@@ -509,9 +510,9 @@ def unit_groups(buffers: Sequence[ShardedFlatBuffer], units: Sequence[Unit]) -> 
 
 
 class ShardHookRunner(GradHookRunner):
-    """Passes reduced units to hooks. The owned part of a parameter is the sharded parameter, which holds the gradient.
+    """Passes reduced units to hooks. The owned part of a parameter is the sharded parameter.
 
-    sharded: returns the shard of a gathered parameter.
+    The gradient is in its `.grad`. sharded: maps a gathered parameter to its sharded parameter.
     """
 
     def __init__(
@@ -526,7 +527,7 @@ class ShardHookRunner(GradHookRunner):
         self._sharded = sharded
 
     def owned_shard(self, param: nn.Parameter) -> nn.Parameter:
-        """Returns the parameter itself, a DTensor of any shape and dtype, or the shard of a gathered parameter."""
+        """Returns the sharded parameter, a DTensor; param: sharded or gathered."""
         owned = self._sharded(param)
         if owned not in self._buffers:
             raise not_wrapped(param)
@@ -534,5 +535,5 @@ class ShardHookRunner(GradHookRunner):
 
     def _fire_param(self, one: ParamRange, flat: torch.Tensor) -> None:
         self.hooks.fire_param(one.name, one.param)
-        # A tensor that a hook assigns to the gradient is the gradient for all later hooks.
+        # A tensor that a hook assigns to `.grad` becomes the gradient for all later hooks.
         self._buffers[one.param].attach_grad_of(one.param)

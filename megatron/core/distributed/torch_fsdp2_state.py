@@ -2,7 +2,7 @@
 
 This is the only file that uses torch's private names; versions of torch without them are rejected. ParamShard is this
 rank's part of a parameter. GatheredParams frees parameters that an update has made stale. WrappedShards detects changes
-of the module that its shards do not reflect. The flat tensors that hold shards are in torch_fsdp2_shards.py.
+to the module that its shards do not reflect. The flat tensors that hold shards are in torch_fsdp2_shards.py.
 """
 
 import weakref
@@ -59,7 +59,7 @@ def check_torch() -> None:
 
 
 def mesh_of(group: dist.ProcessGroup | None, device: torch.device) -> DeviceMesh:
-    """Returns the mesh of a group's ranks, for fully_shard; None creates a group of this rank alone."""
+    """Returns the mesh of a group's ranks, for fully_shard; group: None creates a group of this rank alone."""
     if group is None:
         group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     # torch queries a mesh's device type for its current device. A plan, on the meta device, has none.
@@ -69,9 +69,10 @@ def mesh_of(group: dist.ProcessGroup | None, device: torch.device) -> DeviceMesh
 
 
 def split_mesh_of(group: dist.ProcessGroup, device: torch.device, *, part_size: int) -> DeviceMesh:
-    """Returns a mesh [parts, part_size] of a group's ranks in their order, part_size a divisor. Collective.
+    """Returns a mesh [parts, part_size] of a group's ranks, in their order. Collective.
 
-    torch's own mesh for an integer reshard_after_forward would need all ranks of the job in one fully_shard group.
+    part_size must divide the number of ranks. torch's mesh for an integer reshard_after_forward would require all ranks
+    of the job in one fully_shard group.
     """
     ranks = dist.get_process_group_ranks(group)
     parts = [ranks[start : start + part_size] for start in range(0, len(ranks), part_size)]
@@ -90,10 +91,10 @@ def split_mesh_of(group: dist.ProcessGroup, device: torch.device, *, part_size: 
 class ParamShard:
     """This rank's rows of a parameter that fully_shard has split along its first dimension.
 
-    param: the DTensor that its module has between passes, [*parameter shape]. start, numel: the rows are elements
+    param: the DTensor that the module stores between passes, [*parameter shape]. start, numel: the rows are elements
     [start, start + numel) of the flattened parameter. padded_numel: elements that this rank sends, the same number on
-    all ranks; the padding is zero. owner: the module that has the parameter, and its name there. places: all such
-    pairs, for a shared parameter.
+    all ranks; the padding is zero. owner: the module that contains the parameter, and the parameter's name in it.
+    places: all such pairs, if the parameter is shared.
     """
 
     def __init__(self, state: Any) -> None:
@@ -112,7 +113,7 @@ class ParamShard:
 
     @property
     def local(self) -> torch.Tensor:
-        """The rows: [n, *], the parameter's dtype."""
+        """This rank's rows: [n, *], the parameter's dtype."""
         return _local_of(self.param)
 
     @property
@@ -139,7 +140,7 @@ class ParamShard:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether the parameter was assigned other data."""
+        """Whether different data was assigned to the parameter, so that its recorded memory is no longer used."""
         return self.local.data_ptr() != self._address or self.param.untyped_storage()._cdata != self._storage
 
     def note_converted(self) -> None:
@@ -156,7 +157,7 @@ class ParamShard:
 
     @torch.no_grad()
     def move_to(self, place: torch.Tensor) -> None:
-        """Moves the rows to `place`: [padded_numel], their dtype, zero after the rows."""
+        """Moves the rows to `place`: [padded_numel], the parameter's dtype, zero after the rows."""
         rows = place.view(self._state.padded_sharded_param_size).narrow(0, 0, self.local.shape[0])
         now = [(module, name, module._parameters.get(name)) for module, name in self.places]
         others = [one for _, _, one in now if isinstance(one, DTensor) and one is not self.param]
@@ -188,7 +189,7 @@ class ParamShard:
         vars(self.param).update(marks)
 
     def grad_in(self, place: torch.Tensor) -> DTensor:
-        """Returns `place`, [numel], the parameter's dtype, as a gradient of the rows: a DTensor [*parameter shape]."""
+        """Wraps `place` as the parameter's gradient: [numel], the parameter's dtype -> DTensor [*parameter shape]."""
         grad: DTensor = self._state.to_sharded_dtensor(place.view(self._state.sharded_size))
         return grad
 
@@ -226,7 +227,7 @@ def _groups_of(module: FSDPModule) -> list[Any]:
 
 
 def as_fsdp(module: nn.Module) -> FSDPModule:
-    """Returns a module that fully_shard was applied to, as an FSDPModule."""
+    """Returns the module as an FSDPModule; fully_shard must have been applied to it."""
     assert isinstance(module, FSDPModule), "fully_shard was not applied to the module"
     return module
 
@@ -237,9 +238,9 @@ def fsdp_modules(root: nn.Module) -> Iterator[FSDPModule]:
 
 
 def reshard_after_forward_over(module: FSDPModule, mesh: DeviceMesh) -> None:
-    """Makes a module's parameters stay sharded from forward to backward, over the second axis of `mesh`.
+    """Makes a module shard its parameters over only the second axis of `mesh` from forward to backward.
 
-    The module was sharded with reshard_after_forward=True. Its backward then gathers only over that axis.
+    The module must have been sharded with reshard_after_forward=True. Its backward then gathers only over that axis.
     """
     info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
     for group in _groups_of(module):
@@ -271,12 +272,12 @@ def reshard_all(root: nn.Module) -> None:
 
 
 def reduce_unused_params(module: FSDPModule) -> None:
-    """Reduces zeros for parameters that backward did not reach, so that ranks need not reach the same ones."""
+    """Makes a module reduce zeros for parameters that backward did not reach, which may differ between ranks."""
     is_known = "set_reduce_scatter_unused_params" in vars(FSDPModule)
     if is_known:
         module.set_reduce_scatter_unused_params(True, recurse=False)
     for group in _groups_of(module):
-        # Torch 2.11 and 2.12 omit them from the message.
+        # Torch 2.11 and 2.12 omit unused parameters from the reduction.
         post_backward = group.post_backward if is_known else partial(_post_backward_of_all, group, group.post_backward)
         group.post_backward = partial(_post_backward_if_run, group, post_backward)
 
@@ -342,7 +343,8 @@ def _post_backward_watched(
 def wait_for_sums(module: FSDPModule) -> None:
     """Makes the current stream wait for the reduced gradients of a module, as torch does when a backward ends."""
     for group in _groups_of(module):
-        # None if torch has waited already. Gradients for the host are copied immediately, as they are added to others.
+        # None if torch has waited already. Gradients offloaded to the host are copied synchronously, because they are
+        # added to existing ones.
         if group._post_reduce_event is not None:
             group.device_handle.current_stream().wait_event(group._post_reduce_event)
 
@@ -352,7 +354,7 @@ def _wait_for_streams_sync(state: Any) -> None:
 
 
 def reset_passes(root: nn.Module) -> None:
-    """Makes torch discard a forward or backward that an error ended, after its collectives have completed."""
+    """Makes torch discard a forward or backward that an error interrupted, after its collectives have completed."""
     module = as_fsdp(root)
     state: Any = module._get_fsdp_state()
     if state._is_root is None:
@@ -387,13 +389,13 @@ class GatheredParams:
     """Frees gathered parameters that an update has made stale. shards: all shards of the module, including frozen ones.
 
     [Note: kept gathered] Between microbatches, and after a forward without backward, parameters may stay gathered. The
-    root's do, and others with reshard_after_forward False or after set_reshard_after_backward(False). With an integer
-    they are copies that are sharded over fewer ranks, which are treated as gathered here. If shards change meanwhile,
-    modules would compute with old values. Therefore, before each forward of the module, or of a submodule that is
-    called directly, all gathered parameters are freed if a torch optimizer has stepped since, or if shards were written
-    to (loaded weights, a custom optimizer). The wrapper also calls `drop` at its own updates, for kernels whose writes
-    autograd does not see. After a forward without autograd no parameter stays gathered, because code that handles
-    parameters next, such as the construction of an optimizer, must see the shards.
+    root's parameters do, as do parameters with reshard_after_forward=False or after set_reshard_after_backward(False).
+    With an integer reshard_after_forward, copies that are sharded over fewer ranks remain; here they are treated as
+    gathered. If shards change in the meantime, modules would compute with old values. Therefore, before each forward of
+    the module, or of a submodule that is called directly, all gathered parameters are freed if a torch optimizer has
+    stepped since, or if shards were written to (loaded weights, a custom optimizer). The wrapper also calls `drop` at
+    its own updates, for kernels whose writes autograd does not see. After a forward without autograd no parameter stays
+    gathered, because code that handles parameters next, such as the construction of an optimizer, must see the shards.
     """
 
     def __init__(self, module: nn.Module, shards: Sequence[ParamShard]) -> None:
@@ -407,8 +409,8 @@ class GatheredParams:
         for other in dict.fromkeys([*fsdp_modules(module), *inside]):
             if other is not module:
                 other.register_forward_pre_hook(self._before_one, prepend=True)
-        # Registered on all torch optimizers, because a script's own ones are not known here. The hook must not keep the
-        # model alive.
+        # Registered on all torch optimizers, because the optimizers that a script builds are not known here. The hook
+        # must not keep the model alive.
         hook = register_optimizer_step_post_hook(_StepHook(weakref.ref(self)))
         weakref.finalize(self, hook.remove)
 
@@ -457,7 +459,7 @@ class _StepHook:
 
 
 class WrappedShards:
-    """Finds changes of a wrapped module, and copies the values of parameters that load_state_dict has assigned.
+    """Detects changes to a wrapped module, and copies the values of parameters that load_state_dict has assigned.
 
     shards: all shards of the module, including frozen ones.
     """
@@ -476,17 +478,16 @@ class WrappedShards:
             owner.register_load_state_dict_post_hook(partial(_take_in, list(by_name.values())))
 
     def sharded(self, param: nn.Parameter) -> nn.Parameter:
-        """Returns the shard of a gathered parameter, any shape and dtype; other parameters are returned unchanged."""
+        """Returns the sharded parameter of a gathered parameter; other parameters are returned unchanged."""
         if param in self._own:
             return param
         found = (shard.param for shard in self._shards if shard.whole is param or shard.after_forward is param)
         return next(found, param)
 
     def find_problem(self) -> str | None:
-        """Describes the first change that makes gradients or updates miss a parameter; None if there is none.
+        """Describes the first change by which gradients or updates would miss a parameter; None if there is none.
 
-        For modules in DistributedDataParallel, module_change_finder (consistency.py) looks for parameters that were
-        replaced or moved.
+        module_change_finder (consistency.py) is its counterpart for modules in DistributedDataParallel.
         """
         now = dict(self._module.named_parameters(remove_duplicate=False))
         for name, param in now.items():

@@ -1,1 +1,1 @@
-"""Layers of other packages under the interfaces of this project's own layers; only builders of specs import them."""
+"""Layers of other packages with the interfaces of this project's layers; only spec builders import them."""

@@ -4,9 +4,10 @@
     from megatron.core.extensions.transformer_engine import TENorm, TEDotProductAttention
 
 The classes are created on first access, which requires the package transformer_engine and raises
-TransformerEngineMissingError without it. Parameters have the names, shapes, initial values and pieces of the local
-layers, so that either loads the other's checkpoints; Transformer Engine's additions to state dicts (`_extra_state`) are
-omitted. Its API: https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/pytorch.html
+TransformerEngineMissingError without it. Parameters have the names, shapes, initial values and checkpoint pieces of the
+local layers, so that each can load the other's checkpoints. Transformer Engine's additions to state dicts
+(`_extra_state`) are omitted. Its API:
+https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/pytorch.html
 """
 
 import functools
@@ -43,7 +44,7 @@ class TransformerEngineMissingError(ImportError, ValueError):
 
 
 def __getattr__(name: str) -> Any:
-    """Returns the classes of this module; see its docstring."""
+    """Builds a class of this module on first access, and returns it."""
     if name not in _BUILDERS:
         raise AttributeError(f"{__name__} has no {name!r}: must be one of {', '.join(_BUILDERS)}")
     return _class_of(name, _engine())
@@ -62,7 +63,7 @@ def check_supported(config: TransformerConfig) -> None:
         if is_set:
             raise ValueError(
                 f"{name} is {getattr(config, name)} and transformer_impl is transformer_engine, whose layers do not "
-                "support it here: give transformer_impl local"
+                "support it here: set transformer_impl to local"
             )
     _engine()
 
@@ -73,7 +74,7 @@ def _engine() -> Any:
     except ImportError as error:
         raise TransformerEngineMissingError(
             "transformer_impl is transformer_engine, and the package transformer_engine cannot be imported "
-            f"({error}): install transformer-engine[pytorch], which requires a GPU, or give transformer_impl local"
+            f"({error}): install transformer-engine[pytorch], which requires a GPU, or set transformer_impl to local"
         ) from error
     return engine
 
@@ -84,15 +85,16 @@ def _class_of(name: str, engine: Any) -> type:
 
 
 class _WithoutExtraState:
-    """Omits the extra state of Transformer Engine, which only eight-bit formats need."""
+    """Omits the extra state of Transformer Engine, which only 8-bit formats require."""
 
     get_extra_state, set_extra_state = nn.Module.get_extra_state, nn.Module.set_extra_state
 
 
 def _linear(engine: Any) -> type:
     class TELinear(_WithoutExtraState, engine.Linear):
-        """Computes y = x W^T (+ b) with W split according to parallel_mode: "column", "row" or None. Returns (y, bias
-        or None).
+        """Computes y = x W^T (+ b), with W split according to parallel_mode; returns (y, bias or None).
+
+        parallel_mode: "column", "row" or None.
         """
 
         def __init__(
@@ -111,8 +113,9 @@ def _linear(engine: Any) -> type:
         ) -> None:
             """Builds the layer.
 
-            skip_bias_add: leaves adding the bias to the caller. tp_group: ranks that hold parts, as in local layers.
-            is_expert: must be False. tp_comm_buffer_name: ignored, because communication in kernels is not used.
+            skip_bias_add: leaves adding the bias to the caller. tp_group: the ranks that share the layer, as in local
+            layers. is_expert: must be False. tp_comm_buffer_name: ignored, because GEMMs are not overlapped with
+            communication.
             """
             _require_unset(is_expert=is_expert)
             group = group_or_existing(tp_group)
@@ -126,7 +129,7 @@ def _linear(engine: Any) -> type:
                 input_size,
                 output_size,
                 sequence_parallel=is_partial and parallel_mode is not None,
-                # Gradients are handled by this project's own hooks, from where autograd puts them.
+                # Gradients remain where autograd puts them, because this project's hooks process them there.
                 fuse_wgrad_accumulation=False,
                 tp_group=group if ranks > 1 else None,
                 tp_size=ranks,
@@ -162,14 +165,14 @@ def _linear(engine: Any) -> type:
             return {name: self.init_method if name == "weight" else ConstantInit(0) for name in names}
 
         def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-            """Computes the product; input_: [*, this rank's input columns], parameter dtype.
+            """Computes the layer's output; input_: [*, this rank's input columns], parameter dtype.
 
             Returns [*, this rank's output columns], same dtype, and the skipped bias.
             """
             output = super().forward(input_)
             if not self.skip_bias_add:
                 return output, None
-            # Without a bias to skip, Transformer Engine returns one without elements.
+            # If there is no bias, Transformer Engine returns an empty one.
             return output[0], None if self.bias is None else output[1]
 
     return TELinear
@@ -205,8 +208,8 @@ def _row(engine: Any) -> type:
             """Builds the layer; input_is_parallel: must be True. settings: as in TELinear."""
             if not input_is_parallel:
                 raise ValueError(
-                    "input_is_parallel is False: TERowParallelLinear accepts only this rank's part of the input, "
-                    "must be True"
+                    "input_is_parallel is False: must be True, because TERowParallelLinear accepts only this rank's "
+                    "part of the input"
                 )
             super().__init__(input_size, output_size, parallel_mode="row", **settings)
 
@@ -232,7 +235,7 @@ def _norm(engine: Any) -> type:
             )
             for param in norm.parameters():
                 set_tensor_model_parallel_attributes(param, False, -1, 1)
-                # With a split sequence, a rank has only its own tokens.
+                # With sequence parallelism, a rank processes only its part of the tokens.
                 mark_partial_gradient(param, partial=config.sequence_parallel)
             scale = ConstantInit(0 if config.layernorm_zero_centered_gamma else 1)
             first = {"weight": scale} if is_rms else {"weight": scale, "bias": ConstantInit(0)}
@@ -244,10 +247,9 @@ def _norm(engine: Any) -> type:
 
 def _attention(engine: Any) -> type:
     class TEDotProductAttention(_WithoutExtraState, engine.DotProductAttention):
-        """DotProductAttention of Transformer Engine, with the interface of the local one. It attends over
-        context-parallel ranks.
+        """DotProductAttention of Transformer Engine, with the interface of the local class.
 
-        Sinks are not supported.
+        Attends over context-parallel ranks. Attention sinks are not supported.
         """
 
         exchanges_sequences = True
@@ -268,7 +270,7 @@ def _attention(engine: Any) -> type:
             """Builds the attention core.
 
             k_channels, v_channels: widths of a head's key and value; None means the configured widths. cp_comm_type:
-            None means the configured value of the layer.
+            None means the value configured for the layer.
             """
             groups = pg_collection or existing_process_groups()
             group = or_alone(groups.tp)
@@ -314,7 +316,7 @@ def _attention(engine: Any) -> type:
             """
             if attention_bias is not None:
                 raise ValueError(
-                    "attention_bias is given: TEDotProductAttention does not support a bias on scores, must be None"
+                    "attention_bias is given: must be None, because TEDotProductAttention does not support it"
                 )
             name = self.mask_name if attn_mask_type is None else attn_mask_type.name
             output: Tensor
@@ -331,8 +333,8 @@ def _attention(engine: Any) -> type:
                     f"packed_seq_params is given, context_parallel_size is {self.cp_size}, the mask type is "
                     f"{self.mask_name} and attention_mask is {'None' if mask is None else 'given'}: with "
                     "transformer_impl transformer_engine, packed samples must be causal, without a mask, and whole "
-                    "on each rank, because it splits each segment and this project each sample; give "
-                    "transformer_impl local"
+                    "on each rank, because Transformer Engine splits each segment and this project splits each sample; "
+                    "set transformer_impl to local"
                 )
             borders = packed.borders_on(query.device)
             return {
@@ -348,10 +350,10 @@ def _attention(engine: Any) -> type:
 
 
 def _exchange(groups: ProcessGroupCollection, config: TransformerConfig, kind: str) -> dict[str, Any]:
-    """Returns the arguments with which Transformer Engine's attention exchanges parts of sequences; none for one rank.
+    """Returns the context-parallel arguments of Transformer Engine's attention; none for a single rank.
 
-    For a2a+p2p it receives two groups, one to exchange heads and one to pass keys and values around a ring. The ranks
-    always include both levels.
+    With a2a+p2p, cp_group consists of two groups: one to exchange heads, and one to pass keys and values around a ring.
+    cp_global_ranks always includes the ranks of both levels.
     """
     if group_size(groups.cp) == 1:
         return {}
@@ -370,14 +372,16 @@ def _exchange_stream() -> Any:
 
 
 def _left_as_it_is(weight: Tensor) -> Tensor:
-    # Drawn afterwards, from the generators that local layers use.
+    # Initialised afterwards, with the generators that local layers use.
     return weight
 
 
 def _require_unset(**settings: bool) -> None:
     for name, is_set in settings.items():
         if is_set:
-            raise ValueError(f"{name} is True: layers of Transformer Engine do not support it here, must be False")
+            raise ValueError(
+                f"{name} is True: must be False, because layers of Transformer Engine do not support it here"
+            )
 
 
 _BUILDERS = {

@@ -1,1 +1,1 @@
-"""Functions that combine several element-wise steps in one autograd function, under Megatron's names."""
+"""Functions that combine several element-wise steps, under the names of Megatron's fused functions."""

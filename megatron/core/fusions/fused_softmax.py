@@ -1,5 +1,6 @@
-"""FusedScaleMaskSoftmax, which attention layers written for Megatron-LM build. It uses torch operators and fuses
-nothing.
+"""FusedScaleMaskSoftmax, for attention layers written for Megatron-LM.
+
+It uses torch operators and fuses nothing.
 """
 
 import enum
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.core.config_field import require_defaults
 
-# Far below any score, and finite in fp16: a row of such scores has a softmax, whereas a row of -inf gives NaN.
+# Far below any score, but finite in fp16, so that a fully masked row has a softmax. A row of -inf would give NaN.
 FORBIDDEN_SCORE = -10000.0
 
 
@@ -36,12 +37,13 @@ class FusedScaleMaskSoftmax(nn.Module):
         scale: float | None,
         window_size: tuple[int, int] | None = None,
     ) -> None:
-        """Stores the mask and the precision.
+        """Stores the mask function and the precision.
 
-        attn_mask_type: AttnMaskType.causal forbids later tokens if no mask is given. mask_func: maps scores and a mask,
-        True where forbidden, to scores; None means attention_mask_func. softmax_in_fp32: computes in fp32, and rounds
-        to the input's dtype afterwards. window_size: must be None. The other flags have no effect. Raises ValueError
-        for a scale without softmax_in_fp32, which could overflow, and if both input dtypes are set.
+        attn_mask_type: AttnMaskType.causal masks later tokens if forward receives no mask. mask_func: maps scores and a
+        mask, True where forbidden, to scores; None means attention_mask_func. softmax_in_fp32: computes in fp32, and
+        rounds to the input's dtype afterwards. window_size: must be None. The other flags have no effect. Raises
+        ValueError if both input dtypes are set, and for a scale without softmax_in_fp32, because scaled scores could
+        overflow.
         """
         super().__init__()
         require_defaults("FusedScaleMaskSoftmax", "give a mask instead", window_size=(window_size, None))
@@ -49,15 +51,16 @@ class FusedScaleMaskSoftmax(nn.Module):
             raise ValueError("input_in_fp16 and input_in_bf16 are both True: set only one of them")
         if scale is not None and not softmax_in_fp32:
             raise ValueError(f"scale is {scale} and softmax_in_fp32 is False: must be True, so that no score overflows")
-        # Compared by name, because the layers that have AttnMaskType import this module.
+        # Compared by name, because the package that defines AttnMaskType imports this package.
         self.is_causal, self.mask_func = attn_mask_type.name == "causal", mask_func or attention_mask_func
         self.softmax_in_fp32, self.scale = softmax_in_fp32, scale
 
     def forward(self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None) -> Tensor:
-        """Computes the probabilities; input: [B, N, S, S], any float dtype; mask: bool, broadcastable to it, or None.
+        """Computes the attention probabilities: [B, N, S, S], the input's dtype.
 
-        softmax_offset: [N], any float dtype, the logits of an additional column that takes a share of the probability.
-        Returns [B, N, S, S], same dtype.
+        input: the scores, [B, N, S, S], any float dtype. mask: bool, broadcastable to it, True where forbidden; or
+        None. softmax_offset: the logits of an additional column that absorbs a share of the probability, [N], any float
+        dtype; or None.
         """
         scores = input.float() if self.softmax_in_fp32 else input
         if self.scale is not None:

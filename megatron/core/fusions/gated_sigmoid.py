@@ -12,15 +12,17 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.device import RowChunks
 
-# Rows processed together: on the CPU a chunk's temporaries stay in the shared cache, on a GPU there are few of them.
+# Sizes of the chunks of rows that are processed together. On the CPU, a chunk's temporaries fit in the shared cache. On
+# a GPU, there are only a few chunks.
 _CHUNKS = RowChunks(cpu_elements=1 << 19, gpu_elements=1 << 26)
 
 
 @dataclass(frozen=True)
 class GatedSigmoid:
-    """The gated activation; gain: 1 is SiLU.
+    """Gated activation; SwiGLU by default.
 
-    clamp: the largest gate, and the largest magnitude of up; None means no limit. offset: added to up after the clamp.
+    gain: 1 gives SiLU. clamp: upper bound of gate, and of the magnitude of up; None means no limit. offset: added to up
+    after the clamp.
     """
 
     gain: float = 1.0
@@ -30,8 +32,8 @@ class GatedSigmoid:
     def __call__(self, gate_up: Tensor, weights: Tensor | None) -> Tensor:
         """Computes the activation; gate_up: [*, 2F], gate before up, any float dtype; weights: [*, 1] or None.
 
-        weights are fp32 or of the same dtype. Returns [*, F], same dtype. Half precision is computed in fp32 and
-        rounded once.
+        weights are fp32 or of the same dtype. Returns [*, F], same dtype. Half-precision inputs are computed in fp32
+        and rounded once.
         """
         # One weight for each of the R rows.
         per_row = weights if weights is None or weights.dim() == 2 else weights.reshape(-1, 1)
@@ -39,19 +41,22 @@ class GatedSigmoid:
         return act
 
     def limited(self, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the clamped and offset gate and up: [C, F], fp32 or fp64 -> the same."""
+        """Applies the clamp and the offset to gate and up: [C, F] each, fp32 or fp64 -> same shapes and dtype."""
         if self.clamp is not None:
             gate, up = gate.clamp(max=self.clamp), up.clamp(min=-self.clamp, max=self.clamp)
         return gate, up + self.offset if self.offset else up
 
     def value(self, gate: Tensor, *, out: Tensor) -> Tensor:
-        """Writes gate * sigmoid(gain * gate) to `out`, which may be the gate; [C, F], fp32 or fp64 -> the same."""
+        """Writes gate * sigmoid(gain * gate) to `out`, which may be `gate` itself; both [C, F], fp32 or fp64."""
         if self.gain == 1:
             return torch.ops.aten.silu.out(gate, out=out)
         return torch.mul(gate, torch.sigmoid(self.gain * gate), out=out)
 
     def backward(self, grad: Tensor, *, gate: Tensor, up: Tensor, out_gate: Tensor, out_up: Tensor) -> None:
-        """Writes the gradients of value(gate) * up; all [C, F], one dtype, fp32 or fp64."""
+        """Writes the gradients of value(gate) * up to out_gate and out_up.
+
+        All tensors: [C, F], one dtype, fp32 or fp64.
+        """
         sigmoid = torch.sigmoid(gate if self.gain == 1 else self.gain * gate)
         value = gate * sigmoid
         torch.mul(grad, value, out=out_up)
@@ -67,7 +72,7 @@ class GatedSigmoid:
 
 
 class _GatedSigmoid(torch.autograd.Function):
-    """Saves gate_up and the weights; the sigmoid is recomputed in backward."""
+    """Autograd function that saves only gate_up and the weights; backward recomputes the sigmoid."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, weights: Tensor | None, unit: GatedSigmoid) -> Tensor:

@@ -1,4 +1,4 @@
-"""The gate on attention's output, context * sigmoid(gate), which saves only its inputs for backward."""
+"""Output gate of attention, context * sigmoid(gate), which saves only its inputs for backward."""
 
 from typing import Any
 
@@ -10,14 +10,17 @@ from torch.autograd.function import once_differentiable
 def apply_output_gate(context: Tensor, gate: Tensor) -> Tensor:
     """Multiplies attention's output by the sigmoid of the gate; context: [S, B, N * E]; gate: [S, B, G, N / G, E].
 
-    Returns [S, B, N * E]; all one float dtype. Half precision is computed in fp32 and rounded once.
+    Returns [S, B, N * E]; all one float dtype. Half-precision inputs are computed in fp32 and rounded once.
     """
     gated: Tensor = _OutputGate.apply(context, gate)
     return gated
 
 
 class _OutputGate(torch.autograd.Function):
-    """Saves context and gate; gate is a part of the projection, whose memory is kept alive by the values anyway."""
+    """Autograd function that saves context and gate.
+
+    Saving gate costs no memory, because it is a part of the projection, which the values keep alive anyway.
+    """
 
     @staticmethod
     def forward(ctx: Any, context: Tensor, gate: Tensor) -> Tensor:

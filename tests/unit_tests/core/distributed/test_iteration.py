@@ -29,7 +29,7 @@ def test_an_iteration_collects_finishes_and_steps() -> None:
 def test_a_gradient_out_of_turn_is_refused_in_the_words_of_the_owner() -> None:
     iteration = Iteration(words=MethodNames(zero="zero_grad", finish="step"))
     iteration.finish()
-    with pytest.raises(RuntimeError, match="w became ready after step: call zero_grad before the first backward"):
+    with pytest.raises(RuntimeError, match="w was produced after step: call zero_grad before the first backward"):
         iteration.refuse_gradient("w")
     iteration.abort_sync("a reason")
     for call in (iteration.check_usable, iteration.step, lambda: iteration.refuse_gradient("w")):

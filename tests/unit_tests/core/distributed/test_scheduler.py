@@ -73,7 +73,7 @@ def test_b4_unused_parameters_are_named_once(caplog):
             step(ddp, skip=skip)
             assert [bool(grad.any()) for _, grad in ddp.named_main_grads()] == [i not in skip for i in range(4)]
     named = [record.getMessage() for record in caplog.records]
-    expected = [f"no gradient was ready for layers.{i}.weight" for i in (1, 2)]
+    expected = [f"no gradient was produced for layers.{i}.weight" for i in (1, 2)]
     assert [message.split(":")[0] for message in named] == expected
 
 
@@ -81,10 +81,10 @@ def test_a_gradient_after_the_end_and_settings_after_the_start_are_refused():
     ddp = wrapped(Backwards())
     step(ddp)
     with pytest.raises(
-        RuntimeError, match=r"layers.\d.weight became ready after finish_grad_sync: call zero_grad_buffer"
+        RuntimeError, match=r"layers.\d.weight was produced after finish_grad_sync: call zero_grad_buffer"
     ):
         ddp(torch.ones(1, 2)).backward()
-    with pytest.raises(ValueError, match="joined this launch_order after its first iteration"):
+    with pytest.raises(ValueError, match="was added to this launch_order after its first iteration"):
         DistributedDataParallel(ddp.config, ddp.ddp_config, nn.Linear(1, 1), launch_order=ddp.launch_order)
     with pytest.raises(ValueError, match="disable_forward_pre_hook was called without"):
         ddp.disable_forward_pre_hook()
@@ -195,7 +195,7 @@ def test_gradients_are_scaled_before_and_after_the_end_but_not_while_they_are_on
     ddp.scale_gradients(0.25)
     ddp(x).sum().backward()
     ddp.start_grad_sync()
-    with pytest.raises(RuntimeError, match="scale_gradients while gradients of bias are being reduced"):
+    with pytest.raises(RuntimeError, match="scale_gradients was called while gradients of bias are being reduced"):
         ddp.scale_gradients(3.0)
     ddp.finish_grad_sync()
     ddp.scale_gradients(2.0)
