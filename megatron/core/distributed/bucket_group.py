@@ -216,7 +216,10 @@ class _ParamAndGradBucketGroup:
         self._grads_of[param].accumulate(param)
 
     def add(self, param: nn.Parameter, new: WeightGrad) -> None:
-        """Computes a deferred weight gradient and adds it to main_grad. A late one is kept for the second round."""
+        """Computes a deferred weight gradient and adds it to main_grad.
+
+        A late gradient is kept for the second round of reductions.
+        """
         self._grads_of[param].add(param, new)
 
     def mark_added(self, param: nn.Parameter) -> None:
@@ -248,7 +251,7 @@ class _ParamAndGradBucketGroup:
 
     @property
     def is_moving(self) -> bool:
-        """Whether any gradients are being reduced, which rules out scaling them now."""
+        """Whether any gradients are being reduced and therefore cannot be scaled now."""
         return any(bucket.grads.is_moving for bucket in self.buckets)
 
     def missing(self) -> list[str]:
@@ -272,7 +275,7 @@ class _ParamAndGradBucketGroup:
             bucket.grads.advance()
 
     def advance_early(self) -> bool:
-        """Starts second stages that are ready, without blocking; returns whether no early start remains to be made."""
+        """Starts second stages that are ready, without blocking; returns whether nothing is left to start early."""
         return all(bucket.grads.advance_early() for bucket in self.buckets)
 
     def advance_second_round(self) -> None:
@@ -414,15 +417,17 @@ class _ParamAndGradBucketGroup:
     def _check_all_reduce(self, force_all_reduce: bool, call: str) -> None:
         if force_all_reduce and self.is_sharded:
             raise ValueError(
-                f"{call}: force_all_reduce is set with use_distributed_optimizer, where each rank receives only the "
-                "sums of its own shards: set only one of them"
+                f"{call}: force_all_reduce is set with use_distributed_optimizer, with which each rank receives only "
+                "the sums of its shards: set only one of them"
             )
 
     def _check_group(self, group: dist.ProcessGroup | None, size: int | None) -> None:
         if group is not None and group is not self.collective_group:
             raise ValueError(f"collective_group is {group}: must be the group of the buckets, {self.collective_group}")
         if size not in (None, self.collective_group_size):
-            raise ValueError(f"collective_group_size is {size}: must match the buckets, {self.collective_group_size}")
+            raise ValueError(
+                f"collective_group_size is {size}: must match the buckets' group size, {self.collective_group_size}"
+            )
 
     @property
     def device(self) -> torch.device:

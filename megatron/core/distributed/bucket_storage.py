@@ -217,7 +217,7 @@ class GradStorage(ABC):
     @property
     @abstractmethod
     def is_moving(self) -> bool:
-        """Whether any gradients are being reduced, which rules out scaling them now."""
+        """Whether any gradients are being reduced and therefore cannot be scaled now."""
 
     @abstractmethod
     def launch(self, *, is_last: bool) -> None:
@@ -236,7 +236,7 @@ class GradStorage(ABC):
 
     @abstractmethod
     def advance_early(self) -> bool:
-        """Starts second stages that are ready, without blocking; returns whether no early start remains to be made."""
+        """Starts second stages that are ready, without blocking; returns whether nothing is left to start early."""
 
     @abstractmethod
     def advance_second_round(self) -> None:
@@ -374,7 +374,10 @@ class PersistentGrads(GradStorage):
             self._checks.measure_sum(slot.name, slot.main_grad)
 
     def add(self, param: nn.Parameter, new: WeightGrad) -> None:
-        """Computes a deferred weight gradient and adds it, scaled, to main_grad. A late one is only kept."""
+        """Computes a deferred weight gradient and adds it, scaled, to main_grad.
+
+        A late gradient is kept for the second round of reductions.
+        """
         slot = self._slot_of[param]
         if self.state is not GradState.COLLECTING:
             self._keep_late(slot, new.compute())
@@ -802,7 +805,7 @@ class MessagePool:
             self._spare = sorted([*self._spare, whole], key=torch.Tensor.numel)[-_MOST_SPARE:]
 
     def reset(self) -> None:
-        """Does nothing, because a bucket closes its message buffers."""
+        """Does nothing, because buckets close their message buffers themselves."""
 
     def free_spare(self) -> None:
         """Frees the closed message buffers that are kept for reuse."""
@@ -948,7 +951,7 @@ class ReleasedSum:
 
     def owned_grad(self) -> torch.Tensor:
         """Returns the sum and passes its ownership to the caller: [owned elements], the gradients' dtype."""
-        assert self.sum is not None, f"{self._bucket.name} was already released, or not reduced"
+        assert self.sum is not None, f"{self._bucket.name} was already released, or is not reduced yet"
         released, self.sum = self.sum, None
         return released
 

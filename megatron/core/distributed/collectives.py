@@ -45,7 +45,7 @@ class Handle(Protocol):
         ...
 
     def advance_early(self) -> bool:
-        """Starts the second stage if the first has ended, and returns whether no early start remains to be made.
+        """Starts the second stage if the first has ended, and returns whether nothing is left to start early.
 
         Applies only to sums over several optimizer instances with ReductionPolicy.side and without can_repeat; other
         handles return True and do nothing. Never blocks the host. Ranks may call it at different times, but must

@@ -205,7 +205,7 @@ def _ranks_of(group: dist.ProcessGroup | None, rank: int) -> tuple[int, ...]:
 
 
 def module_change_finder(module: nn.Module, wrapped: Collection[nn.Parameter]) -> Callable[[], str | None]:
-    """Returns a function that detects changes to `module` by which gradients or updates would miss a parameter.
+    """Returns a function that detects changes to `module` that would exclude a parameter from reduction or update.
 
     The function describes the first such change, or returns None if there is none. wrapped: the parameters in buffers.
     WrappedShards.find_problem (torch_fsdp2_state.py) is its counterpart for modules sharded by fully_shard.

@@ -123,7 +123,7 @@ class DdpDebug:
             if self._reductions[group.name] != 1:
                 self._stop(
                     f"gradients of {_names(group)} were reduced {self._reductions[group.name]} times in the iteration: "
-                    "must be once"
+                    "must be exactly once"
                 )
             self._check_views(group)
             for bucket in group.buckets:
@@ -323,8 +323,8 @@ class _StaleReads:
         ]
         if names:
             self._stop(
-                f"{operation} uses {', '.join(names)} before the gather of these parameters is complete: call their "
-                "module, or DistributedDataParallel.wait_params with them, first"
+                f"{operation} uses {', '.join(names)} before the gather of these parameters is complete: first call "
+                "their module, or DistributedDataParallel.wait_params with these parameters"
             )
 
     def _enter_outside(self) -> None:

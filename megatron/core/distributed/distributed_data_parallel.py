@@ -202,7 +202,7 @@ class DistributedDataParallel(_BaseDataParallel):
         if any(buffer.is_offloaded for buffer in self._every_buffer):
             raise RuntimeError(
                 "forward was called while parameters or gradients are offloaded to the host: call "
-                "restore_grad_buffers, or reload_from_cpu of all buffers, first"
+                "restore_grad_buffers, or reload_from_cpu of each buffer, first"
             )
         outputs = super().forward(*inputs, **kwargs)
         if isinstance(self._intake, _StreamingIntake):
@@ -289,8 +289,8 @@ class DistributedDataParallel(_BaseDataParallel):
         """
         if force_all_reduce and self.ddp_config.use_distributed_optimizer:
             raise ValueError(
-                "finish_grad_sync: force_all_reduce is set with use_distributed_optimizer, where each rank receives "
-                "only the sums of its own shards: set only one of them"
+                "finish_grad_sync: force_all_reduce is set with use_distributed_optimizer, with which each rank "
+                "receives only the sums of its shards: set only one of them"
             )
         self.launch_order.finish()
         self._hook_runner.check_whole()
@@ -426,8 +426,8 @@ class DistributedDataParallel(_BaseDataParallel):
         """
         if not self.ddp_config.overlap_param_gather:
             raise ValueError(
-                "enable_forward_pre_hook was called with overlap_param_gather False: set it, or drop the call, "
-                "because the optimizer's step gathers all parameters"
+                "enable_forward_pre_hook was called with overlap_param_gather False: set it, or remove the call, "
+                "because without overlap_param_gather the optimizer's step gathers all parameters"
             )
         if self._pre_hooks:
             raise ValueError("enable_forward_pre_hook was called twice: call disable_forward_pre_hook first")
@@ -482,8 +482,8 @@ class DistributedDataParallel(_BaseDataParallel):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(
-            "a DistributedDataParallel cannot be copied, because process groups cannot: copy its `module`, after "
-            "wait_params(module.parameters()), and wrap the copy"
+            "a DistributedDataParallel cannot be copied, because process groups cannot be copied: copy its `module` "
+            "after wait_params(module.parameters()), and wrap the copy"
         )
 
     # Internals.

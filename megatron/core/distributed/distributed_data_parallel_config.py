@@ -152,7 +152,7 @@ class DistributedDataParallelConfig(AbsentDataParallelFields):
         if not all(isinstance(pattern, str) for pattern in patterns):
             raise ValueError(
                 "DistributedDataParallelConfig.param_name_patterns_for_fp32_local_accumulation is "
-                f"{patterns!r}: must be a list or a tuple of strings, patterns of parameter names"
+                f"{patterns!r}: must be a list or a tuple of parameter name patterns"
             )
         if patterns and self.grad_reduce_in_fp32:
             raise ValueError(
@@ -168,13 +168,13 @@ class DistributedDataParallelConfig(AbsentDataParallelFields):
         if self.ddp_debug:
             raise ValueError(
                 f"DistributedDataParallelConfig.ddp_debug and {name} are both set: ddp_debug checks gradients that "
-                f"are persistent in buffers and reduced once per step; debug without {name}"
+                f"are persistent in buffers and reduced once per step; disable {name} while debugging"
             )
         patterns = self.param_name_patterns_for_fp32_local_accumulation
         if patterns:
             raise ValueError(
                 f"DistributedDataParallelConfig.param_name_patterns_for_fp32_local_accumulation is {patterns} and "
-                f"{name} is set: micro-batches are reduced before they accumulate; set grad_reduce_in_fp32 to "
+                f"{name} is set: micro-batch gradients are reduced before they accumulate; set grad_reduce_in_fp32 to "
                 "accumulate in fp32, or set only one of the two"
             )
 

@@ -299,8 +299,8 @@ class Iteration:
         if rank is not None:
             self._phase = _Phase.ABORTED
             raise RemoteRankError(
-                f"rank {rank} aborted the iteration: {RESET}, after finish_grad_sync. No rank has updated: call "
-                "reset_iteration() and continue with the next iteration"
+                f"rank {rank} aborted the iteration: {RESET} that followed finish_grad_sync. No rank has updated its "
+                "parameters: call reset_iteration() and continue with the next iteration"
             )
 
     def end_finished_sync(self, *, is_reset: bool) -> int | None:
@@ -376,7 +376,7 @@ class Iteration:
 
     @trace_range("Iteration.highest_sync")
     def highest_sync(self, number: int) -> int:
-        """Returns the highest number over all ranks of all stages. Collective."""
+        """Returns the maximum of `number` over all ranks of all stages. Collective."""
         highest = torch.tensor(number, dtype=torch.int64, device=self._message_device)
         for group in (self._stage_messages, self._pp_messages):
             if group_size(group) > 1:

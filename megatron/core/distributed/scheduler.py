@@ -239,9 +239,9 @@ class CollectiveScheduler:
         if self._overlap and not self._has_warned and group_rank(self.stage_group) == 0:
             self._has_warned = True
             logger.warning(
-                "iterations of %s and of %s run at the same time over the same process groups: neither overlaps "
-                "communication with backward and forward; give each wrapper or optimizer separate process groups, or "
-                "all chunks one launch_order",
+                "two wrappers or optimizers, of %s and of %s, run iterations at the same time over the same process "
+                "groups: neither overlaps communication with forward and backward; give each of them separate process "
+                "groups, or pass one launch_order to all chunks",
                 self.first_name(),
                 other.first_name(),
             )
@@ -804,7 +804,7 @@ class _Observers:
 
 
 def all_current(groups: Iterable[_ParamAndGradBucketGroup]) -> bool:
-    """Returns whether all ranks have gathered the parameters of all these groups; the same on all ranks."""
+    """Returns whether all ranks have gathered the parameters of all groups; the result is the same on all ranks."""
     return all(group.param_state is ParamState.CURRENT for group in groups)
 
 

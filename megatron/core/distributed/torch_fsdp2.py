@@ -226,8 +226,8 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         """
         if force_all_reduce:
             raise ValueError(
-                "finish_grad_sync: force_all_reduce is set with TorchFullyShardedDataParallel, where each rank "
-                "receives only the sums of its own shards: do not set it"
+                "finish_grad_sync: force_all_reduce is set with TorchFullyShardedDataParallel, with which each rank "
+                "receives only the sums of its shards: do not set it"
             )
         self._iteration.finish()
         # An update may follow, which would make parameters that are still gathered stale.
@@ -502,7 +502,7 @@ def _groups_of(given: dist.ProcessGroup | ProcessGroupCollection | None) -> Proc
 
 
 def _layers(module: nn.Module, wanted: Iterable[type[nn.Module] | nn.Module] | None) -> list[nn.Module]:
-    """Returns the modules that become units: the given modules or members of the given classes, without nested ones."""
+    """Returns the modules that become units: given modules and instances of given classes, outermost only."""
     if wanted is None:
         return repeated_layers(module)
     wanted = list(wanted)

@@ -61,12 +61,12 @@ _NOT_HERE = {
     "overlap_param_gather": "torch gathers each unit during forward and backward anyway",
     "bucket_size": "gradients are reduced by units, such as transformer layers",
     "num_buckets": "gradients are reduced by units, such as transformer layers",
-    "pad_buckets_for_high_nccl_busbw": "torch lays out its messages itself",
+    "pad_buckets_for_high_nccl_busbw": "torch chooses the layout of its collectives",
     "average_in_collective": "torch chooses how gradients are averaged",
     "reduce_scatter_with_fp32_accumulation": "gradients are reduced in fp32, or by torch's own collective",
     "param_name_patterns_for_fp32_local_accumulation": "shards of gradients accumulate in fp32 anyway",
     "overlap_param_gather_with_optimizer_step": "parameters are gathered before the module that needs them",
-    "ddp_debug": "it checks buffers that are reduced once a step",
+    "ddp_debug": "it only supports buffers that are reduced once per step",
 }
 
 

@@ -471,7 +471,10 @@ class UnitBucket:
 
 
 class UnitGroup:
-    """A unit, or a part of it that is released separately, as a group of one bucket. name: the same on all ranks."""
+    """Presents a unit, or a part of it that is released separately, as a group of one bucket.
+
+    name: the same on all ranks.
+    """
 
     def __init__(self, bucket: UnitBucket, *, name: str) -> None:
         self.name, self.buckets, self.slots = name, [bucket], bucket.slots

@@ -49,7 +49,7 @@ _NEEDED = ("_get_fsdp_state", "set_custom_reduce_scatter", "set_force_sum_reduct
 
 
 def check_torch() -> None:
-    """Raises ValueError if torch's fully_shard lacks a name that this file uses."""
+    """Raises ValueError if torch's FSDPModule lacks a method that this file uses."""
     missing = [name for name in _NEEDED if name not in vars(FSDPModule)]
     if missing:
         raise ValueError(
@@ -272,7 +272,10 @@ def reshard_all(root: nn.Module) -> None:
 
 
 def reduce_unused_params(module: FSDPModule) -> None:
-    """Makes a module reduce zeros for parameters that backward did not reach, which may differ between ranks."""
+    """Makes a module reduce zeros for parameters that backward did not reach.
+
+    Backward may therefore reach different parameters on different ranks.
+    """
     is_known = "set_reduce_scatter_unused_params" in vars(FSDPModule)
     if is_known:
         module.set_reduce_scatter_unused_params(True, recurse=False)
@@ -485,7 +488,7 @@ class WrappedShards:
         return next(found, param)
 
     def find_problem(self) -> str | None:
-        """Describes the first change by which gradients or updates would miss a parameter; None if there is none.
+        """Describes the first change that would exclude a parameter from reduction or update; None if there is none.
 
         module_change_finder (consistency.py) is its counterpart for modules in DistributedDataParallel.
         """

@@ -50,7 +50,9 @@ class FusedScaleMaskSoftmax(nn.Module):
         if input_in_fp16 and input_in_bf16:
             raise ValueError("input_in_fp16 and input_in_bf16 are both True: set only one of them")
         if scale is not None and not softmax_in_fp32:
-            raise ValueError(f"scale is {scale} and softmax_in_fp32 is False: must be True, so that no score overflows")
+            raise ValueError(
+                f"scale is {scale} and softmax_in_fp32 is False: must be True, so that scores do not overflow"
+            )
         # Compared by name, because the package that defines AttnMaskType imports this package.
         self.is_causal, self.mask_func = attn_mask_type.name == "causal", mask_func or attention_mask_func
         self.softmax_in_fp32, self.scale = softmax_in_fp32, scale

@@ -207,7 +207,9 @@ def test_what_overlap_and_shards_do_not_allow_is_refused():
         wrapped(nn.Linear(2, 2)).enable_forward_pre_hook()
     with pytest.raises(ValueError, match="force_all_reduce is set with use_distributed_optimizer"):
         wrapped(nn.Linear(2, 2), use_distributed_optimizer=True).finish_grad_sync(force_all_reduce=True)
-    with pytest.raises(TypeError, match="cannot be copied, because process groups cannot: copy its `module`, after"):
+    with pytest.raises(
+        TypeError, match="cannot be copied, because process groups cannot be copied: copy its `module` after"
+    ):
         copy.deepcopy(wrapped(nn.Linear(2, 2)))
     with pytest.raises(TypeError, match="config is a DistributedDataParallelConfig: must be a ModelParallelConfig"):
         DistributedDataParallel(DistributedDataParallelConfig(), ModelParallelConfig(), nn.Linear(2, 2))
