@@ -341,7 +341,7 @@ class _Slice:
 
 
 class _OrderedReduceScatter(_Handle):
-    """Sums this rank's shard of `flat` in rank order, in place or into another tensor; see [Note: rank order].
+    """Sums this rank's shard of `flat` in rank order, in place or into a separate tensor; see [Note: rank order].
 
     Every reduce-scatter over gloo on the CPU uses this class, not only deterministic ones. The exchange is split into
     slices to bound the memory for received values. Two slices are in flight from the start, and `wait` sends the

@@ -200,7 +200,8 @@ def check_params(module: nn.Module) -> None:
                 f"parameter {name} is on {param.device} but {trained[0][0]} is on {trained[0][1].device}: all "
                 "parameters that require grad must be on one device"
             )
-        # Two wrappers would each reduce a part of its gradient, and the first one's buffer would no longer hold it.
+        # Two wrappers would each reduce a part of its gradient, and the first wrapper's buffer would no longer contain
+        # the parameter.
         if is_wrapped(param):
             raise ValueError(
                 f"parameter {name} is in another DistributedDataParallel: call release() on that wrapper before "

@@ -456,7 +456,7 @@ class DistributedDataParallel(_BaseDataParallel):
 
     def broadcast_params(self) -> None:
         """Copies parameters from the first rank of each set of replicas to the others. Collective."""
-        # Until the gather is complete, the first rank has new values only of its own shards.
+        # Until the gather is complete, the first rank has new values only in its own shards.
         self.launch_order.finish_param_sync(self._groups)
         flats = {buffer: buffer.param_data for buffer in self.all_buffers}
         for buffer, flat in flats.items():
@@ -607,7 +607,7 @@ class _StreamingIntake:
         self._hooks.watch(group_of)
 
     def watch_backward_of(self, outputs: Any) -> None:
-        """Registers hooks on the outputs of a forward, by which their backward is recognised.
+        """Registers hooks on the outputs of a forward, which identify the backward of these outputs.
 
         outputs: tensors of any shape and dtype, in any structure.
         """

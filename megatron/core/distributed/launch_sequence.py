@@ -215,7 +215,8 @@ class _BackwardPasses:
     def order_seen(self, sequence: LaunchSequence, *, incomplete: Collection[int]) -> list[int]:
         """Returns the order in which groups became complete, with `incomplete` groups last.
 
-        Backward passes of several chunks do not determine an order of all groups, so the current order is returned.
+        With several chunks, backward passes do not determine an order of all groups; the current order is then
+        returned.
         """
         if self.scope is ReduceScope.ITERATION:
             return sequence.seen(incomplete)

@@ -319,7 +319,7 @@ class CollectiveScheduler:
     def start_grad_sync(self, groups: Sequence[_ParamAndGradBucketGroup]) -> None:
         """Launches the reductions of these groups and of all preceding groups, complete or not.
 
-        Does nothing if each backward pass launches its reductions.
+        Does nothing if reductions are launched in each backward pass.
         """
         for group in groups if self._passes.scope is ReduceScope.ITERATION else ():
             self._launch(self._sequence.up_to(group.number))

@@ -64,7 +64,8 @@ def mesh_of(group: dist.ProcessGroup | None, device: torch.device) -> DeviceMesh
         group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     # torch queries a mesh's device type for its current device. A plan, on the meta device, has none.
     kind = "cpu" if device.type == "meta" else device.type
-    # Without a name, the mesh would equal that of an earlier group of these ranks, which torch's caches may still hold.
+    # Without a name, the mesh would equal the mesh of an earlier group of these ranks, which torch's caches may still
+    # hold.
     return DeviceMesh.from_group(group, kind, mesh_dim_names=(f"shards {group.group_name}",))
 
 
@@ -221,7 +222,7 @@ def shards_of(module: FSDPModule) -> list[ParamShard]:
 
 def _groups_of(module: FSDPModule) -> list[Any]:
     state: Any = module._get_fsdp_state()
-    # torch 2.11 has one group at most, under another name.
+    # torch 2.11 has at most one group, under a different name.
     found = vars(state).get("_fsdp_param_groups", [vars(state).get("_fsdp_param_group")])
     return [group for group in found if group is not None]
 

@@ -46,7 +46,7 @@ class FusedScaleMaskSoftmax(nn.Module):
         overflow.
         """
         super().__init__()
-        require_defaults("FusedScaleMaskSoftmax", "give a mask instead", window_size=(window_size, None))
+        require_defaults("FusedScaleMaskSoftmax", "pass a mask instead", window_size=(window_size, None))
         if input_in_fp16 and input_in_bf16:
             raise ValueError("input_in_fp16 and input_in_bf16 are both True: set only one of them")
         if scale is not None and not softmax_in_fp32:
