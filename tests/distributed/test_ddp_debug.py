@@ -248,8 +248,8 @@ def wrap_wrongly():
 
 def test_wrong_shards_and_types_are_named_when_a_module_is_wrapped():
     for uneven, fewer, mixed in run_on_ranks(wrap_wrongly, 3):
-        assert re.search(r"of parameter layers\.\d\.\w+, is in a shard of rank \d, .* not aligned to 64", uneven)
-        assert re.search(r"of parameter layers\.\d\.\w+, is owned by rank 0 and by rank 1", fewer)
+        assert re.search(r"\(parameter layers\.\d\.\w+\) is in a shard of rank \d, .* not aligned to 64", uneven)
+        assert re.search(r"\(parameter layers\.\d\.\w+\) is owned by rank 0 and by rank 1", fewer)
         assert re.search(r"parameter layers\.3\.\w+ is torch.bfloat16", mixed)
 
 

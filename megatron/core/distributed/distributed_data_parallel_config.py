@@ -152,7 +152,7 @@ class DistributedDataParallelConfig(AbsentDataParallelFields):
         if not all(isinstance(pattern, str) for pattern in patterns):
             raise ValueError(
                 "DistributedDataParallelConfig.param_name_patterns_for_fp32_local_accumulation is "
-                f"{patterns!r}: must be a list or a tuple of parameter name patterns"
+                f"{patterns!r}: must be a list or a tuple of strings (parameter name patterns)"
             )
         if patterns and self.grad_reduce_in_fp32:
             raise ValueError(
