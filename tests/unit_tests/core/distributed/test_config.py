@@ -9,7 +9,7 @@ from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyS
     ("settings", "message"),
     [
         ({"num_distributed_optimizer_instances": 2}, "instances is 2: requires use_distributed_optimizer"),
-        ({"bucket_size": 8, "num_buckets": 2}, "bucket_size is 8 and num_buckets is 2: give only one of them"),
+        ({"bucket_size": 8, "num_buckets": 2}, "bucket_size is 8 and num_buckets is 2: set only one of them"),
     ],
 )
 def test_contradictions_are_named_with_their_values(settings: dict[str, int], message: str) -> None:
