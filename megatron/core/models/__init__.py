@@ -1,1 +1,1 @@
-"""Models built from the transformer's parts."""
+"""Models built from the modules of megatron/core/transformer."""

@@ -1,6 +1,6 @@
-"""Offloads activations to host memory after forward and fetches them one layer ahead of backward.
+"""Offloads activations to host memory after forward and prefetches them one layer ahead of backward.
 
-It contains the plan of the offloaded parts, the offloader and its persistent host buffers. The settings are in
+This file contains the plan of offloaded parts, the offloader and its persistent host buffers. The settings are in
 offload_config.py.
 """
 
@@ -24,10 +24,10 @@ _MIN_BUFFER_BYTES = 4096
 
 
 def plan_offload(config: OffloadConfig, has_experts: Sequence[bool]) -> list[frozenset[str]]:
-    """Returns the offloaded parts of each layer, in order. WHOLE_LAYER stands for all parts of a layer.
+    """Returns the set of parts to offload for each layer. WHOLE_LAYER stands for all parts of a layer.
 
     The last layer is never offloaded, because its backward follows immediately. If only a fraction of the parts is
-    offloaded, the first ones are chosen, because their activations are kept longest.
+    offloaded, these are the earliest parts, because their activations live longest.
     """
     num_layers = len(has_experts)
     if config.cpu_offloading_num_layers:
@@ -47,17 +47,18 @@ class ActivationOffloader:
     """Offloads the activations of all layers of a model chunk.
 
     1. A part runs inside `saving`. Each tensor that autograd saves becomes a SavedTensor, a view of a _Block of memory.
-    2. At the end of the part, blocks to offload are copied to the host and their device memory is released.
-    3. When backward needs the first tensor of a layer, the layer's blocks are fetched unless they are already on the
-       device. Then the fetch of the previous layer's blocks starts, which overlaps with this layer's backward.
-    4. When autograd drops the last SavedTensor of a block, its memory is released, including its host buffer. An
-       interrupted step therefore leaves nothing behind.
+    2. At the end of the part, the blocks to offload are copied to the host and their device memory is released.
+    3. When backward first unpacks a tensor of a layer, the blocks of the layer are fetched unless they are already on
+       the device. The blocks of the previous layer are fetched next, which overlaps with the backward of this layer.
+    4. When autograd drops the last SavedTensor of a block, the memory of the block is released, including its host
+       buffer. An interrupted step therefore leaks no memory.
     """
 
     def __init__(self, owner: nn.Module, device: torch.device, *, min_elements: int) -> None:
-        """Creates an offloader with no host buffers yet.
+        """Creates an offloader without host buffers, which are allocated on demand.
 
-        owner: module whose parameters and buffers are not offloaded; min_elements: smaller tensors stay on the device.
+        owner: module whose parameters and buffers must not be offloaded. min_elements: smaller tensors are not
+        offloaded.
         """
         self.buffers = HostBuffers(device)
         self.bytes_out = self.bytes_in = self._largest = 0
@@ -68,7 +69,7 @@ class ActivationOffloader:
 
     @contextmanager
     def telling(self, told: "Callable[[SavedTensor], None]") -> Iterator[None]:
-        """Calls `told`, inside the block, with each SavedTensor, which lives until autograd releases it."""
+        """Calls `told` with each SavedTensor created within the context. Autograd owns the SavedTensor."""
         self._told = told
         try:
             yield
@@ -76,16 +77,16 @@ class ActivationOffloader:
             self._told = None
 
     def begin_pass(self) -> None:
-        """Starts a forward pass. Must be called before its first layer."""
+        """Starts a forward pass. Must be called before the first layer runs."""
         owned = [*self._owner.parameters(), *self._owner.buffers()]
         # Identified by the storage object, because storages on the meta device have no address.
         self._pass = _Pass(frozenset(tensor.untyped_storage()._cdata for tensor in owned))
 
     @contextmanager
     def saving(self, layer: int, *, moves: bool) -> Iterator[None]:
-        """Manages the tensors that autograd saves inside the block, the forward of one part.
+        """Context for the forward of one part, which manages the tensors that autograd saves.
 
-        layer: index of its layer; moves: whether its tensors are offloaded.
+        layer: index of the layer that contains the part. moves: whether to offload the saved tensors.
         """
         if not torch.is_grad_enabled():
             yield
@@ -100,10 +101,10 @@ class ActivationOffloader:
             with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
                 yield
             if moves:
-                # Not done in pack, because a block may be saved as several tensors, and may still be modified.
+                # Not in pack, because a block may be saved as several tensors, and may still be modified.
                 self._move_out(saved)
         finally:
-            # Autograd keeps `pack`, and so this list, as long as the saved tensors.
+            # Autograd keeps `pack`, which references this list, as long as the saved tensors.
             saved.clear()
 
     def _pack(self, tensor: Tensor, current: "_Pass", *, layer: int, saved: list[tuple["SavedTensor", Tensor]]) -> Any:
@@ -140,7 +141,7 @@ class ActivationOffloader:
             if block.storage.nbytes() <= 2 * num_bytes:
                 self._copy_out(block, block.storage)
             elif block.num_saved == len(readers):
-                # Backward reads a small part of the memory: offloading only the views releases all of it.
+                # Backward reads only a small part of this memory. Offloading just the views releases all of it.
                 self._copy_out_views([one for one, _ in readers if one.view in views], views)
 
     def _copy_out_views(self, readers: list["SavedTensor"], views: dict[Any, Tensor]) -> None:
@@ -157,7 +158,7 @@ class ActivationOffloader:
         buffer = self.buffers.lend(num_bytes)
         self._copies.copy(buffer[:num_bytes], _bytes_of(storage, self._device))
         self.bytes_out += num_bytes
-        # Returns the buffer even without a backward, when autograd drops the saved tensors.
+        # Returns the buffer to the pool when autograd drops the saved tensors, even without a backward.
         block.give_back = weakref.finalize(block, self.buffers.give_back, buffer)
         block.give_back.atexit = False
         block.host, block.storage = buffer[:num_bytes], None
@@ -169,14 +170,14 @@ class ActivationOffloader:
         if saved.current.reached is None or saved.layer < saved.current.reached:
             self._reach(saved.current, saved.layer)
         block = saved.block
-        self._copy_in(block)  # only if backward runs in another order than expected
+        self._copy_in(block)  # only if backward runs in an unexpected order
         self._copies.main_waits_for(block.arrived)
         offset, size, stride = saved.view
         empty = torch.empty(0, dtype=saved.dtype, device=self._device)
         return empty.set_(block.storage, offset, size, stride)
 
     def _reach(self, current: "_Pass", layer: int) -> None:
-        """Fetches the blocks of the layer that backward has reached and of the next layer in backward."""
+        """Fetches the blocks of the layer that backward has reached, and then of the next layer in backward."""
         if self.bytes_out == 0:
             raise ValueError(
                 (
@@ -186,7 +187,8 @@ class ActivationOffloader:
                 if self._largest
                 else (
                     "nothing to offload: the parts selected by offload_modules or cpu_offloading_num_layers save "
-                    "no activations, which is the case for frozen layers; select other parts, or disable offloading"
+                    "no activations, for example because their layers are frozen; select other parts, or disable "
+                    "offloading"
                 )
             )
         current.reached = layer
@@ -209,7 +211,10 @@ class ActivationOffloader:
 
 @dataclass(frozen=True, eq=False)
 class Offloaded:
-    """A Run or RunAndRelease whose saved tensors are managed by the offloader."""
+    """A Run or RunAndRelease that passes its saved tensors to the offloader.
+
+    inner: the wrapped runner. moves: whether to offload the tensors.
+    """
 
     offloader: ActivationOffloader
     inner: Callable[..., Any]
@@ -222,7 +227,7 @@ class Offloaded:
 
 
 class _Block:
-    """Memory of saved tensors, either on the device (`storage`) or on the host (`host`)."""
+    """A memory block that holds saved tensors, either on the device (`storage`) or on the host (`host`)."""
 
     def __init__(self, storage: torch.UntypedStorage, version: int) -> None:
         self.storage: torch.UntypedStorage | None = storage
@@ -230,7 +235,7 @@ class _Block:
         self.host: Tensor | None = None
         self.arrived: Any = None
         self.give_back: weakref.finalize[Any, Any] | None = None
-        # Keeps the address reserved, because a new storage at the same address would be mistaken for this one.
+        # Keeps the address reserved. A new storage at the same address would be mistaken for this one.
         self._address_kept = StorageWeakRef(storage)
 
 
@@ -238,8 +243,8 @@ class _Block:
 class _Pass:
     """State of one microbatch's forward and backward.
 
-    owned: storages of parameters and buffers; reached: the layer that backward has reached, None before backward;
-    blocks: by storage, as long as autograd holds them; layers: the blocks that each layer saved.
+    owned: storages of parameters and buffers. reached: index of the layer that backward has reached; None before
+    backward. blocks: live blocks, by the identity of their storage. layers: live blocks of each layer, by its index.
     """
 
     owned: frozenset[int]
@@ -249,7 +254,7 @@ class _Pass:
 
 
 class SavedTensor:
-    """Replacement for a tensor that autograd saves. view: offset, size and stride, in elements."""
+    """Replacement for a tensor that autograd saves. view: offset, size and stride in the block, in elements."""
 
     __slots__ = ("block", "current", "layer", "dtype", "view", "__weakref__")
 
@@ -258,7 +263,7 @@ class SavedTensor:
 
     @property
     def storage(self) -> torch.UntypedStorage | None:
-        """Returns the tensor's memory on the device; None while it is on the host."""
+        """Device memory of the tensor; None while it is on the host."""
         return self.block.storage
 
 
@@ -271,7 +276,7 @@ def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
 
 
 class HostBuffers:
-    """Pool of persistent host buffers of a few sizes, which are reused because pinning memory is slow.
+    """Pool of persistent pinned host buffers in a few sizes. Buffers are reused because pinning memory is slow.
 
     free_bytes + lent_bytes is the total size of all allocated buffers.
     """
@@ -282,7 +287,7 @@ class HostBuffers:
         self.free_bytes = self.lent_bytes = 0
 
     def lend(self, num_bytes: int) -> Tensor:
-        """Returns an uninitialized buffer of at least num_bytes: [N], uint8, on the CPU."""
+        """Lends an uninitialized buffer of at least num_bytes bytes: [N], uint8, on the CPU."""
         size = buffer_size(num_bytes)
         free = self._free.setdefault(size, [])
         self.lent_bytes += size
@@ -292,20 +297,20 @@ class HostBuffers:
         return free.pop()
 
     def give_back(self, buffer: Tensor) -> None:
-        """Returns a lent buffer, [N], uint8, to the pool. Copies from it may be pending, but no others may start."""
-        # All copies use one stream, so the next user's copy into the buffer runs after pending copies.
+        """Returns a lent buffer, [N], uint8, to the pool. Pending copies from it may finish; no new one may start."""
+        # All copies use one stream, so the next copy into the buffer runs after pending copies.
         self._free[buffer.numel()].append(buffer)
         self.free_bytes += buffer.numel()
         self.lent_bytes -= buffer.numel()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if the counts and the lists disagree, or if a buffer is in the lists twice."""
+        """Raises AssertionError if the byte counts and the free lists disagree, or if a buffer is listed twice."""
         buffers = [buffer for free in self._free.values() for buffer in free]
         assert sum(buffer.numel() for buffer in buffers) == self.free_bytes and self.lent_bytes >= 0
         assert len({buffer.data_ptr() for buffer in buffers}) == len(buffers), "a buffer was given back twice"
 
 
 def buffer_size(num_bytes: int) -> int:
-    """Rounds num_bytes up to one of four sizes per power of two, so that tensors of similar sizes share buffers."""
+    """Rounds num_bytes up to one of four sizes per power of two, so that similar sizes share buffers."""
     step = max(_MIN_BUFFER_BYTES, 1 << max(0, (num_bytes - 1).bit_length() - 3))
     return -(-num_bytes // step) * step

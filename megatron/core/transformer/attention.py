@@ -1,6 +1,6 @@
-"""Attention layers: projections around an attention core, and self-attention with grouped queries.
+"""Attention layers: the base class with projections around an attention core, and self-attention with grouped queries.
 
-Masks and kernels belong to the core. Multi-latent attention is in multi_latent_attention.py.
+The core handles masks and kernels. Multi-latent attention is in multi_latent_attention.py.
 """
 
 import math
@@ -29,14 +29,14 @@ from megatron.core.transformer.rope import RotaryTable, apply_rotary_pos_emb, sp
 from megatron.core.transformer.spec_utils import build_module, build_offering
 from megatron.core.transformer.transformer_config import TransformerConfig, require_sizes
 
-# query [S, B, N, D], key [S, B, G, D], value [S, B, G, E]; with a gate on the output also [S, B, G, N / G, D].
+# query [S, B, N, D], key [S, B, G, D], value [S, B, G, E]; with an output gate also gate [S, B, G, N / G, D].
 QueryKeyValue = tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Attention(MegatronModule):
-    """Base class of attention: subclasses compute queries, keys and values for the core and the output projection.
+    """Base class of attention layers. Subclasses compute queries, keys and values; the base class does the rest.
 
-    num_heads: number of query heads on this rank.
+    num_heads (attribute): number of query heads on this rank.
     """
 
     def __init__(
@@ -58,9 +58,10 @@ class Attention(MegatronModule):
         offered: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """Builds the core. cp_comm_type: None means the configured value of the layer.
+        """Builds the attention core.
 
-        offered: arguments that the core may omit. options: arguments that it must accept.
+        cp_comm_type: None means the configured value of the layer. offered: arguments that are passed only if the core
+        accepts them. options: arguments that the core must accept.
         """
         config = self.config
         kind = cp_comm_type or config.cp_comm_type_of_layer(layer_number)
@@ -79,7 +80,7 @@ class Attention(MegatronModule):
             self.largest_logits = self.core_attention.largest_logits
         self.attn_mask_type = attn_mask_type
         self.around_core = over_ranks(self.core_attention, config, kind=kind, groups=self.groups)
-        # Ranks have different heads, so their dropout must draw different numbers.
+        # Ranks hold different heads, so their dropout must draw different numbers.
         self.core_numbers = numbers_of_each_rank(self.tp_group, dropout=config.attention_dropout)
 
     def _build_output(self, spec: Any, input_size: int) -> None:
@@ -116,10 +117,10 @@ class Attention(MegatronModule):
     ) -> tuple[Tensor, Tensor | None]:
         """Computes self-attention.
 
-        hidden_states: [S, B, H], parameter dtype; attention_mask: bool, True where attention is forbidden, or None;
-        packed_seq_params: segments that restrict attention. Returns [S, B, H], same dtype, and the bias [H] that the
-        caller must add, or None. Under sequence parallelism both S are this rank's part of the sequence. All other
-        arguments must be None.
+        hidden_states: [S, B, H], parameter dtype. attention_mask: bool, True where attention is forbidden, or None.
+        packed_seq_params: segments to which attention is restricted. Returns [S, B, H], same dtype, and the bias [H]
+        that the caller must add, or None. Under sequence parallelism, S is this rank's part of the sequence. All other
+        arguments except rotary_pos_emb must be None.
         """
         others = key_value_states, rotary_pos_cos, rotary_pos_sin, rotary_pos_cos_sin, attention_bias
         unused = (*others, inference_context, sequence_len_offset, inference_params)
@@ -150,7 +151,7 @@ class Attention(MegatronModule):
         *,
         packed_seq_params: PackedSeqParams | None,
     ) -> Tensor:
-        # Inside the recomputed function, so that recompute draws from the same stream.
+        # Inside the recomputed function, so that the second run draws from the same stream.
         with self.core_numbers():
             context: Tensor = self.around_core(
                 self.core_attention,
@@ -164,37 +165,38 @@ class Attention(MegatronModule):
         return context if gate is None else apply_output_gate(context, gate)
 
     def _projected(self, hidden_states: Tensor, rotary_pos_emb: RotaryTable | None) -> QueryKeyValue:
-        """Projects [S, B, H], parameter dtype -> query [S, B, N, D], key [S, B, G, D] and value [S, B, G, E].
+        """Computes query [S, B, N, D], key [S, B, G, D] and value [S, B, G, E] from [S, B, H], parameter dtype.
 
-        Applies rotary positions to queries and keys.
+        Applies rotary positions to queries and keys if rotary_pos_emb is not None.
         """
         raise NotImplementedError
 
     def clip_factors(self, largest: Tensor) -> Tensor:
-        """Computes threshold / largest where that is below 1, otherwise 1, also for non-finite scores: [N], fp64.
+        """Returns the qk_clip factor of each head: threshold / largest if that is below 1, else 1. Shape [N], fp64.
 
-        largest: [N], fp64, the largest score of each of this rank's heads.
+        largest: [N], fp64, largest score of each head on this rank. Non-finite scores give a factor of 1.
         """
         threshold = self.config.qk_clip_threshold
         return torch.where((largest > threshold) & largest.isfinite(), threshold / largest, torch.ones_like(largest))
 
     def row_factors(self, factors: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
-        """Returns parameters of projections with factors of their rows: [rows], fp64; factors: [N], fp64, one per head.
+        """Returns projection parameters, each with factors of its rows: [rows], fp64. factors: [N], fp64, per head.
 
-        Scaling the rows multiplies the scores of each head by its factor. Raises ValueError for a layer that does not
-        define which rows these are.
+        Scaling the rows multiplies the scores of each head by the factor of the head. Raises ValueError if the class
+        does not override this method.
         """
-        raise ValueError(f"qk_clip is True and {type(self).__name__} has no row_factors: define it, or disable qk_clip")
+        raise ValueError(
+            f"qk_clip is True and {type(self).__name__} does not define row_factors: define it, or disable qk_clip"
+        )
 
     @torch.no_grad()
     def clip_qk(self) -> None:
-        """Scales down the projections of heads whose scores have exceeded qk_clip_threshold since the last call
-        (qk_clip).
+        """Scales down the projections of heads whose scores exceeded qk_clip_threshold since the last call.
 
-        Intended for custom training loops with their own optimizer, to be called after its step; only this rank's
-        scores are used. Optimizers of get_megatron_optimizer clip within their step, over all ranks, after which this
-        changes nothing. Raises ValueError if qk_clip is False, or if an optimizer's masters of a projection are not
-        whole on this rank.
+        For custom training loops with a custom optimizer: call it after the optimizer step. It uses only the scores of
+        this rank. Optimizers from get_megatron_optimizer clip over all ranks within their step, after which this call
+        changes nothing. Raises ValueError if qk_clip is False, or if the fp32 master of a projection is sharded over
+        ranks.
         """
         if not self.config.qk_clip:
             raise ValueError("clip_qk was called, but qk_clip is False: must be True")
@@ -206,7 +208,8 @@ class Attention(MegatronModule):
             if main is not None:
                 if main.shape != param.shape:
                     raise ValueError(
-                        "clip_qk: the masters of a projection are distributed over ranks: let the optimizer's step clip"
+                        "clip_qk: the fp32 master of a projection is sharded over ranks; rely on the clipping of the "
+                        "optimizer's step instead"
                     )
                 param.copy_(main.mul_(factors))
             else:
@@ -216,16 +219,16 @@ class Attention(MegatronModule):
     def _kept_until_used(
         self, hidden_states: Tensor, rotary_pos_emb: RotaryTable | None
     ) -> tuple[QueryKeyValue, Callable[[Tensor], None]]:
-        """Returns queries, keys and values, and a function to call with the context computed from them.
+        """Returns queries, keys and values, and a release function to call with the context computed from them.
 
-        With recompute, the function releases the tensors and recomputes them in backward.
+        With recompute, the release function frees these tensors until backward recomputes them.
         """
         return run_and_keep(self._projected, hidden_states, rotary_pos_emb)
 
 
 @dataclass
 class SelfAttentionSubmodules:
-    """Specs of the projections, the attention core, and the optional norms over queries and keys."""
+    """Specs of the projections, the attention core, and the optional norms of queries and keys."""
 
     linear_qkv: Any = None
     core_attention: Any = None
@@ -237,9 +240,9 @@ class SelfAttentionSubmodules:
 class SelfAttention(Attention):
     """Self-attention with grouped queries.
 
-    The rows of linear_qkv are ordered by key/value group: its queries, then with attention_output_gate as many gates,
-    then its key, then its value. Tensor-parallel ranks hold whole groups; num_groups is the number of groups on this
-    rank.
+    The rows of linear_qkv are ordered by key/value group. Each group consists of its queries, with
+    attention_output_gate the same number of gates, its key and its value. Tensor-parallel ranks hold whole groups.
+    num_groups is the number of groups on this rank.
     """
 
     def __init__(
@@ -255,8 +258,9 @@ class SelfAttention(Attention):
     ) -> None:
         """Builds the projections, the core and the optional norms.
 
-        layer_number: from 1 over the whole model. attn_mask_type: see the core; padding masks nothing by itself.
-        cp_comm_type: None means the configured value of the layer. pp_layer_offset, name: accepted without effect.
+        layer_number: number of the layer in the model, starting at 1. attn_mask_type: passed to the core; padding masks
+        nothing by itself. cp_comm_type: None means the configured value of the layer. pp_layer_offset, name: accepted
+        without effect.
         """
         super().__init__(config, num_heads=config.num_attention_heads, pg_collection=pg_collection)
         assert config.kv_channels is not None and config.num_query_groups is not None
@@ -285,7 +289,7 @@ class SelfAttention(Attention):
             offered={"softmax_scale": None},
         )
         if config.qk_layernorm and (submodules.q_layernorm is None or submodules.k_layernorm is None):
-            raise ValueError("qk_layernorm is True: the layer's spec must have q_layernorm and k_layernorm")
+            raise ValueError("qk_layernorm is True: the spec of the layer must define q_layernorm and k_layernorm")
         self.q_layernorm = self._head_norm(submodules.q_layernorm)
         self.k_layernorm = self._head_norm(submodules.k_layernorm)
         self._build_output(submodules.linear_proj, config.num_attention_heads * self.head_width)
@@ -297,19 +301,19 @@ class SelfAttention(Attention):
         output_gate: bool = False,
         split_qkv: bool = True,
     ) -> QueryKeyValue | tuple[Tensor, list[int]]:
-        """Projects [S, B, H], parameter dtype -> query [S, B, N, D], key and value [S, B, G, D], not yet rotated.
+        """Computes query [S, B, N, D], key and value [S, B, G, D] without rotary positions.
 
-        Under tensor parallelism N and G are this rank's heads and groups. S is the whole sequence in the result.
-        output_gate: must equal attention_output_gate; True returns the gates, [S, B, G, N / G, D], as a fourth tensor.
-        split_qkv: False returns the projection [S, B, G, (q + 2) D], or [S, B, G, (2 q + 2) D] with gates, and the
-        widths of queries, gates, key and value in it. key_value_states: must be None.
+        hidden_states: [S, B, H], parameter dtype. N and G are this rank's heads and groups. Results cover the whole
+        sequence. output_gate: must equal attention_output_gate; True returns the gates, [S, B, G, N / G, D], as a
+        fourth tensor. split_qkv: False returns the unsplit projection, [S, B, G, (q + 2) D], or with gates
+        [S, B, G, (2 q + 2) D], and the widths of queries, gates, key and value in it. key_value_states: must be None.
         """
-        why = "there is no cross-attention here"
+        why = "cross-attention is not supported"
         require_defaults("get_query_key_value_tensors", why, key_value_states=(key_value_states, None))
         if output_gate != self.config.attention_output_gate:
             raise ValueError(
                 f"output_gate is {output_gate} and attention_output_gate is {self.config.attention_output_gate}: "
-                "must be equal, because the projection either has rows for gates or not"
+                "must be equal, because attention_output_gate determines whether the projection computes gates"
             )
         if split_qkv:
             return self._projected(hidden_states, None)
@@ -324,8 +328,8 @@ class SelfAttention(Attention):
         has_norms = self.q_layernorm is not None or self.k_layernorm is not None
         if rotary_pos_emb is not None and not has_norms and not self.gates_per_group:
             return split_and_rotate(mixed, rotary_pos_emb)
-        # Splitting instead of slicing: backward concatenates three gradients once, whereas slices would be padded and
-        # summed.
+        # Split instead of sliced: backward of split concatenates the gradients once, whereas backward of slices pads
+        # and sums them.
         query, gate, key, value = torch.split(mixed, [self.queries_per_group, self.gates_per_group, 1, 1], dim=3)
         query, key = query.flatten(2, 3), key.squeeze(3)
         if self.q_layernorm is not None:
@@ -337,12 +341,12 @@ class SelfAttention(Attention):
         return (query, key, value.squeeze(3), gate) if self.gates_per_group else (query, key, value.squeeze(3))
 
     def row_factors(self, factors: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
-        """Returns the factors of the rows of linear_qkv, weight and bias: [rows], fp64; factors: [N], fp64, one per
-        head.
+        """Returns the weight and bias of linear_qkv, each with factors for its rows: [rows], fp64.
 
-        A group's key is shared by its query heads, so it gets the smallest factor of the group to the power 1 - alpha.
-        Each of these query heads gets its own factor divided by the key's. This is factor to the power alpha for the
-        largest head, and more than 1 for heads below the threshold, whose scores stay unchanged.
+        factors: [N], fp64, one per head. The query heads of a group share its key, so the key is scaled by
+        f ** (1 - alpha), where f is the smallest factor of the group. Each query head is scaled by its factor divided
+        by the factor of the key. That is f ** alpha for the head with factor f, and more than 1 for heads below the
+        threshold, whose scores stay unchanged.
         """
         of_groups = factors.view(self.num_groups, self.queries_per_group)
         of_keys = of_groups.amin(1, keepdim=True) ** (1 - self.config.qk_clip_alpha)
@@ -357,14 +361,14 @@ class SelfAttention(Attention):
         config = self.config
         norm = build_module(spec, config=config, hidden_size=self.head_width, eps=config.layernorm_epsilon)
         for param in norm.parameters():
-            # The gradient covers this rank's heads only, with or without sequence parallelism.
+            # The gradient covers only this rank's heads, with or without sequence parallelism.
             mark_partial_gradient(param, partial=group_size(self.tp_group) > 1)
         return norm
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
-        """Describes linear_qkv as three stored tensors: q [G, q, D, H], k [G, D, H], v [G, D, H]; biases lack H.
+        """Describes linear_qkv as stored tensors q [G, q, D, H], k [G, D, H] and v [G, D, H]; biases without H.
 
-        With attention_output_gate there is also gate [G, q, D, H]. G is the number of groups of all ranks.
+        With attention_output_gate, also gate [G, q, D, H]. G is the number of groups of all ranks.
         """
         pieces = {"linear_qkv.weight": self._qkv_pieces(prefix + "linear_qkv.weight", (self.config.hidden_size,))}
         if self.linear_qkv.bias is not None:
@@ -372,7 +376,7 @@ class SelfAttention(Attention):
         return pieces
 
     def weight_matrices(self) -> dict[str, list[MatrixWindow]]:
-        """Describes linear_qkv as matrices: the queries, gates (if any), keys and values of all groups."""
+        """Describes linear_qkv as a matrix each of all queries, all gates (if present), all keys and all values."""
         pieces = self._qkv_pieces("linear_qkv.weight", (self.config.hidden_size,))
         return {"linear_qkv.weight": [MatrixWindow(p.shape, p.stride, p.storage_offset) for p in pieces]}
 

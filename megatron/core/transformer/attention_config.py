@@ -1,4 +1,4 @@
-"""Settings of self-attention and of multi-latent attention. The type of positions is a setting of the model."""
+"""Settings of self-attention and multi-latent attention. The position embedding type is a setting of the model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from megatron.core.transformer.layer_pattern import parse_layer_pattern
 
 @dataclass(kw_only=True)
 class AttentionConfig:
-    """Settings of attention layers: heads, widths, rotation, windows, communication between ranks."""
+    """Settings of attention layers: heads, widths, rotation, windows and communication between ranks."""
 
     cli_group: ClassVar[str] = "attention"
 
-    num_attention_heads: int = config_field(0, cli_default=None, help="Query heads of each layer.", at_least=0)
+    num_attention_heads: int = config_field(0, cli_default=None, help="Number of query heads per layer.", at_least=0)
     num_query_groups: int | None = config_field(
         None,
-        help="Key/value heads of each layer, with --group-query-attention (default 1); otherwise one per query head.",
+        help="Key/value heads per layer with --group-query-attention; default: 1. Otherwise one per query head.",
         at_least=1,
     )
     kv_channels: int | None = config_field(
@@ -30,7 +30,7 @@ class AttentionConfig:
     )
     attention_backend: AttnBackend = config_field(
         AttnBackend.auto,
-        help="Attention kernel: auto lets torch choose; unfused and local are an fp32 reference.",
+        help="Attention kernel: auto lets torch choose; unfused and local use an fp32 reference implementation.",
         choices=tuple(AttnBackend),
         parse=parse_attn_backend,
     )
@@ -41,19 +41,19 @@ class AttentionConfig:
         help="Compute the softmax of attention in fp32. No effect, because every kernel here does so.",
     )
     softmax_scale: float | None = config_field(
-        None, flags=(), more_than=0, help="Factor of the attention scores; default: 1 / sqrt(kv_channels)."
+        None, flags=(), more_than=0, help="Scale of the attention scores; default: 1 / sqrt(kv_channels)."
     )
     softmax_type: str = config_field(
         "vanilla",
-        help="Additional term in the denominator of attention's softmax: none (vanilla), exp(0) (off-by-one), or "
-        "exp of a learned logit per head, a sink (learnable).",
+        help="Term added to the denominator of attention's softmax: none (vanilla), exp(0) (off-by-one), or exp of a "
+        "learned logit per head, a sink (learnable).",
         choices=("vanilla", "off-by-one", "learnable"),
     )
     add_qkv_bias: bool = config_field(
         False, help="Add a bias to the query, key and value projection even if other layers have none."
     )
     qk_layernorm: bool = config_field(
-        False, help="Normalize each query and key over the width of its head, before positions are applied."
+        False, help="Normalize each query and key over its head width before rotary positions are applied."
     )
     qk_clip: bool = config_field(
         False,
@@ -62,7 +62,7 @@ class AttentionConfig:
     )
     qk_clip_alpha: float = config_field(
         0.5,
-        help="Exponent of the --qk-clip factor for queries; keys get the remainder.",
+        help="Exponent of the --qk-clip factor that scales queries; keys are scaled with exponent 1 minus this.",
         at_least=0,
         at_most=1,
     )
@@ -72,30 +72,31 @@ class AttentionConfig:
     )
     attention_output_gate: bool = config_field(
         False,
-        help="Multiply attention's output by the sigmoid of a gate, which the query, key and value projection "
-        "computes for each query head and channel.",
+        help="Multiply attention's output by the sigmoid of a gate. The query, key and value projection computes one "
+        "gate per query head and channel.",
     )
     rotary_interleaved: bool = config_field(
-        False, help="Rotate neighbouring channels as pairs instead of the two halves of a head."
+        False, help="Apply rotary positions to pairs of neighbouring channels instead of the two halves of a head."
     )
     window_size: tuple[int, int] | list[int] | None = config_field(
         None,
-        help="Sliding window LEFT,0: a token attends to itself and LEFT tokens before it; LEFT -1 means no limit.",
+        help="Sliding window LEFT,0: each token attends to itself and the LEFT tokens before it; -1 means no limit.",
         at_least=-1,
         parse=lambda word: parse_window_size(word),  # defined below
     )
     window_attn_skip_freq: int | list[int] | str | None = config_field(
         None,
-        help="Layers without the window: every Nth, or a pattern such as [1]*3+[0] with 0 for them; default: none.",
+        help="Layers without the window: N for every Nth layer, or a pattern such as [1]*3+[0] with 0 for them; "
+        "default: none.",
         parse=partial(parse_layer_pattern, field="window_attn_skip_freq"),
     )
 
     cp_comm_type: list[str] | str | None = config_field(
         None,
         cli_default="p2p",
-        help="Communication between ranks that share sequences, one value for all layers or one per layer: keys and "
-        "values are passed around a ring (p2p) or gathered (all_gather), heads are exchanged (a2a), or heads "
-        "are exchanged within groups of neighbours and keys and values passed between the groups (a2a+p2p).",
+        help="Communication between context-parallel ranks, one value for all layers or one per layer: pass keys and "
+        "values around a ring (p2p), gather them (all_gather), exchange heads by all-to-all (a2a), or exchange "
+        "heads within groups of neighbours and pass keys and values between the groups (a2a+p2p).",
         choices=("p2p", "all_gather", "a2a", "a2a+p2p"),
     )
 
@@ -104,18 +105,18 @@ class AttentionConfig:
 
     @property
     def watches_logits(self) -> bool:
-        """Returns whether attention computes the largest score of each head in training."""
+        """Whether attention records the largest score of each head during training."""
         return self.qk_clip or self.log_max_attention_logit
 
     def cp_comm_type_of_layer(self, layer_number: int) -> str:
-        """Returns the cp_comm_type of a layer; layer_number starts at 1."""
+        """Returns the cp_comm_type of a layer. layer_number: starts at 1."""
         if self.cp_comm_type is None:
             return "p2p"
         kinds = [self.cp_comm_type] if isinstance(self.cp_comm_type, str) else self.cp_comm_type
         return kinds[0] if len(kinds) == 1 else kinds[layer_number - 1]
 
     def window_of_layer(self, layer_number: int) -> tuple[int, int] | None:
-        """Returns the window of a layer, or None without a limit; layer_number starts at 1."""
+        """Returns the window of a layer, or None if it has no window. layer_number: starts at 1."""
         freq = self.window_attn_skip_freq
         if self.window_size is None or self.window_size[0] == -1:
             return None
@@ -129,24 +130,29 @@ class AttentionConfig:
 
 @dataclass(kw_only=True)
 class MLAConfig:
-    """Settings of latent attention, which replace key/value groups. They require multi_latent_attention."""
+    """Settings of latent attention, which has no key/value groups. They require multi_latent_attention."""
 
     cli_group: ClassVar[str] = "multi-latent attention"
 
     multi_latent_attention: bool = config_field(
-        False, help="Compute keys and values of all heads from one narrow vector per token, as in DeepSeek's models."
+        False,
+        help="Compute the keys and values of all heads from one compressed vector per token, as in DeepSeek-V2 and V3.",
     )
     q_lora_rank: int | None = config_field(
         None,
-        help="Width to which queries are first projected; default: they are computed from the hidden state.",
+        help="Width to which queries are compressed first; default: compute queries directly from the hidden state.",
         at_least=1,
     )
     kv_lora_rank: int = config_field(
-        32, help="Width of the vector from which keys and values are computed.", at_least=1
+        32, help="Width of the compressed vector from which keys and values are computed.", at_least=1
     )
-    qk_head_dim: int = config_field(128, help="Channels of each query and key head without rotation.", at_least=1)
+    qk_head_dim: int = config_field(
+        128, help="Number of channels per query and key head without rotary positions.", at_least=1
+    )
     qk_pos_emb_head_dim: int = config_field(
-        64, help="Additional channels of each query head with rotation; all heads share one such key.", at_least=2
+        64,
+        help="Number of additional, rotated channels per query and key head; all heads share one rotated key.",
+        at_least=2,
     )
     v_head_dim: int = config_field(128, help="Width of each value head.", at_least=1)
 
@@ -155,12 +161,12 @@ class MLAConfig:
 
     @property
     def qk_width(self) -> int:
-        """Returns the width of each query and key head."""
+        """Width of each query and key head."""
         return self.qk_head_dim + self.qk_pos_emb_head_dim
 
 
 def parse_window_size(word: str) -> tuple[int, int]:
-    """Parses LEFT,RIGHT, with or without parentheses, as two integers. Raises ValueError for anything else."""
+    """Parses LEFT,RIGHT, with or without parentheses, as two integers. Raises ValueError for other text."""
     parts = word.strip().strip("()[]").split(",")
     try:
         left, right = (int(part) for part in parts)
@@ -170,11 +176,11 @@ def parse_window_size(word: str) -> tuple[int, int]:
 
 
 def validate_attention(config: AttentionConfig, *, hidden_size: int, num_layers: int) -> None:
-    """Raises ValueError if sizes are not divisible by the numbers of heads and groups, or for an invalid window."""
+    """Raises ValueError if heads or groups do not divide the sizes, or if the window is invalid."""
     heads, groups = config.num_attention_heads, config.num_query_groups
     if config.kv_channels is None and heads and hidden_size % heads:
         raise ValueError(
-            f"hidden_size is {hidden_size}: must be divisible by num_attention_heads ({heads}), or give kv_channels"
+            f"hidden_size is {hidden_size}: must be divisible by num_attention_heads ({heads}), or set kv_channels"
         )
     if groups and heads % groups:
         raise ValueError(f"num_attention_heads is {heads}: must be divisible by num_query_groups ({groups})")
@@ -182,7 +188,7 @@ def validate_attention(config: AttentionConfig, *, hidden_size: int, num_layers:
 
 
 def validate_qk_clip(config: AttentionConfig, *, multi_latent_attention: bool) -> None:
-    """Raises ValueError for settings of qk_clip without qk_clip, and for norms that would undo it."""
+    """Raises ValueError for qk_clip settings without qk_clip, and for norms that would undo the clipping."""
     if not config.qk_clip:
         for name, value, default in (
             ("alpha", config.qk_clip_alpha, 0.5),
@@ -192,18 +198,18 @@ def validate_qk_clip(config: AttentionConfig, *, multi_latent_attention: bool) -
                 raise ValueError(f"qk_clip_{name} is {value}: requires qk_clip")
     elif config.qk_layernorm and not multi_latent_attention:
         raise ValueError(
-            "qk_clip and qk_layernorm are both True: norms of queries and keys undo the scale of their projections, "
-            "so set only one of them"
+            "qk_clip and qk_layernorm are both True: norms of queries and keys undo the scaling of the "
+            "projections, so set only one of them"
         )
 
 
 def validate_context_parallel(
     config: AttentionConfig, *, num_layers: int, context_parallel_size: int, levels: Sequence[int] | None
 ) -> set[str]:
-    """Returns the values of cp_comm_type that layers use. levels: hierarchical_context_parallel_sizes.
+    """Returns the set of cp_comm_type values that the layers use. levels: hierarchical_context_parallel_sizes.
 
-    Raises ValueError unless there is one value, or one per layer, and also for dropout with values that do not support
-    dropout over several ranks, for a2a+p2p over several ranks without two levels, and for levels without a2a+p2p.
+    Raises ValueError unless there is one value in total or one per layer. Over several ranks, also raises for dropout
+    with a value that does not support it, and for a2a+p2p without two levels. Levels require a2a+p2p.
     """
     if isinstance(config.cp_comm_type, list) and len(config.cp_comm_type) not in (1, num_layers):
         raise ValueError(
@@ -233,9 +239,7 @@ def validate_context_parallel(
 
 
 def validate_window(config: AttentionConfig, *, num_layers: int) -> None:
-    """Raises ValueError for a window that looks ahead, or a window_attn_skip_freq that is inconsistent
-    with the model.
-    """
+    """Raises ValueError for a window that looks ahead, or a window_attn_skip_freq that does not fit the model."""
     size, freq = config.window_size, config.window_attn_skip_freq
     if size is not None and (len(size) != 2 or size[1] > 0 or {type(number) for number in size} != {int}):
         raise ValueError(f"window_size is {size}: must be (left, 0) in tokens, because layers do not look ahead")
@@ -260,9 +264,7 @@ def validate_mla(
     attention_output_gate: bool,
     rotary_interleaved: bool,
 ) -> None:
-    """Raises ValueError for widths without latent attention, and for settings that latent attention does
-    not support.
-    """
+    """Raises ValueError for latent-attention widths without latent attention, and for settings it does not support."""
     if not config.multi_latent_attention:
         for name, default in vars(MLAConfig()).items():
             if vars(config)[name] != default:
@@ -275,17 +277,17 @@ def validate_mla(
     if num_query_groups not in (None, num_attention_heads):
         raise ValueError(
             f"num_query_groups is {num_query_groups} and multi_latent_attention is True: each of the "
-            f"{num_attention_heads} heads has its own keys, so it must not be set"
+            f"{num_attention_heads} heads has separate keys, so num_query_groups must not be set"
         )
     if add_qkv_bias:
-        raise ValueError("add_qkv_bias is True and multi_latent_attention is True: its projections have no biases")
+        raise ValueError("add_qkv_bias is True and multi_latent_attention is True: latent attention has no biases")
     if attention_output_gate:
         raise ValueError(
-            "attention_output_gate is True and multi_latent_attention is True: latent attention has no gate, must "
-            "be False"
+            "attention_output_gate is True and multi_latent_attention is True: latent attention has no gate, so "
+            "attention_output_gate must be False"
         )
     if rotary_interleaved:
         raise ValueError(
             "rotary_interleaved is True and multi_latent_attention is True: latent attention always rotates "
-            "neighbouring channels as pairs, must be False"
+            "neighbouring channels, so rotary_interleaved must be False"
         )

@@ -1,6 +1,6 @@
-"""Causal attention in tiles: the tiles of the attention matrix, kernels for one tile, and merging of their results.
+"""Causal attention in tiles: splits the attention matrix, computes each tile, and merges the results.
 
-Tiles are computed by torch's flash kernels if these support them, otherwise by plain tensor operations. The two differ
+Tiles are computed by torch's flash kernels where supported, otherwise by plain tensor operations. The results differ
 only by rounding. context_parallel.py defines which rank holds which part of a sequence.
 """
 
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from megatron.core.packed_seq_params import PackedSeqParams
 
-# Minimum rows of a block for narrow windows: with fewer, matrix products would be too small to be efficient.
+# Minimum number of rows of a block. With fewer, GEMMs for narrow windows would be too small to be efficient.
 MIN_ROWS = 64
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _flash_gpu = torch.ops.aten._scaled_dot_product_flash_attention
 _flash_gpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
-# Maximum number of scores that plain operations keep in memory at a time.
+# Maximum number of scores in memory at a time, for plain operations.
 _MAX_SCORES = 1 << 24
 
 
@@ -28,7 +28,7 @@ _MAX_SCORES = 1 << 24
 class Stretch:
     """A range of tokens that is contiguous both in a sequence and in a tensor.
 
-    local_start: index of the first token in the tensor; start, stop: range in the sequence.
+    local_start: index of the first token in the tensor. start, stop: range in the sequence.
     """
 
     local_start: int
@@ -42,10 +42,10 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Tile:
-    """A rectangle of the attention matrix: query rows by key columns, as indices of the two tensors.
+    """A rectangle of the attention matrix. Rows index the tensor of queries, columns the tensor of keys.
 
-    Row i attends to column j if i + first <= j <= i + last, where None means no limit. Every row attends to at least
-    one column. batch: the samples that the tile belongs to.
+    Row i attends to column j if i + first <= j <= i + last; None means no limit. Every row attends to at least one
+    column. batch: samples to which the tile applies.
     """
 
     queries: slice
@@ -56,18 +56,18 @@ class Tile:
 
     @property
     def is_full(self) -> bool:
-        """Returns whether every row attends to every column."""
+        """Whether every row attends to every column."""
         return self.first is None and self.last is None
 
     @property
     def is_causal_square(self) -> bool:
-        """Returns whether the tile is square and row i attends to columns 0 to i."""
+        """Whether the tile is square and row i attends to columns 0 to i."""
         same = self.queries.stop - self.queries.start == self.keys.stop - self.keys.start
         return self.first is None and self.last == 0 and same
 
 
 def stretches(chunks: Sequence[slice]) -> list[Stretch]:
-    """Returns the stretches of a tensor in which the chunks of a sequence are concatenated."""
+    """Returns the stretches of a tensor that concatenates the given chunks of a sequence."""
     found: list[Stretch] = []
     place = 0
     for chunk in chunks:
@@ -79,7 +79,7 @@ def stretches(chunks: Sequence[slice]) -> list[Stretch]:
 def tiles_of_batch(
     queries: Sequence[Stretch], keys: Sequence[Stretch], *, segments: Sequence[Sequence[slice]], window: int | None
 ) -> list[Tile]:
-    """Returns causal_tiles for each sample. segments: one entry per sample, or a single entry for all samples."""
+    """Returns the causal_tiles of all samples. segments: one entry per sample, or a single entry for all samples."""
     if len(segments) == 1:
         return causal_tiles(queries, keys, segments=segments[0], window=window)
     return [
@@ -90,9 +90,9 @@ def tiles_of_batch(
 
 
 def segments_of_samples(packed: PackedSeqParams | None, *, batch: int, seq_length: int) -> list[list[slice]]:
-    """Returns the segments of each sample as ranges of the sample.
+    """Returns the packed segments of each sample as ranges of the sample.
 
-    Without packed sequences, returns a single entry for all samples, the whole sequence.
+    Without packing, returns a single entry that applies to all samples: the whole sequence.
     """
     if packed is None:
         return [[slice(0, seq_length)]]
@@ -110,9 +110,9 @@ def causal_tiles(
 ) -> list[Tile]:
     """Returns tiles that cover every visible pair of a query and a key exactly once.
 
-    A query attends to keys of its segment that do not come after it and, with a window, are at most `window` tokens
-    before it. A stretch of keys must contain a stretch of queries completely or not at all. segments: segments of the
-    whole sequence, in order.
+    A query sees the keys of its segment up to its own position and, with a window, at most `window` tokens back. A
+    stretch of queries must lie completely inside or outside of each stretch of keys. segments: segments of the whole
+    sequence, in order.
     """
     found: list[Tile] = []
     for own in queries:
@@ -130,7 +130,7 @@ def causal_tiles(
 
 
 def _row_blocks(start: int, stop: int, *, window: int | None) -> Iterator[tuple[int, int]]:
-    # About as wide as the window, because most of a wider block would be masked.
+    # Blocks are about as tall as the window is wide, because most of a taller block would be masked.
     width = stop - start if window is None else max(window + 1, MIN_ROWS)
     return ((begin, min(begin + width, stop)) for begin in range(start, stop, max(width, 1)))
 
@@ -176,9 +176,9 @@ def _joined(tiles: Sequence[Tile]) -> list[Tile]:
 
 @dataclass(frozen=True)
 class TileInputs:
-    """Inputs of a tile, or their gradients: query [B, N, Q, D]; key [B, G, K, D]; value [B, G, K, E]; any float dtype.
+    """Inputs of a tile, or their gradients.
 
-    G divides N. E may differ from D.
+    query: [B, N, Q, D]; key: [B, G, K, D]; value: [B, G, K, E], any float dtype. G divides N. E may differ from D.
     """
 
     query: Tensor
@@ -188,7 +188,7 @@ class TileInputs:
 
 @dataclass(frozen=True)
 class SoftmaxResult:
-    """Attention output with the log-sum-exp of the scores.
+    """Attention output and the log-sum-exp of the scores.
 
     output: [B, N, Q, E], the query's dtype; log_sum: [B, N, Q], fp32, or fp64 for fp64 inputs.
     """
@@ -198,26 +198,26 @@ class SoftmaxResult:
 
 
 class TileKernel(ABC):
-    """Base class of kernels that compute tiles. `scale` multiplies the scores."""
+    """Base class of kernels that compute one tile. scale: factor of the scores."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
 
     @abstractmethod
     def forward(self, inputs: TileInputs, tile: Tile) -> SoftmaxResult:
-        """Computes attention with the softmax over this tile's columns only."""
+        """Computes attention, with a softmax over the columns of this tile only."""
 
     @abstractmethod
     def backward(self, grad: Tensor, inputs: TileInputs, *, result: SoftmaxResult, tile: Tile) -> TileInputs:
         """Computes the tile's contribution to the gradients of its inputs.
 
-        grad: [B, N, Q, E], gradient of the output of the whole softmax, which `result` holds. Gradients have the shapes
-        of the inputs, and their dtype or fp32.
+        grad: [B, N, Q, E], gradient of the attention output. result: output and log-sum-exp over all columns, not only
+        those of the tile. Returns gradients with the shapes of the inputs, and their dtype or fp32.
         """
 
 
 class PlainKernel(TileKernel):
-    """Computes any tile on any device with plain operations in fp32 or fp64, one block of rows at a time."""
+    """Computes any tile on any device with plain tensor operations in fp32 or fp64, one block of rows at a time."""
 
     def forward(self, inputs: TileInputs, tile: Tile) -> SoftmaxResult:
         query, key, value = _in_groups(inputs)
@@ -230,7 +230,7 @@ class PlainKernel(TileKernel):
         return SoftmaxResult(output.to(inputs.query.dtype), log_sum)
 
     def backward(self, grad: Tensor, inputs: TileInputs, *, result: SoftmaxResult, tile: Tile) -> TileInputs:
-        """Computes the tile's gradients one block of rows at a time; grad: [B, N, Q, E], the query's dtype."""
+        """Computes gradients one block of rows at a time. grad: [B, N, Q, E], the query's dtype."""
         query, key, value = _in_groups(inputs)
         grad, output = (t.to(query.dtype).unflatten(1, query.shape[1:3]) for t in (grad, result.output))
         log_sum = result.log_sum.unflatten(1, query.shape[1:3]).unsqueeze(-1)
@@ -260,7 +260,7 @@ class PlainKernel(TileKernel):
 
 
 class Widened(TileKernel):
-    """Pads keys and values to one width for a kernel that requires equal widths. Zeros change no score."""
+    """Pads keys and values to a common width for a kernel that requires equal widths. Zeros change no score."""
 
     def __init__(self, kernel: TileKernel, *, width: int) -> None:
         super().__init__(kernel.scale)
@@ -271,7 +271,7 @@ class Widened(TileKernel):
         return SoftmaxResult(result.output[..., : inputs.value.shape[-1]], result.log_sum)
 
     def backward(self, grad: Tensor, inputs: TileInputs, *, result: SoftmaxResult, tile: Tile) -> TileInputs:
-        """Computes the gradients of the padded tensors and drops the padding; grad: [B, N, Q, E], the query's dtype."""
+        """Computes gradients of the padded tensors and drops the padding. grad: [B, N, Q, E], the query's dtype."""
         wide = SoftmaxResult(widened(result.output, self._width), result.log_sum)
         shares = self._kernel.backward(widened(grad, self._width), self._widened(inputs), result=wide, tile=tile)
         width, value_width = inputs.query.shape[-1], inputs.value.shape[-1]
@@ -291,7 +291,7 @@ class FlashOnCpu(TileKernel):
         return SoftmaxResult(*_flash_cpu(query, key, value, 0.0, is_causal, attn_mask=mask, scale=self.scale))
 
     def backward(self, grad: Tensor, inputs: TileInputs, *, result: SoftmaxResult, tile: Tile) -> TileInputs:
-        """Runs the backward of torch's CPU flash kernel; grad: [B, N, Q, E], the query's dtype."""
+        """Runs the backward of torch's CPU flash kernel. grad: [B, N, Q, E], the query's dtype."""
         query, key, value = inputs.query, inputs.key, inputs.value
         mask, is_causal = self._mask(inputs, tile)
         return TileInputs(
@@ -318,9 +318,9 @@ class FlashOnCpu(TileKernel):
 
 
 class FlashOnGpu(PlainKernel):
-    """Computes tiles with torch's GPU flash kernel, and unsupported tiles with plain operations.
+    """Computes tiles with torch's GPU flash kernel, or with plain operations where it does not support them.
 
-    Unsupported are fp32 inputs, head widths that the kernel lacks, and partly masked tiles other than causal squares.
+    The kernel does not support fp32 inputs, some head widths, and partly masked tiles other than causal squares.
     """
 
     def forward(self, inputs: TileInputs, tile: Tile) -> SoftmaxResult:
@@ -331,12 +331,12 @@ class FlashOnGpu(PlainKernel):
         return SoftmaxResult(found[0], found[1])
 
     def backward(self, grad: Tensor, inputs: TileInputs, *, result: SoftmaxResult, tile: Tile) -> TileInputs:
-        """Runs torch's GPU flash backward if it supports the tile; grad: [B, N, Q, E], the query's dtype."""
+        """Runs the GPU flash kernel's backward if it supports the tile. grad: [B, N, Q, E], the query's dtype."""
         if not _gpu_kernel_takes(inputs, tile):
             return super().backward(grad, inputs, result=result, tile=tile)
         key, value = _repeated(inputs)
         query, rows, columns = inputs.query, inputs.query.shape[2], inputs.key.shape[2]
-        # Random state, which the kernel does not read without dropout.
+        # Placeholders for the random state, which the kernel does not read without dropout.
         unused = torch.empty(0, dtype=torch.uint64, device=query.device)
         grad_query, grad_key, grad_value = _flash_gpu_backward(
             grad,
@@ -361,18 +361,18 @@ class FlashOnGpu(PlainKernel):
 
 
 class MergedSoftmax:
-    """Accumulates the results of tiles into one softmax over all their columns, in fp32 (fp64 for fp64 inputs)."""
+    """Merges the results of tiles into one softmax over all of their columns, in fp32 (fp64 for fp64 inputs)."""
 
     def __init__(self, query: Tensor, *, value_width: int, sink: Tensor | None = None) -> None:
-        """Starts with a softmax over no tiles.
+        """Creates an empty result.
 
-        query: [B, N, S, D], any float dtype, the queries indexed by tiles; sink: [N], any float dtype, scores of an
-        additional column whose value is 0, or None.
+        query: [B, N, S, D], any float dtype, the queries that tiles index. sink: [N], any float dtype, scores of an
+        additional column whose value is 0; None adds no column.
         """
         self._dtype = query.dtype
         dtype = torch.promote_types(query.dtype, torch.float32)
         batch, heads, seq_length, _ = query.shape
-        # Memory order [S, B, N, E], as in the caller.
+        # Memory order [S, B, N, E], the layout that callers use.
         output = query.new_zeros(seq_length, batch, heads, value_width, dtype=dtype)
         self._output = output.permute(1, 2, 0, 3)
         self._log_sum = torch.full(query.shape[:3], -torch.inf, dtype=dtype, device=query.device)
@@ -380,7 +380,7 @@ class MergedSoftmax:
             self._log_sum.copy_(sink.view(-1, 1))
 
     def add(self, result: SoftmaxResult, tile: Tile) -> None:
-        """Merges the result of TileKernel.forward for `tile`."""
+        """Merges a result of TileKernel.forward for `tile` into the softmax."""
         output = self._output[tile.batch, :, tile.queries]
         log_sum = self._log_sum[tile.batch, :, tile.queries]
         total = torch.logaddexp(log_sum, result.log_sum)
@@ -389,12 +389,12 @@ class MergedSoftmax:
         log_sum.copy_(total)
 
     def result(self) -> SoftmaxResult:
-        """Returns the softmax over all tiles added so far. Rows that no tile covers are 0."""
+        """Returns the softmax over all tiles added so far. Rows not covered by any tile are 0."""
         return SoftmaxResult(self._output.to(self._dtype), self._log_sum)
 
 
 def tile_kernel(device: torch.device, *, scale: float, plain: bool, widths: tuple[int, int]) -> TileKernel:
-    """Returns the kernel for tiles on `device`. plain: selects plain operations; widths: widths of keys and values."""
+    """Returns the kernel for tiles on `device`. plain: use plain operations. widths: head widths of keys and values."""
     if plain:
         return PlainKernel(scale)
     kernel = FlashOnCpu(scale) if device.type == "cpu" else FlashOnGpu(scale)
@@ -403,11 +403,11 @@ def tile_kernel(device: torch.device, *, scale: float, plain: bool, widths: tupl
 
 @torch.no_grad()
 def largest_scores(query: Tensor, *, key: Tensor, tile: Tile, allowed: Tensor | None = None) -> Tensor:
-    """Returns the largest score of each head among the pairs of a tile, before scaling: [N], fp32 or fp64.
+    """Returns the largest score of each head within a tile, before scaling: [N], fp32 or fp64.
 
-    query: [B, N, Q, D]; key: [B, G, K, D], any float dtype, the rows and columns of the tile, G divides N. allowed:
-    bool, broadcastable to [B, 1, Q, K], True where attention is allowed. The products are rounded to the dtype of the
-    inputs. At most _MAX_SCORES scores are in memory at a time. The result is -inf for a head without visible pairs.
+    query: [B, N, Q, D]; key: [B, G, K, D], any float dtype, rows and columns of the tile, where G divides N. allowed:
+    bool, broadcastable to [B, 1, Q, K], True where attention is allowed. Scores are rounded to the dtype of the inputs.
+    At most _MAX_SCORES of them are in memory at a time. The result is -inf for a head without visible pairs.
     """
     batch, heads, num_rows, _ = query.shape
     columns = key.shape[2]
@@ -416,7 +416,7 @@ def largest_scores(query: Tensor, *, key: Tensor, tile: Tile, allowed: Tensor | 
     step = max(1, _MAX_SCORES // max(1, batch * heads * columns))
     for start in range(0, num_rows, step):
         end = min(start + step, num_rows)
-        # Columns after the last one visible to these rows are skipped, which halves the work of a causal square.
+        # Skips columns that none of these rows can see, which halves the work of a causal square.
         seen = columns if tile.last is None else max(0, min(columns, end + tile.last))
         scores = (grouped[..., start:end, :] @ keys[..., :seen, :].mT).flatten(1, 2)
         if not tile.is_full:
@@ -432,7 +432,7 @@ def largest_scores(query: Tensor, *, key: Tensor, tile: Tile, allowed: Tensor | 
 
 
 def widened(tensor: Tensor, width: int) -> Tensor:
-    """Pads the last dimension with zeros: [*, D], any dtype -> [*, width]. Returns the tensor itself if D is width."""
+    """Pads the last dimension with zeros: [*, D], any dtype -> [*, width]. Returns the tensor itself if D == width."""
     return tensor if tensor.shape[-1] == width else F.pad(tensor, (0, width - tensor.shape[-1]))
 
 
@@ -448,16 +448,14 @@ def _repeated(inputs: TileInputs) -> tuple[Tensor, Tensor]:
 
 
 def _in_groups(inputs: TileInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns query [B, G, q, Q, D], key [B, G, 1, K, D] and value [B, G, 1, K, E], in fp32 or fp64."""
+    """Reshapes inputs by key/value group, in fp32 or fp64: [B, G, q, Q, D], [B, G, 1, K, D] and [B, G, 1, K, E]."""
     dtype = torch.promote_types(inputs.query.dtype, torch.float32)
     query, key, value = (t.to(dtype) for t in (inputs.query, inputs.key, inputs.value))
     return query.unflatten(1, (key.shape[1], -1)), key.unsqueeze(2), value.unsqueeze(2)
 
 
 def _allowed(tile: Tile, *, rows: int, columns: int, first_row: int, device: torch.device) -> Tensor:
-    """Returns the tile's mask from row `first_row` on: [rows, columns], bool, True where the row attends
-    to the column.
-    """
+    """Returns the mask of the tile's rows from first_row on: [rows, columns], bool, True where a row sees a column."""
     ahead = torch.arange(columns, device=device) - torch.arange(first_row, first_row + rows, device=device).unsqueeze(1)
     allowed = torch.ones_like(ahead, dtype=torch.bool)
     if tile.first is not None:

@@ -1,16 +1,17 @@
-"""Attention over sequences that are split over context-parallel ranks, built around a core for whole sequences.
+"""Attention over sequences that are split over context-parallel ranks, around an attention core for whole sequences.
 
-There are two methods. Keys and values are exchanged, around a ring or in one gather, and tiled_attention.py computes
-attention of each block (ring attention, Liu et al. 2023). Alternatively, an all-to-all gives each rank whole sequences
-of some of the heads, which the core itself processes (DeepSpeed-Ulysses, Jacobs et al. 2023). Two levels of ranks
-combine both.
+There are two methods. In the first, ranks exchange keys and values, around a ring or in one gather, and
+tiled_attention.py computes attention block by block (ring attention, Liu et al. 2023). In the second, an all-to-all
+gives each rank the whole sequences of some heads, which the core processes (DeepSpeed-Ulysses, Jacobs et al. 2023). Two
+levels of ranks combine both methods.
 
 [Note: two levels] With a2a+p2p (USP, Fang and Zhao 2024) a group of A x P ranks is divided into P groups of A
-neighbours, which exchange heads, and A groups of P ranks, which form rings: rank o * A + i is the i-th of the o-th
+neighbours, which exchange heads, and A groups of P ranks, which form rings. Rank o * A + i is member i of the o-th
 group of neighbours. A sequence has 2 A P chunks. The neighbours of group o hold chunks o * A to o * A + A - 1 from the
-front, and as many from the back. join_sequence puts them in the order of the sequence. They then are the o-th and the
-o-th last of 2 P chunks with A times the width, which is the part that chunks_of_rank assigns to rank o of a ring of P.
-The ring therefore uses the same positions, segments and masks as p2p over P ranks.
+front, and the same number from the back. join_sequence puts these chunks in sequence order. Together they are chunk o
+from the front and chunk o from the back of 2 P chunks of A times the width, which is the part that chunks_of_rank
+assigns to rank o of a ring of P ranks. The ring therefore uses the same positions, segments and masks as p2p over P
+ranks.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,20 +46,18 @@ from megatron.core.transformer.tiled_attention import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-# A message of one kind may overtake one of the other kind. The tags let gloo distinguish them.
+# Blocks and gradients may overtake each other. The tags let gloo distinguish them.
 _BLOCK_TAG, _GRADIENT_TAG = 0, 1
-# Called with the core, followed by the arguments of the core.
+# Called with the core and then the arguments of the core.
 AroundCore = Callable[..., Tensor]
 
 
 def over_ranks(core: nn.Module, config: TransformerConfig, *, kind: str, groups: ProcessGroupCollection) -> AroundCore:
-    """Returns a function that runs `core` on sequences split over groups.cp. For a single rank it calls the core
-    directly.
+    """Returns a function that runs `core` on sequences split over groups.cp, or calls it directly on a single rank.
 
-    kind: a cp_comm_type; a2a+p2p uses groups.hcp. A core that is an ExchangesSequences is called directly in any case.
-    The function is not a module, so that the core's parameters have the same names in every layout. Raises ValueError
-    if the groups' sizes differ from those of the config, with which the config was validated, and for a core whose
-    softmax cannot be merged from blocks.
+    kind: a cp_comm_type; a2a+p2p uses groups.hcp. An ExchangesSequences core is always called directly. The result is
+    not a module, so that the parameters of the core have the same names in every layout. Raises ValueError if the
+    groups' sizes differ from the config, or if `kind` merges softmax blocks and the core does not support that.
     """
     require_group_sizes(groups, {"cp": ("context_parallel_size", config.context_parallel_size)})
     direct: AroundCore = _run_core if isinstance(core, DotProductAttention) else _run_other_core
@@ -70,8 +69,8 @@ def over_ranks(core: nn.Module, config: TransformerConfig, *, kind: str, groups:
         return HeadExchangeAttention(groups.cp, attend=direct, setting=f"cp_comm_type is a2a, {sizes}")
     if not isinstance(core, DotProductAttention):
         raise ValueError(
-            f"cp_comm_type is {kind} and the attention core is a {type(core).__name__}: must be a DotProductAttention, "
-            "or cp_comm_type a2a"
+            f"cp_comm_type is {kind} and the attention core is a {type(core).__name__}: the core must be a "
+            "DotProductAttention, or cp_comm_type must be a2a"
         )
     if kind != "a2a+p2p":
         return ContextParallelAttention(config, exchange=_EXCHANGES[kind], group=groups.cp)
@@ -84,9 +83,9 @@ def over_ranks(core: nn.Module, config: TransformerConfig, *, kind: str, groups:
 
 @runtime_checkable
 class ExchangesSequences(Protocol):
-    """An attention core that receives this rank's part of each sequence, and attends over all ranks itself.
+    """An attention core that receives this rank's part of each sequence and handles context parallelism itself.
 
-    exchanges_sequences: a mark, of any value.
+    exchanges_sequences: marker attribute; its value is ignored.
     """
 
     exchanges_sequences: bool
@@ -107,9 +106,9 @@ def _run_other_core(
     attn_mask_type: AttnMaskType | None = None,
     packed_seq_params: PackedSeqParams | None = None,
 ) -> Tensor:
-    """Calls an external core in the way Megatron does. [S, B, N, D] -> [S, B, N * E], the query's dtype.
+    """Calls a core of another project with Megatron's calling convention. [S, B, N, D] -> [S, B, N * E].
 
-    With packed_seq_params tensors have one row per token, sample by sample: [B * S, N, D].
+    With packed_seq_params, the core receives one row per token, sample by sample: [B * S, N, D].
     """
     batch = query.shape[1]
     if packed_seq_params is not None:
@@ -125,12 +124,12 @@ def _run_other_core(
     )
     if packed_seq_params is None:
         return context
-    # A core may return heads as a separate dimension.
+    # A core may return the heads as a separate dimension.
     return context.reshape(batch, -1, query.shape[1] * value.shape[2]).transpose(0, 1)
 
 
 class ContextParallelAttention:
-    """Causal attention of this rank's queries to the keys and values of all ranks, computed by attend_in_tiles."""
+    """Computes causal attention of this rank's queries to the keys and values of all ranks, by attend_in_tiles."""
 
     def __init__(
         self, config: TransformerConfig, *, exchange: type[KeyValueExchange], group: dist.ProcessGroup
@@ -153,17 +152,17 @@ class ContextParallelAttention:
     ) -> Tensor:
         """Computes attention with the core's settings. Collective.
 
-        query: [S / size, B, N, D]; key: [S / size, B, G, D]; value: [S / size, B, G, E], any float dtype, G divides N.
-        packed_seq_params: segments of the whole sequences that restrict attention. first_head: index of the first query
-        head among the core's. Returns [S / size, B, N * E], the query's dtype. Raises ValueError for an explicit mask
-        and for mask types other than causal.
+        query: [S / size, B, N, D]; key: [S / size, B, G, D]; value: [S / size, B, G, E], any float dtype, where G
+        divides N. packed_seq_params: segments of the whole sequences to which attention is restricted. first_head:
+        index of the first query head among the heads of the core. Returns [S / size, B, N * E], the query's dtype.
+        Raises ValueError for an explicit mask or a mask type other than causal.
         """
         mask_type = attn_mask_type or core.attn_mask_type
         if attention_mask is not None or mask_type is not AttnMaskType.causal:
             given = f"of type {mask_type.name}" if attention_mask is None else f"{list(attention_mask.shape)}"
             raise ValueError(
                 f"the attention mask is {given} and context_parallel_size is {self.context_parallel_size}: must be "
-                "causal, with document boundaries in packed_seq_params, or cp_comm_type must be a2a"
+                "causal, with document boundaries in packed_seq_params; otherwise set cp_comm_type to a2a"
             )
         seq_length = query.shape[0] * group_size(self.group)
         plan = TilePlan(
@@ -181,14 +180,14 @@ class ContextParallelAttention:
 
 
 class ExchangeOfChunks(KeyValueExchange):
-    """Base class of exchanges between ranks that each hold two chunks of every sequence."""
+    """Base class of exchanges between ranks that hold two chunks of every sequence each."""
 
     def held_by(self, rank: int) -> list[Stretch]:
         return stretches(chunks_of_rank(self.seq_length, size=self.size, rank=rank))
 
 
 class Ring(ExchangeOfChunks):
-    """Passes blocks from rank to rank around a ring. Each rank holds two blocks at a time.
+    """Passes blocks of keys and values around a ring of ranks. Each rank holds two blocks at a time.
 
     Gradients follow their blocks around the ring, so the order of summation does not depend on timing.
     """
@@ -198,7 +197,7 @@ class Ring(ExchangeOfChunks):
         for step in range(self.size):
             is_last = step == self.size - 1
             shift = None if is_last else start_shift(message, self.group, tag=_BLOCK_TAG)
-            # The caller computes this block while the next one is being transferred.
+            # The caller computes with this block while the next one is transferred.
             yield Block(self.held_by((self.rank - step) % self.size), _inside(message, like=own))
             if shift is not None:
                 message = shift.wait()
@@ -208,7 +207,7 @@ class Ring(ExchangeOfChunks):
 
 
 class _RingReturn(GradientReturn):
-    """Sends each block's gradient from its owner around the ring. Every rank adds its share on the way."""
+    """Passes the gradient of each block around the ring back to its owner. Every rank adds its share on the way."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -236,22 +235,25 @@ class _RingReturn(GradientReturn):
 
 @dataclass(frozen=True)
 class Shift:
-    """A pending transfer: a tensor sent to the next rank, and one received from the previous rank."""
+    """A pending transfer: one tensor sent to the next rank, and one tensor received from the previous rank."""
 
     requests: list[dist.Work]
     received: Tensor
-    # Referenced until the transfer ends, because freed memory could be overwritten before it is sent.
+    # Kept alive until the transfer ends, because freed memory could be overwritten before it is sent.
     sent: Tensor
 
     def wait(self) -> Tensor:
-        """Waits for the transfer and returns the received tensor, any shape and dtype, those of the sent one."""
+        """Waits for the transfer and returns the received tensor, any shape and dtype."""
         for request in self.requests:
             request.wait()
         return self.received
 
 
 def start_shift(tensor: Tensor, group: dist.ProcessGroup, *, tag: int) -> Shift:
-    """Sends `tensor`, any shape and dtype, contiguous, to the next rank. It must not be modified before `wait`."""
+    """Starts sending `tensor` to the next rank, and receiving from the previous rank.
+
+    tensor: any shape and dtype, contiguous; must not be modified before `wait`.
+    """
     size, rank = group_size(group), group_rank(group)
     received = torch.empty_like(tensor)
     requests = dist.batch_isend_irecv(
@@ -264,7 +266,7 @@ def start_shift(tensor: Tensor, group: dist.ProcessGroup, *, tag: int) -> Shift:
 
 
 class Gather(ExchangeOfChunks):
-    """Gathers the keys and values of all ranks into one block, and reduce-scatters its gradients in backward."""
+    """All-gathers the keys and values of all ranks into one block, and reduce-scatters the gradients in backward."""
 
     def blocks(self, own: KeysAndValues) -> Iterator[Block]:
         yield Block([Stretch(0, 0, self.seq_length)], self._gathered(own))
@@ -272,7 +274,7 @@ class Gather(ExchangeOfChunks):
     def gradients(self) -> GradientReturn:
         return _ScatteredReturn(self.group)
 
-    # A method, because locals of the generator would keep the parts in memory while the caller computes.
+    # A method, because local variables of the generator would keep the parts in memory while the caller computes.
     def _gathered(self, own: KeysAndValues) -> KeysAndValues:
         messages = all_gather_rows(_message(own), self.group).wait().chunk(self.size)
         parts = [_inside(message, like=own) for message in messages]
@@ -282,7 +284,7 @@ class Gather(ExchangeOfChunks):
 
 
 class _ScatteredReturn(GradientReturn):
-    """Reduce-scatters in rank order: an all-to-all, followed by a local sum."""
+    """Reduce-scatters in a fixed order of summation: an all-to-all, followed by a local sum in rank order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -321,26 +323,26 @@ _EXCHANGES: dict[str, type[KeyValueExchange]] = {"p2p": Ring, "all_gather": Gath
 def _message(pair: KeysAndValues) -> Tensor:
     """Concatenates key and value, whose widths may differ, into one message: [elements].
 
-    Ring and Gather send keys and values in this form, and _ScatteredReturn their gradients.
+    Ring and Gather send keys and values in this form, and _ScatteredReturn sends their gradients.
     """
     return torch.cat((pair.key.flatten(), pair.value.flatten()))
 
 
 def _inside(message: Tensor, *, like: KeysAndValues) -> KeysAndValues:
-    """Returns views of a message as key and value with the shapes of `like`; the inverse of _message.
+    """Inverts _message: returns views of a message as key and value with the shapes of `like`.
 
-    Both exchanges use it for blocks, and both returns for gradients.
+    Ring and Gather use it for blocks, _RingReturn and _ScatteredReturn for gradients.
     """
     border = like.key.numel()
     return KeysAndValues(message[:border].view(like.key.shape), message[border:].view(like.value.shape))
 
 
 class HeadExchangeAttention:
-    """Attention with 1 / size of the heads over the tokens of all ranks of the group, between two all-to-alls.
+    """Computes attention for 1 / size of the heads over the tokens of all ranks, between two all-to-alls.
 
-    attend: runs the core on these heads. If the group holds whole sequences this is the core itself, and all its
-    features are supported, including masks over whole sequences and dropout. With a2a+p2p it is a ring around the core.
-    setting: the configuration fields that selected it and their values, for errors.
+    attend: runs the core on these heads. If the group holds whole sequences, `attend` calls the core directly, and all
+    features of the core are supported, including dropout and masks over whole sequences. With a2a+p2p, `attend` is a
+    ring around the core. setting: the responsible configuration fields and their values, for error messages.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, attend: AroundCore, setting: str) -> None:
@@ -351,8 +353,8 @@ class HeadExchangeAttention:
     ) -> Tensor:
         """Computes attention with `core`. Collective.
 
-        S is the number of tokens that the group holds of each sequence. query: [S / size, B, N, D]; key:
-        [S / size, B, G, D]; value: [S / size, B, G, E], any float dtype; masks, options: further arguments of `attend`.
+        S is the number of tokens of each sequence on all ranks of the group. query: [S / size, B, N, D]; key:
+        [S / size, B, G, D]; value: [S / size, B, G, E], any float dtype. masks, options: further arguments of `attend`.
         Returns [S / size, B, N * E], the query's dtype. Raises ValueError unless N and G are divisible by the number of
         ranks.
         """
@@ -361,11 +363,11 @@ class HeadExchangeAttention:
             if heads % size:
                 raise ValueError(
                     f"{self.setting} and a rank has {heads} {name}: must be divisible by {size}, the number of "
-                    "ranks that exchange heads, or use p2p or all_gather"
+                    "ranks that exchange heads; otherwise use p2p or all_gather"
                 )
         whole: list[Tensor] = [_SequenceToHeads.apply(t, self.group) for t in (query, key, value)]
         if isinstance(core, DotProductAttention):
-            # Cores of other classes do not distinguish heads.
+            # Other cores do not need the index.
             options["first_head"] = whole[0].shape[2] * group_rank(self.group)
         context = self.attend(core, *whole, *masks, **options)
         own: Tensor = _HeadsToSequence.apply(context.unflatten(2, (-1, value.shape[3])), self.group)
@@ -373,7 +375,7 @@ class HeadExchangeAttention:
 
 
 class _SequenceToHeads(torch.autograd.Function):
-    """Exchanges a part of the sequences for a part of the heads: [S / size, B, N, D] -> [S, B, N / size, D]."""
+    """Gathers the sequence and splits the heads by an all-to-all: [S / size, B, N, D] -> [S, B, N / size, D]."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -402,7 +404,7 @@ class _HeadsToSequence(torch.autograd.Function):
 
 def _to_heads(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     size = group_size(group)
-    # [size, S / size, B, N / size, D]: sends rank r its heads of this part, receives r's part of this rank's heads.
+    # [size, S / size, B, N / size, D]: rank r receives its heads for this rank's tokens.
     sent = part.unflatten(2, (size, -1)).movedim(2, 0).contiguous()
     received = arriving(sent.shape, group, dtype=sent.dtype, device=sent.device)
     dist.all_to_all_single(received, sent, group=group)

@@ -1,26 +1,26 @@
-"""CudaGraphManager: runs parts of layers as pairs of CUDA graphs, forward and backward, between parts that run eagerly.
+"""CudaGraphManager: runs parts of layers as pairs of CUDA graphs, forward and backward, between eager parts.
 
-moe/expert_step.py handles experts during replays. The interfaces of a capture are in graphs/capture.py.
+moe/expert_step.py performs the host work of experts around replays. graphs/capture.py defines the capture interfaces.
 
-[Note: slots] A graph writes to the memory of its capture in each replay. Tensors that a forward saves must stay intact
-until its backward has read them, while other microbatches of a pipeline run forward. Each microbatch in flight
-therefore uses its own slot of each part, a pair of graphs. Forward acquires a slot. It is free again after its
-backward, or after autograd has released a forward without a backward. The slot references all memory that one graph of
-the pair passes to the other, or to eager parts.
+[Note: slots] Every replay of a graph writes to the memory used in its capture. The tensors that a forward saves must
+remain intact until its backward has read them, while other microbatches of a pipeline run forward. Each microbatch in
+flight therefore uses a separate slot of each part: a pair of graphs. Forward acquires a slot. The slot becomes free
+after its backward, or, without a backward, when autograd releases the forward. It references all memory that one graph
+of the pair passes to the other graph or to eager parts.
 
-[Note: lanes] Graphs of one memory pool must be replayed in the order of their capture: see [Note: pools] in
-graphs/capture.py. Slots of different microbatches are not, because microbatch 1 runs forward before microbatch 0 runs
-backward. Slots of different layers in one microbatch are: forward runs the layers in the order of their capture, and
-when backward reaches a layer, the later layers have finished. A lane is therefore a pool with the slots of one
-microbatch in flight, one for each part that its forward step calls. Layers share the temporary memory of the pool.
-1. At its first part a forward step takes a lane that is not in use, or creates one. A lane is in use while one of its
-   slots is.
-2. A slot may run forward only while no later slot of its lane is in use. Otherwise, if a part is called twice or the
-   parts run in another order, the forward step continues in another lane.
-3. Backward of a slot marks later slots of its lane that are still in use as overwritten. This happens if branches run
-   backward in another order than autograd's. The backward of a marked slot raises.
-4. Autograd may hold a gradient until it can add others to it, while graphs of earlier slots run. Gradients of inputs,
-   and of parameters that several parts use, are therefore copied out of the pool.
+[Note: lanes] Graphs that share a memory pool must be replayed in capture order, see [Note: pools] in
+graphs/capture.py. Slots of different microbatches violate this order, because microbatch 1 runs forward before
+microbatch 0 runs backward. Slots of different layers within a microbatch follow it: forward runs the layers in capture
+order, and when backward reaches a layer, the later layers have finished. A lane is therefore a pool with the slots of
+one microbatch in flight, one for each part that its forward step calls. Layers share the temporary memory of the pool.
+1. At its first part a forward step takes a lane that is not in use, or creates one. A lane is in use while any of its
+   slots is in use.
+2. A slot may run forward only while no later slot of its lane is in use. Otherwise, for example if a part is called
+   twice or the parts run in a different order, the forward step continues in a different lane.
+3. Backward of a slot marks the later slots of its lane that are still in use as overwritten. This happens if branches
+   run backward in a different order than autograd would choose. The backward of a marked slot raises an error.
+4. Autograd may hold a gradient while graphs of earlier slots run, because it waits for gradients to add. Gradients of
+   inputs, and of parameters that several parts use, are therefore copied out of the pool.
 """
 
 import logging
@@ -49,45 +49,45 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 logger = logging.getLogger(__name__)
 
-# Limit per part for combinations of shapes, dtypes and layouts of its arguments. Calls with further combinations run
+# Maximum number of captured argument signatures (shapes, dtypes, strides) per part. Calls with other signatures run
 # eagerly.
 _MAX_SIGNATURES = 4
 
-# Waits until parameters of a data-parallel wrapper are gathered.
+# Waits until a data-parallel wrapper has gathered the given parameters.
 WaitForParams = Callable[[Iterable[nn.Parameter]], None]
 
 
 class PartParticipant:
-    """Maintains the host-side records of a part that runs from graphs; see [Note: graphs] in graphs/capture.py.
+    """Host-side callbacks around the capture and replay of a part; see [Note: graphs] in graphs/capture.py.
 
-    The base class does nothing. An account is a participant's record of one slot.
+    A participant keeps an account for each slot, its host-side record. The base class does nothing.
     """
 
     def prepare(self) -> None:
-        """Called before each capture of a slot and each replay of its forward, outside of graphs."""
+        """Called outside of graphs, before each capture and before each forward replay."""
 
     def new_account(self) -> Any:
-        """Creates the account of a slot. Called once, before its capture."""
+        """Creates the account of a slot. Called once, before the capture of the slot."""
         return None
 
     def capturing(self, account: Any) -> AbstractContextManager[None]:
-        """Wraps the capture of a forward, then of its backward, like GraphParticipant.capturing."""
+        """Returns a context for a capture of forward or backward, like GraphParticipant.capturing."""
         return nullcontext()
 
     def replaying(self, account: Any) -> Any:
-        """Called after `prepare`, before a forward is replayed; returns the argument of `replaying_backward`."""
+        """Called after `prepare` and before a forward replay. Returns the argument to pass to `replaying_backward`."""
         return None
 
     def replayed(self, account: Any) -> None:
-        """Called after that forward was replayed."""
+        """Called after a forward replay."""
 
     def replaying_backward(self, forward: Any) -> None:
-        """Called before the backward of a forward is replayed."""
+        """Called before a backward replay. forward: the result of `replaying` for its forward."""
 
 
 @dataclass(frozen=True)
 class GraphedPart:
-    """A part of a layer that can be captured: its name in LayerParts and the owner of its parameters."""
+    """A part of a layer that can be captured: its LayerParts name, the module with its parameters, and participants."""
 
     name: str
     owner: nn.Module
@@ -95,25 +95,24 @@ class GraphedPart:
 
 
 class CudaGraphManager:
-    """A replacement for the function that get_forward_backward_func returns, with the same keywords.
+    """Wraps the function returned by get_forward_backward_func, with the same keywords, and runs parts as CUDA graphs.
 
-    Unlike Megatron's class of this name, one manager handles the parts of all layers.
+    Unlike the Megatron class of this name, one manager handles the parts of all layers.
 
-    1. `graph_layers` creates a run for each part before the first step. Layers call it instead of the plain run.
-    2. The first cuda_graph_warmup_steps training steps run eagerly, as does the step after a change of the fingerprint,
-       which drops all graphs.
-    3. From then on a part that is called with gradients enabled acquires a free slot, or captures one, and replays it;
-       see [Note: slots] and [Note: lanes]. Calls without gradients or within a backward run eagerly, as do calls beyond
-       _MAX_SIGNATURES.
-    4. A part whose capture failed runs eagerly from then on, after one warning. Ranks may differ in this, because
-       graphs and eager parts launch the same collectives.
+    1. Before the first step, `graph_layers` creates a GraphedRun for each part, which layers call instead of `run`.
+    2. The first cuda_graph_warmup_steps training steps run eagerly. A change of the fingerprint drops all graphs, and
+       the next step runs eagerly too.
+    3. Afterwards, a part called with gradients enabled acquires a free slot, or captures one, and replays it; see
+       [Note: slots] and [Note: lanes]. Calls without gradients, within backward, or beyond _MAX_SIGNATURES run eagerly.
+    4. If the capture of a part fails, the part logs a warning and runs eagerly from then on. Ranks may differ in this,
+       because graphs and eager parts launch the same collectives.
 
-    All passes run on the capture stream. Autograd accumulates a parameter's gradient on the stream of its first use,
-    and the default stream cannot be captured. fingerprint: called before each training step; captures depend on its
-    value.
+    All forward and backward passes run on the capture stream, because autograd accumulates a parameter's gradient on
+    the stream of its first use, and the default stream cannot be captured. fingerprint: called before each training
+    step; returns a value on which captures depend.
     """
 
-    # Whether a call may raise CaptureFailedError. A part that cannot be captured runs eagerly instead.
+    # Whether a call may raise CaptureFailedError: never, because a part that cannot be captured runs eagerly.
     may_break_off = False
 
     def __init__(
@@ -130,7 +129,7 @@ class CudaGraphManager:
         self.uses_graphs = False
         self._run, self._fingerprint = forward_backward_func, fingerprint
         self._steps_to_warm_up = cuda_graph_warmup_steps
-        self._given: Hashable = None  # the fingerprint of the last training step
+        self._given: Hashable = None  # fingerprint of the last training step
         self._has_begun = False  # whether that step used graphs
         self._parts: list[GraphedRun] = []
         self._lanes: list[_Lane] = []
@@ -139,16 +138,16 @@ class CudaGraphManager:
         self._warned: set[tuple[str, str]] = set()
 
     def graph_layers(self, model: nn.Module, *, modules: Sequence[str], wait_for_params: WaitForParams | None) -> None:
-        """Makes the named parts of all transformer layers of a model chunk run from graphs.
+        """Replaces the runners of the named parts in all transformer layers of a model chunk by GraphedRuns.
 
-        modules: names of --cuda-graph-modules. wait_for_params: called with a part's parameters before each replay,
-        because a replay runs no forward hooks of the modules inside; None if parameters are never gathered.
+        modules: names as in --cuda-graph-modules. wait_for_params: called with a part's parameters before each replay,
+        because replays do not run the forward hooks of modules; None if parameters are never gathered.
         """
         for layer in model.modules():
             if not isinstance(layer, TransformerLayer):
                 continue
             for module, part in _parts_of(layer).items():
-                # The part moe_preprocess contains the router.
+                # moe_preprocess already contains the router.
                 is_inside = module == "moe_router" and "moe_preprocess" in modules
                 if module not in modules or is_inside:
                     continue
@@ -164,10 +163,10 @@ class CudaGraphManager:
     def graphed(
         self, name: str, owner: nn.Module, *, inner: Run = run, participants: Sequence[PartParticipant] = ()
     ) -> "GraphedRun":
-        """Returns the run of one part of one layer.
+        """Creates and registers the GraphedRun of one part of one layer.
 
-        name: used in messages; the text before the first blank is the kind of part. owner: the module with the part's
-        parameters. inner: the run that is captured, and that runs eagerly.
+        name: used in messages; the first word is the kind of part. owner: the module with the part's parameters. inner:
+        the Run that is captured, and that is called for eager runs.
         """
         part = GraphedRun(self, name, owner=owner, inner=inner, participants=participants)
         self._parts.append(part)
@@ -176,26 +175,26 @@ class CudaGraphManager:
 
     @property
     def num_graphs(self) -> int:
-        """Number of graphs, two for each slot of each part."""
+        """Number of graphs: two for each slot of each part."""
         return 2 * sum(part.num_slots for part in self._parts)
 
     @property
     def num_pools(self) -> int:
-        """Number of memory pools, one for each microbatch in flight of each chunk; see [Note: lanes]."""
+        """Number of memory pools: one for each microbatch in flight in each chunk; see [Note: lanes]."""
         return len(self._lanes)
 
     @property
     def failure(self) -> str | None:
-        """Reason why the first part of `failures` could not be captured; None if no capture has failed."""
+        """Error of the first part in `failures`; None if no capture has failed."""
         return next(iter(self.failures.values()), None)
 
     @property
     def failures(self) -> dict[str, str]:
-        """Names of parts that could not be captured, with the cause of each."""
+        """Errors of parts that could not be captured, by part name."""
         return {part.name: part.failure for part in self._parts if part.failure is not None}
 
     def __call__(self, *, data_iterator: Any, forward_only: bool = False, **keywords: Any) -> list[Any]:
-        """Runs the passes and returns the loss reports of the last stage. Collective if the passes are."""
+        """Runs the wrapped function and returns the loss reports of the last stage. Collective if the function is."""
         if not forward_only:
             self._begin_step()
         if "forward_step_func" in keywords:
@@ -207,15 +206,15 @@ class CudaGraphManager:
             self.uses_graphs, self._lane = False, None
 
     def drop_graphs(self) -> None:
-        """Drops all graphs and their memory; later steps capture new ones."""
+        """Drops all graphs and their memory. Later steps capture new graphs."""
         self._lanes, self._lane = [], None
         for part in self._parts:
             part.drop_slots()
 
     def lease(self, part: "GraphedRun", signature: Hashable, capture: "Callable[[Any], _Slot]") -> "_Lease":
-        """Returns a free slot of the part for the current forward step, or captures one.
+        """Acquires a free slot of the part for the current forward step, or captures a new slot.
 
-        capture: called with a memory pool. Raises CaptureFailedError.
+        capture: captures a slot in the given memory pool. Raises CaptureFailedError if the capture fails.
         """
         key = (part, signature)
         lane = self._lane
@@ -231,7 +230,7 @@ class CudaGraphManager:
         return _Lease(lane.slots[key], lane)
 
     def is_shared(self, param: nn.Parameter) -> bool:
-        """Returns whether several parts use a parameter, any shape and dtype."""
+        """Returns whether several parts use the parameter."""
         return self._num_uses[param] > 1
 
     def _in_lane_of_its_own(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -242,7 +241,7 @@ class CudaGraphManager:
         return forward_step_in_lane
 
     def warn(self, part: "GraphedRun") -> None:
-        """Warns that a part could not be captured, once for parts of one kind with the same cause."""
+        """Logs that a part could not be captured, once per kind of part and cause."""
         key = (part.name.partition(" ")[0], part.failure or "")
         if key not in self._warned:
             self._warned.add(key)
@@ -258,24 +257,24 @@ class CudaGraphManager:
         is_stale, self._given = given != self._given, given
         if self._steps_to_warm_up == 0:
             if not self._has_begun:
-                # Eager passes may have changed the fingerprint on some ranks only.
+                # Eager steps may have changed the fingerprint on some ranks only.
                 (is_stale,) = any_rank_sync(is_stale)
             if is_stale:
                 self.drop_graphs()
-                # One warm-up step grows tables and compiles kernels for the new sizes.
+                # One eager step grows tables and compiles kernels for the new sizes.
                 self._steps_to_warm_up = 1
         self.uses_graphs = self._has_begun = self._steps_to_warm_up == 0
         self._steps_to_warm_up = max(0, self._steps_to_warm_up - 1)
 
 
 def _parts_of(layer: TransformerLayer) -> dict[str, GraphedPart]:
-    """Returns the parts of a layer that can be captured, by the names of --cuda-graph-modules."""
+    """Returns the parts of a layer that can be captured, by their names in --cuda-graph-modules."""
     mlp = layer.mlp.graphed_parts() if is_expert_layer(layer.mlp) else {"mlp": GraphedPart("mlp", layer.mlp)}
     return {"attn": GraphedPart("attn", layer.self_attention), **mlp}
 
 
 class _GatheredParams(PartParticipant):
-    """Waits for the parameter gathers of a part before each capture and replay."""
+    """Waits until the parameters of a part are gathered, before each capture and replay."""
 
     def __init__(self, wait: WaitForParams, owner: nn.Module) -> None:
         self._wait, self._owner = wait, owner
@@ -286,12 +285,12 @@ class _GatheredParams(PartParticipant):
 
 
 class GraphedRun:
-    """A Run of LayerParts that replays graphs of function(*args, **kwargs) whenever its manager uses graphs.
+    """A Run that replays graphs of function(*args, **kwargs) while its manager uses graphs, and otherwise runs eagerly.
 
-    The function must depend only on its arguments. Tensors among them, also in tuples, lists and dicts, are copied into
-    static memory; other values must be plain constants. Tensors with gradients in the result must also be in tuples,
-    lists and dicts, and each replay returns the remaining objects of the capture. A later microbatch overwrites the
-    memory of the outputs, after the backward of this one.
+    The function must depend only on its arguments: tensors, which are copied into static memory, and plain constants,
+    both also in tuples, lists and dicts. Outputs with gradients must be tensors or in tuples, lists and dicts. Every
+    replay returns the same other objects, as created by the capture. The memory of outputs is overwritten by a later
+    microbatch, after the backward of this microbatch.
     """
 
     def __init__(
@@ -310,12 +309,12 @@ class GraphedRun:
         self._signatures: set[Hashable] = set()
 
     def __reduce__(self) -> Any:
-        """Makes a copy a plain run, so that a copied layer shares no graphs with the original."""
+        """Makes copies the eager Run, so that a copied layer shares no graphs with the original."""
         return _same, (self._inner,)
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs function(*args, **kwargs), with tensors of any shape and dtype, from a graph or eagerly."""
-        # Within a backward, recompute runs the forward eagerly to save its tensors.
+        """Runs function(*args, **kwargs) from a graph or eagerly. args, kwargs: any shape and dtype."""
+        # Within backward, a recomputed forward runs eagerly, because autograd must save its tensors.
         if self._manager.uses_graphs and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             call = _Call.of(partial(self._inner, function), args, kwargs=kwargs)
             lease = self._take(call)
@@ -324,11 +323,11 @@ class GraphedRun:
         return self._inner(function, *args, **kwargs)
 
     def drop_slots(self) -> None:
-        """Drops all graphs. Autograd keeps the ones in flight until their backward has run."""
+        """Drops all graphs. Autograd keeps graphs in flight alive until their backward has run."""
         self._signatures, self.num_slots = set(), 0
 
     def _take(self, call: "_Call") -> "_Lease | None":
-        """Returns a slot for this call; None if it must run eagerly."""
+        """Acquires a slot for the call. Returns None if the call must run eagerly."""
         signature = None if self.failure is not None else call.signature(self._owner)
         if signature is None or (signature not in self._signatures and len(self._signatures) == _MAX_SIGNATURES):
             return None
@@ -358,7 +357,7 @@ class GraphedRun:
         slot = _Slot(self, call.tensors)
         slot.accounts = [participant.new_account() for participant in self._participants]
         params = [param for param in self._owner.parameters() if param.requires_grad]
-        # Both graphs are captured before either is replayed, so a failure leaves nothing to undo.
+        # Both graphs are captured before either is replayed, so a failure needs no cleanup.
         with naming_first_error(), self._manager.device.capturing_together():
             with self._capturing(slot, pool) as slot.forward:
                 slot.run_forward(call.with_tensors(slot.inputs))
@@ -376,7 +375,7 @@ class GraphedRun:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call function(*args, **kwargs), with its arguments flattened."""
+    """A call of function(*args, **kwargs) with flattened arguments."""
 
     function: Callable[..., Any]
     leaves: list[Any]
@@ -391,14 +390,14 @@ class _Call:
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Callable[[], Any]:
-        """Returns the call with its tensors replaced, of any shapes and dtypes."""
+        """Returns the call with its tensors replaced by `tensors`, any shapes and dtypes."""
         rest = iter(tensors)
         leaves = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.structure)
         return partial(self.function, *args, **kwargs)
 
     def signature(self, owner: nn.Module) -> Hashable:
-        """Returns a key that is equal for calls of one graph; None for calls that cannot run from a graph."""
+        """Returns a key, equal for calls that can share a graph; None if the call cannot run from a graph."""
         words: list[Hashable] = [self.structure, owner.training]
         for leaf in self.leaves:
             if isinstance(leaf, Tensor):
@@ -413,7 +412,7 @@ class _Call:
 
 
 class _From(Enum):
-    """The source of a leaf of a part's result."""
+    """Source of a leaf in the result of a replay."""
 
     GRAPH = "memory that the graph writes"
     CALL = "an argument of the call, unchanged"
@@ -423,20 +422,20 @@ class _From(Enum):
 class _Slot:
     """A pair of graphs, and the memory that they read and write; see [Note: slots].
 
-    memory: static memory for the tensors of a call. produced, plain: the tensors of the result, with and without a
-    gradient. params: the parameters that receive a gradient. overwritten_by: the part whose backward overwrote this
-    slot's memory; see [Note: lanes].
+    memory: static memory for the argument tensors. produced, plain: result tensors with and without a gradient. params:
+    parameters that receive a gradient. overwritten_by: name of the part whose backward overwrote the memory of this
+    slot, see [Note: lanes].
     """
 
     forward: Graph
     backward: Graph
 
     def __init__(self, part: GraphedRun, given: Sequence[Tensor]) -> None:
-        """Allocates static memory; given: the tensors of the call that is captured."""
+        """Allocates static memory. given: argument tensors of the call to capture."""
         self.part = part
         self.overwritten_by: str | None = None
         self.memory = [torch.empty_like(tensor, requires_grad=False).copy_(tensor.detach()) for tensor in given]
-        # The inputs of the capture. They share the memory, and autograd must not track the copies into it.
+        # Inputs of the capture. They share `memory`, into which autograd must not track copies.
         self.inputs = [
             own.detach().requires_grad_(tensor.requires_grad) for own, tensor in zip(self.memory, given, strict=True)
         ]
@@ -447,7 +446,7 @@ class _Slot:
         self._output_grads: list[Tensor] = []
         self._input_grads: list[Tensor | None] = []
         self._param_grads: list[Tensor] = []
-        self._are_shared: list[bool] = []  # for each of params, whether other parts use it
+        self._are_shared: list[bool] = []  # for each parameter in params, whether other parts use it
         self._kept: list[Tensor] = []
         self._returned: list[tuple[_From, Any]] = []
         self._structure: TreeSpec | None = None
@@ -455,7 +454,7 @@ class _Slot:
     # During the capture.
 
     def run_forward(self, function: Callable[[], Any]) -> None:
-        """Runs the part. Keeps its result and the tensors that autograd saves for backward."""
+        """Runs the part, and keeps its result and the tensors that autograd saves for backward."""
         with saved_tensors_hooks(self._keep, _same):
             leaves, self._structure = tree_flatten(function())
         for leaf in leaves:
@@ -473,7 +472,7 @@ class _Slot:
         self._output_grads = [torch.empty_like(output, requires_grad=False) for output in self.produced]
 
     def run_backward(self, params: Sequence[nn.Parameter], *, is_shared: Callable[[nn.Parameter], bool]) -> None:
-        """Runs backward of the result of run_forward. is_shared: whether other parts also use a parameter."""
+        """Runs the backward of run_forward. is_shared: returns whether other parts also use a parameter."""
         wanted = [own for own in self.inputs if own.requires_grad]
         grads = torch.autograd.grad(self.produced, [*wanted, *params], self._output_grads, allow_unused=True)
         of_wanted = iter(grads)
@@ -483,15 +482,15 @@ class _Slot:
         self._are_shared = [is_shared(param) for param in self.params]
 
     def _keep(self, tensor: Tensor) -> Tensor:
-        # Backward releases saved tensors, also during a capture, but replays read them. Autograd must receive a leaf
-        # itself. Any other tensor is detached, because it would otherwise keep its own node alive.
+        # Backward releases saved tensors, also during a capture, but replays still read their memory. Leaves are kept
+        # as they are, because autograd needs the same object. Other tensors are detached from their nodes.
         self._kept.append(tensor if tensor.is_leaf else tensor.detach())
         return self._kept[-1]
 
     # During a replay.
 
     def replay_forward(self, given: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Replays forward; returns new tensors over the memory of `produced` and `plain`. given: as in the capture."""
+        """Replays forward for the tensors `given`. Returns new tensors that alias `produced` and `plain`."""
         for own, tensor in zip(self.memory, given, strict=True):
             own.copy_(tensor)
         self.forward.replay()
@@ -500,25 +499,25 @@ class _Slot:
     def replay_backward(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
         """Replays backward and returns the gradients of the inputs and of `params`. grads: gradients of `produced`.
 
-        A gradient of a parameter that no other part uses shares memory of the graph. The others are copies.
+        The gradient of a parameter that no other part uses shares the memory of the graph. All others are copies.
         """
         for own, grad in zip(self._output_grads, grads, strict=True):
             own.copy_(grad)
         self.backward.replay()
         # See point 4 of [Note: lanes]. The gradient of a parameter that no other part uses is accumulated before
-        # another graph runs.
+        # the next graph runs, and need not be copied.
         of_inputs = [None if grad is None else grad.clone() for grad in self._input_grads]
         return [*of_inputs, *map(self._grad_of_param, self.params, self._param_grads, self._are_shared)]
 
     def _grad_of_param(self, param: nn.Parameter, grad: Tensor, is_shared: bool) -> Tensor:
         if is_shared:
             return grad.clone()
-        # Autograd clones a gradient that is referenced elsewhere, as by this slot, before it becomes `.grad`. A
+        # Autograd clones a gradient that is also referenced elsewhere, here by the slot, before it becomes `.grad`. A
         # data-parallel wrapper accumulates it immediately, so a new tensor object avoids the clone.
         return grad.detach() if has_main_grad(param) else grad
 
     def returned(self, outputs: Sequence[Tensor], given: Sequence[Tensor]) -> Any:
-        """Returns the part's result. outputs: the results of _Replay. given: the tensors of the call."""
+        """Returns the result of the part. outputs: results of _Replay. given: argument tensors of the call."""
         leaves = []
         for source, value in self._returned:
             if source is _From.GRAPH:
@@ -531,7 +530,7 @@ class _Slot:
 
 
 class _Lane:
-    """A memory pool and its slots by part and signature, in the order of their capture; see [Note: lanes]."""
+    """A memory pool and its slots, by part and signature, in capture order; see [Note: lanes]."""
 
     def __init__(self, pool: Any) -> None:
         self.pool = pool
@@ -544,7 +543,10 @@ class _Lane:
         return bool(self._in_use)
 
     def can_run(self, key: tuple[GraphedRun, Hashable]) -> bool:
-        """Returns whether that slot, or a new one, may run forward: no slot of its part and no later slot is in use."""
+        """Returns whether the slot of `key`, or a new slot, may run forward.
+
+        No slot of the same part and no later slot may be in use.
+        """
         later = self._captured_from(self.slots[key]) if key in self.slots else []
         return not any(slot.part is key[0] or slot in later for slot in self._in_use)
 
@@ -558,7 +560,7 @@ class _Lane:
         self._in_use.remove(slot)
 
     def begin_backward(self, slot: _Slot) -> None:
-        """Marks the slots whose memory the backward of this one may overwrite.
+        """Marks later slots as overwritten, because this slot's backward may write to their memory.
 
         Raises RuntimeError if the memory of this slot was overwritten.
         """
@@ -572,13 +574,13 @@ class _Lane:
             later.overwritten_by = slot.part.name
 
     def _captured_from(self, slot: _Slot) -> list[_Slot]:
-        """Returns this slot and the slots captured after it."""
+        """Returns the slot and all slots captured after it."""
         captured = [*self.slots.values()]
         return captured[captured.index(slot) :]
 
 
 class _Lease:
-    """Keeps a slot in use until `give_back` is called, or until the lease itself is freed."""
+    """Keeps a slot in use until `give_back` is called or the lease is garbage-collected."""
 
     def __init__(self, slot: _Slot, lane: _Lane) -> None:
         self.slot, self.lane = slot, lane

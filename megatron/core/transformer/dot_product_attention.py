@@ -1,22 +1,22 @@
-"""The attention core, softmax(q k^T / sqrt(D)) v, computed by torch's kernels or by a plain reference.
+"""The attention core, softmax(q k^T / sqrt(D)) v, computed by torch's kernels or by a reference implementation.
 
-It includes attention within packed segments and sliding windows. Projections are in attention.py.
+It supports packed segments, sliding windows and attention sinks. Projections are in attention.py.
 
 [Note: attention sinks] A sink is an additional column of the softmax whose value is 0. Its logit, one per head, only
-increases the denominator. torch's scaled-dot-product attention has no sinks, and appending a column of zeros would need
-a mask as large as the scores. With a kernel that returns each row's log-sum-exp the result is exact: scale the output
-by exp(lse - lse'), where lse' = log(exp(lse) + exp(sink)). The kernel's own backward computes the gradients of query,
-key and value if it receives the scaled output and lse' in place of its own. The gradient of the sink is
--exp(sink - lse') (grad . output).
+increases the denominator. torch's scaled-dot-product attention does not support sinks, and appending a column of zeros
+would require a mask as large as the scores. With a kernel that returns the log-sum-exp (lse) of each row, the result is
+exact: scale the output by exp(lse - lse'), where lse' = log(exp(lse) + exp(sink)). The backward of the kernel computes
+the gradients of query, key and value if it receives the scaled output and lse' instead of its results. The gradient of
+the sink is -exp(sink - lse') (grad . output).
 
-[Note: packed segments] On a GPU one call of torch's variable-length kernel computes all segments. If that kernel is not
-available, each segment is computed by a separate call. On the CPU this is the fastest alternative. It is faster than
+[Note: packed segments] On a GPU one call of torch's variable-length kernel computes all segments. Where that kernel is
+not available, each segment is computed by a separate call. On the CPU this is the fastest alternative: it beats
 attention over the whole sequence even for segments of 8 tokens, a mask is slower, and nested tensors have no causal
 kernel (torch 2.13).
 
-[Note: window blocks] Blocks compute only the scores inside the window, whereas a mask computes all scores and discards
-most. With 4,096 tokens and a window of 128, forward and backward take 0.1 s in blocks, 0.5 s without a window and 1.2 s
-with a mask (8 heads, one core).
+[Note: window blocks] Blocks compute only the scores inside the window. With a mask, all scores are computed and most of
+them discarded. With 4,096 tokens and a window of 128, forward and backward take 0.1 s in blocks, 0.5 s without a window
+and 1.2 s with a mask (8 heads, one core).
 """
 
 import inspect
@@ -58,16 +58,16 @@ from megatron.core.transformer.recompute import Drawing
 from megatron.core.transformer.tiled_attention import Alone, TilePlan, attend_in_tiles, sink_gradient
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-# The first torch versions with this kernel (2.11) lack the argument. Keys and values are repeated for them.
+# The first torch versions with this kernel (2.11) lack the argument. Keys and values are then repeated instead.
 _TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 class DotProductAttention(CopiedWithGroups, Drawing):
     """Attention with grouped key/value heads. The constructor chooses the kernel.
 
-    layer_number: starts at 1; selects whether the layer has a window. softmax_offset: [N], logits of learned sinks for
-    this rank's heads; None unless softmax_type is learnable. largest_logits: the largest scores in training; None
-    unless qk_clip or log_max_attention_logit requires them.
+    layer_number: starts at 1; determines whether the layer uses a window. softmax_offset: [N], logits of learned sinks
+    for this rank's heads; None unless softmax_type is learnable. largest_logits: the largest score of each head in
+    training; None unless qk_clip or log_max_attention_logit requires them.
     """
 
     softmax_offset: nn.Parameter | None
@@ -85,8 +85,9 @@ class DotProductAttention(CopiedWithGroups, Drawing):
     ) -> None:
         """Chooses the kernel.
 
-        attention_type: must be "self". attention_dropout, softmax_scale: None means the configured value, and 1 /
-        sqrt(kv_channels). cp_comm_type: ignored, because the attention layer exchanges sequences around the core.
+        attention_type: must be "self". attention_dropout: None means the configured value. softmax_scale: None means
+        the configured value, or else 1 / sqrt(kv_channels). cp_comm_type: ignored, because the attention layer handles
+        context parallelism around the core.
         """
         super().__init__()
         why = "only decoders are supported, without cross-attention"
@@ -101,7 +102,7 @@ class DotProductAttention(CopiedWithGroups, Drawing):
         plain = config.attention_backend in (AttnBackend.unfused, AttnBackend.local)
         self.has_sink = config.softmax_type != "vanilla"
         self.attend: Callable[..., Tensor] = reference_attention if plain or self.has_sink else self._torch_attention
-        # Sinks use tiles where possible; the reference handles them in combination with dropout or a mask.
+        # Sinks use tiles where possible. With dropout or a mask, the reference computes them.
         self.may_use_tiles = self.has_sink and not plain
         # Flash kernels need keys and values of equal width. The other kernels do not.
         self.needs_one_width = not plain and (not self.kernels or SDPBackend.FLASH_ATTENTION in self.kernels)
@@ -113,7 +114,7 @@ class DotProductAttention(CopiedWithGroups, Drawing):
         self.samples: dict[tuple[int, int], PackedSeqParams] = {}
         self.may_use_varlen = config.attention_backend in (AttnBackend.auto, AttnBackend.flash)
         self.tp_group = or_alone((pg_collection or existing_process_groups()).tp)
-        # A sink does not sum over a width.
+        # Sinks are not scaled with the width, because they do not sum over it.
         self.init_method = config.unscaled_init_method
         self.largest_logits: LargestLogits | None = None
         if config.watches_logits:
@@ -128,7 +129,7 @@ class DotProductAttention(CopiedWithGroups, Drawing):
 
     @property
     def draws_numbers(self) -> bool:
-        """Returns whether forward in training draws random numbers, for dropout of the probabilities."""
+        """Whether forward draws random numbers in training, for dropout of attention probabilities."""
         return self.dropout > 0
 
     def forward(
@@ -147,13 +148,13 @@ class DotProductAttention(CopiedWithGroups, Drawing):
 
         query: [S, B, N, D]; key: [S, B, G, D]; value: [S, B, G, E], any float dtype, where G divides N.
         attention_mask: bool, broadcastable to [B, 1, S, S], True where attention is forbidden; None selects the mask of
-        attn_mask_type. attention_bias: must be None. packed_seq_params: segments that restrict attention; excludes
-        attention_mask. first_head: index of the first query head in softmax_offset. Returns [S, B, N * E], the query's
-        dtype.
+        attn_mask_type. attention_bias: must be None. packed_seq_params: segments to which attention is restricted;
+        cannot be combined with attention_mask. first_head: index in softmax_offset of the first query head. Returns
+        [S, B, N * E], the query's dtype.
         """
         if attention_bias is not None:
             raise ValueError(
-                "attention_bias is given: DotProductAttention does not support a bias on scores, must be None"
+                "attention_bias must be None, because DotProductAttention does not support a bias on scores"
             )
         options: dict[str, Any] = {"mask": attention_mask, "mask_type": attn_mask_type or self.attn_mask_type}
         if self.largest_logits is not None and self.training:
@@ -181,12 +182,12 @@ class DotProductAttention(CopiedWithGroups, Drawing):
         parts: dict[str, Any] = {"key": key, "value": value, "sink": sink}
         if packed is not None:
             if mask is not None:
-                raise ValueError("attention_mask and packed_seq_params are both given: give only one of them")
+                raise ValueError("attention_mask and packed_seq_params are both given: pass only one of them")
             return self._packed(query, **parts, packed=packed, mask_type=mask_type)
         needs_varlen = self.window is not None or self.has_sink
         if needs_varlen and mask is None and self._has_varlen_kernel(query):
-            # It skips scores outside the window, whereas torch's other kernels would compute all of them under a mask.
-            # It also returns the log-sum-exp that a sink requires.
+            # This kernel skips scores outside the window, whereas torch's other kernels would compute all scores under
+            # a mask. It also returns the log-sum-exp, which a sink requires.
             return self._packed(query, **parts, packed=self._whole_samples(query), mask_type=mask_type)
         if mask is None and self._has_tiles(mask_type):
             return self._in_tiles(query, **parts, packed=None)
@@ -201,7 +202,7 @@ class DotProductAttention(CopiedWithGroups, Drawing):
             scale=self.softmax_scale,
             sink=sink,
         )
-        # A view that flattens without a copy if the kernel kept the query's memory order, as torch's CPU kernel does.
+        # A view, which flattens without a copy if the kernel keeps the memory order of the query, as on CPUs.
         return context.permute(2, 0, 1, 3)
 
     def _note_logits(
@@ -216,7 +217,7 @@ class DotProductAttention(CopiedWithGroups, Drawing):
     ) -> None:
         """Records the largest score of each head.
 
-        Recomputes scores block by block, because kernels do not keep them.
+        Recomputes scores block by block, because the kernels do not return them.
         """
         assert self.largest_logits is not None
         (seq_length, batch), is_causal = query.shape[:2], mask is None and mask_type is AttnMaskType.causal
@@ -239,9 +240,10 @@ class DotProductAttention(CopiedWithGroups, Drawing):
                 self.largest_logits.note(scores, scale=self.softmax_scale, first_head=first_head)
 
     def sink(self, query: Tensor, *, first_head: int = 0) -> Tensor | None:
-        """Returns the sink logits of the query's heads; query: [S, B, N, D], any float dtype.
+        """Returns the sink logits for the heads of query: [S, B, N, D], any float dtype.
 
-        Returns [N]: learned logits in the parameter's dtype, or zeros in the query's dtype. None without sinks.
+        Returns [N]: learned logits in the parameter's dtype, or zeros in the query's dtype; None without sinks.
+        first_head: index in softmax_offset of the first query head.
         """
         if not self.has_sink:
             return None
@@ -250,11 +252,11 @@ class DotProductAttention(CopiedWithGroups, Drawing):
         return self.softmax_offset[first_head : first_head + query.shape[2]]
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """Returns the initialization of each parameter, by name."""
+        """Returns the init method of each parameter, by name."""
         return {} if self.softmax_offset is None else {"softmax_offset": self.init_method}
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
-        """Describes the sinks as one stored tensor over the heads of all tensor-parallel ranks."""
+        """Describes the sinks as one stored tensor that covers the heads of all tensor-parallel ranks."""
         if self.softmax_offset is None:
             return {}
         key = prefix + "softmax_offset"
@@ -299,7 +301,7 @@ class DotProductAttention(CopiedWithGroups, Drawing):
         return self.may_use_tiles and mask_type is AttnMaskType.causal and not drops
 
     def _whole_samples(self, query: Tensor) -> PackedSeqParams:
-        """Describes each sample as one segment. Cached by shape, so that the boundaries are copied to a GPU once."""
+        """Returns parameters with each sample as one segment. Cached by shape, to copy the boundaries to a GPU once."""
         seq_length, batch = query.shape[:2]
         if (batch, seq_length) not in self.samples:
             borders = torch.arange(0, (batch + 1) * seq_length, seq_length, dtype=torch.int32)
@@ -340,17 +342,17 @@ class DotProductAttention(CopiedWithGroups, Drawing):
 
 
 def validate_backend(backend: AttnBackend, *, dropout: float) -> None:
-    """Raises ValueError if this device's kernel of the backend does not support the dropout."""
+    """Raises ValueError if the kernel of the backend does not support dropout on this device."""
     fused = backend in (AttnBackend.flash, AttnBackend.fused)
     if fused and dropout > 0 and default_device().type == "cpu":
         raise ValueError(
             f"attention_dropout is {dropout} and attention_backend is {backend.name}: "
-            "this kernel has no dropout on the CPU; set attention_dropout to 0 or attention_backend to auto"
+            "this kernel does not support dropout on the CPU; set attention_dropout to 0 or attention_backend to auto"
         )
 
 
 def sdp_backends(backend: AttnBackend) -> list[SDPBackend]:
-    """Returns the kernels that torch may use for a backend; empty if torch chooses freely or is not used."""
+    """Returns the torch kernels allowed for a backend; empty if torch may choose any or is not used."""
     if backend is AttnBackend.flash:
         return [SDPBackend.FLASH_ATTENTION]
     if backend is AttnBackend.fused:
@@ -371,7 +373,7 @@ def reference_attention(
     scale: float,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """Computes attention with plain tensor operations. The softmax is in fp32, or fp64 for fp64 inputs.
+    """Computes attention with plain tensor operations, and the softmax in fp32 (fp64 for fp64 inputs).
 
     query: [B, N, S, D]; key: [B, G, S, D]; value: [B, G, S, E], any float dtype; allowed: bool, broadcastable to
     [B, 1, S, S]; sink: [N], any float dtype, logits of an additional column whose value is 0.
@@ -393,8 +395,9 @@ def reference_attention(
 
 
 def _softmax(scores: Tensor, sink: Tensor | None) -> Tensor:
-    """Computes the softmax over the columns and the sink, and drops the sink's column; scores: [B, N, S,
-    S]; sink: [N].
+    """Computes the softmax over the columns and the sink, without the sink's column.
+
+    scores: [B, N, S, S]; sink: [N].
     """
     if sink is None:
         return scores.softmax(dim=-1)
@@ -403,7 +406,7 @@ def _softmax(scores: Tensor, sink: Tensor | None) -> Tensor:
 
 
 def has_varlen_kernel(query: Tensor, *, dropout: float) -> bool:
-    """Returns whether torch's variable-length kernel supports the query: [*, D], any dtype, any device."""
+    """Returns whether torch's variable-length kernel supports the query. query: [*, D], any dtype and device."""
     half, width = query.dtype in (torch.bfloat16, torch.float16), query.shape[-1]
     return query.device.type == "cuda" and half and width % 8 == 0 and width <= 256 and dropout == 0
 
@@ -420,8 +423,8 @@ def attend_varlen(
 ) -> Tensor:
     """Computes attention of all segments with one kernel.
 
-    query: [S, B, N, D]; key, value: [S, B, G, D], bf16 or fp16, on a GPU. window: number of tokens visible to the left
-    and right, -1 for no limit. sink: [N], any float dtype, or None. Returns [S, B, N, D], the query's dtype.
+    query: [S, B, N, D]; key, value: [S, B, G, D], bf16 or fp16, on a GPU. window: number of visible tokens to the left
+    and to the right, -1 for no limit. sink: [N], any float dtype, or None. Returns [S, B, N, D], the query's dtype.
     """
     seq_length, batch, num_heads, _ = query.shape
     query, key, value = (t.transpose(0, 1).flatten(0, 1) for t in (query, key, value))  # [B * S, N or G, D]
@@ -446,8 +449,8 @@ def attend_varlen(
 class _Segments:
     """Arguments of the variable-length kernel.
 
-    borders: [n + 1], int32, on the device, cumulative lengths; longest: number of tokens of the longest segment; scale
-    and window: as in attend_varlen.
+    borders: [n + 1], int32, on the device, cumulative segment lengths. longest: number of tokens of the longest
+    segment. scale, window: as in attend_varlen.
     """
 
     borders: Tensor
@@ -456,7 +459,7 @@ class _Segments:
     window: tuple[int, int]
 
     def options(self) -> dict[str, Any]:
-        """Returns the arguments that the kernel's forward and backward share."""
+        """Returns the keyword arguments common to the forward and the backward of the kernel."""
         return {
             "cum_seq_q": self.borders,
             "cum_seq_k": self.borders,
@@ -478,7 +481,7 @@ class _VarlenWithSink(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor, segments: _Segments) -> Tensor:
-        # varlen_attn calls the same operator, but its backward accepts no modified log-sum-exp.
+        # The same operator as in varlen_attn, whose backward does not accept a modified log-sum-exp.
         output, log_sum, *_ = torch.ops.aten._flash_attention_forward(
             query, key, value, return_debug_mask=False, **segments.options()
         )
@@ -501,7 +504,7 @@ class _VarlenWithSink(torch.autograd.Function):
             value,
             output,
             log_sum,
-            # Without dropout the kernel does not read it.
+            # The kernel does not read it without dropout.
             rng_state=torch.zeros(2, dtype=torch.uint64, device=query.device),
             unused=torch.empty(0, dtype=torch.float32, device=query.device),
             **segments.options(),
@@ -522,8 +525,8 @@ def attend_by_segment(
     value=...) -> [1, N, L, D]. Returns [S, B, N, D], the query's dtype.
     """
     seq_length, batch = query.shape[:2]
-    # Split instead of sliced, because backward then concatenates the gradients once, whereas slices would be padded and
-    # summed.
+    # Split instead of sliced: backward of split concatenates the gradients once, whereas backward of slices pads and
+    # sums them.
     queries, keys, values = (t.transpose(0, 1).flatten(0, 1).split(packed.segment_lengths) for t in (query, key, value))
     contexts = []
     for parts in zip(queries, keys, values, strict=True):
@@ -543,10 +546,10 @@ def attend_in_blocks(
     window: tuple[int, int],
     **options: Any,
 ) -> Tensor:
-    """Computes the result of attend_in_window from blocks of rows. See [Note: window blocks].
+    """Computes the same result as attend_in_window in blocks of rows. See [Note: window blocks].
 
-    Each block attends to its own tokens and to the `left` tokens before it. Falls back to attend_in_window for
-    explicit masks, windows that look ahead and short sequences.
+    Each block attends to its tokens and to the `left` tokens before it. Falls back to attend_in_window for explicit
+    masks, non-causal windows and short sequences.
 
     query: [B, N, S, D]; key, value: [B, G, S, D], any float dtype; allowed: bool, broadcastable to [B, 1, S, S];
     options: dropout, scale and sink, passed to `attend`. Returns [B, N, S, D], the query's dtype.
@@ -556,13 +559,13 @@ def attend_in_blocks(
     masked: Callable[..., Tensor] = partial(
         attend_in_window, attend=attend, window=window, is_causal=is_causal, **options
     )
-    # Two blocks or less would compute nearly all scores.
+    # With at most two blocks, nearly all scores would be computed anyway.
     if allowed is not None or not is_causal or seq_length <= 2 * rows:
         return masked(query, key=key, value=value, allowed=allowed)
     rest = seq_length - rows
     num_blocks = -(-rest // rows)
     padding = (0, 0, 0, num_blocks * rows - rest)
-    # The first block has no tokens before it, so it has fewer keys than the other blocks.
+    # The first block has fewer keys than the others, because no tokens precede it.
     first, others = query.split([rows, rest], dim=2)
     first = masked(first, key=key[:, :, :rows], value=value[:, :, :rows], allowed=None)
     blocks = F.pad(others, padding).unflatten(2, (num_blocks, rows)).transpose(1, 2).flatten(0, 1)
@@ -588,8 +591,7 @@ def attend_in_window(
     window: tuple[int, int],
     **options: Any,
 ) -> Tensor:
-    """Calls `attend` with a mask of the window, combined with `allowed`. Sequences that fit into the window need no
-    mask.
+    """Calls `attend` with a mask for the window, combined with `allowed`. Short sequences need no window mask.
 
     query: [B, N, S, D]; key, value: [B, G, S, D], any float dtype; allowed: bool, broadcastable to [B, 1, S, S];
     options: dropout, scale and sink, passed to `attend`. Returns [B, N, S, D], the query's dtype.
@@ -603,11 +605,11 @@ def attend_in_window(
 
 
 def band_mask(seq_length: int, *, left: int, looks_ahead: bool, device: torch.device) -> Tensor:
-    """Returns [S, S], bool, on `device`: row i allows columns i - left to i, and later ones if looks_ahead."""
+    """Returns a mask, [S, S], bool, on `device`: row i allows columns i - left to i, or to the end if looks_ahead."""
     band = torch.ones(seq_length, seq_length, dtype=torch.bool, device=device).triu_(-left)
     return band if looks_ahead else band.tril_()
 
 
 def _block_band(rows: int, left: int, *, device: torch.device) -> Tensor:
-    # Column 0 is the furthest token visible to the first row.
+    # Column 0 is the earliest token that the first row sees.
     return torch.ones(rows, rows + left, dtype=torch.bool, device=device).triu_().tril_(left)

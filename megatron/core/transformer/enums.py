@@ -8,7 +8,7 @@ __all__ = ["AttnBackend", "AttnMaskType", "ModelType", "parse_attn_backend"]
 
 
 class AttnMaskType(enum.Enum):
-    """Positions that a query may attend to without an explicit mask; `causal`: itself and earlier positions."""
+    """Positions to which a query attends without an explicit mask. causal: its own and earlier; otherwise all."""
 
     padding = 1
     causal = 2
@@ -17,7 +17,7 @@ class AttnMaskType(enum.Enum):
 
 
 class AttnBackend(enum.Enum):
-    """Attention kernel: `auto` lets torch choose, `unfused` and `local` are the fp32 reference."""
+    """Attention kernel. auto lets torch choose; unfused and local use the fp32 reference implementation."""
 
     flash = 1
     fused = 2
@@ -30,7 +30,7 @@ class AttnBackend(enum.Enum):
 
 
 def parse_attn_backend(word: str) -> AttnBackend:
-    """Returns the backend of that name; raises ValueError naming the choices."""
+    """Returns the backend with the given name. Raises ValueError with the choices for an unknown name."""
     if word not in AttnBackend.__members__:
         raise ValueError(f"{word!r} is not an attention backend: choose from {', '.join(AttnBackend.__members__)}")
     return AttnBackend[word]

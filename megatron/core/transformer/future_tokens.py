@@ -1,6 +1,6 @@
-"""The tokens that follow each token of a micro-batch, for multi-token prediction. The layers are in other files.
+"""Provides the tokens that follow each token of a micro-batch, as inputs and labels of multi-token prediction.
 
-B micro-batch, S tokens of a sequence that this rank holds, W = S / C of one of its C chunks.
+Shapes: B micro-batch size; S tokens of each sequence on this rank, in C chunks of W = S / C tokens.
 """
 
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ from megatron.core.transformer.context_parallel import chunks_of_rank
 
 @dataclass(frozen=True)
 class FutureToken:
-    """The tokens at a fixed distance ahead of each token. All tensors are [B, S]; tokens, positions and labels are
-    int64.
+    """The token at a fixed distance ahead of each token, with its position, label and loss weight.
 
-    weights: fp32, weight of the label's loss; 0 if the label belongs to another document or does not exist. padding:
-    bool, True where the token itself or the one ahead is padding; None without padding.
+    tokens, positions, labels: [B, S], int64. weights: [B, S], fp32, weight of the label's loss; 0 if the label does not
+    exist or belongs to a different document. padding: [B, S], bool, True where either of the two tokens is padding;
+    None without padding.
     """
 
     tokens: Tensor
@@ -37,10 +37,10 @@ class FutureToken:
 class FutureTokens:
     """Tokens up to num_ahead positions ahead of this rank's tokens of a micro-batch.
 
-    All tensors are [B, S], int64, except loss_mask, [B, S], float, or None for all ones, and padding_mask, [B, S],
-    bool, or None for no padding. packed_seq_params, attention_mask: document borders, as for GPTModel. cp_group: ranks
-    that share sequences. Collective over it if it has more than one rank. Raises ValueError if ranks have fewer than
-    num_ahead tokens.
+    input_ids, position_ids, labels: [B, S], int64. loss_mask: [B, S], float; None means all ones. padding_mask: [B, S],
+    bool; None means no padding. packed_seq_params, attention_mask: document boundaries, as for GPTModel. cp_group:
+    ranks over which sequences are split; calls are collective over this group. Raises ValueError if chunks are shorter
+    than num_ahead.
     """
 
     input_ids: Tensor
@@ -54,7 +54,7 @@ class FutureTokens:
     padding_mask: Tensor | None = None
 
     def ahead(self, distance: int) -> FutureToken:
-        """Returns the tokens `distance` positions ahead, from 1 to num_ahead."""
+        """Returns the tokens `distance` positions ahead. distance: from 1 to num_ahead."""
         tokens, positions, labels, mask = (self._at(extended, distance) for extended in self._extended)
         weights = torch.where(self._is_inside(distance) & (labels >= 0), mask, 0)
         padding = self.padding_mask
@@ -64,7 +64,7 @@ class FutureTokens:
 
     @cached_property
     def _extended(self) -> tuple[Tensor, ...]:
-        # fp32 in any model, because half precision cannot represent large counts.
+        # fp32 in every model, because half precision cannot represent large token counts.
         mask = torch.ones_like(self.labels) if self.loss_mask is None else self.loss_mask
         mask = mask.to(torch.float32)
         return tuple(self._with_following(t) for t in (self.input_ids, self.position_ids, self.labels, mask))
@@ -75,14 +75,12 @@ class FutureTokens:
         return chunks_of_rank(self.input_ids.shape[1] * ranks, size=ranks, rank=group_rank(self.cp_group))
 
     def _with_following(self, own: Tensor) -> Tensor:
-        """Appends to each chunk the first tokens of its successor: [B, S], any dtype -> [B, C, W + num_ahead], same
-        dtype.
-        """
+        """Appends the first num_ahead tokens of the next chunk to each chunk: [B, S] -> [B, C, W + num_ahead]."""
         chunks = own.unflatten(1, (len(self._chunks), -1))
         if len(self._chunks) > 1 and chunks.shape[2] < self.num_ahead:
             raise ValueError(
                 f"mtp_num_layers is {self.num_ahead} and context-parallel ranks have chunks of {chunks.shape[2]} "
-                "tokens: must be at most the chunk size, use longer sequences or fewer ranks"
+                "tokens: must be at most the chunk size; use longer sequences or fewer ranks"
             )
         firsts = F.pad(chunks, (0, self.num_ahead - chunks.shape[2]))[..., : self.num_ahead]
         if group_size(self.cp_group) == 1:
@@ -99,7 +97,7 @@ class FutureTokens:
         return extended[..., distance : extended.shape[2] - self.num_ahead + distance].flatten(1)
 
     def _is_inside(self, distance: int) -> Tensor:
-        """Returns whether the token at this distance belongs to the same document: bool, [B, S] or [1, S]."""
+        """Returns whether the token at this distance belongs to the same document: [B, S] or [1, S], bool."""
         device, length = self.input_ids.device, self.input_ids.shape[1] * group_size(self.cp_group)
         # [1, S]: positions in the whole sequence.
         places = torch.cat([torch.arange(c.start, c.stop, device=device) for c in self._chunks]).unsqueeze(0)
@@ -111,7 +109,7 @@ class FutureTokens:
             here, there = (torch.bucketize(samples + p, ends, right=True) for p in (places, places + distance))
             inside = inside & (here == there)
         if self.attention_mask is not None:
-            # [B or 1, S, S]; a token attends to earlier tokens of its document only.
+            # [B or 1, S, S]. A token attends only to earlier tokens of its document.
             mask = self.attention_mask.expand(*self.attention_mask.shape[:-2], length, length)
             forbidden = mask.reshape(-1, length, length).diagonal(-distance, dim1=1, dim2=2)
             inside = inside & ~F.pad(forbidden, (0, distance), value=True)[:, :length]

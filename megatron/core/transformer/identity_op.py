@@ -1,4 +1,4 @@
-"""Placeholders in a spec: a module and a function that return their input."""
+"""Placeholders for specs: a module that returns its input, and one that returns the identity function."""
 
 from typing import Any
 
@@ -17,9 +17,7 @@ class IdentityOp(nn.Module):
 
 
 class IdentityFuncOp(IdentityOp):
-    """Returns the identity function when called, for places in a spec such as bias-dropout-add that
-    return a function.
-    """
+    """Returns the identity function. Replaces spec entries that return a function, such as bias-dropout-add."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns a function that returns its argument."""

@@ -1,6 +1,6 @@
-"""Initial weights by logical name: the same seed gives the same model on any device, layout and expert implementation.
+"""Weight initialization by logical name, so that a seed gives the same model on any device, layout and implementation.
 
-The distributions are the layers' own (their init_methods). The names are those of canonical checkpoints.
+Layers define the distributions (init_methods). The logical names are the names in canonical checkpoints.
 """
 
 import hashlib
@@ -20,7 +20,8 @@ from megatron.core.logical_tensors import LogicalPiece, canonical_name, model_lo
 from megatron.core.model_parallel_config import ConstantInit, InitMethod, XavierUniformInit
 from megatron.core.transformer.transformer_config import NormalInit, TransformerConfig
 
-# Rows drawn from one generator: a block of rows of the stored tensor, so that a rank draws few numbers beyond its own.
+# Elements per block. Each block of rows of a stored tensor has a separate generator, so that a rank draws few numbers
+# that it does not use.
 _BLOCK_ELEMENTS = 1 << 17
 
 
@@ -29,15 +30,13 @@ class HasInitMethods(Protocol):
     """A module that defines the initialization of its parameters."""
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """Returns init methods by the parameter's name in the module; a missing parameter must not be on the meta
-        device.
-        """
+        """Returns init methods by parameter name. A parameter without an entry must not be on the meta device."""
         ...
 
 
 @contextmanager
 def deferred_initialization(config: TransformerConfig) -> Iterator[None]:
-    """Leaves random parameters of modules built inside uninitialised; `initialize_parameters` must follow."""
+    """Skips random initialization of modules built in the block. Call `initialize_parameters` afterwards."""
     wanted, config.perform_initialization = config.perform_initialization, False
     try:
         yield
@@ -46,19 +45,19 @@ def deferred_initialization(config: TransformerConfig) -> Iterator[None]:
 
 
 def initialize_parameters(model: nn.Module, *, seed: int) -> None:
-    """Initialises all random parameters that are not on the meta device, in place, from `seed` and the logical name."""
+    """Initialises random parameters in place from `seed` and their logical names, except on the meta device."""
     values = InitialValues(model, seed=seed)
     named = [(canonical_name(name), param) for name, param in model.named_parameters() if not param.is_meta]
-    # Constants are already set by the layers.
+    # Layers have already set constant values.
     values.fill((name, 0, param.data.view(-1)) for name, param in named if values.is_random(name))
 
 
 class InitialValues:
-    """Initial values of a model's parameters, from `seed` and the logical names; holds none of the values.
+    """Computes initial values of a model's parameters on request, from `seed` and the logical names.
 
-    Normal and Xavier distributions are drawn per stored tensor, in blocks of its rows, so a rank draws only the blocks
-    that it requests. Any other init method is user-defined and fills the parameter as this model holds it, in `dtype`
-    (None means the destination's dtype), seeded by the stored tensor's name and the position in it.
+    Normal and Xavier distributions are drawn for the whole stored tensor in blocks of rows, and a rank draws only the
+    blocks that it requests. Any other init method is user-defined. It fills this rank's parameter, in `dtype` (None
+    means the dtype of the destination), seeded by the name of the stored tensor and the offset in it.
     """
 
     def __init__(self, model: nn.Module, *, seed: int, dtype: torch.dtype | None = None) -> None:
@@ -67,20 +66,20 @@ class InitialValues:
         self._seed, self._dtype = seed, dtype
 
     def covers(self, name: str) -> bool:
-        """Returns whether a module defines the initialization of this parameter."""
+        """Returns whether a module defines an init method for this parameter."""
         return name in self._methods
 
     def is_random(self, name: str) -> bool:
-        """Returns whether the parameter is initialised with anything but a constant."""
+        """Returns whether the init method of the parameter is not a constant."""
         return self.covers(name) and not isinstance(self._methods[name], ConstantInit)
 
     def fill(self, ranges: Iterable[tuple[str, int, Tensor]]) -> None:
         """Fills ranges of parameters with their initial values.
 
-        ranges: name, index of the first element in the flattened parameter, and destination, [n], any float dtype.
-        Elements that are in no checkpoint, such as padding rows, are left unchanged by a normal distribution.
+        ranges: (name, index of the first element in the flattened parameter, destination: [n], any float dtype).
+        Normal and Xavier distributions skip elements that are not in checkpoints, such as padding rows.
         """
-        # Listed first and drawn afterwards, so that a model of many small tensors also keeps all threads busy.
+        # Blocks of all tensors are collected first, so that many small tensors also keep all threads busy.
         blocks: list[_Block] = []
         for name, start, flat in ranges:
             method = self._methods[name]
@@ -91,13 +90,13 @@ class InitialValues:
                     blocks += _blocks(box, draw=_Draw(self._seed, method))
             elif flat.numel():
                 flat.copy_(self._filled_by(method, name, dtype=flat.dtype).view(-1)[start : start + flat.numel()])
-        # numpy draws without the interpreter lock, so threads help; the result does not depend on their number.
+        # numpy releases the GIL while drawing, so threads help. The result does not depend on their number.
         with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as threads:
             for _ in threads.map(_Block.fill, blocks):
                 pass
 
     def _filled_by(self, method: InitMethod, name: str, *, dtype: torch.dtype) -> Tensor:
-        # On the CPU, so that the values do not depend on the device.
+        # On the CPU, so that the values are the same on every device.
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             values = torch.empty(self._shapes[name], dtype=self._dtype or dtype, device="cpu")
             torch.random.default_generator.manual_seed(
@@ -108,8 +107,8 @@ class InitialValues:
 
 
 def _place(piece: LogicalPiece) -> str:
-    # Not seeded by the parameter's own name, because the copy of a tied weight has another name than its owner. The
-    # first rank's piece, which is the only one of a layer that is not split, has the bare key.
+    # Not the name of the parameter, because the copy of a tied weight has a different name than the original. The
+    # first piece has the bare key, so that it does not depend on whether the layer is split.
     return f"{piece.key}@{piece.global_offset}" if any(piece.global_offset) else piece.key
 
 
@@ -130,7 +129,7 @@ class _Draw:
 
 @dataclass(frozen=True)
 class _Block:
-    """Rows [first, first + num_rows) of a stored tensor, the box of it to fill, and the distribution to draw from."""
+    """A block of rows, [first, first + num_rows), of a stored tensor: its distribution, and the box that it fills."""
 
     box: ShardedTensor
     draw: _Draw
@@ -153,7 +152,7 @@ class _Block:
         else:
             generator.standard_normal(dtype=numpy.float32, out=numbers)
             numbers *= numpy.float32(method.std)
-        # Selects from the drawn rows those in the box, and from these the box's columns.
+        # Selects the rows and columns of the box from the drawn rows.
         start, own = self.box.global_offset[0], self.box.data.shape[0]
         low, high = max(start, self.first), min(start + own, self.first + self.num_rows)
         window = (slice(low - self.first, high - self.first),) + tuple(
@@ -164,7 +163,7 @@ class _Block:
 
 
 def _blocks(box: ShardedTensor, *, draw: _Draw) -> Iterator[_Block]:
-    """Yields the blocks that cover a box; their borders depend only on the stored tensor's shape."""
+    """Yields the blocks that overlap a box. Block boundaries depend only on the shape of the stored tensor."""
     step = max(1, _BLOCK_ELEMENTS // math.prod(box.global_shape[1:]))
     start, stop = box.global_offset[0], box.global_offset[0] + box.data.shape[0]
     for index in range(start // step, -(-stop // step)):
@@ -173,6 +172,6 @@ def _blocks(box: ShardedTensor, *, draw: _Draw) -> Iterator[_Block]:
 
 
 def _hash_words(seed: int, name: str) -> list[int]:
-    # hash() cannot be used, because it differs between processes.
+    # Not hash(), which differs between processes.
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=16).digest()
     return [int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")]

@@ -1,6 +1,6 @@
-"""Assigns runners, which recompute or offload layers or their parts, to the layers of a block.
+"""Assigns to the layers of a block the runners that recompute or offload them or their parts.
 
-Runners are chosen once, from the plans of recompute.py and activation_offload.py.
+The runners are chosen once, following the plans of recompute.py and activation_offload.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass(frozen=True)
 class Segment:
-    """Indices of consecutive layers that run together, and their runner."""
+    """Consecutive layers that run together: their indices and their runner."""
 
     layers: range
     run: Run = run
@@ -26,7 +26,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Steps of a block's forward: call `begin`, then run each segment.
+    """Steps of a block's forward: call `begin`, then run the segments in order.
 
     offloader: None if nothing is offloaded.
     """
@@ -37,22 +37,22 @@ class Arrangement:
 
 
 def arrange_layers(layers: nn.ModuleList, config: TransformerConfig, *, has_experts: Sequence[bool]) -> Arrangement:
-    """Sets the parts of each layer that is a MegatronModule, and returns the arrangement in which the layers run.
+    """Sets the part runners of each layer that is a MegatronModule, and returns how to run the layers.
 
-    has_experts: one entry per layer.
+    has_experts: for each layer, whether it is a mixture of experts.
     """
     recompute = plan_recompute(config, has_experts)
     for layer, its in zip(layers, recompute):
         use_parts(layer, replace(LayerParts(), **recomputed_parts(layer, its.modules)))
     offload = plan_offload(config, has_experts)
-    # A model chunk may have nothing to offload although others do.
+    # A model chunk may have nothing to offload even if other chunks do.
     if any(offload):
         return _with_offloading(layers, config, plan=offload)
     return Arrangement(_segments(layers, recompute), _nothing_to_begin)
 
 
 def arrange_layer(layer: nn.Module, plan: LayerRecompute, *, inside: nn.Module) -> Run:
-    """Sets the parts of a layer outside a block, and returns the runner of `inside`, the module that contains it.
+    """Sets the part runners of a layer that is not in a block, and returns the runner of the enclosing module `inside`.
 
     Such layers are never offloaded.
     """
@@ -61,7 +61,7 @@ def arrange_layer(layer: nn.Module, plan: LayerRecompute, *, inside: nn.Module) 
 
 
 def use_parts(layer: nn.Module, parts: LayerParts) -> None:
-    """Sets the runners of every MegatronModule inside the layer."""
+    """Sets the part runners of every MegatronModule in the layer."""
     for module in layer.modules():
         if isinstance(module, MegatronModule):
             module.parts = parts
@@ -83,8 +83,8 @@ def _with_offloading(
     layers: nn.ModuleList, config: TransformerConfig, *, plan: Sequence[frozenset[str]]
 ) -> Arrangement:
     offloader = ActivationOffloader(layers, default_device(), min_elements=config.min_offloaded_tensor_size)
-    # Layers and parts that keep their tensors are wrapped as well, because their backward triggers the prefetch of the
-    # others.
+    # Layers and parts that are not offloaded are wrapped as well, because their backward triggers the prefetch of
+    # offloaded ones.
     runs: list[Run] = [run] * len(layers)
     if config.cpu_offloading_num_layers:
         for index in range(config.cpu_offloading_num_layers + 1):

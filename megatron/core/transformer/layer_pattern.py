@@ -1,6 +1,6 @@
-"""Patterns that describe the model layer by layer: parses text such as ([0]+[1]*3)*2 to a list of integers.
+"""Parses patterns that describe a model layer by layer, such as ([0]+[1]*3)*2, into lists of integers.
 
-The meaning of the integers is documented with their fields: experts in moe_config.py, windows in attention_config.py.
+The fields that use patterns define the meaning of the integers: see moe_config.py and attention_config.py.
 """
 
 import re
@@ -15,7 +15,7 @@ _MAX_DEPTH = 50
 def parse_layer_pattern(word: str, *, field: str) -> int | list[int]:
     """Parses an integer, or a pattern of lists, +, * and parentheses: "[0]+[1]*3" -> [0, 1, 1, 1].
 
-    Raises ValueError naming `field` if the word is neither.
+    Raises ValueError naming `field` for any other text.
     """
     stripped = word.strip()
     if stripped.isdigit():
@@ -70,7 +70,7 @@ class _PatternReader:
         return value
 
     def _repeated(self, left: int | list[int], right: int | list[int]) -> int | list[int]:
-        # The product's length is known before it is built, because a typing mistake must not fill the memory.
+        # Checks the length before building the list, because a typing mistake must not exhaust the memory.
         sizes = [len(side) if isinstance(side, list) else side for side in (left, right)]
         if sizes[0] * sizes[1] > MAX_LAYERS:
             raise self._error(f"more than {MAX_LAYERS} layers")
@@ -78,7 +78,7 @@ class _PatternReader:
 
     def _atom(self) -> int | list[int]:
         if not self.tokens:
-            raise self._error("it ends too early")
+            raise self._error("unexpected end")
         token = self.tokens.pop(0)
         if token == "(":
             if self.depth == _MAX_DEPTH:

@@ -1,7 +1,7 @@
 """Low-rank adapters of linear layers: y = W x + alpha / r * B A x, with W frozen (Hu et al., LoRA, 2021).
 
-models/gpt/gpt_layer_specs.py selects the layers that have adapters. Adapters of grouped experts are in moe/experts.py.
-megatron/training loads checkpoints without adapters.
+models/gpt/gpt_layer_specs.py selects the layers with adapters. Adapters of grouped experts are in moe/experts.py.
+megatron/training loads checkpoints that do not contain adapters.
 """
 
 import math
@@ -36,21 +36,19 @@ ADAPTER_NAMES = ("lora_a", "lora_b")
 
 
 class LoRAColumnParallelLinear(ColumnParallelLinear):
-    """A ColumnParallelLinear with an adapter, whose A is whole on every rank and whose B has rows split like the
-    weight.
-    """
+    """A ColumnParallelLinear with an adapter. A is replicated; the rows of B are split like the weight."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
-        """Builds the layer; options: as in ColumnParallelLinear.
+        """Builds the layer and its adapter. options: as in ColumnParallelLinear.
 
-        Raises ValueError for expert-tensor-parallel experts.
+        Raises ValueError for experts that are split over expert-tensor-parallel ranks.
         """
         super().__init__(input_size, output_size, config=config, **options)
         if not self.sums_input_grad:
             require_whole_experts(group_size(self.tp_group))
         rank, self.scale = rank_and_scale(config)
         self.lora_a = empty_parameter(rank, input_size, config=config)
-        # Under sequence parallelism each rank multiplies it by its part of the sequence.
+        # Under sequence parallelism each rank applies it to its part of the sequence.
         mark_partial_gradient(self.lora_a, partial=self.sequence_parallel)
         initialize_weight(self.lora_a, init_of_a(input_size), config=config)
         self.lora_b = zero_parameter(self.output_size_per_partition, rank, config=config)
@@ -61,7 +59,7 @@ class LoRAColumnParallelLinear(ColumnParallelLinear):
         return {**super().init_methods(), "lora_a": init_of_a(self.input_size), "lora_b": ConstantInit(0)}
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
-        """Returns the base layer's pieces, and this rank's rows of lora_b [output_size, r]; lora_a is stored whole."""
+        """Returns the base layer's pieces, and this rank's rows of lora_b [output_size, r]. lora_a is replicated."""
         pieces = super().logical_pieces(prefix)
         del pieces["lora_a"]
         return pieces
@@ -69,12 +67,12 @@ class LoRAColumnParallelLinear(ColumnParallelLinear):
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Adds the adapter to ColumnParallelLinear's output. input_: [*, input_size], parameter dtype.
+        """Adds the adapter's output to the output of ColumnParallelLinear. input_: [*, input_size], parameter dtype.
 
-        Returns [*, output_size / ranks], same dtype, and the skipped bias.
+        Returns [*, output_size / ranks], same dtype, and the skipped bias or None.
         """
         output, bias = super().forward(input_, weight, runtime_gather_output)
-        # The tensor is narrow, so communication between ranks is negligible.
+        # This tensor is narrow, so its communication is cheap.
         low = F.linear(input_, self.lora_a)  # [*, r]
         if self.sequence_parallel:
             low = gather_from_sequence_parallel_region(low, group=self.tp_group)
@@ -87,17 +85,17 @@ class LoRAColumnParallelLinear(ColumnParallelLinear):
 
 
 class LoRAReplicatedLinear(ReplicatedLinear):
-    """A ReplicatedLinear with an adapter, whose matrices are both whole on every rank."""
+    """A ReplicatedLinear with an adapter. A and B are replicated."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
-        """Builds the layer; options: as in ReplicatedLinear."""
+        """Builds the layer and its adapter. options: as in ReplicatedLinear."""
         super().__init__(input_size, output_size, config=config, **options)
         rank, self.scale = rank_and_scale(config)
         self.lora_a = empty_parameter(rank, input_size, config=config)
         initialize_weight(self.lora_a, init_of_a(input_size), config=config)
         self.lora_b = zero_parameter(output_size, rank, config=config)
         for parameter in (self.lora_a, self.lora_b):
-            # As for the weight, each rank multiplies by its part of the sequence.
+            # As for the weight, each rank applies them to its part of the sequence.
             mark_partial_gradient(parameter, partial=config.sequence_parallel)
 
     def init_methods(self) -> dict[str, InitMethod]:
@@ -105,18 +103,19 @@ class LoRAReplicatedLinear(ReplicatedLinear):
         return {**super().init_methods(), "lora_a": init_of_a(self.input_size), "lora_b": ConstantInit(0)}
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
-        """Adds the adapter's output: input_: [*, input_size], parameter dtype -> [*, output_size], same dtype."""
+        """Adds the adapter's output. input_: [*, input_size], parameter dtype -> [*, output_size], same dtype."""
         output, _ = super().forward(input_)
         return torch.add(output, F.linear(F.linear(input_, self.lora_a), self.lora_b), alpha=self.scale), None
 
 
 class LoRARowParallelLinear(RowParallelLinear):
-    """A RowParallelLinear with an adapter, whose A has columns split like the weight and whose B is whole on every
-    rank.
-    """
+    """A RowParallelLinear with an adapter. The columns of A are split like the weight; B is replicated."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
-        """Builds the layer; options: as in RowParallelLinear. Raises ValueError for expert-tensor-parallel experts."""
+        """Builds the layer and its adapter. options: as in RowParallelLinear.
+
+        Raises ValueError for experts that are split over expert-tensor-parallel ranks.
+        """
         super().__init__(input_size, output_size, config=config, **options)
         is_expert = options.get("is_expert", False)
         if is_expert:
@@ -133,16 +132,15 @@ class LoRARowParallelLinear(RowParallelLinear):
         return {**super().init_methods(), "lora_a": init_of_a(self.input_size), "lora_b": ConstantInit(0)}
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
-        """Returns the base layer's pieces, and this rank's columns of lora_a [r, input_size]; lora_b is
-        stored whole.
-        """
+        """Returns the base layer's pieces, and this rank's columns of lora_a [r, input_size]. lora_b is replicated."""
         piece = split_piece(prefix + "lora_a", self.lora_a, group=self.tp_group, dim=1)
         return {**super().logical_pieces(prefix), "lora_a": [piece]}
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Adds the adapter to RowParallelLinear's output. input_: [*, input_size / ranks], parameter dtype.
+        """Adds the adapter's output to the output of RowParallelLinear.
 
-        Returns [*, output_size], same dtype, and the skipped bias.
+        input_: [*, input_size / ranks], parameter dtype. Returns [*, output_size], same dtype, and the skipped bias or
+        None.
         """
         output, bias = super().forward(input_)
         low = F.linear(input_, self.lora_a)  # [*, r]
@@ -152,23 +150,23 @@ class LoRARowParallelLinear(RowParallelLinear):
 
 
 def is_adapter(name: str) -> bool:
-    """Returns whether a parameter or checkpoint key with that name belongs to an adapter."""
+    """Returns whether a parameter name or checkpoint key belongs to an adapter."""
     return any(part in ADAPTER_NAMES for part in name.split("."))
 
 
 def freeze_all_but_adapters(model: nn.Module) -> None:
-    """Freezes all parameters but the adapters."""
+    """Freezes all parameters except adapters, which become trainable."""
     for name, param in model.named_parameters():
         param.requires_grad = is_adapter(name)
 
 
 def rank_and_scale(config: TransformerConfig) -> tuple[int, float]:
-    """Returns the width of adapters, and the factor of their product."""
+    """Returns the rank of adapters, and the scale of their output."""
     assert config.lora_rank is not None, "layers with adapters require lora_rank"
     return config.lora_rank, config.lora_alpha / config.lora_rank
 
 
 def init_of_a(input_size: int) -> NormalInit:
-    """Returns the init method of an adapter's first matrix."""
-    # Together with B = 0, the model starts unchanged.
+    """Returns the init method of an adapter's matrix A."""
+    # B starts at 0, so the initial model is unchanged.
     return NormalInit(1 / math.sqrt(input_size))

@@ -1,11 +1,11 @@
-"""Settings of low-rank adapters: their width, and the layers that have them."""
+"""Settings of low-rank adapters: their rank, and the layers to which they are added."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.core.config_field import config_field, validate_fields
 
-# Layers with adapters by default. Latent attention has other projections, which are requested by name.
+# Layers with adapters by default. Adapters for the other projections of latent attention are requested by name.
 ADAPTED_LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 _LATENT_KEYS = ("linear_kv_down_proj", "linear_kv_up_proj")
 _LATENT_QUERIES = ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj")
@@ -13,20 +13,22 @@ _LATENT_QUERIES = ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj")
 
 @dataclass(kw_only=True)
 class LoRAConfig:
-    """Settings for training small matrices in addition to frozen weights (Hu et al., LoRA, 2021)."""
+    """Settings for training low-rank adapters in addition to frozen weights (Hu et al., LoRA, 2021)."""
 
     cli_group: ClassVar[str] = "low-rank adapters"
 
     lora_rank: int | None = config_field(
         None,
-        help="Width of low-rank adapters. Only adapters are trained, all other parameters are frozen; "
-        "default: no adapters.",
+        help="Rank of low-rank adapters. Only adapters are trained; all other parameters are frozen. Default: no "
+        "adapters.",
         at_least=1,
     )
-    lora_alpha: float = config_field(32.0, help="Factor of the adapters' output, divided by their rank.", more_than=0)
+    lora_alpha: float = config_field(
+        32.0, help="Adapter outputs are multiplied by this value divided by --lora-rank.", more_than=0
+    )
     lora_target_modules: list[str] = config_field(
         default_factory=lambda: list(ADAPTED_LINEARS),
-        help="Linear layers that have adapters, in attention, feed-forward layers and experts.",
+        help="Linear layers with adapters, in attention, feed-forward layers and experts.",
         choices=(*ADAPTED_LINEARS, *_LATENT_QUERIES, *_LATENT_KEYS),
     )
 
@@ -40,9 +42,9 @@ class LoRAConfig:
 
 
 def validate_lora(config: LoRAConfig, *, grouped_experts: bool, expert_parts: int, itemsize: int) -> None:
-    """Raises ValueError if experts cannot have the requested adapters.
+    """Raises ValueError if experts do not support the requested adapters.
 
-    expert_parts: ranks that share the width of each expert; itemsize: bytes of a weight.
+    expert_parts: number of ranks over which the width of an expert is split. itemsize: bytes per element of a weight.
     """
     if config.lora_rank is None or not config.has_feed_forward_adapters:
         return
@@ -51,12 +53,12 @@ def validate_lora(config: LoRAConfig, *, grouped_experts: bool, expert_parts: in
     if grouped_experts and config.lora_rank % words:
         raise ValueError(
             f"lora_rank is {config.lora_rank}: must be a multiple of {words} with moe_grouped_gemm in this precision, "
-            "whose kernel reads 16 bytes at a time, or lora_target_modules without linear_fc1 and linear_fc2"
+            "whose kernel reads 16 bytes at a time; or remove linear_fc1 and linear_fc2 from lora_target_modules"
         )
 
 
 def validate_lora_targets(config: LoRAConfig, *, multi_latent_attention: bool, q_lora_rank: int | None) -> None:
-    """Raises ValueError if adapters are requested for layers that the model does not have."""
+    """Raises ValueError if adapters are requested for linear layers that do not exist in the model."""
     if config.lora_rank is None or set(config.lora_target_modules) == set(ADAPTED_LINEARS):
         return
     queries = ("linear_qkv",)
@@ -66,15 +68,15 @@ def validate_lora_targets(config: LoRAConfig, *, multi_latent_attention: bool, q
     missing = [name for name in config.lora_target_modules if name not in present]
     if missing:
         raise ValueError(
-            f"lora_target_modules has {' '.join(missing)}, multi_latent_attention is {multi_latent_attention} and "
-            f"q_lora_rank is {q_lora_rank}: the model has no such layer, choose among {' '.join(present)}"
+            f"lora_target_modules contains {' '.join(missing)}, multi_latent_attention is {multi_latent_attention} and "
+            f"q_lora_rank is {q_lora_rank}: the model has no such layer; choose from {' '.join(present)}"
         )
 
 
 def require_whole_experts(num_parts: int) -> None:
-    """Raises ValueError for adapters of experts that are split over ranks."""
+    """Raises ValueError if experts with adapters are split over ranks."""
     if num_parts > 1:
         raise ValueError(
-            f"expert_tensor_parallel_size is {num_parts} and lora_rank is set: experts with adapters must be "
-            "whole on their ranks, use expert_tensor_parallel_size 1"
+            f"expert_tensor_parallel_size is {num_parts} and lora_rank is set: experts with adapters "
+            "cannot be split over ranks; use expert_tensor_parallel_size 1"
         )

@@ -1,4 +1,4 @@
-"""The dense feed-forward layer, also used as one expert of SequentialMLP; grouped experts are in moe/experts.py."""
+"""The dense feed-forward layer, which SequentialMLP also uses as an expert. Grouped experts are in moe/experts.py."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-# (x [*, F_in], bias=[F_in] or None, scale=weight per row [*, 1] or None) -> [*, F], x's dtype
+# (x [*, F_in], bias=[F_in] or None, scale=[*, 1], weight per row, or None) -> [*, F], x's dtype
 Activation = Callable[..., Tensor]
 
 
 @dataclass
 class MLPSubmodules:
-    """Specs of the two projections, and of a module that replaces the activation function, built from config.
+    """Specs of the two projections, and of an optional module in place of the configured activation function.
 
-    activation_func: takes fc1's output with its bias, [*, F] or, gated, [*, 2F], and returns [*, F]; None means the
-    configured function.
+    activation_func: built from the config; maps fc1's output plus bias, [*, F] or [*, 2F] if gated, to [*, F]. None
+    means the configured function.
     """
 
     linear_fc1: Any = None
@@ -37,8 +37,9 @@ class MLPSubmodules:
 
 
 class MLP(MegatronModule):
-    """Computes fc2(activation(fc1(x))). With a gated activation, fc1's rows are gate then up, on each rank its part of
-    both.
+    """Computes fc2(activation(fc1(x))).
+
+    With a gated activation, the rows of fc1 are this rank's rows of the gate, followed by its rows of up.
     """
 
     def __init__(
@@ -54,9 +55,9 @@ class MLP(MegatronModule):
     ) -> None:
         """Builds the projections and chooses the activation.
 
-        is_expert: whether each token has a weight, and the ranks are the expert-tensor group. tp_group: the ranks;
-        takes precedence over pg_collection. If both are None, the groups of parallel_state are used, if there are any.
-        name: accepted without effect.
+        is_expert: whether this is an expert, split over the expert-tensor group, with a weight per token. tp_group:
+        ranks over which the layer is split; takes precedence over pg_collection. If both are None, uses the groups of
+        parallel_state, if they exist. name: accepted without effect.
         """
         super().__init__(config)
         self.ffn_hidden_size = ffn_hidden_size or config.ffn_hidden_size or 4 * config.hidden_size
@@ -82,8 +83,8 @@ class MLP(MegatronModule):
             tp_comm_buffer_name="fc1",
             **shared,
         )
-        # Found by name, once, because a conversion replaces the parameters by tensors of files, which lack these
-        # attributes. The first matrix of an adapter has no rows of gate and up.
+        # Stored by name, because a conversion replaces the parameters with tensors of files, which lack these
+        # attributes. Replicated parameters, such as the first matrix of an adapter, have no gate and up rows.
         self._gated_names = [
             name
             for name, param in self.linear_fc1.named_parameters()
@@ -113,21 +114,20 @@ class MLP(MegatronModule):
         ffn_hidden_size: int | None = None,
         name: str | None = None,
     ) -> Self:
-        """Builds the feed-forward part of a layer, for specs that are functools.partial(MLP.as_mlp_submodule, specs).
+        """Builds an MLP. Specs of the form functools.partial(MLP.as_mlp_submodule, submodules) call this constructor.
 
-        is_mtp_layer: ignored, because layers that predict further tokens have the same feed-forward part.
+        is_mtp_layer: ignored, because multi-token prediction layers have the same feed-forward part.
         """
         return cls(config, submodules, is_expert, input_size, ffn_hidden_size, name=name, pg_collection=pg_collection)
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Runs the layer; hidden_states: [*, H], parameter dtype; per_token_scale: [*], fp32 or parameter dtype, or
-        None.
+        """Computes the layer. Returns [*, H], same dtype, and the bias that the caller must add, or None.
 
-        Returns [*, H], same dtype, and the bias that is still to be added: [H] (scaled per token: [*, H]), or None.
-        kwargs: arguments that callers pass to feed-forward layers of any kind. padding_mask has no effect, because
-        padding is computed like other tokens; all others must be None.
+        hidden_states: [*, H], parameter dtype. per_token_scale: [*], fp32 or parameter dtype, or None. The returned
+        bias is [H], or [*, H] if scaled per token. kwargs: arguments that callers pass to every kind of feed-forward
+        layer. padding_mask has no effect, because padding is computed like other tokens. All others must be None.
         """
         if kwargs:
             why = "a dense layer does not use it"
@@ -137,7 +137,7 @@ class MLP(MegatronModule):
         scale = None if per_token_scale is None else per_token_scale.unsqueeze(-1)
         intermediate, bias = self.linear_fc1(hidden_states)  # [*, F] or, gated, [*, 2F]
         output, output_bias = self.linear_fc2(self.activation(intermediate, bias=bias, scale=scale))
-        # act * scale went through fc2; the bias that comes after it is scaled here.
+        # The activations were scaled before fc2. The output bias still has to be scaled.
         if output_bias is not None and scale is not None:
             output_bias = (output_bias * scale).to(output.dtype)
         return output, output_bias
@@ -147,7 +147,7 @@ class MLP(MegatronModule):
         return _scaled(self.activation_func(x if bias is None else x + bias), scale)
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
-        """Describes a gated linear_fc1 as two tensors, gate and up: [F, H], and [F] of the bias; F over all ranks."""
+        """Describes a gated linear_fc1 as stored tensors over all ranks, gate and up: [F, H], or [F] for a bias."""
         shapes = {name: tuple(self.linear_fc1.get_parameter(name).shape) for name in self._gated_names}
         return {
             f"linear_fc1.{name}": gate_up_pieces(f"{prefix}linear_fc1.{name}", shape, group=self.tp_group)
@@ -156,9 +156,9 @@ class MLP(MegatronModule):
 
 
 def gate_up_pieces(key: str, shape: tuple[int, ...], *, group: ProcessGroup | None = None) -> list[LogicalPiece]:
-    """Returns the first and second half of a [2F, H] or [2F] tensor, as `<key>.gate` and `<key>.up`.
+    """Describes the halves of a [2F, H] or [2F] tensor as pieces of the stored tensors `<key>.gate` and `<key>.up`.
 
-    group: ranks that hold other rows of both; None means this rank alone.
+    group: ranks over which the rows of both are split; None means this rank alone.
     """
     half = (shape[0] // 2, *shape[1:])
     row = shape[1] if len(shape) == 2 else 1
@@ -172,7 +172,7 @@ def gate_up_pieces(key: str, shape: tuple[int, ...], *, group: ProcessGroup | No
 
 
 def build_activation(config: TransformerConfig) -> Activation:
-    """Builds the configured activation, chosen once."""
+    """Builds the configured activation, with a fused function for SwiGLU and quick GeGLU."""
     function = config.activation_func
     clamp, offset = config.activation_func_clamp_value, config.glu_linear_offset
 
@@ -187,7 +187,7 @@ def build_activation(config: TransformerConfig) -> Activation:
 
     if not config.gated_linear_unit:
         return plain
-    # The common choices have their own function; others save the tensors that torch saves for them.
+    # Common gates use a fused autograd function. For other gates, autograd saves all intermediate tensors.
     gains = {F.silu: 1.0, quick_gelu: QUICK_GELU_GAIN}
     if function not in gains:
         return gated
@@ -200,5 +200,5 @@ def build_activation(config: TransformerConfig) -> Activation:
 
 
 def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
-    # Routing weights are fp32, so the product is rounded back to the activations' dtype.
+    # Routing weights are fp32, so the result is cast back to the dtype of the activations.
     return x if scale is None else (x * scale).to(x.dtype)

@@ -18,35 +18,35 @@ from megatron.core.utils import ModelWrapper, divide
 
 # Run(function, *args, **kwargs) returns function(*args, **kwargs).
 Run = Callable[..., Any]
-# RunAndRelease(function, *args) returns (function(*args), release). The caller passes to release a result computed from
-# the output, a tensor through which all of the output's gradients flow; afterwards the output must not be read.
+# RunAndRelease(function, *args) returns (function(*args), release). The caller calls release(result), where result is a
+# tensor computed from the output through which all of its gradients flow. The output must not be read afterwards.
 RunAndRelease = Callable[..., tuple[Any, Callable[[Tensor], None]]]
 
 
 def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Returns function(*args, **kwargs); the default Run of a part."""
+    """Returns function(*args, **kwargs). This is the default Run of a part."""
     return function(*args, **kwargs)
 
 
 def run_and_keep(function: Callable[..., Any], *args: Any) -> tuple[Any, Callable[[Tensor], None]]:
-    """Returns function(*args), tensors of any shape and dtype, and a release that does nothing.
+    """Returns function(*args) and a release that does nothing, so the output is freed like any other tensor.
 
-    The output is freed when nothing refers to it.
+    This is the default RunAndRelease of a part. args: tensors of any shape and dtype, or other objects.
     """
     return function(*args), _release_nothing
 
 
 @dataclass(frozen=True)
 class LayerParts:
-    """Determines how each named part of a layer is run: plainly, recomputed, offloaded, or from CUDA graphs.
+    """The runners of a layer's named parts, which run a part directly, recomputed, offloaded, or from CUDA graphs.
 
-    The names are those of --recompute-modules, --offload-modules and --cuda-graph-modules. A layer calls its parts
-    through these runners, by the decorator `part` or explicitly. layer_arrangement.py chooses the runners, and
-    cuda_graphs.py the runners for CUDA graphs.
+    The names match --recompute-modules, --offload-modules and --cuda-graph-modules. A layer calls its parts through
+    these runners, either explicitly or by the decorator `part`. layer_arrangement.py chooses the runners, except for
+    CUDA graphs, which cuda_graphs.py installs.
 
-    attn: the whole attention layer. mla_up_proj: queries, keys and values of latent attention from the compressed
-    projection, inside qkv_linear. mlp: the whole feed-forward layer, dense or with experts. moe_preprocess: the router
-    and the dispatcher's work before it sends rows. moe_router: the router alone, inside moe_preprocess.
+    attn: the whole attention layer. mla_up_proj: the up projections of latent attention, inside qkv_linear. mlp: the
+    whole feed-forward layer, dense or with experts. moe_preprocess: the router and the part of dispatch before rows are
+    sent. moe_router: the router alone, inside moe_preprocess.
     """
 
     attn_norm: RunAndRelease = run_and_keep
@@ -76,10 +76,10 @@ _Method = Callable[Concatenate[_Layer, _Args], _Result]
 
 
 def part(name: str) -> Callable[[_Method[_Layer, _Args, _Result]], _Method[_Layer, _Args, _Result]]:
-    """Declares a method as the part `name` of its layer. Each call goes through that runner of `self.parts`.
+    """Decorates a method as the part `name` of its layer, so that each call goes through this runner of `self.parts`.
 
-    name: a Run of LayerParts. A RunAndRelease requires an explicit call, because its caller must call `release`. Raises
-    ValueError for any other name, when the class is defined.
+    name: a LayerParts field of type Run. A RunAndRelease must be called explicitly, because its caller must call
+    `release`. Raises ValueError for any other name when the class is defined.
     """
     runs = [one.name for one in fields(LayerParts) if one.default is run]
     if name not in runs:
@@ -98,7 +98,7 @@ def part(name: str) -> Callable[[_Method[_Layer, _Args, _Result]], _Method[_Laye
 
 
 class MegatronModule(CopiedWithGroups):
-    """An nn.Module with the configuration that it was built from.
+    """An nn.Module that stores the configuration from which it was built.
 
     has_experts: whether this is a mixture-of-experts layer, whose parts are recomputed and captured separately.
     """
@@ -108,37 +108,37 @@ class MegatronModule(CopiedWithGroups):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
-        # A transformer block replaces them by the runners that layer_arrangement.py chose for the layer.
+        # Default runners. A transformer block replaces them with the runners that layer_arrangement.py chooses.
         self.parts = LayerParts()
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """Returns `state_dict`, under the name that Megatron's scripts call: tensors of any shape and dtype."""
+        """Returns `state_dict`, tensors of any shape and dtype. Scripts of Megatron call this method by its name."""
         state: dict[str, Any] = self.state_dict(prefix=prefix, keep_vars=keep_vars)
         return state
 
     def set_is_first_microbatch(self) -> None:
-        """Sets is_first_microbatch of the modules inside that have it, such as those of Transformer Engine."""
+        """Sets is_first_microbatch on every submodule that defines it, such as layers of Transformer Engine."""
         for module in self.modules():
             if "is_first_microbatch" in vars(module):
                 vars(module).update(is_first_microbatch=True)
 
 
 class GraphableMegatronModule(MegatronModule):
-    """A module that runs on [S, B, H], as transformer layers do, and whose parts CUDA graphs may capture.
+    """A module with hidden states [S, B, H] as input, whose parts may run as CUDA graphs.
 
-    cuda_graphs.py creates the graphs, for all modules of a model chunk together.
+    cuda_graphs.py creates the graphs of all modules of a model chunk together.
     """
 
     def __init__(self, config: TransformerConfig, vp_stage: int | None = None) -> None:
-        """Stores the chunk; vp_stage: index of the module's chunk in its pipeline stage; None means the only one."""
+        """Stores the arguments. vp_stage: index of the model chunk in its pipeline stage; None means the only chunk."""
         super().__init__(config)
         self.vp_stage = vp_stage
 
     def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> dict[str, Tensor]:
-        """Returns inputs with the shapes used on this rank during a run, on this process's device.
+        """Returns example inputs, with the shapes that this rank uses in training, on this process's device.
 
-        hidden_states: [seq_length / ranks over which it is split, micro_batch_size, H], dtype config.hidden_dtype,
-        filled with ones and requiring a gradient.
+        hidden_states: [seq_length / ranks that share a sequence, micro_batch_size, H], dtype config.hidden_dtype, ones
+        that require a gradient.
         """
         config = self.config
         ranks = config.context_parallel_size * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
@@ -148,82 +148,81 @@ class GraphableMegatronModule(MegatronModule):
 
 
 def to_residual(hidden_states: Tensor, config: TransformerConfig) -> Tensor:
-    """Converts hidden states to the dtype of the residual stream: [*, H], fp32 (fp64) with fp32_residual_connection."""
+    """Casts hidden states, [*, H], any float dtype, to config.hidden_dtype if fp32_residual_connection is set."""
     return hidden_states.to(config.hidden_dtype) if config.fp32_residual_connection else hidden_states
 
 
 def is_expert_layer(module: nn.Module) -> bool:
-    """Returns whether a module, of this project or of a user, is a mixture-of-experts layer."""
+    """Returns whether a module is a mixture-of-experts layer, of this project or user-defined."""
     return isinstance(module, MegatronModule) and module.has_experts
 
 
 class Float16Module(ModelWrapper):
-    """Runs a model in bf16 or fp16: casts its parameters once, floating-point inputs, and outputs to fp32."""
+    """Runs a model in bf16 or fp16. Casts parameters once, and casts inputs to half precision and outputs to fp32."""
 
     def __init__(self, config: TransformerConfig, module: nn.Module, *, post_process: bool = True) -> None:
-        """Wraps the model; post_process: False for a part whose outputs go to the next pipeline stage unchanged."""
+        """Casts the parameters of the model. post_process: False keeps outputs in half precision for the next stage."""
         super().__init__(module)
         self.config, self.dtype = config, half_dtype(config)
         keeps_fp32 = post_process or config.fp32_residual_connection
         self._output_dtype = torch.float32 if keeps_fp32 else self.dtype
-        # Buffers keep their dtype, because rotary tables and router statistics are fp32 in any model.
+        # Buffers keep their dtype, because rotary tables and router statistics are fp32 in every model.
         for parameter in module.parameters():
             if not is_kept_in_fp32(parameter):
                 parameter.data = cast_floating(parameter.data, self.dtype)
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """Passes a stage's input, any shape, float dtype, or a list of inputs, to the module."""
+        """Passes the stage's input to the module. input_tensor: any shape, float dtype, or a list of such tensors."""
         model: Any = self.module
         model.set_input_tensor(input_tensor)
 
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> Any:
-        """Returns the module's boxes of tensors of any shape and dtype, under its own names."""
+        """Returns the sharded state dict of the wrapped module: tensors of any shape and dtype."""
         model: Any = self.module
         return model.sharded_state_dict(prefix, *args, **kwargs)
 
     def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
-        """Runs the module with floating-point arguments cast; returns its outputs, floating-point ones cast to fp32.
+        """Runs the module with floating-point arguments cast to half precision, and casts its outputs to fp32.
 
-        fp32_output: False leaves the outputs unchanged.
+        fp32_output: False returns the outputs without a cast. The last stage casts to fp32, other stages only with
+        fp32_residual_connection.
         """
         args = tuple(cast_floating(value, self.dtype) for value in inputs)
         kwargs = {name: cast_floating(value, self.dtype) for name, value in kwargs.items()}
         outputs = self.module(*args, **kwargs)
         if not fp32_output:
             return outputs
-        # fp32 outputs, because subsequent computations (losses, sums over ranks) must not lose precision.
+        # fp32, because losses and sums over ranks are computed from the outputs.
         if isinstance(outputs, tuple):
             return tuple(cast_floating(value, self._output_dtype) for value in outputs)
         return cast_floating(outputs, self._output_dtype)
 
 
 def half_dtype(config: TransformerConfig) -> torch.dtype:
-    """Returns the half-precision dtype selected by the flags; raises ValueError if neither is set."""
+    """Returns bf16 or fp16, as configured. Raises ValueError unless exactly one of them is set."""
     if config.bf16 == config.fp16:
         raise ValueError(f"bf16 is {config.bf16} and fp16 is {config.fp16}: exactly one must be set")
     return torch.bfloat16 if config.bf16 else torch.float16
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Casts a floating-point tensor to `dtype`; returns anything else unchanged. value: any shape -> same shape."""
+    """Casts a floating-point tensor, any shape, to `dtype`. Returns other values unchanged."""
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def param_is_not_shared(param: nn.Parameter) -> bool:
-    """Returns whether this pipeline stage owns a parameter, any shape and dtype, rather than a copy of
-    another stage's.
-    """
+    """Returns whether this pipeline stage owns the parameter, rather than a copy of another stage's parameter."""
     return not param_facts(param).shared
 
 
 def mark_keep_in_fp32(tensor: Tensor) -> Tensor:
-    """Marks a parameter or buffer, any shape and dtype, to keep its dtype in a half-precision model, and returns it."""
+    """Excludes a parameter or buffer, any shape and dtype, from half-precision casts of the model, and returns it."""
     mark_kept_in_fp32(tensor)
     return tensor
 
 
 def convert_module_to_dtype_except_fp32_marked(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Casts floating parameters and buffers that mark_keep_in_fp32 did not mark, and returns the module."""
+    """Casts all floating-point parameters and buffers except those marked by mark_keep_in_fp32. Returns the module."""
     for tensor in (*module.parameters(), *module.buffers()):
         if not is_kept_in_fp32(tensor):
             tensor.data = cast_floating(tensor.data, dtype)
@@ -231,14 +230,14 @@ def convert_module_to_dtype_except_fp32_marked(module: nn.Module, dtype: torch.d
 
 
 def conversion_helper(val: Any, conversion: Callable[[Any], Any]) -> Any:
-    """Returns conversion(item) for each item of any nesting of tuples and lists, in the same nesting."""
+    """Applies `conversion` to each item of nested tuples and lists. Returns the results in the same structure."""
     if isinstance(val, (tuple, list)):
         return type(val)(conversion_helper(item, conversion) for item in val)
     return conversion(val)
 
 
 def fp32_to_float16(val: Any, float16_convertor: Callable[[Tensor], Tensor]) -> Any:
-    """Converts fp32 tensors, any shape, in any nesting of tuples and lists; other values are unchanged."""
+    """Applies `float16_convertor` to the fp32 tensors, any shape, in nested tuples and lists. Keeps other values."""
 
     def convert(item: Any) -> Any:
         return float16_convertor(item) if isinstance(item, Tensor) and item.dtype == torch.float32 else item
@@ -247,9 +246,7 @@ def fp32_to_float16(val: Any, float16_convertor: Callable[[Tensor], Tensor]) -> 
 
 
 def float16_to_fp32(val: Any) -> Any:
-    """Converts fp16 and bf16 tensors, any shape, in any nesting of tuples and lists to fp32; other values are
-    unchanged.
-    """
+    """Converts the fp16 and bf16 tensors, any shape, in nested tuples and lists to fp32. Keeps other values."""
 
     def convert(item: Any) -> Any:
         is_half = isinstance(item, Tensor) and item.dtype in (torch.float16, torch.bfloat16)

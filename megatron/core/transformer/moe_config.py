@@ -1,6 +1,6 @@
-"""Settings of mixture-of-experts layers: experts, dispatch, capacity. Routers and the stash have separate files.
+"""Settings of mixture-of-experts layers: experts, token dispatch and capacity.
 
-The settings of dense layers are in ../transformer_config.py.
+The settings of routers, of the stash and of dense layers are in separate files.
 """
 
 import math
@@ -16,28 +16,29 @@ from megatron.core.transformer.router_config import RouterConfig, validate_route
 
 @dataclass(kw_only=True)
 class CapacityConfig:
-    """Limits on the tokens of an expert, or of the experts of a rank."""
+    """Settings that limit the tokens per expert, or per rank."""
 
     cli_group: ClassVar[str] = "moe"
 
     moe_expert_capacity_factor: float | None = config_field(
         None,
-        help="Each expert processes at most ceil(tokens x top-k / experts x this) tokens of a micro-batch and drops "
-        "the others; unset or negative: no token is dropped.",
+        help="Limit each expert to ceil(tokens x top-k / experts x this) tokens of a micro-batch, and drop the others. "
+        "Unset or negative: no token is dropped.",
     )
     moe_token_drop_policy: str = config_field(
         "probs",
-        help="Tokens that a full expert drops: the ones with the smallest weights, or the last ones.",
+        help="Tokens to drop when an expert is full: those with the smallest weights (probs) or the last ones "
+        "(position).",
         choices=("probs", "position"),
     )
     moe_pad_expert_input_to_capacity: bool = config_field(
-        False, help="Pad each expert's rows to its capacity, so that shapes do not depend on the routing."
+        False, help="Pad the rows of each expert to its capacity, so that shapes do not depend on the routing."
     )
     moe_expert_rank_capacity_factor: float | None = config_field(
         None,
-        help="Give the experts of a rank buffers of tokens x top-k x this rows, so that no shape depends on the "
-        "routing; a step with more rows is discarded and retried with larger buffers. Unset: buffers fit the "
-        "received rows.",
+        help="Allocate buffers of tokens x top-k x this rows for the experts of a rank, so that no shape depends on "
+        "the routing. A step that receives more rows is discarded and retried with larger buffers. Unset: size "
+        "buffers to the received rows.",
     )
 
     def __post_init__(self) -> None:
@@ -46,7 +47,7 @@ class CapacityConfig:
 
 @dataclass(kw_only=True)
 class MoEConfig(RouterConfig, CapacityConfig, PagedStashConfig):
-    """The number of experts, the layers that have them, and the dispatch of tokens."""
+    """Settings of the experts, the layers that contain them, and token dispatch."""
 
     cli_group: ClassVar[str] = "moe"
 
@@ -54,45 +55,45 @@ class MoEConfig(RouterConfig, CapacityConfig, PagedStashConfig):
         None,
         flags=("--num-experts",),
         dest="num_experts",
-        help="Number of experts of each mixture-of-experts layer; unset: the model is dense.",
+        help="Number of experts in each mixture-of-experts layer; unset: the model is dense.",
         at_least=1,
     )
     moe_layer_freq: int | list[int] | str = config_field(
         1,
-        help="Layers that have experts: N for every Nth from the first, or a pattern such as ([0]+[1]*3)*2.",
+        help="Layers with experts: N for every Nth layer, starting with the first, or a pattern such as ([0]+[1]*3)*2.",
         parse=partial(parse_layer_pattern, field="moe_layer_freq"),
     )
     moe_ffn_hidden_size: int | None = config_field(
-        None, help="Inner width of one expert; default: the width of the dense layers.", at_least=1
+        None, help="Inner width of each expert; default: the inner width of dense feed-forward layers.", at_least=1
     )
     moe_shared_expert_intermediate_size: int | None = config_field(
         None,
-        help="Total inner width of the shared experts, which every token uses; unset: there are none.",
+        help="Total inner width of the shared experts, which process every token; unset: no shared experts.",
         at_least=1,
     )
     moe_shared_expert_gate: bool = config_field(
-        False, help="Multiply the shared expert's result for each token by a learned sigmoid gate."
+        False, help="Multiply the output of the shared experts for each token by a learned sigmoid gate."
     )
     moe_grouped_gemm: bool = config_field(
-        False, help="Compute all experts of a rank in one grouped matrix product instead of one after the other."
+        False, help="Compute all experts of a rank in one grouped GEMM instead of one after the other."
     )
     moe_token_dispatcher_type: str = config_field(
         "allgather",
-        help="Token dispatch: every rank gathers all tokens (allgather), each row is sent to the rank of its expert "
-        "(alltoall), or the library of --moe-flex-dispatcher-backend is used (flex).",
+        help="Token dispatch: gather all tokens on every rank (allgather), send each row to the rank of its expert "
+        "(alltoall), or use the library selected by --moe-flex-dispatcher-backend (flex).",
         choices=("allgather", "alltoall", "flex"),
     )
     moe_flex_dispatcher_backend: str = config_field(
         "deepep",
-        help="Library that sends rows with --moe-token-dispatcher-type flex: the package deep_ep, or torch's symmetric "
-        "memory; no effect with other types. hybridep and ncclep are not supported.",
+        help="Library for --moe-token-dispatcher-type flex: the package deep_ep (deepep) or torch's symmetric memory "
+        "(symm_mem). No effect with other types. hybridep and ncclep are not supported.",
         choices=("deepep", "hybridep", "ncclep", "symm_mem"),
     )
     moe_permute_fusion: bool = config_field(
-        False, help="Move rows into expert order in one pass. No effect, because this is always done."
+        False, help="Permute rows into expert order in one pass. No effect, because this is always done."
     )
     moe_shared_expert_overlap: bool = config_field(
-        False, help="Compute the shared expert while rows are sent to the ranks of their experts."
+        False, help="Compute the shared experts while rows are sent to the ranks of their experts."
     )
 
     def __post_init__(self) -> None:
@@ -102,7 +103,7 @@ class MoEConfig(RouterConfig, CapacityConfig, PagedStashConfig):
 def layers_with_experts(
     num_experts: int | None, moe_layer_freq: int | list[int] | str, *, num_layers: int
 ) -> list[int]:
-    """Returns 1 for each layer with experts and 0 for each dense one: a list of num_layers."""
+    """Returns a list with an entry per layer: 1 if it has experts, 0 if it is dense."""
     if num_experts is None:
         return [0] * num_layers
     if isinstance(moe_layer_freq, str):
@@ -113,15 +114,15 @@ def layers_with_experts(
 
 
 def validate_moe(config: MoEConfig) -> None:
-    """Raises ValueError if fields of the expert layers contradict each other."""
+    """Raises ValueError if settings of the expert layers contradict each other."""
     # Without experts the other fields have no effect.
     if config.num_moe_experts is None:
         if config.moe_grouped_gemm:
-            raise ValueError("moe_grouped_gemm is set but num_moe_experts is not: give --num-experts or drop the flag")
+            raise ValueError("moe_grouped_gemm is set but num_moe_experts is not: set --num-experts or remove the flag")
         if config.moe_expert_rank_capacity_factor is not None:
             raise ValueError(
                 f"moe_expert_rank_capacity_factor is {config.moe_expert_rank_capacity_factor} but num_moe_experts is "
-                "not set: give --num-experts or drop the factor"
+                "not set: set --num-experts or remove the factor"
             )
         return
     run_checks(
@@ -133,23 +134,23 @@ def validate_moe(config: MoEConfig) -> None:
 
 
 def validate_expert_parts(config: MoEConfig) -> None:
-    """Raises ValueError for options of expert layers whose prerequisites are missing."""
+    """Raises ValueError for a shared-expert gate without shared experts, or static buffers without grouped GEMM."""
     if config.moe_shared_expert_gate and config.moe_shared_expert_intermediate_size is None:
         raise ValueError("moe_shared_expert_gate is True: requires moe_shared_expert_intermediate_size")
     if config.moe_expert_rank_capacity_factor is not None and not config.moe_grouped_gemm:
         raise ValueError(
             "moe_expert_rank_capacity_factor is set but moe_grouped_gemm is not: experts that run one after the "
-            "other must wait for their number of rows, so give --moe-grouped-gemm"
+            "other require row counts on the host, so set --moe-grouped-gemm"
         )
 
 
 def validate_dispatcher(config: MoEConfig) -> None:
-    """Raises ValueError for flex without static buffers, and for an overlap that the dispatcher does not support."""
+    """Raises ValueError for flex without static buffers, and for unsupported shared-expert overlap."""
     kind = config.moe_token_dispatcher_type
     if kind == "flex" and config.moe_expert_rank_capacity_factor is None:
         raise ValueError(
             "moe_token_dispatcher_type is flex but moe_expert_rank_capacity_factor is not set: its backends fill "
-            "fixed-size buffers, so give that factor or --moe-token-dispatcher-type alltoall"
+            "fixed-size buffers, so set the factor, or use --moe-token-dispatcher-type alltoall"
         )
     if not config.moe_shared_expert_overlap:
         return
@@ -160,7 +161,7 @@ def validate_dispatcher(config: MoEConfig) -> None:
 
 
 def validate_capacity(config: CapacityConfig) -> None:
-    """Raises ValueError if fields contradict each other; replaces a negative factor by None, as in Megatron."""
+    """Raises ValueError for inconsistent capacity settings. Replaces a negative factor by None, as in Megatron."""
     factor = config.moe_expert_capacity_factor
     if factor is not None and (factor == 0 or not math.isfinite(factor)):
         raise ValueError(
@@ -174,26 +175,26 @@ def validate_capacity(config: CapacityConfig) -> None:
 
 
 def validate_rank_capacity(config: CapacityConfig) -> None:
-    """Raises ValueError for a factor below 1, or together with a capacity of each expert."""
+    """Raises ValueError for a rank capacity factor below 1, or one combined with a capacity per expert."""
     factor = config.moe_expert_rank_capacity_factor
     if factor is None:
         return
     if isinstance(factor, bool) or not math.isfinite(factor) or factor < 1:
         raise ValueError(
-            f"moe_expert_rank_capacity_factor is {factor}: must be a number of at least 1, the balanced case"
+            f"moe_expert_rank_capacity_factor is {factor}: must be at least 1, the value for balanced routing"
         )
     if config.moe_expert_capacity_factor is not None:
         raise ValueError(
             f"moe_expert_rank_capacity_factor is {factor} and moe_expert_capacity_factor is "
-            f"{config.moe_expert_capacity_factor}: give either a capacity per rank, which drops nothing, or a "
-            "capacity per expert"
+            f"{config.moe_expert_capacity_factor}: set either a capacity per rank, which drops no tokens, or "
+            "a capacity per expert"
         )
 
 
 def validate_grouped_gemm(config: MoEConfig, *, hidden_size: int, itemsize: int, expert_tensor_size: int) -> None:
-    """Raises ValueError if widths of the grouped product are not a multiple of 16 bytes.
+    """Raises ValueError if a width of the grouped GEMM is not a multiple of 16 bytes.
 
-    itemsize: bytes of a weight. expert_tensor_size: number of ranks over which an expert's width is split.
+    itemsize: bytes per element of a weight. expert_tensor_size: number of ranks over which an expert's width is split.
     """
     if config.num_moe_experts is None or not config.moe_grouped_gemm:
         return
@@ -210,13 +211,13 @@ def validate_grouped_gemm(config: MoEConfig, *, hidden_size: int, itemsize: int,
 
 
 def validate_moe_layer_freq(config: MoEConfig, num_layers: int) -> None:
-    """Raises ValueError if the layer pattern is inconsistent with the number of layers."""
+    """Raises ValueError if moe_layer_freq is invalid or does not have one entry per layer."""
     freq = config.moe_layer_freq
     if config.num_moe_experts is None:
         return
     if isinstance(freq, int) and freq < 1:
         raise ValueError(f"moe_layer_freq is {freq}: must be at least 1")
-    # One entry per layer, even if the user gave a single number.
+    # One entry per layer, even for a single number.
     pattern = layers_with_experts(config.num_moe_experts, freq, num_layers=num_layers)
     if len(pattern) != num_layers:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Multi-latent attention, which projects the keys and values of all heads from one narrow vector per token.
+"""Multi-latent attention, which computes the keys and values of all heads from one compressed vector per token.
 
-As in DeepSeek-V2 and V3. Shapes: N heads of this rank; C = kv_lora_rank; P = qk_pos_emb_head_dim, the rotated channels
-of a head; D = qk_head_dim, the other channels; E = v_head_dim.
+It follows DeepSeek-V2 and V3. Shapes: N heads of this rank; C = kv_lora_rank; P = qk_pos_emb_head_dim, the rotated
+channels of a head; D = qk_head_dim, the other channels; E = v_head_dim.
 """
 
 import math
@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class MLASelfAttentionSubmodules:
     """Specs of the projections, the attention core, and the optional norms between down and up projections.
 
-    With a q_lora_rank, linear_q_down_proj and linear_q_up_proj are built, otherwise linear_q_proj.
+    With q_lora_rank, linear_q_down_proj and linear_q_up_proj are built. Otherwise linear_q_proj is built.
     """
 
     linear_q_proj: Any = None
@@ -45,13 +45,13 @@ class MLASelfAttentionSubmodules:
 
 
 class MLASelfAttention(Attention):
-    """Self-attention whose queries, keys and values pass through low-rank projections.
+    """Self-attention with low-rank projections of queries, keys and values.
 
     1. Every tensor-parallel rank projects the hidden states down for all heads, to q_lora_rank and to C + P channels.
     2. Norms apply to the q_lora_rank channels and to the C channels (qk_layernorm).
     3. Each rank projects up for its heads: queries of D + P channels, keys of D and values of E.
-    4. The last P channels of the queries and the P channels of step 1 are rotated. The latter are appended to the keys
-       of all heads.
+    4. The last P channels of the queries and the P channels of step 1 are rotated. The latter are then appended to the
+       keys of all heads.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class MLASelfAttention(Attention):
         pp_layer_offset: int | None = None,
         name: str | None = None,
     ) -> None:
-        """Builds the projections, the core and the norms; the arguments are those of SelfAttention.
+        """Builds the projections, the core and the norms. The arguments are the same as for SelfAttention.
 
-        Raises ValueError if multi_latent_attention is False, or if qk_layernorm is True and the spec lacks norms.
+        Raises ValueError if multi_latent_attention is False, or if qk_layernorm is True but the spec has no norms.
         """
         super().__init__(config, num_heads=config.num_attention_heads, pg_collection=pg_collection)
         if not config.multi_latent_attention:
@@ -99,7 +99,7 @@ class MLASelfAttention(Attention):
     def _build_queries(self, submodules: MLASelfAttentionSubmodules) -> None:
         config, rank = self.config, self.config.q_lora_rank
         width = config.num_attention_heads * config.qk_width
-        # Either linear_q_proj or the other two are built. forward uses the projections that exist.
+        # Either linear_q_proj is built, or linear_q_down_proj and linear_q_up_proj. forward uses those that exist.
         self.linear_q_proj: Any = None
         self.linear_q_down_proj: Any = None
         self.linear_q_up_proj: Any = None
@@ -132,9 +132,9 @@ class MLASelfAttention(Attention):
         return build_module(spec, config=self.config, hidden_size=width, eps=self.config.layernorm_epsilon)
 
     def _projected(self, hidden_states: Tensor, rotary_pos_emb: RotaryTable | None) -> QueryKeyValue:
-        """Projects [S, B, H], parameter dtype -> query and key [S, B, N, D + P], value [S, B, N, E], same dtype.
+        """Computes query and key [S, B, N, D + P] and value [S, B, N, E]. hidden_states: [S, B, H], parameter dtype.
 
-        S is the whole sequence in the result. Raises ValueError without rotary_pos_emb.
+        The results have the same dtype and cover the whole sequence. Raises ValueError if rotary_pos_emb is None.
         """
         return self._project_up(rotary_pos_emb, *self._project_down(hidden_states))
 
@@ -152,9 +152,9 @@ class MLASelfAttention(Attention):
         return self.parts.mla_up_proj(self._project_up, rotary_pos_emb, *self._project_down(hidden_states))
 
     def _project_down(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the inputs of the up projections: [S, B, q_lora_rank or H] for queries, [S, B, C + P] for the others.
+        """Returns the inputs of the up projections: queries [S, B, q_lora_rank or H], keys and values [S, B, C + P].
 
-        Under sequence parallelism S is this rank's part of the sequence: these narrow tensors are gathered later.
+        Under sequence parallelism, S is this rank's part of the sequence. These narrow tensors are gathered later.
         """
         query = hidden_states
         if self.linear_q_down_proj is not None:
@@ -163,9 +163,11 @@ class MLASelfAttention(Attention):
         return query, latent
 
     def _project_up(self, rotary_pos_emb: RotaryTable | None, *projected: Tensor) -> QueryKeyValue:
-        """Projects the result of _project_down up to queries, keys and values, and rotates them."""
+        """Computes queries, keys and values from the results of _project_down, and rotates queries and keys."""
         if rotary_pos_emb is None:
-            raise ValueError("rotary_pos_emb is None: latent attention requires a table for its rotated channels")
+            raise ValueError(
+                "rotary_pos_emb is None: latent attention requires a rotary table for its rotated channels"
+            )
         config = self.config
         query, latent = projected
         latent, key_pos = latent.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
@@ -174,11 +176,11 @@ class MLASelfAttention(Attention):
         key = torch.cat((key, key_pos.expand(-1, -1, self.num_heads, -1)), dim=-1)
         query_nope, query_rope = self._queries(query).split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
         query = torch.cat((query_nope, apply_rotary_pos_emb(query_rope, rotary_pos_emb)), dim=-1)
-        # A copy, because a view would also keep the memory of the keys, which were already copied.
+        # A copy, because a view would also keep the memory of the keys alive, which were already copied.
         return query, key, value.contiguous()
 
     def _queries(self, query: Tensor) -> Tensor:
-        """Projects queries up; returns [S, B, N, D + P]."""
+        """Computes queries, [S, B, N, D + P], from the output of _project_down."""
         if self.linear_q_proj is not None:
             query, _ = self.linear_q_proj(query)
         else:
@@ -187,7 +189,7 @@ class MLASelfAttention(Attention):
         return query.unflatten(-1, (self.num_heads, self.config.qk_width))
 
     def _keys_and_values(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """Projects keys and values up; returns [S, B, N, D] and [S, B, N, E]."""
+        """Computes keys without rotary channels, [S, B, N, D], and values, [S, B, N, E]."""
         config = self.config
         both, _ = self.linear_kv_up_proj(latent if self.kv_layernorm is None else self.kv_layernorm(latent))
         both = both.unflatten(-1, (self.num_heads, config.qk_head_dim + config.v_head_dim))
@@ -195,17 +197,17 @@ class MLASelfAttention(Attention):
         return key, value
 
     def _for_own_heads(self, key_pos: Tensor) -> Tensor:
-        """Returns the shared part of the keys for the whole sequence. Backward sums its gradient over all ranks."""
+        """Returns the shared key channels for the whole sequence. Backward sums their gradient over all ranks."""
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(key_pos, group=self.tp_group)
         return copy_to_tensor_model_parallel_region(key_pos, self.tp_group)
 
     def row_factors(self, factors: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
-        """Returns the factors of the rows of the up projections: [rows], fp64; factors: [N], fp64, of each head.
+        """Returns each up projection with a factor for each row: [rows], fp64. factors: [N], fp64, one per head.
 
-        As in Kimi K2: the D channels of a query get factor ** alpha and those of a key factor ** (1 - alpha). The P
-        rotated channels of a query get the whole factor, because their key is shared by all heads and stays unchanged.
-        Values are also unchanged.
+        As in Kimi K2, the D channels of a query are scaled by factor ** alpha, and the D channels of a key by
+        factor ** (1 - alpha). The P rotated channels of a query are scaled by the whole factor, because all heads share
+        their key, which stays unchanged. Values also stay unchanged.
         """
         config, alpha = self.config, self.config.qk_clip_alpha
         query = self.linear_q_proj if self.linear_q_proj is not None else self.linear_q_up_proj
@@ -216,7 +218,7 @@ class MLASelfAttention(Attention):
         return [(query.weight, of_query.flatten()), (self.linear_kv_up_proj.weight, of_both.flatten())]
 
     def weight_matrices(self) -> dict[str, list[MatrixWindow]]:
-        """Describes each projection as two matrices: keys and values of all heads; C channels and the shared key."""
+        """Describes the up projection as matrices for keys and values, and the down projection for C and P channels."""
         config = self.config
         heads, inner, columns = self.num_heads, config.kv_lora_rank, config.hidden_size
         key, value = config.qk_head_dim, config.v_head_dim

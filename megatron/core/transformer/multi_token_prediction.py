@@ -1,6 +1,6 @@
-"""Multi-token prediction: layers after the last that predict tokens further ahead (DeepSeek-V3, section 2.2).
+"""Multi-token prediction: additional layers that predict tokens further ahead (DeepSeek-V3, section 2.2).
 
-future_tokens.py determines these tokens. The embedding, the output layer and the losses belong to the model.
+future_tokens.py provides these tokens. The embedding, the output layer and the losses belong to the model.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 @dataclass
 class MultiTokenPredictionLayerSubmodules:
-    """Specs of the parts at one depth, named as in Megatron-Core."""
+    """Specs of the submodules at one prediction depth, named as in Megatron-Core."""
 
     enorm: Any = Norm
     hnorm: Any = Norm
@@ -42,7 +42,7 @@ class MultiTokenPredictionLayerSubmodules:
 
 @dataclass
 class MultiTokenPredictionBlockSubmodules:
-    """Specs of the layers, one per depth."""
+    """Specs of the layers, one per prediction depth."""
 
     layer_specs: list[ModuleSpec] = field(default_factory=list)
 
@@ -58,9 +58,10 @@ class MultiTokenPredictionLayer(MegatronModule):
         layer_number: int = 1,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """Builds the parts; layer_number: the depth, from 1.
+        """Builds the submodules.
 
-        pg_collection: None means the groups of parallel_state, if there are any.
+        layer_number: prediction depth, starting at 1. pg_collection: None means the groups of parallel_state, if they
+        exist.
         """
         super().__init__(config)
         assert config.init_method is not None
@@ -78,7 +79,7 @@ class MultiTokenPredictionLayer(MegatronModule):
             bias=False,
             tp_group=self.tp_group,
         )
-        # The same kind as the last layer, if the kind depends on the layer number.
+        # The number of the last layer, so that settings that depend on it are the same.
         self.transformer_layer: TransformerLayer = build_offering(
             submodules.transformer_layer,
             {"is_mtp_layer": True, "add_layer_offset": False},
@@ -99,11 +100,11 @@ class MultiTokenPredictionLayer(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """Runs one depth; hidden_states: [S, B, H], parameter dtype, of the previous depth.
+        """Computes the hidden states of this depth: [S, B, H], parameter dtype.
 
-        embedded: [S, B, H], config.hidden_dtype, embeddings of the tokens `layer_number` positions ahead; the other
-        arguments are as in TransformerLayer. Returns [S, B, H], parameter dtype. Under sequence parallelism all tensors
-        have this rank's part of the sequence.
+        hidden_states: [S, B, H], parameter dtype, output of the previous depth. embedded: [S, B, H],
+        config.hidden_dtype, embeddings of the tokens `layer_number` positions ahead. The other arguments are as in
+        TransformerLayer. Under sequence parallelism, S is this rank's part of the sequence.
         """
         joined = torch.cat([self.enorm(embedded), self.hnorm(hidden_states)], dim=-1)
         projected, _ = self.eh_proj(joined)  # [S, B, H / ranks], the whole sequence
@@ -123,7 +124,7 @@ class MultiTokenPredictionLayer(MegatronModule):
 
 
 class MultiTokenPredictionBlock(MegatronModule):
-    """One layer for each token predicted beyond the next one, each on top of the previous one."""
+    """A chain of layers, one for each token predicted beyond the next one."""
 
     def __init__(
         self,
@@ -135,8 +136,8 @@ class MultiTokenPredictionBlock(MegatronModule):
     ) -> None:
         """Builds the layers.
 
-        layers_before: number of transformer layers in the same chunk, which are counted first if only some layers are
-        recomputed. Raises ValueError if the spec does not have mtp_num_layers layers.
+        layers_before: number of transformer layers in the same chunk; they take precedence if only the first layers are
+        recomputed. Raises ValueError if the spec does not contain mtp_num_layers layers.
         """
         super().__init__(config)
         if len(spec.layer_specs) != config.mtp_num_layers:
@@ -151,19 +152,19 @@ class MultiTokenPredictionBlock(MegatronModule):
         self.runs = self._arranged(layers_before)
 
     def forward(self, hidden_states: Tensor, embedded: Tensor, *context: Any, depth: int, **packing: Any) -> Tensor:
-        """Runs one depth, from 1; the other arguments are as in MultiTokenPredictionLayer.
+        """Runs the layer of one depth and returns its hidden states: [S, B, H], parameter dtype.
 
-        hidden_states, embedded: [S, B, H]. Returns the hidden states of that depth: [S, B, H], parameter dtype.
+        hidden_states, embedded: [S, B, H]. depth: starts at 1. The other arguments are as in MultiTokenPredictionLayer.
         """
         output: Tensor = self.runs[depth - 1](self.layers[depth - 1], hidden_states, embedded, *context, **packing)
         return output
 
     def planned_layers(self) -> Iterator[tuple[TransformerLayer, LayerRecompute]]:
-        """Yields the transformer layer of each depth and its recomputed parts."""
+        """Yields the transformer layer of each depth with its recompute plan."""
         return zip(self._inner_layers, self.plan)
 
     def recomputed_layers(self) -> list[int]:
-        """Returns the numbers, from 1 over the whole model, of layers that are recomputed as a whole in backward."""
+        """Returns the numbers in the model, starting at 1, of the layers that backward recomputes as a whole."""
         layers = zip(self._inner_layers, self.runs)
         return [layer.layer_number for layer, its in layers if isinstance(its, Recomputed)]
 

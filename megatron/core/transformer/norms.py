@@ -1,7 +1,7 @@
-"""LayerNorm and RMSNorm with statistics in fp32; the configuration selects one of them.
+"""LayerNorm and RMSNorm with statistics in fp32. The configuration selects one of them.
 
-A norm whose input is wider than its weight's dtype, as with fp32_residual_connection, returns the weight's dtype,
-rounded once.
+If the input has a wider dtype than the weight, as with fp32_residual_connection, the result is rounded once to the
+dtype of the weight.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class Norm:
-    """Builds the norm selected by `config.normalization`: Norm(config, hidden_size) is a LayerNorm or an RMSNorm."""
+    """Factory for the configured norm: Norm(config, hidden_size) returns a LayerNorm or an RMSNorm."""
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, *, eps: float = 1e-5) -> Any:
         kind = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
@@ -37,7 +37,7 @@ class LayerNorm(CopiedWithGroups):
         mark_partial_gradient(self.bias, partial=config.sequence_parallel)
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """Returns the init methods of the parameters, by name."""
+        """Returns the init method of each parameter, by name."""
         return {"weight": ConstantInit(0 if self.zero_centered else 1), "bias": ConstantInit(0)}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class LayerNorm(CopiedWithGroups):
         dtype = narrower(x.dtype, self.weight.dtype)
         if not self.zero_centered and x.dtype == dtype:
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-        # Not in half precision, which would round a weight near 1 that is exact near 0.
+        # Not in half precision, in which 1 + weight would lose the digits that weight has near 0.
         scale = one_plus(self.weight) if self.zero_centered else self.weight
         wide = torch.promote_types(x.dtype, scale.dtype)
         normed = F.layer_norm(x.to(wide), scale.shape, scale.to(wide), self.bias.to(wide), self.eps)
@@ -71,32 +71,32 @@ class RMSNorm(CopiedWithGroups):
 
 
 def scale_parameter(size: int, config: TransformerConfig) -> nn.Parameter:
-    """Creates a norm's weight: [size], config.params_dtype, on this process's device.
+    """Creates the weight of a norm: [size], config.params_dtype, on this process's device.
 
-    It is 1, or 0 if it is stored minus 1.
+    The initial value is 1, or 0 with layernorm_zero_centered_gamma.
     """
     start = 0 if config.layernorm_zero_centered_gamma else 1
     weight = new_parameter(empty_values(size, config=config).fill_(start))
-    # With a split sequence, a rank has only its own tokens.
+    # Under sequence parallelism, the gradient covers only this rank's tokens.
     mark_partial_gradient(weight, partial=config.sequence_parallel)
     return weight
 
 
 def one_plus(weight: Tensor) -> Tensor:
-    """Returns 1 + weight, the factor of a norm stored minus 1; weight: [H] -> [H], fp32, or fp64 like the weight."""
+    """Returns 1 + weight for a zero-centered weight: [H] -> [H], fp32 (fp64 for an fp64 weight)."""
     return weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1
 
 
 def narrower(first: torch.dtype, second: torch.dtype) -> torch.dtype:
-    """Returns the dtype with fewer bytes; the first if they have equal size."""
+    """Returns the dtype with fewer bytes, or `first` if both have the same size."""
     return second if second.itemsize < first.itemsize else first
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, dtype: torch.dtype) -> Tensor:
-    """Computes x / sqrt(mean(x^2) + eps) * weight; x: [*, H], weight: [H], any float dtypes -> [*, H], dtype."""
+    """Computes x / sqrt(mean(x^2) + eps) * weight. x: [*, H]; weight: [H], any float dtypes -> [*, H], `dtype`."""
     if x.device.type == "cpu":
         return _RMSNormCPU.apply(x, weight, eps, dtype)
-    # No kernel supports two precisions.
+    # torch's kernel requires one dtype for both.
     wide = torch.promote_types(x.dtype, weight.dtype)
     return F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps).to(dtype)
 

@@ -1,4 +1,4 @@
-"""Settings of activation offloading to host memory. activation_offload.py moves the tensors."""
+"""Settings of activation offloading to host memory. activation_offload.py implements it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import ClassVar
 from megatron.core.config_field import config_field, validate_fields
 from megatron.core.model_parallel_config import LayerOffloadConfig
 
-# In the order in which they run in a layer.
+# In execution order within a layer.
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
 # Parts that only layers with grouped experts have.
 EXPERT_MODULES = frozenset({"expert_fc1", "moe_act"})
@@ -16,7 +16,7 @@ _MIN_ELEMENTS = 1024 * 1024
 
 @dataclass(kw_only=True)
 class OffloadConfig(LayerOffloadConfig):
-    """Settings that select the activations stored in host memory between forward and backward."""
+    """Settings that select the activations to store in host memory between forward and backward."""
 
     cli_group: ClassVar[str] = "activation offloading"
 
@@ -25,15 +25,20 @@ class OffloadConfig(LayerOffloadConfig):
     )
     offload_modules: list[str] = config_field(
         default_factory=list,
-        help="Parts of a layer whose activations are offloaded to the host.",
+        help="Parts of a layer whose activations are offloaded to host memory.",
         choices=OFFLOAD_MODULES,
         nargs="+",
     )
     activation_offload_fraction: float = config_field(
-        1.0, help="Fraction of those parts, over all layers but the last, that is offloaded.", more_than=0, at_most=1
+        1.0,
+        help="Fraction of the parts in --offload-modules to offload, over all layers but the last.",
+        more_than=0,
+        at_most=1,
     )
     min_offloaded_tensor_size: int = config_field(
-        _MIN_ELEMENTS, help="Minimum size in elements; smaller tensors are not offloaded.", at_least=0
+        _MIN_ELEMENTS,
+        help="Minimum number of elements of an offloaded tensor; smaller tensors stay on the device.",
+        at_least=0,
     )
 
     def __post_init__(self) -> None:
@@ -41,21 +46,23 @@ class OffloadConfig(LayerOffloadConfig):
 
 
 def can_offload(config: OffloadConfig, has_experts: list[int]) -> bool:
-    """Returns whether the layers of a model chunk, except the last, have parts to offload.
+    """Returns whether any layer of a model chunk, except the last, contains a part to offload.
 
-    has_experts: 1 or 0 for each layer.
+    has_experts: for each layer of the chunk, 1 if it has experts, else 0.
     """
     before_last, modules = has_experts[:-1], set(config.offload_modules)
     return 1 in before_last if modules <= EXPERT_MODULES else len(before_last) > 0
 
 
 def validate_offload(config: OffloadConfig, *, has_experts: list[int], grouped_experts: bool) -> None:
-    """Raises ValueError if fields contradict each other or the model; has_experts: 1 or 0 for each layer."""
+    """Raises ValueError if offloading settings contradict each other or the model.
+
+    has_experts: for each layer, 1 if it has experts, else 0.
+    """
     whole, num_layers = config.cpu_offloading_num_layers, len(has_experts)
     if whole and config.fine_grained_activation_offloading:
         raise ValueError(
-            f"cpu_offloading_num_layers is {whole} and fine_grained_activation_offloading is set: choose only one "
-            "of them"
+            f"cpu_offloading_num_layers is {whole} and fine_grained_activation_offloading is set: choose one of them"
         )
     if whole and whole >= num_layers:
         raise ValueError(
@@ -80,7 +87,9 @@ def validate_offload(config: OffloadConfig, *, has_experts: list[int], grouped_e
 def _validate_modules(config: OffloadConfig, *, has_experts: list[int], grouped_experts: bool) -> None:
     modules = set(config.offload_modules)
     if not modules:
-        raise ValueError("fine_grained_activation_offloading is set and offload_modules is empty: name at least one")
+        raise ValueError(
+            "fine_grained_activation_offloading is set and offload_modules is empty: name at least one part"
+        )
     if len(has_experts) == 1:
         raise ValueError(
             "fine_grained_activation_offloading with num_layers 1 would offload nothing: the last layer is never "
@@ -88,18 +97,18 @@ def _validate_modules(config: OffloadConfig, *, has_experts: list[int], grouped_
         )
     if modules & EXPERT_MODULES and not grouped_experts:
         raise ValueError(
-            f"offload_modules has {min(modules & EXPERT_MODULES)}: requires grouped experts (num_moe_experts and "
-            "moe_grouped_gemm), otherwise remove it"
+            f"offload_modules contains {min(modules & EXPERT_MODULES)}: requires grouped experts (num_moe_experts "
+            "and moe_grouped_gemm); otherwise remove it"
         )
     if not can_offload(config, has_experts):
         raise ValueError(
-            f"offload_modules is {' '.join(config.offload_modules)}, and only the last layer, which is never "
-            "offloaded, has experts: add parts of other layers, or disable offloading"
+            f"offload_modules is {' '.join(config.offload_modules)}, but only the last layer, which is never "
+            "offloaded, has experts: add parts of dense layers, or disable offloading"
         )
     if "attn_proj" in modules and "core_attn" not in modules:
         raise ValueError(
-            "offload_modules has attn_proj without core_attn: the input of attn_proj is the output of core_attn, "
-            "which core_attn saves as well; add core_attn"
+            "offload_modules contains attn_proj without core_attn: both save the output of core_attn, which would "
+            "stay on the device; add core_attn"
         )
 
 
@@ -110,24 +119,24 @@ def validate_offload_with_recompute(
     if recompute_granularity is not None and config.cpu_offloading_num_layers:
         raise ValueError(
             f"cpu_offloading_num_layers is {config.cpu_offloading_num_layers} and recompute_granularity is "
-            f"{recompute_granularity}: choose only one of them"
+            f"{recompute_granularity}: choose one of them"
         )
     if not config.fine_grained_activation_offloading:
         return
     if recompute_granularity == "full":
         raise ValueError(
-            "fine_grained_activation_offloading is set and recompute_granularity is full, which saves no "
-            "activations inside a layer: use selective"
+            "fine_grained_activation_offloading is set and recompute_granularity is full, which leaves no "
+            "activations of a layer to offload: use selective"
         )
     recomputed = recomputed_parts(recompute_modules or [], config.offload_modules)
     if recomputed:
         pairs = ", ".join(f"{inner} (recomputed by {outer})" for inner, outer in recomputed.items())
-        raise ValueError(f"offload_modules has {pairs}, which recompute_modules recomputes: drop one of each pair")
+        raise ValueError(f"offload_modules contains {pairs}: offload or recompute each part, not both")
 
 
 def recomputed_parts(recompute_modules: Sequence[str], offload_modules: Sequence[str]) -> dict[str, str]:
-    """Returns the offloaded parts whose saved tensors a recomputed part recomputes, each with that part."""
-    # The recomputed part contains the offloaded one or computes its input: qkv_linear saves the output of the norm, and
-    # core_attn the queries, keys and values.
+    """Returns offloaded parts whose saved tensors are recomputed anyway, each with the part that recomputes them."""
+    # (recomputed, offloaded) parts. The recomputed part contains the offloaded part or computes its input: qkv_linear
+    # saves the output of the norm, and core_attn saves the queries, keys and values.
     pairs = (("moe", "expert_fc1"), ("moe", "moe_act"), ("layernorm", "qkv_linear"), ("mla_up_proj", "core_attn"))
     return {inner: outer for outer, inner in pairs if outer in recompute_modules and inner in offload_modules}

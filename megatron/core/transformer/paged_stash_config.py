@@ -1,4 +1,4 @@
-"""Settings of the paged stash in training, and their checks; paged_stash/sizing.py computes pool sizes."""
+"""Settings of the paged stash, and their validation. paged_stash/sizing.py computes the pool sizes."""
 
 import re
 from collections.abc import Sequence
@@ -15,14 +15,16 @@ _UNITS |= {f"{name}IB": 1024**power for power, name in enumerate("KMGT", start=1
 
 
 def parse_bytes(text: str, *, field: str = "size") -> int:
-    """Parses a number of bytes, such as 512MB (1000 x 1000 bytes each), 2GiB (1024 x 1024 x 1024) or 1000000.
+    """Parses a size in bytes, such as 1000000, 512MB (1000^2 bytes each) or 2GiB (1024^3 bytes each).
 
-    Raises ValueError, which names `field`, for anything else.
+    Raises ValueError naming `field` for any other text.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", text.strip(), re.ASCII)
     if match is None or match[2].upper() not in _UNITS:
-        raise ValueError(f"{field} is {text!r}: must be a number of bytes, or one with a unit such as 512MB or 2GiB")
-    # A Fraction, because a float is not exact for many digits.
+        raise ValueError(
+            f"{field} is {text!r}: must be a number of bytes, optionally with a unit, such as 512MB or 2GiB"
+        )
+    # A Fraction is exact for any number of digits; a float is not.
     return int(Fraction(match[1]) * _UNITS[match[2].upper()])
 
 
@@ -32,48 +34,50 @@ def _parse_buffer_bytes(text: str) -> int:
 
 @dataclass(kw_only=True)
 class PagedStashConfig:
-    """Settings of the pages that hold the live rows saved by experts for backward."""
+    """Settings of the page pool that stores the live rows of expert activations until backward."""
 
     cli_group: ClassVar[str] = "paged stash"
 
     moe_paged_stash: bool = config_field(
         False,
-        help="Save only the live rows of the experts' static buffers for backward, in pages of a shared pool. "
-        "Memory then depends on the number of rows, although no shape depends on the routing.",
+        help="Save only the live rows of the experts' static buffers for backward, in pages of a shared pool. Memory "
+        "use then follows the number of routed rows, while tensor shapes stay independent of the routing.",
     )
-    moe_paged_stash_page_size: int = config_field(
-        64, help="Page size, in rows of hidden size; a power of two.", at_least=1
-    )
+    moe_paged_stash_page_size: int = config_field(64, help="Rows of hidden size per page; a power of two.", at_least=1)
     moe_paged_stash_buffer_size_factor_cuda: float = config_field(
         1.1,
-        help="Pages on the device, as a multiple of the need of a step in which every rank receives the same number "
-        "of rows; negative: a multiple of the measured need of the first step, or of the steps before a "
-        "checkpoint; 0: all pages are on the host.",
+        help="Number of pages on the device, as a multiple of the pages that a perfectly balanced step requires. A "
+        "negative value is a multiple of the pages measured in the first step, or in the steps before a "
+        "checkpoint. 0 puts all pages on the host.",
     )
     moe_paged_stash_buffer_size_factor_cpu: float = config_field(
-        0.0, help="Pages in page-locked host memory, for rows without pages on the device; a multiple of the same need."
+        0.0,
+        help="Number of pages in pinned host memory, used when the device has no free page; a multiple of the same "
+        "number of pages as the device factor.",
     )
     moe_paged_stash_buffer_bytes: int | None = config_field(
         None,
-        help="Size of the pages on the device in bytes, such as 512MB or 2GiB; overrides the factor for the device.",
+        help="Total size of the pages on the device, such as 512MB or 2GiB; overrides the device factor.",
         at_least=1,
         parse=_parse_buffer_bytes,
     )
     moe_paged_stash_prefetch_layers: int = config_field(
-        1, help="Layers whose rows are restored ahead of their backward, each into buffers of full size.", at_least=0
+        1,
+        help="Number of layers whose rows are restored ahead of their backward. Each one occupies full-size buffers.",
+        at_least=0,
     )
     moe_paged_stash_copy_sms: int = config_field(
         0,
-        help="Streaming multiprocessors that a copy to or from pages may occupy while other kernels run; 0: all of "
-        "them.",
+        help="Maximum number of streaming multiprocessors that a copy to or from pages occupies while other kernels "
+        "run; 0 means all.",
         at_least=0,
     )
     moe_paged_stash_overflow_policy: str = config_field(
         "recompute",
-        help="Reaction to running out of pages. recompute: activations are recomputed, and the step is retried with "
-        "more pages only if the experts' inputs got none. rerun: the step is retried with more pages "
-        "immediately. error: the run ends. If buffers are too small for the rows, the first two retry the step "
-        "with larger ones.",
+        help="Action when no page is free. recompute: recompute the activations, and retry the step with more pages "
+        "only if even the experts' inputs do not fit. rerun: retry the step with more pages immediately. error: "
+        "end the run. If the experts' buffers are too small for the received rows, recompute and rerun retry the "
+        "step with larger buffers.",
         choices=OVERFLOW_POLICIES,
     )
 
@@ -89,19 +93,19 @@ def validate_paged_stash(
     moe_expert_rank_capacity_factor: float | None,
     has_experts: Sequence[int],
 ) -> None:
-    """Raises ValueError if the stash lacks its prerequisites, and for impossible pool sizes.
+    """Raises ValueError if a prerequisite of the stash is missing or the pool size is invalid.
 
-    itemsize: bytes of a parameter. has_experts: 1 for each layer with experts, else 0.
+    itemsize: bytes per element of a parameter. has_experts: for each layer, 1 if it has experts, else 0.
     """
     if not config.moe_paged_stash:
         _refuse_settings_without_stash(config, has_buffers=moe_expert_rank_capacity_factor is not None)
         return
     if 1 not in has_experts:
-        raise ValueError("moe_paged_stash is True but no layer has experts: give num_moe_experts, or drop the stash")
+        raise ValueError("moe_paged_stash is True but no layer has experts: set num_moe_experts, or disable the stash")
     if moe_expert_rank_capacity_factor is None:
         raise ValueError(
-            "moe_paged_stash is True but moe_expert_rank_capacity_factor is not set: without it buffers have "
-            "exactly the received rows, and a stash saves no memory; give a factor such as 2"
+            "moe_paged_stash is True but moe_expert_rank_capacity_factor is not set: without it, buffers "
+            "are sized to the received rows and a stash saves no memory; set a factor such as 2"
         )
     size = config.moe_paged_stash_page_size
     if size & (size - 1):
@@ -112,7 +116,7 @@ def validate_paged_stash(
     if device == 0 and host == 0 and given is None:
         raise ValueError(
             "moe_paged_stash_buffer_size_factor_cuda and moe_paged_stash_buffer_size_factor_cpu are both 0: the "
-            "pool would have no pages; give one of them, such as 1.1 for the device"
+            "pool would have no pages; set one of them, such as 1.1 for the device"
         )
     one_page = page_bytes(size, hidden_size=hidden_size, itemsize=itemsize)
     if given is not None and given < one_page:
@@ -131,41 +135,41 @@ def validate_stash_with_activation_memory(
     offload_modules: Sequence[str],
     offloaded_layers: int,
 ) -> None:
-    """Raises ValueError if recompute or offloading leaves no tensors for the stash, or handles the same tensors.
+    """Raises ValueError if recompute or offloading leaves nothing to stash, or would store the same tensors.
 
-    has_experts: whether each layer has experts. runs_again: whether each layer is recomputed as a whole.
-    offloaded_layers: number of layers, from the first, that are offloaded as a whole.
+    has_experts: for each layer, 1 if it has experts, else 0. runs_again: for each layer, whether it is recomputed as a
+    whole. offloaded_layers: number of leading layers that are offloaded as a whole.
     """
     if not config.moe_paged_stash:
         return
     with_experts = [layer for layer, experts in enumerate(has_experts) if experts]
     if all(runs_again[layer] for layer in with_experts):
         raise ValueError(
-            "moe_paged_stash is True and recompute_granularity is full for every layer with experts, which then "
-            "saves nothing to stash: use recompute_method block for fewer layers, or drop the stash"
+            "moe_paged_stash is True and recompute_granularity is full for every layer with experts, which leaves "
+            "nothing to stash: use recompute_method block for fewer layers, or disable the stash"
         )
     if "moe" in recompute_modules:
         raise ValueError(
-            "moe_paged_stash is True and recompute_modules has moe, so layers with experts save nothing to stash: "
-            "recompute moe_act instead, or drop the stash"
+            "moe_paged_stash is True and recompute_modules contains moe, which leaves nothing to stash: recompute "
+            "moe_act instead, or disable the stash"
         )
     both = [module for module in offload_modules if module in ("expert_fc1", "moe_act")]
     if both:
         raise ValueError(
-            f"moe_paged_stash is True and offload_modules has {both[0]}, whose rows the stash saves: drop one of "
-            "them; moe_paged_stash_buffer_size_factor_cpu gives the stash pages on the host"
+            f"moe_paged_stash is True and offload_modules contains {both[0]}, whose rows the stash already "
+            "stores: use only one of them; moe_paged_stash_buffer_size_factor_cpu adds stash pages on the host"
         )
     if with_experts[-1] < offloaded_layers:
         raise ValueError(
             f"moe_paged_stash is True and cpu_offloading_num_layers is {offloaded_layers}, which offloads all saved "
-            "tensors of every layer with experts: drop one of them; moe_paged_stash_buffer_size_factor_cpu gives the "
+            "tensors of every layer with experts: use only one of them; moe_paged_stash_buffer_size_factor_cpu adds "
             "stash pages on the host"
         )
 
 
 def _refuse_settings_without_stash(config: PagedStashConfig, *, has_buffers: bool) -> None:
     unused = PagedStashConfig()
-    # Static buffers can overflow without a stash as well.
+    # The policy also applies to static buffers, which can overflow without a stash.
     with_buffers = {"moe_paged_stash_overflow_policy"} if has_buffers else set()
     for name in vars(unused):
         if name not in with_buffers and vars(config)[name] != vars(unused)[name]:

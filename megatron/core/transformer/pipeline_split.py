@@ -1,6 +1,6 @@
-"""The number of layers of each pipeline stage and chunk, computed from the settings; pure.
+"""Computes the number of layers of each pipeline stage and chunk from the settings.
 
-Part c * stages + s is chunk c of stage s; the parts in this order make up the model. transformer_block.py builds them.
+Part c * stages + s is chunk c of stage s. In this order, the parts make up the model. transformer_block.py builds them.
 """
 
 import re
@@ -12,7 +12,7 @@ _GROUP = re.compile(r"\(([^()]*)\)\*(\d+)|([A-Za-z|])\*(\d+)|\(([^()]*)\)(?!\*)"
 
 
 def layers_per_part(config: ModelParallelConfig, *, num_layers: int) -> list[int]:
-    """Returns the number of layers of each part: [stages x chunks]. Raises ValueError if the sum is not num_layers."""
+    """Returns the number of layers of each part: [stages x chunks]. Raises ValueError if no valid split exists."""
     stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
     first, last = config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage
     accounted = config.account_for_embedding_in_pipeline_split or config.account_for_loss_in_pipeline_split
@@ -20,14 +20,14 @@ def layers_per_part(config: ModelParallelConfig, *, num_layers: int) -> list[int
         if first or last or accounted:
             raise ValueError(
                 f"pipeline_model_parallel_layout is {config.pipeline_model_parallel_layout!r}: it already "
-                "determines the layers of every stage, so drop the other settings of the split"
+                "determines the layers of every stage, so remove the other settings of the split"
             )
         return _from_layout(config.pipeline_model_parallel_layout, stages * chunks, num_layers=num_layers)
     if first or last:
         if accounted:
             raise ValueError(
                 "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage already determine the "
-                "ends of the pipeline: drop account_for_embedding_in_pipeline_split and "
+                "ends of the pipeline: remove account_for_embedding_in_pipeline_split and "
                 "account_for_loss_in_pipeline_split"
             )
         return _with_given_ends(config, num_layers=num_layers)
@@ -35,7 +35,7 @@ def layers_per_part(config: ModelParallelConfig, *, num_layers: int) -> list[int
 
 
 def validate_pipeline_split(config: ModelParallelConfig, *, num_layers: int) -> None:
-    """Raises ValueError if the layers cannot be divided into stages, or if groups of microbatches are too small."""
+    """Raises ValueError if no valid split exists, or if microbatch_group_size_per_vp_stage is too small."""
     layers_per_part(config, num_layers=num_layers)
     group_size, stages = config.microbatch_group_size_per_vp_stage, config.pipeline_model_parallel_size
     if group_size is not None and group_size < stages:
@@ -46,17 +46,17 @@ def validate_pipeline_split(config: ModelParallelConfig, *, num_layers: int) -> 
 
 
 def layer_offset(counts: list[int], part: int) -> int:
-    """Returns the number of layers before a part."""
+    """Returns the number of layers in the parts that precede `part`."""
     return [0, *accumulate(counts)][part]
 
 
 def mtp_layers_in_layout(layout: str) -> int:
-    """Returns the number of multi-token prediction layers in a layout string. Raises ValueError if it is invalid."""
+    """Returns the number of multi-token prediction layers (m) in a layout. Raises ValueError for an invalid layout."""
     return _parts_of_layout(layout)[-1].count("m")
 
 
 def num_parts_in_layout(layout: str) -> int:
-    """Returns stages x chunks of a layout string. Raises ValueError if it is invalid."""
+    """Returns the number of parts, stages x chunks, of a layout. Raises ValueError for an invalid layout."""
     return len(_parts_of_layout(layout))
 
 
@@ -75,7 +75,7 @@ def _evenly(config: ModelParallelConfig, *, num_layers: int) -> list[int]:
         )
         raise ValueError(
             f"num_layers is {num_layers}{also}: must be a multiple of pipeline_model_parallel_size"
-            f"{' x virtual stages' if config.virtual_pipeline_model_parallel_size else ''} ({parts}), or give "
+            f"{' x virtual stages' if config.virtual_pipeline_model_parallel_size else ''} ({parts}), or set "
             "num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage or pipeline_model_parallel_layout"
         )
     counts = [counted // parts] * parts
@@ -98,12 +98,14 @@ def _with_given_ends(config: ModelParallelConfig, *, num_layers: int) -> list[in
         raise ValueError(
             f"num_layers is {num_layers}: with {', '.join((f'{n} in stage {s}' for s, n in known.items()))} "
             f"(num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage) {rest} are left for {others} "
-            "stages: must be a multiple"
+            "other stages: must be divisible evenly"
         )
     per_stage = [known.get(stage, rest // max(1, others)) for stage in range(stages)]
     uneven = [count for count in per_stage if count % chunks]
     if uneven:
-        raise ValueError(f"a stage has {uneven[0]} layers: must be a multiple of its virtual stages ({chunks})")
+        raise ValueError(
+            f"a stage has {uneven[0]} layers: must be a multiple of the number of virtual stages ({chunks})"
+        )
     return [count // chunks for _ in range(chunks) for count in per_stage]
 
 
@@ -124,7 +126,7 @@ def _from_layout(layout: str, num_parts: int, *, num_layers: int) -> list[int]:
 
 
 def _parts_of_layout(layout: str) -> list[str]:
-    """Returns the letters of each part: "Et*2|tL" -> ["Ett", "tL"]."""
+    """Expands a layout to the letters of each part: "Et*2|tL" -> ["Ett", "tL"]."""
     text = layout.replace(",", "").replace(" ", "")
     while (match := _GROUP.search(text)) is not None:
         group, times, letter, letter_times, alone = match.groups()
@@ -137,16 +139,16 @@ def _parts_of_layout(layout: str) -> list[str]:
     unknown = sorted(set(text) - set("EtmL|"))
     where = f"pipeline_model_parallel_layout is {layout!r}"
     if "[" in unknown:
-        raise ValueError(f"{where}: lists are not supported, write letters such as Et*3|(tt|)*2,L")
+        raise ValueError(f"{where}: lists are not supported; write a string such as Et*3|(tt|)*2,L")
     if {"(", ")"} & set(unknown):
         raise ValueError(f"{where}: unbalanced parentheses")
     if unknown:
         raise ValueError(
-            f"{where}: {unknown[0]!r} is not allowed, must consist of E, t, m, L, |, (...) and *N after them"
+            f"{where}: {unknown[0]!r} is not allowed; use only E, t, m, L, | and (...), each optionally followed by *N"
         )
     if not re.fullmatch(r"E[t|]*m*L", text):
         raise ValueError(
-            f"{where}: must begin with the embedding (E) and end with the loss (L), each once, with the layers of "
-            "multi-token prediction (m) in the same stage as the loss"
+            f"{where}: must begin with the embedding (E) and end with the loss (L), each once, with all layers of "
+            "multi-token prediction (m) directly before the loss, in the same stage"
         )
     return parts

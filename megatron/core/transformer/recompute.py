@@ -1,6 +1,6 @@
-"""Layers and parts that backward recomputes: the plan as data, and the runners that execute it.
+"""Plan of the layers and parts that backward recomputes, and the runners that execute it.
 
-The mechanism is in tensor_parallel/random.py; this file does not handle tensors.
+The recompute mechanism is in tensor_parallel/random.py.
 """
 
 from abc import ABC, abstractmethod
@@ -18,9 +18,9 @@ from megatron.core.transformer.recompute_config import RecomputeConfig
 _OF_DENSE_LAYERS = {"mlp"}
 _OF_EXPERT_LAYERS = {"moe", "moe_act", "shared_experts"}
 _INSIDE_MOE = {"moe_act", "shared_experts"}
-# Locations of a part's modules in a layer.
+# Paths of parts' modules within a layer.
 _PLACES = {"core_attn": "self_attention", "mlp": "mlp", "shared_experts": "mlp.shared_experts"}
-# Python modules whose classes draw no random numbers, or are Drawing.
+# Python modules whose classes draw no random numbers unless they subclass Drawing.
 _KNOWN = (
     "megatron.core.",
     "torch.nn.modules.container",
@@ -31,10 +31,10 @@ _KNOWN = (
 
 @dataclass(frozen=True)
 class LayerRecompute:
-    """The parts of one layer that are recomputed in backward.
+    """Recompute plan of one layer.
 
-    segment: layers with the same number are recomputed together, from the input of the first; None means not as a
-    whole. modules: parts that are recomputed one by one, by their names in --recompute-modules.
+    segment: layers with the same number are recomputed together, from the input of the first; None if the layer is not
+    recomputed as a whole. modules: parts that are recomputed separately, named as in --recompute-modules.
     """
 
     segment: int | None = None
@@ -42,12 +42,12 @@ class LayerRecompute:
 
     @property
     def has_router(self) -> bool:
-        """Whether the router of the layer's experts is recomputed."""
+        """Whether backward recomputes the router of the layer."""
         return self.segment is not None or "moe" in self.modules
 
 
 def plan_recompute(config: RecomputeConfig, has_experts: Sequence[bool]) -> list[LayerRecompute]:
-    """Returns one entry per layer, in order; has_experts: for each layer, whether it is a mixture of experts."""
+    """Returns the plan of each layer. has_experts: for each layer, whether it is a mixture of experts."""
     count = config.recompute_num_layers
     if config.recompute_granularity == "full":
         assert count is not None, "checked by validate_recompute"
@@ -57,13 +57,13 @@ def plan_recompute(config: RecomputeConfig, has_experts: Sequence[bool]) -> list
     if config.recompute_granularity is None:
         return [LayerRecompute() for _ in has_experts]
     chosen = frozenset(config.recompute_modules or ())
-    # If the whole expert layer is recomputed, recomputing parts of it is pointless.
+    # Parts of an expert layer that is recomputed as a whole need no separate recompute.
     of_experts = chosen - _OF_DENSE_LAYERS - (_INSIDE_MOE if "moe" in chosen else set())
     return [LayerRecompute(modules=of_experts if experts else chosen - _OF_EXPERT_LAYERS) for experts in has_experts]
 
 
 def recomputed_parts(layer: nn.Module, modules: frozenset[str]) -> dict[str, Any]:
-    """Returns runners of LayerParts, by name, for the recomputed parts of a layer."""
+    """Returns the recompute runners of a layer, by LayerParts name. modules: the parts to recompute."""
     whole = modules & {"core_attn", "shared_experts"} | ({"mlp"} if modules & {"mlp", "moe"} else set())
     runners: dict[str, Any] = {
         name: Recomputed((layer,), draws_numbers=may_draw([_module_at(layer, _PLACES[name])])) for name in whole
@@ -79,7 +79,10 @@ def recomputed_parts(layer: nn.Module, modules: frozenset[str]) -> dict[str, Any
 
 @dataclass(frozen=True, eq=False)
 class Recomputed:
-    """A Run that saves only the arguments. owners: modules whose recorders must ignore the second run."""
+    """A Run that saves only the arguments and recomputes the function in backward.
+
+    owners: modules that contain the Recorders to pause during the second run.
+    """
 
     owners: tuple[nn.Module, ...]
     draws_numbers: bool
@@ -90,23 +93,23 @@ class Recomputed:
 
 
 def run_and_recompute(function: Callable[..., Any], *args: Any) -> tuple[Any, Callable[[Tensor], None]]:
-    """A RunAndRelease whose output is freed when released and recomputed for backward; any shape and dtype."""
+    """A RunAndRelease that frees the output, any shape and dtype, on release and recomputes it for backward."""
     # Norms, activation functions and projections draw no random numbers.
     part = CheckpointWithoutOutput(draws_numbers=False)
     return part.checkpoint(function, *args), part.discard_output_and_register_recompute
 
 
-# A base class, because each second run checks all modules of a layer, and checking a protocol takes 20 us per module.
+# Not a Protocol, because each second run checks all modules of a layer, and a Protocol check takes 20 us per module.
 class Recorder(ABC):
-    """A module that records statistics in forward."""
+    """Base class of modules that record statistics in forward."""
 
     @abstractmethod
     def recomputing(self) -> AbstractContextManager[None]:
-        """Stops recording inside the block."""
+        """Returns a context in which the module records nothing."""
 
 
 class Drawing(ABC):
-    """A module that may draw random numbers in forward; modules inside it are checked separately."""
+    """Base class of modules that may draw random numbers in forward. Submodules are checked separately."""
 
     @property
     @abstractmethod
@@ -115,7 +118,7 @@ class Drawing(ABC):
 
 
 def may_draw(modules: Iterable[nn.Module]) -> bool:
-    """Returns whether a forward of these modules may draw random numbers. External modules are assumed to do so."""
+    """Returns whether the forward of any of these modules may draw random numbers. Unknown classes count as drawing."""
     inner = (one for module in modules for one in module.modules())
     return any(
         not type(one).__module__.startswith(_KNOWN) or (isinstance(one, Drawing) and one.draws_numbers) for one in inner
@@ -123,7 +126,7 @@ def may_draw(modules: Iterable[nn.Module]) -> bool:
 
 
 def _module_at(module: nn.Module, place: str) -> nn.Module:
-    """Returns the module at that path, or the last one on the path."""
+    """Returns the submodule at a dotted path, or the last module on the path that exists."""
     for name in place.split("."):
         children = dict(module.named_children())
         if name not in children:
@@ -134,7 +137,7 @@ def _module_at(module: nn.Module, place: str) -> nn.Module:
 
 @contextmanager
 def _counted_already(owners: tuple[nn.Module, ...]) -> Iterator[None]:
-    # Looked up now, because a model assigns its recorder to routers after its layers were built.
+    # Looked up in each run, because a model assigns its recorder to routers after its layers are built.
     modules = {module for owner in owners for module in owner.modules()}
     with ExitStack() as stack:
         for module in modules:

@@ -19,11 +19,11 @@ from megatron.core.transformer.yarn_config import YarnConfig
 
 
 class RotaryTable(NamedTuple):
-    """Cosines and sines of the angles of each position: each [S, D_rot / 2], fp32 (fp64 in fp64 models), on the device.
+    """Cosines and sines of the rotation angles of each position.
 
-    Both may include a common factor, by which rotation then scales the channels.
-
-    interleaved: channels 2 i and 2 i + 1 form a pair; otherwise channels i and i + D_rot / 2 do.
+    cos, sin: [S, D_rot / 2], fp32 (fp64 in fp64 models), on the device. They may include a common factor, which then
+    scales the rotated channels. interleaved: whether channels 2 i and 2 i + 1 form a pair, instead of channels i and
+    i + D_rot / 2.
     """
 
     cos: Tensor
@@ -32,7 +32,7 @@ class RotaryTable(NamedTuple):
 
 
 class RotaryEmbedding(nn.Module):
-    """Computes tables for max_sequence_length positions once. A call with a length returns that many rows."""
+    """Computes the tables for max_sequence_length positions once. A call with a length returns that many rows."""
 
     cos: Tensor
     sin: Tensor
@@ -53,10 +53,10 @@ class RotaryEmbedding(nn.Module):
     ) -> None:
         """Computes the tables on the CPU and moves them to the device.
 
-        kv_channels: width of a head, of which the first rotary_percent is rotated; seq_len_interpolation_factor:
-        divisor of positions; rope_scaling_factor: see scaled_frequencies; yarn: settings of rope_type yarn, see [Note:
-        YaRN]; cp_group: ranks that hold parts of the sequences; dtype: dtype of the tables. Raises ValueError for an
-        odd number of rotated channels, factors that are not positive, and contradictory settings.
+        kv_channels: head width, of which the leading fraction rotary_percent is rotated. seq_len_interpolation_factor:
+        divisor of positions. rope_scaling_factor: see scaled_frequencies. yarn: settings with rope_type yarn, see
+        [Note: YaRN]. cp_group: ranks over which sequences are split. dtype: dtype of the tables. Raises ValueError for
+        an odd number of rotated channels, a factor that is not positive, or contradictory settings.
         """
         super().__init__()
         self.interleaved, self.cp_group = rotary_interleaved, cp_group
@@ -78,7 +78,7 @@ class RotaryEmbedding(nn.Module):
             )
         if rope_scaling_factor is not None:
             frequencies = scaled_frequencies(frequencies, factor=rope_scaling_factor)
-        # In fp64, because position times frequency is too inaccurate in fp32 for long sequences.
+        # fp64, because position times frequency is too inaccurate in fp32 for long sequences.
         positions = torch.arange(max_sequence_length, dtype=torch.float64, device="cpu")
         if seq_len_interpolation_factor is not None:
             positions /= seq_len_interpolation_factor
@@ -92,9 +92,9 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("sin", angles.sin().mul_(scale).to(dtype).to(device), persistent=False)
 
     def forward(self, max_seq_len: int) -> RotaryTable:
-        """Returns rows of positions 0 to max_seq_len - 1, or of this rank's max_seq_len tokens with a cp_group.
+        """Returns the rows for positions 0 to max_seq_len - 1, or with a cp_group for this rank's max_seq_len tokens.
 
-        Raises ValueError for sequences longer than the tables.
+        Raises ValueError if the whole sequence is longer than the tables.
         """
         size, rank = group_size(self.cp_group), group_rank(self.cp_group)
         whole = max_seq_len * size
@@ -105,10 +105,10 @@ class RotaryEmbedding(nn.Module):
 
 
 def scaled_frequencies(frequencies: Tensor, *, factor: float) -> Tensor:
-    """Scales frequencies for contexts `factor` times longer, as in Llama 3.1; [D_rot / 2], fp64 -> same.
+    """Scales frequencies, [D_rot / 2], fp64, for contexts `factor` times as long, as in Llama 3.1.
 
-    Frequencies with more than 4 turns within 8,192 tokens are kept, and those with less than one turn are divided by
-    `factor`. In between, the result is interpolated linearly in the number of turns.
+    Frequencies with more than 4 turns within 8,192 tokens are unchanged. Frequencies with less than one turn are
+    divided by `factor`. In between, the result is interpolated linearly in the number of turns.
     """
     turns = frequencies * 8192 / (2 * math.pi)
     kept = ((turns - 1) / (4 - 1)).clamp(0, 1)
@@ -116,11 +116,11 @@ def scaled_frequencies(frequencies: Tensor, *, factor: float) -> Tensor:
 
 
 def yarn_frequencies(frequencies: Tensor, *, base: float, config: YarnConfig) -> Tensor:
-    """Divides slow frequencies by rotary_scaling_factor; [D_rot / 2], fp64 -> same.
+    """Divides low frequencies by rotary_scaling_factor. frequencies: [D_rot / 2], fp64.
 
-    Frequencies with more than beta_fast turns within the original context are kept, and those with less than beta_slow
-    turns are divided. In between, the result is interpolated linearly in the channel. config: settings with rope_type
-    yarn. Raises ValueError for a base of 1, with which all channels have the same frequency.
+    Frequencies with more than beta_fast turns within the original context are unchanged. Frequencies with fewer than
+    beta_slow turns are divided. In between, the result is interpolated linearly in the channel. config: settings with
+    rope_type yarn. Raises ValueError for a base of 1, with which all channels have the same frequency.
     """
     if base <= 1:
         raise ValueError(f"rotary_base is {base} and rope_type is yarn: must be more than 1")
@@ -135,7 +135,7 @@ def yarn_frequencies(frequencies: Tensor, *, base: float, config: YarnConfig) ->
     if config.yarn_correction_range_round_to_int:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, width - 1)
-    # For an empty range the ramp becomes a step. The small length avoids a division by 0.
+    # For an empty range the ramp is a step. A small length avoids a division by 0.
     length = last - first if last != first else 0.001
     channels = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)
     slowed = ((channels - first) / length).clamp(0, 1)
@@ -143,31 +143,31 @@ def yarn_frequencies(frequencies: Tensor, *, base: float, config: YarnConfig) ->
 
 
 def yarn_table_scale(config: YarnConfig) -> float:
-    """Returns the factor of cosines and sines. The scores of rotated channels are scaled by its square."""
+    """Returns the factor of cosines and sines, whose square scales the scores of rotated channels."""
     return _magnitude(config, config.mscale) / _magnitude(config, config.mscale_all_dim)
 
 
 def yarn_score_scale(config: YarnConfig) -> float:
-    """Returns the factor by which latent attention scales all scores."""
+    """Returns the factor by which latent attention multiplies all scores."""
     return _magnitude(config, config.mscale_all_dim) ** 2
 
 
 def _magnitude(config: YarnConfig, weight: float) -> float:
-    # 1 for a scaling factor of 1.
+    # Called m(weight) in the help of mscale. It is 1 for a scaling factor of 1.
     return 1 + 0.1 * weight * math.log(config.rotary_scaling_factor)
 
 
 def split_and_rotate(mixed_qkv: Tensor, table: RotaryTable) -> tuple[Tensor, Tensor, Tensor]:
-    """Splits the output of the projection into queries, keys and values, and rotates the first two.
+    """Splits the output of the qkv projection into queries, keys and values, and rotates queries and keys.
 
-    mixed_qkv: [S, B, G, q + 2, D], any float dtype; each group has q queries, a key and a value.
+    mixed_qkv: [S, B, G, q + 2, D], any float dtype; each group consists of q queries, a key and a value.
     Returns query [S, B, G * q, D], key [S, B, G, D] and value [S, B, G, D], same dtype; value is a view.
     """
     return _SplitAndRotate.apply(mixed_qkv, table.cos, table.sin, table.interleaved)
 
 
 def apply_rotary_pos_emb(t: Tensor, table: RotaryTable) -> Tensor:
-    """Rotates the pairs of channels of each head; t: [S, B, N, D], any float dtype -> same."""
+    """Rotates the channel pairs of each head. t: [S, B, N, D], any float dtype. Returns a new tensor."""
     return _Rotate.apply(t, table.cos, table.sin, table.interleaved)
 
 
@@ -187,7 +187,7 @@ class _Rotate(torch.autograd.Function):
 
 
 class _SplitAndRotate(torch.autograd.Function):
-    """Splits and rotates in one function, whose backward fills one buffer instead of summing three padded gradients."""
+    """Splits and rotates in one function, whose backward fills one buffer instead of summing padded gradients."""
 
     @staticmethod
     def forward(

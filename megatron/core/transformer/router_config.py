@@ -1,4 +1,4 @@
-"""Settings of routers: scores, choice, weights, balance. The other settings of expert layers are in moe_config.py."""
+"""Settings of routers: scores, expert choice, weights and load balancing. moe_config.py has all other MoE settings."""
 
 import math
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _BIAS_UPDATE_RATE = 1e-3
 
 @dataclass(kw_only=True)
 class RouterConfig:
-    """Settings for the choice of experts, their weights, and the balance of the experts' loads."""
+    """Settings for the choice of experts, their weights, and load balancing."""
 
     cli_group: ClassVar[str] = "moe"
 
@@ -24,85 +24,91 @@ class RouterConfig:
         "softmax", help="Function that turns router logits into scores.", choices=("softmax", "sigmoid", "sqrtsoftplus")
     )
     moe_router_pre_softmax: bool = config_field(
-        False, help="Compute weights with a softmax over all experts instead of over the chosen ones."
+        False, help="Compute weights with a softmax over all experts instead of only the chosen ones."
     )
     moe_router_num_groups: int | None = config_field(
-        None, help="Number of groups of experts; each token may use --moe-router-group-topk of them.", at_least=1
+        None, help="Number of expert groups; each token is routed to --moe-router-group-topk of them.", at_least=1
     )
     moe_router_group_topk: int | None = config_field(
         None, help="Number of best-scoring groups from which the experts of a token are chosen.", at_least=1
     )
     moe_router_group_score: str = config_field(
         "sum",
-        help="Score of a group: the sum of the scores of its best top-k / group-topk experts (sum, DeepSeek-V3), or "
-        "the score of its best expert (max, DeepSeek-V2).",
+        help="Score of a group: the sum over its best top-k / group-topk experts (sum, DeepSeek-V3), or the score of "
+        "its best expert (max, DeepSeek-V2).",
         choices=("sum", "max"),
     )
     moe_router_topk_scaling_factor: float | None = config_field(
-        None, help="Factor of all routing weights.", more_than=0
+        None, help="Scale applied to all routing weights.", more_than=0
     )
     moe_router_dtype: str | None = config_field(
         None,
-        help="Precision of the routing, including its matrix product; unset: the product uses the model's precision.",
+        help="Precision of the router, including its GEMM; unset: the GEMM uses the precision of the model.",
         choices=("fp32", "fp64"),
     )
     moe_router_enable_expert_bias: bool = config_field(
         False,
-        help="Balance loads with a bias that is added to an expert's scores for the choice, but not for the weight.",
+        help="Balance loads with a per-expert bias that is added to scores when choosing experts, but not to the "
+        "weights.",
     )
     moe_router_bias_update_rate: float = config_field(
-        _BIAS_UPDATE_RATE, help="Amount by which a step changes the bias of an expert.", at_least=0
+        _BIAS_UPDATE_RATE, help="Amount by which each step changes the bias of an expert.", at_least=0
     )
     moe_router_load_balancing_type: str | list[str] = config_field(
-        "aux_loss", help="Method, or methods, of balancing the experts' loads.", choices=LOAD_BALANCING_TYPES, nargs="+"
+        "aux_loss",
+        help="Methods that balance the loads of experts.",
+        choices=LOAD_BALANCING_TYPES,
+        nargs="+",
     )
     moe_aux_loss_coeff: float | list[float] = config_field(
         0.0,
-        help="Weight of the load-balancing loss, one per balancing type; 1e-2 is a good starting point.",
+        help="Weight of the load-balancing loss, one value per balancing type; 1e-2 is a good starting point.",
         at_least=0,
         nargs="+",
     )
     moe_z_loss_coeff: float | None = config_field(
-        None, help="Weight of the loss that keeps router logits small; 1e-3 is a good starting point.", at_least=0
+        None, help="Weight of the z-loss, which keeps router logits small; 1e-3 is a good starting point.", at_least=0
     )
     moe_input_jitter_eps: float | None = config_field(
         None,
-        help="During training, multiply the router's input by uniform noise from 1 - eps to 1 + eps.",
+        help="During training, multiply the input of the router by uniform noise between 1 - eps and 1 + eps.",
         at_least=0,
         less_than=1,
     )
     moe_router_force_load_balancing: bool = config_field(
-        False, help="For benchmarks: route by noise instead of the logits, so that all experts have equal loads."
+        False, help="For benchmarks: route by noise instead of logits, so that loads are balanced."
     )
     moe_enable_routing_replay: bool = config_field(
         False,
-        help="Enable recording the experts that routers choose, and forcing them in other passes, by RouterReplay "
-        "of megatron.core.transformer.moe.router_replay; has no effect by itself.",
+        help="Let RouterReplay (megatron.core.transformer.moe.router_replay) record the experts that routers choose, "
+        "and replay them in later passes. No effect by itself.",
     )
-    moe_per_layer_logging: bool = config_field(False, help="Log each layer's router losses and tokens per expert.")
+    moe_per_layer_logging: bool = config_field(
+        False, help="Log the router losses and the tokens per expert of each layer."
+    )
 
     def __post_init__(self) -> None:
         validate_fields(self)
 
     def aux_loss_coefficient(self, balancing_type: str) -> float:
-        """Returns the weight of one load-balancing loss; 0 if the type is not used."""
+        """Returns the weight of the loss of a balancing type; 0 if the type is not used."""
         types, coefficients = _as_list(self.moe_router_load_balancing_type), _as_list(self.moe_aux_loss_coeff)
         return float(dict(zip(types, coefficients, strict=True)).get(balancing_type, 0.0))
 
     @property
     def uses_sinkhorn(self) -> bool:
-        """Whether the Sinkhorn normalisation chooses the experts, instead of the scores alone."""
+        """Whether experts are chosen by Sinkhorn normalisation of the logits."""
         return "sinkhorn" in _as_list(self.moe_router_load_balancing_type)
 
     @property
     def has_constant_weights(self) -> bool:
-        """Whether the single expert of a token always has weight 1, so that the loss gives the router no gradient."""
+        """Whether the weight of a token's only expert is always 1, so that the loss gives the router no gradient."""
         after_choice = self.moe_router_score_function == "softmax" and not self.moe_router_pre_softmax
         return self.moe_router_topk == 1 and after_choice and not self.uses_sinkhorn
 
 
 def validate_router(config: RouterConfig, *, num_experts: int) -> None:
-    """Raises ValueError if fields of the router contradict each other or the number of experts."""
+    """Raises ValueError if router settings contradict each other or the number of experts."""
     run_checks(
         partial(validate_topk, config, num_experts),
         partial(validate_expert_bias, config),
@@ -112,7 +118,7 @@ def validate_router(config: RouterConfig, *, num_experts: int) -> None:
 
 
 def validate_topk(config: RouterConfig, num_experts: int) -> None:
-    """Raises ValueError if top-k exceeds the number of experts, or of experts in the allowed groups."""
+    """Raises ValueError if top-k exceeds the number of experts, or the number of experts in the chosen groups."""
     if config.moe_router_topk > num_experts:
         raise ValueError(
             f"moe_router_topk is {config.moe_router_topk}: must be at most num_moe_experts ({num_experts})"
@@ -121,18 +127,18 @@ def validate_topk(config: RouterConfig, num_experts: int) -> None:
 
 
 def validate_groups(config: RouterConfig, num_experts: int) -> None:
-    """Raises ValueError if the allowed groups have fewer than top-k experts, or do not divide them evenly."""
+    """Raises ValueError if groups do not divide the experts, or the allowed groups have fewer than top-k experts."""
     groups, group_topk, topk = config.moe_router_num_groups, config.moe_router_group_topk, config.moe_router_topk
     if groups is None and group_topk is None:
         if config.moe_router_group_score != "sum":
             raise ValueError(
-                f"moe_router_group_score is {config.moe_router_group_score} but there are no groups: give "
-                "moe_router_num_groups and moe_router_group_topk, or do not set it"
+                f"moe_router_group_score is {config.moe_router_group_score} but there are no groups: set "
+                "moe_router_num_groups and moe_router_group_topk, or leave moe_router_group_score unset"
             )
         return
     if groups is None or group_topk is None:
         raise ValueError(
-            f"moe_router_num_groups is {groups} and moe_router_group_topk is {group_topk}: give both, or neither"
+            f"moe_router_num_groups is {groups} and moe_router_group_topk is {group_topk}: set both, or neither"
         )
     if num_experts % groups:
         raise ValueError(f"moe_router_num_groups is {groups}: must divide num_moe_experts ({num_experts})")
@@ -149,12 +155,12 @@ def validate_groups(config: RouterConfig, num_experts: int) -> None:
 
 
 def validate_expert_bias(config: RouterConfig) -> None:
-    """Raises ValueError for softmax scores, which support no bias, and for an update rate without a bias."""
+    """Raises ValueError for a bias with softmax scores, and for a bias update rate without a bias."""
     if not config.moe_router_enable_expert_bias:
         if config.moe_router_bias_update_rate != _BIAS_UPDATE_RATE:
             raise ValueError(
                 f"moe_router_bias_update_rate is {config.moe_router_bias_update_rate} but "
-                "moe_router_enable_expert_bias is not set: set it, or do not set the rate"
+                "moe_router_enable_expert_bias is not set: set both, or neither"
             )
     elif config.moe_router_score_function == "softmax":
         raise ValueError(
@@ -164,7 +170,7 @@ def validate_expert_bias(config: RouterConfig) -> None:
 
 
 def validate_aux_loss(config: RouterConfig) -> None:
-    """Raises ValueError unless there is one finite coefficient per balancing type."""
+    """Raises ValueError unless there is one finite coefficient per balancing type, 0 for types without a loss."""
     types, coefficients = _as_list(config.moe_router_load_balancing_type), _as_list(config.moe_aux_loss_coeff)
     if len(types) != len(coefficients):
         raise ValueError(
@@ -184,7 +190,7 @@ def validate_aux_loss(config: RouterConfig) -> None:
 
 
 def validate_sinkhorn(config: RouterConfig) -> None:
-    """Raises ValueError if another option also determines the choice or the weights."""
+    """Raises ValueError if Sinkhorn routing is combined with other options for the choice or the weights."""
     if not config.uses_sinkhorn:
         return
     if config.moe_router_load_balancing_type not in ("sinkhorn", ["sinkhorn"]):

@@ -1,6 +1,4 @@
-"""Specs, which describe the module to build, its parameters and its submodules. The modules themselves are in other
-files.
-"""
+"""Specs, which describe a module to build by its class, its arguments and the specs of its submodules."""
 
 import functools
 import importlib
@@ -13,9 +11,9 @@ from typing import Any
 
 @dataclass
 class ModuleSpec:
-    """A module by class or (import path, name), keyword arguments for it, and the specs of its submodules.
+    """Describes a module to build: its class or (import path, name), its keyword arguments, and its submodules' specs.
 
-    metainfo: additional information for the author of the spec; building ignores it.
+    metainfo: notes for the author of the spec, which building ignores.
     """
 
     module: tuple[str, str] | type | types.FunctionType
@@ -25,7 +23,7 @@ class ModuleSpec:
 
 
 def import_module(module_path: tuple[str, str]) -> Any:
-    """Returns the object `name` of the module at `path`, for module_path = (path, name); ValueError if it has none."""
+    """Imports an object by (import path, name). Raises ValueError if the Python module does not define the name."""
     path, name = module_path
     module = importlib.import_module(path)
     if name not in vars(module):
@@ -34,9 +32,9 @@ def import_module(module_path: tuple[str, str]) -> Any:
 
 
 def get_module(spec_or_module: Any, **additional_kwargs: Any) -> Any:
-    """Returns the class or function that a spec names; anything else is returned unchanged.
+    """Returns the class or function that a spec names. Returns any other object unchanged.
 
-    additional_kwargs: ignored; some callers pass their build arguments here.
+    additional_kwargs: ignored. Some callers pass their build arguments.
     """
     if isinstance(spec_or_module, ModuleSpec):
         spec_or_module = spec_or_module.module
@@ -44,9 +42,9 @@ def get_module(spec_or_module: Any, **additional_kwargs: Any) -> Any:
 
 
 def get_submodules(spec: Any) -> Any:
-    """Returns the submodule specs of a spec, or of a functools.partial of a builder.
+    """Returns the submodules of a spec, or the `submodules` argument of a functools.partial of a builder.
 
-    Raises ValueError for anything else.
+    Raises ValueError for other objects.
     """
     if isinstance(spec, ModuleSpec):
         return spec.submodules
@@ -56,10 +54,10 @@ def get_submodules(spec: Any) -> Any:
 
 
 def accepted_by(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries of `keywords` that a function or class accepts by name, according to its signature.
+    """Returns the entries of `keywords` that the signature of a function or class accepts by name.
 
-    A class that takes any keyword (**kwargs) is assumed to pass them to its base class, so the first base class that
-    lists its parameters decides. All keywords are accepted if no signature lists them.
+    A class with **kwargs is assumed to pass them on to its base class, so base classes are searched up to the first one
+    without **kwargs. If every signature has **kwargs, all keywords are accepted.
     """
     classes = inspect.getmro(function)[:-1] if isinstance(function, type) else ()
     constructors = [vars(cls)["__init__"] for cls in classes if "__init__" in vars(cls)]
@@ -73,7 +71,7 @@ def accepted_by(function: Callable[..., Any], keywords: Mapping[str, Any]) -> di
 
 
 def needed_by(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries of `keywords` that a function takes by name and has no default for."""
+    """Returns the entries of `keywords` that are parameters of a function without a default value."""
     parameters = inspect.signature(function).parameters
     return {
         name: value
@@ -83,9 +81,9 @@ def needed_by(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict
 
 
 def build_offering(spec_or_module: Any, offered: Mapping[str, Any], **kwargs: Any) -> Any:
-    """Builds a module with `kwargs`, like build_module, and with the entries of `offered` that its constructor accepts.
+    """Builds a module like build_module, and also passes the entries of `offered` that its constructor accepts.
 
-    External modules therefore need not accept arguments that only some modules use.
+    Modules of other projects therefore need not accept arguments that only some modules use.
     """
     module = get_module(spec_or_module)
     if isinstance(module, types.FunctionType):
@@ -94,23 +92,23 @@ def build_offering(spec_or_module: Any, offered: Mapping[str, Any], **kwargs: An
 
 
 def build_module(spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Builds the module described by a spec or class. `kwargs` override the spec's params, and submodules are passed
-    on.
+    """Builds the module described by a spec or class. `kwargs` override the params of the spec.
 
-    A function is returned unchanged, not called. Raises the constructor's errors, with a note naming the module.
+    The submodules of the spec are passed to the constructor. A function is returned uncalled. A TypeError or ValueError
+    of the constructor is raised with a note that names the module.
     """
     module = get_module(spec_or_module)
     if isinstance(module, types.FunctionType):
         return module
     if isinstance(spec_or_module, ModuleSpec):
-        # Values from the builder (sizes, groups) override the spec's.
+        # Values from the builder, such as sizes and groups, override the values in the spec.
         kwargs = {**spec_or_module.params, **kwargs}
         if spec_or_module.submodules is not None:
             kwargs["submodules"] = spec_or_module.submodules
     try:
         return module(*args, **kwargs)
     except (TypeError, ValueError) as error:
-        # The message names only an argument; without this note, the module among hundreds would be unknown.
+        # The error names only an argument. The note tells which of the many modules it belongs to.
         error.add_note(f"while building {_name_of(module)}")
         raise
 

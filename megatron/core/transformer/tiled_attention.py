@@ -1,7 +1,7 @@
 """Causal attention tile by tile as one autograd function, on one rank or over ranks that hold parts of the sequences.
 
-The log-sum-exp of each row is explicit, so that an attention sink can be added. KeyValueExchange is the interface that
-provides keys and values of other ranks; context_parallel_attention.py implements it for several ranks.
+The log-sum-exp of each row is computed explicitly, so that an attention sink can be added. KeyValueExchange is the
+interface to the keys and values of other ranks. context_parallel_attention.py implements it for several ranks.
 """
 
 from abc import ABC, abstractmethod
@@ -30,7 +30,10 @@ from megatron.core.transformer.attention_tiles import (
 
 @dataclass(frozen=True)
 class KeysAndValues:
-    """Keys and values of a block, or their gradients: key [K, B, G, D]; value [K, B, G, E]; both of one float dtype."""
+    """Keys and values of a block, or their gradients.
+
+    key: [K, B, G, D]; value: [K, B, G, E], the same float dtype.
+    """
 
     key: Tensor
     value: Tensor
@@ -42,30 +45,33 @@ class KeysAndValues:
 
 @dataclass(frozen=True)
 class Block:
-    """Keys and values with their positions in the whole sequences."""
+    """Keys and values, with their positions in the whole sequences."""
 
     places: list[Stretch]
     pair: KeysAndValues
 
 
 class GradientReturn(ABC):
-    """Sends gradients of blocks to the ranks that own the blocks, in the order of KeyValueExchange.blocks."""
+    """Base class: returns gradients of blocks to their owner ranks, in the order of KeyValueExchange.blocks."""
 
     @abstractmethod
     def share(self, block: Block, dtype: torch.dtype) -> KeysAndValues:
-        """Returns zeros in which to accumulate this rank's share of the block's gradient; dtype: fp32 or fp64."""
+        """Returns zeros, in which the caller accumulates this rank's share of the block's gradient.
+
+        dtype: fp32 or fp64.
+        """
 
     @abstractmethod
     def hand_on(self) -> None:
-        """Sends the last share, which must not be modified afterwards."""
+        """Sends the most recent share, which must not be modified afterwards."""
 
     @abstractmethod
     def own(self) -> KeysAndValues:
-        """Returns the gradient of this rank's own block, summed over all ranks, in the dtype of the shares."""
+        """Returns the gradient of this rank's block, summed over all ranks, in the dtype of the shares."""
 
 
 class KeyValueExchange(ABC):
-    """Base class of exchanges over `group` for sequences of seq_length tokens. All ranks must make the same calls."""
+    """Base class of exchanges over `group`, for sequences of seq_length tokens. All ranks must make the same calls."""
 
     def __init__(self, group: dist.ProcessGroup, seq_length: int) -> None:
         self.group, self.seq_length = group, seq_length
@@ -73,7 +79,7 @@ class KeyValueExchange(ABC):
 
     @abstractmethod
     def held_by(self, rank: int) -> list[Stretch]:
-        """Returns the tokens of every sequence that a rank holds."""
+        """Returns the ranges of every sequence that a rank holds."""
 
     @abstractmethod
     def blocks(self, own: KeysAndValues) -> Iterator[Block]:
@@ -88,7 +94,7 @@ class KeyValueExchange(ABC):
 
 
 class Alone(KeyValueExchange):
-    """Exchange for a single rank that holds whole sequences. Its keys and values are the only block."""
+    """Exchange for a single rank that holds whole sequences. The only block is its keys and values."""
 
     def __init__(self, seq_length: int) -> None:
         super().__init__(ALONE, seq_length)
@@ -124,11 +130,11 @@ class _Kept(GradientReturn):
 
 @dataclass(frozen=True, kw_only=True)
 class TilePlan:
-    """The arguments of one call other than tensors.
+    """Arguments of attend_in_tiles other than tensors.
 
-    segments: from attention_tiles.segments_of_samples; window: visible tokens before each token, or None. largest:
-    receives the largest scores of each head; None if they are not needed. first_head: index of the first query head in
-    `largest`.
+    segments: result of attention_tiles.segments_of_samples. window: number of visible tokens before each token; None
+    means no limit. largest: records the largest score of each head; None records nothing. first_head: index of the
+    first query head in `largest`.
     """
 
     exchange: KeyValueExchange
@@ -139,7 +145,7 @@ class TilePlan:
     first_head: int = 0
 
     def tiles(self, block: Block) -> list[Tile]:
-        """Returns the tiles of this rank's queries and a block of keys."""
+        """Returns the tiles between this rank's queries and a block of keys."""
         queries = self.exchange.held_by(self.exchange.rank)
         return tiles_of_batch(queries, block.places, segments=self.segments, window=self.window)
 
@@ -147,14 +153,14 @@ class TilePlan:
 def attend_in_tiles(query: Tensor, *, key: Tensor, value: Tensor, plan: TilePlan, sink: Tensor | None) -> Tensor:
     """Computes attention of this rank's queries to the keys and values of all ranks of the plan's exchange.
 
-    1. Keys and values of other ranks are received, in blocks or in one gather.
-    2. For each block, the tiles visible to this rank's queries are computed with their log-sum-exp.
-    3. The tiles are merged into one softmax in fp32 (fp64 for fp64 inputs), together with the sink.
+    1. Receives the keys and values of other ranks, in blocks or in one gather.
+    2. Computes, for each block, the tiles visible to this rank's queries with their log-sum-exp.
+    3. Merges the tiles and the sink into one softmax in fp32 (fp64 for fp64 inputs).
     Backward recomputes each tile from the merged log-sum-exp and sends gradients to the owners of the keys and values.
 
-    query: [S / size, B, N, D]; key: [S / size, B, G, D]; value: [S / size, B, G, E], any float dtype, G divides N;
-    sink: [N], any float dtype, or None. Returns [S / size, B, N, E], the query's dtype. The gradient of the sink covers
-    this rank's rows only.
+    query: [S / size, B, N, D]; key: [S / size, B, G, D]; value: [S / size, B, G, E], any float dtype, where G divides
+    N. sink: [N], any float dtype, or None. Returns [S / size, B, N, E], the query's dtype. The gradient of the sink
+    covers only this rank's rows.
     """
     context: Tensor = _AttentionInTiles.apply(query, key, value, sink, plan)
     return context
@@ -164,7 +170,7 @@ class _AttentionInTiles(torch.autograd.Function):
     """Autograd function of attend_in_tiles.
 
     query [S / size, B, N, D], key [S / size, B, G, D], value [S / size, B, G, E], sink [N] -> [S / size, B, N, E].
-    Backward repeats the exchange of keys and values, so that each rank saves only its own part.
+    Backward exchanges keys and values a second time, so that each rank saves only its part.
     """
 
     @staticmethod
@@ -189,7 +195,7 @@ class _AttentionInTiles(torch.autograd.Function):
         query, key, value, sink, output, log_sum = ctx.saved_tensors
         plan: TilePlan = ctx.plan
         queries, grads = _heads_first(query), _heads_first(grad)
-        # Shares are summed in the precision in which the softmax was merged.
+        # Shares are accumulated in the precision of the merged softmax.
         grad_queries = torch.zeros_like(queries, dtype=log_sum.dtype)
         going_home = plan.exchange.gradients()
         for block in plan.exchange.blocks(KeysAndValues(key, value)):
@@ -215,21 +221,21 @@ class _AttentionInTiles(torch.autograd.Function):
 def sink_gradient(grad: Tensor, output: Tensor, *, log_sum: Tensor, sink: Tensor) -> Tensor:
     """Computes the gradient of the sink logits from the output of attention with the sink.
 
-    grad, output: [B, N, S, E], any float dtype; log_sum: [B, N, S], fp32 or fp64, including the sink; sink: [N], any
+    grad, output: [B, N, S, E], any float dtype. log_sum: [B, N, S], fp32 or fp64, including the sink. sink: [N], any
     float dtype. Returns [N], the sink's dtype.
     """
-    # The column's value is 0, so only the subtracted term of the softmax's derivative remains.
+    # The value of the sink's column is 0, so only the subtracted term of the softmax derivative remains.
     share = torch.exp(sink.to(log_sum.dtype).view(-1, 1) - log_sum)
     taken = (grad.to(log_sum.dtype) * output.to(log_sum.dtype)).sum(-1)
     return -(share * taken).sum((0, 2)).to(sink.dtype)
 
 
 def _heads_first(tensor: Tensor) -> Tensor:
-    """Returns a view: [S, B, N, D] -> [B, N, S, D]."""
+    """Returns a permuted view: [S, B, N, D] -> [B, N, S, D]."""
     return tensor.permute(1, 2, 0, 3)
 
 
 def _inputs_of(tile: Tile, *, queries: Tensor, pair: KeysAndValues) -> TileInputs:
-    """Returns views of a tile's rows and columns; queries: [B, N, S, D]."""
+    """Returns views of the queries, keys and values of a tile. queries: [B, N, S, D]."""
     key, value = (_heads_first(t)[tile.batch, :, tile.keys] for t in (pair.key, pair.value))
     return TileInputs(queries[tile.batch, :, tile.queries], key, value)

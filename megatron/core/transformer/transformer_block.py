@@ -1,4 +1,4 @@
-"""A stack of transformer layers and the final norm. Embeddings and output layer belong to the model."""
+"""A stack of transformer layers and the final norm. The embeddings and the output layer belong to the model."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,14 +21,14 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 @dataclass
 class TransformerBlockSubmodules:
-    """Specs of the layers, one each, and of the final norm (None means no norm)."""
+    """Specs of the layers, one spec per layer, and of the final norm (None: no norm)."""
 
     layer_specs: list[ModuleSpec] = field(default_factory=list)
     layer_norm: Any = None
 
 
 class TransformerBlock(GraphableMegatronModule):
-    """The layers of one model chunk."""
+    """The transformer layers of one model chunk, and on the last chunk the final norm."""
 
     def __init__(
         self,
@@ -42,11 +42,11 @@ class TransformerBlock(GraphableMegatronModule):
     ) -> None:
         """Builds the layers of this chunk.
 
-        spec: spec of the whole model's layers, of this chunk's layers, or a single spec for every layer.
-        post_layer_norm, post_process: apply the final norm after the last layer, if this chunk has it. pre_process:
-        False if the input is passed by set_input_tensor. pg_collection: the groups of this rank; None means the groups
-        of parallel_state, if there are any. vp_stage: index of the chunk in its stage; None means the only one. Raises
-        ValueError if the groups' sizes differ from the configuration.
+        spec: specs of all layers of the model, specs of this chunk's layers, or a single spec for every layer.
+        post_layer_norm, post_process: both must be True to build the final norm. pre_process: False if the input is
+        passed by set_input_tensor. pg_collection: this rank's groups; None means the groups of parallel_state, if they
+        exist. vp_stage: index of the chunk in its stage; None means the only chunk. Raises ValueError if the sizes of
+        the groups differ from the configuration.
         """
         super().__init__(config, vp_stage)
         spec = block_submodules(spec, config)
@@ -55,14 +55,14 @@ class TransformerBlock(GraphableMegatronModule):
         self.pre_process, self.post_process, self.post_layer_norm = pre_process, post_process, post_layer_norm
         self._input: Tensor | None = None
         pp_rank = group_rank(groups.pp)
-        # Layers are numbered over the whole model, regardless of the position of this block.
+        # Layers are numbered over the whole model, not within this block.
         offset = get_transformer_layer_offset(config, vp_stage, pp_rank=pp_rank)
         specs = _specs_of_chunk(
             spec.layer_specs, config, first=offset, count=get_num_layers_to_build(config, vp_stage, pp_rank=pp_rank)
         )
         self.layers = LayerList(
             [
-                # Layers add the number of layers before this chunk to their index.
+                # Each layer adds the number of layers before this chunk.
                 build_offering(
                     layer, {"vp_stage": vp_stage}, config=config, layer_number=index + 1, pg_collection=groups
                 )
@@ -79,7 +79,7 @@ class TransformerBlock(GraphableMegatronModule):
             )
 
     def has_final_layernorm_in_this_stage(self) -> bool:
-        """Returns whether this chunk has the final norm."""
+        """Returns whether this chunk contains the final norm."""
         return self.final_layernorm is not None
 
     def forward(
@@ -102,15 +102,16 @@ class TransformerBlock(GraphableMegatronModule):
         inference_params: Any = None,
         dynamic_inference_decode_only: bool | None = None,
     ) -> Tensor:
-        """Runs the layers; hidden_states: [S, B, H], config.hidden_dtype, ignored without pre_process.
+        """Runs the layers. hidden_states: [S, B, H], config.hidden_dtype, ignored if pre_process is False.
 
-        attention_mask: bool, True where attention is forbidden, or None; padding_mask: see TransformerLayer.forward.
-        Returns [S, B, H], same dtype, or parameter dtype after the norm. All other arguments except rotary_pos_emb and
-        packed_seq_params must be None. Raises ValueError without hidden states, in either form.
+        attention_mask: bool, True where attention is forbidden, or None. padding_mask: see TransformerLayer.forward.
+        Returns [S, B, H] in the same dtype, or in the parameter dtype after the final norm. All other arguments except
+        rotary_pos_emb and packed_seq_params must be None. Raises ValueError if neither hidden_states nor
+        set_input_tensor provides an input.
         """
         others = context, context_mask, rotary_pos_cos, rotary_pos_sin, rotary_pos_cos_sin, attention_bias
         serving = inference_context, sequence_len_offset, inference_params, dynamic_inference_decode_only
-        # Counted without Python code per argument, as in the layers.
+        # Counts None in one call instead of a Python test per argument, as in the layers.
         unused = (*others, *serving)
         if unused.count(None) != len(unused) or extract_layer_indices:
             require_unset(
@@ -128,11 +129,11 @@ class TransformerBlock(GraphableMegatronModule):
                 dynamic_inference_decode_only=dynamic_inference_decode_only,
             )
         if not self.pre_process:
-            # Released immediately, because it would otherwise live until the next microbatch.
+            # The reference is dropped now. Otherwise the tensor would live until the next microbatch.
             hidden_states, self._input = self._input, None
         if hidden_states is None:
             raise ValueError("this part of the model has no embedding: call set_input_tensor before each forward")
-        # Passed only if there is one, because an external layer may not accept it.
+        # Passed only if given, because an external layer may not accept it.
         padding = {} if padding_mask is None else {"padding_mask": padding_mask}
         self.arrangement.begin()
         for segment in self.arrangement.segments:
@@ -148,7 +149,7 @@ class TransformerBlock(GraphableMegatronModule):
         return hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
 
     def set_input_tensor(self, input_tensor: Tensor | None) -> None:
-        """Sets the input of the next forward of a block without pre_process: [S, B, H], dtype config.hidden_dtype."""
+        """Sets the input of the next forward if pre_process is False: [S, B, H], dtype config.hidden_dtype."""
         self._input = input_tensor
 
     def _run_layers(self, hidden_states: Tensor, *, layers: range, **known: Any) -> Tensor:
@@ -158,7 +159,7 @@ class TransformerBlock(GraphableMegatronModule):
 
 
 def output_of(result: Any) -> Tensor:
-    """Extracts hidden states from a layer's result, which may be a tuple with a context: [S, B, H], any dtype."""
+    """Returns the hidden states of a layer's result, which may be a tuple with a context: [S, B, H], any dtype."""
     hidden_states: Tensor = result[0] if isinstance(result, tuple) else result
     return hidden_states
 
@@ -166,7 +167,7 @@ def output_of(result: Any) -> Tensor:
 def block_submodules(
     spec: ModuleSpec | TransformerBlockSubmodules, config: TransformerConfig
 ) -> TransformerBlockSubmodules:
-    """Returns the specs of a block's layers and norm, from one spec of every layer or of the block."""
+    """Returns the specs of a block's layers and norm. spec: these specs, a block spec, or one spec for all layers."""
     if isinstance(spec, TransformerBlockSubmodules):
         return spec
     if isinstance(spec.submodules, TransformerBlockSubmodules):
@@ -175,7 +176,7 @@ def block_submodules(
 
 
 class LayerList(nn.ModuleList):
-    """A list of layers named by their index in the whole model, and indexed from this chunk's first layer."""
+    """A ModuleList with submodule names that number layers over the whole model. Indexing starts at 0 in each chunk."""
 
     def __init__(self, layers: list[nn.Module], *, offset: int) -> None:
         super().__init__()
@@ -184,16 +185,15 @@ class LayerList(nn.ModuleList):
             self.add_module(str(offset + index), layer)
 
     def _get_abs_string_index(self, index: int) -> str:
-        """Returns the name under which nn.ModuleList finds an item."""
+        """Returns the name under which nn.ModuleList looks up an item."""
         return str(self.offset + int(super()._get_abs_string_index(index)))
 
 
 def require_layout(config: TransformerConfig, groups: ProcessGroupCollection) -> None:
-    """Raises ValueError unless the groups have the sizes of config, which was validated with them, and config has
-    sizes.
+    """Raises ValueError if the sizes of the groups differ from config, or if config lacks model sizes.
 
-    Sizes of tensor parallelism that config leaves at 1 are set to those of the groups, because scripts of Megatron-LM
-    rarely set them: its layers only use their groups.
+    Tensor-parallel sizes that config leaves at 1 are first set to the group sizes, because scripts of Megatron-LM
+    rarely set them; its layers only read the groups.
     """
     config.take_tensor_sizes(tp=group_size(groups.tp), expt_tp=group_size(groups.expt_tp))
     names = {"tp": "tensor_model_parallel_size", "cp": "context_parallel_size", "pp": "pipeline_model_parallel_size"}
@@ -202,7 +202,7 @@ def require_layout(config: TransformerConfig, groups: ProcessGroupCollection) ->
 
 
 def get_num_layers_to_build(config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
-    """Returns the number of layers of a model chunk; arguments as in get_transformer_layer_offset."""
+    """Returns the number of layers in a model chunk. The arguments are as in get_transformer_layer_offset."""
     counts = layers_per_part(config, num_layers=config.num_layers)
     return counts[part_of_model(config, vp_stage, pp_rank=pp_rank)]
 

@@ -1,5 +1,6 @@
-"""TransformerConfig, which is flat for users and inherits from one small dataclass per topic. Experts are in
-moe_config.py.
+"""TransformerConfig, a flat configuration that inherits from one small dataclass per topic.
+
+The settings of experts are in moe_config.py.
 """
 
 import math
@@ -79,32 +80,38 @@ class TransformerConfig(
     CudaGraphConfig,
     AbsentTransformerFields,
 ):
-    """All settings from which a transformer block is built.
+    """Configuration of a transformer block.
 
-    activation_func, gated_linear_unit: the feed-forward layers compute act(x W), or act(x W_gate) * (x W_up).
-    ffn_hidden_size defaults to 4 * hidden_size for both; only the command line's --swiglu makes it 8/3. init_method,
-    output_layer_init_method: fill a weight in place; default: normal with init_method_std, divided by sqrt(2 *
-    num_layers) for the layers that write into the residual stream. embedding_init_method: the same for embeddings of
-    words and positions; default: normal with embedding_init_method_std, or otherwise init_method. unscaled_init_method:
-    used for layers that do not sum over a width, including an untied output layer; default: init_method, and with
-    use_mup normal with init_method_std. init_seed: seed of the initial weights; default: torch's seed at construction.
-    num_layers, hidden_size and num_attention_heads may be 0 for code that needs only other fields, such as the
-    data-parallel wrapper; blocks and attention require them (require_sizes).
+    activation_func, gated_linear_unit: the feed-forward layers compute act(x W), or act(x W_gate) * (x W_up) if gated.
+    ffn_hidden_size: defaults to 4 * hidden_size in both cases; only --swiglu on the command line changes it to 8/3.
+    init_method, output_layer_init_method: fill a weight in place; default: normal with init_method_std, divided by
+    sqrt(2 * num_layers) for the layers that write into the residual stream. embedding_init_method: the same for word
+    and position embeddings; default: normal with embedding_init_method_std if that is set, else init_method.
+    unscaled_init_method: used for layers that do not sum over a width, including an untied output layer; default:
+    init_method, or with use_mup normal with init_method_std. init_seed: seed of the initial weights; default: torch's
+    seed at construction. num_layers, hidden_size and num_attention_heads may be 0 for code that uses only other fields,
+    such as the data-parallel wrapper; blocks and attention layers reject 0 (require_sizes).
     """
 
     cli_group: ClassVar[str] = "transformer configuration"
 
-    num_layers: int = config_field(0, cli_default=None, help="Transformer layers.", at_least=0, at_most=MAX_LAYERS)
+    num_layers: int = config_field(
+        0, cli_default=None, help="Number of transformer layers.", at_least=0, at_most=MAX_LAYERS
+    )
     hidden_size: int = config_field(0, cli_default=None, help="Width of the residual stream.", at_least=0)
     ffn_hidden_size: int | None = config_field(
-        None, help="Width inside the feed-forward layers; default: 4 x hidden size, 8/3 x with --swiglu.", at_least=1
+        None,
+        help="Inner width of the feed-forward layers; default: 4 x hidden size, or 8/3 x with --swiglu.",
+        at_least=1,
     )
     hidden_dropout: float = config_field(
         0.1, help="Dropout probability of each layer's contribution to the residual stream.", at_least=0, less_than=1
     )
     add_bias_linear: bool = config_field(True, flags=("--disable-bias-linear",), help="Omit biases from linear layers.")
     normalization: str = config_field(
-        "LayerNorm", help="Norm before attention, feed-forward and output.", choices=("LayerNorm", "RMSNorm")
+        "LayerNorm",
+        help="Norm before attention, before feed-forward layers, and after the last layer.",
+        choices=("LayerNorm", "RMSNorm"),
     )
     layernorm_epsilon: float = config_field(
         1e-5, flags=("--norm-epsilon",), help="Constant added to the variance in norms.", more_than=0
@@ -112,26 +119,26 @@ class TransformerConfig(
     layernorm_zero_centered_gamma: bool = config_field(
         False,
         flags=("--apply-layernorm-1p",),
-        help="Store norm weights minus 1: they start at 0, and 1 is added in fp32 when a norm is applied.",
+        help="Store norm weights as offsets from 1: they start at 0, and norms add 1 in fp32.",
     )
     fp32_residual_connection: bool = config_field(
         False,
         help="With --bf16 or --fp16, keep the residual stream in fp32, through all layers and between pipeline "
-        "stages; norms read it and return the parameters' precision.",
+        "stages. Norms read it and return their result in the parameters' precision.",
     )
     init_method_std: float = config_field(0.02, help="Standard deviation of initial weights.", at_least=0)
     embedding_init_method_std: float | None = config_field(
         None,
-        help="Standard deviation of the initial embeddings of words and positions, and of an output layer tied to "
-        "the word embeddings; default: as for other weights.",
+        help="Standard deviation of the initial word and position embeddings, and of an output layer tied to the word "
+        "embeddings; default: the value for other weights.",
         at_least=0,
     )
     activation_func: Callable[[torch.Tensor], torch.Tensor] = F.gelu
     gated_linear_unit: bool = False
     activation_func_clamp_value: float | None = config_field(
         None,
-        help="In gated feed-forward layers, the upper limit of gates, and of the magnitude of the values they "
-        "multiply.",
+        help="In gated feed-forward layers, clamp gates to at most this value, and the values they multiply to "
+        "between minus and plus this value.",
         more_than=0,
     )
     glu_linear_offset: float = config_field(
@@ -146,8 +153,8 @@ class TransformerConfig(
         "transformer_engine",
         flags=(),
         choices=("local", "transformer_engine"),
-        help="The layers that a script's builder chooses; no effect here, because the layer specification "
-        "determines them.",
+        help="Layer implementation for a script's model builder to read. No effect by itself, because the layer spec "
+        "determines the layers.",
     )
 
     def __post_init__(self) -> None:
@@ -160,14 +167,14 @@ class TransformerConfig(
             self.moe_layer_freq = parse_layer_pattern(self.moe_layer_freq, field="moe_layer_freq")
         if isinstance(self.window_attn_skip_freq, str):
             self.window_attn_skip_freq = parse_layer_pattern(self.window_attn_skip_freq, field="window_attn_skip_freq")
-        # Other checks iterate over the layers by this pattern.
+        # Validated first, because other checks iterate over this pattern.
         validate_moe_layer_freq(self, self.num_layers)
         run_checks(
             partial(validate_precision, self),
             partial(validate_residual, self),
             partial(validate_layer_offload, self),
             partial(validate_heads, self),
-            # Derived fields are set after the checks that report user input.
+            # Derived fields are set after the checks whose messages quote user input.
             partial(fill_in_sizes, self),
             partial(validate_gated_unit, self),
             partial(validate_moe, self),
@@ -179,9 +186,9 @@ class TransformerConfig(
         self._scale_scores()
 
     def take_tensor_sizes(self, *, tp: int, expt_tp: int) -> None:
-        """Sets tensor-parallel sizes that are 1 to the sizes of this rank's groups.
+        """Replaces tensor-parallel sizes of 1 by the sizes of this rank's groups.
 
-        Raises ValueError for layers that cannot be split over them.
+        Raises ValueError if a layer cannot be split over the groups.
         """
         before = self.tensor_model_parallel_size, self.expert_tensor_parallel_size
         if self.tensor_model_parallel_size == 1:
@@ -192,7 +199,7 @@ class TransformerConfig(
             validate_layout_of_layers(self)
 
     def _scale_scores(self) -> None:
-        # Latent attention multiplies its own scale.
+        # Latent attention applies the factor to its scale separately.
         if self.multi_latent_attention or not self.kv_channels or self.score_factor(self.kv_channels) == 1:
             return
         scale = self.score_factor(self.kv_channels) / math.sqrt(self.kv_channels)
@@ -212,7 +219,7 @@ class TransformerConfig(
         if self.init_method is None:
             self.init_method = NormalInit(std)
         if self.output_layer_init_method is None:
-            # Two layers per transformer layer write into the residual stream, whose variance should stay that of one.
+            # Each transformer layer adds two outputs to the residual stream. Their sum should have the variance of one.
             self.output_layer_init_method = NormalInit(std / math.sqrt(2 * max(1, self.num_layers)))
         if self.embedding_init_method is None:
             of_embeddings = self.embedding_init_method_std
@@ -222,7 +229,7 @@ class TransformerConfig(
 
     @property
     def hidden_dtype(self) -> torch.dtype:
-        """Returns the dtype of the residual stream: at least fp32 with fp32_residual_connection."""
+        """Dtype of the residual stream: at least fp32 with fp32_residual_connection."""
         return (
             torch.promote_types(self.params_dtype, torch.float32)
             if self.fp32_residual_connection
@@ -231,13 +238,13 @@ class TransformerConfig(
 
 
 def _other_default(name: str, default: Any) -> Any:
-    """Returns a field of TransformerConfig with a different default."""
+    """Returns a copy of a TransformerConfig field with a different default."""
     return field(default=default, metadata=TransformerConfig.__dataclass_fields__[name].metadata)
 
 
 @dataclass(kw_only=True)
 class MLATransformerConfig(TransformerConfig):
-    """A TransformerConfig with the defaults of latent attention that scripts expect, those of DeepSeek-V2 and V3."""
+    """A TransformerConfig with Megatron's defaults for latent attention, which are those of DeepSeek-V2 and V3."""
 
     multi_latent_attention: bool = _other_default("multi_latent_attention", True)
     normalization: str = _other_default("normalization", "RMSNorm")
@@ -250,32 +257,32 @@ class MLATransformerConfig(TransformerConfig):
     rotary_base: float = unsupported_field(10000, why="rotary_base is an argument of GPTModel")
     rotary_percent: float = unsupported_field(1.0, why="rotary_percent is an argument of GPTModel")
     cache_mla_latents: bool = unsupported_field(False, why="inference serving is not part of this framework")
-    mla_down_proj_fusion: bool = unsupported_field(False, why="the two projections are separate weights here")
+    mla_down_proj_fusion: bool = unsupported_field(False, why="the two down projections are separate weights here")
     rotary_scaling_factor: float = _other_default("rotary_scaling_factor", 40.0)
 
 
 @dataclass(frozen=True)
 class NormalInit:
-    """Fills a weight from a normal distribution with mean 0 and this standard deviation."""
+    """Init method that draws from a normal distribution with mean 0 and standard deviation std."""
 
     std: float
 
     def __call__(self, weight: torch.Tensor) -> torch.Tensor:
-        """Fills a weight, any shape, any float dtype, in place from torch's generator."""
+        """Fills a weight in place from torch's default generator; weight: any shape, any float dtype."""
         return torch.nn.init.normal_(weight, std=self.std)
 
 
 def validate_residual(config: TransformerConfig) -> None:
-    """Raises ValueError if an fp32 residual stream would be sent between pipeline stages in another precision."""
+    """Raises ValueError if pipeline_dtype contradicts fp32_residual_connection."""
     if config.fp32_residual_connection and config.pipeline_dtype not in (None, config.hidden_dtype):
         raise ValueError(
-            f"pipeline_dtype is {config.pipeline_dtype} and fp32_residual_connection is True: stages exchange the "
-            f"residual stream, so it must be {config.hidden_dtype} or None"
+            f"pipeline_dtype is {config.pipeline_dtype} and fp32_residual_connection is True: "
+            f"pipeline_dtype must be {config.hidden_dtype} or None, because stages exchange the residual stream"
         )
 
 
 def validate_gated_unit(config: TransformerConfig) -> None:
-    """Raises ValueError for settings of gated feed-forward layers if they are not gated."""
+    """Raises ValueError if settings for gated feed-forward layers are given but the layers are not gated."""
     if config.gated_linear_unit:
         return
     for name, unset in (("activation_func_clamp_value", None), ("glu_linear_offset", 0.0)):
@@ -286,7 +293,7 @@ def validate_gated_unit(config: TransformerConfig) -> None:
 
 
 def validate_heads(config: TransformerConfig) -> None:
-    """Raises ValueError for settings of attention that contradict each other."""
+    """Raises ValueError if attention settings contradict each other."""
     validate_mla(
         config,
         num_attention_heads=config.num_attention_heads,
@@ -297,26 +304,26 @@ def validate_heads(config: TransformerConfig) -> None:
     )
     validate_lora_targets(config, multi_latent_attention=config.multi_latent_attention, q_lora_rank=config.q_lora_rank)
     if config.multi_latent_attention and config.kv_channels is None:
-        # Widths that are otherwise divided among the heads are independent settings in latent attention.
+        # In latent attention the head width is a setting, not hidden_size divided by the number of heads.
         config.kv_channels = config.qk_width
     if config.multi_latent_attention and config.softmax_scale is not None:
         raise ValueError(
-            f"softmax_scale is {config.softmax_scale} and multi_latent_attention is True, which derives its scale "
-            "from its widths and from mscale_all_dim: must be None"
+            f"softmax_scale is {config.softmax_scale} and multi_latent_attention is True, which computes the "
+            "scale from its widths and mscale_all_dim: softmax_scale must be None"
         )
     validate_attention(config, hidden_size=config.hidden_size, num_layers=config.num_layers)
     validate_qk_clip(config, multi_latent_attention=config.multi_latent_attention)
 
 
 def require_sizes(config: TransformerConfig, *names: str) -> None:
-    """Raises ValueError if one of these fields, which may be 0 in a configuration, is needed but not set."""
+    """Raises ValueError if one of the named fields is 0, which a configuration otherwise accepts."""
     for name in names:
         if not vars(config)[name]:
             raise ValueError(f"{name} is {vars(config)[name]}: must be at least 1 to build this part of a model")
 
 
 def fill_in_sizes(config: TransformerConfig) -> None:
-    """Fills in unset sizes that are derived from others."""
+    """Computes unset sizes from the sizes that are set."""
     if config.kv_channels is None:
         config.kv_channels = config.hidden_size // max(1, config.num_attention_heads)
     if config.num_query_groups is None:
@@ -330,14 +337,14 @@ def fill_in_sizes(config: TransformerConfig) -> None:
 
 
 def validate_activations(config: TransformerConfig) -> None:
-    """Raises ValueError if recompute, offloading or the stash contradict each other or the model."""
+    """Raises ValueError if settings of recompute, offloading and the stash contradict each other or the model."""
     validate_activation_memory(config)
-    # The check iterates over the recomputed layers.
+    # Last, because it depends on which layers are recomputed.
     validate_stash(config)
 
 
 def validate_activation_memory(config: TransformerConfig) -> None:
-    """Resolves short recompute flags; ValueError if recompute and offloading contradict each other or the model."""
+    """Expands shorthand recompute flags, and raises ValueError if recompute and offloading are inconsistent."""
     has_experts = layers_with_experts(config.num_moe_experts, config.moe_layer_freq, num_layers=config.num_layers)
     grouped_experts = 1 in has_experts and config.moe_grouped_gemm
     resolve_recompute(config)
@@ -358,7 +365,7 @@ def validate_activation_memory(config: TransformerConfig) -> None:
 
 
 def validate_stash(config: TransformerConfig) -> None:
-    """Raises ValueError if the paged stash would hold nothing, or its settings are inconsistent."""
+    """Raises ValueError if the paged stash would store nothing, or if its settings are inconsistent."""
     has_experts = layers_with_experts(config.num_moe_experts, config.moe_layer_freq, num_layers=config.num_layers)
     validate_paged_stash(
         config,
@@ -378,22 +385,19 @@ def validate_stash(config: TransformerConfig) -> None:
 
 
 def layers_run_again(config: TransformerConfig) -> list[bool]:
-    """Returns for each layer whether backward recomputes it as a whole."""
+    """Returns, for each layer, whether backward recomputes the whole layer."""
     if config.recompute_granularity != "full":
         return [False] * config.num_layers
     if config.recompute_method == "uniform":
         return [True] * config.num_layers
     assert config.recompute_num_layers is not None, "checked by validate_recompute"
-    # Each chunk of a stage counts its own layers.
+    # recompute_num_layers applies to each chunk of each stage.
     parts = layers_per_part(config, num_layers=config.num_layers)
     return [index < config.recompute_num_layers for part in parts for index in range(part)]
 
 
 def validate_layout_of_layers(config: TransformerConfig) -> None:
-    """Raises ValueError if layers, heads, widths or experts cannot be divided among the ranks of the parallel layout.
-
-    This includes combinations that are not supported.
-    """
+    """Raises ValueError if the parallel layout cannot divide layers, heads, widths or experts, or is not supported."""
     run_checks(
         partial(validate_tensor_split, config),
         partial(validate_layout_of_stages, config),
@@ -416,9 +420,7 @@ def validate_tensor_split(config: TransformerConfig) -> None:
 
 
 def validate_layout_of_stages(config: TransformerConfig) -> None:
-    """Raises ValueError if layers cannot be divided into stages, or MTP or offloading is inconsistent
-    with the stages.
-    """
+    """Raises ValueError if pipeline stages cannot divide the layers, or do not support MTP or offloading as set."""
     validate_pipeline_split(config, num_layers=config.num_layers)
     layout = config.pipeline_model_parallel_layout
     validate_mtp(config, pipeline_layout=layout, letters=mtp_layers_in_layout(layout) if layout else 0)
@@ -426,12 +428,12 @@ def validate_layout_of_stages(config: TransformerConfig) -> None:
 
 
 def validate_layout_of_contexts(config: TransformerConfig) -> None:
-    """Raises ValueError if context-parallel ranks cannot use the requested exchange for attention."""
+    """Raises ValueError if cp_comm_type does not support this context-parallel layout."""
     size, levels = config.context_parallel_size, config.hierarchical_context_parallel_sizes
     exchanges = validate_context_parallel(
         config, num_layers=config.num_layers, context_parallel_size=size, levels=levels
     )
-    # Number of ranks that exchange heads, by cp_comm_type.
+    # Number of ranks that exchange heads, for each cp_comm_type that exchanges heads.
     ranks = {"a2a": ("context_parallel_size", size)}
     if levels is not None:
         ranks["a2a+p2p"] = ("the first of hierarchical_context_parallel_sizes", levels[0])
@@ -442,29 +444,25 @@ def validate_layout_of_contexts(config: TransformerConfig) -> None:
 
 
 def validate_offload_in_stages(config: TransformerConfig) -> None:
-    """Raises ValueError if offloading, which skips the last layer of each chunk, would have no layers to offload."""
+    """Raises ValueError for layer offloading with pipeline stages, or if no chunk has a part to offload."""
     if config.cpu_offloading_num_layers and config.pipeline_model_parallel_size > 1:
         raise ValueError(
             f"cpu_offloading_num_layers is {config.cpu_offloading_num_layers} and pipeline_model_parallel_size is "
-            f"{config.pipeline_model_parallel_size}: whole layers can be offloaded only without pipeline stages, "
-            "use fine_grained_activation_offloading"
+            f"{config.pipeline_model_parallel_size}: whole layers can be offloaded only without pipeline stages; "
+            "use fine_grained_activation_offloading instead"
         )
     has_experts = layers_with_experts(config.num_moe_experts, config.moe_layer_freq, num_layers=config.num_layers)
     ends = [*accumulate(layers_per_part(config, num_layers=config.num_layers))]
     chunks = [has_experts[start:end] for start, end in zip([0, *ends], ends)]
     if config.fine_grained_activation_offloading and not any(can_offload(config, chunk) for chunk in chunks):
         raise ValueError(
-            f"offload_modules is {' '.join(config.offload_modules)} and the chunks of pipeline stages have {chunks} "
-            "(1: a layer with experts): nothing would be offloaded, because the last layer of a chunk is never "
-            "offloaded"
+            f"offload_modules is {' '.join(config.offload_modules)} but nothing would be offloaded, because the last "
+            "layer of a pipeline chunk never is; layers by chunk, 1 for a layer with experts: {chunks}"
         )
 
 
 def validate_layout_of_experts(config: TransformerConfig) -> None:
-    """Raises ValueError if experts cannot be divided among the ranks of the parallel layout.
-
-    Also raises for adapters that such experts do not support.
-    """
+    """Raises ValueError if experts cannot be divided among the ranks, or do not support the requested adapters."""
     validate_lora(
         config,
         grouped_experts=config.moe_grouped_gemm,
@@ -500,5 +498,5 @@ def validate_layout_of_experts(config: TransformerConfig) -> None:
     if tensor_size > 1 and not config.sequence_parallel:
         raise ValueError(
             f"tensor_model_parallel_size is {tensor_size} and num_moe_experts is {config.num_moe_experts}: experts "
-            "also require --sequence-parallel, so that no token reaches them twice"
+            "then require --sequence-parallel, so that no token is processed twice"
         )

@@ -22,10 +22,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass
 class TransformerLayerSubmodules:
-    """Specs of a layer's parts, in execution order; an IdentityOp leaves a part out.
+    """Specs of a layer's parts, in execution order. IdentityOp omits a part.
 
-    Parts of cross-attention and of several residual streams must be left out. sharded_state_dict_keys_map: prefixes of
-    names in the layer, and their replacements in the layer's sharded_state_dict.
+    Cross-attention and hyper-connections are not supported and must be omitted. sharded_state_dict_keys_map: maps
+    prefixes of parameter names to their replacements in sharded_state_dict.
     """
 
     input_layernorm: Any = IdentityOp
@@ -43,7 +43,7 @@ class TransformerLayerSubmodules:
     sharded_state_dict_keys_map: dict[str, str] = field(default_factory=dict)
 
 
-# Arguments of an attention layer's forward for inference serving and cross-attention. A module written for Megatron may
+# Arguments of an attention layer's forward for inference serving and cross-attention. Modules written for Megatron may
 # require some of them.
 _ALWAYS_NONE = dict.fromkeys(
     (
@@ -62,17 +62,17 @@ _ALWAYS_NONE = dict.fromkeys(
 def get_transformer_layer_offset(
     config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None
 ) -> int:
-    """Returns the number of the model's layers before a chunk's first layer.
+    """Returns the number of layers that precede a chunk in the model.
 
-    vp_stage: None if the stage has one chunk; pp_rank: None means this rank's. Raises ValueError for stages and chunks
-    that the configuration does not have.
+    vp_stage: index of the chunk in its stage; None means the only chunk. pp_rank: None means this rank's. Raises
+    ValueError for a stage or chunk that does not exist.
     """
     counts = layers_per_part(config, num_layers=config.num_layers)
     return layer_offset(counts, part_of_model(config, vp_stage, pp_rank=pp_rank))
 
 
 def part_of_model(config: TransformerConfig, vp_stage: int | None, *, pp_rank: int | None) -> int:
-    """Returns the index of a chunk among all stages' chunks in the order of their layers; see pipeline_split.py."""
+    """Returns the index of a chunk among the chunks of all stages, ordered by their layers; see pipeline_split.py."""
     stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     stage = group_rank(existing_process_groups().pp) if pp_rank is None else pp_rank
     if not 0 <= stage < stages or not 0 <= (vp_stage or 0) < (chunks or 1):
@@ -81,12 +81,12 @@ def part_of_model(config: TransformerConfig, vp_stage: int | None, *, pp_rank: i
             f"virtual_pipeline_model_parallel_size ({chunks})"
         )
     if vp_stage is None and (chunks or 1) > 1:
-        raise ValueError(f"vp_stage is None: must be given with virtual_pipeline_model_parallel_size {chunks}")
+        raise ValueError(f"vp_stage is None: must be set with virtual_pipeline_model_parallel_size {chunks}")
     return (vp_stage or 0) * stages + stage
 
 
 class TransformerLayer(GraphableMegatronModule, Drawing):
-    """Computes x + attention(norm(x)), then x + mlp(norm(x)); the mlp may be a mixture of experts."""
+    """Computes x + attention(norm(x)), then x + mlp(norm(x)), where mlp may be a mixture of experts."""
 
     def __init__(
         self,
@@ -103,11 +103,11 @@ class TransformerLayer(GraphableMegatronModule, Drawing):
     ) -> None:
         """Builds the parts of the layer.
 
-        layer_number: counts from 1 in this model chunk, or with add_layer_offset=False in the whole model. The
-        attribute layer_number counts in the whole model. pp_layer_offset: layers before the chunk; None means the
-        result of get_transformer_layer_offset. pg_collection: the groups of this rank; None means the groups of
-        parallel_state, if there are any. vp_stage: index of the layer's chunk in its stage. is_mtp_layer: passed to the
-        feed-forward part. name: accepted without effect.
+        layer_number: number of the layer, starting at 1, within the chunk, or with add_layer_offset=False within the
+        model. The attribute layer_number is always the number within the model. pp_layer_offset: number of layers
+        before the chunk; None means the result of get_transformer_layer_offset. pg_collection: this rank's groups; None
+        means the groups of parallel_state, if they exist. vp_stage: index of the chunk in its stage. is_mtp_layer:
+        passed to the feed-forward part. name: accepted without effect.
         """
         super().__init__(config, vp_stage)
         groups = pg_collection or existing_process_groups()
@@ -120,8 +120,8 @@ class TransformerLayer(GraphableMegatronModule, Drawing):
         self.layer_number, self.is_mtp_layer = layer_number, is_mtp_layer
         self.keys_map = submodules.sharded_state_dict_keys_map
         self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
-        # Ranks that hold parts of the sequence drop different elements; ranks that all hold the whole sequence drop the
-        # same.
+        # Ranks with different parts of the sequence must drop different elements. Ranks that all hold the whole
+        # sequence must drop the same elements.
         split_over = groups.tp if config.sequence_parallel else None
         self.hidden_numbers = numbers_of_each_rank(split_over, dropout=self.hidden_dropout)
         norm = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
@@ -133,8 +133,7 @@ class TransformerLayer(GraphableMegatronModule, Drawing):
             config=config,
             layer_number=layer_number,
         )
-        # Some external attention layers require arguments that are always None here; our own layers do not receive
-        # them.
+        # Some attention layers of other projects require arguments that are always None here.
         self.required_nones = needed_by(type(self.self_attention).forward, _ALWAYS_NONE)
         self.self_attn_bda = build_module(submodules.self_attn_bda)
         self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **norm)
@@ -145,7 +144,7 @@ class TransformerLayer(GraphableMegatronModule, Drawing):
 
     @property
     def draws_numbers(self) -> bool:
-        """Whether dropout applies to the contributions to the residual stream."""
+        """Whether dropout is applied to the outputs that are added to the residual stream."""
         return self.hidden_dropout > 0
 
     def forward(
@@ -165,16 +164,15 @@ class TransformerLayer(GraphableMegatronModule, Drawing):
         padding_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Runs the layer; hidden_states: [S, B, H], config.hidden_dtype.
+        """Runs the layer. Returns [S, B, H], config.hidden_dtype, and None in place of a cross-attention context.
 
-        attention_mask: bool, True where attention is forbidden, or None. Returns [S, B, H], same dtype, and the
-        context, which is None because there is no cross-attention. Under sequence parallelism both have this rank's
-        part of the sequence. padding_mask: [B, S], bool, True for tokens that a router's losses and loads ignore; all
-        tokens are computed. Other arguments and kwargs must be None. Raises ValueError for padding in a layer with
-        experts whose forward does not accept it.
+        hidden_states: [S, B, H], config.hidden_dtype. attention_mask: bool, True where attention is forbidden, or None.
+        padding_mask: [B, S], bool, True for tokens that router losses and loads ignore; they are computed like other
+        tokens. Under sequence parallelism, S is this rank's part of the sequence. Other arguments and kwargs must be
+        None. Raises ValueError for a padding_mask if the forward of the layer's experts does not accept it.
         """
         others = context, context_mask, rotary_pos_cos, rotary_pos_sin, rotary_pos_cos_sin, attention_bias
-        # Counted without Python code per argument, because this runs for each layer and micro-batch.
+        # Counts None in one call, not with a test per argument, because this runs for each layer and micro-batch.
         unused = (*others, inference_context, sequence_len_offset)
         if kwargs or unused.count(None) != len(unused):
             require_unset(
@@ -199,7 +197,7 @@ class TransformerLayer(GraphableMegatronModule, Drawing):
             **self.required_nones,
         )
         release(attention_output[0])
-        # Checked each time, because dropout depends on self.training.
+        # Called in every forward, because dropout depends on self.training.
         with self.hidden_numbers():
             add = self.self_attn_bda(self.training, False)
             hidden_states = add(attention_output, hidden_states, self.hidden_dropout)
@@ -212,13 +210,13 @@ class TransformerLayer(GraphableMegatronModule, Drawing):
         return output, None
 
     def _padding_of_mlp(self, padding_mask: Tensor) -> dict[str, Tensor]:
-        """Returns the padding as a keyword argument if the feed-forward part accepts it; a dense one may not."""
+        """Returns padding_mask as a keyword argument if the feed-forward part accepts it. A dense part may not."""
         if self.mlp_takes_padding:
             return {"padding_mask": padding_mask}
         if is_expert_layer(self.mlp):
             raise ValueError(
                 f"padding_mask is given but the forward of {type(self.mlp).__name__} does not accept it, so its "
-                "router would count padding: add the argument, or do not pass padding_mask"
+                "router would count padding tokens: add the argument, or do not pass padding_mask"
             )
         return {}
 
@@ -228,7 +226,7 @@ class TransformerLayer(GraphableMegatronModule, Drawing):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, ShardedTensor | BoxesOfTensor]:
-        """Returns the boxes of the layer, any shape and dtype, under names that the spec's keys map may replace."""
+        """Returns the layer's sharded tensors, any shape and dtype, with names replaced by the keys map of the spec."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         for old, new in self.keys_map.items():
             renamed = [name for name in state if name.startswith(prefix + old)]
@@ -241,7 +239,7 @@ class TransformerLayer(GraphableMegatronModule, Drawing):
 
 
 def require_unset(call: str, **arguments: Any) -> None:
-    """Raises ValueError naming the arguments of a layer's or block's forward that are not None."""
+    """Raises ValueError naming the unsupported arguments of a forward call that are not None."""
     why = "only decoders in training are supported, with a table in rotary_pos_emb and no bias on scores"
     require_defaults(call, why, **{name: (value, None) for name, value in arguments.items()})
 

@@ -1,4 +1,4 @@
-"""Re-exports attention_mask_func under the path from which attention layers written for Megatron-LM import it."""
+"""Re-exports attention_mask_func under the import path that attention layers for Megatron-LM use."""
 
 from megatron.core.fusions.fused_softmax import attention_mask_func
 

@@ -1,4 +1,4 @@
-"""Settings of YaRN, which extends rotary positions to longer contexts. rope.py computes the frequencies."""
+"""Settings of YaRN, which extends rotary embeddings to longer contexts. rope.py computes the frequencies."""
 
 from dataclasses import dataclass, fields
 from typing import ClassVar
@@ -11,24 +11,24 @@ _ORIGINAL_LENGTH, _BETA_FAST, _BETA_SLOW = 4096, 32.0, 1.0
 
 @dataclass(kw_only=True)
 class YarnConfig:
-    """The type of rotary positions, and the settings of YaRN."""
+    """Settings of the rotary position type and of YaRN."""
 
     cli_group: ClassVar[str] = "rotary positions"
 
     rope_type: str | None = config_field(
         None,
-        help="Type of rotary frequencies: unchanged (rope), or stretched for longer contexts (yarn); default: yarn "
-        "with --multi-latent-attention, else rope.",
+        help="Rotary frequencies: standard (rope), or rescaled for longer contexts (yarn). Default: yarn with "
+        "--multi-latent-attention, else rope.",
         choices=("rope", "yarn"),
     )
     rotary_scaling_factor: float = config_field(
-        1.0, help="With yarn: factor by which low frequencies are reduced; 1 leaves all unchanged.", at_least=1
+        1.0, help="With yarn: divisor of the low frequencies; 1 leaves all frequencies unchanged.", at_least=1
     )
     original_max_position_embeddings: int | None = config_field(
         None,
         flags=("--yarn-original-max-position-embeddings",),
         dest="yarn_original_max_position_embeddings",
-        help="With yarn: the context length for which the frequencies were designed; default: 4096.",
+        help="With yarn: context length before the extension; default: 4096.",
         at_least=1,
     )
     beta_fast: float | None = config_field(
@@ -42,22 +42,24 @@ class YarnConfig:
         None,
         flags=("--yarn-beta-slow",),
         dest="yarn_beta_slow",
-        help="With yarn: frequencies with fewer turns than this are reduced by the whole factor; default: 1.",
+        help="With yarn: frequencies with fewer turns than this are divided by the full factor; default: 1.",
         more_than=0,
     )
     mscale: float = config_field(
-        1.0, help="With yarn: weight of the factor's logarithm in the length of rotated queries and keys.", at_least=0
+        1.0,
+        help="With yarn: rotated queries and keys are multiplied by m(mscale) / m(mscale_all_dim), where "
+        "m(x) = 1 + 0.1 x ln(rotary_scaling_factor).",
+        at_least=0,
     )
     mscale_all_dim: float = config_field(
         0.0,
-        help="With yarn: the corresponding weight for the scores of latent attention, divided out of the rotated "
-        "channels.",
+        help="With yarn: latent attention multiplies all scores by m(mscale_all_dim)^2; see --mscale.",
         at_least=0,
     )
     yarn_correction_range_round_to_int: bool = config_field(
         True,
         flags=("--no-yarn-correction-range-round-to-int",),
-        help="With yarn: do not round the channels between which frequencies are interpolated to integers.",
+        help="With yarn: do not round the bounds of the interpolated range of channels to integers.",
     )
 
     def __post_init__(self) -> None:
@@ -65,7 +67,7 @@ class YarnConfig:
 
 
 def resolve_yarn(config: YarnConfig, *, multi_latent_attention: bool) -> None:
-    """Sets unset fields to their defaults. Raises ValueError for contradictory settings, and for any without yarn."""
+    """Fills in unset fields. Raises ValueError for contradictory settings, or YaRN settings without rope_type yarn."""
     if config.rope_type is None:
         config.rope_type = "yarn" if multi_latent_attention else "rope"
     if config.rope_type != "yarn":
@@ -82,8 +84,10 @@ def resolve_yarn(config: YarnConfig, *, multi_latent_attention: bool) -> None:
 
 
 def _require_defaults(config: YarnConfig) -> None:
-    # The defaults of the configuration's own class, because MLATransformerConfig has Megatron's defaults for yarn.
+    # Reads the defaults of the configuration's class, because MLATransformerConfig overrides some of them.
     defaults = {field.name: field.default for field in fields(config)}
     for name in vars(YarnConfig()):
         if name != "rope_type" and vars(config)[name] != defaults[name]:
-            raise ValueError(f"{name} is {vars(config)[name]} and rope_type is {config.rope_type}: must be yarn")
+            raise ValueError(
+                f"{name} is {vars(config)[name]} but rope_type is {config.rope_type}: requires rope_type yarn"
+            )

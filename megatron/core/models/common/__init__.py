@@ -1,1 +1,1 @@
-"""Parts that several kinds of models share."""
+"""Modules shared by several kinds of models."""

@@ -1,4 +1,4 @@
-"""Settings of GPT models in addition to their transformer block: vocabulary, positions, tied weights."""
+"""Settings of GPT models outside of their transformer block: vocabulary, positions and tied weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ POSITION_EMBEDDINGS = ("learned_absolute", "rope", "yarn", "none")
 
 @dataclass(kw_only=True)
 class GPTModelConfig:
-    """Settings of GPTModel in addition to TransformerConfig, as given on the command line."""
+    """Command-line settings of GPTModel that are not fields of TransformerConfig."""
 
     cli_group: ClassVar[str] = "network size"
 
@@ -24,7 +24,7 @@ class GPTModelConfig:
     )
     max_position_embeddings: int | None = config_field(
         None,
-        help="Longest sequence that the model supports; default: --seq-length, except for learned positions.",
+        help="Maximum sequence length of the model; default: --seq-length, except for learned positions.",
         at_least=1,
     )
     position_embedding_type: str = config_field(
@@ -35,35 +35,35 @@ class GPTModelConfig:
     add_position_embedding: bool = config_field(
         True,
         flags=("--no-position-embedding",),
-        help="Accepted for old scripts, together with --position-embedding-type rope or none.",
+        help="Accepted for older scripts, together with --position-embedding-type rope or none.",
     )
     use_rotary_position_embeddings: bool = config_field(
-        False, help="Same as --position-embedding-type rope, which it overrides."
+        False, help="Same as --position-embedding-type rope; overrides that flag."
     )
     rotary_base: int = config_field(10000, help="Base of the rotary frequencies.", at_least=1)
     rotary_percent: float = config_field(
-        1.0, help="Fraction of each head's channels, from the first, that is rotated.", more_than=0, at_most=1
+        1.0, help="Fraction of the leading channels of each head to rotate.", more_than=0, at_most=1
     )
     rotary_seq_len_interpolation_factor: int | None = config_field(
-        None, help="Factor by which positions are divided before rotation.", at_least=1
+        None, help="Divisor of positions before rotation.", at_least=1
     )
     use_rope_scaling: bool = config_field(
-        False, help="Stretch low rotary frequencies for longer contexts, as in Llama 3.1."
+        False, help="Reduce low rotary frequencies for longer contexts, as in Llama 3.1."
     )
     rope_scaling_factor: float = config_field(
-        8.0, help="Factor by which --use-rope-scaling stretches the lowest frequencies.", at_least=1
+        8.0, help="Factor by which --use-rope-scaling divides the lowest frequencies.", at_least=1
     )
     spec: list[str] | None = config_field(
         None,
         nargs="+",
-        help="Layers of a script: a Python module, and the name in it of a layer or block spec, or of a function "
-        "that returns one for a TransformerConfig.",
+        help="User-defined layers: a Python module, and the name in it of a layer or block spec, or of a function "
+        "that returns such a spec for a TransformerConfig.",
     )
     make_vocab_size_divisible_by: int = config_field(
-        128, help="Pad the vocabulary with unused rows to a multiple of this.", at_least=1
+        128, help="Pad the vocabulary with unused rows to a multiple of this value.", at_least=1
     )
     padded_vocab_size: int | None = config_field(
-        None, help="Rows of the vocabulary with padding; default: see --make-vocab-size-divisible-by.", at_least=1
+        None, help="Vocabulary size including padding; default: see --make-vocab-size-divisible-by.", at_least=1
     )
     swiglu: bool = config_field(False, help="Use gated feed-forward layers with SiLU instead of GELU.")
     quick_geglu: bool = config_field(
@@ -71,13 +71,13 @@ class GPTModelConfig:
     )
     squared_relu: bool = config_field(False, help="Use feed-forward layers with max(x, 0)^2 instead of GELU.")
     untie_embeddings_and_output_weights: bool = config_field(
-        False, help="Give the output layer its own weights instead of the word embeddings'."
+        False, help="Use a separate weight for the output layer instead of the word embeddings."
     )
 
     init_method_xavier_uniform: bool = config_field(
         False,
-        help="Initialise matrices uniformly within sqrt(6 / (rows + columns)) of the whole matrix, regardless of "
-        "--init-method-std; embeddings too, unless --embedding-init-method-std is given.",
+        help="Initialise matrices uniformly within +-sqrt(6 / (rows + columns)) of the unsplit matrix, regardless of "
+        "--init-method-std. This includes embeddings unless --embedding-init-method-std is given.",
     )
 
     def __post_init__(self) -> None:
@@ -88,22 +88,20 @@ class GPTModelConfig:
         if len(chosen) > 1:
             raise ValueError(
                 f"GPTModelConfig.{chosen[0]} and GPTModelConfig.{chosen[1]} are both set: feed-forward layers have "
-                "only one activation, so drop one of them"
+                "only one activation, so remove one of them"
             )
 
     def transformer_fields(
         self, *, hidden_size: int, ffn_hidden_size: int | None, num_query_groups: int | None
     ) -> dict[str, Any]:
-        """Returns fields of TransformerConfig that are derived from these settings and the given
-        command-line values.
-        """
+        """Returns the TransformerConfig fields derived from these settings and the given command-line values."""
         functions: dict[str, Callable[..., Any]] = {
             "swiglu": F.silu,
             "quick_geglu": quick_gelu,
             "squared_relu": squared_relu,
         }
         activation = next((function for name, function in functions.items() if vars(self)[name]), F.gelu)
-        # Not `or`, because a width of 0 is rejected, not replaced.
+        # Not `or`, because a width of 0 must be rejected, not replaced.
         if ffn_hidden_size is None:
             ffn_hidden_size = default_ffn_hidden_size(hidden_size, swiglu=self.swiglu)
         methods = ("init_method", "output_layer_init_method") if self.init_method_xavier_uniform else ()
@@ -112,16 +110,14 @@ class GPTModelConfig:
             "activation_func": activation,
             "gated_linear_unit": self.swiglu or self.quick_geglu,
             "ffn_hidden_size": ffn_hidden_size,
-            # --num-query-groups alone has no effect, as users of the flag expect.
+            # --num-query-groups has no effect without --group-query-attention, as in Megatron-LM.
             "num_query_groups": (num_query_groups or 1) if self.group_query_attention else None,
         }
 
 
 def default_ffn_hidden_size(hidden_size: int, *, swiglu: bool) -> int:
-    """Returns 4 x hidden size, or for gated layers, which have a third matrix, 2/3 of it rounded down to a multiple of
-    64.
-    """
-    # Two thirds of 4 x hidden, in multiples of 64, keep the number of weights of an ungated layer.
+    """Returns 4 x hidden_size, or with SwiGLU 2/3 of that, rounded down to a multiple of 64, at least 64."""
+    # Gated layers have a third matrix. With 2/3 of the width they have as many weights as ungated layers.
     if not swiglu:
         return 4 * hidden_size
     return max(64, 8 * hidden_size // 3 // 64 * 64)

@@ -1,4 +1,4 @@
-"""Specs of GPT layers: the classes of a dense or mixture-of-experts layer, with or without adapters."""
+"""Specs of GPT layers, which select the classes of dense and mixture-of-experts layers, and adapters."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -52,10 +52,10 @@ def get_gpt_decoder_layer_specs(
     """Returns the spec of each layer of the model, dense or with experts according to moe_layer_freq.
 
     use_transformer_engine: see get_gpt_layer_with_transformer_engine_spec. normalization: LayerNorm or RMSNorm; None
-    means the configuration's. qk_l2_norm: must be False. vp_stage, pp_rank: ignored, because the specs of the whole
+    means the configured norm. qk_l2_norm: must be False. vp_stage, pp_rank: ignored, because the specs of the whole
     model are returned. Raises ValueError for unsupported settings.
     """
-    # Layers share two specs, which building does not change.
+    # All layers share two specs. Building a module does not modify its spec.
     attention = {"qk_layernorm": config.qk_layernorm, "multi_latent_attention": config.multi_latent_attention}
     attention |= {"qk_l2_norm": qk_l2_norm}
     layer: Callable[..., ModuleSpec] = partial(get_gpt_layer_local_spec, normalization=normalization, **attention)
@@ -78,10 +78,10 @@ def get_gpt_decoder_block_spec(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> TransformerBlockSubmodules:
-    """Returns the specs of get_gpt_decoder_layer_specs and of the final norm.
+    """Returns the layer specs of get_gpt_decoder_layer_specs and the spec of the final norm.
 
-    vp_stage, pp_rank: restrict the layers to that model chunk. Otherwise the layers are those of the whole model, from
-    which a block selects its own.
+    vp_stage, pp_rank: if either is given, only the layers of that model chunk are returned. Otherwise all layers of the
+    model are returned, from which a block selects the layers of its chunk.
     """
     layers = get_gpt_decoder_layer_specs(config, use_transformer_engine, normalization, qk_l2_norm)
     if vp_stage is not None or pp_rank is not None:
@@ -98,10 +98,11 @@ def get_gpt_mtp_block_spec(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """Returns the specs of multi-token prediction layers, which equal the last layer of `spec`; None if there are none.
+    """Returns the specs of the multi-token prediction layers, or None without mtp_num_layers.
 
-    use_transformer_engine: ignored, because `spec` determines the layers. vp_stage, pp_rank: ignored, because a model
-    uses the specs only on its last stage.
+    spec: layer or block spec, whose last layer serves as the transformer layer of each depth. use_transformer_engine:
+    ignored, because `spec` determines the layers. vp_stage, pp_rank: ignored, because a model uses the result only on
+    its last stage.
     """
     if not config.mtp_num_layers:
         return None
@@ -113,14 +114,14 @@ def get_gpt_mtp_block_spec(
 
 
 def get_gpt_layer_local_spec(*args: Any, **kwargs: Any) -> ModuleSpec:
-    """Returns the spec of a layer with torch kernels; arguments as in get_gpt_layer_local_submodules."""
+    """Returns the spec of a layer with torch kernels. The arguments are as in get_gpt_layer_local_submodules."""
     return ModuleSpec(module=TransformerLayer, submodules=get_gpt_layer_local_submodules(*args, **kwargs))
 
 
 def get_gpt_layer_with_transformer_engine_spec(*args: Any, **kwargs: Any) -> ModuleSpec:
     """Returns the spec of a layer with the norms, attention core and linear layers of Transformer Engine.
 
-    The arguments are those of get_gpt_layer_with_transformer_engine_submodules.
+    The arguments are as in get_gpt_layer_with_transformer_engine_submodules.
     """
     submodules = get_gpt_layer_with_transformer_engine_submodules(*args, **kwargs)
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
@@ -141,11 +142,11 @@ def get_gpt_layer_with_transformer_engine_submodules(
     mla_down_proj_fusion: bool = False,
     use_grouped_gemm_for_dense_mlp: bool = False,
 ) -> TransformerLayerSubmodules:
-    """Returns the parts of a layer with the norms, attention core and linear layers of Transformer Engine.
+    """Returns the submodules of a layer with the norms, attention core and linear layers of Transformer Engine.
 
-    Experts and shared experts are those of get_gpt_layer_local_spec, as are the arguments num_experts, qk_layernorm and
-    multi_latent_attention. All others must have their defaults. Raises an error that is both a ValueError and an
-    ImportError if the package is missing.
+    Experts and shared experts are the same as in get_gpt_layer_local_spec. num_experts, moe_grouped_gemm, qk_layernorm,
+    multi_latent_attention: as in get_gpt_layer_local_submodules. All other arguments must have their defaults. If the
+    package is missing, raises an error that is both a ValueError and an ImportError.
     """
     require_defaults(
         "get_gpt_layer_with_transformer_engine_submodules",
@@ -184,10 +185,11 @@ def get_gpt_layer_local_submodules(
     use_kitchen_attention: bool = False,
     kitchen_attention_backend: str = "sdpa",
 ) -> TransformerLayerSubmodules:
-    """Returns the parts of a layer with torch kernels, for scripts that replace some of them.
+    """Returns the submodules of a layer with torch kernels, for scripts that replace some of them.
 
-    num_experts: None for a dense layer. qk_layernorm: normalizes queries and keys. multi_latent_attention: uses latent
-    attention. normalization: LayerNorm or RMSNorm; None means the configured one. All others must have their defaults.
+    num_experts: None builds a dense layer. moe_grouped_gemm: use grouped experts. qk_layernorm: normalize queries and
+    keys. multi_latent_attention: use latent attention. normalization: LayerNorm or RMSNorm; None means the configured
+    norm. All other arguments must have their defaults.
     """
     require_defaults(
         "get_gpt_layer_local_submodules",
@@ -210,12 +212,12 @@ def get_gpt_layer_local_submodules(
     )
 
 
-_NOT_HERE = "8-bit layers, L2 norms of heads and other sets of kernels are not supported"
+_NOT_HERE = "8-bit layers, L2 norms of heads and other kernel libraries are not supported"
 
 
 @dataclass(frozen=True)
 class _Layers:
-    """The classes of one implementation of layers."""
+    """The layer classes of one implementation, torch or Transformer Engine."""
 
     column: Any
     row: Any
@@ -238,14 +240,14 @@ def _engine_layers() -> _Layers:
 
 
 def _norm_of(normalization: str | None, config: TransformerConfig | None = None) -> Any:
-    """Returns the class of norms; config: must have the same normalization."""
+    """Returns the norm class for `normalization`. Raises ValueError if it differs from config.normalization."""
     kinds = {None: Norm, "LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
     if normalization not in kinds:
         raise ValueError(f"normalization is {normalization!r}: must be LayerNorm or RMSNorm")
     if config is not None and normalization not in (None, config.normalization):
         raise ValueError(
             f"normalization is {normalization} and config.normalization is {config.normalization}, which layers of "
-            "Transformer Engine read: must be the same"
+            "Transformer Engine read: both must be the same"
         )
     return kinds[normalization]
 
@@ -278,7 +280,7 @@ def get_mlp_module_spec(
 ) -> ModuleSpec:
     """Returns the spec of a dense feed-forward layer, or of a mixture of grouped or sequential experts.
 
-    use_te: uses linear layers of Transformer Engine in a dense layer; experts always use those of this project. fp8,
+    use_te: use linear layers of Transformer Engine in a dense layer; experts always use layers of this project. fp8,
     use_te_op_fuser: must have their defaults.
     """
     require_defaults("get_mlp_module_spec", _NOT_HERE, fp8=(fp8, None), use_te_op_fuser=(use_te_op_fuser, False))
@@ -286,7 +288,7 @@ def get_mlp_module_spec(
     dense = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=layers.column, linear_fc2=layers.row))
     if num_experts is None:
         return dense
-    # Sequential experts are dense layers. Grouped experts have no replaceable parts except adapters.
+    # Sequential experts are dense layers. Grouped experts have no replaceable submodules except adapters.
     experts = ModuleSpec(SequentialMLP, submodules=dense.submodules)
     if moe_grouped_gemm:
         experts = ModuleSpec(GroupedMLP, submodules=GroupedMLPSubmodules())
@@ -296,7 +298,7 @@ def get_mlp_module_spec(
 
 
 def with_adapters(spec: Any, targets: list[str]) -> Any:
-    """Adds low-rank adapters to the linear layers of these names in a spec, or a dataclass of specs, and returns it."""
+    """Returns a copy of a spec, or of a dataclass of specs, with adapters on the linear layers named in `targets`."""
     if isinstance(spec, ModuleSpec):
         return replace(spec, submodules=with_adapters(spec.submodules, targets))
     if not is_dataclass(spec) or isinstance(spec, type):

@@ -1,4 +1,4 @@
-"""GPTModel: embedding, transformer block, output layer and loss per token. Layers are described by specs."""
+"""GPTModel: embedding, transformer block, output layer and loss per token. Specs describe the layers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -44,9 +44,9 @@ from megatron.core.transformer.transformer_layer import require_unset
 
 
 class GPTModel(GraphableMegatronModule):
-    """A decoder-only language model.
+    """A decoder-only language model, or the part of it on one pipeline stage or chunk.
 
-    `aux_losses` records the losses of all routers and holds the factor of their gradients.
+    aux_losses: records the losses of all routers, and stores the scale of their gradients.
     """
 
     def __init__(
@@ -76,16 +76,17 @@ class GPTModel(GraphableMegatronModule):
     ) -> None:
         """Builds this part of the model and initialises its parameters.
 
-        transformer_layer_spec: one spec for all layers, or a block's with one each. vocab_size: rows with padding; rows
-        from unpadded_vocab_size on start and stay zero. parallel_output: logits stay split over the tensor-parallel
-        ranks; losses do not depend on it. mtp_block_spec: layers that predict tokens beyond the next, built with the
-        output layer; None means no such layers. pre_process: whether this part has the embedding. post_process: whether
-        it has the final norm, the output layer and the loss. vp_stage: index of the chunk in its stage; None means the
-        only one. pg_collection: the groups of this rank; None means the groups of parallel_state, if there are any.
-        logit_dtype: must be None. scatter_embedding_sequence_parallel: must be True.
+        transformer_layer_spec: one spec for all layers, or a block spec with one spec per layer. vocab_size: vocabulary
+        size including padding; rows from unpadded_vocab_size on are padding, which is initialised to zero and stays
+        zero. parallel_output: return logits split over the tensor-parallel ranks; losses do not depend on it.
+        mtp_block_spec: layers that predict tokens beyond the next one, built together with the output layer; None means
+        no such layers. pre_process: whether this part contains the embedding. post_process: whether it contains the
+        final norm, the output layer and the loss. vp_stage: index of the chunk in its stage; None means the only chunk.
+        pg_collection: this rank's groups; None means the groups of parallel_state, if they exist. logit_dtype: must be
+        None. scatter_embedding_sequence_parallel: must be True.
 
-        Raises ValueError if fp16_lm_cross_entropy is True, if the groups' sizes differ from config, for a weight on two
-        stages without pg_collection.embd, and for an mtp_block_spec that does not match config.mtp_num_layers.
+        Raises ValueError if fp16_lm_cross_entropy is True, if group sizes differ from config, if two stages share a
+        weight without pg_collection.embd, or if mtp_block_spec does not match config.mtp_num_layers.
         """
         super().__init__(config, vp_stage)
         _require_fp32_loss(fp16_lm_cross_entropy)
@@ -103,11 +104,11 @@ class GPTModel(GraphableMegatronModule):
         self.logits_factor = config.logits_factor
         self._input: Tensor | None = None
         groups = existing_process_groups() if pg_collection is None else pg_collection
-        # Of a sequence, each part of which belongs to another rank.
+        # Ranks over which sequences are split.
         self.cp_group, self.num_parts = or_alone(groups.cp), group_size(groups.cp)
         self.tp_group, self.parallel_output = or_alone(groups.tp), parallel_output
         require_layout(config, groups)
-        # Weights are drawn at the end, by name, because the name is not known inside a layer.
+        # Weights are initialised at the end, by name, because a layer does not know its name in the model.
         with deferred_initialization(config):
             self._build_layers(block_submodules(transformer_layer_spec, config), mtp_block_spec, pg_collection=groups)
         self.rotary_pos_emb = None
@@ -145,27 +146,27 @@ class GPTModel(GraphableMegatronModule):
         output_processor: Any = None,
         output_processor_context: Any = None,
     ) -> Tensor:
-        """Computes the loss per token, logits or hidden states of this part of the model.
+        """Computes the loss per token, the logits, or the hidden states of this part of the model.
 
-        input_ids, position_ids: [B, S], int64; attention_mask: bool, broadcastable to [B, 1, S, S], True where
-        attention is forbidden, or None for causal attention; labels: [B, S], int64, below the unpadded vocabulary size;
-        for negative labels (-100) the loss is 0.
+        input_ids, position_ids: [B, S], int64. attention_mask: bool, broadcastable to [B, 1, S, S], True where
+        attention is forbidden; None means causal attention. labels: [B, S], int64, below the unpadded vocabulary size;
+        the loss of negative labels (-100) is 0.
 
-        Returns the loss per token [B, S], fp32 (fp64), or without labels padded logits [B, S, V], parameter dtype; with
-        parallel_output [B, S, V / ranks]. runtime_gather_output: whether logits are gathered; None means not
-        parallel_output.
+        With labels, returns the loss per token, [B, S], fp32 (fp64). Without labels, returns logits over the padded
+        vocabulary, [B, S, V], or [B, S, V / ranks] with parallel_output, parameter dtype. runtime_gather_output:
+        whether to gather logits; None means not parallel_output.
 
         decoder_input: replaces the embedded tokens, [S / ranks under sequence parallelism, B, H], parameter dtype.
         extra_block_kwargs: further arguments of the transformer block. padding_mask: [B, S], bool, True for tokens that
-        losses and loads of routers ignore; all tokens are computed. Every part of the model needs it. loss_mask: [B,
-        S], float, used only for the losses of tokens further ahead, because the loss function applies masks.
-        packed_seq_params: segments to which attention is restricted, instead of a mask. The others must be None. Raises
-        ValueError for masks and borders that are inconsistent with input_ids.
+        router losses and loads ignore; they are computed like other tokens. It must be passed to every part of the
+        model. loss_mask: [B, S], float, used only for the losses of multi-token prediction; the loss function masks the
+        loss of the next token. packed_seq_params: segments to which attention is restricted, instead of a mask. All
+        other arguments must be None. Raises ValueError for masks and segments that are inconsistent with input_ids.
 
-        Under context parallelism S is this rank's part of the sequences; mask and segments describe whole sequences. A
-        part without the embedding takes its input from set_input_tensor, and needs tokens and positions only to predict
-        tokens further ahead. A part without the output layer returns hidden states, [S / ranks under sequence
-        parallelism, B, H].
+        Under context parallelism, S is this rank's part of the sequences, but mask and segments describe whole
+        sequences. A part without the embedding receives its input by set_input_tensor, and uses tokens and positions
+        only for multi-token prediction. A part without the output layer returns hidden states,
+        [S / ranks under sequence parallelism, B, H].
         """
         others = inference_context, inference_params, output_processor, output_processor_context
         if others.count(None) != len(others):
@@ -197,7 +198,7 @@ class GPTModel(GraphableMegatronModule):
         )
         if not self.post_process:
             return hidden_states
-        # Without a loss, additional tokens are not predicted.
+        # Tokens further ahead are predicted only to compute their losses.
         if self.mtp is not None and labels is not None and self.training and torch.is_grad_enabled():
             assert input_ids is not None and position_ids is not None, "multi-token prediction requires tokens"
             future = FutureTokens(
@@ -222,10 +223,10 @@ class GPTModel(GraphableMegatronModule):
         return self._token_losses(logits, labels.clamp(min=0)).contiguous().masked_fill(labels < 0, 0)
 
     def _with_mtp_losses(self, hidden_states: Tensor, future: FutureTokens, *, run: Callable[..., Tensor]) -> Tensor:
-        """Attaches the losses of tokens further ahead; hidden_states: [S, B, H], parameter dtype.
+        """Computes the losses of multi-token prediction and attaches them to hidden_states: [S, B, H], parameter dtype.
 
-        Returns the hidden states, through which backward also reaches the losses. run: (hidden states, embedded tokens,
-        depth) -> the hidden states of that depth; all [S, B, H].
+        Returns hidden states with the same values, whose backward also runs the backward of the losses. run: (hidden
+        states, embedded tokens, depth) -> the hidden states of that depth; all [S, B, H].
         """
         assert self.embedding is not None and self.mtp is not None, "both are on the stage of the loss"
         coeff = self.config.mtp_loss_scaling_factor / len(self.mtp.layers)
@@ -242,14 +243,14 @@ class GPTModel(GraphableMegatronModule):
         return hidden_states
 
     def _share(self, loss: Tensor, count: Tensor) -> Tensor:
-        """Returns the value from which backward starts, for a loss summed over `count` tokens.
+        """Scales a loss that is summed over `count` tokens for backward, as the next token's loss is scaled.
 
-        [], fp32 or fp64, -> [], the loss's dtype.
+        loss, count: [], fp32 or fp64. Returns [], the dtype of the loss.
         """
         if self.config.calculate_per_token_loss:
-            # The end of the step divides by the tokens of all ranks, counted for the next token's loss.
+            # The end of the step divides gradients by the number of tokens on all ranks.
             return loss
-        # As for the next token's loss: the mean over whole sequences, of which ranks have shares that are averaged.
+        # The mean over whole sequences. Context-parallel ranks contribute shares, which are averaged afterwards.
         return loss * self.num_parts / all_reduce_sum(count, self.cp_group).wait().clamp(min=1)
 
     def _logits(self, hidden_states: Tensor) -> Tensor:
@@ -257,24 +258,23 @@ class GPTModel(GraphableMegatronModule):
         assert self.output_layer is not None, "post_process"
         logits: Tensor
         if self.logits_factor != 1:
-            # The narrower dtype of the two; the cross entropy then overwrites its memory.
+            # Scales the hidden states, because they are narrower than the logits.
             hidden_states = hidden_states * self.logits_factor
         logits, _ = self.output_layer(hidden_states, weight=self.shared_embedding_or_output_weight())
         return logits
 
     def _token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Computes losses per token; logits: [S, B, V / ranks], parameter dtype, overwritten; labels: [B, S], int64,
-        none negative.
+        """Computes the loss per token: [B, S], fp32 (fp64).
 
-        Returns [B, S], fp32 (fp64).
+        logits: [S, B, V / ranks], parameter dtype, overwritten. labels: [B, S], int64, not negative.
         """
         classes = self.unpadded_vocab_size
         return consuming_cross_entropy(logits, labels.t(), num_classes=classes, tp_group=self.tp_group).t()
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
-        """Sets the next forward's input for a part without the embedding: hidden states, dtype config.hidden_dtype.
+        """Sets the input of the next forward for a part without the embedding.
 
-        [S / ranks under sequence parallelism, B, H].
+        input_tensor: hidden states, [S / ranks under sequence parallelism, B, H], dtype config.hidden_dtype.
         """
         self._input = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
@@ -283,42 +283,38 @@ class GPTModel(GraphableMegatronModule):
     ) -> Tensor:
         if decoder_input is not None:
             if not self.pre_process:
-                raise ValueError("decoder_input is given and pre_process is False: call set_input_tensor instead")
+                raise ValueError("decoder_input is given but pre_process is False: call set_input_tensor instead")
             return to_residual(decoder_input, self.config)
         if self.pre_process:
             assert self.embedding is not None, "pre_process"
             assert input_ids is not None and position_ids is not None, "the part with the embedding requires tokens"
             return self.embedding(input_ids, position_ids)
-        # Released immediately, because it would otherwise live until the next microbatch.
+        # The reference is dropped now. Otherwise the tensor would live until the next microbatch.
         given, self._input = self._input, None
         if given is None:
             raise ValueError("this part of the model has no embedding: call set_input_tensor before each forward")
         return given
 
     def _padding_of_rank(self, padding_mask: Tensor) -> dict[str, Tensor]:
-        """Returns the layers' padding_mask as a keyword: this rank's part of [B, S], bool, under sequence
-        parallelism.
-        """
+        """Returns padding_mask as a keyword argument for layers, under sequence parallelism this rank's part of it."""
         if self.config.sequence_parallel:
             padding_mask = padding_mask.chunk(group_size(self.tp_group), dim=1)[group_rank(self.tp_group)]
         return {"padding_mask": padding_mask}
 
     @property
     def _sequence_ranks(self) -> int:
-        """Returns the number of ranks over which hidden states between layers are split along the sequence."""
+        """Number of tensor-parallel ranks over which hidden states are split along the sequence."""
         return group_size(self.tp_group) if self.config.sequence_parallel else 1
 
     def finalize_step(self, group: ProcessGroup | None) -> None:
-        """Updates the routers' biases, once per step after its gradients are reduced.
+        """Updates the expert biases of routers. Called once per step, after gradients are reduced.
 
         group: all ranks that process different tokens.
         """
         self.aux_losses.finalize_step(group)
 
     def shared_embedding_or_output_weight(self) -> Tensor:
-        """Returns the weight of the output layer: [V / ranks, H], parameter dtype; the word embeddings if they are
-        tied.
-        """
+        """Returns the weight of the output layer, which may be the word embeddings: [V / ranks, H], parameter dtype."""
         if self.share_embeddings_and_output_weights and self.embedding is not None:
             return self.embedding.word_embeddings.weight
         assert self.output_layer is not None and self.output_layer.weight is not None, (
@@ -327,8 +323,8 @@ class GPTModel(GraphableMegatronModule):
         return self.output_layer.weight
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
-        """Describes the vocabulary's tables without padding rows: [unpadded_vocab_size, H]."""
-        # A tied weight has one name, its first, even if the last stage has a copy of it.
+        """Describes word embeddings and output weight as stored tensors without padding: [unpadded_vocab_size, H]."""
+        # A tied weight is stored once, as the embedding, even if the last stage has a copy.
         has_table = self.embedding is not None
         keys = {"embedding.word_embeddings.weight": "embedding.word_embeddings.weight"} if has_table else {}
         if self.output_layer is not None and self.output_layer.weight is not None:
@@ -336,7 +332,7 @@ class GPTModel(GraphableMegatronModule):
             keys["output_layer.weight"] = "embedding.word_embeddings.weight" if tied else "output_layer.weight"
         hidden, first = self.config.hidden_size, group_rank(self.tp_group) * self._vocab_rows()
         whole, own = (self.unpadded_vocab_size, hidden), (self._used_vocab_rows(), hidden)
-        # A rank may hold only padding: an empty box at the end.
+        # A rank may hold only padding, which becomes an empty piece at the end.
         offset = (min(first, self.unpadded_vocab_size), 0)
         return {name: [LogicalPiece(prefix + key, own, (hidden, 1), 0, whole, offset)] for name, key in keys.items()}
 
@@ -344,7 +340,7 @@ class GPTModel(GraphableMegatronModule):
         return self.vocab_size // group_size(self.tp_group)
 
     def _used_vocab_rows(self) -> int:
-        """Returns the number of this rank's vocabulary rows that are not padding."""
+        """Returns the number of vocabulary rows on this rank that are not padding."""
         left = self.unpadded_vocab_size - group_rank(self.tp_group) * self._vocab_rows()
         return min(max(left, 0), self._vocab_rows())
 
@@ -381,7 +377,7 @@ class GPTModel(GraphableMegatronModule):
                 config.hidden_size,
                 self.vocab_size,
                 config=config,
-                # A tied layer is a copy of the first stage's table.
+                # A tied output layer is a copy of the embedding on the first stage.
                 init_method=(
                     config.embedding_init_method
                     if self.share_embeddings_and_output_weights
@@ -394,18 +390,18 @@ class GPTModel(GraphableMegatronModule):
         self._mark_copies(pg_collection, predicts_further=mtp_spec is not None)
 
     def _mark_copies(self, groups: ProcessGroupCollection, *, predicts_further: bool) -> None:
-        """Marks parameters that both the first and the last stage have. They share initial values and gradients.
+        """Marks parameters that exist on both the first and the last stage, which share initial values and gradients.
 
-        These are the embeddings of multi-token prediction (predicts_further: whether some stage has it), or otherwise a
-        tied output layer.
+        With multi-token prediction these are all embeddings, otherwise a tied output layer. predicts_further: whether
+        the model uses multi-token prediction, on any stage.
         """
         if self.pre_process == self.post_process or not (predicts_further or self.share_embeddings_and_output_weights):
             return
         if groups.embd is None:
             raise ValueError(
                 "pg_collection.embd is None, and share_embeddings_and_output_weights is True or "
-                "config.mtp_num_layers is set: the first and the last stage must have their common group, otherwise "
-                "their copies would diverge"
+                "config.mtp_num_layers is set: the first and the last stage require this group to keep their copies of "
+                "the embeddings identical"
             )
         tables = {} if self.embedding is None else dict(self.embedding.named_parameters())
         if self.embedding is None and self.output_layer is not None and self.output_layer.weight is not None:
@@ -415,7 +411,10 @@ class GPTModel(GraphableMegatronModule):
                 mark_shared(table, is_copy=self.post_process)
 
     def _mark_widths(self) -> None:
-        """Marks the matrices that sum over a width, all but embeddings and output layer. Optimizers read the marks."""
+        """Stores mup_width_mult on the matrices that sum over a width, for optimizers.
+
+        These are all matrices except embeddings and output layer.
+        """
         if not self.config.use_mup or self.config.mup_width_mult == 1:
             return
         for part in (self.decoder, self.mtp):
@@ -425,19 +424,19 @@ class GPTModel(GraphableMegatronModule):
                     mark_width(param, self.config.mup_width_mult)
 
     def initial_values(self) -> InitialValues:
-        """Returns the initial values of the parameters, for callers that allocate meta-device parameters."""
+        """Returns the initial values of all parameters, for callers that materialize meta-device parameters."""
         return InitialValues(self, seed=self._init_seed, dtype=self.config.params_dtype)
 
     def set_aux_loss_scale(self, scale: Tensor) -> None:
-        """Sets the schedule's factor for the routers' losses: [], fp64."""
+        """Sets the scale of the router losses in backward. scale: [], fp64, computed by the schedule."""
         self.aux_losses.set_backward_scale(scale)
 
     def _share_recorder(self, groups: ProcessGroupCollection) -> None:
-        """Assigns one recorder to all routers."""
-        # A stage may have no layers.
+        """Creates the recorder of auxiliary losses and assigns it to all routers."""
+        # A stage may have no parameters.
         own = next(self.parameters(), None)
         device = default_device() if own is None else device_for_buffers(own)
-        # Rows for the layers of all stages, because they are summed over stages.
+        # One row for each layer of all stages, because the rows are summed over stages.
         mtp_layers = self.config.mtp_num_layers or 0
         self.aux_losses = AuxLossRecorder(
             self.config.num_layers + mtp_layers,
@@ -448,7 +447,7 @@ class GPTModel(GraphableMegatronModule):
             more_names=[MTP_LOSS.format(depth) for depth in range(1, mtp_layers + 1)],
         )
         layers = self.decoder.layers
-        # A user-defined layer may have no such part.
+        # A user-defined layer may not contain an `mlp`.
         parts = [dict(layer.named_children()).get("mlp") for layer in layers]
         plan = plan_recompute(self.config, [isinstance(mlp, MoELayer) for mlp in parts])
         for number, (mlp, again) in enumerate(zip(parts, plan), start=layers.offset + 1):
@@ -462,7 +461,7 @@ class GPTModel(GraphableMegatronModule):
 
     def _initialize(self) -> None:
         with torch.no_grad():
-            # Zero rows get zero gradients from the loss, so they stay zero and no checkpoint needs them.
+            # The loss gives padding rows zero gradients, so they stay zero and are not stored in checkpoints.
             tables: list[Tensor] = [] if self.embedding is None else [self.embedding.word_embeddings.weight]
             tables += [self.shared_embedding_or_output_weight()] if self.post_process else []
             for table in tables:
@@ -482,17 +481,17 @@ def _checked_vocab_size(unpadded: int | None, padded: int) -> int:
 
 
 def rotary_channels(config: TransformerConfig, rotary_percent: float) -> int:
-    """Returns the width to which rotary_percent applies: a head, or the rotated channels of latent attention.
+    """Returns the width to which rotary_percent applies: the head width, or qk_pos_emb_head_dim for latent attention.
 
-    Raises ValueError if only a part of the latter would rotate.
+    Raises ValueError if rotary_percent is not 1 with latent attention.
     """
     assert config.kv_channels is not None, "set by TransformerConfig"
     if not config.multi_latent_attention:
         return config.kv_channels
     if rotary_percent != 1:
         raise ValueError(
-            f"rotary_percent is {rotary_percent} and multi_latent_attention is True: all of qk_pos_emb_head_dim "
-            f"({config.qk_pos_emb_head_dim}) is rotated, so it must be 1"
+            f"rotary_percent is {rotary_percent} and multi_latent_attention is True: all of "
+            f"qk_pos_emb_head_dim ({config.qk_pos_emb_head_dim}) is rotated, so rotary_percent must be 1"
         )
     return config.qk_pos_emb_head_dim
 
@@ -501,7 +500,7 @@ def _checked_position_embedding(kind: str, config: TransformerConfig) -> str:
     if kind not in POSITION_EMBEDDINGS:
         raise ValueError(f"position_embedding_type is {kind!r}: must be one of {', '.join(POSITION_EMBEDDINGS)}")
     if kind == "yarn" and config.rope_type != "yarn":
-        raise ValueError(f"position_embedding_type is yarn and rope_type is {config.rope_type}: must be yarn too")
+        raise ValueError(f"position_embedding_type is yarn and rope_type is {config.rope_type}: both must be yarn")
     if kind not in ("rope", "yarn") and config.multi_latent_attention:
         raise ValueError(f"multi_latent_attention is True and position_embedding_type is {kind}: must be rope")
     if kind not in ("rope", "yarn") and config.rope_type == "yarn":
@@ -518,7 +517,7 @@ def _require_padding(padding_mask: Tensor, *, batch: int, seq_length: int) -> No
 
 
 def _require_mask(mask: Tensor, *, batch: int, seq_length: int) -> None:
-    # By the shape that kernels broadcast to, [B, N, S, S]: with three dimensions, B would be interpreted as N.
+    # Kernels broadcast to [B, N, S, S]. In a mask of three dimensions, B would be interpreted as N.
     full = (batch, 1, seq_length, seq_length)
     fits = mask.dim() <= 4 and all(size in (1, wanted) for size, wanted in zip(mask.shape[::-1], full[::-1]))
     if mask.dtype is not torch.bool or not fits:
@@ -530,4 +529,4 @@ def _require_mask(mask: Tensor, *, batch: int, seq_length: int) -> None:
 
 def _require_fp32_loss(fp16_lm_cross_entropy: bool) -> None:
     if fp16_lm_cross_entropy:
-        raise ValueError("fp16_lm_cross_entropy is True: the loss is computed in fp32, must be False")
+        raise ValueError("fp16_lm_cross_entropy is True: must be False, because the loss is computed in fp32")

@@ -1,4 +1,4 @@
-"""Word and learned position embeddings of a language model; rotary positions are applied inside attention."""
+"""Word and learned position embeddings of a language model. Rotary positions are applied inside attention."""
 
 from torch import Tensor, nn
 
@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class LanguageModelEmbedding(MegatronModule):
-    """Adds rows of the word table and, if positions are learned, of the position table, then applies dropout."""
+    """Looks up word embeddings, adds learned position embeddings if configured, and applies dropout."""
 
     def __init__(
         self,
@@ -27,11 +27,11 @@ class LanguageModelEmbedding(MegatronModule):
         super().__init__(config)
         assert config.embedding_init_method is not None
         self.max_sequence_length, self.factor = max_sequence_length, config.embedding_factor
-        # Of a sequence, each part of which belongs to another rank.
+        # Number of ranks over which a sequence is split.
         groups = pg_collection or existing_process_groups()
         self.num_parts = group_size(groups.cp)
         tp_group = or_alone(groups.tp)
-        # The ranks that share the sequence; None if each has all of it.
+        # Tensor-parallel ranks over which the sequence is split; None without sequence parallelism.
         self.sequence_group = tp_group if config.sequence_parallel else None
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size,
@@ -50,19 +50,19 @@ class LanguageModelEmbedding(MegatronModule):
                 config=config,
                 tp_group=ALONE,
             )
-            # Every rank has the table and reads the rows of its own part of the sequence.
+            # Every rank holds the whole table and reads the rows for its part of the sequence.
             set_tensor_model_parallel_attributes(self.position_embeddings.weight, False, -1, 1)
             mark_partial_gradient(self.position_embeddings.weight, partial=config.sequence_parallel)
         self.dropout_numbers = numbers_of_each_rank(self.sequence_group, dropout=config.hidden_dropout)
         self.embedding_dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Embeds tokens; input_ids, position_ids: [B, S], int64.
+        """Embeds tokens. input_ids, position_ids: [B, S], int64.
 
-        Returns [S, B, H], config.hidden_dtype, contiguous; under sequence parallelism this rank's part, [S / ranks, B,
-        H]. Raises ValueError if a sequence is longer than the table of learned positions.
+        Returns [S, B, H], config.hidden_dtype, contiguous; under sequence parallelism this rank's part,
+        [S / ranks, B, H]. Raises ValueError if a sequence is longer than the table of learned positions.
         """
-        # Transposes small integers instead of wide rows; a layer that scatters the sequence does so itself.
+        # Transposes the small ids instead of wide embeddings. A layer that scatters the sequence does so itself.
         scatters = self.config.sequence_parallel
         embeddings = self.word_embeddings(input_ids if scatters else input_ids.t())
         if self.position_embeddings is not None:
