@@ -229,8 +229,7 @@ class ModelParallelConfig(
         False,
         cli_default=True,
         flags=("--no-gradient-accumulation-fusion",),
-        help="Accumulate weight gradients of linear layers, experts and word embeddings in their kernels; not with "
-        "--deterministic-mode.",
+        help="Accumulate weight gradients separately instead of inside the kernels that compute them.",
     )
     calculate_per_token_loss: bool = config_field(
         False,

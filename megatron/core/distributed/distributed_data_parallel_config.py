@@ -31,7 +31,8 @@ class DistributedDataParallelConfig(AbsentDataParallelFields):
         False,
         cli_default=True,
         flags=("--no-align-param-gather",),
-        help="Start gathers of parameters at the same point of the schedule on all pipeline stages.",
+        help="Let each pipeline stage start its parameter gathers independently, instead of at the same point of the "
+        "schedule.",
     )
     use_distributed_optimizer: bool = config_field(
         False, help="Shard optimizer state and update over the data-parallel ranks (ZeRO-1)."

@@ -1,6 +1,4 @@
-"""Layers that are split over the tensor-parallel group, and recomputation with their random numbers;
-re-exports only.
-"""
+"""Tensor-parallel layers, conversions of activations, random-number streams and recompute. Only re-exports."""
 
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.data import broadcast_data

@@ -1,4 +1,4 @@
-"""CopiedWithGroups: the base class of layers with process groups that support copy.deepcopy and checkpoints."""
+"""CopiedWithGroups: base class of layers with process groups, with support for copy.deepcopy and checkpoints."""
 
 import contextlib
 import copy
@@ -15,10 +15,10 @@ from megatron.core.tensor_parallel.param_attributes import copy_marks
 
 
 class CopiedWithGroups(nn.Module):
-    """A module whose copies by copy.deepcopy share its process groups and keep the attributes of its parameters.
+    """A module whose deep copies share its process groups and preserve the attributes of its parameters.
 
-    torch cannot copy a group, and drops attributes of parameters, without which gradients would be reduced over the
-    wrong ranks.
+    torch cannot copy process groups, and drops the attributes of copied parameters. Without them, gradients would be
+    reduced over the wrong ranks.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -38,12 +38,11 @@ class CopiedWithGroups(nn.Module):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, ShardedTensor | BoxesOfTensor]:
-        """Returns this rank's boxes of parameters and buffers, any shape and dtype, in the form that dist_checkpointing
-        saves.
+        """Returns this rank's shards of parameters and buffers, any shape and dtype, for dist_checkpointing.
 
-        prefix: the module's full name with a trailing dot. A list contains the boxes of a parameter that is stored as
-        several tensors; dist_checkpointing.load returns the parameter in its place. sharded_offsets: must be empty.
-        metadata: ignored, because there is only one checkpoint format here.
+        prefix: full name of the module with a trailing dot. A parameter that is stored as several tensors is a list of
+        shards, which dist_checkpointing.load replaces by the parameter. sharded_offsets: must be empty. metadata:
+        ignored, because there is only one checkpoint format.
         """
         why = "layers are stored under their own names, not as rows of one tensor"
         require_defaults("sharded_state_dict", why, sharded_offsets=(tuple(sharded_offsets), ()))
@@ -51,7 +50,7 @@ class CopiedWithGroups(nn.Module):
 
 
 def _groups_in(value: Any, seen: set[int]) -> Iterator[ProcessGroup]:
-    """Yields all process groups reachable from a value, except through modules."""
+    """Yields the process groups reachable from a value without passing through modules."""
     if id(value) in seen or isinstance(value, (nn.Module, Tensor, type, FunctionType, ModuleType, str, bytes)):
         return
     seen.add(id(value))
@@ -64,7 +63,7 @@ def _groups_in(value: Any, seen: set[int]) -> Iterator[ProcessGroup]:
     elif isinstance(value, (list, tuple, set, frozenset)):
         inside = value
     else:
-        # Numbers and other objects without attributes have nothing to follow.
+        # Objects without attributes, such as numbers, reference no groups.
         with contextlib.suppress(TypeError):
             inside = vars(value).values()
     for part in inside:

@@ -1,7 +1,8 @@
-"""Memory-efficient cross entropy per token over a padded vocabulary; the loss function applies masks and reduces.
+"""Memory-efficient cross entropy per token over a padded vocabulary. The loss function applies masks and reduces.
 
-The vocabulary's columns may be split over a tensor-parallel group. Each rank then computes the softmax of its own
-columns, and one small collective combines the ranks: log-sum-exp and the label's logit of each token, [2, T] per rank.
+The columns of the vocabulary may be split over a tensor-parallel group. Each rank then computes the softmax of its
+columns, and one small collective combines the ranks: the log-sum-exp and the label's logit of each token, [2, T] per
+rank.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from megatron.core.group_collectives import all_gather_rows
 from megatron.core.parallel_state import group_or_existing
 from megatron.core.process_groups_config import group_rank, group_size
 
-# A chunk of logits and its exponentials fit into a CPU's cache; a GPU needs a chunk that fills the device.
+# On a CPU, a chunk of logits and its exponentials should fit into the cache. On a GPU, a chunk should fill the device.
 _CHUNKS = RowChunks(cpu_elements=1 << 18, gpu_elements=1 << 25)
 
 
@@ -29,11 +30,11 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Computes the negative log-likelihood of each target.
 
-    vocab_parallel_logits: [*, V / ranks], any float dtype, not modified. target: [*], int64, below V, the same on all
-    ranks; for negative targets, such as -100, loss and gradient are 0. Returns [*], fp32 (fp64 for fp64 logits), on the
-    logits' device, the same on all ranks. label_smoothing: probability distributed evenly over the V - 1 other classes.
-    tp_group: None means the group of parallel_state, see group_or_existing. Raises ValueError for a label_smoothing
-    that is not a probability.
+    vocab_parallel_logits: [*, V / ranks], any float dtype, not modified. target: [*], int64, below V, equal on all
+    ranks; negative targets, such as -100, have loss and gradient 0. label_smoothing: probability that is distributed
+    evenly over the V - 1 other classes. tp_group: None means the group of parallel_state, see group_or_existing.
+    Returns [*], fp32 (fp64 for fp64 logits), on the device of the logits, equal on all ranks. Raises ValueError for a
+    label_smoothing below 0, or of 1 and more.
     """
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing is {label_smoothing}: must be at least 0 and below 1")
@@ -47,11 +48,11 @@ def vocab_parallel_cross_entropy(
 def consuming_cross_entropy(
     logits: Tensor, target: Tensor, *, num_classes: int, tp_group: ProcessGroup | None = None
 ) -> Tensor:
-    """Computes vocab_parallel_cross_entropy in place: the memory of the logits is overwritten by their gradient.
+    """Computes vocab_parallel_cross_entropy in place: the gradient overwrites the memory of the logits.
 
-    logits: [*, V / ranks], any float dtype, contiguous, not a leaf, and not used elsewhere. Of all V columns, those
-    from `num_classes` on are padding: they are ignored and get a gradient of exactly 0. target: [*], int64, 0 <= target
-    < num_classes. tp_group: None means this rank alone. Returns [*], fp32 (fp64 for fp64 logits). A second backward
+    logits: [*, V / ranks], any float dtype, contiguous, not a leaf, and not used elsewhere. Columns from `num_classes`
+    on are padding, which is ignored and receives a gradient of exactly 0. target: [*], int64, 0 <= target <
+    num_classes. tp_group: None means this rank alone. Returns [*], fp32 (fp64 for fp64 logits). A second backward
     through the same graph raises RuntimeError.
     """
     assert not (logits.is_leaf and logits.requires_grad), "the gradient would overwrite a leaf's values"
@@ -66,9 +67,9 @@ def consuming_cross_entropy(
 
 @dataclass(frozen=True)
 class _Columns:
-    """This rank's columns [first, first + valid) of num_classes; columns beyond `valid` are padding.
+    """The range of classes in this rank's columns: [first, first + valid) of num_classes. Further columns are padding.
 
-    even: probability of every class under the target distribution, to which the label's own probability is added.
+    even: probability of every class other than the label under the smoothed target distribution.
     """
 
     first: int
@@ -89,28 +90,28 @@ class _Columns:
 
     @property
     def of_label(self) -> float:
-        """The label's probability in excess of the probability of all classes."""
+        """Amount by which the label's probability exceeds `even`."""
         return 1 - self.even * self.num_classes
 
     def own(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the target's column on this rank and whether this rank has it, as bool; target: [T, 1], int64."""
+        """Returns the local column of each target, and whether it is on this rank (bool). target: [T, 1], int64."""
         local = target - self.first
         mine = (local >= 0) & (local < self.valid)
-        # Labels that exist on no rank stay out of range, so that gather fails on them.
+        # Invalid labels remain out of range, so that gather fails.
         elsewhere = (target >= 0) & (target < self.num_classes) & ~mine
         return local.masked_fill(elsewhere, 0), mine
 
     def join(self, log_sum: Tensor, of_label: Tensor) -> tuple[Tensor, Tensor]:
-        """Combines the ranks' columns; of_label is 0 if the label is on another rank.
+        """Combines log-sum-exp and label logit over all ranks. Returns both with the same shape and dtype.
 
-        log_sum, of_label: [T, 1], fp32 or fp64. Returns the same form.
+        log_sum, of_label: [T, 1], fp32 or fp64. of_label must be 0 if the label is on a different rank.
         """
         ranks = all_gather_rows(torch.stack([log_sum, of_label]).unsqueeze(0), self.group).wait()  # [ranks, 2, T, 1]
         return ranks[:, 0].logsumexp(dim=0), ranks[:, 1].sum(dim=0)
 
 
 class _CrossEntropyInPlace(torch.autograd.Function):
-    """Turns logits into probabilities in forward and into gradients in backward, in the same memory."""
+    """Replaces logits by probabilities in forward and by gradients in backward, in the same memory."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, columns: _Columns) -> Tensor:
@@ -123,9 +124,9 @@ class _CrossEntropyInPlace(torch.autograd.Function):
             valid = rows[chunk, : columns.valid]
             largest, of_label[chunk] = valid.amax(-1, keepdim=True), valid.gather(1, labels[chunk])
             _softmax_in_place(valid)
-            # log(sum(exp)) is computed from the largest entry, whose probability cannot underflow as the label's may.
+            # log(sum(exp)) is computed from the largest entry, whose probability cannot underflow, unlike the label's.
             torch.sub(largest, valid.amax(-1, keepdim=True).log_(), out=log_sum[chunk])
-        # The factor by which this rank's probabilities, which sum to 1, are too large.
+        # Scale of this rank's probabilities, which sum to 1 on each rank, in the global softmax.
         share = None
         if group_size(columns.group) > 1:
             local = log_sum
@@ -138,7 +139,7 @@ class _CrossEntropyInPlace(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:
-        # In-place writes change the tensor's version, so autograd itself rejects a second backward.
+        # In-place writes change the tensor's version, so autograd rejects a second backward.
         probs, labels, mine, share = ctx.saved_tensors
         rows, scale = probs.view(-1, probs.shape[-1]), grad_loss.reshape(-1, 1)
         if ctx.columns.valid:
@@ -149,7 +150,7 @@ class _CrossEntropyInPlace(torch.autograd.Function):
 
 
 def _softmax_in_place(rows: Tensor) -> None:
-    """Replaces logits [R, C], fp32 or fp64, by their probabilities."""
+    """Replaces logits by probabilities in place. rows: [R, C], fp32 or fp64."""
     if _can_overwrite(rows):
         torch.softmax(rows, -1, out=rows)
     else:
@@ -162,7 +163,7 @@ def _can_overwrite(rows: Tensor) -> bool:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Saves the logits and one number per token; exponentials are recomputed in backward, chunk by chunk."""
+    """Saves the logits and one number per token. Backward recomputes the exponentials chunk by chunk."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, columns: _Columns, consume: bool) -> Tensor:
@@ -182,7 +183,7 @@ class _CrossEntropy(torch.autograd.Function):
                 of_label[chunk].mul_(mine[chunk]).mul_(columns.of_label)
                 of_label[chunk] += columns.even * valid.sum(-1, keepdim=True, dtype=accumulate)
         if group_size(columns.group) > 1:
-            # With an even part, of_label is already masked and contains only this rank's contribution.
+            # With label smoothing, of_label is already masked and contains only this rank's contribution.
             log_sum, of_label = columns.join(log_sum, of_label if columns.even else of_label.masked_fill_(~mine, 0))
         if group_size(columns.group) > 1 or columns.even:
             loss = log_sum - of_label

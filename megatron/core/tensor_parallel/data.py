@@ -17,14 +17,15 @@ def broadcast_data(
     datatype: torch.dtype,
     tp_group: dist.ProcessGroup | None = None,
 ) -> dict[str, Tensor]:
-    """Broadcasts tensors of the group's first rank to every rank, on this process's device, by key. Collective.
+    """Broadcasts tensors from the first rank of the group to all ranks, and returns them by key. Collective.
 
-    data: any shapes, datatype; read only on the first rank. tp_group: None means the group of parallel_state, see
-    group_or_existing. Raises ValueError on every rank if the first has no data, lacks a key, or has another dtype.
+    data: tensors of any shape, dtype `datatype`; read only on the first rank. Results are on this process's device.
+    tp_group: None means the group of parallel_state, see group_or_existing. Raises ValueError on every rank if the data
+    of the first rank is None, lacks a key, or has a different dtype.
     """
     tp_group = group_or_existing(tp_group)
     is_source, is_shared = group_rank(tp_group) == 0, group_size(tp_group) > 1
-    # Shapes, or an error in the data, because the other ranks must not wait for a message that is never sent.
+    # Sends the shapes or an error, so that the other ranks do not wait for a broadcast that never starts.
     told: list[list[torch.Size] | str] = [_shapes_or_fault(keys, data, datatype=datatype) if is_source else ""]
     if is_shared:
         dist.broadcast_object_list(told, group=tp_group, group_src=0)
@@ -32,7 +33,7 @@ def broadcast_data(
     if isinstance(shapes, str):
         raise ValueError(f"broadcast_data: {shapes}")
     sizes = [shape.numel() for shape in shapes]
-    # One message for all tensors.
+    # One broadcast for all tensors.
     flat = torch.empty(sum(sizes), dtype=datatype, device=default_device())
     if is_source and data is not None:
         for key, part in zip(keys, flat.split(sizes), strict=True):

@@ -1,16 +1,14 @@
-"""LargestLogits: the largest score of each attention head on this rank, recorded by attention and read by
-optimizers.
-"""
+"""LargestLogits: the largest score of each attention head, recorded by attention and read by optimizers."""
 
 import torch
 from torch import Tensor
 
 
 class LargestLogits:
-    """The largest scaled score of each query head since the last reset.
+    """The largest scaled score of each query head on this rank since the last reset.
 
-    values: [N], fp64, this rank's heads, -inf before the first score; None until a tensor or `on` determines the
-    device. It is changed in place, so that CUDA graphs may write it.
+    values: [N], fp64, -inf for heads without a score; None until `note` or `on` determines the device. It is updated
+    in place, so that CUDA graphs can write to it.
     """
 
     def __init__(self, num_heads: int) -> None:
@@ -18,17 +16,17 @@ class LargestLogits:
         self.values: Tensor | None = None
 
     def on(self, device: torch.device) -> Tensor:
-        """Returns the values on a device, where they are kept from now on: [N], fp64."""
+        """Returns the values, [N], fp64, allocated on `device`. A change of the device discards them."""
         if self.values is None or self.values.device != device:
             self.values = torch.full((self.num_heads,), -torch.inf, dtype=torch.float64, device=device)
         return self.values
 
     def note(self, scores: Tensor, *, scale: float, first_head: int = 0) -> None:
-        """Records the largest scores of heads from first_head on; scores: [n], fp32 or fp64, before scaling."""
+        """Updates the values of n heads, from first_head on. scores: [n], fp32 or fp64, not yet scaled."""
         own = self.on(scores.device)[first_head : first_head + len(scores)]
         own.copy_(torch.maximum(own, scores.to(own.dtype) * scale))
 
     def reset(self) -> None:
-        """Clears all scores."""
+        """Resets all values to -inf."""
         if self.values is not None:
             self.values.fill_(-torch.inf)

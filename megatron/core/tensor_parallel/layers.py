@@ -1,7 +1,7 @@
-"""Linear and embedding layers under Megatron's names, split over a tensor-parallel group.
+"""Linear and embedding layers that are split over a tensor-parallel group, under Megatron's names.
 
-The movement of activations is implemented in mappings.py and linear.py. A tp_group of None means the group of
-parallel_state, see group_or_existing; a layer on a single rank, such as ALONE, is whole.
+mappings.py and linear.py implement the communication of activations. A tp_group of None means the group of
+parallel_state, see group_or_existing. With a group of one rank, such as ALONE, a layer is not split.
 """
 
 from contextlib import nullcontext
@@ -60,7 +60,7 @@ __all__ = [
 
 
 class LayerConfig(Protocol):
-    """The fields of a TransformerConfig that the layers read."""
+    """The fields of TransformerConfig that these layers read."""
 
     params_dtype: torch.dtype
     use_cpu_initialization: bool
@@ -70,7 +70,10 @@ class LayerConfig(Protocol):
 
 
 class ColumnParallelLinear(CopiedWithGroups):
-    """Computes y = x W^T (+ b) with W's rows split over the tensor-parallel group. Returns (y, bias to add or None)."""
+    """Computes y = x W^T (+ b) with the rows of W split over the tensor-parallel group.
+
+    Returns (y, bias); bias is not None only with skip_bias_add, when the caller must add it.
+    """
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -101,19 +104,20 @@ class ColumnParallelLinear(CopiedWithGroups):
     ) -> None:
         """Allocates this rank's rows of the weight and of the bias.
 
-        gather_output: returns all columns on every rank, not only this rank's. skip_bias_add: leaves adding the bias to
-        the caller. skip_weight_param_allocation: the weight is passed to forward. is_expert: the token dispatcher moves
-        tokens between ranks and sums their gradients; tp_group is then the expert-tensor group. stride: number of
-        tensors stacked in W's rows, each of which is split over the ranks. keep_master_weight_for_test: keeps the
-        initial W of all ranks as master_weight; collective. disable_grad_reduce: the caller sums the input's gradient.
-        tp_group: takes precedence over pg_collection. tp_comm_buffer_name, name: accepted without effect.
-        embedding_activation_buffer, grad_output_buffer, output_dtype: must be None.
+        gather_output: return all columns on every rank instead of only this rank's. skip_bias_add: return the bias for
+        the caller to add. skip_weight_param_allocation: the weight is passed to forward. is_expert: whether the token
+        dispatcher moves tokens between ranks and sums their gradients; tp_group is then the expert-tensor group.
+        stride: number of tensors stacked in the rows of W, each of which is split over the ranks.
+        keep_master_weight_for_test: store the initial W of all ranks as master_weight; collective. disable_grad_reduce:
+        the caller sums the input's gradient over the ranks. tp_group: takes precedence over pg_collection.
+        tp_comm_buffer_name, name: accepted without effect. embedding_activation_buffer, grad_output_buffer,
+        output_dtype: must be None.
         """
         super().__init__()
         init_method = init_of_matrix(init_method, output_size, input_size)
         require_defaults(
             "ColumnParallelLinear",
-            "weight gradients are computed immediately, and a product has the dtype of its factors",
+            "weight gradients are computed immediately, and a GEMM's result has the dtype of its operands",
             embedding_activation_buffer=(embedding_activation_buffer, None),
             grad_output_buffer=(grad_output_buffer, None),
             output_dtype=(output_dtype, None),
@@ -156,11 +160,11 @@ class ColumnParallelLinear(CopiedWithGroups):
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Computes the product; input_: [*, input_size], parameter dtype; under sequence parallelism [S / ranks, *,
-        input_size].
+        """Computes the linear layer. input_: [*, input_size], parameter dtype.
 
-        Returns [*, output_size / ranks] of the whole sequence ([*, output_size] if gathered), same dtype, and this
-        rank's part of the skipped bias. runtime_gather_output: overrides gather_output; None keeps it.
+        Under sequence parallelism, input_ is this rank's part, [S / ranks, *, input_size]. Returns
+        [*, output_size / ranks], or [*, output_size] if gathered, same dtype, for the whole sequence, and this rank's
+        part of the bias with skip_bias_add, else None. runtime_gather_output: overrides gather_output unless None.
         """
         weight = self.weight if weight is None else weight
         assert weight is not None, "the layer has no weight: pass one to forward"
@@ -179,11 +183,10 @@ class ColumnParallelLinear(CopiedWithGroups):
 
 
 class ReplicatedLinear(CopiedWithGroups):
-    """Computes y = x W^T with W whole on every rank of the tensor-parallel group. Returns (y, None), like the split
-    layers.
+    """Computes y = x W^T with W replicated over the tensor-parallel group. Returns (y, None), like the split layers.
 
-    Under sequence parallelism each rank multiplies its part of the sequence, and the weight's gradient must be summed
-    over ranks. Otherwise all ranks compute the same product, and the following layer sums its input's gradient.
+    Under sequence parallelism each rank processes its part of the sequence, and the weight's gradient must be summed
+    over the ranks. Otherwise all ranks compute the same result, and the following layer sums the gradient of its input.
     """
 
     def __init__(
@@ -199,13 +202,13 @@ class ReplicatedLinear(CopiedWithGroups):
     ) -> None:
         """Allocates the weight.
 
-        bias: must be False. tp_group: ranks with identical copies. of_split_layers: arguments that builders pass to
-        every linear layer, and that are unused here: gather_output, skip_bias_add, is_expert, tp_comm_buffer_name.
+        bias: must be False. tp_group: ranks with identical copies. of_split_layers: unused arguments that builders pass
+        to every linear layer: gather_output, skip_bias_add, is_expert, tp_comm_buffer_name.
         """
         super().__init__()
         init_method = init_of_matrix(init_method, output_size, input_size)
         if bias:
-            raise ValueError("bias is True: a ReplicatedLinear has no bias, must be False")
+            raise ValueError("bias is True: must be False, because ReplicatedLinear does not support a bias")
         self.input_size, self.output_size, self.init_method = input_size, output_size, init_method
         self.tp_group = group_or_existing(tp_group)
         self.weight = empty_parameter(output_size, input_size, config=config)
@@ -217,7 +220,7 @@ class ReplicatedLinear(CopiedWithGroups):
         return {"weight": self.init_method}
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
-        """Computes the product: input_: [*, input_size], parameter dtype -> [*, output_size], same dtype."""
+        """Computes the linear layer. input_: [*, input_size], parameter dtype -> [*, output_size], same dtype."""
         output = linear_with_grad_accumulation_and_async_allreduce(
             input_, self.weight, None, True, False, False, tp_group=self.tp_group
         )
@@ -225,9 +228,9 @@ class ReplicatedLinear(CopiedWithGroups):
 
 
 class RowParallelLinear(CopiedWithGroups):
-    """Computes y = x W^T (+ b) with W's columns split over the tensor-parallel group.
+    """Computes y = x W^T (+ b) with the columns of W split over the tensor-parallel group.
 
-    Returns (y, bias to add or None).
+    Returns (y, bias); bias is not None only with skip_bias_add, when the caller must add it.
     """
 
     bias: nn.Parameter | None
@@ -253,9 +256,10 @@ class RowParallelLinear(CopiedWithGroups):
     ) -> None:
         """Allocates this rank's columns of the weight, and the bias.
 
-        skip_bias_add: leaves adding the bias to the caller. input_is_parallel: the input has only this rank's columns.
-        is_expert: the token dispatcher sums the ranks' results, and the bias must be added once afterwards; tp_group is
-        then the expert-tensor group. The other arguments are as in ColumnParallelLinear, with columns in place of rows.
+        skip_bias_add: return the bias for the caller to add. input_is_parallel: whether the input contains only this
+        rank's columns. is_expert: whether the token dispatcher sums the results of the ranks, after which the bias must
+        be added once; tp_group is then the expert-tensor group. The other arguments are as in ColumnParallelLinear,
+        with columns in place of rows.
         """
         super().__init__()
         init_method = init_of_matrix(init_method, output_size, input_size)
@@ -266,7 +270,7 @@ class RowParallelLinear(CopiedWithGroups):
         self.skip_bias_add, self.init_method, self.input_is_parallel = skip_bias_add, init_method, input_is_parallel
         sequence_parallel = config.sequence_parallel and not is_expert
         if not input_is_parallel and sequence_parallel:
-            raise ValueError("input_is_parallel is False and sequence_parallel is True: one of them must change")
+            raise ValueError("input_is_parallel is False: must be True with sequence_parallel")
         self.sums_here = group_size(tp_group) > 1 and not is_expert
         self.reduce = (
             reduce_scatter_to_sequence_parallel_region
@@ -281,7 +285,7 @@ class RowParallelLinear(CopiedWithGroups):
         self.register_parameter("bias", None)
         if bias:
             self.bias = zero_parameter(output_size, config=config)
-            # The bias is added only to this rank's part of the sequence.
+            # The gradient covers only this rank's part of the sequence.
             mark_partial_gradient(self.bias, partial=sequence_parallel)
 
     def init_methods(self) -> dict[str, InitMethod]:
@@ -289,7 +293,7 @@ class RowParallelLinear(CopiedWithGroups):
         return {name: self.init_method if name == "weight" else ConstantInit(0) for name, _ in self.named_parameters()}
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
-        """Returns this rank's columns of the weight [output_size, input_size]; the bias is stored whole."""
+        """Returns this rank's columns of the weight [output_size, input_size]. The bias is replicated."""
         pieces = split_pieces(prefix + "weight", self.weight, group=self.tp_group, dim=1, stride=self.stride)
         return {"weight": pieces}
 
@@ -298,11 +302,11 @@ class RowParallelLinear(CopiedWithGroups):
         return _sizes_of(self, has_bias=self.bias is not None)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Computes the product; input_: [*, input_size / ranks] ([*, input_size] unless input_is_parallel), parameter
-        dtype.
+        """Computes the linear layer and sums its results over the ranks.
 
-        Returns [*, output_size], under sequence parallelism [S / ranks, *, output_size], same dtype, and the skipped
-        bias.
+        input_: [*, input_size / ranks], or [*, input_size] unless input_is_parallel, parameter dtype. Returns
+        [*, output_size], or under sequence parallelism [S / ranks, *, output_size], same dtype, and the bias with
+        skip_bias_add, else None. With is_expert, the results are not summed.
         """
         if not self.input_is_parallel:
             input_ = scatter_to_tensor_model_parallel_region(input_, self.tp_group)
@@ -311,7 +315,7 @@ class RowParallelLinear(CopiedWithGroups):
         if not self.sums_here:
             return self._multiply(input_, bias), skipped
         output = self.reduce(self._multiply(input_, None), self.tp_group)
-        # Added after the sum, so that it is added once and not once per rank.
+        # The bias is added after the sum, so that it is added once and not once per rank.
         return output if bias is None else output + autocast_input(bias), skipped
 
     def _multiply(self, input_: Tensor, bias: Tensor | None) -> Tensor:
@@ -321,7 +325,7 @@ class RowParallelLinear(CopiedWithGroups):
 
 
 class VocabParallelEmbedding(CopiedWithGroups):
-    """An embedding table whose rows, one per vocabulary entry, are split over the tensor-parallel group."""
+    """An embedding table with its rows, one per vocabulary entry, split over the tensor-parallel group."""
 
     def __init__(
         self,
@@ -336,8 +340,8 @@ class VocabParallelEmbedding(CopiedWithGroups):
     ) -> None:
         """Allocates this rank's rows.
 
-        reduce_scatter_embeddings: returns this rank's part of the sequence, sequence first. tp_group: the ranks; takes
-        precedence over pg_collection.
+        reduce_scatter_embeddings: return this rank's part of the sequence, with the sequence as the first dimension.
+        tp_group: takes precedence over pg_collection.
         """
         super().__init__()
         init_method = init_of_matrix(init_method, num_embeddings, embedding_dim)
@@ -359,13 +363,14 @@ class VocabParallelEmbedding(CopiedWithGroups):
         return {"weight": [split_piece(prefix + "weight", self.weight, group=self.tp_group, dim=0)]}
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Looks up embeddings; input_: [*], int64, from 0, below num_embeddings.
+        """Looks up embeddings. input_: [*], int64, from 0 to num_embeddings - 1.
 
-        Returns [*, embedding_dim], parameter dtype; with reduce_scatter_embeddings, [B, S] gives [S / ranks, B,
-        embedding_dim]. Other ids raise ValueError on the CPU; on a GPU the kernel's assertion ends the process.
+        Returns [*, embedding_dim], parameter dtype. With reduce_scatter_embeddings, input_ is [B, S] and the result is
+        [S / ranks, B, embedding_dim]. Ids out of range raise ValueError on the CPU, and fail an assertion of the kernel
+        on a GPU, which ends the process.
         """
         if self.reduce_scatter_embeddings:
-            # Transposes small integers instead of wide rows.
+            # Transposes the small ids instead of wide embeddings.
             return reduce_scatter_to_sequence_parallel_region(self._own_rows(input_.t()), self.tp_group)
         return reduce_from_tensor_model_parallel_region_(self._own_rows(input_), self.tp_group)
 
@@ -374,9 +379,9 @@ class VocabParallelEmbedding(CopiedWithGroups):
             return self._look_up(input_, input_)
         local = input_ - self.vocab_start_index
         foreign = (local < 0) | (local >= self.num_embeddings_per_partition)
-        # Ids that exist on no rank stay out of range on all of them, so that the look-up fails.
+        # Invalid ids remain out of range on every rank, so that the look-up fails.
         elsewhere = foreign & (input_ >= 0) & (input_ < self.num_embeddings)
-        # Ids of other ranks may use any row; zeroing the result excludes it from the sum over ranks.
+        # Ids of other ranks read an arbitrary row, which is zeroed to exclude it from the sum over ranks.
         rows = self._look_up(local.masked_fill(elsewhere, 0), input_)
         return rows.masked_fill(foreign.unsqueeze(-1), 0)
 
@@ -391,7 +396,7 @@ class VocabParallelEmbedding(CopiedWithGroups):
 
 
 def split_size(size: int, group: dist.ProcessGroup | None, *, name: str) -> int:
-    """Returns each rank's part of `size`; raises ValueError, with `name`, if the group does not divide it."""
+    """Returns `size` divided by the number of ranks. Raises ValueError naming `name` if it is not divisible."""
     if size % group_size(group):
         raise ValueError(f"{name} is {size}: must be divisible by the {group_size(group)} tensor-parallel ranks")
     return divide(size, group_size(group))
@@ -400,11 +405,10 @@ def split_size(size: int, group: dist.ProcessGroup | None, *, name: str) -> int:
 def split_pieces(
     key: str, local: Tensor, *, group: dist.ProcessGroup | None, dim: int, stride: int
 ) -> list[LogicalPiece]:
-    """Returns the pieces of a stored tensor that consists of `stride` tensors joined along `dim`, each split in rank
-    order.
+    """Returns this rank's pieces of `stride` tensors that are each split along `dim` and stored as one tensor.
 
-    local: this rank's parts of these tensors, joined; any shape and dtype. Raises ValueError if stride does not divide
-    them.
+    local: this rank's parts of these tensors, concatenated along `dim`, any shape and dtype. Raises ValueError if
+    stride does not divide the dimension.
     """
     if stride == 1:
         return [split_piece(key, local, group=group, dim=dim)]
@@ -427,7 +431,7 @@ def split_pieces(
 
 
 def split_piece(key: str, local: Tensor, *, group: dist.ProcessGroup | None, dim: int) -> LogicalPiece:
-    """Returns the piece of a stored tensor that is split evenly along `dim` in rank order.
+    """Returns this rank's piece of a stored tensor that is split evenly along `dim` in rank order.
 
     local: this rank's part, any shape and dtype.
     """
@@ -446,7 +450,7 @@ def _group_of_layer(
 
 
 def _whole_weight(local: Tensor, group: dist.ProcessGroup, *, dim: int, stride: int) -> Tensor:
-    """Gathers a weight whose parts are distributed over ranks along `dim`, as in `split_pieces`."""
+    """Gathers a weight that is split over ranks along `dim` as in `split_pieces`."""
     parts = all_gather_rows(local.detach().unsqueeze(0), group).wait()
     return torch.cat([part for parts_of in parts.chunk(stride, dim + 1) for part in parts_of], dim=dim)
 
@@ -471,7 +475,7 @@ def zero_parameter(*shape: int, config: LayerConfig) -> nn.Parameter:
 def empty_values(*shape: int, config: LayerConfig) -> Tensor:
     """Allocates uninitialised memory for a parameter: [*shape], dtype config.params_dtype, on this process's device.
 
-    The tensor is on the meta device, without memory, if the configuration or a `with torch.device("meta")` requests it.
+    With init_model_with_meta_device, or inside `with torch.device("meta")`, the tensor is on the meta device.
     """
     device = torch.device("cpu") if config.use_cpu_initialization else default_device()
     if config.init_model_with_meta_device or torch.get_default_device().type == "meta":
@@ -480,14 +484,12 @@ def empty_values(*shape: int, config: LayerConfig) -> Tensor:
 
 
 def device_for_buffers(param: Tensor) -> torch.device:
-    """Returns the device for buffers of a parameter, any shape and dtype: its device, but never the meta device."""
+    """Returns the device of a parameter, or this process's device for a parameter on the meta device."""
     return default_device() if param.is_meta else param.device
 
 
 def new_parameter(values: Tensor) -> nn.Parameter:
-    """Creates a parameter with these values, any shape, float dtype, marked as not split; callers that
-    split it say so.
-    """
+    """Creates a parameter, marked as replicated until the caller marks it as split. values: any shape, float dtype."""
     param = nn.Parameter(values)
     set_tensor_model_parallel_attributes(param, False, -1, 1)
     mark_partial_gradient(param, partial=False)
@@ -497,9 +499,9 @@ def new_parameter(values: Tensor) -> nn.Parameter:
 def initialize_weight(
     weight: nn.Parameter, init_method: InitMethod, *, config: LayerConfig, tp_group: dist.ProcessGroup | None = None
 ) -> None:
-    """Initialises a new weight from torch's generator, unless the enclosing model initialises it later by name.
+    """Initialises a weight in place from torch's generator, unless the enclosing model initialises it later by name.
 
-    weight: any shape, any float dtype; filled in place. tp_group: ranks that hold other parts and so draw other
+    weight: any shape, any float dtype. tp_group: ranks over which the weight is split, so that they must draw different
     numbers.
     """
     if not config.perform_initialization:

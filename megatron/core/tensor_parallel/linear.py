@@ -1,4 +1,4 @@
-"""Matrix products that overlap summing input gradients over ranks with computing the weight's gradient."""
+"""Linear functions that overlap the reduction of input gradients with the GEMM of the weight gradient."""
 
 from typing import Any, TypeVar
 
@@ -29,21 +29,22 @@ def linear_with_grad_accumulation_and_async_allreduce(
     gtp_remat_size: int = 1,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Computes input W^T + bias; backward sums the input's gradient over the group while computing the weight's
-    gradient.
+    """Computes input W^T + bias. Backward overlaps the input gradient's reduction with the weight gradient's GEMM.
 
-    input: [*, I], or under sequence_parallel this rank's [S / ranks, *, I]; weight: [O, I]; bias: [O] or None, all one
-    float dtype. Returns [*, O], or [S, *, O]. allreduce_dgrad: sums the input's gradient; sequence_parallel always sums
-    it and leaves each rank its part. Backward gathers the sequence again instead of saving it. tp_group: None means the
-    group of parallel_state, see group_or_existing. gradient_accumulation_fusion: the weight's gradient owner, if it has
-    one, accumulates the gradient (weight_grads.py). Under torch.autocast all tensors are cast to its dtype first, as in
-    F.linear; weights then have no owner. grad_output_buffer, wgrad_deferral_limit, gtp_remat_size, output_dtype: must
-    have their defaults.
+    input: [*, I], or with sequence_parallel this rank's part, [S / ranks, *, I]; weight: [O, I]; bias: [O] or None, all
+    of one float dtype. Returns [*, O], or with sequence_parallel [S, *, O].
+
+    allreduce_dgrad: all-reduce the input's gradient. sequence_parallel: gather the input, and reduce-scatter its
+    gradient. Backward gathers the input a second time instead of saving it. tp_group: None means the group of
+    parallel_state, see group_or_existing. gradient_accumulation_fusion: pass the weight's gradient to its owner, if it
+    has one (weight_grads.py). Under torch.autocast, all tensors are first cast to the autocast dtype, as in F.linear,
+    and no owner is used. grad_output_buffer, wgrad_deferral_limit, gtp_remat_size, output_dtype: must have their
+    defaults.
     """
     if grad_output_buffer is not None or wgrad_deferral_limit or gtp_remat_size != 1 or output_dtype is not None:
         _require_plain_product(grad_output_buffer, wgrad_deferral_limit, gtp_remat_size, output_dtype)
     tp_group = group_or_existing(tp_group)
-    # Casts that autograd tracks, so that the functions below save, and multiply in backward, tensors of one dtype.
+    # Autograd records these casts, so that the functions below save and multiply tensors of one dtype.
     input, weight, bias = autocast_input(input), autocast_input(weight), autocast_input(bias)
     fuses = gradient_accumulation_fusion and has_grad_owner(weight)
     output: Tensor
@@ -62,21 +63,21 @@ _Given = TypeVar("_Given", Tensor, Tensor | None)
 
 
 def autocast_input(tensor: _Given) -> _Given:
-    """Casts an input of a matrix product, any shape and float dtype, as torch.autocast would if it is enabled.
+    """Casts an operand of a GEMM as torch.autocast does: to the autocast dtype if enabled, except fp64.
 
-    It is cast to the autocast dtype, except for fp64.
+    tensor: any shape and float dtype, or None.
     """
     if tensor is None or tensor.dtype == torch.float64:
         return tensor
     kind = tensor.device.type
-    # torch does not support autocast on the meta device, and raises an error.
+    # torch raises an error for autocast on the meta device.
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return tensor
     return tensor.to(torch.get_autocast_dtype(kind))
 
 
 class _OwnLinear(torch.autograd.Function):
-    """The linear layer of a single rank whose weight has a gradient owner. Supports double backward, like F.linear."""
+    """Linear function of a single rank for a weight with a gradient owner. Supports double backward, like F.linear."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -96,9 +97,7 @@ class _OwnLinear(torch.autograd.Function):
 
 
 class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
-    """Linear layer over a tensor-parallel group. Under sequence parallelism it saves only this rank's part of the
-    input.
-    """
+    """Linear function over a tensor-parallel group. With sequence_parallel, saves only this rank's input."""
 
     @staticmethod
     def forward(
@@ -115,26 +114,26 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
         gtp_remat_size: int,
         output_dtype: torch.dtype | None,
     ) -> Tensor:
-        """Computes the product; input: [*, I]; weight: [O, I]; bias: [O] or None, one float dtype. Returns [*, O], same
-        dtype.
+        """Computes input W^T + bias. See linear_with_grad_accumulation_and_async_allreduce.
 
-        See linear_with_grad_accumulation_and_async_allreduce. tp_group: None means this rank alone.
+        input: [*, I]; weight: [O, I]; bias: [O] or None, one float dtype. Returns [*, O], same dtype. tp_group: None
+        means this rank alone.
         """
         _require_plain_product(grad_output_buffer, wgrad_deferral_limit, gtp_remat_size, output_dtype)
         ctx.save_for_backward(input, weight)
         ctx.gathers, ctx.group = sequence_parallel, tp_group
         ctx.sums = allreduce_dgrad or sequence_parallel
-        # The weight itself, because hooks on saved tensors may return another tensor.
+        # The weight itself, because hooks on saved tensors may return a different tensor.
         ctx.owned = weight if gradient_accumulation_fusion else None
         return F.linear(_whole(input, ctx).wait(), weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of input, weight and bias, and Nones; grad_output: [*, O], the dtype of the factors."""
+        """Computes the gradients of input, weight and bias. grad_output: [*, O], the dtype of the input."""
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *others = ctx.needs_input_grad
-        # Started first, so that the ranks communicate while this one multiplies.
+        # Started first, so that the gather overlaps with the GEMM of the input's gradient.
         whole = _whole(x, ctx) if needs_weight else Pending(x, None)
         grad_x = grad_weight = grad_bias = None
         if needs_x:
@@ -162,18 +161,18 @@ def linear_with_frozen_weight(
     gtp_remat_size: int = 1,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Computes input W^T + bias without a gradient of the weight, for which nothing is saved or gathered.
+    """Computes input W^T + bias for a frozen weight, so that backward need not save or gather the input.
 
-    input: [*, I], or under sequence_parallel this rank's [S / ranks, *, I], gathered once; weight: [O, I]; bias: [O] or
-    None, all one float dtype. Returns [*, O], or [S, *, O], same dtype. The other arguments are as in
-    linear_with_grad_accumulation_and_async_allreduce; gradient_accumulation_fusion has no gradient to accumulate.
+    input: [*, I], or with sequence_parallel this rank's part, [S / ranks, *, I]; weight: [O, I]; bias: [O] or None, all
+    of one float dtype. Returns [*, O], or with sequence_parallel [S, *, O], same dtype. The other arguments are as in
+    linear_with_grad_accumulation_and_async_allreduce, except that gradient_accumulation_fusion has no effect.
     """
     _require_plain_product(grad_output_buffer, wgrad_deferral_limit or 0, gtp_remat_size, output_dtype)
     tp_group = group_or_existing(tp_group)
     input, weight, bias = autocast_input(input), autocast_input(weight), autocast_input(bias)
     if sequence_parallel:
         input = gather_from_sequence_parallel_region(input, group=tp_group)
-    # The gather's backward already sums the gradient.
+    # With sequence_parallel, the backward of the gather already sums the gradient.
     sums = allreduce_dgrad and not sequence_parallel
     output: Tensor = LinearWithFrozenWeight.apply(input, weight, bias, sums, tp_group, output_dtype)
     return output
@@ -192,7 +191,7 @@ class LinearWithFrozenWeight(torch.autograd.Function):
         tp_group: ProcessGroup | None,
         output_dtype: torch.dtype | None,
     ) -> Tensor:
-        """Computes the product; input: [*, I]; weight: [O, I]; bias: [O] or None, one float dtype. Returns [*, O].
+        """Computes input W^T + bias. input: [*, I]; weight: [O, I]; bias: [O] or None, one float dtype. Returns [*, O].
 
         output_dtype: must be None.
         """
@@ -204,7 +203,7 @@ class LinearWithFrozenWeight(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of input and bias, and Nones; grad_output: [*, O], the weight's dtype."""
+        """Computes the gradients of input and bias. grad_output: [*, O], the dtype of the weight."""
         (weight,) = ctx.saved_tensors
         needs_x, _, needs_bias, *others = ctx.needs_input_grad
         grad_x = _summed(grad_output.matmul(weight), ctx).wait() if needs_x else None
@@ -213,7 +212,7 @@ class LinearWithFrozenWeight(torch.autograd.Function):
 
 
 def _summed(grad: Tensor, ctx: Any) -> Pending:
-    """Starts summing an input's gradient over the ranks, if needed; with ctx.gathers each rank receives its part."""
+    """Starts the reduction of an input's gradient if ctx.sums: reduce-scatter with ctx.gathers, else all-reduce."""
     if not ctx.sums:
         return Pending(grad, None)
     return reduce_scatter_rows(grad, ctx.group) if ctx.gathers else all_reduce_sum(grad, ctx.group)
@@ -231,7 +230,7 @@ def _require_plain_product(
 ) -> None:
     require_defaults(
         "a linear layer",
-        "a product has the dtype of its factors, and weight gradients are computed immediately, for whole weights",
+        "results have the dtype of the operands, and weight gradients are computed immediately, for whole weights",
         grad_output_buffer=(grad_output_buffer, None),
         wgrad_deferral_limit=(wgrad_deferral_limit, 0),
         gtp_remat_size=(gtp_remat_size, 1),

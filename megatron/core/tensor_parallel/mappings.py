@@ -1,10 +1,11 @@
-"""Converts between whole activations and their parts on the ranks of a tensor-parallel group, with gradients.
+"""Differentiable conversions between whole activations and their parts on the ranks of a tensor-parallel group.
 
-[Note: conjugates] Each function's backward is another function's forward: copy and all-reduce, split and gather of the
-last dimension, gather and reduce-scatter of the first (the sequence). The inverse of a gather depends on the following
-computation. If every rank continues with a share of the work, its gradient is a share of the sum and must be reduced.
-If all ranks compute the same, the gradient is already whole and is only split. A group of None means the
-tensor-parallel group of parallel_state, see group_or_existing; with one rank nothing is sent.
+[Note: conjugates] The backward of each function is the forward of a different one: copy and all-reduce, split and
+gather of the last dimension, gather and reduce-scatter of the first dimension (the sequence). The backward of a gather
+depends on the computation that follows. If every rank continues with a share of the work, its gradient is a partial sum
+and must be reduced. If all ranks compute the same, the gradient is already complete and is only split.
+
+A group of None means the tensor-parallel group of parallel_state, see group_or_existing. With one rank nothing is sent.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,22 +24,22 @@ from megatron.core.parallel_state import group_or_existing
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.utils import divide
 
-# (x, group) -> the other form of x; any float dtype, not in place.
+# (x, group) -> the converted x; any float dtype, not in place.
 _Move = Callable[[Tensor, ProcessGroup | None], Tensor]
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Returns the input unchanged, [*], any float dtype; its gradient is summed over the ranks."""
+    """Returns the input, [*], any float dtype, unchanged. Backward sums the gradient over the ranks."""
     return _move(input_, group, forward=_keep, backward=_all_reduce)
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Sums the ranks' inputs, [*], any float dtype -> same; the gradient is passed to each rank unchanged."""
+    """Sums the inputs of all ranks: [*], any float dtype. Backward passes the gradient on unchanged."""
     return _move(input_, group, forward=_all_reduce, backward=_keep)
 
 
 def reduce_from_tensor_model_parallel_region_(own: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Sums over the group in the input's memory; own: any shape and float dtype, contiguous, not used elsewhere."""
+    """Sums the inputs of all ranks in place. own: any shape and float dtype, contiguous, not used elsewhere."""
     if group_size(group) == 1:
         return own
     total: Tensor = _SummedInPlace.apply(own, group)
@@ -46,19 +47,26 @@ def reduce_from_tensor_model_parallel_region_(own: Tensor, group: ProcessGroup |
 
 
 def scatter_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Returns this rank's part of the last dimension, [*, H] -> [*, H / ranks], any float dtype; gradients are
-    gathered.
+    """Returns this rank's part of the last dimension: [*, H], any float dtype -> [*, H / ranks].
+
+    Backward gathers the gradient.
     """
     return _move(input_, group, forward=_split_last, backward=_gather_last)
 
 
 def gather_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Concatenates the ranks' last dimensions, [*, H / ranks] -> [*, H], any float dtype; gradients are split."""
+    """Gathers the last dimension from all ranks: [*, H / ranks], any float dtype -> [*, H].
+
+    Backward splits the gradient.
+    """
     return _move(input_, group, forward=_gather_last, backward=_split_last)
 
 
 def scatter_to_sequence_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Returns this rank's part of the sequence, [S, *] -> [S / ranks, *], any float dtype; gradients are gathered."""
+    """Returns this rank's part of the sequence: [S, *], any float dtype -> [S / ranks, *].
+
+    Backward gathers the gradient.
+    """
     return _move(input_, group, forward=_split_first, backward=_gather_first)
 
 
@@ -69,11 +77,11 @@ def gather_from_sequence_parallel_region(
     output_split_sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,
 ) -> Tensor:
-    """Gathers the whole sequence, [S / ranks, *] -> [S, *], any float dtype.
+    """Gathers the whole sequence: [S / ranks, *], any float dtype -> [S, *].
 
-    tensor_parallel_output_grad: True if ranks continue with shares of the work, so that gradients are summed and split;
-    False if all ranks compute the same, so that gradients are only split. See [Note: conjugates]. output_split_sizes:
-    rows of each rank, if they differ. use_global_buffer: must be False.
+    tensor_parallel_output_grad: True if ranks continue with shares of the work, so that backward reduce-scatters
+    gradients; False if all ranks compute the same, so that backward only splits them. See [Note: conjugates].
+    output_split_sizes: number of rows of each rank, if they differ. use_global_buffer: must be False.
     """
     if use_global_buffer:
         _refuse_global_buffer("gather_from_sequence_parallel_region")
@@ -87,9 +95,10 @@ def reduce_scatter_to_sequence_parallel_region(
     input_split_sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,
 ) -> Tensor:
-    """Sums the ranks' sequences and returns this rank's part, [S, *] -> [S / ranks, *], any dtype.
+    """Sums the inputs of all ranks and returns this rank's part of the sequence: [S, *], any dtype -> [S / ranks, *].
 
-    input_split_sizes: rows of each rank, if they differ. use_global_buffer: must be False.
+    Backward gathers the gradient. input_split_sizes: number of rows of each rank, if they differ. use_global_buffer:
+    must be False.
     """
     if use_global_buffer:
         _refuse_global_buffer("reduce_scatter_to_sequence_parallel_region")
@@ -98,15 +107,17 @@ def reduce_scatter_to_sequence_parallel_region(
 
 
 def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Concatenates the ranks' last dimensions, [*, H / ranks] -> [*, H], any float dtype; gradients are summed and
-    split.
+    """Gathers the last dimension from all ranks: [*, H / ranks], any float dtype -> [*, H].
+
+    Backward reduce-scatters the gradient.
     """
     return _move(input_, group, forward=_gather_last, backward=_reduce_scatter_last)
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Sums over ranks and returns this rank's columns, [*, H] -> [*, H / ranks], any float dtype; gradients are
-    gathered.
+    """Sums the inputs of all ranks and returns this rank's columns: [*, H] -> [*, H / ranks], any float dtype.
+
+    Backward gathers the gradient.
     """
     return _move(input_, group, forward=_reduce_scatter_last, backward=_gather_last)
 
@@ -120,8 +131,8 @@ def all_to_all(
 ) -> Tensor:
     """Sends rows of [N, *], any float dtype, to each rank, and returns the received rows in rank order: [M, *].
 
-    output_split_sizes_, input_split_sizes: rows from and to each rank; None means the same number for all ranks.
-    Gradients of rows return to their senders. use_nccl_stream: must be False, because NCCL has its own streams anyway.
+    output_split_sizes_, input_split_sizes: number of rows received from and sent to each rank; None means equal
+    numbers. Backward sends gradients back to the senders of the rows. use_nccl_stream: must be False.
     """
     why = "transfers run on the stream of their process group"
     require_defaults("all_to_all", why, use_nccl_stream=(use_nccl_stream, False))
@@ -135,14 +146,14 @@ def all_to_all(
 
 
 def all_to_all_sp2hp(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Exchanges a part of the tokens for a part of the columns: [T / ranks, H] -> [T, H / ranks], any float dtype.
+    """Gathers tokens and splits columns by an all-to-all: [T / ranks, H] -> [T, H / ranks], any float dtype.
 
-    Dimensions before the last are flattened to tokens.
+    All dimensions before the last are flattened to tokens.
     """
     group = group_or_existing(group)
     rows = input_.reshape(-1, input_.shape[-1])
     columns = divide(rows.shape[-1], group_size(group))
-    # Rows for rank r are this rank's tokens in columns of r.
+    # Rank r receives its columns of this rank's tokens.
     by_rank = rows.unflatten(-1, (-1, columns)).movedim(1, 0).reshape(-1, columns)
     return all_to_all(group, by_rank)
 
@@ -155,7 +166,7 @@ def all_to_all_hp2sp(input_: Tensor, group: ProcessGroup | None = None) -> Tenso
 
 
 def part_of(x: Tensor, group: ProcessGroup | None, *, dim: int) -> Tensor:
-    """Returns this rank's part, a view, of a tensor that all ranks have, split evenly in rank order along `dim`.
+    """Returns a view of this rank's part of a replicated tensor, split evenly in rank order along `dim`.
 
     x: any shape and dtype. Raises ValueError if the dimension is not divisible by the number of ranks.
     """
@@ -185,7 +196,7 @@ class _SummedInPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup | None) -> Tensor:
         assert x.is_contiguous(), "the sum must not be written to a copy"
-        # If the tensor was saved for backward after all, autograd reports it.
+        # If the tensor was saved for backward despite the contract, autograd raises an error.
         ctx.mark_dirty(x)
         return all_reduce_sum(x, group).wait()
 
@@ -197,7 +208,7 @@ class _SummedInPlace(torch.autograd.Function):
 
 def _move(x: Tensor, group: ProcessGroup | None, *, forward: _Move, backward: _Move) -> Tensor:
     group = group_or_existing(group)
-    # With one rank both forms are the same tensor: nothing to run, nothing for autograd to save.
+    # With one rank the conversion is the identity, and autograd need not record it.
     if group_size(group) == 1:
         return x
     moved: Tensor = _Moved.apply(x, group, forward, backward)
@@ -205,7 +216,7 @@ def _move(x: Tensor, group: ProcessGroup | None, *, forward: _Move, backward: _M
 
 
 def _keep(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    # A view, because autograd treats an input that is returned itself as changed in place.
+    # A view, because autograd treats a returned input as modified in place.
     return x.view_as(x)
 
 
@@ -233,7 +244,7 @@ def _split_last(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 def _gather_last(x: Tensor, group: ProcessGroup | None) -> Tensor:
     ranks = group_size(group)
-    # The collective returns ranks as the first dimension; they belong next to the last one.
+    # The collective returns the ranks as the first dimension. They must be merged into the last dimension.
     by_rank = all_gather_rows(x.unsqueeze(0), group).wait()  # [ranks, *, H / ranks]
     return by_rank.movedim(0, -2).reshape(*x.shape[:-1], ranks * x.shape[-1])
 
@@ -252,8 +263,9 @@ def _exchange(x: Tensor, group: ProcessGroup | None, *, receive: list[int] | Non
 
 
 def _moves_of_rows(sizes: Sequence[int] | None, group: ProcessGroup | None) -> tuple[_Move, _Move, _Move]:
-    """Returns gather, reduce-scatter and split of the first dimension; sizes: rows of each rank, None if
-    all are equal.
+    """Returns gather, reduce-scatter and split of the first dimension.
+
+    sizes: number of rows of each rank; None if all are equal.
     """
     if sizes is None:
         return _gather_first, _reduce_scatter_first, _split_first
@@ -266,7 +278,7 @@ def _moves_of_rows(sizes: Sequence[int] | None, group: ProcessGroup | None) -> t
 
 
 def _gather_uneven(x: Tensor, group: ProcessGroup | None, *, sizes: tuple[int, ...]) -> Tensor:
-    # torch's collectives require parts of equal size, so short parts are padded.
+    # torch's collectives require parts of equal size, so shorter parts are padded.
     padded = x.new_zeros(max(sizes), *x.shape[1:])
     padded[: x.shape[0]] = x
     parts = all_gather_rows(padded, group).wait().split(max(sizes))
@@ -285,4 +297,4 @@ def _split_uneven(x: Tensor, group: ProcessGroup | None, *, sizes: tuple[int, ..
 
 
 def _refuse_global_buffer(call: str) -> NoReturn:
-    raise ValueError(f"{call}: use_global_buffer is True: results are newly allocated here, must be False")
+    raise ValueError(f"{call}: use_global_buffer is True: must be False, because results are always newly allocated")

@@ -1,7 +1,7 @@
 """Attributes of parameters under Megatron's names, and the matrices that a parameter contains.
 
-The attributes describe how a parameter is split, over which ranks its gradient is summed, and where that gradient is
-stored. Only the functions of this file use their names.
+The attributes describe how a parameter is split, over which ranks its gradient is summed, and where its gradient is
+stored. Only the functions in this file use the attribute names.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from megatron.core.parallel_state import group_or_existing
 from megatron.core.process_groups_config import group_rank
 
-# Attributes set by an optimizer or a wrapper. They are neither stored nor copied with a parameter, because the copy is
+# Attributes set by optimizers or wrappers. They are neither pickled nor copied with a parameter, because the copy is
 # not wrapped.
 _OF_OPTIMIZERS = frozenset({"main_param", "main_param_sharded"})
 _OF_WRAPPERS = frozenset({"main_grad", "grad_added_to_main_grad", "gradients_pass", "grad_owner", "__getstate__"})
@@ -23,14 +23,14 @@ _OF_WRAPPERS = frozenset({"main_grad", "grad_added_to_main_grad", "gradients_pas
 
 @dataclass(frozen=True)
 class ParamFacts:
-    """Distribution of a parameter.
+    """Describes how a parameter is distributed over ranks.
 
-    tensor_model_parallel: whether ranks of the tensor-parallel group hold different elements, split along partition_dim
-    in partition_stride pieces; otherwise all hold the same. sequence_parallel: whether the gradient of a rank covers
-    only a part of the tokens or heads, so that it is summed over ranks. is_expert: whether the groups of expert layers
-    apply. shared_embedding: whether another pipeline stage also has this weight, so that their gradients are summed.
-    shared: whether the other stage owns the weight, and this one has a copy. width_mult: with use_mup, the width that a
-    matrix sums over, relative to the base model.
+    tensor_model_parallel: whether the parameter is split over the tensor-parallel group, along partition_dim in
+    partition_stride pieces; otherwise it is replicated. sequence_parallel: whether the gradient of each rank covers
+    only a part of the tokens or heads, so that it must be summed over the ranks. is_expert: whether the groups of
+    expert layers apply. shared_embedding: whether a different pipeline stage also holds this weight, so that the
+    gradients are summed. shared: whether that stage owns the weight, and this stage holds a copy. width_mult: with
+    use_mup, the width that a matrix sums over, relative to the base model.
     """
 
     tensor_model_parallel: bool = False
@@ -44,7 +44,7 @@ class ParamFacts:
 
 
 def param_facts(param: Tensor) -> ParamFacts:
-    """Returns the attributes of a parameter: any shape and dtype. Without attributes they are the defaults."""
+    """Returns the attributes of a parameter, with defaults for attributes that are not set."""
     marks = vars(param)
     return ParamFacts(
         tensor_model_parallel=marks.get("tensor_model_parallel", False),
@@ -59,12 +59,12 @@ def param_facts(param: Tensor) -> ParamFacts:
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
-    """Sets or replaces how a parameter is split; tensor: any shape and dtype."""
+    """Sets the attributes that describe how a parameter is split. tensor: any shape and dtype."""
     vars(tensor).update(tensor_model_parallel=is_parallel, partition_dim=dim, partition_stride=stride)
 
 
 def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
-    """Copies the split attributes of a tensor to another one; both: any shape and dtype."""
+    """Copies the attributes that describe the split from source to destination. Both: any shape and dtype."""
     facts = param_facts(source_tensor)
     set_tensor_model_parallel_attributes(
         destination_tensor, facts.tensor_model_parallel, facts.partition_dim, facts.partition_stride
@@ -72,7 +72,7 @@ def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_ten
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:
-    """Marks a tensor, any shape and dtype, as not split, unless it is already marked."""
+    """Marks a tensor as not split if its split attributes are not set. tensor: any shape and dtype."""
     facts = param_facts(tensor)
     set_tensor_model_parallel_attributes(
         tensor, facts.tensor_model_parallel, facts.partition_dim, facts.partition_stride
@@ -82,10 +82,10 @@ def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> 
 def param_is_not_tensor_parallel_duplicate(
     param: Tensor, tp_group: ProcessGroup | None = None, expert_tp_group: ProcessGroup | None = None
 ) -> bool:
-    """Returns whether this rank counts a parameter, any shape and dtype, if each element must be counted once.
+    """Returns whether this rank counts the parameter in sums that must count each element once, such as norms.
 
-    Ranks count their parts of split parameters, and the first rank counts parameters that all ranks hold. tp_group,
-    expert_tp_group: the ranks of dense and of expert layers; None means the groups of parallel_state.
+    Each rank counts its part of a split parameter. Only the first rank counts a replicated parameter. tp_group,
+    expert_tp_group: groups of dense and of expert layers; None means the groups of parallel_state.
     """
     facts = param_facts(param)
     if facts.tensor_model_parallel:
@@ -95,113 +95,109 @@ def param_is_not_tensor_parallel_duplicate(
 
 
 def copy_marks(destination: nn.Parameter, source: nn.Parameter) -> None:
-    """Copies the attributes set by layers and users to another parameter; both: any shape and dtype."""
+    """Copies the attributes that layers and users have set, but not those of wrappers and optimizers."""
     vars(destination).update(_marks_in(vars(source)))
 
 
 def mark_partial_gradient(param: nn.Parameter | None, *, partial: bool = True) -> None:
-    """Sets `sequence_parallel` of a parameter, any shape and dtype; does nothing for None."""
+    """Sets the `sequence_parallel` attribute of a parameter. Does nothing for None."""
     if param is not None:
         vars(param).update(sequence_parallel=partial)
 
 
 def mark_expert(param: nn.Parameter) -> None:
-    """Marks a parameter, any shape and dtype, as an expert's: its gradient is reduced over the expert-data-parallel
-    group.
-    """
+    """Marks a parameter of an expert, whose gradient is reduced over the expert-data-parallel group."""
     vars(param).update(allreduce=False)
 
 
 def mark_shared(param: nn.Parameter, *, is_copy: bool) -> None:
-    """Marks a weight, any shape and dtype, as tied between two stages; is_copy: whether the other stage owns it."""
+    """Marks a weight as tied between two pipeline stages. is_copy: whether the other stage owns it."""
     vars(param).update(shared=is_copy, shared_embedding=True)
 
 
 def mark_width(param: nn.Parameter, width_mult: float) -> None:
-    """Sets `width_mult` of a matrix, any shape and dtype, by which optimizers divide its learning rate."""
+    """Sets the `width_mult` attribute of a matrix, by which optimizers divide its learning rate."""
     vars(param).update(width_mult=width_mult)
 
 
 def mark_kept_in_fp32(tensor: Tensor) -> None:
-    """Marks a parameter or buffer, any shape and dtype, to keep its dtype in a half-precision model."""
+    """Excludes a parameter or buffer, any shape and dtype, from half-precision casts of the model."""
     vars(tensor).update(keep_in_fp32=True)
 
 
 def is_kept_in_fp32(tensor: Tensor) -> bool:
-    """Returns whether a parameter or buffer, any shape and dtype, was marked by mark_kept_in_fp32."""
+    """Returns whether mark_kept_in_fp32 has marked a parameter or buffer. tensor: any shape and dtype."""
     return bool(vars(tensor).get("keep_in_fp32", False))
 
 
 def set_main_grad(param: nn.Parameter, grad: Tensor) -> None:
-    """Sets the tensor that accumulates a parameter's gradients; grad: [*parameter shape], floating point."""
+    """Sets main_grad, the tensor that accumulates a parameter's gradients. grad: [*parameter shape], float dtype."""
     vars(param).update(main_grad=grad)
     _store_marks_alone(param)
 
 
 def clear_main_grad(param: nn.Parameter) -> None:
-    """Removes main_grad of a parameter, any shape and dtype, with the attributes that kernels set."""
+    """Removes main_grad and all other attributes that wrappers, optimizers and kernels set, except grad_owner."""
     # set_grad_owner removes grad_owner.
     for name in (_OF_WRAPPERS | _OF_OPTIMIZERS) - {"grad_owner"}:
         vars(param).pop(name, None)
 
 
 def set_main_param(param: nn.Parameter, main: Tensor | None, *, is_sharded: bool) -> None:
-    """Sets the fp32 masters that an optimizer updates for a 16-bit parameter, any shape; None if this rank has none.
+    """Sets the fp32 master weights of a 16-bit parameter, which the optimizer updates.
 
-    main: [*parameter shape]; if is_sharded [n], the part that this rank owns.
+    main: [*parameter shape], or if is_sharded [n], the part that this rank owns; None if this rank owns no part.
     """
     vars(param).update(main_param=main, main_param_sharded=is_sharded)
     _store_marks_alone(param)
 
 
 def has_main_grad(param: nn.Parameter) -> bool:
-    """Returns whether a data-parallel wrapper accumulates the gradients of a parameter, any shape and dtype."""
+    """Returns whether a data-parallel wrapper accumulates the gradients of a parameter in main_grad."""
     return "main_grad" in vars(param)
 
 
 def mark_gradients_pass(param: nn.Parameter) -> None:
-    """Marks a parameter, any shape and dtype, as wrapped without a persistent gradient."""
+    """Marks a parameter as wrapped without a persistent gradient buffer."""
     vars(param).update(gradients_pass=True)
     _store_marks_alone(param)
 
 
 def gradients_pass(param: Tensor) -> bool:
-    """Returns whether a parameter, any shape and dtype, is wrapped without a persistent gradient."""
+    """Returns whether a parameter is wrapped without a persistent gradient buffer."""
     return bool(vars(param).get("gradients_pass", False))
 
 
 def is_wrapped(param: nn.Parameter) -> bool:
-    """Returns whether a data-parallel wrapper manages a parameter, any shape and dtype."""
+    """Returns whether a data-parallel wrapper manages the parameter."""
     return has_main_grad(param) or gradients_pass(param)
 
 
 def gradient_of(param: Tensor) -> Tensor | None:
-    """Returns the gradient of a parameter, any shape and dtype: the wrapper's main_grad if it has one,
-    otherwise grad.
-    """
+    """Returns the gradient of a parameter, any shape and dtype: main_grad if the parameter has one, otherwise grad."""
     main_grad: Tensor | None = vars(param).get("main_grad")
     return param.grad if main_grad is None else main_grad
 
 
 def added_to_main_grad(param: nn.Parameter) -> bool:
-    """Returns whether a kernel has added this step's gradient of a parameter, any shape and dtype, to its main_grad."""
+    """Returns whether a kernel has already added this step's gradient to the parameter's main_grad."""
     return bool(vars(param).get("grad_added_to_main_grad", False))
 
 
 def clear_added_to_main_grad(param: nn.Parameter) -> None:
-    """Resets added_to_main_grad of a parameter, any shape and dtype, before the next step."""
+    """Resets added_to_main_grad of a parameter for the next step."""
     vars(param).update(grad_added_to_main_grad=False)
 
 
 def has_grad_beside_main_grad(param: nn.Parameter) -> bool:
-    """Returns whether `grad` of such a parameter, any shape and dtype, holds a valid gradient of its other uses."""
+    """Returns whether `grad` contains the gradient of uses that a kernel did not add to main_grad."""
     return bool(vars(param).get("zero_out_wgrad", False))
 
 
 def _store_marks_alone(param: nn.Parameter) -> None:
-    # torch.save and pickle read this attribute (torch._utils._get_obj_state). It is bound to the dictionary, which
-    # lives until the garbage collector runs. Bound to the parameter it would keep the parameter alive, and a weak
-    # reference would make torch.utils.swap_tensors, which Module.to uses, raise.
+    # torch.save and pickle call this attribute (torch._utils._get_obj_state). It is bound to the dictionary, which
+    # then lives until the garbage collector runs. Bound to the parameter, it would keep the parameter alive. A weak
+    # reference would make torch.utils.swap_tensors raise, which Module.to uses.
     vars(param)["__getstate__"] = partial(_marks_in, vars(param))
 
 
@@ -211,10 +207,10 @@ def _marks_in(written: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class MatrixWindow:
-    """A matrix within a contiguous parameter, as a strided window [*rows, columns]: rows are outputs, columns inputs.
+    """A matrix within a contiguous parameter, as a strided window [*rows, columns]. Rows are outputs, columns inputs.
 
-    Optimizers that work on matrices, such as Muon, must treat it as one matrix. shape, stride, offset (in elements): as
-    for torch.as_strided. Several row dimensions together form the rows of the matrix.
+    Matrix optimizers such as Muon treat each window as one matrix. shape, stride, offset (in elements): as in
+    torch.as_strided. All dimensions but the last together form the rows.
     """
 
     shape: tuple[int, ...]
@@ -223,18 +219,18 @@ class MatrixWindow:
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """Number of rows and of columns."""
+        """Number of rows, and number of columns."""
         return math.prod(self.shape[:-1]), self.shape[-1]
 
     def view_of(self, tensor: Tensor) -> Tensor:
-        """Returns the window as a view [*shape] of `tensor`: contiguous, any shape and dtype, the parameter's size."""
+        """Returns the window as a view, [*shape], of a contiguous tensor with the parameter's shape and any dtype."""
         return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
 
 
 @runtime_checkable
 class HasWeightMatrices(Protocol):
-    """A module with a parameter that contains several matrices, or a transposed one."""
+    """A module with a parameter that contains several matrices or a transposed matrix."""
 
     def weight_matrices(self) -> dict[str, list[MatrixWindow]]:
-        """Returns the matrices of parameters that are not a single matrix [outputs, inputs], by name in the module."""
+        """Returns, by parameter name, the matrices of parameters that are not a single [outputs, inputs] matrix."""
         ...

@@ -1,6 +1,6 @@
-"""Seeds of the random-number streams, and functions that are recomputed in backward instead of saving tensors.
+"""Seeding of the random-number streams, and activation recompute with the same random numbers.
 
-The streams themselves are in device/rng.py. transformer/recompute.py selects the parts of a model to recompute.
+device/rng.py implements the streams. transformer/recompute.py selects the parts of a model to recompute.
 """
 
 import functools
@@ -28,7 +28,7 @@ from megatron.core.device import (
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import group_rank, group_size
 
-# Large offsets, so that seeds differ from those of neighboring ranks and of the default stream.
+# Large offsets, so that seeds differ from the seeds of neighboring ranks and of the default stream.
 _MODEL_PARALLEL_OFFSET, _EXPERT_PARALLEL_OFFSET = 2718, 1024
 
 
@@ -48,16 +48,14 @@ def initialize_rng_tracker(
     use_cudagraphable_rng: bool = False,
     force_reset: bool = False,
 ) -> None:
-    """Validates the arguments like get_cuda_rng_tracker; force_reset: removes the streams of the process's tracker."""
+    """Validates the arguments as get_cuda_rng_tracker does. force_reset: also remove all streams of the tracker."""
     tracker = get_cuda_rng_tracker(use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
     if force_reset:
         tracker.reset()
 
 
 def get_all_rng_states() -> RngStates:
-    """Returns the states of all named streams, see CudaRNGStatesTracker.get_states. Raises ValueError if there are
-    none.
-    """
+    """Returns the states of all named streams. Raises ValueError if there are no streams."""
     tracker = get_cuda_rng_tracker()
     if not tracker.is_initialized():
         raise ValueError("there are no random-number streams: call model_parallel_cuda_manual_seed first")
@@ -65,14 +63,14 @@ def get_all_rng_states() -> RngStates:
 
 
 def is_graph_safe_cuda_rng_tracker(cuda_rng_tracker: Any) -> bool:
-    """Returns whether a tracker's streams may be used in CUDA graphs, which holds for every tracker here."""
+    """Returns whether the streams of a tracker can be used in CUDA graphs, which is True for every tracker here."""
     return isinstance(cuda_rng_tracker, CudaRNGStatesTracker)
 
 
 def convert_cuda_rng_state(state: Tensor | torch.Generator, to_graphable: bool = False) -> Tensor | torch.Generator:
-    """Returns a generator's state as bytes, [N], uint8, on the CPU; to_graphable: a generator with that state.
+    """Converts a generator state to bytes, [N], uint8, on the CPU, or with to_graphable to a generator.
 
-    state: the bytes of a generator on this process's device, or a generator, which is not changed.
+    state: bytes of a generator on this process's device, or a generator, which is not modified.
     """
     if not isinstance(state, torch.Generator):
         return _generator_of(state, default_device()) if to_graphable else state
@@ -90,20 +88,20 @@ def get_cuda_rng_tracker(
 ) -> CudaRNGStatesTracker:
     """Returns the tracker of this process. Its GPU streams can always be used in CUDA graphs.
 
-    Raises ValueError for Megatron's other kinds of trackers, which do not exist here.
+    Raises ValueError for the Transformer Engine and inference trackers of Megatron, which do not exist here.
     """
     others = {"use_te_rng_tracker": use_te_rng_tracker, "inference_rng_tracker": inference_rng_tracker}
     for name, requested in others.items():
         if requested:
-            raise ValueError(f"{name} is True: there is only one kind of random-number streams here, must be False")
+            raise ValueError(f"{name} is True: must be False, because there is only one kind of random-number tracker")
     return rng_tracker()
 
 
 def numbers_of_each_rank(group: ProcessGroup | None, *, dropout: float) -> Callable[[], AbstractContextManager[None]]:
-    """Returns a context in which the ranks of a group draw different numbers; a null context without dropout or other
-    ranks.
+    """Returns a context factory; inside the context, each rank of the group draws different random numbers.
 
-    Outside the context the ranks draw the same numbers, as replicated tensors require.
+    Outside the context the ranks draw the same numbers, as replicated tensors require. Returns nullcontext if dropout
+    is 0 or the group has one rank.
     """
     return get_cuda_rng_tracker().fork if dropout > 0 and group_size(group) > 1 else nullcontext
 
@@ -122,14 +120,14 @@ def model_parallel_cuda_manual_seed(
     gtp_remat_world_size: int | None = None,
     egtp_remat_world_size: int | None = None,
 ) -> None:
-    """Seeds the default stream, identically on the ranks of a tensor-parallel group, and named streams on each rank.
+    """Seeds the default stream with `seed`, and creates the named streams with seeds for this rank.
 
     tp_rank, ep_rank, etp_rank: None means the ranks of parallel_state. force_reset_rng: ignored, because streams are
-    always recreated. Raises ValueError for Megatron's other trackers, and for ranks of generalised tensor parallelism.
+    always recreated. Raises ValueError for other trackers of Megatron, and for ranks of generalised tensor parallelism.
     """
     require_defaults(
         "model_parallel_cuda_manual_seed",
-        "weights are not gathered over a further group",
+        "generalised tensor parallelism is not supported",
         gtp_remat_rank=(gtp_remat_rank, None),
         egtp_remat_rank=(egtp_remat_rank, None),
         gtp_remat_world_size=(gtp_remat_world_size, None),
@@ -148,26 +146,27 @@ def model_parallel_cuda_manual_seed(
 
 
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
-    """Returns function(*args) and saves only the arguments; backward recomputes it. args: any shape and dtype."""
+    """Runs function(*args) and saves only the arguments for recompute in backward. args: any shape and dtype."""
     _refuse_distributed_arguments(distribute_saved_activations)
     return recompute(function, *args)
 
 
 def _refuse_distributed_arguments(distribute_saved_activations: bool) -> None:
     if distribute_saved_activations:
-        raise ValueError("distribute_saved_activations is True: every rank keeps the arguments whole, must be False")
+        raise ValueError(
+            "distribute_saved_activations is True: must be False, because every rank saves whole arguments"
+        )
 
 
 class CheckpointFunction(torch.autograd.Function):
-    """The reentrant form of `checkpoint`, for callers that apply it themselves. Its backward runs another backward
-    inside.
+    """The reentrant form of `checkpoint`, for scripts that call it directly. Its backward runs a nested backward.
 
-    At least one tensor argument must require a gradient, and torch.autograd.grad cannot pass through it.
+    At least one tensor argument must require a gradient. torch.autograd.grad is not supported.
     """
 
     @staticmethod
     def forward(ctx: Any, run_function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
-        """Runs run_function(*args) and returns its result; args: tensors of any shape and dtype, or other objects."""
+        """Returns run_function(*args). args: tensors of any shape and dtype, or other objects."""
         _refuse_distributed_arguments(distribute_saved_activations)
         ctx.run_function, ctx.drawn_again = run_function, _RngSnapshot().drawn_again
         ctx.others = [None if isinstance(value, Tensor) else (value,) for value in args]
@@ -179,13 +178,13 @@ class CheckpointFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *args: Any) -> Any:
-        """Recomputes the function and returns the arguments' gradients; args: gradients of the outputs.
+        """Recomputes the function and returns the gradients of its arguments. args: gradients of the outputs.
 
-        Raises RuntimeError under autograd.grad.
+        Raises RuntimeError under torch.autograd.grad.
         """
         if not torch.autograd._is_checkpoint_valid():
             raise RuntimeError(
-                "CheckpointFunction runs a nested backward: call backward, or use checkpoint for autograd.grad"
+                "CheckpointFunction does not support torch.autograd.grad: call backward, or use checkpoint instead"
             )
         saved = iter([t.detach().requires_grad_(n) for t, n in zip(ctx.saved_tensors, ctx.needs_grad, strict=True)])
         again = [next(saved) if other is None else other[0] for other in ctx.others]
@@ -197,7 +196,7 @@ class CheckpointFunction(torch.autograd.Function):
 
 
 class _CheckpointDepth:
-    """Nesting depth of recomputed functions that are currently running."""
+    """Nesting depth of the recomputed functions that are currently running."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -210,7 +209,7 @@ def _checkpoint_depth() -> _CheckpointDepth:
 
 @contextmanager
 def _checkpointing() -> Iterator[None]:
-    """Marks the block as a run of a recomputed function, for is_checkpointing."""
+    """Makes is_checkpointing return True inside the context."""
     running = _checkpoint_depth()
     running.depth += 1
     try:
@@ -220,7 +219,7 @@ def _checkpointing() -> Iterator[None]:
 
 
 def is_checkpointing() -> bool:
-    """Returns whether the caller runs inside a recomputed function, in its first or second run."""
+    """Returns whether the caller runs inside a recomputed function, in either its first or its second run."""
     return _checkpoint_depth().depth > 0
 
 
@@ -231,14 +230,14 @@ def recompute(
     draws_numbers: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Runs a function like `checkpoint`, with keywords. Dropout draws the same numbers in both runs.
+    """Runs a function like `checkpoint`, with keyword arguments. Dropout draws the same numbers in both runs.
 
-    around: a context for the second run. draws_numbers: False if the function draws no random numbers. Generator states
-    are then not read, which takes time and is forbidden during the capture of a CUDA graph. args, kwargs: tensors of
-    any shape and dtype, or anything else. As without recompute, the gradient of a parameter is computed once, because
-    autograd has one graph, and the second run only provides the saved tensors.
+    args, kwargs: tensors of any shape and dtype, or other objects. around: returns a context for the second run.
+    draws_numbers: pass False if the function draws no random numbers, to skip reading generator states, which takes
+    time and is forbidden during CUDA graph capture. The gradient of a parameter is computed once, as without recompute,
+    because the second run only provides saved tensors to the graph of the first run.
     """
-    # Without gradients there is nothing to recompute, and no reason to store states.
+    # Without gradients nothing is saved, so there is nothing to recompute.
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     second_run = _SecondRun(get_cuda_rng_tracker().get_states() if draws_numbers else None, around)
@@ -253,11 +252,12 @@ def recompute(
 
 
 class CheckpointWithoutOutput:
-    """A function whose output is freed after its use, and recomputed for the backward of its consumer.
+    """Runs a function whose output is freed after use, and recomputed for the backward of its consumer.
 
-    1. checkpoint: output = function(*args). Saves only the arguments.
-    2. The caller computes a result from the output, which autograd saves.
-    3. discard_output_and_register_recompute: frees the memory of the output until the gradient of the result is ready.
+    1. `checkpoint` computes output = function(*args) and saves only the arguments.
+    2. The caller computes a result from the output. Autograd saves the output for the backward of this computation.
+    3. `discard_output_and_register_recompute` frees the memory of the output. It is recomputed when the gradient of the
+       result is ready.
     """
 
     def __init__(
@@ -268,10 +268,10 @@ class CheckpointWithoutOutput:
         *,
         draws_numbers: bool = True,
     ) -> None:
-        """Registers the function with a manager, if one is given.
+        """Creates the object for one call of `checkpoint`.
 
-        ckpt_manager: discards the output together with others, see CheckpointWithoutOutputManager. draws_numbers: see
-        `recompute`. fp8, retain_input_tensors: must be False.
+        ckpt_manager: frees the output together with other outputs, see CheckpointWithoutOutputManager. draws_numbers:
+        see `recompute`. fp8, retain_input_tensors: must be False.
         """
         require_defaults("CheckpointWithoutOutput", "8-bit training is not supported", fp8=(bool(fp8), False))
         why = "arguments are freed once the second run has read them"
@@ -280,16 +280,15 @@ class CheckpointWithoutOutput:
         self._second_run: Callable[[], tuple[Tensor, ...]] | None = None
         self._num_saved = 0
         self._saved: dict[int, Tensor] = {}
-        # Storages, because a tensor would reference the graph that references this object, and neither would be freed.
+        # Storages, because tensors would reference the graph, which references this object. Neither would be freed.
         self._outputs: list[torch.UntypedStorage] = []
         self._output_bytes: list[int] = []
 
     def checkpoint(self, run_function: Callable[..., Any], *args: Any) -> Any:
-        """Runs run_function(*args) and returns one or more tensors, any shape and dtype. args: tensors, or other
-        objects.
+        """Returns run_function(*args): one or more tensors, any shape and dtype. args: tensors or other objects.
 
-        Tensors with a graph that the function reads must be arguments, because only arguments are saved for the second
-        run.
+        Every tensor with a graph that the function reads must be an argument, because the second run receives only the
+        saved arguments.
         """
         if not torch.is_grad_enabled():
             return run_function(*args)
@@ -301,18 +300,19 @@ class CheckpointWithoutOutput:
             output = run_function(*args)
         self._outputs = [tensor.untyped_storage() for tensor in _as_tuple(output)]
         self._output_bytes = [storage.nbytes() for storage in self._outputs]
-        # Compares storage objects, since the addresses of empty storages are equal.
+        # Compares storage objects, because all empty storages have the same address.
         arguments = {value.untyped_storage()._cdata for value in args if isinstance(value, Tensor)}
         if any(storage._cdata in arguments for storage in self._outputs):
-            # The output shares memory with a saved argument, so there is nothing to free.
+            # The output shares memory with a saved argument, so freeing it would free the argument.
             self._outputs, self._output_bytes = [], []
         return output
 
     def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
-        """Frees the output until backward reaches hook_tensor: any shape, float dtype, computed from the output.
+        """Frees the output, and recomputes it when backward reaches hook_tensor.
 
-        All gradients of the output must flow through hook_tensor, and the output must not be read in between. With a
-        manager this does nothing, because the manager discards all outputs together.
+        hook_tensor: any shape, float dtype, computed from the output. All gradients of the output must flow through it,
+        and the output must not be read in between. With a manager this does nothing, because the manager frees all
+        outputs together.
         """
         if self._manager is None and self._outputs and hook_tensor.requires_grad:
             self._discard()
@@ -327,7 +327,7 @@ class CheckpointWithoutOutput:
         return self._num_saved - 1
 
     def _take(self, number: int) -> Tensor:
-        # If the output was not discarded, the backward of the function runs before any hook.
+        # If the output was not freed, no hook has recomputed the function yet.
         self._refill(None)
         if number not in self._saved:
             raise RuntimeError(
@@ -336,7 +336,7 @@ class CheckpointWithoutOutput:
         return self._saved.pop(number)
 
     def _refill(self, grad: Tensor | None) -> None:
-        """Recomputes the function: fills `_saved` and the memory of the outputs, and drops everything else."""
+        """Recomputes the function once. Fills `_saved` and the memory of the outputs, and drops other references."""
         if self._second_run is None:
             return
         second_run, self._second_run = self._second_run, None
@@ -344,7 +344,7 @@ class CheckpointWithoutOutput:
         for storage, num_bytes, tensor in zip(self._outputs, self._output_bytes, fresh):
             if storage.nbytes() == 0:
                 storage.resize_(num_bytes)
-                # Copies storages, since a write to a tensor would change the version that the consumer saved.
+                # Copies storages, because a write to the tensor would change its version, which autograd checks.
                 storage.copy_(tensor.untyped_storage())
         self._outputs, self._output_bytes = [], []
 
@@ -361,23 +361,24 @@ class CheckpointWithoutOutput:
 
 
 class CheckpointWithoutOutputManager:
-    """Several CheckpointWithoutOutputs, in execution order, whose outputs are freed and recomputed together.
+    """Frees and recomputes the outputs of several CheckpointWithoutOutputs together.
 
-    An output may be the argument of a later function, because outputs are recomputed in the order of their first runs.
+    An output may be an argument of a later function, because outputs are recomputed in the order of their first runs.
     """
 
     def __init__(self) -> None:
         self._parts: list[CheckpointWithoutOutput] = []
 
     def add_checkpoint(self, ckpt: CheckpointWithoutOutput) -> None:
-        """Adds a CheckpointWithoutOutput that has this manager; called by its `checkpoint`."""
+        """Adds a CheckpointWithoutOutput. Called by `checkpoint` of every object with this manager."""
         if ckpt not in self._parts:
             self._parts.append(ckpt)
 
     def discard_all_outputs_and_register_unified_recompute(self, hook_tensor: Tensor) -> None:
-        """Frees all outputs until backward reaches hook_tensor: any shape, float dtype, computed from the last.
+        """Frees all outputs, and recomputes them when backward reaches hook_tensor.
 
-        All gradients of the outputs must flow through hook_tensor. The manager is then empty and can be reused.
+        hook_tensor: any shape, float dtype, computed from the last output. All gradients of the outputs must flow
+        through it. The manager is empty afterwards and can be reused.
         """
         parts, self._parts = self._parts, []
         if not hook_tensor.requires_grad:
@@ -393,21 +394,21 @@ class CheckpointWithoutOutputManager:
 
 
 class _RngSnapshot:
-    """The states of all random-number generators at its creation."""
+    """The states of all random-number generators at the time of construction."""
 
     def __init__(self) -> None:
         self._default, self._streams = rng_state_bytes(default_device()), get_cuda_rng_tracker().get_states()
 
     @contextmanager
     def drawn_again(self) -> Iterator[None]:
-        """Repeats the random numbers inside the block; afterwards all streams continue from their current state."""
+        """Context that restores the stored states. All streams continue from their current states afterwards."""
         with _default_stream_kept(), _SecondRun(self._streams, nullcontext):
             set_rng_state_bytes(self._default, default_device())
             yield
 
 
 class _SecondRun:
-    """Context of the second run: the streams of the first run, and the context of the caller. Reusable.
+    """Reusable context of the second run: restores the streams of the first run, and enters the caller's context.
 
     streams: None leaves the streams unchanged.
     """
@@ -430,19 +431,19 @@ class _SecondRun:
 
 
 class _Kept:
-    """Arguments of a function; tensors are saved by autograd, so hooks on saved tensors may move them."""
+    """Saved arguments of a function. Autograd saves the tensors, so hooks on saved tensors may offload them."""
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         anchor = torch.empty(0, dtype=torch.float32, requires_grad=True)
         tensors = [value for value in args if isinstance(value, Tensor)]
-        # The node of this output references the tensors, and its backward never runs. In torch 2.11 they would be lost
-        # if only the node were kept.
+        # The autograd node of this output references the tensors. Its backward never runs. In torch 2.11, keeping only
+        # the node would lose them.
         self._output = _SaveTensors.apply(anchor, *tensors)
         self._others = [None if isinstance(value, Tensor) else (value,) for value in args]
         self._needs_grad = [tensor.requires_grad for tensor in tensors]
 
     def detached(self) -> list[Any]:
-        """Returns the arguments without their graphs: any shape and dtype."""
+        """Returns the arguments, with tensors detached from their graphs: any shape and dtype."""
         saved = (
             value.detach().requires_grad_(needs)
             for value, needs in zip(self._output.grad_fn.saved_tensors, self._needs_grad)
@@ -458,11 +459,11 @@ class _SaveTensors(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> None:
-        raise AssertionError("this node only holds tensors")
+        raise AssertionError("this node only stores tensors; its backward must not run")
 
 
 def _never_unpacked(_: Any) -> Tensor:
-    raise AssertionError("the second run's graph is dropped, not run backward")
+    raise AssertionError("the graph of the second run is discarded; its backward must not run")
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""Splits tensors and vocabularies over ranks, under the import path of Megatron.
+"""Helpers under Megatron's import path that split tensors and vocabularies over ranks.
 
-Differentiable conversions between whole tensors and parts are in mappings.py.
+The differentiable conversions are in mappings.py.
 """
 
 import torch
@@ -16,9 +16,9 @@ from megatron.core.utils import divide
 def split_tensor_along_last_dim(
     tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> list[Tensor]:
-    """Cuts the last dimension evenly: [*, H] -> num_partitions views [*, H / num_partitions], any dtype.
+    """Splits the last dimension evenly: [*, H], any dtype -> num_partitions views [*, H / num_partitions].
 
-    contiguous_split_chunks: returns contiguous copies instead of views.
+    contiguous_split_chunks: return contiguous copies instead of views.
     """
     parts = torch.split(tensor, divide(tensor.shape[-1], num_partitions), dim=-1)
     return [part.contiguous() if contiguous_split_chunks else part for part in parts]
@@ -29,7 +29,7 @@ def split_tensor_into_1d_equal_chunks(
 ) -> Tensor:
     """Returns this rank's part of a flattened tensor: any shape and dtype -> [elements / ranks], a view if possible.
 
-    new_buffer: returns a copy. tp_group: None means the group of parallel_state, see group_or_existing. Raises
+    new_buffer: always return a copy. tp_group: None means the group of parallel_state, see group_or_existing. Raises
     ValueError if the number of elements is not divisible by the number of ranks.
     """
     tp_group = group_or_existing(tp_group)
@@ -39,24 +39,24 @@ def split_tensor_into_1d_equal_chunks(
 
 
 def gather_split_1d_tensor(tensor: Tensor, tp_group: ProcessGroup | None = None) -> Tensor:
-    """Inverts split_tensor_into_1d_equal_chunks: [N], any dtype -> [ranks * N]. Collective, without a gradient."""
+    """Inverts split_tensor_into_1d_equal_chunks: [N], any dtype -> [ranks * N]. Collective, not differentiable."""
     return all_gather_rows(tensor.detach().reshape(-1), group_or_existing(tp_group)).wait()
 
 
 class VocabUtility:
-    """The rows of a vocabulary that a rank holds: [first, last), split evenly in rank order."""
+    """Computes the range of vocabulary rows [first, last) of each rank, for an even split in rank order."""
 
     @staticmethod
     def vocab_range_from_per_partition_vocab_size(
         per_partition_vocab_size: int, rank: int, world_size: int
     ) -> tuple[int, int]:
-        """Returns (first, last) of a rank that holds per_partition_vocab_size rows."""
+        """Returns (first, last) for `rank`, given the number of rows per rank."""
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}: must be from 0 to world_size - 1 ({world_size - 1})")
         return rank * per_partition_vocab_size, (rank + 1) * per_partition_vocab_size
 
     @staticmethod
     def vocab_range_from_global_vocab_size(global_vocab_size: int, rank: int, world_size: int) -> tuple[int, int]:
-        """Returns (first, last) of a rank. Raises ValueError if world_size does not divide global_vocab_size."""
+        """Returns (first, last) for `rank`. Raises ValueError if world_size does not divide global_vocab_size."""
         rows = divide(global_vocab_size, world_size)
         return VocabUtility.vocab_range_from_per_partition_vocab_size(rows, rank, world_size)

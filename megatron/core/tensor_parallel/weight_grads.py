@@ -1,14 +1,15 @@
-"""Fuses weight gradients with their accumulation: a product is added to the accumulation buffer as it is computed.
+"""Gradient accumulation fusion: GEMMs for weight gradients add directly to the accumulation buffer.
 
-Layers pass the factors of the product to `hand_over`. They do not depend on the wrapper that accumulates.
+Layers pass the operands of the GEMM to `hand_over`. They do not depend on the wrapper that accumulates gradients.
 
-[Note: gradient accumulation fusion] A wrapper with its own gradient memory registers as the owner of a weight's
-gradients. A layer's backward then passes the owner a WeightGrad, the factors of a product that is still to be computed,
-and passes nothing to autograd. This avoids allocating, writing and reading a tensor of the weight's size. Autograd's
-hook of the weight still runs once every use of it in this backward is done, with the gradient of its other uses.
+[Note: gradient accumulation fusion] A wrapper that accumulates gradients in separate memory (main_grad) registers as
+the owner of a weight's gradients. The backward of a layer then passes the owner a WeightGrad, the operands of a GEMM
+that is still to be computed, and passes nothing to autograd. This avoids allocating, writing and reading a tensor of
+the weight's size. The autograd hook of the weight still runs after all uses of the weight in this backward, with the
+gradient of its remaining uses.
 
-On a GPU a product of half-precision factors is added to an fp32 main_grad in fp32, whereas autograd would round it to
-half precision first, so main_grad has up to 16 more correct bits of each product. If dtypes are equal, only the order
+On a GPU the result of a half-precision GEMM is added to an fp32 main_grad in fp32, whereas autograd would first round
+it to half precision. main_grad therefore receives up to 16 more correct bits. If the dtypes are equal, only the order
 of scaling and adding differs, which affects the last digits. Deterministic mode uses no owner.
 """
 
@@ -21,20 +22,20 @@ from torch import Tensor, nn
 
 
 class WeightGrad(Protocol):
-    """The gradient of one use of a weight, not computed yet."""
+    """The gradient of one use of a weight, computed on demand."""
 
     def compute(self) -> Tensor:
-        """Computes the gradient: [*weight shape], the weight's dtype."""
+        """Returns the gradient: [*weight shape], the weight's dtype."""
         ...
 
     def fits(self, out: Tensor) -> bool:
-        """Returns whether add_to can add to such a tensor: [*weight shape], any float dtype."""
+        """Returns whether add_to supports the dtype and device of `out`: [*weight shape], any float dtype."""
         ...
 
     def add_to(self, out: Tensor, *, scale: float, is_zero: bool) -> None:
-        """Adds scale times the gradient to `out`: [*weight shape], any supported float dtype.
+        """Adds scale times the gradient to `out`: [*weight shape], a float dtype for which `fits` is True.
 
-        is_zero: whether `out` holds zeros and may be overwritten.
+        is_zero: whether `out` contains only zeros, so that it may be overwritten.
         """
         ...
 
@@ -42,8 +43,8 @@ class WeightGrad(Protocol):
 class GradOwner:
     """Accumulates the gradients of one weight.
 
-    main_grad: the accumulation buffer, [*weight shape]. take: called with the weight and each gradient, which it adds
-    immediately.
+    main_grad: accumulation buffer, [*weight shape]. take: called with the weight and each gradient; must add the
+    gradient before it returns.
     """
 
     def __init__(self, main_grad: Tensor, take: Callable[[nn.Parameter, WeightGrad], None]) -> None:
@@ -51,21 +52,21 @@ class GradOwner:
 
 
 def set_grad_owner(param: nn.Parameter, owner: GradOwner | None) -> None:
-    """Sets the object that accumulates a parameter's gradients, any shape and dtype; None means autograd alone."""
+    """Sets the owner that accumulates a parameter's gradients. None leaves them to autograd."""
     vars(param).update(grad_owner=owner)
 
 
 def has_grad_owner(weight: Tensor) -> bool:
-    """Returns whether an owner accumulates the gradient of this use of a weight, any shape and dtype."""
+    """Returns whether an owner accumulates the gradient of the current use of a weight: any shape and dtype."""
     return torch.is_grad_enabled() and weight.requires_grad and _owner_of(weight) is not None
 
 
 def hand_over(weight: Tensor, grad: WeightGrad, *, node: Any) -> Tensor | None:
-    """Passes a gradient to the weight's owner and returns None, or computes it for autograd. Called in backward.
+    """Passes a gradient to the weight's owner, or returns it for autograd. Called in backward.
 
-    weight: the leaf itself, any shape and dtype. node: the autograd node that accumulates its gradient. Returns the
-    gradient if the weight has no owner, if the dtypes are incompatible, or if the gradient was requested from autograd
-    or has a hook.
+    weight: the leaf itself, any shape and dtype. node: the autograd node that accumulates its gradient. The gradient is
+    computed and returned if the weight has no owner or has a hook, if the dtypes are incompatible, or if
+    torch.autograd.grad or create_graph requests it. Otherwise returns None.
     """
     owner = _owner_of(weight)
     if (
@@ -83,24 +84,25 @@ def hand_over(weight: Tensor, grad: WeightGrad, *, node: Any) -> Tensor | None:
 
 @dataclass(frozen=True)
 class LinearGrad:
-    """The WeightGrad of y = x W^T: rows, y's gradient [N, O], and x [N, I], one dtype; W is [O, I]."""
+    """WeightGrad of y = x W^T, where W is [O, I].
+
+    rows: [N, O], gradient of y; x: [N, I], the same dtype.
+    """
 
     rows: Tensor
     x: Tensor
 
     def compute(self) -> Tensor:
-        """Computes the weight's gradient: [O, I], the dtype of both factors."""
+        """Returns the weight's gradient: [O, I], the dtype of rows and x."""
         return self.rows.t().matmul(self.x)
 
     def fits(self, out: Tensor) -> bool:
-        """Returns whether `out`, [O, I], has the dtype of both factors, or is fp32 on a GPU with half-precision
-        factors.
-        """
+        """Returns whether `out`, [O, I], has the dtype of x, or is fp32 on a GPU with x in half precision."""
         return out.dtype == self.x.dtype or (out.dtype == torch.float32 and is_half_on_gpu(self.x))
 
     def add_to(self, out: Tensor, *, scale: float, is_zero: bool) -> None:
-        """Adds scale times the gradient to `out`, [O, I], a supported dtype; is_zero: overwrites it."""
-        # With beta 0, zeros are not read.
+        """Adds scale times the gradient to `out`: [O, I], a supported dtype. is_zero: overwrite `out`."""
+        # With beta 0, `out` is not read.
         beta = 0 if is_zero else 1
         if out.dtype == self.x.dtype:
             torch.addmm(out, self.rows.t(), self.x, beta=beta, alpha=scale, out=out)
@@ -109,14 +111,12 @@ class LinearGrad:
 
 
 def is_half_on_gpu(tensor: Tensor) -> bool:
-    """Returns whether products of a tensor, any shape and dtype, can be added to fp32 without rounding to half
-    precision.
-    """
+    """Returns whether GEMMs of a tensor, any shape and dtype, can add to fp32 without rounding to half precision."""
     return tensor.device.type == "cuda" and tensor.dtype in (torch.bfloat16, torch.float16)
 
 
 def look_up(ids: Tensor, weight: Tensor) -> Tensor:
-    """Looks up rows of a table: ids [*], int64; weight [V, H], any float dtype -> [*, H], same dtype."""
+    """Looks up embeddings. ids: [*], int64; weight: [V, H], any float dtype -> [*, H], same dtype."""
     if weight.device.type == "cpu" and has_grad_owner(weight):
         rows: Tensor = _LookUp.apply(ids, weight)
         return rows
@@ -138,7 +138,10 @@ class _LookUp(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _LookUpGrad:
-    """The WeightGrad of an embedding table [V, H] whose rows `ids`, [*], were read: grad [*, H]."""
+    """WeightGrad of an embedding table, [V, H].
+
+    grad: [*, H], gradient of the looked-up rows; ids: [*], their indices.
+    """
 
     grad: Tensor
     ids: Tensor
@@ -148,7 +151,7 @@ class _LookUpGrad:
         return torch.ops.aten.embedding_dense_backward(self.grad, self.ids, self.num_rows, -1, False)
 
     def fits(self, out: Tensor) -> bool:
-        # Added token by token, because narrow types would round each time.
+        # Rows are added token by token, which would round a narrow dtype each time.
         return out.dtype.itemsize >= 4
 
     def add_to(self, out: Tensor, *, scale: float, is_zero: bool) -> None:
@@ -162,11 +165,11 @@ def _owner_of(weight: Tensor) -> GradOwner | None:
 
 
 def _adds_up(node: Any) -> bool:
-    """Returns whether this backward adds to `.grad` of the leaf with that node.
+    """Returns whether this backward accumulates into `.grad` of the leaf with that node.
 
-    torch.autograd.grad, and backward with other inputs, do not.
+    torch.autograd.grad does not, nor does backward with `inputs` that exclude the leaf.
     """
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # torch's answer for a leaf whose gradient torch.autograd.grad returns
+    except RuntimeError:  # raised by torch for a leaf whose gradient torch.autograd.grad returns
         return False

@@ -179,7 +179,9 @@ def _is_opposite(flag: Flag | None, row: KnownFlag) -> bool:
 
 def _opposite(flag: Flag, row: KnownFlag) -> Flag:
     word = flag.flags[0]
-    return dataclasses.replace(flag, flags=row.flags, constant=not flag.constant, known=row, help=f"Not {word}.")
+    return dataclasses.replace(
+        flag, flags=row.flags, constant=not flag.constant, known=row, help=f"Opposite of {word}, and the default."
+    )
 
 
 def flags_of_class(config_class: type, known_by_word: dict[str, KnownFlag]) -> list[Flag]:

@@ -87,7 +87,7 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
             "--position-embedding-type",
             ["--rotary-interleaved needs --position-embedding-type rope"],
         ),
-        ("--rotary-scaling-factor 4", "", ["--rotary-scaling-factor is 4.0 and --rope-type is rope: must be yarn"]),
+        ("--rotary-scaling-factor 4", "", ["--rotary-scaling-factor is 4.0 but --rope-type is rope"]),
         (
             "--rope-type yarn --max-position-embeddings 32",
             "--position-embedding-type",

@@ -171,11 +171,11 @@ def test_unset_fields_follow_from_others() -> None:
         ),
         (
             {"lora_rank": 8, "num_moe_experts": 2, "expert_tensor_parallel_size": 2},
-            "expert_tensor_parallel_size is 2 and lora_rank is set: experts with adapters must be whole",
+            "expert_tensor_parallel_size is 2 and lora_rank is set: experts with adapters cannot be split",
         ),
         (
             {"tensor_model_parallel_size": 2, "num_moe_experts": 2},
-            "tensor_model_parallel_size is 2 and num_moe_experts is 2: experts also require --sequence-parallel",
+            "tensor_model_parallel_size is 2 and num_moe_experts is 2: experts then require --sequence-parallel",
         ),
         ({"bf16": True, "fp16": True}, "choose only one precision"),
     ],
@@ -277,7 +277,7 @@ def test_latent_attention_without_yarn_needs_no_other_field() -> None:
     assert (config.rope_type, config.original_max_position_embeddings, config.beta_fast) == ("yarn", 4096, 32)
     plain = MLATransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, rope_type="rope")
     assert plain.rope_type == "rope"
-    with pytest.raises(ValueError, match="beta_fast is 5.* and rope_type is rope: must be yarn"):
+    with pytest.raises(ValueError, match="beta_fast is 5.* but rope_type is rope: requires"):
         MLATransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, rope_type="rope", beta_fast=5)
 
 

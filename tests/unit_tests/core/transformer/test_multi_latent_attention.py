@@ -132,7 +132,7 @@ def test_matrices_are_those_of_keys_values_and_latents() -> None:
         ),
         (
             {**LLAMA_LIKE, "recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
-            "recompute_modules has mla_up_proj: requires multi_latent_attention",
+            "recompute_modules contains mla_up_proj: requires multi_latent_attention",
         ),
     ],
 )
@@ -156,7 +156,7 @@ def test_models_whose_positions_do_not_fit_are_refused(arguments: dict[str, Any]
 def test_layers_without_what_they_need_are_refused() -> None:
     spec = get_gpt_layer_local_submodules(None, False, True, True).self_attention
     attention = build_module(spec, config=small_config(**LATENT), layer_number=1)
-    with pytest.raises(ValueError, match="rotary_pos_emb is None: latent attention requires a table"):
+    with pytest.raises(ValueError, match="rotary_pos_emb is None: latent attention requires a rotary table"):
         attention(torch.zeros(4, 1, 32))
     with pytest.raises(ValueError, match="multi_latent_attention is False: must be True for MLASelfAttention"):
         build_module(spec, config=small_config(), layer_number=1)

@@ -153,7 +153,7 @@ def test_no_layers_have_no_spec() -> None:
     [
         ("Et|tL", "with 0 layers .*must be mtp_num_layers .1"),
         ("Et|tmmL", "with 2"),
-        ("Etm|tL", "same stage as the loss"),
+        ("Etm|tL", "before the loss, in the same stage"),
     ],
 )
 def test_layouts_that_place_other_layers_are_refused(layout: str, message: str) -> None:

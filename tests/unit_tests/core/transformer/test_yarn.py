@@ -98,9 +98,9 @@ def test_unset_fields_become_the_usual_ones_and_positions_of_latent_attention_ar
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"rotary_scaling_factor": 4.0}, "rotary_scaling_factor is 4.0 and rope_type is rope: must be yarn"),
-        ({"mscale_all_dim": 1.0, "rope_type": "rope"}, "mscale_all_dim is 1.0 and rope_type is rope: must be yarn"),
-        ({"yarn_correction_range_round_to_int": False}, "yarn_correction_range_round_to_int is False and rope_type"),
+        ({"rotary_scaling_factor": 4.0}, "rotary_scaling_factor is 4.0 but rope_type is rope: requires"),
+        ({"mscale_all_dim": 1.0, "rope_type": "rope"}, "mscale_all_dim is 1.0 but rope_type is rope: requires"),
+        ({"yarn_correction_range_round_to_int": False}, "yarn_correction_range_round_to_int is False but rope_type"),
         ({"rope_type": "yarn", "beta_slow": 32.0}, "beta_fast is 32.0: must be more than beta_slow \\(32.0\\)"),
         ({"rope_type": "yarn", "rotary_scaling_factor": 0.5}, "rotary_scaling_factor is 0.5: must be at least 1"),
         ({"rope_type": "linear"}, "rope_type is 'linear': must be one of rope, yarn"),
@@ -115,7 +115,7 @@ def test_impossible_settings_are_refused(fields: dict[str, Any], words: str) -> 
 @pytest.mark.parametrize(
     ("fields", "arguments", "words"),
     [
-        ({}, {"position_embedding_type": "yarn"}, "position_embedding_type is yarn and rope_type is rope: must be"),
+        ({}, {"position_embedding_type": "yarn"}, "position_embedding_type is yarn and rope_type is rope: both must be"),
         (
             {"rope_type": "yarn"},
             {"position_embedding_type": "none"},

@@ -230,8 +230,8 @@ STAGES = {"pipeline_model_parallel_size": 2, "num_layers": 4, "pipeline_dtype": 
     ({**FULL_RECOMPUTE, "recompute_method": "uniform"}, "recompute_granularity is full for every layer"),
     (FULL_RECOMPUTE, "recompute_granularity is full for every layer"),
     ({**FULL_RECOMPUTE, **STAGES}, "recompute_granularity is full for every layer"),
-    ({"moe_layer_recompute": True}, "recompute_modules has moe"),
-    ({"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]}, "offload_modules has moe_act"),
+    ({"moe_layer_recompute": True}, "recompute_modules contains moe"),
+    ({"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]}, "offload_modules contains moe_act"),
     ({"moe_layer_freq": [1, 0], "cpu_offloading_num_layers": 1}, "cpu_offloading_num_layers is 1, which offloads"),
     ({"moe_paged_stash": False, "cpu": 0.5}, "factor_cpu is 0.5: requires moe_paged_stash"),
 ])  # fmt: skip
@@ -244,5 +244,5 @@ def test_sizes_in_bytes_take_decimal_and_binary_units() -> None:
     texts = {"512MB": 512 * 10**6, "2GiB": 2 << 30, "1.5 kib": 1536, "7": 7, "8B": 8, "3TB": 3 * 10**12}
     assert {text: parse_bytes(text) for text in texts} == texts
     for wrong in ("", "MB", "-1MB", "2 parsecs", "1e9", "nan"):
-        with pytest.raises(ValueError, match="size is .*: must be a number of bytes, or one with a unit"):
+        with pytest.raises(ValueError, match="size is .*: must be a number of bytes, optionally with a unit"):
             parse_bytes(wrong)
