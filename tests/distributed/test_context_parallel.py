@@ -157,7 +157,7 @@ def test_what_two_levels_do_not_have_is_refused_by_name() -> None:
     expected = [
         rf"{sizes}, but the groups of pg_collection.hcp have \[\] ranks",
         rf"{sizes}, but the groups of pg_collection.hcp have \[4, 1\] ranks",
-        "cp_comm_type is a2a\\+p2p and the attention core is a Identity: must be a DotProductAttention",
+        "cp_comm_type is a2a\\+p2p and the attention core is a Identity: the core must be a DotProductAttention",
         rf"cp_comm_type is a2a\+p2p, {sizes} and a rank has 1 key/value heads: must be divisible by 2",
         r"the attention mask is \[1, 1, 32, 32\] and context_parallel_size is 4: must be causal",
     ]

@@ -76,12 +76,15 @@ def test_the_layers_that_were_chosen_have_them() -> None:
     [
         (
             {"lora_target_modules": ["linear_kv_up_proj", "linear_fc1"]},
-            "has linear_kv_up_proj, .* linear_qkv linear_proj",
+            "contains linear_kv_up_proj, .* linear_qkv linear_proj",
         ),
-        ({**LATENT, "lora_target_modules": ["linear_qkv"]}, "has linear_qkv, .* linear_q_down_proj linear_q_up_proj"),
+        (
+            {**LATENT, "lora_target_modules": ["linear_qkv"]},
+            "contains linear_qkv, .* linear_q_down_proj linear_q_up_proj",
+        ),
         (
             {**MODELS["latent"], "q_lora_rank": None},
-            "has linear_q_down_proj linear_q_up_proj, .* linear_q_proj linear_kv",
+            "contains linear_q_down_proj linear_q_up_proj, .* linear_q_proj linear_kv",
         ),
     ],
 )

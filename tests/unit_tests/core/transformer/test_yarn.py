@@ -115,7 +115,11 @@ def test_impossible_settings_are_refused(fields: dict[str, Any], words: str) -> 
 @pytest.mark.parametrize(
     ("fields", "arguments", "words"),
     [
-        ({}, {"position_embedding_type": "yarn"}, "position_embedding_type is yarn and rope_type is rope: both must be"),
+        (
+            {},
+            {"position_embedding_type": "yarn"},
+            "position_embedding_type is yarn and rope_type is rope: both must be",
+        ),
         (
             {"rope_type": "yarn"},
             {"position_embedding_type": "none"},
