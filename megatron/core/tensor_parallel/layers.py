@@ -154,7 +154,7 @@ class ColumnParallelLinear(CopiedWithGroups):
         }
 
     def extra_repr(self) -> str:
-        """Returns the sizes for repr."""
+        """Returns the sizes of the layer, which repr shows."""
         return _sizes_of(self, has_bias=self.bias is not None)
 
     def forward(
@@ -298,7 +298,7 @@ class RowParallelLinear(CopiedWithGroups):
         return {"weight": pieces}
 
     def extra_repr(self) -> str:
-        """Returns the sizes for repr."""
+        """Returns the sizes of the layer, which repr shows."""
         return _sizes_of(self, has_bias=self.bias is not None)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -243,7 +243,7 @@ class Shift:
     sent: Tensor
 
     def wait(self) -> Tensor:
-        """Waits for the transfer and returns the received tensor, any shape and dtype."""
+        """Waits for the transfer and returns the received tensor: any shape and dtype."""
         for request in self.requests:
             request.wait()
         return self.received

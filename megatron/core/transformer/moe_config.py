@@ -27,7 +27,7 @@ class CapacityConfig:
     )
     moe_token_drop_policy: str = config_field(
         "probs",
-        help="Tokens to drop when an expert is full: those with the smallest weights (probs) or the last ones "
+        help="Tokens to drop when an expert is full: the tokens with the smallest weights (probs) or the last tokens "
         "(position).",
         choices=("probs", "position"),
     )

@@ -218,7 +218,7 @@ class MLASelfAttention(Attention):
         return [(query.weight, of_query.flatten()), (self.linear_kv_up_proj.weight, of_both.flatten())]
 
     def weight_matrices(self) -> dict[str, list[MatrixWindow]]:
-        """Describes the up projection as matrices for keys and values, and the down projection for C and P channels."""
+        """Describes linear_kv_up_proj as a key and a value matrix, and splits linear_kv_down_proj into C and P rows."""
         config = self.config
         heads, inner, columns = self.num_heads, config.kv_lora_rank, config.hidden_size
         key, value = config.qk_head_dim, config.v_head_dim

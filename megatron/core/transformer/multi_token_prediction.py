@@ -48,7 +48,7 @@ class MultiTokenPredictionBlockSubmodules:
 
 
 class MultiTokenPredictionLayer(MegatronModule):
-    """Computes norm(layer(W [norm(embedding of the token k ahead); norm(hidden states)])) at depth k."""
+    """Layer of prediction depth k: norm(layer(W [norm(embedding of the token k ahead); norm(hidden states)]))."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ class MuPConfig:
     mup_width_mult: float = config_field(
         1.0,
         more_than=0,
-        help="Hidden size divided by that of the base model, on which the hyperparameters were tuned.",
+        help="Ratio of the hidden size to the hidden size of the base model, on which hyperparameters were tuned.",
     )
     mup_base_hidden_size: int | None = config_field(
         None, at_least=1, help="Hidden size of the base model, an alternative to --mup-width-mult."

@@ -41,7 +41,7 @@ class LayerNorm(CopiedWithGroups):
         return {"weight": ConstantInit(0 if self.zero_centered else 1), "bias": ConstantInit(0)}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalizes x: [*, hidden_size], any float dtype -> same shape, the narrower of x's dtype and the weight's."""
+        """Normalizes x: [*, hidden_size], any float dtype. The result has the narrower dtype of x and weight."""
         dtype = narrower(x.dtype, self.weight.dtype)
         if not self.zero_centered and x.dtype == dtype:
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
@@ -65,7 +65,7 @@ class RMSNorm(CopiedWithGroups):
         return {"weight": ConstantInit(0 if self.zero_centered else 1)}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalizes x: [*, hidden_size], any float dtype -> same shape, the narrower of x's dtype and the weight's."""
+        """Normalizes x: [*, hidden_size], any float dtype. The result has the narrower dtype of x and weight."""
         scale = one_plus(self.weight) if self.zero_centered else self.weight
         return rms_norm(x, scale, eps=self.eps, dtype=narrower(x.dtype, self.weight.dtype))
 

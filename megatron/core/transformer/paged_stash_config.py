@@ -52,8 +52,8 @@ class PagedStashConfig:
     )
     moe_paged_stash_buffer_size_factor_cpu: float = config_field(
         0.0,
-        help="Number of pages in pinned host memory, used when the device has no free page; a multiple of the same "
-        "number of pages as the device factor.",
+        help="Number of pages in pinned host memory, which are used when no device page is free; a multiple of the "
+        "same base as the device factor.",
     )
     moe_paged_stash_buffer_bytes: int | None = config_field(
         None,

@@ -1,6 +1,6 @@
 """Rotary position embedding: tables of cosines and sines, and their application to queries and keys.
 
-[Note: YaRN] YaRN (Peng et al., 2023) extends a model to contexts longer than it was trained for. It lowers the slow
+[Note: YaRN] YaRN (Peng et al., 2023) extends a model to contexts longer than it was trained for. It reduces low
 frequencies and scales rotated queries and keys. The weights mscale and mscale_all_dim come from DeepSeek-V2.
 """
 

@@ -127,7 +127,7 @@ def validate_topk(config: RouterConfig, num_experts: int) -> None:
 
 
 def validate_groups(config: RouterConfig, num_experts: int) -> None:
-    """Raises ValueError if groups do not divide the experts, or the allowed groups have fewer than top-k experts."""
+    """Raises ValueError if groups do not divide the experts, or if a token's groups contain fewer than top-k."""
     groups, group_topk, topk = config.moe_router_num_groups, config.moe_router_group_topk, config.moe_router_topk
     if groups is None and group_topk is None:
         if config.moe_router_group_score != "sum":

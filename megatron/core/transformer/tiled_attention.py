@@ -111,7 +111,7 @@ class Alone(KeyValueExchange):
 
 
 class _Kept(GradientReturn):
-    """Keeps the gradient of the only block."""
+    """GradientReturn for a single rank, which keeps the gradient of its only block."""
 
     def __init__(self) -> None:
         self._share: KeysAndValues | None = None

@@ -193,7 +193,7 @@ def require_layout(config: TransformerConfig, groups: ProcessGroupCollection) ->
     """Raises ValueError if the sizes of the groups differ from config, or if config lacks model sizes.
 
     Tensor-parallel sizes that config leaves at 1 are first set to the group sizes, because scripts of Megatron-LM
-    rarely set them; its layers only read the groups.
+    rarely set them. The layers of Megatron-LM only read the groups.
     """
     config.take_tensor_sizes(tp=group_size(groups.tp), expt_tp=group_size(groups.expt_tp))
     names = {"tp": "tensor_model_parallel_size", "cp": "context_parallel_size", "pp": "pipeline_model_parallel_size"}

@@ -168,8 +168,9 @@ class TransformerLayer(GraphableMegatronModule, Drawing):
 
         hidden_states: [S, B, H], config.hidden_dtype. attention_mask: bool, True where attention is forbidden, or None.
         padding_mask: [B, S], bool, True for tokens that router losses and loads ignore; they are computed like other
-        tokens. Under sequence parallelism, S is this rank's part of the sequence. Other arguments and kwargs must be
-        None. Raises ValueError for a padding_mask if the forward of the layer's experts does not accept it.
+        tokens. Under sequence parallelism, S is this rank's part of the sequence. All other arguments except
+        rotary_pos_emb and packed_seq_params must be None. Raises ValueError for a padding_mask if the forward of the
+        layer's experts does not accept it.
         """
         others = context, context_mask, rotary_pos_cos, rotary_pos_sin, rotary_pos_cos_sin, attention_bias
         # Counts None in one call, not with a test per argument, because this runs for each layer and micro-batch.

@@ -243,7 +243,7 @@ class GPTModel(GraphableMegatronModule):
         return hidden_states
 
     def _share(self, loss: Tensor, count: Tensor) -> Tensor:
-        """Scales a loss that is summed over `count` tokens for backward, as the next token's loss is scaled.
+        """Scales a loss that is summed over `count` tokens in the same way as the loss of the next token, for backward.
 
         loss, count: [], fp32 or fp64. Returns [], the dtype of the loss.
         """
