@@ -180,7 +180,7 @@ class ContextParallelAttention:
 
 
 class ExchangeOfChunks(KeyValueExchange):
-    """Base class of exchanges between ranks that hold two chunks of every sequence each."""
+    """Base class of exchanges in which each rank holds two chunks of every sequence."""
 
     def held_by(self, rank: int) -> list[Stretch]:
         return stretches(chunks_of_rank(self.seq_length, size=self.size, rank=rank))

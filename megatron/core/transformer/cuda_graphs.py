@@ -101,7 +101,7 @@ class CudaGraphManager:
 
     1. Before the first step, `graph_layers` creates a GraphedRun for each part, which layers call instead of `run`.
     2. The first cuda_graph_warmup_steps training steps run eagerly. A change of the fingerprint drops all graphs, and
-       the next step runs eagerly too.
+       one more step runs eagerly.
     3. Afterwards, a part called with gradients enabled acquires a free slot, or captures one, and replays it; see
        [Note: slots] and [Note: lanes]. Calls without gradients, within backward, or beyond _MAX_SIGNATURES run eagerly.
     4. If the capture of a part fails, the part logs a warning and runs eagerly from then on. Ranks may differ in this,

@@ -108,7 +108,7 @@ class InitialValues:
 
 def _place(piece: LogicalPiece) -> str:
     # Not the name of the parameter, because the copy of a tied weight has a different name than the original. The
-    # first piece has the bare key, so that it does not depend on whether the layer is split.
+    # piece at offset 0 has the bare key, like the only piece of a layer that is not split.
     return f"{piece.key}@{piece.global_offset}" if any(piece.global_offset) else piece.key
 
 

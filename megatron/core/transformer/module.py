@@ -182,10 +182,10 @@ class Float16Module(ModelWrapper):
         return model.sharded_state_dict(prefix, *args, **kwargs)
 
     def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
-        """Runs the module with floating-point arguments cast to half precision, and casts its outputs to fp32.
+        """Runs the module with floating-point arguments cast to half precision, and casts its floating-point outputs.
 
-        fp32_output: False returns the outputs without a cast. The last stage casts to fp32, other stages only with
-        fp32_residual_connection.
+        Outputs are fp32 on the last stage and with fp32_residual_connection, otherwise half precision. fp32_output:
+        False returns them without a cast.
         """
         args = tuple(cast_floating(value, self.dtype) for value in inputs)
         kwargs = {name: cast_floating(value, self.dtype) for name, value in kwargs.items()}

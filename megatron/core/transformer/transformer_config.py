@@ -219,7 +219,8 @@ class TransformerConfig(
         if self.init_method is None:
             self.init_method = NormalInit(std)
         if self.output_layer_init_method is None:
-            # Each transformer layer adds two outputs to the residual stream. Their sum should have the variance of one.
+            # Each transformer layer adds two outputs to the residual stream. The variance of the sum over all layers
+            # should be that of one output.
             self.output_layer_init_method = NormalInit(std / math.sqrt(2 * max(1, self.num_layers)))
         if self.embedding_init_method is None:
             of_embeddings = self.embedding_init_method_std

@@ -64,8 +64,8 @@ def get_transformer_layer_offset(
 ) -> int:
     """Returns the number of layers that precede a chunk in the model.
 
-    vp_stage: index of the chunk in its stage; None means the only chunk. pp_rank: None means this rank's. Raises
-    ValueError for a stage or chunk that does not exist.
+    vp_stage: index of the chunk in its stage; None means the only chunk. pp_rank: None means the rank of this
+    process. Raises ValueError for a stage or chunk that does not exist.
     """
     counts = layers_per_part(config, num_layers=config.num_layers)
     return layer_offset(counts, part_of_model(config, vp_stage, pp_rank=pp_rank))
