@@ -26,12 +26,12 @@ _NO_DSA = "sparse attention with an indexer is not supported"
 _NO_MHC = "layers have a single residual stream here"
 _NO_FSDP = "Megatron-FSDP is not supported; use torch's FSDP2 or use_distributed_optimizer"
 _NO_BACK_END = "backends of the flex dispatcher have no separate settings here"
-_NO_GROUPED = "only routed experts are grouped here, by moe_grouped_gemm"
+_NO_GROUPED = "moe_grouped_gemm groups only routed experts here"
 _LATE_GRADIENTS = "weight gradients are computed together with input gradients here"
-_WHOLE_LAYERS = "offloading of whole layers moves activations, with one buffer each"
+_WHOLE_LAYERS = "whole-layer offloading moves only activations, without double buffering"
 _BY_DEVICE = "the device determines the kernels here"
 _SAME_RESULTS = "it trades time for memory, with the same results"
-_LOGS_CONFIG = "the training loop writes configurations to the run's files"
+_LOGS_CONFIG = "the training loop writes the configuration to the run's files"
 
 
 # ModelParallelConfig.
@@ -53,15 +53,13 @@ class AbsentParallelFields:
         False, why="all micro-batches have the same length here; pack samples to that length"
     )
     max_seqlen_per_dp_cp_rank: int | None = unsupported_field(
-        None, why="context parallelism has one size for all samples here"
+        None, why="all samples use the same context-parallel size here"
     )
-    hybrid_context_parallel: bool = unsupported_field(
-        False, why="context parallelism has one size for all samples here"
-    )
+    hybrid_context_parallel: bool = unsupported_field(False, why="all samples use the same context-parallel size here")
     mtp_standalone: bool = unsupported_field(
         False, why="pipeline_model_parallel_layout places layers of multi-token prediction here"
     )
-    batch_p2p_comm: bool = no_effect_field(True, why="the way transfers are launched does not change their contents")
+    batch_p2p_comm: bool = no_effect_field(True, why="it changes only how transfers are launched")
     batch_p2p_sync: bool = no_effect_field(True, why="transfers are ordered by streams")
     overlap_p2p_comm_warmup_flush: bool = no_effect_field(False, why="it selects an overlap; results are the same")
     deallocate_pipeline_outputs: bool = no_effect_field(False, why=_SAME_RESULTS)
@@ -94,16 +92,14 @@ class AbsentTransformerEngineOverlapFields:
 class AbsentComputeFields:
     """Precision, gradients and memory of a step."""
 
-    enable_autocast: bool = unsupported_field(False, why="parameters have the dtype in which they are computed here")
-    autocast_dtype: torch.dtype | None = unsupported_field(
-        None, why="parameters have the dtype in which they are computed here"
-    )
+    enable_autocast: bool = unsupported_field(False, why="autocast is not used here")
+    autocast_dtype: torch.dtype | None = unsupported_field(None, why="autocast is not used here")
     moe_grad_scale_func: Any = unsupported_field(None, why="grad_scale_func also scales the losses of routers")
     mtp_grad_scale_func: Any = unsupported_field(
         None, why="grad_scale_func also scales the losses of multi-token prediction"
     )
     num_microbatches_with_partial_activation_checkpoints: int | None = unsupported_field(
-        None, why="all micro-batches are recomputed in the same way here"
+        None, why="all micro-batches use the same recomputation here"
     )
     delay_wgrad_compute: bool = no_effect_field(False, why=_LATE_GRADIENTS)
     overlap_dispatch_backward_with_experts_wgrad: bool = no_effect_field(False, why=_LATE_GRADIENTS)
@@ -115,7 +111,7 @@ class AbsentComputeFields:
     cpu_offloading_weights: bool = unsupported_field(False, why=_WHOLE_LAYERS)
     cpu_offloading_double_buffering: bool = unsupported_field(False, why=_WHOLE_LAYERS)
     cpu_offloading_retain_pinned_cpu_buffers: bool = no_effect_field(False, why=_SAME_RESULTS)
-    _cpu_offloading_context: Any = unsupported_field(None, why="the block moves activations itself")
+    _cpu_offloading_context: Any = unsupported_field(None, why="the transformer block offloads activations itself")
     barrier_with_L1_time: bool = no_effect_field(True, why="it only adds to the times that are logged")
 
 
@@ -127,22 +123,24 @@ class AbsentLayerFields:
     """Parts of layers."""
 
     apply_residual_connection_post_layernorm: bool = unsupported_field(
-        False, why="residuals are added before norms here"
+        False, why="residual connections start before the norm here"
     )
     apply_query_key_layer_scaling: bool = unsupported_field(
         False, why="scores are computed in fp32 and need no scaling by layer"
     )
     qk_l2_norm: bool = unsupported_field(False, why="queries and keys use the norm of qk_layernorm here")
-    no_rope_freq: int | list[int] | None = unsupported_field(None, why="all layers have the same positions here")
+    no_rope_freq: int | list[int] | None = unsupported_field(
+        None, why="rotary embeddings are applied in every layer here"
+    )
     flash_attention_version: int | None = unsupported_field(None, why="attention_backend chooses the kernel here")
-    test_mode: bool = unsupported_field(False, why="layers have a single mode here")
+    test_mode: bool = unsupported_field(False, why="layers have no test mode here")
     mtp_use_repeated_layer: bool = unsupported_field(False, why="each predicted token has its own layer here")
     mtp_detach_heads: bool = unsupported_field(False, why="losses of additional tokens train the whole model here")
     mtp_hsm: bool = unsupported_field(False, why="only mtp_num_layers predicts additional tokens")
     mtp_hybrid_override_pattern: str | None = unsupported_field(None, why=_NO_HYBRID)
     mrope_section: list[int] | None = unsupported_field(None, why="only text models are trained here")
     mlp_chunks_for_training: int = unsupported_field(
-        1, why="use recompute_modules to save memory in feed-forward layers"
+        1, why="use recompute_modules to reduce the memory of feed-forward layers"
     )
     disable_bf16_reduced_precision_matmul: bool = unsupported_field(
         False, why="torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction sets it for the process"
@@ -182,9 +180,9 @@ class AbsentKernelFields:
     cuda_graph_use_single_mempool: bool = no_effect_field(True, why=_SAME_RESULTS)
     cuda_graph_retain_backward_graph: bool = no_effect_field(False, why=_SAME_RESULTS)
     high_priority_a2a_comm_stream: bool = no_effect_field(False, why="it selects an overlap; results are the same")
-    enable_cuda_graph: bool = unsupported_field(False, why="it is the old name of cuda_graph_impl local")
-    external_cuda_graph: bool = unsupported_field(False, why="use cuda_graph_impl local")
-    cuda_graph_scope: Any = unsupported_field(None, why="it is the old name of cuda_graph_modules")
+    enable_cuda_graph: bool = unsupported_field(False, why="replaced by cuda_graph_impl='local'")
+    external_cuda_graph: bool = unsupported_field(False, why="replaced by cuda_graph_impl='local'")
+    cuda_graph_scope: Any = unsupported_field(None, why="renamed to cuda_graph_modules")
 
 
 @dataclass(kw_only=True)
@@ -203,7 +201,7 @@ class AbsentExpertFields:
         None, why="gate and input are halves of a weight here, not interleaved"
     )
     moe_router_topk_limited_devices: int | None = unsupported_field(
-        None, why="it is the old name of moe_router_group_topk with moe_router_num_groups"
+        None, why="replaced by moe_router_group_topk with moe_router_num_groups"
     )
     moe_router_quantile_balancing_ema: float = unsupported_field(0.0, why="quantile balancing is not supported")
     moe_router_force_biased: float | None = unsupported_field(
@@ -382,7 +380,7 @@ class AbsentDataParallelFields:
 
 
 _NO_RULE = "this update rule is not supported"
-_OWN_MUON = "Muon uses the single iteration of muon.py here"
+_OWN_MUON = "Muon always uses the Newton-Schulz coefficients of torch.optim.Muon here"
 
 
 @dataclass(kw_only=True)
@@ -407,7 +405,7 @@ class AbsentOptimizerFields:
     adaptive_muon_beta2: float = unsupported_field(0.95, why=_NO_RULE)
     adaptive_muon_eps: float = unsupported_field(1e-8, why=_NO_RULE)
     use_layer_wise_distributed_optimizer: bool = unsupported_field(
-        False, why="use_distributed_optimizer shards by elements here"
+        False, why="use_distributed_optimizer shards by element, not by layer"
     )
     use_torch_optimizer_for_cpu_offload: bool = no_effect_field(False, why=_BY_DEVICE)
     pin_cpu_grads: bool = no_effect_field(True, why="host copies are always in pinned memory with a GPU")

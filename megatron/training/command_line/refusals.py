@@ -1,7 +1,7 @@
-"""Advice for each rejected flag, and the reason for each flag that is accepted without an effect.
+"""Lists the advice for each rejected flag, and the reason for each flag that is accepted without an effect.
 
-Patterns are tried in order against the flag's first option string, and the first match counts. A flag that is in
-neither a configuration nor HARMLESS is rejected, unless its value is the default.
+Patterns are tried in order against the flag's first option string, and the first match counts. A flag that is neither
+a configuration field nor in HARMLESS is rejected, unless its value is the default.
 
 When a feature is added, edit megatron/core/absent_config.py (configuration fields), this file (flags),
 tools/translations.yaml (flags in launch scripts) and tools/megatron_api_unsupported.yaml (all other names).
@@ -13,60 +13,64 @@ _INFERENCE = (
     "serving is outside this framework: train here, export the checkpoint and serve it with an inference engine"
 )
 _RL = "RL training is outside this framework: train here, then use the checkpoint in your RL trainer"
-_HYBRID = "only transformer layers are supported: there are no Mamba, GDP or hybrid layer patterns"
+_HYBRID = "only transformer layers are supported: Mamba, GDP and hybrid layer patterns are not"
 _VISION = "only text models are supported: remove the vision flags"
 _RETRIEVAL = "only GPT models are supported: BERT, ICT and retriever training are not"
 _ENCODER = "only decoder models are supported: use --num-layers and --seq-length"
-_TE_OVERLAP = "overlap of tensor-parallel communication inside Transformer Engine's kernels is not used: remove it"
+_TE_OVERLAP = (
+    "tensor-parallel communication is not overlapped inside Transformer Engine's kernels: remove the --tp-comm flags"
+)
 _NO_FP8 = "8- and 4-bit training is not supported: use --bf16"
-_OTHER_MODEL = "models that need it cannot be trained here"
-_VARIANT = f"no --experimental-attention-variant is supported: {_OTHER_MODEL}"
+_OTHER_MODEL = "models that require it cannot be trained here"
+_VARIANT = f"no experimental attention variant is supported: {_OTHER_MODEL}"
 _DSA = "sparse attention with an indexer is not supported: remove the --dsa flags"
 _MTP = "multi-token prediction is configured only by --mtp-num-layers and --mtp-loss-scaling-factor"
-_RESTART = "restarts are the launcher's task: use torchrun --max-restarts and --load, which resume bit for bit"
-_FLIGHT = "set PyTorch's own TORCH_NCCL_TRACE_BUFFER_SIZE and TORCH_FR_BUFFER_SIZE environment variables instead"
+_RESTART = (
+    "the launcher restarts runs: use torchrun --max-restarts with --load, which resumes with bit-identical results"
+)
+_FLIGHT = "set PyTorch's environment variables TORCH_NCCL_TRACE_BUFFER_SIZE and TORCH_FR_BUFFER_SIZE instead"
 _ONE_LOGGER = "this logging service is not supported: use --tensorboard-dir"
-_MSC = "only file systems are supported: mount the object store and give a path"
-_ASYNC_TUNING = "asynchronous saves have no further settings: use only --async-save"
-_CANONICAL = "checkpoints are independent of the layout (--ckpt-format torch_dist) and need no such setting"
+_MSC = "object stores are not supported: mount the store and pass a path"
+_ASYNC_TUNING = "asynchronous saves have no further settings: use --async-save alone"
+_CANONICAL = "checkpoints do not depend on the parallel layout (--ckpt-format torch_dist): remove this flag"
 _FSDP = "Megatron-FSDP is not supported: use --use-torch-fsdp2 or --use-distributed-optimizer"
 _GTP = "generalised tensor parallelism is not supported: use --tensor-model-parallel-size"
-_DUMPS = "the training loop does not dump tensors at intervals: read them from the checkpoints of --save-interval"
-_NCCL = "set it through NCCL's environment variables (NCCL_*) instead"
-_DISTILL = "distillation from stored logits is not supported: train on the data itself"
+_DUMPS = "the training loop does not dump tensors: read them from the checkpoints written every --save-interval steps"
+_NCCL = "configure NCCL through its environment variables (NCCL_*) instead"
+_DISTILL = "distillation from stored logits is not supported: remove the --logits flags"
 _MHC = "hyper-connections are not supported: layers have a single residual stream"
-_DATA_LISTS = "give the paths themselves: --data-path, or --train-data-path, --valid-data-path and --test-data-path"
-_FIM_TOKENS = "fill-in-the-middle samples are not generated: prepare them before tools/preprocess_data.py"
-_TOKENIZER_FILE = "the tokenizer is used as its file defines it: put the setting into the file of --tokenizer-model"
+_DATA_LISTS = "pass the paths directly: --data-path, or --train-data-path, --valid-data-path and --test-data-path"
+_FIM_TOKENS = "fill-in-the-middle samples are not generated: prepare them before running tools/preprocess_data.py"
+_TOKENIZER_FILE = "the tokenizer is used as its file defines it: change the setting in the --tokenizer-model file"
 _CHATS = "tools/preprocess_data.py turns chats into tokens and loss masks (docs/chats.md), and --data-path reads them"
 _ROUTING_TRACE = "use --record-routing, which writes the routing of a run to a file"
-_FUSED_KERNELS = "kernels are chosen by the device, not by flags: remove it"
-_DEEPEP = "the dispatcher is chosen by --moe-token-dispatcher-type, and its back ends have no flags of their own"
-_OFFLOAD_PINNED = "with a GPU, host copies are always in pinned memory: remove it"
+_FUSED_KERNELS = "the device determines the kernels: remove these flags"
+_DEEPEP = "--moe-token-dispatcher-type selects the dispatcher, and its backends have no further settings"
+_OFFLOAD_PINNED = "with a GPU, host copies are always in pinned memory: remove these flags"
 
 REFUSALS: tuple[tuple[str, str], ...] = (
     # Old names of working flags.
-    (r"--model-parallel-size$", "it is the old name of --tensor-model-parallel-size"),
-    (r"--batch-size$", "it is the old name of --micro-batch-size"),
-    (r"--warmup$", "it is the old name of --lr-warmup-fraction"),
-    (r"--checkpoint-activations$", "it is the old name of --recompute-activations"),
+    (r"--model-parallel-size$", "renamed to --tensor-model-parallel-size"),
+    (r"--batch-size$", "renamed to --micro-batch-size"),
+    (r"--warmup$", "renamed to --lr-warmup-fraction"),
+    (r"--checkpoint-activations$", "renamed to --recompute-activations"),
     (r"--encoder-num-layers$|--decoder-num-layers$|--(en|de)coder-seq-length$", _ENCODER),
     (r"--use-dist-ckpt$", "checkpoints are always distributed: remove it"),
-    (r"--dist-ckpt-format$", "it is the old name of --ckpt-format"),
+    (r"--dist-ckpt-format$", "renamed to --ckpt-format"),
     (r"--enable-cuda-graph$", "use --cuda-graph-impl local"),
-    (r"--external-cuda-graph$", "use --cuda-graph-impl transformer_engine or local"),
-    (r"--cuda-graph-scope$", "it is the old name of --cuda-graph-modules"),
+    (r"--external-cuda-graph$", "use --cuda-graph-impl local"),
+    (r"--cuda-graph-scope$", "renamed to --cuda-graph-modules"),
     (r"--moe-enable-deepep$", "use --moe-token-dispatcher-type flex with --moe-flex-dispatcher-backend deepep"),
     (r"--moe-router-padding-for-", _NO_FP8),
     (r"--record-shapes$", "use --use-pytorch-profiler"),
     (r"--disable-msc$", "the multi-storage client is not used: remove it"),
     (r"--enable-msc$", _MSC),
-    (r"--local-rank$", "torchrun gives the local rank through the LOCAL_RANK environment variable"),
-    (r"--exit-signal-handler-for-", "there is one handler for the whole run: use --exit-signal-handler"),
+    (r"--local-rank$", "torchrun passes the local rank in the LOCAL_RANK environment variable: remove it"),
+    (r"--exit-signal-handler-for-", "a single handler covers the whole run: use --exit-signal-handler"),
     (r"--use-mp-args-from-checkpoint-args$", _CANONICAL),
     (
         r"--no-use-tokenizer-model-from-checkpoint-args$",
-        "--use-checkpoint-args adopts only the model's shape: remove it",
+        "--use-checkpoint-args reads only the model's shape: remove it",
     ),
     (
         r"--no-weight-decay-cond-type$",
@@ -92,20 +96,23 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     (r"--gtp-|--(expert-)?tensor-parallel-num-weight-shards", _GTP),
     (
         r"--mrope-section|--no-rope-freq",
-        "positions rotate in all layers: use only --position-embedding-type rope",
+        "rotary embeddings are applied in every layer: use --position-embedding-type rope alone",
     ),
     (r"--relative-attention-", "relative positions are not supported: use --position-embedding-type rope"),
-    (r"--(max-seqlen-per-dp-cp-rank|hybrid-context-parallel)", "context is split evenly: use --context-parallel-size"),
-    (r"--heterogeneous-", "all layers have one shape: use --num-layers and --moe-layer-freq"),
+    (
+        r"--(max-seqlen-per-dp-cp-rank|hybrid-context-parallel)",
+        "all sequences use the same context-parallel size: use --context-parallel-size",
+    ),
+    (r"--heterogeneous-", "all layers have the same shape: use --num-layers and --moe-layer-freq"),
     (r"--moe-(deepep|hybridep|flex-dispatcher|permute-fusion-into|ncclep)", _DEEPEP),
     (r"--moe-routing-trace-", _ROUTING_TRACE),
-    (r"--moe-upcycling-", "--moe-use-upcycling makes each expert a copy of the whole dense layer: leave it at 1"),
+    (r"--moe-upcycling-", "--moe-use-upcycling copies the whole dense layer to each expert: leave this flag at 1"),
     (r"--logits-", _DISTILL),
     (r"--fault-injector-", "faults are injected by the project's own tests, not by flags"),
     (r"--inprocess-|--adlr-|--enable-ft-package|--calc-ft-timeouts|--ft-num-", _RESTART),
     (r"--one-logger-|--no-one-logger|--app-tag-", _ONE_LOGGER),
-    (r"--otel-", "telemetry is written to --tensorboard-dir and the run's JSONL file"),
-    (r"--straggler-|--disable-straggler-", "--log-straggler needs no settings of its own: remove it"),
+    (r"--otel-", "metrics are written to --tensorboard-dir and the run's JSONL file: remove the --otel flags"),
+    (r"--straggler-|--disable-straggler-", "--log-straggler has no further settings: remove these flags"),
     (r"--run-workload-inspector-server", "inspect a run with --profile and --tensorboard-dir"),
     (r"--log-(device-memory-used|memory-interval)", "use --log-memory-to-tensorboard"),
     (r"--log-energy", "energy is not measured: read it from nvidia-smi or the cluster"),
@@ -125,7 +132,7 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     (r"--(tokenizer-|tiktoken-num-|no-tokenizer-)", _TOKENIZER_FILE),
     (
         r"--trust-remote-code",
-        "code that comes with a tokenizer is never executed: give its tokenizer.json as --tokenizer-model",
+        "code shipped with a tokenizer is never executed: pass its tokenizer.json as --tokenizer-model",
     ),
     (r"--use-gigatoken", "use --tokenizer-type HuggingFaceTokenizer with a tokenizer.json"),
     (r"--no-pad-vocab-size", "use --make-vocab-size-divisible-by 1"),
@@ -135,83 +142,86 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     (r"--no-initialization", "weights are always initialized: use --load to replace them"),
     (
         r"--overlap-dispatch-backward|--ep-overlap-early",
-        "experts overlap only with their own dispatch: remove it",
+        "expert communication does not overlap with attention or weight gradients: remove these flags",
     ),
-    (r"--use-ring-exchange-p2p", "all pipeline stages use the same send and receive calls: remove it"),
-    (r"--openai-gelu", "the activations are gelu, --swiglu, --quick-geglu, --squared-relu"),
+    (r"--use-ring-exchange-p2p", "pipeline transfers use ordinary sends and receives: remove it"),
+    (r"--openai-gelu", "the supported activations are GELU (default), --swiglu, --quick-geglu and --squared-relu"),
     (r"--disable-bf16-reduced", "set torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction in your script"),
     (r"--(use-fused-weighted-squared-relu|fused-residual-rmsnorm|use-te-activation-func)", _FUSED_KERNELS),
     (r"--(mla-down-proj-fusion|disable-jit-fuser|muon-use-syrk|muon-fp32-matmul-prec)", _FUSED_KERNELS),
-    (r"--use-grouped-gemm-for-", "grouped matrix products are used only for routed experts: use --moe-grouped-gemm"),
+    (r"--use-grouped-gemm-for-", "grouped GEMMs are used only for routed experts: use --moe-grouped-gemm"),
     (
         r"--moe-(use-grouped-tensor|single-grouped)",
-        "--moe-grouped-gemm always stores the experts in one weight: remove it",
+        "--moe-grouped-gemm always stores all experts in one weight: remove these flags",
     ),
     (
         r"--moe-(shared-expert-glu|mlp-glu)-interleave",
-        "gate rows always precede up rows: convert the checkpoint and remove this",
+        "gate rows always precede up rows: convert the checkpoint and remove this flag",
     ),
     (r"--moe-router-quantile", "use --moe-router-enable-expert-bias with --moe-router-bias-update-rate"),
     (r"--moe-router-force-biased", "use --moe-router-force-load-balancing"),
-    (r"--moe-apply-probs-on-input", "probabilities weight the experts' outputs, not their inputs: remove it"),
-    (r"--moe-latent-size", "experts read the full hidden size: use --moe-ffn-hidden-size for smaller ones"),
-    (r"--no-clone-scatter-output", "embeddings need no such setting: remove it"),
+    (r"--moe-apply-probs-on-input", "routing probabilities scale the experts' outputs, not their inputs: remove it"),
+    (r"--moe-latent-size", "experts operate on the full hidden size: use --moe-ffn-hidden-size for smaller experts"),
+    (r"--no-clone-scatter-output", "it only trades time for memory: remove it"),
     (r"--config-logger-dir", "use --print-config, which prints the whole configuration"),
-    (r"--mlp-chunks-for-training", "use --recompute-granularity to save the MLP's activation memory"),
-    (r"--onnx-safe", "ONNX export is not supported: export the checkpoint with another tool"),
-    (r"--pytorch-profiler-collect-chakra", "use --use-pytorch-profiler, whose trace can be converted"),
-    (r"--gpu-sniff-test-interval", "test GPUs before the run, with the cluster's health check"),
-    (r"--result-rejected-tracker-filename", "results are never rejected and recomputed: remove it"),
+    (r"--mlp-chunks-for-training", "use --recompute-granularity to reduce the MLP's activation memory"),
+    (r"--onnx-safe", "ONNX export is not supported: export the checkpoint with a different tool"),
+    (r"--pytorch-profiler-collect-chakra", "use --use-pytorch-profiler, whose trace can be converted to Chakra"),
+    (r"--gpu-sniff-test-interval", "GPUs are not tested during a run: run the cluster's health check before it"),
+    (r"--result-rejected-tracker-filename", "steps are never rejected and rerun for validation: remove it"),
     (r"--dump-param-to-param-group-map", "print the optimizer's param_groups in your script"),
     (r"--freeze-all-layers", "set requires_grad in your model_provider instead"),
-    (r"--output-logit-dtype", "logits have the model's precision and the loss is computed in fp32: remove it"),
+    (r"--output-logit-dtype", "logits have the model's dtype, and the loss is computed in fp32: remove it"),
     (r"--lazy-mpu-init", "process groups are always created at startup: remove it"),
     (
         r"--distributed-timeout-seconds-after-init",
         "a single timeout applies to the whole run: use --distributed-timeout-minutes",
     ),
-    (r"--mid-level-dataset-surplus", "blends need no surplus samples: remove it"),
+    (r"--mid-level-dataset-surplus", "dataset blends need no surplus samples: remove it"),
     (r"--allow-ambiguous-pad-tokens", "samples are never padded: remove it"),
     (r"--no-barrier-with-level-1-timing", "timers are configured only by --timing-log-level: remove it"),
-    (r"--check-for-spiky-loss", "watch the loss in the log; steps with NaN or Inf stop the run by default"),
+    (r"--check-for-spiky-loss", "use --loss-spike-rewind; steps with NaN or Inf stop the run by default"),
 )
 
 GROUP_REFUSALS = {"biencoder": _RETRIEVAL, "vision": _VISION, "rl": _RL, "inference": _INFERENCE}
 
 # Values of Megatron-LM that are deliberately not supported, with advice.
 VALUE_REFUSALS = {
-    ("--tokenizer-type", "SFTTokenizer"): f"give the tokenizer itself; {_CHATS}",
-    ("--optimizer", "dist_muon"): "give muon, and --use-distributed-optimizer to shard its state",
+    ("--tokenizer-type", "SFTTokenizer"): f"use the type of the base tokenizer; {_CHATS}",
+    ("--optimizer", "dist_muon"): "use muon, with --use-distributed-optimizer to shard its state",
 }
 
-# Advice for flags without a configuration field, which are rejected unless they have their default value.
+# Advice for flags without a configuration field, which are rejected unless given their default value.
 MISSING: tuple[tuple[str, str], ...] = (
-    (r"--fp8-|--first-last-layers-bf16$", f"{_NO_FP8}, and remove this flag"),
+    (r"--fp8-|--first-last-layers-bf16$", f"{_NO_FP8} and remove this flag"),
     (r"--experimental-attention-variant$|--linear-", _VARIANT),
     (r"--dsa-", _DSA),
     (
         r"--apply-residual-connection-post-layernorm$",
-        f"norms always precede attention and feed-forward layers: {_OTHER_MODEL}",
+        f"residual connections always start before the norm: {_OTHER_MODEL}",
     ),
     (
         r"--apply-query-key-layer-scaling$",
-        "attention scores are not scaled by the layer number: use --bf16, or remove it",
+        "attention scores are not scaled by the layer number: remove it, and use --bf16 if fp16 overflows",
     ),
     (r"--fp16-lm-cross-entropy$", "the loss is always computed in fp32: remove it"),
-    (r"--data-parallel-random-init$", "all replicas are initialized from --seed: remove it"),
+    (r"--data-parallel-random-init$", "all replicas are initialized identically from --seed: remove it"),
     (r"--fim-", _FIM_TOKENS),
     (r"--vocab-extra-ids$", "include the extra tokens in --vocab-size, or in the --tokenizer-model"),
-    (r"--eval-micro-batch-size$", "evaluations use the --micro-batch-size of training: use --eval-global-batch-size"),
+    (r"--eval-micro-batch-size$", "evaluation uses the training --micro-batch-size: use --eval-global-batch-size"),
     (r"--test-mode$", "use --skip-train to evaluate only"),
     (
         r"--load-main-params-from-ckpt$",
-        "master weights are loaded with the optimizer state, or else copied from the weights: remove it",
+        "master weights are loaded with the optimizer state, or copied from the weights without it: remove it",
     ),
-    (r"--non-persistent-", "all checkpoints are of one kind: set --save-interval and --save-retain-interval"),
-    (r"--ckpt-convert-", "convert it before the run with tools/convert_megatron_core.py (docs/checkpoints.md)"),
+    (r"--non-persistent-", "all checkpoints are persistent: use --save-interval and --save-retain-interval"),
+    (
+        r"--ckpt-convert-",
+        "convert the checkpoint before the run with tools/convert_megatron_core.py (docs/checkpoints.md)",
+    ),
     (r"--override-ckpt-iteration$", "use --ckpt-step, which names the iteration to load"),
-    (r"--muon-coefficient-type$", "Newton-Schulz steps use the coefficients of torch.optim.Muon: give simple"),
-    (r"--muon-scalar-optimizer$", "AdamW updates the parameters that Muon does not: remove it"),
+    (r"--muon-coefficient-type$", "Newton-Schulz steps use the coefficients of torch.optim.Muon: use simple"),
+    (r"--muon-scalar-optimizer$", "AdamW updates the parameters that Muon does not update: remove it"),
     (r"--yaml-cfg$", "use --config, which reads flags from a file"),
     (r"--error-injection-rate$", "errors are never injected: remove it"),
 )
@@ -226,23 +236,23 @@ NO_EFFECT_HINTS = {
 class Harmless:
     """The reason why a flag is accepted without an effect, as the end of a sentence that starts with the flag.
 
-    changes_speed: the flag changes the speed or memory of a Megatron-LM run, and has no effect on a run here.
+    changes_speed: whether the flag changes the speed or memory of a Megatron-LM run.
     """
 
     reason: str
     changes_speed: bool = False
 
 
-_KERNELS = Harmless("chooses a kernel: kernels are chosen by the device here", changes_speed=True)
+_KERNELS = Harmless("selects a kernel, which the device determines here", changes_speed=True)
 _SCHEDULE = Harmless(
-    "chooses an overlap that is not supported; results are the same, and a step may take longer", changes_speed=True
+    "selects an overlap that is not supported; results are the same, but a step may take longer", changes_speed=True
 )
 _MEMORY = Harmless("trades time for memory, with the same results", changes_speed=True)
 _LOG = Harmless("only adds to the log: use --tensorboard-dir and the --log flags")
-_SAVING = Harmless("tunes how checkpoints are written, not their content")
+_SAVING = Harmless("changes how checkpoints are written, not their content")
 _ALWAYS = Harmless("requests something that is always done")
 _WITH_MEGATRON_FSDP = Harmless("is read only with --use-megatron-fsdp, which is not supported")
-_RERUN = Harmless("chooses how suspect results are examined: steps with NaN or Inf stop the run here")
+_RERUN = Harmless("configures the rerun of suspect steps; here steps with NaN or Inf stop the run")
 
 _FLAGS_BY_REASON = {
     _KERNELS: (
@@ -297,8 +307,8 @@ _FLAGS_BY_REASON = {
         "--te-rng-tracker",
         "--verify-integrity",
     ),
-    Harmless("tunes how the index of a corpus is built, not its content"): ("--num-dataset-builder-threads",),
-    Harmless("permits something that needs no permission here"): ("--enable-experimental",),
+    Harmless("changes how dataset indices are built, not their content"): ("--num-dataset-builder-threads",),
+    Harmless("enables features that are always enabled here"): ("--enable-experimental",),
     Harmless("is read only by --optimizer lion, which is not supported"): ("--lion-beta1", "--lion-beta2"),
     _WITH_MEGATRON_FSDP: (
         "--megatron-fsdp-grad-comm-dtype",

@@ -87,7 +87,7 @@ def test_words_become_values(words: str, dest: str, value: object) -> None:
         ("--optimizer lion", ["'lion' is not available here", "adam, sgd"]),
         (
             "--optimizer dist_muon",
-            ["'dist_muon' is not available here; give muon, and --use-distributed-optimizer to shard its state"],
+            ["'dist_muon' is not available here; use muon, with --use-distributed-optimizer to shard its state"],
         ),
         ("--rl-profile", ["--rl-profile: not supported", "RL trainer"]),
         ("--batch-size 4", ["--micro-batch-size"]),
