@@ -16,7 +16,7 @@ def gpt_builder(
     config: TransformerConfig | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> GPTModel:
-    """Returns this rank's part of the command line's GPT. config: None means the one that `args` describe."""
+    """Builds this rank's part of the GPT model. config: defaults to the configuration that `args` describe."""
     return build_gpt(
         args,
         pre_process=pre_process,

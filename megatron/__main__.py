@@ -27,7 +27,7 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int | None:
-    """Runs a command; returns its exit status, where None means 0, and 2 after a usage message."""
+    """Runs the command in `argv` and returns its exit status: None means 0; an unknown command returns 2."""
     name, *words = (sys.argv[1:] if argv is None else argv) or [""]
     if name in ("--version", "-V"):
         print(f"megatron-stash {__version__}")

@@ -18,7 +18,7 @@ _MOST_EDGED = 200
 
 @dataclass(frozen=True)
 class Figure:
-    """A plotly figure. legend: (name, color) of its parts, shown above it; height: in pixels."""
+    """A plotly figure. legend: (name, color) of each part, shown above the figure. height: height in pixels."""
 
     data: list[dict[str, Any]]
     layout: dict[str, Any]
@@ -29,7 +29,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar. parts: lengths by name, in the chart's unit. end: text after the bar."""
+    """One stacked bar. parts: maps the name of a part to its length, in the chart's unit. end: text after the bar."""
 
     label: str
     parts: Mapping[str, float]
@@ -38,7 +38,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Panel:
-    """One of several column charts. columns: from left to right; hovering shows the text `end` of each."""
+    """One of several column charts. columns: from left to right. Hovering over a column shows its text `end`."""
 
     title: str
     columns: Sequence[Bar]
@@ -46,7 +46,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Box:
-    """A box on a row of a time line, from start to end in the axis's unit. title: shown by hovering."""
+    """A box on a row of a time line, from start to end in the axis's unit. title: text shown on hover."""
 
     row: int
     start: float
@@ -59,7 +59,10 @@ class Box:
 def stacked_bars(
     bars: Sequence[Bar], colors: Mapping[str, str], *, axis: str, limit: tuple[float, str] | None = None
 ) -> Figure:
-    """Returns horizontal bars. colors: by name of a part, in drawing order. limit: a vertical line and its label."""
+    """Returns a figure of stacked horizontal bars.
+
+    colors: maps the name of a part to its color, in drawing order. limit: position and label of a vertical line.
+    """
     totals = [sum(bar.parts.values()) for bar in bars]
     longest = max([*totals, *([] if limit is None else [limit[0]])], default=0.0) or 1.0
     ends = [
@@ -88,8 +91,9 @@ def stacked_bars(
 def stacked_columns(
     panels: Sequence[Panel], colors: Mapping[str, str], *, x_axis: str, y_axis: str, limit: tuple[float, str]
 ) -> list[Figure]:
-    """Returns a figure with one column chart per panel, from 0 to 100, and a shared legend. limit: a labeled horizontal
-    line.
+    """Returns one figure of stacked columns per panel, with values from 0 to 100 and a shared legend.
+
+    colors: maps the name of a part to its color, in drawing order. limit: position and label of a horizontal line.
     """
     legend = _legend([bar for panel in panels for bar in panel.columns], colors)
     height, label = limit
@@ -110,7 +114,7 @@ def stacked_columns(
 
 
 def time_line(boxes: Iterable[Box], rows: Sequence[str], *, axis: str, colors: Mapping[str, str]) -> Figure:
-    """Returns boxes on named rows. colors: by kind of box; boxes of later kinds are drawn over earlier ones."""
+    """Returns a figure of boxes on named rows. colors: maps a kind of box to its color; later kinds are on top."""
     by_kind: dict[str, list[Box]] = {kind: [] for kind in colors}
     for box in boxes:
         by_kind[box.kind].append(box)
@@ -135,14 +139,14 @@ def time_line(boxes: Iterable[Box], rows: Sequence[str], *, axis: str, colors: M
         "barmode": "overlay",
         "xaxis": {"title": {"text": escape(axis)}, "rangemode": "tozero"},
         "yaxis": _rows_axis(rows),
-        # Texts that do not fit into their boxes appear when one zooms in.
+        # Texts that do not fit into their boxes appear after zooming in.
         "uniformtext": {"mode": "hide", "minsize": 8},
     }
     return Figure(data, layout, _AXIS + _ROW * len(rows), list(colors.items()))
 
 
 def _stacked(bars: Sequence[Bar], colors: Mapping[str, str], *, unit: str, is_horizontal: bool) -> list[dict[str, Any]]:
-    """Returns one trace for each part that occurs in a bar."""
+    """Returns one plotly trace for each part that occurs in any bar."""
     traces = []
     for name, _ in _legend(bars, colors):
         drawn = [(place, bar) for place, bar in enumerate(bars) if bar.parts.get(name, 0) > 0]

@@ -1,6 +1,6 @@
 """Renders a jinja2 template as a self-contained HTML file: styles, plotly and figures are embedded.
 
-Contains no page. The template of a page is next to the code that computes its numbers.
+Templates of pages are next to the code that computes their values.
 """
 
 from importlib.util import find_spec
@@ -27,10 +27,10 @@ def require_packages() -> None:
 
 
 def render(template: Path, **values: Any) -> str:
-    """Returns the page of a template, which usually extends frame.html.jinja.
+    """Renders a template, which usually extends frame.html.jinja, and returns the page.
 
-    Values are escaped wherever the template inserts them. Templates may call source(name), the text of a file of the
-    template's folder or of this one, and plotly_script(). Raises MissingPackageError.
+    Inserted values are escaped. Templates may call plotly_script() and source(name), which returns the text of a file
+    in the template's folder or in this one. Raises MissingPackageError.
     """
     require_packages()
     import jinja2
@@ -40,7 +40,7 @@ def render(template: Path, **values: Any) -> str:
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    # JSON has no NaN. Keys keep their order, which is the order of facts on a page.
+    # JSON has no NaN. The order of keys is the order of rows on a page.
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     environment.globals["source"] = lambda name: Markup(loader.get_source(environment, name)[0])
     environment.globals["plotly_script"] = lambda: Markup(plotly_script())

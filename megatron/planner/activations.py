@@ -1,4 +1,4 @@
-"""Measures the bytes that a microbatch saves for backward, by kind of module, in a forward pass without memory.
+"""Measures the bytes that a microbatch saves for backward, by kind of module, in a forward pass on meta tensors.
 
 The model runs on the meta device (without_memory of megatron/core/device), and autograd hooks report saved tensors.
 """
@@ -31,25 +31,25 @@ Note = Callable[..., None]
 
 @dataclass(frozen=True)
 class SavedSizes:
-    """Bytes saved for backward: on the device, by kind, and in the host's memory."""
+    """Bytes that a microbatch saves for backward: on the device by kind of module, and in host memory."""
 
     by_kind: Counter[str]
     on_host: int = 0
 
 
 class SavedBytes:
-    """Counts the memory that autograd saves inside `counting`. A storage shared by several tensors counts once.
+    """Counts the memory of the tensors that autograd saves for backward while `counting` is active.
 
-    Memory freed before `by_kind` is called does not count.
+    A storage shared by several tensors counts once. Memory freed before `by_kind` is called does not count.
     """
 
     def __init__(
         self, model: nn.Module, *, persistent: Iterable[Tensor], kind_of: Callable[[str], str] | None = None
     ) -> None:
-        """Creates the counter.
+        """Finds the model's offloaded blocks. Recording starts in `counting`.
 
-        persistent: tensors of any shape and dtype, such as parameters, that are not counted. kind_of: maps the name of
-        the running module ("" outside of all) to a kind; defaults to kind_of_module.
+        persistent: tensors that are not counted, such as parameters, any shape and dtype. kind_of: maps the name of the
+        running module ("" outside all modules) to a kind; defaults to kind_of_module.
         """
         self._running, self._kind_of = RunningModules([model]), kind_of or kind_of_module
         self._persistent = {tensor.untyped_storage()._cdata for tensor in persistent}
@@ -59,7 +59,7 @@ class SavedBytes:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Records saved tensors with the running module inside the block."""
+        """Records each tensor saved inside the block, with the module that is running."""
         with self._running.followed(), ExitStack() as entered:
             for offloader in self._offloaders:
                 entered.enter_context(offloader.telling(self._note))
@@ -67,7 +67,7 @@ class SavedBytes:
             yield
 
     def by_kind(self) -> Counter[str]:
-        """Returns the bytes that are still saved on the device, by kind."""
+        """Returns the bytes of saved tensors that are still alive on the device, by kind of module."""
         found: Counter[str] = Counter()
         seen = set(self._persistent)
         for kind, saved in self._saved:
@@ -112,8 +112,8 @@ def peak_bytes(actions: Sequence[Action], by_chunk: Sequence[Counter[str]]) -> C
 class AsFusedKernels(TorchFunctionMode):
     """Makes torch's attention, dropout and RMSNorm save the same tensors as their fused kernels.
 
-    On the meta device torch chooses variants that save all scores and every intermediate result, unlike in training.
-    note: called for each kernel of attention and RMSNorm.
+    On the meta device, torch uses unfused variants, which save all scores and every intermediate result.
+    note: called for each attention and RMSNorm kernel.
     """
 
     def __init__(self, note: Note | None = None) -> None:
@@ -121,7 +121,7 @@ class AsFusedKernels(TorchFunctionMode):
         self._note = note
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replaces attention, dropout, RMSNorm and backward, and runs other functions unchanged."""
+        """Replaces attention, dropout, RMSNorm and backward, and calls all other functions unchanged."""
         if func is F.scaled_dot_product_attention:
             return _FusedAttention.apply(*args[:3], self._note, _unmasked_share(args, kwargs or {}))
         if func is F.rms_norm:
@@ -130,7 +130,7 @@ class AsFusedKernels(TorchFunctionMode):
         if func is F.dropout:
             given = {"p": 0.5, "training": True, **_DROPOUT.bind(*args, **(kwargs or {})).arguments}
             if given["training"] and 0 < given["p"] < 1:
-                # Its mask has one byte per element. The default on other devices has the element's own dtype.
+                # Fused dropout saves a mask of one byte per element. The unfused mask has the dtype of the input.
                 return torch.native_dropout(given["input"], given["p"], True)[0]
         if func is Tensor.backward or func is torch.autograd.backward:
             outputs, grads = ([args[0]], [None]) if func is Tensor.backward else args
@@ -141,7 +141,7 @@ class AsFusedKernels(TorchFunctionMode):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Saves the same shapes as fused kernels: query, key, value, output, and one number per query and head."""
+    """Saves tensors of the same shapes as fused attention: query, key, value, output, one number per query and head."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, note: Note | None, share: float) -> Tensor:
@@ -150,7 +150,7 @@ class _FusedAttention(torch.autograd.Function):
         output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
         ctx.save_for_backward(query, key, value, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
         ctx.note = note
-        # Two products: the scores, and the weighted sum of values. A causal mask leaves half of each.
+        # Two matrix multiplications: the scores, and the weighted sum of values. A causal mask halves both.
         ctx.flops = 2.0 * share * batch * heads * length * key.shape[2] * (query.shape[3] + value.shape[3])
         if note is not None:
             num_bytes = sum(one.nbytes for one in (query, key, value, output))
@@ -162,19 +162,19 @@ class _FusedAttention(torch.autograd.Function):
         """Returns empty gradients of query, key and value."""
         query, key, value, output, _ = ctx.saved_tensors
         if ctx.note is not None:
-            # Five products instead of two: recomputed scores, and gradients of both factors of each product.
+            # Five matrix multiplications instead of two: the recomputed scores, and both gradients of each of the two.
             num_bytes = 2 * sum(one.nbytes for one in (query, key, value, output))
             ctx.note(Unit.ATTENTION, query, flops=2.5 * ctx.flops, num_bytes=num_bytes)
         return *(torch.empty_like(tensor) for tensor in (query, key, value)), None, None
 
 
 def _unmasked_share(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """Returns the unmasked share of the scores from the arguments of scaled_dot_product_attention."""
+    """Returns the share of scores that is not masked: 0.5 for causal scaled_dot_product_attention, otherwise 1."""
     return 0.5 if (args[5] if len(args) > 5 else kwargs.get("is_causal", False)) else 1.0
 
 
 class _FusedNorm(torch.autograd.Function):
-    """Saves the same shapes as a fused RMSNorm kernel: its input, the weight, and one number per row."""
+    """Saves tensors of the same shapes as a fused RMSNorm: the input, the weight, and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, note: Note | None) -> Tensor:
@@ -194,6 +194,6 @@ class _FusedNorm(torch.autograd.Function):
 
 
 def _run_backward(outputs: Sequence[Any], grads: Sequence[Tensor | None]) -> None:
-    """Runs torch.autograd.backward without the dispatch to modes, which would recurse."""
+    """Runs torch.autograd.backward without dispatching to function modes, which would recurse."""
     given = [torch.ones_like(out) if grad is None else grad for out, grad in zip(outputs, grads, strict=True)]
     _engine_run_backward(tuple(outputs), tuple(given), False, False, (), allow_unreachable=True, accumulate_grad=True)

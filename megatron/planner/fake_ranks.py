@@ -1,6 +1,6 @@
-"""Runs one process as any rank of a layout, so that it builds that rank's part of a model.
+"""Lets a single process act as any rank of a layout, so that it builds that rank's part of a model.
 
-Sends nothing: torch's `fake` process groups have ranks and sizes, and their collectives do nothing.
+Uses torch's `fake` process groups, which know ranks and sizes but whose collectives do nothing.
 """
 
 import argparse
@@ -18,9 +18,10 @@ from megatron.training.initialize import build_groups
 
 @contextmanager
 def fake_rank(args: argparse.Namespace, rank: int, *, world_size: int) -> Iterator[ProcessGroupCollection]:
-    """Makes this process `rank` of `world_size` inside the block, and yields the rank's groups in the layout of args.
+    """Makes this process act as `rank` of `world_size` inside the block, and yields the rank's process groups.
 
-    Sets parallel_state. Raises ValueError for sizes that do not fit, and RuntimeError if process groups already exist.
+    Sets parallel_state to the layout of args. Raises ValueError if its sizes do not divide world_size, and RuntimeError
+    if process groups already exist.
     """
     if dist.is_initialized():
         raise RuntimeError("this process already has process groups: destroy them first")
@@ -43,5 +44,5 @@ def _start_one_by_one(operations: Sequence[dist.P2POp]) -> list[dist.Work | None
 
 
 def _repeat_own_object(found: list[Any], own: Any, **of_group: Any) -> None:
-    """Fills the list like an all-gather of equal objects, without pickling once for each of thousands of ranks."""
+    """Fills the list as an all-gather of equal objects would, without pickling `own` for thousands of ranks."""
     found[:] = [own] * len(found)

@@ -1,4 +1,4 @@
-"""Determines whether a plan fits its device, and otherwise which flags make it fit.
+"""Determines whether a plan fits into the device's memory, and otherwise finds flags that make it fit.
 
 The quick plan (stage_costs.py) chooses flags, and a full plan of the changed command line confirms them.
 layout_search.py compares other sizes of the layout.
@@ -21,14 +21,14 @@ from megatron.training.command_line.errors import CommandLineError
 from megatron.training.compute.devices import Device
 from megatron.training.meters.memory import fit_in_words, gib, is_tight, room_in_words
 
-# Maximum number of changes that get a full plan, which takes as long as the first. The one with the smallest estimate
-# may be added.
+# Maximum number of changes that are planned in full, each of which takes as long as the first plan. The change with the
+# smallest estimate may be planned in addition.
 _MAX_PLANNED = 4
 
 
 @dataclass(frozen=True)
 class Change:
-    """Words added to a command line, and the peak bytes of the fullest rank in the plan with them."""
+    """Words added to a command line, and the resulting peak bytes of the fullest rank."""
 
     words: tuple[str, ...]
     peak: int
@@ -36,10 +36,10 @@ class Change:
 
 @dataclass(frozen=True)
 class Fit:
-    """Compares the peak of a plan's fullest rank with the memory of a device.
+    """Comparison of the peak memory of a plan's fullest rank with the memory of a device, in bytes.
 
-    place: the stage and rank in words, empty if all stages have the same peak. change: flags that make the plan fit.
-    least: if no flags do, those with the smallest peak. advice: a suggestion for that case.
+    place: names the fullest stage and rank; empty if all stages have the same peak. change: flags that make the plan
+    fit. least: if no flags make it fit, the flags with the smallest peak. advice: a suggestion for that case.
     """
 
     device: str
@@ -57,7 +57,7 @@ class Fit:
 
     @property
     def line(self) -> str:
-        """The result in one line."""
+        """The comparison as one line of text, with the flags that make the plan fit, or with advice."""
         found = ", ".join(filter(None, [fit_in_words(self.device, self.peak, self.memory), self.place]))
         if self.fits:
             room = room_in_words(self.peak, self.memory)
@@ -76,7 +76,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A changed command line. peak: estimate of the quick plan, or None for flags that it does not support."""
+    """A changed command line. peak: the quick plan's estimate, or None if it does not support the flags."""
 
     words: tuple[str, ...]
     args: argparse.Namespace
@@ -85,17 +85,16 @@ class _Candidate:
 
 @dataclass(frozen=True)
 class _Choice:
-    """Words that change one setting. cost: rank by slowdown, starting at 1 for the smallest; 0 means no change."""
+    """Words that change one setting. cost: position in order of slowdown, from 1; 0 means that nothing changes."""
 
     cost: int = 0
     words: tuple[str, ...] = ()
 
 
 class Planner:
-    """Plans the run of a command line, and the same run with further flags.
+    """Plans the run of a command line, and the same run with additional flags.
 
-    reread: returns the validated arguments of the command line with these words appended. plan: plans validated
-    arguments.
+    reread: appends words to the command line and returns the validated arguments. plan: plans validated arguments.
     """
 
     def __init__(
@@ -120,9 +119,9 @@ class Planner:
             return None
 
     def quick_peak(self, args: argparse.Namespace, plan: Plan) -> int | None:
-        """Estimates the peak of changed arguments, or returns None if the quick plan does not support them.
+        """Estimates the peak bytes with changed arguments, or returns None if the quick plan does not support them.
 
-        Takes the temporary memory of passes and updates from the plan without the change.
+        plan: the plan without the change, which provides the temporary memory of passes and updates.
         """
         try:
             stages = quick_stages(args, self._costs_of(args))
@@ -134,7 +133,7 @@ class Planner:
         )
 
     def _costs_of(self, args: argparse.Namespace) -> ModelCosts:
-        """Returns the costs of layers, cached by the flags that change activations."""
+        """Measures the memory of the model's layers, cached by the flags that change activations."""
         key = (
             *(args.recompute_granularity, args.recompute_method, args.recompute_num_layers),
             *(tuple(args.recompute_modules or ()), args.moe_paged_stash),
@@ -153,10 +152,10 @@ def fit_of(plan: Plan, device: Device) -> Fit:
 
 
 def with_change(fit: Fit, plan: Plan, args: argparse.Namespace, planner: Planner) -> Fit:
-    """Returns the fit with the first change that makes the plan fit, or with the smallest change and advice.
+    """Completes a fit with the first change that makes the plan fit, or with the change of least memory and advice.
 
-    Prefers changes that leave a tenth of the memory free. Plans only the first changes that fit according to the quick
-    plan, and the change with the smallest estimate.
+    Prefers changes that leave a tenth of the memory free. Plans in full only the first changes that fit according to
+    the quick plan, and the change with the smallest estimate.
     """
     candidates = []
     for words in changes_of(args):
@@ -183,7 +182,7 @@ def with_change(fit: Fit, plan: Plan, args: argparse.Namespace, planner: Planner
 
 
 def _planned(one: _Candidate, planner: Planner) -> list[Change]:
-    """Returns the change with the peak of its own plan, or an empty list if the run cannot be built."""
+    """Plans a candidate in full. Returns the change with its peak, or an empty list if the run cannot be built."""
     try:
         stages = planner.plan(one.args).stages
     except ValueError:
@@ -192,10 +191,10 @@ def _planned(one: _Candidate, planner: Planner) -> list[Change]:
 
 
 def changes_of(args: argparse.Namespace) -> Iterator[tuple[str, ...]]:
-    """Yields flags that reduce the memory of validated args without changing the training result.
+    """Yields combinations of flags that reduce a run's memory without changing the training result.
 
-    Changes that use no host memory come first, because a plan does not know the size of host memory, followed by the
-    fewest changes and the smallest total cost. The run may reject some of them.
+    Sorted by use of host memory (none first, because its size is unknown), number of changes, and total cost. The run
+    may reject some combinations.
     """
     if args.skip_train:
         return
@@ -230,7 +229,7 @@ def _experts(args: argparse.Namespace) -> list[_Choice]:
 
 
 def _recompute(args: argparse.Namespace) -> list[_Choice]:
-    """Returns choices that keep the given parts recomputed. Offers whole layers only if no parts were given."""
+    """Returns recompute choices, each including the parts already recomputed. Whole layers only if none are given."""
     if args.recompute_granularity == "full":
         return []
     given = tuple(args.recompute_modules or ()) if args.recompute_granularity == "selective" else ()
@@ -244,7 +243,7 @@ def _recompute(args: argparse.Namespace) -> list[_Choice]:
 
 
 def _offload(args: argparse.Namespace) -> list[_Choice]:
-    # Does not offer to offload activations, because recomputing layers leaves less memory on the device.
+    # Activation offloading is not offered, because recomputing layers saves more device memory.
     is_refused = args.optimizer_cpu_offload or args.optimizer == "muon"
     return [] if is_refused else [_Choice(7, ("--optimizer-cpu-offload",))]
 

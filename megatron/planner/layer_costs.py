@@ -1,6 +1,6 @@
-"""Measures each kind of layer on a rank (bytes, kernels and messages) with a short model without memory.
+"""Measures the bytes, kernels and messages of each kind of layer on a rank, with a short model on the meta device.
 
-The run's own code builds and runs that model, as for a dry run (plan.py). stage_costs.py adds layers up to pipeline
+The run's own code builds and runs that model, as for a dry run (plan.py). stage_costs.py sums layers to pipeline
 stages.
 """
 
@@ -72,7 +72,8 @@ class LayerKind:
 class ParamSize:
     """Size of a trained parameter.
 
-    buffer: kind of its flat buffer, if experts have separate buffers. own_bucket: whether it has a bucket of its own.
+    buffer: kind of the flat buffer that stores it, given separate buffers for experts. own_bucket: whether it has a
+    separate bucket.
     """
 
     numel: int
@@ -98,9 +99,9 @@ KernelCounts = Counter[CountedKernel]
 
 @dataclass(frozen=True)
 class Scale:
-    """Ratios between a similar layout and a measured one.
+    """Ratios of sizes between a similar layout and a measured one.
 
-    samples: those of a microbatch. experts: those of a rank. expert_ranks: ranks that share all experts.
+    samples: samples per microbatch. experts: experts per rank. expert_ranks: ranks that share all experts.
     """
 
     samples: Fraction = Fraction(1)
@@ -112,8 +113,8 @@ class Scale:
 class PartWork:
     """Kernels and messages of one microbatch in one part of a chunk.
 
-    recompute: forward kernels that backward repeats. traffic: messages of the phases forward and backward. Differences
-    between parts may have negative counts.
+    recompute: forward kernels repeated in backward. traffic: messages of the forward and backward phases. Counts may be
+    negative in a difference between two parts.
     """
 
     forward: KernelCounts = field(default_factory=Counter)
@@ -122,11 +123,11 @@ class PartWork:
     traffic: tuple[Traffic, ...] = ()
 
     def chunk(self) -> ChunkWork:
-        """Returns the kernels in the format of a plan, without the split of their bytes."""
+        """Converts the kernels to a plan's format, which does not separate the bytes of weights."""
         return ChunkWork(_kernels(self.forward), _kernels(self.backward), _kernels(self.recompute))
 
     def times(self, number: int) -> "PartWork":
-        """Returns the work of `number` such parts."""
+        """Returns the work of this part, multiplied by `number`."""
 
         def counts(some: KernelCounts) -> KernelCounts:
             return Counter({one: n * number for one, n in some.items()})
@@ -135,7 +136,7 @@ class PartWork:
         return PartWork(counts(self.forward), counts(self.backward), counts(self.recompute), tuple(traffic))
 
     def scaled(self, scale: Scale) -> "PartWork":
-        """Returns the work in a similar layout. Activations and weights scale separately."""
+        """Scales the work to a similar layout. Activations scale with samples, and expert weights with experts."""
         samples, experts, expert_ranks = float(scale.samples), float(scale.experts), float(scale.expert_ranks)
 
         def counts(some: KernelCounts) -> KernelCounts:
@@ -163,8 +164,8 @@ class PartWork:
 class PartCost:
     """Memory of one part of a model chunk on a rank, and its work for one microbatch.
 
-    params: trained parameters, in order. other_bytes: bytes of frozen parameters and of module buffers. saved: bytes
-    that a microbatch saves for backward, by kind of module.
+    params: trained parameters, in order. other_bytes: bytes of frozen parameters and module buffers. saved: maps a kind
+    of module to the bytes that a microbatch saves for backward.
     """
 
     params: tuple[ParamSize, ...] = ()
@@ -174,7 +175,7 @@ class PartCost:
 
     @cached_property
     def weights(self) -> dict[bool, tuple[int, int]]:
-        """Bytes of parameters and of gradients without padding, for experts (True) and dense layers (False)."""
+        """Bytes of parameters and bytes of gradients, without padding, for experts (True) and dense layers (False)."""
         found: dict[bool, tuple[int, int]] = {}
         for param in self.params:
             params, grads = found.get(param.buffer.is_expert, (0, 0))
@@ -183,7 +184,7 @@ class PartCost:
         return found
 
     def scaled(self, scale: Scale) -> "PartCost":
-        """Returns the cost in a similar layout."""
+        """Scales the memory and work of the part to a similar layout."""
         params = tuple(
             replace(param, numel=_scaled(param.numel, scale.experts)) if param.buffer.is_expert else param
             for param in self.params
@@ -194,7 +195,7 @@ class PartCost:
 
 @dataclass(frozen=True)
 class StaticRows:
-    """Rows of static expert buffers. max_rows: size of a buffer. balanced: rows received under balanced routing."""
+    """Rows of static expert buffers. max_rows: rows of a buffer. balanced: rows received under balanced routing."""
 
     max_rows: int
     balanced: int
@@ -204,9 +205,9 @@ class StaticRows:
 class StepWork:
     """Work of a rank that occurs once per step.
 
-    update: the optimizer's kernels, for state_bytes bytes of states. tied: messages for an embedding that the first
-    and the last stage share. traffic: other messages, except those for gradients and parameters of data-parallel
-    ranks, which depend on the buckets of a stage.
+    update: the optimizer's kernels, for state_bytes bytes of states. tied: messages for an embedding shared by the
+    first and the last stage. traffic: other messages, except data-parallel reductions and gathers, which depend on the
+    buckets of a stage.
     """
 
     update: Kernels = field(default_factory=Kernels)
@@ -219,9 +220,9 @@ class StepWork:
 class ModelCosts:
     """Costs of one rank's model in a layout, by part.
 
-    embedding: the first chunk's embedding. embedding_copy: the last chunk's copy of it, if there is one. end: norm,
-    multi-token prediction layers and output layer. chunk: costs that occur once per chunk. Without a pipeline, the work
-    of the embedding is part of the end's work. rows: None if experts are dropless.
+    embedding: the first chunk's embedding. embedding_copy: the last chunk's copy of the embedding, empty without one.
+    end: final norm, multi-token prediction layers and output layer. chunk: costs that occur once per chunk. rows: None
+    if experts are dropless. Without a pipeline, the end's work includes the embedding's work.
     """
 
     config: TransformerConfig
@@ -241,7 +242,7 @@ class ModelCosts:
         return [*start, *(self.layers[kind] for kind in layers), *([self.end] if is_last else []), self.chunk]
 
     def scaled(self, scale: Scale) -> "ModelCosts":
-        """Returns the costs in a similar layout. Approximate, because some saved tensors grow with neither factor."""
+        """Scales the costs to a similar layout. Approximate, because some saved tensors scale with neither factor."""
         rows = self.rows
         if rows is not None:
             rows = StaticRows(_scaled(rows.max_rows, scale.samples), _scaled(rows.balanced, scale.samples))
@@ -256,7 +257,7 @@ class ModelCosts:
 
 
 def total_work(parts: Iterable[PartWork]) -> PartWork:
-    """Returns the sum of parts."""
+    """Adds up the work of several parts."""
     forward, backward, recompute = KernelCounts(), KernelCounts(), KernelCounts()
     traffic: list[Traffic] = []
     for part in parts:
@@ -279,7 +280,7 @@ def _scaled(number: int, factor: Fraction) -> int:
 
 
 def layer_kinds(args: argparse.Namespace) -> list[LayerKind]:
-    """Returns the kind of each layer of the model, in order, without multi-token prediction layers."""
+    """Returns the kind of each layer in the model, in order, excluding multi-token prediction layers."""
     experts = layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
     attention = config_from_args(AttentionConfig, args)
     windows = [attention.window_of_layer(number) is not None for number in range(1, args.num_layers + 1)]
@@ -287,7 +288,7 @@ def layer_kinds(args: argparse.Namespace) -> list[LayerKind]:
 
 
 def distinct_kinds(args: argparse.Namespace) -> list[LayerKind]:
-    """Returns each kind of layer once. The last layer's kind, shared by multi-token prediction layers, is last."""
+    """Returns each kind of layer once, ending with the last layer's kind, which multi-token prediction layers share."""
     every = layer_kinds(args)
     return [*(kind for kind in dict.fromkeys(every) if kind != every[-1]), every[-1]]
 
@@ -297,8 +298,8 @@ def probe_args(
 ) -> argparse.Namespace:
     """Returns the arguments of a short model with layers of these kinds.
 
-    It has the fewest ranks that the layout allows, or all data-parallel ranks (has_all_replicas). With a pipeline it
-    has two stages, and the first one holds only the embedding.
+    The short run uses the fewest ranks that the layout allows, or all data-parallel ranks (has_all_replicas). If the
+    run has a pipeline, the short run has two stages, of which the first contains only the embedding.
     """
     args = copy.copy(args)
     args.ddp_debug = False
@@ -330,7 +331,7 @@ def probe_args(
 
 
 def part_of_name(name: str) -> str | None:
-    """Returns the part to which a module or tensor of this name belongs, or None for names outside of all parts."""
+    """Returns the part that contains the module or tensor with this name, or None for names outside all parts."""
     layer = _LAYER.search(name)
     if layer is not None:
         return f"layer {layer[1]}"
@@ -340,7 +341,10 @@ def part_of_name(name: str) -> str | None:
 
 
 def part_at(name: str, entered: int, *, num_layers: int) -> str:
-    """Returns the active part while the module `name` ("" outside of all) runs, after `entered` layers began."""
+    """Returns the part that is active while the module `name` runs and after `entered` layers have started.
+
+    name: "" outside all modules.
+    """
     part = part_of_name(name)
     if part is None:
         return f"layer {entered}" if entered < num_layers else END
@@ -355,11 +359,11 @@ def measure_memory(
     forward_step: ForwardStep,
     of_each_kind: int = 2,
 ) -> ModelCosts:
-    """Builds a short model of validated args without memory, and returns its bytes by part, without work.
+    """Builds a short model of the run on the meta device, and returns the bytes of each part, without work.
 
-    of_each_kind: number of layers of each kind to build. Two distinguish tensors that a chunk saves once from those of
-    each layer; one is faster. Raises ValueError as the run would for a layer that cannot be built, and for models other
-    than GPTModel.
+    of_each_kind: number of layers of each kind to build. Two layers separate tensors saved once per chunk from tensors
+    saved per layer; one layer is faster. Raises ValueError as the run would for a layer that cannot be built, and for
+    models other than GPTModel.
     """
     kinds = distinct_kinds(args)
     probe = with_known_rows(probe_args(args, [kind for kind in kinds for _ in range(of_each_kind)]))
@@ -367,7 +371,7 @@ def measure_memory(
     parts: dict[str, PartCost] = {}
     for stage, rank in enumerate(pipeline):
         with as_rank(probe, rank):
-            # Wrapped, because layers save other tensors if weight gradients accumulate into buffers.
+            # Wrapped in DDP, because layers save different tensors if weight gradients accumulate into buffers.
             model = build_model(model_provider, probe)[0]
             if not isinstance(unwrap_model(model), GPTModel):
                 raise ValueError(f"the model is a {type(unwrap_model(model)).__name__}: must be a GPTModel")
@@ -405,7 +409,7 @@ def _parts_of(model: nn.Module, args: argparse.Namespace, *, forward_step: Forwa
         else:
             other[part] += param.nbytes
     for name, buffer in model.named_buffers():
-        # _chunk_cost counts the tables that a chunk has once.
+        # _chunk_cost counts the tables that exist once per chunk.
         if not isinstance(model.get_submodule(name.rpartition(".")[0]), (AuxLossRecorder, RotaryEmbedding)):
             other[part_of_name(name) or END] += buffer.nbytes
     saved: dict[str, dict[str, int]] = {}
@@ -419,9 +423,9 @@ def _parts_of(model: nn.Module, args: argparse.Namespace, *, forward_step: Forwa
 
 
 def _saved(model: nn.Module, args: argparse.Namespace, *, forward_step: ForwardStep) -> Counter[str]:
-    """Returns saved bytes by "part: kind".
+    """Returns the bytes saved for backward, keyed by "part: kind".
 
-    Tensors saved between layers, as with recompute, count for the later layer.
+    Tensors saved between layers, as with recompute, count for the layer that follows.
     """
     layers = list(unwrap_model(model).decoder.layers)
     reached = [0]
@@ -457,7 +461,10 @@ def _chunk_cost(
     probe: argparse.Namespace,
     numbers: Sequence[int],
 ) -> PartCost:
-    """Returns the bytes that occur once per chunk. numbers: the second layer of each kind, or none."""
+    """Returns the bytes that occur once per chunk.
+
+    numbers: number of the second layer of each kind; empty if only one layer of each kind was built.
+    """
     saved: Counter[str] = Counter()
     for number in numbers:
         first, own = parts[f"layer {number - 1}"].saved, parts[f"layer {number}"].saved
@@ -468,7 +475,7 @@ def _chunk_cost(
         if isinstance(part, RotaryEmbedding):
             other += size * args.max_position_embeddings // probe.max_position_embeddings
         elif isinstance(part, AuxLossRecorder):
-            # It has tables with a row for each layer of the model, and one number.
+            # The recorder stores tables with a row for each layer of the model, and one number.
             alone = part.backward_scale.nbytes
             other += alone + (size - alone) // (probe.num_layers + further) * (args.num_layers + further)
     return PartCost((), other, {kind: size for kind, size in saved.items() if size})
@@ -483,11 +490,11 @@ def measure_work(
     of_each_kind: int = 2,
     has_all_replicas: bool = True,
 ) -> ModelCosts:
-    """Traces a step of a short model of validated args, and returns the costs with the work of each part.
+    """Traces a step of a short model of the run, and adds the work of each part to the costs.
 
-    of_each_kind: number of layers of each kind to run, of which the last one counts. The last backward kernels of the
-    first one may be attributed to the part before it; one layer is faster. has_all_replicas: whether the short run has
-    as many data-parallel ranks as the run. Raises ValueError as the run would for a layer that cannot be built.
+    of_each_kind: number of layers of each kind to run, of which the last one counts. One layer is faster, but its last
+    backward kernels may be attributed to the part before it. has_all_replicas: whether the short run has as many
+    data-parallel ranks as the run. Raises ValueError as the run would for a layer that cannot be built.
     """
     kinds = distinct_kinds(args)
     pattern = [kind for kind in kinds for _ in range(of_each_kind)]
@@ -500,7 +507,7 @@ def measure_work(
     layers = {
         kind: parts.get(f"layer {(number + 1) * of_each_kind - 1}", PartWork()) for number, kind in enumerate(kinds)
     }
-    # The end gets the remainder, so that work attributed to a neighbouring part stays in the sum.
+    # The end receives the remainder, so that work attributed to a neighbouring part remains in the sum.
     end = total_work([*parts.values(), total_work(layers[kind] for kind in pattern).times(-1)])
     is_pipeline = len(stages) > 1
     return replace(
@@ -551,7 +558,7 @@ def _is_tied(one: Traffic) -> bool:
 
 @dataclass(frozen=True)
 class _ParamSpan:
-    """Range of a storage that belongs to one parameter or its gradient. shape: the parameter's shape."""
+    """Range of elements in a storage that belongs to one parameter or its gradient. shape: the parameter's shape."""
 
     start: int
     end: int
@@ -560,7 +567,7 @@ class _ParamSpan:
 
 
 def _param_spans(chunk: nn.Module, args: argparse.Namespace) -> dict[int, list[_ParamSpan]]:
-    """Maps the storages of a chunk's parameters and gradients to their spans. Both have the same layout."""
+    """Maps the storages of a chunk's parameters and gradients to their spans, whose layouts are equal."""
     found: dict[int, list[_ParamSpan]] = {}
     for param in chunk.parameters():
         kind = buffer_kind(param, grad_reduce_in_fp32=not args.grad_reduce_in_bf16, experts_apart=True)
@@ -575,7 +582,7 @@ def _param_spans(chunk: nn.Module, args: argparse.Namespace) -> dict[int, list[_
 
 
 class _PartRecorder(WorkRecorder):
-    """Counts the kernels of a model chunk by part. spans: spans of parameters and gradients, by storage."""
+    """Counts the kernels of a model chunk by part. spans: maps a storage to its spans of parameters or gradients."""
 
     def __init__(
         self,
@@ -593,7 +600,7 @@ class _PartRecorder(WorkRecorder):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Records kernels inside the block, and the number of layers entered."""
+        """Records kernels inside the block, and counts the layers whose forward has started."""
         handles = [
             layer.register_forward_pre_hook(self._enter_layer(number))
             for number, layer in enumerate(self._layers, start=1)
@@ -628,7 +635,7 @@ class _PartRecorder(WorkRecorder):
                 self._weight_bytes[self._is_of_experts(leaf)] += leaf.nbytes
             results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
             if name in GROUPED or func._overloadpacket in flop_registry:
-                # Grouped products may write into an argument.
+                # Grouped GEMMs may write into an argument.
                 places = [*leaves, *results] if name in GROUPED else results
                 self._count_gradients([] if known else places, is_grouped=name in GROUPED)
             else:
@@ -637,7 +644,7 @@ class _PartRecorder(WorkRecorder):
         self._weight_bytes = {False: 0.0, True: 0.0}
 
     def _count_gradients(self, results: Iterable[Tensor], *, is_grouped: bool) -> None:
-        """Counts weight gradients among the results of a product without weights.
+        """Counts weight gradients among the results of a matrix multiplication that reads no weight.
 
         A result with a weight's shape, or with one matrix per expert, is a gradient.
         """
@@ -648,7 +655,7 @@ class _PartRecorder(WorkRecorder):
                 self._weight_bytes[self._shapes[tuple(leaf.shape)]] += leaf.nbytes
 
     def _count_accumulated(self, leaves: Iterable[Tensor], known: Sequence[Tensor]) -> None:
-        """Counts the gradients of an operator that accumulates them into a buffer, by the shape of its weights."""
+        """Counts the gradients that an operator accumulates into a buffer, identified by the shapes of its weights."""
         shapes = {tuple(leaf.shape): self._is_of_experts(leaf) for leaf in known}
         for leaf in leaves:
             if tuple(leaf.shape) in shapes and leaf.untyped_storage()._cdata not in self._spans:
@@ -660,7 +667,7 @@ class _PartRecorder(WorkRecorder):
         return any(one.is_expert for one in spans if one.start <= start < one.end)
 
     def note(self, unit: Unit, tensor: Tensor, *, flops: float, num_bytes: float) -> None:
-        """Counts a kernel in total and by part. tensor: any shape, in the dtype of the computation."""
+        """Counts a kernel in total and for the active part. tensor: any shape, in the dtype of the computation."""
         super().note(unit, tensor, flops=flops, num_bytes=num_bytes)
         name = self.pass_name
         if name is not None:
@@ -676,7 +683,7 @@ class _PartRecorder(WorkRecorder):
         return super()._unpack(packed)
 
     def parts(self, messages: Mapping[str, Sequence[Traffic]]) -> dict[str, PartWork]:
-        """Returns the recorded work, with the messages of each part."""
+        """Returns the recorded work of each part. messages: messages of each part."""
         names = {part for part, _ in self._counts} | {*messages}
 
         def counts(part: str, name: str) -> KernelCounts:
@@ -691,7 +698,7 @@ class _PartRecorder(WorkRecorder):
 
 
 class _PartMessages(MessageRecorder):
-    """Attributes the messages of passes to the recorder's active part."""
+    """Records messages, and attributes those sent in forward or backward to the active part."""
 
     def __init__(self, groups: ProcessGroupCollection, recorder: _PartRecorder) -> None:
         super().__init__(groups)

@@ -1,7 +1,7 @@
-"""Finds the Pareto front, in memory and step time, of the layouts in which a model fits.
+"""Finds the layouts in which a model fits that are Pareto-optimal in memory and step time.
 
-layout_space.py lists candidates. Each is estimated from the costs of a layout of the same kind, and the best are
-measured on a model built for them.
+layout_space.py lists the candidates. Each candidate is estimated from the measured costs of a similar layout, and the
+best candidates are measured on models built for them.
 """
 
 import argparse
@@ -55,7 +55,7 @@ from megatron.training.compute.flops import num_floating_point_operations
 from megatron.training.data_parallel import ddp_config_of
 from megatron.training.setup import setup_tokenizer
 
-# Layouts of one kind that the run may reject before the search skips the kind.
+# Number of rejected layouts of one kind after which the search skips the kind.
 _MAX_REFUSALS = 4
 # Number of layouts that are measured to find the smallest accepted one if none fits.
 _MAX_TRIED = 12
@@ -66,15 +66,15 @@ _ACCESSES_PER_UPDATE = 2
 _GIGA = 1e9
 # Bytes of parameters and of gradients, for experts (True) and dense layers (False).
 Weights = dict[bool, tuple[int, int]]
-# Layer kinds of each part of the pipeline, the first of each group of equal stages, and counts of kinds by stage.
+# Layer kinds of each part of the pipeline, the first stage of each group of equal stages, and counts of kinds by stage.
 _Layers = tuple[tuple[tuple[LayerKind, ...], ...], list[int], list[Counter[LayerKind | str]]]
-# Called with a status line for each layout. May print only some of them.
+# Receives a status line for each layout, and may print only some of them.
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Estimate of a layout from scaled costs: bytes of the fullest rank, and seconds per step."""
+    """Estimated bytes of the fullest rank and seconds per step of a layout, from scaled costs."""
 
     num_bytes: int
     seconds: float
@@ -82,7 +82,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class Advice:
-    """A layout that the run accepts. words: its command line. stages: memory of each stage's first rank."""
+    """A layout that the run accepts, with its measured costs.
+
+    words: its command line. stages: memory of each stage's first rank.
+    """
 
     layout: Layout
     words: tuple[str, ...]
@@ -91,7 +94,7 @@ class Advice:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the fullest rank."""
+        """Peak bytes of the fullest rank."""
         return max(stage.total for stage in self.stages)
 
     @property
@@ -102,9 +105,10 @@ class Advice:
 
 @dataclass(frozen=True)
 class Found:
-    """Result of a search. front: Pareto front of the layouts that fit, fastest first.
+    """Result of a search. front: the Pareto-optimal layouts that fit, fastest first.
 
-    nearest: the layout with the least memory, if none fits. compared, fitting: numbers of layouts.
+    nearest: the layout with the least memory, if none fits. compared, fitting: number of layouts that were compared and
+    that fit.
     """
 
     front: tuple[Advice, ...]
@@ -115,7 +119,7 @@ class Found:
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Seconds of one microbatch. exposed: messages that its passes wait for."""
+    """Seconds of one microbatch's passes. exposed: seconds of messages that are not overlapped."""
 
     forward: float
     backward: float
@@ -128,7 +132,7 @@ class PassSeconds:
 
 
 def search(space: Space, costs: "LayoutCosts", *, limit: int, most: int, progress: Progress) -> Found:
-    """Searches layouts that fit into `limit` bytes, and returns up to `most` of the front.
+    """Searches for layouts that fit into `limit` bytes, and returns at most `most` Pareto-optimal ones.
 
     Raises CommandLineError if no layout is possible.
     """
@@ -141,20 +145,20 @@ def search(space: Space, costs: "LayoutCosts", *, limit: int, most: int, progres
     fitting = [one for one in known if one[0].num_bytes <= limit]
     if not compared:
         raise CommandLineError(
-            f"no layout has {space.world_size} GPUs: tensor x pipeline x context must divide them and leave "
-            f"data-parallel ranks that divide the global batch of {space.global_batch}; given sizes: "
+            f"no layout uses {space.world_size} GPUs: tensor x pipeline x context must divide this number, and the "
+            f"remaining data-parallel ranks must divide the global batch of {space.global_batch}; given sizes: "
             f"{', '.join(f'{name} {value}' for name, value in space.fixed.items() if value is not None) or 'none'}"
         )
     front = _front(fitting, costs, limit=limit, most=most, progress=progress)
     nearest = None
     if not front:
         if known and not fitting:
-            # costs.cost skips layouts whose parameters exceed twice the limit. With the smallest known layout as the
-            # limit, it skips none that needs less.
+            # costs.cost skips layouts whose parameters exceed twice the limit. With the memory of the smallest known
+            # layout as the limit, it skips no layout that uses less.
             _, known = _costs(space, costs, limit=min(cost.num_bytes for cost, _ in known), progress=progress)
         nearest = _nearest(sorted(known, key=lambda one: one[0].num_bytes), costs)
         if nearest is None:
-            too_large = "the parameters of a rank alone take more than twice the memory"
+            too_large = "the parameters of a rank alone exceed twice the memory"
             why = costs.last_refusal.replace("\n", "; ") or too_large
             raise CommandLineError(f"none of {compared} layouts is possible: {why}")
     return Found(tuple(front), nearest, compared, len(fitting))
@@ -163,7 +167,7 @@ def search(space: Space, costs: "LayoutCosts", *, limit: int, most: int, progres
 def _costs(
     space: Space, costs: "LayoutCosts", *, limit: int, progress: Progress
 ) -> tuple[int, list[tuple[Cost, Layout]]]:
-    """Returns the number of layouts, and the layouts for which a cost is known."""
+    """Estimates all layouts. Returns their number, and the layouts with an estimate."""
     total = sum(1 for _ in space.layouts())
     compared = 0
     known: list[tuple[Cost, Layout]] = []
@@ -179,7 +183,7 @@ def _costs(
 def _front(
     fitting: list[tuple[Cost, Layout]], costs: "LayoutCosts", *, limit: int, most: int, progress: Progress
 ) -> list[Advice]:
-    """Returns the best layouts that the run accepts and that fit according to their measured costs."""
+    """Measures the best layouts, and returns those that the run accepts and that fit."""
     found: list[Advice] = []
     smallest = float("inf")
     for cost, layout in sorted(fitting, key=lambda one: (one[0].seconds, one[0].num_bytes)):
@@ -201,10 +205,10 @@ def _nearest(candidates: Iterable[tuple[Cost, Layout]], costs: "LayoutCosts") ->
 
 
 class LayoutCosts:
-    """Estimates the layouts of one command line. words: its flags without those that choose a layout.
+    """Estimates and measures layouts of one command line.
 
-    args: the validated arguments of these flags on one rank. last_refusal: the run's error for the last rejected
-    layout.
+    words: its flags, excluding layout flags. args: validated arguments of these flags on one rank. last_refusal: error
+    message of the last layout that the run rejected.
     """
 
     def __init__(
@@ -223,7 +227,7 @@ class LayoutCosts:
         self._overlapped_by = overlap_of(args).overlapped_by
         self._given_sharding = _sharding_of(args)
         self._refusals: Counter[tuple[object, ...]] = Counter()
-        # Measured costs with their layout: memory by kind, the latest memory by tensor sizes, and work by kind.
+        # Measured costs and the layout they belong to: memory by kind, latest memory by tensor sizes, and work by kind.
         self._measured_memory: dict[tuple[object, ...], tuple[ModelCosts, Layout]] = {}
         self._latest_memory: dict[tuple[int, int], tuple[ModelCosts, Layout]] = {}
         self._measured_work: dict[tuple[object, ...], tuple[ModelCosts, Layout]] = {}
@@ -241,9 +245,9 @@ class LayoutCosts:
         return (*self._words, *self._space.flags(layout))
 
     def cost(self, layout: Layout, *, limit: int) -> Cost | None:
-        """Returns an estimate, or None if the run rejects the layout or its parameters take more than twice the limit.
+        """Estimates a layout. Returns None if the run rejects it, or if its parameters exceed twice the limit.
 
-        Over the limit, seconds are infinite, and activations may be left out of the bytes.
+        If the layout exceeds the limit, seconds are infinite, and the bytes may exclude activations.
         """
         if not self._may_fit(layout, limit=limit):
             return None
@@ -264,7 +268,7 @@ class LayoutCosts:
         return Cost(num_bytes, self._quick_seconds(layout, shape=shape, weights=weights, updated=updated))
 
     def advice(self, layout: Layout) -> Advice | None:
-        """Returns the measured costs of a layout from a model built for it, or None if the run rejects it."""
+        """Measures a layout on a model built for it, or returns None if the run rejects the layout."""
         try:
             args = self._validated(layout)
             costs = measure_memory(args, self._provider, forward_step=self._forward_step)
@@ -277,8 +281,9 @@ class LayoutCosts:
         return Advice(layout, self.words_of(layout), stages, time)
 
     def _may_fit(self, layout: Layout, *, limit: int) -> bool:
-        """Tells whether parameters take at most twice the limit. True if layers of this tensor-parallel size are
-        unknown.
+        """Returns whether parameters occupy at most twice the limit.
+
+        Returns True if no layer of this tensor-parallel size has been measured yet.
         """
         known = self._latest_memory.get((layout.tensor, layout.expert_tensor))
         if known is None:
@@ -295,9 +300,9 @@ class LayoutCosts:
         return *sizes, layout.counts
 
     def _memory_costs(self, layout: Layout) -> ModelCosts | None:
-        """Returns the memory of microbatches of one sample, or None if the run rejects this kind of layout.
+        """Returns memory costs with one sample per microbatch, or None if the run rejects this kind of layout.
 
-        Scales it from the first layout of the same kind.
+        The costs are scaled from the first measured layout of the same kind.
         """
         kind = self._kind_of(layout)
         key = (*kind, layout.expert)
@@ -312,7 +317,7 @@ class LayoutCosts:
 
     @staticmethod
     def _kind_of(layout: Layout) -> tuple[object, ...]:
-        """Returns a key that is equal for layouts that differ only in the numbers of samples and experts."""
+        """Returns a key shared by layouts that differ only in the number of samples and experts."""
         sizes = (layout.tensor, layout.context, layout.expert_tensor, layout.expert > 1, layout.stages > 1)
         return *sizes, layout.recompute, layout.experts
 
@@ -354,7 +359,7 @@ class LayoutCosts:
         )
 
     def _distinct(self, layout: Layout) -> list[int]:
-        """Returns the first of each group of equal stages. Later ones hold fewer microbatches, and no more memory."""
+        """Returns the first stage of each group of equal stages. Later stages of a group never use more memory."""
         return self._layers[layout.stages, layout.counts][1]
 
     def _weights_of(self, layout: Layout, costs: ModelCosts, *, shape: Shape) -> dict[int, Weights]:
@@ -387,7 +392,7 @@ class LayoutCosts:
         return args
 
     def _activations_of(self, layout: Layout, costs: ModelCosts, *, shape: Shape) -> dict[int, int]:
-        """Returns the bytes of activations and pages of each distinct stage, with microbatches of one sample."""
+        """Returns the bytes of activations and pages of each distinct stage, with one sample per microbatch."""
         sizes = (layout.tensor, layout.context, layout.expert_tensor, layout.stages, layout.counts)
         group = shape.group_size or shape.stages
         # Whole rounds suffice, because the end of a step does not change the peak.
@@ -438,7 +443,7 @@ class LayoutCosts:
         return quick_seconds(stages, shape, reduced=reduced, gathered=gathered, updated=updated, sharding=sharding)
 
     def _seconds_of_parts(self, layout: Layout, *, in_node: Mapping[str, int]) -> dict[LayerKind | str, PassSeconds]:
-        """Returns the seconds of one microbatch in a layer of each kind, in the embedding, and in the end."""
+        """Returns the seconds of one microbatch in a layer of each kind, in the embedding, and in the model's end."""
         key = (self._kind_of(layout), layout.expert, layout.micro_batch)
         if key not in self._seconds:
             costs = self._work_of(layout)
@@ -451,10 +456,10 @@ class LayoutCosts:
         return self._seconds[key]
 
     def _work_of(self, layout: Layout) -> ModelCosts:
-        """Returns the work of a layout, scaled from a layout of its kind.
+        """Returns the work of a layout, scaled from a measured layout of the same kind.
 
-        If a group of expert ranks equals a group of dense layers, messages have the name of the latter, and their
-        group size cannot be scaled. Such a layout is scaled only from one with the same expert-parallel size.
+        If a group of expert ranks equals a group of dense ranks, messages are recorded under the dense group's name,
+        and their group size cannot be scaled. Such layouts are scaled only from the same expert-parallel size.
         """
         shared = layout.expert if _share_ranks(layout) else None
         kind = (*self._kind_of(layout), shared)
@@ -462,7 +467,7 @@ class LayoutCosts:
             known = self._measured_memory[self._kind_of(layout)][1]
             base = known if not _share_ranks(known) and shared is None else layout
             if base.sharding is Sharding.GRADIENTS:
-                # Copies of sharded gradients scale neither with tokens nor with the weights of a layer.
+                # The copies of sharded gradients scale neither with the tokens nor with a layer's weights.
                 base = replace(base, sharding=Sharding.STATES)
             costs = measure_work(
                 self._measured_memory[self._kind_of(layout)][0],
@@ -533,7 +538,7 @@ def _distinct_stages(layers: Sequence[tuple[LayerKind, ...]], stages: int) -> li
 
 
 def _stage_kinds(layers: Sequence[tuple[LayerKind, ...]], stages: int) -> list[Counter[LayerKind | str]]:
-    """Returns the number of layers of each kind in each stage, and of embeddings and ends."""
+    """Counts, for each stage, the layers of each kind, the embeddings and the model ends."""
     found: list[Counter[LayerKind | str]] = []
     for stage in range(stages):
         kinds: Counter[LayerKind | str] = Counter(kind for part in layers[stage::stages] for kind in part)
@@ -554,7 +559,7 @@ def _weights(costs: ModelCosts, shape: Shape, *, stage: int) -> Weights:
 
 
 def _share_ranks(layout: Layout) -> bool:
-    """Tells whether a group of expert ranks equals a group of dense ranks, with the same stride and size."""
+    """Returns whether a group of expert ranks has the same stride and size as a group of dense ranks."""
     tp, cp, ep, etp = layout.tensor, layout.context, layout.expert, layout.expert_tensor
     of_layers = {(1, tp), (tp, cp), (1, tp * cp)}
     return any(size > 1 and (stride, size) in of_layers for stride, size in ((etp, ep), (1, etp * ep)))
@@ -563,7 +568,7 @@ def _share_ranks(layout: Layout) -> bool:
 def seconds_of(
     work: PartWork, device: Device, *, in_node: Mapping[str, int], overlapped_by: Mapping[str, tuple[str, ...]]
 ) -> PassSeconds:
-    """Returns the seconds of one microbatch, without overlap except that of overlapped_by (see Overlap)."""
+    """Returns the seconds of one microbatch. Only messages of groups in overlapped_by (see Overlap) are overlapped."""
     chunk = work.chunk()
     passes = {FORWARD: chunk.forward, BACKWARD: chunk.backward + chunk.recompute}
     computed = {phase: seconds_by_kind(kernels, device) for phase, kernels in passes.items()}
@@ -587,11 +592,10 @@ def quick_seconds(
     updated: float,
     sharding: Sharding,
 ) -> float:
-    """Estimates a step as all microbatches on the slowest stage, after one microbatch on each stage fills the
-    pipeline.
+    """Estimates the seconds of a step, in which the slowest stage runs all microbatches once the pipeline is filled.
 
     stages: seconds of one microbatch in each stage. reduced, gathered, updated: seconds of the slowest rank's gradient
-    reductions, parameter gathers and update. The first two overlap with the last backward and the first forward.
+    reductions, parameter gathers and update. Reductions overlap with the last backward, gathers with the first forward.
     """
     slowest = max(stages, key=lambda one: one.total)
     filling = (sum(one.total for one in stages) - slowest.total) / shape.chunks
@@ -601,7 +605,7 @@ def quick_seconds(
 
 
 def data_traffic(weights: Mapping[bool, tuple[int, int]], shape: Shape, *, sharding: Sharding) -> tuple[Traffic, ...]:
-    """Returns the messages for gradients and parameters in a step. weights: bytes of a stage (see Weights)."""
+    """Returns the messages of a step that reduce gradients and gather parameters. weights: bytes of a stage."""
     found = []
     times = shape.num_microbatches if sharding is Sharding.GRADIENTS else 1
     for is_expert, (params, grads) in weights.items():

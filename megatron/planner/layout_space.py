@@ -1,7 +1,7 @@
-"""Enumerates the layouts in which a model can be trained on a number of GPUs, with their flags and user-fixed sizes.
+"""Enumerates the layouts in which a model can be trained on a number of GPUs, and their flags.
 
-layout_search.py estimates their memory and time. The rules here only keep the list short: it includes layouts that the
-run's own checks reject.
+layout_search.py estimates their memory and time. The rules in this file only shorten the list, which still includes
+layouts that the run's checks reject.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from megatron.training.command_line.parser import build_parser
 from megatron.training.compute.flops import num_floating_point_operations
 from megatron.training.setup import setup_tokenizer
 
-# Shortest part of a sequence under context parallelism. For shorter parts tensor parallelism is better.
+# Minimum length of a rank's part of a sequence under context parallelism. Shorter parts favor tensor parallelism.
 _MIN_CONTEXT_PART = 4096
 _MAX_STAGES = 64
 _MAX_CHUNKS = 4
@@ -33,7 +33,7 @@ _MICRO_BATCHES = (1, 2, 4, 8)
 # Default number of sequences per GPU in a step, similar to large runs.
 _SAMPLES_PER_GPU = 8
 _DEFAULT_SEQ_LENGTH = 4096
-# Training costs a forward, and a backward with twice its FLOPs.
+# A backward has twice the FLOPs of a forward.
 _FORWARDS_IN_TRAINING = 3
 _SIZES = {
     "tensor": "tensor_model_parallel_size",
@@ -52,7 +52,7 @@ _SPLIT_FLAGS = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
-# If the user sets one of these flags, the search does not vary the choice.
+# If the user sets one of these flags, the search does not vary the corresponding choice.
 _NOT_VARIED = {
     "sequence": ("sequence_parallel",),
     "sharding": ("use_distributed_optimizer", "optimizer", "overlap_grad_reduce", "overlap_param_gather"),
@@ -69,7 +69,7 @@ _NOT_VARIED = {
 
 
 class Sharding(enum.Enum):
-    """The states that are sharded over data-parallel ranks."""
+    """States that data-parallel ranks shard."""
 
     NOTHING = "plain"
     STATES = "ZeRO-1"
@@ -77,14 +77,14 @@ class Sharding(enum.Enum):
 
 
 class Experts(enum.Enum):
-    """Memory of expert rows: allocated for the routed rows, or static buffers with a paged stash."""
+    """Memory for expert rows: allocated per forward for the routed rows, or static buffers with a paged stash."""
 
     DYNAMIC = "dynamic"
     PAGED = "paged"
 
 
 class Recompute(enum.Enum):
-    """Recomputed parts: none, cheap ones, feed-forward layers and experts, or whole layers."""
+    """Parts that backward recomputes: none, cheap modules, feed-forward layers and experts, or whole layers."""
 
     NOTHING = "none"
     CHEAP = "cheap"
@@ -105,9 +105,10 @@ EXPERT_FLAGS: Mapping[Experts, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of one layout. counts: layers of each part of the pipeline, in the order of the model.
+    """Sizes of one layout.
 
-    chunks: model chunks of a stage. sharding, recompute, experts: None keeps the flags of the user.
+    counts: number of layers in each part of the pipeline, in model order. chunks: model chunks per stage. sharding,
+    recompute, experts: None keeps the user's flags.
     """
 
     tensor: int
@@ -130,11 +131,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Space:
-    """Model and ranks of the compared layouts.
+    """The model and the ranks for which layouts are compared.
 
-    layer_costs, end_cost: costs of each layer and of the model's end, in any common unit, for an even split.
-    recompute_modules: arguments of --recompute-modules by choice. further_layers: number of multi-token prediction
-    layers. fixed: maps fields of Layout to their only value. None keeps the user's flags and adds none.
+    layer_costs, end_cost: relative costs of each layer and of the model's end, for an even split. recompute_modules:
+    arguments of --recompute-modules by choice. further_layers: number of multi-token prediction layers. fixed: maps
+    fields of Layout to their only allowed value; None means that the user's flags decide and no flags are added.
     """
 
     world_size: int
@@ -151,7 +152,7 @@ class Space:
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     def layouts(self) -> Iterator[Layout]:
-        """Yields every layout whose sizes divide ranks, batch, layers and experts."""
+        """Yields every layout whose sizes evenly divide the ranks, batch, layers and experts."""
         for tensor, stages, context in product(self._tensor_sizes(), self._stage_sizes(), self._context_sizes()):
             if self.world_size % (tensor * stages * context):
                 continue
@@ -172,7 +173,7 @@ class Space:
                         )
 
     def flags(self, layout: Layout) -> list[str]:
-        """Returns the flags that choose the layout, without those that the user fixed."""
+        """Returns the flags that select the layout, except flags that the user has set."""
         found = {
             "tensor": _size("--tensor-model-parallel-size", layout.tensor),
             "sequence": ["--sequence-parallel"] if layout.tensor > 1 else [],
@@ -242,14 +243,14 @@ class Space:
         return [(expert, own) for expert, own in pairs if self.world_size % (expert * own * stages) == 0]
 
     def _shardings(self, ranks: int) -> list[Sharding]:
-        # With several ranks, unsharded states take more memory without saving a message.
+        # With several ranks, unsharded states use more memory without saving communication.
         return [Sharding.STATES, Sharding.GRADIENTS] if ranks > 1 else [Sharding.NOTHING]
 
     def _activations(self) -> Iterator[tuple[Any, Any]]:
         experts = self._choices("experts", [*Experts] if self.num_experts else [None])
         recompute = self._choices("recompute", [Recompute.NOTHING, *self.recompute_modules, Recompute.LAYERS])
         for pair in product(experts, recompute):
-            # These recompute all tensors that a stash would hold.
+            # These choices recompute all tensors that a stash would store.
             if not (pair[0] is Experts.PAGED and pair[1] in (Recompute.FEED_FORWARD, Recompute.LAYERS)):
                 yield pair
 
@@ -258,8 +259,8 @@ class Space:
 class Request:
     """A command line without a layout.
 
-    words: flags common to all layouts. args: their validated arguments on one rank. assumed: the words that were added
-    because the user did not give them.
+    words: flags common to all layouts. args: their validated arguments on one rank. assumed: required words that the
+    user did not give and that were added.
     """
 
     words: tuple[str, ...]
@@ -274,8 +275,8 @@ def read_request(words: Sequence[str], *, world_size: int, devices_per_node: int
     parsed = parse_args(argv=list(words))
     if parsed.hierarchical_context_parallel_sizes is not None:
         raise CommandLineError(
-            f"--hierarchical-context-parallel-sizes is {parsed.hierarchical_context_parallel_sizes}: layouts are "
-            "compared with one group of context-parallel ranks; drop it, or use --dry-run"
+            f"--hierarchical-context-parallel-sizes is {parsed.hierarchical_context_parallel_sizes}: the search "
+            "supports only one level of context parallelism; drop it, or use --dry-run"
         )
     assumed = _assumed(parsed, given=given, world_size=world_size)
     every = [*words, *assumed]
@@ -307,7 +308,7 @@ def read_request(words: Sequence[str], *, world_size: int, devices_per_node: int
 
 
 def _given(words: Sequence[str]) -> set[str]:
-    """Returns the argument names of the flags in `words`, including those with default values."""
+    """Returns the argument names of the flags in `words`, including flags given with their default values."""
     parser, *_ = build_parser(flag_table(), None)
     unset = object()
     names = [action.dest for action in parser._actions]
@@ -316,7 +317,7 @@ def _given(words: Sequence[str]) -> set[str]:
 
 
 def _assumed(args: argparse.Namespace, *, given: set[str], world_size: int) -> list[str]:
-    """Returns the flags that a run needs and the user did not give."""
+    """Returns the flags that a run requires and that the user did not give, with assumed values."""
     longest = args.max_position_embeddings or _DEFAULT_SEQ_LENGTH
     wanted: Mapping[str, tuple[bool, tuple[str, ...]]] = {
         "bf16": (not (args.bf16 or args.fp16), ()),
@@ -347,7 +348,7 @@ def _assumed(args: argparse.Namespace, *, given: set[str], world_size: int) -> l
 
 
 def _on_one_rank_per_stage(args: argparse.Namespace, *, stages: int = 1) -> argparse.Namespace:
-    """Validates the arguments on one rank per stage, which reports errors that are independent of the layout."""
+    """Validates the arguments for one rank per stage, to report errors that do not depend on the layout."""
     args = copy.copy(args)
     for dest in _SIZES.values():
         vars(args)[dest] = 1
@@ -367,7 +368,7 @@ def _fixed_split(words: Sequence[str], fixed: Mapping[str, Any], *, flag: str) -
 
 
 def recompute_modules(args: argparse.Namespace) -> dict[Recompute, tuple[str, ...]]:
-    """Returns the modules of this model that each choice recomputes."""
+    """Returns, for each choice, the modules of this model that it recomputes."""
     has_dense = any(not kind.has_experts for kind in layer_kinds(args))
     cheap = {
         "layernorm": True,
@@ -393,7 +394,7 @@ def layer_flops(args: argparse.Namespace, kinds: Sequence[LayerKind]) -> tuple[d
 
 def _forward_flops(args: argparse.Namespace, kinds: Sequence[LayerKind], **changed: int | None) -> float:
     args = copy.copy(args)
-    # Without LoRA, because forward is a third of the FLOPs only if all weights are trained.
+    # Without LoRA, because the forward has a third of the FLOPs only if all weights are trained.
     args.num_layers, args.mtp_num_layers, args.lora_rank = len(kinds), None, None
     if args.num_experts is not None:
         args.moe_layer_freq = [int(kind.has_experts) for kind in kinds]
@@ -434,11 +435,11 @@ def powers_of_2(largest: int) -> list[int]:
 
 @lru_cache(maxsize=256)
 def even_parts(costs: tuple[float, ...], *, end_cost: float, parts: int) -> tuple[int, ...] | None:
-    """Splits layers into consecutive parts with the smallest maximum cost. Returns None if there are too few layers.
+    """Splits layers into consecutive parts with the smallest maximum cost, and returns the number of layers per part.
 
-    Returns the number of layers of each part. The parts before the last are also as even as possible. costs: costs of
-    the layers. end_cost: additional cost of the last part, which may have no layer. Among equal splits, early parts get
-    fewer layers, because they hold activations longest.
+    costs: cost of each layer. end_cost: additional cost of the last part, which may contain no layer. The parts before
+    the last are also as even as possible. Among equal splits, early parts receive fewer layers, because they hold
+    activations longest. Returns None if there are too few layers.
     """
     if parts == 1:
         return (len(costs),)
@@ -453,7 +454,7 @@ def even_parts(costs: tuple[float, ...], *, end_cost: float, parts: int) -> tupl
     filled = _filled(costs, limit, end_cost=end_cost, parts=parts)
     assert filled is not None, "the least limit is feasible"
     first = len(costs) - filled[-1]
-    # The end alone may cost more than any part. The parts before it are still split evenly.
+    # The end alone may cost more than any part. The parts before the end are still split evenly.
     inner = costs[:first]
     before = _filled(inner, _least_limit(inner, end_cost=0.0, parts=parts - 1), end_cost=0.0, parts=parts - 1)
     assert before is not None, "each part before the last has a layer"
@@ -468,7 +469,7 @@ def _least_limit(costs: Sequence[float], *, end_cost: float, parts: int) -> floa
         middle = (low + high) / 2
         fits = _filled(costs, middle, end_cost=end_cost, parts=parts) is not None
         low, high = (low, middle) if fits else (middle, high)
-    # Leaves room for rounding in the sums.
+    # Allows for rounding errors in the sums.
     return high * (1 + 1e-9)
 
 
@@ -482,7 +483,10 @@ def _costliest(costs: Sequence[float], counts: Sequence[int], *, end_cost: float
 
 
 def _filled(costs: Sequence[float], limit: float, *, end_cost: float, parts: int) -> tuple[int, ...] | None:
-    """Fills parts up to `limit`, from the last to the first. Returns None if layers are left over."""
+    """Fills parts with layers up to the cost `limit`, from the last part to the first.
+
+    Returns the number of layers per part, or None if some layers fit into no part.
+    """
     counts, left, room = [], len(costs), limit - end_cost
     for part in reversed(range(parts)):
         count = 0

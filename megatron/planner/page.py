@@ -55,7 +55,7 @@ _UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("byte
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """Renders the page. document: the result of plan_document, or the same read back by json.loads."""
+    """Renders the page of a plan. document: the result of plan_document, or plan.json as parsed by json.loads."""
     has_step = document["step"] is not None
     return render(
         _TEMPLATE,
@@ -107,7 +107,7 @@ def _memory(document: Mapping[str, Any]) -> Figure:
     colors[_TEMPORARY] = "#d0d3d6"
     room = document["device"]["memory_gib"] * 2**30
     most = max(stage["peak"] for stage in stages)
-    # Shows the device's memory as a line, unless it would make the bars too short to see.
+    # Draws the device's memory as a line, unless the bars would become too short to see.
     fits = most * 50 > room
     unit, size = _unit(max(most, room if fits else 0))
     bars = []
@@ -150,7 +150,7 @@ def _times(document: Mapping[str, Any]) -> Figure:
 
 
 def _slowest(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the rows of the two tables of times for the stage with the smallest bubble."""
+    """Returns the template values of the two time tables, for the stage with the smallest bubble."""
     stage = min(document["stages"], key=lambda stage: stage["time"]["bubble"])
     time, longest = stage["time"], document["step"]["seconds"]
     messages = [(f"exposed in {name}", seconds) for name, seconds in time["exposed"].items() if seconds > 0]

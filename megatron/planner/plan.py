@@ -1,7 +1,7 @@
 """Plans a run on one process without training it: memory, messages and kernels of one rank of each pipeline stage.
 
-The run's own code builds the rank's model, buffers and optimizer on the meta device, over process groups that send
-nothing (fake_ranks.py, and without_memory of megatron/core/device). report.py prints plans.
+The run's own code builds the rank's model, buffers and optimizer on the meta device, with fake process groups
+(fake_ranks.py, and without_memory of megatron/core/device). report.py prints plans.
 """
 
 import argparse
@@ -57,11 +57,12 @@ ForwardStep = Callable[..., Any]
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """One buffer of a model chunk. kind: dense or expert. param_dtype, grad_dtype: names without "torch.".
+    """Layout of one flat buffer of a model chunk.
 
-    bucket_bytes: bytes of each bucket's gradients with padding, in buffer order. num_bytes: bytes of all parameters and
-    gradients, with padding. padding_bytes: the part of num_bytes that is padding. bucket_ends: names of the first and
-    the last parameter of each bucket.
+    kind: dense or expert. param_dtype, grad_dtype: names without "torch.". bucket_bytes: bytes of each bucket's
+    gradients with padding, in buffer order. num_bytes: bytes of all parameters and gradients, with padding.
+    padding_bytes: the part of num_bytes that is padding. bucket_ends: names of the first and the last parameter of each
+    bucket.
     """
 
     chunk: int
@@ -75,7 +76,7 @@ class BufferLayout:
 
     @property
     def padding_share(self) -> float:
-        """Share of the buffer that is padding, 0 to 1."""
+        """Share of the buffer's bytes that are padding, from 0 to 1."""
         return self.padding_bytes / self.num_bytes if self.num_bytes else 0.0
 
 
@@ -83,18 +84,19 @@ class BufferLayout:
 class RankPlan:
     """Memory of one rank by kind, in bytes, and its work in a step.
 
-    layers: numbers of its layers, from 1 over the model. parameters, gradients: sizes of their buffers, with padding.
-    masters, moments: optimizer states. pages: pages of the paged stash. activations: bytes saved for backward at the
-    peak of the schedule, by kind. host_pages, host_states, host_activations: pages, optimizer states and offloaded
-    activations in host memory. sizes: elements of each logical tensor with a shard on the rank, as counted by
-    parameters_by_key.
+    layers: numbers of the rank's layers in the model, starting at 1. parameters, gradients: sizes of their buffers,
+    with padding. masters, moments: optimizer states. pages: pages of the paged stash. activations: maps a kind of
+    module to the bytes saved for backward at the peak of the schedule. host_pages, host_states, host_activations:
+    pages, optimizer states and offloaded activations in host memory. sizes: elements of each logical tensor with a
+    shard on the rank, as counted by parameters_by_key.
 
-    working: temporary memory of the passes at their peak, such as logits, gradients in flight and messages. updating:
-    temporary memory of the update, which runs without activations. messages: temporary memory that
-    collectives hold at one time, without persistent gradients and parameters. All three are 0 if nothing is trained.
+    working: temporary memory of the passes at their peak, such as logits, gradients in flight and communication
+    buffers. updating: temporary memory of the update, which runs without activations. messages: largest temporary
+    memory of collectives at one time, excluding persistent gradients and parameters. All three are 0 if nothing is
+    trained.
 
-    links: messages of a step. groups: ranks of each group named in links. buffers: layout of its parameters. chunks:
-    kernels of a microbatch in each model chunk. update: the optimizer's kernels.
+    links: messages of a step. groups: ranks of each group named in links. buffers: layouts of the parameter buffers.
+    chunks: kernels of a microbatch in each model chunk. update: the optimizer's kernels.
     """
 
     rank: int
@@ -121,7 +123,7 @@ class RankPlan:
 
     @property
     def host(self) -> dict[str, int]:
-        """Bytes in the host's memory by kind."""
+        """Bytes in host memory, by kind."""
         return {"pages": self.host_pages, "states": self.host_states, "activations": self.host_activations}
 
     @property
@@ -142,7 +144,7 @@ class RankPlan:
 
     @property
     def total(self) -> int:
-        """Persistent bytes and activations at the peak of the schedule."""
+        """Sum of the persistent bytes and of the activations at the peak of the schedule."""
         return self.persistent + sum(self.activations.values())
 
     @property
@@ -153,10 +155,11 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A RankPlan for one rank of each pipeline stage. num_microbatches: microbatches of the last, largest step.
+    """Plans of one rank of each pipeline stage.
 
-    is_balanced: whether activations assume balanced routing, because experts have no static buffers. flops_per_sample:
-    the model's FLOPs as counted by num_floating_point_operations. substitutions: result of the function of this name.
+    num_microbatches: microbatches of the last step, which is the largest. is_balanced: whether activations assume
+    balanced routing, because experts have no static buffers. flops_per_sample: the model's FLOPs as counted by
+    num_floating_point_operations. substitutions: sentences about parts that the plan replaces (see substitutions()).
     """
 
     stages: list[RankPlan]
@@ -172,8 +175,8 @@ class Plan:
 class StageTrace:
     """Memory and work of a pipeline stage, shared by stages of the same structure.
 
-    saved: bytes that a microbatch of each chunk saves for backward. experts_of_layer: bytes that the experts of one
-    layer save. step: the traced step, empty if nothing is trained.
+    saved: bytes that a microbatch saves for backward in each chunk. experts_of_layer: bytes that the experts of one
+    layer save for backward. step: the traced step, empty if nothing is trained.
     """
 
     saved: tuple[SavedSizes, ...]
@@ -181,7 +184,7 @@ class StageTrace:
     step: StepTrace
 
     def working(self, actions: Sequence[Action]) -> int:
-        """Returns the temporary bytes of the passes. actions: the schedule of the traced step."""
+        """Returns the peak temporary bytes of the passes. actions: the schedule of the traced step."""
         kept = peak_bytes(actions, [one.by_kind for one in self.saved]).total()
         return max(0, self.step.peak - kept)
 
@@ -199,12 +202,12 @@ def plan_run(
     rank_in_stage: int = 0,
     only_stages: Collection[int] | None = None,
 ) -> Plan:
-    """Plans the run of validated args with world_size ranks.
+    """Plans the run described by validated args, which has args.world_size ranks.
 
-    forward_step_func: the training script's function, called with batches without memory. rank_in_stage: index of the
-    planned rank in each stage. The first one needs the most memory, because the last shards may be shorter.
-    only_stages: stages to plan, all by default; parameters are counted over them. Raises the same errors as a run for
-    sizes that do not fit and for models that cannot be built.
+    forward_step_func: the training script's function, called with batches on the meta device. rank_in_stage: index of
+    the planned rank within each stage. Rank 0 of a stage uses the most memory, because the last shards may be shorter.
+    only_stages: stages to plan and whose parameters are counted; defaults to all. Raises the same errors as a run for
+    invalid sizes and for models that cannot be built.
     """
     stages, is_balanced, traces = [], False, _Traces()
     stashed: list[Sequence[StashEvent]] = []
@@ -221,7 +224,7 @@ def plan_run(
     if args.moe_paged_stash and not args.skip_train and only_stages is None:
         with flags_named_in_errors():
             check_effect(stashed)
-    # Each rank exchanges the sums of all losses that any rank reports.
+    # All ranks exchange the sums of every loss that any rank reports.
     names = {name for trace in traces.values() for name in trace.step.names}
     stages = [replace(one, links=with_names(one.links, len(names))) for one in stages]
     total, active = count_of({key: size for stage in stages for key, size in stage.sizes.items()}, args)
@@ -231,7 +234,7 @@ def plan_run(
 
 
 def pipeline_number_of(args: argparse.Namespace, rank: int) -> int:
-    """Returns the number of the rank's pipeline. Raises CommandLineError for a rank outside of the run."""
+    """Returns the index of the pipeline that contains the rank. Raises CommandLineError for a rank outside the run."""
     if not 0 <= rank < args.world_size:
         raise CommandLineError(
             f"RANK is {rank} in the environment: must be from 0 to {args.world_size - 1} for this --world-size"
@@ -240,7 +243,7 @@ def pipeline_number_of(args: argparse.Namespace, rank: int) -> int:
 
 
 def pipeline_of(args: argparse.Namespace, number: int) -> list[int]:
-    """Returns the ranks of one pipeline, stage by stage. number: index among the pipelines of the layout."""
+    """Returns the ranks of one pipeline, in the order of stages. number: index of the pipeline in the layout."""
     return _pipelines(args)[number]
 
 
@@ -252,7 +255,7 @@ def _pipelines(args: argparse.Namespace) -> list[list[int]]:
 
 @contextmanager
 def as_rank(args: argparse.Namespace, rank: int) -> Iterator[ProcessGroupCollection]:
-    """Makes this process act as a rank inside the block, on tensors without memory. Publishes the run's arguments."""
+    """Makes this process act as a rank inside the block, on the meta device. Publishes the arguments to scripts."""
     with fake_rank(args, rank, world_size=args.world_size) as groups, without_memory(), torch.device("meta"):
         try:
             _publish(args)
@@ -287,14 +290,14 @@ class _RankBuild:
         else:
             model, optimizer, _ = build_model_and_optimizer(model_provider, args, config_overrides=config_overrides)
         self.model, self._optimizer = model, optimizer
-        # Without static buffers the number of an expert's rows depends on routing.
+        # Without static buffers, the number of an expert's rows depends on the routing.
         self.is_balanced = args.num_experts is not None and args.moe_expert_rank_capacity_factor is None
         self.stash_events: Sequence[StashEvent] = ()
 
     def plan(
         self, rank: int, *, stage: int, groups: ProcessGroupCollection, forward_step: ForwardStep, traces: _Traces
     ) -> RankPlan:
-        """Plans the rank. stage: its stage. traces: cache of other stages' traces, to which this stage's is added."""
+        """Plans memory and work of a rank. traces: cache of stage traces, to which the trace of `stage` is added."""
         chunks = unwrap_model(self.model)
         num_microbatches = batch_sizes(self._args).final_num_microbatches
         pages = self._pages(groups, num_microbatches)
@@ -338,7 +341,7 @@ class _RankBuild:
         )
 
     def _pages(self, groups: ProcessGroupCollection, num_microbatches: int) -> tuple[int, int]:
-        """Returns the bytes of the stash's pages on the device and on the host. Evaluations have none."""
+        """Returns the bytes of the stash's pages on the device and on the host, both 0 for an evaluation."""
         if self._optimizer is None:
             return 0, 0
         memory = build_expert_memory(self.model, self._args, groups=groups)
@@ -376,7 +379,7 @@ class _RankBuild:
 
 
 def structure_of(model: Sequence[nn.Module]) -> Hashable:
-    """Returns a key that is equal for chunks with equal modules, settings and parameters. Ignores layer numbers."""
+    """Returns a key that is equal for chunks with equal modules, settings and parameters, up to layer numbers."""
     return tuple(_module(chunk) for chunk in model)
 
 
@@ -399,7 +402,7 @@ def _setting(value: Any) -> Any:
 
 
 def _activations(actions: Sequence[Action], trace: StageTrace, *, stashes: bool) -> dict[str, int]:
-    """Returns the bytes of activations at the schedule's peak, by kind. stashes: whether experts stash in pages."""
+    """Returns the bytes of activations at the schedule's peak, by kind. stashes: whether the paged stash is used."""
     if stashes:
         # One layer's rows are still in its buffers, not yet copied to pages.
         peak = peak_bytes(actions, [Counter({**kept.by_kind, EXPERTS: 0}) for kept in trace.saved])
@@ -408,15 +411,15 @@ def _activations(actions: Sequence[Action], trace: StageTrace, *, stashes: bool)
 
 
 def with_known_rows(args: argparse.Namespace) -> argparse.Namespace:
-    """Returns the arguments of the same run with numbers of expert rows that the host knows.
+    """Returns the run's arguments, changed so that the number of expert rows does not depend on device data.
 
-    Disables FSDP, because passes save the same activations with unsharded parameters. Replaces expert buffers whose
-    size would be read from the device by static ones with exactly the rows of balanced routing.
+    Replaces expert buffers whose size would be read from the device by static buffers with exactly the rows of balanced
+    routing. Disables FSDP, because passes save the same activations with unsharded parameters.
     """
     args = copy.copy(args)
     args.use_torch_fsdp2 = False
     if args.num_experts is not None and args.moe_expert_rank_capacity_factor is None:
-        # Padding to a capacity above 1 adds rows. Dropping without padding only removes some, which is ignored.
+        # Padding to a capacity above 1 adds rows. Dropping without padding only removes rows, which is ignored.
         room = args.moe_expert_capacity_factor if args.moe_pad_expert_input_to_capacity else None
         args.moe_expert_rank_capacity_factor, args.moe_grouped_gemm = max(1.0, room or 1.0), True
         args.moe_expert_capacity_factor, args.moe_pad_expert_input_to_capacity = None, False
@@ -430,7 +433,10 @@ def saved_by(
     forward_step: ForwardStep,
     kind_of: Callable[[str], str] | None = None,
 ) -> SavedSizes:
-    """Returns the bytes that a microbatch of the chunk saves for backward. kind_of: as for SavedBytes."""
+    """Runs a forward of the chunk and returns the bytes that a microbatch saves for backward.
+
+    kind_of: maps the name of a module to a kind, as for SavedBytes.
+    """
     inner = unwrap_model(chunk)
     for part in inner.modules():
         if isinstance(part, MoELayer) and part.expert_step is not None:
@@ -449,14 +455,14 @@ def saved_by(
 
 
 def batch_of(args: argparse.Namespace) -> dict[str, Tensor]:
-    """Returns a microbatch without memory: tokens, labels, position_ids [B, S] int64, and loss_mask [B, S] fp32."""
+    """Returns a meta-device microbatch: tokens, labels and position_ids [B, S], int64, and loss_mask [B, S], fp32."""
     shape = args.micro_batch_size, args.seq_length
     batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "labels", "position_ids")}
     return {**batch, "loss_mask": torch.zeros(shape, dtype=torch.float32)}
 
 
 def buffer_layouts(model: Sequence[nn.Module]) -> Iterator[BufferLayout]:
-    """Yields the buffers of a rank's wrapped chunks. FSDP modules have none."""
+    """Yields the layout of every flat buffer of a rank's wrapped chunks. FSDP modules have no such buffers."""
     for number, chunk in enumerate(model):
         if not isinstance(chunk, _BaseDataParallel):
             continue
@@ -479,7 +485,7 @@ def buffer_layouts(model: Sequence[nn.Module]) -> Iterator[BufferLayout]:
 
 
 def substitutions(args: argparse.Namespace) -> tuple[str, ...]:
-    """Returns sentences about parts of the run that the plan replaces by others, such as a dispatcher's backend."""
+    """Returns sentences about parts of the run that the plan replaces with others, such as a dispatcher's backend."""
     if args.num_experts is None or args.moe_token_dispatcher_type != "flex":
         return ()
     return (

@@ -1,6 +1,6 @@
-"""Records the kernels, messages and live memory of a traced step at torch's dispatcher.
+"""Records the kernels, messages and live memory of a traced step, as torch dispatch modes.
 
-The recorders observe the run's own code on tensors without memory. work.py estimates the time of the records.
+The recorders observe the run's own code on meta tensors. work.py estimates the time of the records.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,16 +40,16 @@ RECOMPUTE = "recompute"
 _FORWARD, _BACKWARD, _UPDATE = "ScheduleRunner._forward", "ScheduleRunner._backward", "MegatronOptimizer.step"
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8"}
 _COUNTED = {"aten", "paged_stash", "router", "static_rows"}
-# Grouped products of torch, and of experts with static buffers.
+# Grouped GEMMs of torch, and of experts with static buffers.
 GROUPED = {"_grouped_mm", "grouped_gemm", "grouped_gemm_weight_grad"}
 # Operators that move no bytes: allocations, views, and reads by the host.
 _FREE = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias"),
     *("detach", "lift_fresh", "set_", "resize_", "_local_scalar_dense", "equal", "record_stream", "is_pinned"),
 }
-# Operators that read as many bytes as they write, however large the table is.
+# Operators that read as many bytes as they write, independent of the size of the table.
 _GATHERS = {"embedding", "index", "index_select", "gather"}
-# Operators that read their source, and read and write the same number of bytes of the table.
+# Operators that read their source, and read and write as many bytes of the table.
 _SCATTERS = {"index_put_", "_index_put_impl_", "index_add_", "index_copy_", "scatter_", "scatter_add_"}
 # Operators whose bytes do not depend on the size of the table.
 ROWS_OF_TABLES = _GATHERS | _SCATTERS
@@ -84,18 +84,18 @@ _OPERATIONS = {
     "send": "send",
     "recv_": "receive",
 }
-# Operations whose payload is their input. For others it is their output, or the tensor that they change in place.
+# Operations whose payload is their input. The payload of others is their output, or the tensor changed in place.
 _BY_INPUT = {"reduce-scatter", "all-to-all"}
-# Messages inside these trace names are parts of one collective.
+# All messages inside one of these trace ranges belong to one collective.
 _WHOLE = {
     "gather_shards_": "all-gather",
     "_OrderedReduceScatter": "reduce-scatter",
     "_OrderedReduceScatter._send": "reduce-scatter",
 }
-# The subset of these names that begins a new collective.
+# The subset of _WHOLE in which a new collective begins.
 _BEGINNINGS = {"gather_shards_", "_OrderedReduceScatter"}
-# Several groups may have the same ranks. The first match names a message: in passes a group of model parallelism,
-# otherwise one of data parallelism. hcp_0 and hcp_1 are the levels of hierarchical context parallelism.
+# Several groups may have the same ranks. A message is named after the first match: in forward and backward a group of
+# model parallelism, otherwise of data parallelism. hcp_0 and hcp_1 are the levels of hierarchical context parallelism.
 _OF_MODEL = "tp hcp_0 hcp_1 cp pp ep expt_tp tp_cp tp_ep embd dp dp_cp expt_dp tp_dp tp_dp_cp mp tp_ep_pp".split()
 _OF_DATA = (
     "dp dp_cp expt_dp intra_dp_cp intra_expt_dp inter_dist_opt intra_dist_opt tp cp pp embd tp_cp tp_dp_cp mp "
@@ -105,7 +105,7 @@ _SHORT = {"expt_tp": "etp", "expt_dp": "edp", "tp_dp_cp": "stage"}
 
 
 class RunningModules:
-    """Tracks the innermost module that runs forward inside `followed`."""
+    """Tracks the innermost module whose forward is running, while `followed` is active."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._models = models
@@ -113,7 +113,7 @@ class RunningModules:
 
     @property
     def name(self) -> str:
-        """Name from named_modules of its model; "" in the model itself and outside of all modules."""
+        """Name of the running module in named_modules(); "" in the model itself and outside all modules."""
         return self._inside[-1] if self._inside else ""
 
     def __bool__(self) -> bool:
@@ -121,7 +121,7 @@ class RunningModules:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Tracks modules inside the block, even after a forward that raises."""
+        """Tracks modules inside the block. Recovers after a forward that raises."""
         handles = []
         for model in self._models:
             for name, module in model.named_modules():
@@ -144,9 +144,9 @@ class RunningModules:
 
 
 class WorkRecorder(TorchDispatchMode):
-    """Counts the kernels of each pass inside `recording`, in a step of one microbatch.
+    """Counts the kernels of each pass while `recording` is active, in a step of one microbatch.
 
-    live_rows: share of the expert buffers' rows that hold tokens. Grouped products skip the rest.
+    live_rows: share of the expert buffers' rows that hold tokens. Grouped GEMMs skip the other rows.
     """
 
     def __init__(self, model: Sequence[nn.Module], *, live_rows: float = 1.0) -> None:
@@ -161,12 +161,12 @@ class WorkRecorder(TorchDispatchMode):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Records kernels inside the block, with the module whose forward or backward runs."""
+        """Records kernels inside the block, together with the module whose forward or backward is running."""
         with self._running.followed(), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), self:
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operator and counts its kernel, unless it is a view or free."""
+        """Runs an operator and counts its kernel, unless it moves no bytes."""
         kwargs = kwargs or {}
         if func.namespace == "profiler":
             self._follow(func, args)
@@ -191,7 +191,7 @@ class WorkRecorder(TorchDispatchMode):
             self.recomputed.append(Kernels())
 
     def _counter(self) -> Kernels | None:
-        """Returns the counter of the pass that is running."""
+        """Returns the counter of the pass that is running, or None outside passes."""
         counters = {FORWARD: self.forwards, BACKWARD: self.backwards, RECOMPUTE: self.recomputed}
         name = self.pass_name
         if name is not None:
@@ -200,9 +200,7 @@ class WorkRecorder(TorchDispatchMode):
 
     @property
     def pass_name(self) -> str | None:
-        """The pass that is running: forward, backward, or recompute for a forward inside backward. None outside of
-        passes.
-        """
+        """Name of the running pass: forward, backward, or recompute for a forward inside backward; None outside."""
         if _BACKWARD in self._names:
             # A module that runs forward during backward is being recomputed.
             return RECOMPUTE if self._running else BACKWARD
@@ -215,7 +213,7 @@ class WorkRecorder(TorchDispatchMode):
         moved = _moved_bytes(func, name, inputs=inputs, outputs=outputs)
         unit, flops = Unit.MEMORY, 0.0
         if name in GROUPED:
-            # Valid for both forms: rows times expert matrices, and rows times rows for weight gradients.
+            # Holds for both forms: rows times expert matrices, and rows times rows for weight gradients.
             unit, flops = Unit.MATMUL, 2.0 * self._live_rows * inputs[0].numel() * inputs[1].shape[-1]
         elif func._overloadpacket in flop_registry:
             unit, flops = Unit.MATMUL, float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
@@ -225,14 +223,14 @@ class WorkRecorder(TorchDispatchMode):
             )
 
     def note(self, unit: Unit, tensor: Tensor, *, flops: float, num_bytes: float) -> None:
-        """Counts a kernel. tensor: any shape, in the dtype of the computation. Called by fused kernels."""
+        """Counts one kernel. Fused kernels call it directly. tensor: any shape, in the dtype of the computation."""
         counter = self._counter()
         if counter is not None:
             counter[Kernel(self.kind, unit, dtype_name(tensor), float(flops), float(num_bytes))] += 1
 
     @property
     def kind(self) -> str:
-        """The kind of the module whose forward or backward is running."""
+        """Kind of the module whose forward or backward is running."""
         return kind_of_module(self._running.name) if self._running else self._kind or kind_of_module("")
 
     def _pack(self, tensor: Tensor) -> tuple[str, Tensor]:
@@ -244,7 +242,7 @@ class WorkRecorder(TorchDispatchMode):
         return tensor
 
     def chunks(self, order: Sequence[Action]) -> tuple[ChunkWork, ...]:
-        """Returns the work of each chunk. order: passes of the step, one per chunk and kind."""
+        """Returns the recorded work of each chunk. order: passes of the step, one per chunk and kind of pass."""
         of_kind = {kind: [action.chunk for action in order if action.kind is kind] for kind in ActionKind}
         forwards = dict(zip(of_kind[ActionKind.FORWARD], self.forwards, strict=True))
         backwards = zip(of_kind[ActionKind.BACKWARD], self.backwards, self.recomputed, strict=True)
@@ -253,12 +251,12 @@ class WorkRecorder(TorchDispatchMode):
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """Returns the name that Kernel uses for a tensor's dtype. tensor: any shape and dtype."""
+    """Returns a tensor's dtype as named in Kernel, such as bf16. tensor: any shape and dtype."""
     return _DTYPES.get(tensor.dtype, "fp32")
 
 
 def _moved_bytes(func: Any, name: str, *, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
-    """Returns the bytes that an operation reads and writes."""
+    """Returns the number of bytes that an operator reads and writes."""
     if name in _GATHERS:
         return 2.0 * sum(one.nbytes for one in outputs)
     if name in _SCATTERS:
@@ -278,9 +276,9 @@ def _moved_bytes(func: Any, name: str, *, inputs: Sequence[Tensor], outputs: Seq
 
 
 class MessageRecorder(TorchDispatchMode):
-    """Records the messages of this thread while it is the innermost mode, and sends them unchanged.
+    """Records the messages that this thread sends while the mode is active. Must be the innermost mode.
 
-    groups: this rank's groups, which give messages the names of their groups.
+    groups: this rank's process groups, after which messages are named.
     """
 
     def __init__(self, groups: ProcessGroupCollection) -> None:
@@ -322,10 +320,10 @@ class MessageRecorder(TorchDispatchMode):
         count, num_bytes = 1, _bytes_of(args[1] if operation in _BY_INPUT else args[0])
         whole = _WHOLE.get(self._names[-1]) if self._names else None
         if whole is not None:
-            # Slices that are sent during the wait for a reduction count as part of it.
+            # Slices that are sent while a reduction is waited for count as part of the reduction.
             count = int(not self._is_begun and not _BEGINNINGS.isdisjoint(self._names))
             if whole == "reduce-scatter" and args[3] and not self._is_slice_begun:
-                # Slices are one message per other rank. The first counts twice, to include this rank's own part.
+                # A slice is one message per peer rank. The first counts twice, to include this rank's part.
                 num_bytes *= 2
             self._is_begun = self._is_slice_begun = True
             operation = whole
@@ -334,7 +332,7 @@ class MessageRecorder(TorchDispatchMode):
         self._messages.append(Traffic(group, size, operation, phase, count, num_bytes))
 
     def _name_of(self, group: dist.ProcessGroup, phase: str) -> tuple[str, int]:
-        """Returns the name of a group in a phase, and its size."""
+        """Returns the name under which a group's messages are recorded in a phase, and the group's size."""
         key = (group.group_name, phase)
         if key not in self._known:
             ranks = _ranks_of(group)
@@ -353,7 +351,7 @@ def ranks_by_name(groups: ProcessGroupCollection, links: Iterable[Traffic]) -> d
 
 
 def _ranks_of_kinds(groups: ProcessGroupCollection) -> dict[str, tuple[int, ...]]:
-    """Returns the ranks of each group of this rank. The levels of hierarchical context parallelism are hcp_0, hcp_1."""
+    """Returns this rank's groups by name, as ranks. hcp_0 and hcp_1 are levels of hierarchical context parallelism."""
     named = {**vars(groups), **{f"hcp_{level}": group for level, group in enumerate(groups.hcp)}}
     return {name: _ranks_of(group) for name, group in named.items() if isinstance(group, dist.ProcessGroup)}
 
@@ -372,11 +370,11 @@ def _bytes_of(tensors: Any) -> int:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages that operators allocate on a device, until their last tensor is freed.
+    """Counts the live bytes of storages that operators allocate on a device while the mode is active.
 
-    Counts on this thread, while it is the innermost mode. Storages allocated earlier do not count. peaks: highest
-    number of live bytes in each part that `begin` named; "" is the part before. messages_peak: highest number of live
-    bytes among inputs and outputs of collectives.
+    Counts on this thread, as the innermost mode, until the last tensor of a storage is freed. peaks: largest number of
+    live bytes in each part that `begin` started; "" is the part before the first `begin`. messages_peak: largest number
+    of live bytes among the inputs and outputs of collectives.
     """
 
     def __init__(self, device_type: str = "meta") -> None:
@@ -388,12 +386,12 @@ class LiveBytes(TorchDispatchMode):
         self.peaks, self.messages_peak = {"": 0}, 0
 
     def begin(self, part: str) -> None:
-        """Starts a part with its own peak."""
+        """Starts a new part, whose peak is recorded separately."""
         self._part = part
         self.peaks[part] = self._bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operator and counts the storages that it allocated."""
+        """Runs an operator and counts the storages that it allocates."""
         result = func(*args, **(kwargs or {}))
         given = {storage._cdata for storage in self._storages((args, kwargs))}
         for storage in self._storages(result):

@@ -36,9 +36,9 @@ _GIB = 1 << 30
 _MEMORY_COLUMNS = ("parameters", "gradients", "masters", "moments", "pages", "activations", "total", "peak")
 _LINK_COLUMNS = ("group", "ranks", "operation", "phase", "count", "payload", "on links")
 _LAYOUT_COLUMNS = "tp pp vpp cp ep etp mbs states recompute experts GiB step/s MFU bubble exposed".split()
-# Maximum number of passes in plan.json, which would otherwise have many megabytes. The first ones are written.
+# Maximum number of passes in plan.json, which would otherwise grow to many megabytes. Later passes are left out.
 _MAX_PASSES = 20_000
-# Flags found for a plan that does not fit keep the sizes of its layout.
+# The flags suggested for a plan that does not fit do not change the sizes of its layout.
 _OTHER_LAYOUTS = "other layouts, such as experts over more ranks: tools/plan_layout.py, with the same flags"
 # Seconds below which a value is a rounding error.
 _ROUNDING_SECONDS = 1e-12
@@ -52,9 +52,9 @@ def print_plan(
     forward_step_func: ForwardStep,
     config_overrides: ConfigOverrides | None = None,
 ) -> None:
-    """Prints the plan of RANK's pipeline and whether it fits. Under torchrun only rank 0 prints.
+    """Prints the plan of RANK's pipeline, and whether it fits into memory. Under torchrun, only rank 0 prints.
 
-    reread: parses the same command line with further words. Raises ValueError for an unknown rank or device, and for an
+    reread: parses the command line with additional words. Raises ValueError for an unknown rank or device, and for an
     unwritable folder.
     """
     if "WORLD_SIZE" in os.environ and args.rank != 0:
@@ -147,7 +147,7 @@ def _layout(args: argparse.Namespace) -> str:
 
 
 def layout_sizes(args: argparse.Namespace) -> dict[str, int]:
-    """Returns the sizes of a run's layout by name. A model without experts has no size `expert tensor`."""
+    """Returns the parallel sizes of a run by name. `expert tensor` is left out for models without experts."""
     tensor = args.tensor_model_parallel_size
     experts = {} if args.num_experts is None else {"expert tensor": args.expert_tensor_parallel_size or tensor}
     return {
@@ -162,7 +162,7 @@ def layout_sizes(args: argparse.Namespace) -> dict[str, int]:
 
 
 def buffer_lines(stages: Sequence[RankPlan], *, unit: str, size: int) -> list[str]:
-    """Returns a line on the buckets and padding of each buffer, for the stage with most padding."""
+    """Returns one line for each buffer of the stage with the most padding, with its buckets and padding."""
     most = max(stages, key=lambda stage: sum(one.padding_bytes for one in stage.buffers))
     return [_buffer_line(one, most.stage, unit=unit, size=size) for one in most.buffers]
 
@@ -176,7 +176,7 @@ def _buffer_line(one: BufferLayout, stage: int, *, unit: str, size: int) -> str:
 
 
 def links_lines(stage: RankPlan, *, unit: str, size: int) -> list[str]:
-    """Returns a table of a rank's messages in a step, largest first. Column on links: bytes from link_bytes."""
+    """Formats a rank's messages in a step as a table, largest first. The column `on links` shows link_bytes."""
     if not stage.links:
         return []
     rows: list[tuple[str, ...]] = [_LINK_COLUMNS]
@@ -196,7 +196,7 @@ def _note_lines(plan: Plan, *, unit: str, size: int) -> list[str]:
 
 
 def _host_lines(plan: Plan, *, unit: str, size: int) -> list[str]:
-    """Returns a line on the stage with the most host memory, if any stage uses it."""
+    """Returns a line about the stage with the most host memory, or nothing if no stage uses host memory."""
     most = max(plan.stages, key=lambda stage: sum(stage.host.values()))
     kinds = ", ".join(f"{kind} {count / size:.2f} {unit}" for kind, count in most.host.items() if count)
     if not kinds:
@@ -233,7 +233,7 @@ def _seconds(seconds: float) -> str:
 def plan_document(
     plan: Plan, args: argparse.Namespace, *, device: Device, step: StepTime | None, fit: Fit
 ) -> dict[str, Any]:
-    """Returns the content of plan.json, in bytes and seconds. step: None if nothing is trained."""
+    """Returns the content of plan.json, with sizes in bytes and times in seconds. step: None if nothing is trained."""
     in_node = ranks_per_node(plan, device)
     times = [None] * len(plan.stages) if step is None else step.stages
     return {
@@ -258,7 +258,7 @@ def plan_document(
 
 
 def notes(plan: Plan, device: Device) -> list[str]:
-    """Returns the notes of plan.json and of the page."""
+    """Returns the notes shown in plan.json and on the page: what the plan excludes and assumes."""
     found = [f"Not included: {NOT_PLANNED}."]
     if plan.is_balanced:
         found.append("Expert rows assume that tokens choose all experts equally often.")
@@ -266,8 +266,8 @@ def notes(plan: Plan, device: Device) -> list[str]:
     full = [stage for stage in plan.stages if stage.peak > device.memory_bytes]
     if full:
         found.append(
-            f"The memory of stages {', '.join(str(stage.stage) for stage in full)} exceeds that of the "
-            f"{device.name} ({device.memory_gib:g} GiB)."
+            f"Stages that exceed the memory of the {device.name} ({device.memory_gib:g} GiB): "
+            f"{', '.join(str(stage.stage) for stage in full)}."
         )
     if any(any(stage.host.values()) for stage in plan.stages):
         found.append("Device memory does not include host memory.")
@@ -315,7 +315,7 @@ def _step(step: StepTime) -> dict[str, Any]:
 
 
 def _schedule(step: StepTime) -> list[list[list[Any]]]:
-    """Returns the passes of each stage as F or B, chunk, micro-batch, and start and end in seconds."""
+    """Returns the passes of each stage as [F or B, chunk, micro-batch, start, end], with times in seconds."""
     most = _MAX_PASSES // len(step.spans)
     return [
         [[a.kind.value, a.chunk, a.microbatch, span.start, span.end] for a, span in list(stage.items())[:most]]
@@ -324,9 +324,9 @@ def _schedule(step: StepTime) -> list[list[list[Any]]]:
 
 
 def write_plan(document: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Writes plan.json and plan.html, and returns their paths. Creates a missing folder. Raises OSError.
+    """Writes plan.json and plan.html, and returns their paths. Creates a missing folder. May raise OSError.
 
-    If a package for pages is missing, writes only plan.json and names the package on stderr.
+    If a package that pages require is missing, writes only plan.json and prints the package's name on stderr.
     """
     folder.mkdir(parents=True, exist_ok=True)
     texts = {JSON_FILE: json.dumps(document, indent=1)}
@@ -341,10 +341,10 @@ def write_plan(document: Mapping[str, Any], folder: Path) -> list[Path]:
 
 
 def rank_range(ranks: Sequence[int]) -> str:
-    """Formats one or more ranks, in rising order, as start:stop:step of Python's range.
+    """Formats a non-empty list of ranks, in rising order, as start:stop:step of Python's range.
 
-    0:8:1 is 0 to 7. A sum has one element of each term: 2:4:1 + 0:17:16 is 2, 3, 18, 19. Ranks that do not form such a
-    sum are several terms separated by commas.
+    0:8:1 means 0 to 7. A sum adds one element of each term: 2:4:1 + 0:17:16 means 2, 3, 18, 19. Other lists of ranks
+    are several terms separated by commas.
     """
     terms: list[range] = []
     rest = list(ranks)
@@ -363,7 +363,7 @@ def rank_range(ranks: Sequence[int]) -> str:
 
 
 def _steady(ranks: Sequence[int]) -> Iterator[range]:
-    """Splits ranks into the longest runs of equal steps."""
+    """Splits ranks into the longest possible ranges with equal steps."""
     while ranks:
         length = _regular(ranks)
         yield _steps(ranks[:length])
@@ -371,7 +371,7 @@ def _steady(ranks: Sequence[int]) -> Iterator[range]:
 
 
 def _regular(ranks: Sequence[int]) -> int:
-    """Returns the length of the first run of equal steps."""
+    """Returns the length of the longest prefix of ranks with equal steps."""
     steps = [after - before for before, after in zip(ranks, ranks[1:])]
     return next((at + 1 for at, step in enumerate(steps) if step != steps[0]), len(ranks))
 
@@ -385,7 +385,7 @@ def _term(one: range) -> str:
 
 
 def table_lines(advice: Sequence[Advice]) -> list[str]:
-    """Returns a table with a line for each layout."""
+    """Formats layouts as a table with one line each."""
     rows = [["", *_LAYOUT_COLUMNS], *([f"{number}.", *_cells(one)] for number, one in enumerate(advice, start=1))]
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
@@ -415,18 +415,18 @@ def _cells(advice: Advice) -> list[str]:
 
 
 def _bubble(time: StepTime) -> float:
-    """Returns the mean seconds that stages wait for each other."""
+    """Returns the time that stages wait for each other, in seconds, as a mean over stages."""
     # A difference of sums may be negative by rounding.
     return max(0.0, sum(stage.bubble for stage in time.stages) / len(time.stages))
 
 
 def _exposed(time: StepTime) -> float:
-    """Returns the mean seconds that stages wait for communication that is not overlapped."""
+    """Returns the time that stages wait for communication that is not overlapped, in seconds, as a mean over stages."""
     return sum(sum(stage.exposed.values()) for stage in time.stages) / len(time.stages)
 
 
 def flag_lines(advice: Advice) -> str:
-    """Formats a layout's command for a shell, in lines of at most WIDTH unless one flag is longer."""
+    """Formats a layout's command for a shell, in lines of at most WIDTH columns unless a single flag is longer."""
     lines = ["pretrain_gpt.py"]
     flags: list[list[str]] = []
     for word in advice.words:
@@ -434,7 +434,7 @@ def flag_lines(advice: Advice) -> str:
             flags.append([])
         flags[-1].append(word)
     for flag in map(shlex.join, flags):
-        # Leaves room for the number before the command and the backslash after it.
+        # Leaves space for the number before the command and the backslash after it.
         if len(lines[-1]) + 1 + len(flag) + 6 > WIDTH:
             lines.append(f"    {flag}")
         else:
@@ -448,7 +448,7 @@ def bytes_in_words(num_bytes: int) -> str:
 
 
 def found_as_json(found: Found, *, verified: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the result of a search as JSON. verified: differences of the first layouts from their dry runs."""
+    """Converts the result of a search to JSON values. verified: differences between layouts and their dry runs."""
     return {
         "compared": found.compared,
         "fitting": found.fitting,

@@ -1,8 +1,8 @@
 """Computes memory and work of each pipeline stage as sums of the costs of single layers (layer_costs.py).
 
-Builds no model. Calls the functions that size buffers, optimizer states, schedules and the stash in a run. A dry run
-(plan.py) builds whole stages instead. The two agree to the byte if all layers of a kind are identical
-(tests/unit_tests/planner/test_stage_costs.py), which excludes layers that recompute or offload by their position.
+Builds no model, but calls the functions that size buffers, optimizer states, schedules and the stash in a run. A dry
+run (plan.py) builds whole stages instead. Both give the same number of bytes if all layers of a kind are identical
+(tests/unit_tests/planner/test_stage_costs.py), which excludes recompute and offloading that depend on the position.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from megatron.training.command_line.validation import batch_sizes
 from megatron.training.data_parallel import ddp_config_of
 from megatron.training.step.expert_memory import stash_events
 
-# Optimizers whose states state_bytes can count.
+# Optimizers whose states can be sized without building them.
 _OPTIMIZERS = ("adam", "sgd", "distributed_fused_adam")
 
 
@@ -53,10 +53,11 @@ _cached_layout = lru_cache(maxsize=1 << 12)(lay_out)
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a layout that determine the sums over stages.
+    """Sizes of a layout that determine the costs of its stages.
 
-    layers: layers of each part of the pipeline; chunk c of stage s is part c * stages + s. num_microbatches:
-    microbatches of a step. group_size: group size of interleaved schedules; None means the number of stages.
+    layers: kinds of the layers in each part of the pipeline; chunk c of stage s is part c * stages + s.
+    num_microbatches: microbatches of a step. group_size: microbatch group size of interleaved schedules; None means the
+    number of stages.
     """
 
     world_size: int
@@ -91,7 +92,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class PersistentBytes:
-    """Persistent bytes of the first rank of a stage, with the fields of RankPlan."""
+    """Persistent bytes of the first rank of a stage. Fields are named as in RankPlan."""
 
     parameters: int
     gradients: int
@@ -107,7 +108,7 @@ class PersistentBytes:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of the first rank of a stage at its peak, with the fields of RankPlan."""
+    """Peak bytes of the first rank of a stage. Fields are named as in RankPlan."""
 
     persistent: PersistentBytes
     pages: int
@@ -116,12 +117,12 @@ class StageMemory:
 
     @property
     def total(self) -> int:
-        """Bytes on the device."""
+        """Peak bytes on the device."""
         return self.persistent.total + self.pages + sum(self.activations.values())
 
 
 def shape_of(args: argparse.Namespace) -> Shape:
-    """Returns the sizes of the run of validated args."""
+    """Extracts the layout's sizes from validated arguments."""
     kinds = iter(layer_kinds(args))
     counts = layers_per_part(core_transformer_config_from_args(args), num_layers=args.num_layers)
     return Shape(
@@ -139,24 +140,24 @@ def shape_of(args: argparse.Namespace) -> Shape:
 
 
 def check_counted(args: argparse.Namespace) -> None:
-    """Raises CommandLineError for flags whose memory is not counted here."""
+    """Raises CommandLineError for flags whose memory only a dry run can compute."""
     if args.use_torch_fsdp2:
         raise CommandLineError(
-            "--use-torch-fsdp2: the size of its shards is unknown without building the model; use --dry-run"
+            "--use-torch-fsdp2 is given: shard sizes are unknown without building the model; use --dry-run"
         )
     if args.optimizer not in _OPTIMIZERS:
         raise CommandLineError(
-            f"--optimizer is {args.optimizer}: the size of its states is unknown without building it; must be one of "
+            f"--optimizer is {args.optimizer}: the sizes of its states are unknown without building it; use one of "
             f"{', '.join(_OPTIMIZERS)}, or use --dry-run"
         )
     if args.skip_train:
-        raise CommandLineError("--skip-train: layouts are compared for training; drop it")
+        raise CommandLineError("--skip-train is given: layouts can be compared only for training; drop it")
 
 
 def quick_stages(args: argparse.Namespace, costs: ModelCosts) -> list[StageMemory]:
-    """Returns the memory of the first rank of each stage in the run of validated args. costs: measured for these args.
+    """Returns the memory of the first rank of each stage. args: validated. costs: measured for these args.
 
-    Raises CommandLineError for flags whose memory is not counted here.
+    Raises CommandLineError for flags whose memory only a dry run can compute.
     """
     check_counted(args)
     shape, ddp_config = shape_of(args), ddp_config_of(args)
@@ -176,7 +177,7 @@ def quick_stages(args: argparse.Namespace, costs: ModelCosts) -> list[StageMemor
 
 
 def stage_chunks(costs: ModelCosts, shape: Shape, *, stage: int) -> list[list[PartCost]]:
-    """Returns the parts of each chunk of a stage."""
+    """Returns the costs of the parts of each model chunk of a stage."""
     numbers = range(stage, len(shape.layers), shape.stages)
     return [
         costs.chunk_parts(shape.layers[number], is_first=number == 0, is_last=number == len(shape.layers) - 1)
@@ -194,8 +195,8 @@ def persistent_bytes(
 ) -> PersistentBytes:
     """Returns the persistent bytes of the first rank of a stage, which owns the largest shards of the stage.
 
-    Buffers have the padding of the run. States in fp16 have one scale per block of elements. Blocks are counted over
-    all elements of a buffer, which misses less than one block per contiguous range.
+    Includes the run's buffer padding. States in fp16 have one scale per block of elements. Blocks are counted over all
+    elements of a buffer, which undercounts by less than one block per contiguous range.
     """
     chunks = stage_chunks(costs, shape, stage=stage)
     parameters = sum(part.other_bytes for parts in chunks for part in parts)
@@ -209,7 +210,7 @@ def persistent_bytes(
             )
             of_kind = partial(state_bytes, params_dtype=kind.param_dtype, grads_dtype=kind.grad_dtype)
             states = of_kind(stepped - on_host, optimizer_config)
-            # Masters on the host have at least fp32, whatever their dtype on the device.
+            # Masters on the host have at least fp32 precision, whatever their dtype on the device.
             wide = torch.promote_types(kind.param_dtype, torch.float32).itemsize
             host_states += on_host * wide + of_kind(on_host, optimizer_config).moments
             owned = layout.numel // ranks if ddp_config.shard_gradients else layout.numel
@@ -222,7 +223,7 @@ def persistent_bytes(
 def chunk_buffers(
     parts: Sequence[PartCost], shape: Shape, *, is_first: bool, ddp_config: DistributedDataParallelConfig
 ) -> Iterator[tuple[BufferKind, BufferLayout]]:
-    """Yields the buffer layouts of a chunk's parameters. is_first: whether it is the first chunk of the first stage."""
+    """Yields the kind and layout of each buffer of a chunk. is_first: whether it is the first stage's first chunk."""
     is_whole = (not is_first and not ddp_config.has_bucket_lifetime_grads) or not ddp_config.cuts_buckets
     for kind, params in _by_buffer(parts, apart=shape.dense_ranks != shape.expert_ranks).items():
         ranks = shape.expert_ranks if kind.is_expert else shape.dense_ranks
@@ -251,9 +252,9 @@ def _by_buffer(parts: Sequence[PartCost], *, apart: bool) -> dict[BufferKind, li
 
 
 def _stepped_elements(layout: BufferLayout, *, is_sharded: bool, host_fraction: float) -> tuple[int, int]:
-    """Returns the number of elements that the first rank updates, and how many of them are in host memory.
+    """Returns the number of elements that the first rank updates, and how many of them have states in host memory.
 
-    The rank updates its shard of each bucket, up to the padding at the bucket's end.
+    The rank updates its shard of each bucket, excluding the padding at the bucket's end.
     """
     stepped = on_host = 0
     for bucket in layout.buckets:
@@ -264,7 +265,7 @@ def _stepped_elements(layout: BufferLayout, *, is_sharded: bool, host_fraction: 
 
 
 def stash_bytes(costs: ModelCosts, shape: Shape, *, stage: int) -> tuple[int, int]:
-    """Returns the bytes of a stage's stash pages on the device and on the host, at the start of a run."""
+    """Returns the bytes of a stage's stash pages on the device and on the host, as allocated at the start of a run."""
     if costs.rows is None or not costs.config.moe_paged_stash:
         return 0, 0
     layers = _expert_layer_numbers(costs, shape)[stage :: shape.stages]
@@ -279,7 +280,7 @@ def stash_bytes(costs: ModelCosts, shape: Shape, *, stage: int) -> tuple[int, in
 
 
 def _expert_layer_numbers(costs: ModelCosts, shape: Shape) -> list[list[int]]:
-    """Returns the numbers of the MoE layers in each part of the pipeline, from 1 over the model."""
+    """Returns the numbers of the MoE layers in each part of the pipeline, counted from 1 over the whole model."""
     numbers, first = [], 1
     for part, kinds in enumerate(shape.layers):
         found = [first + index for index, kind in enumerate(kinds) if kind.has_experts]
@@ -307,7 +308,7 @@ def saved_by_chunk(costs: ModelCosts, shape: Shape, *, stage: int) -> list[Count
 
 
 def peak_activations(costs: ModelCosts, shape: Shape, *, stage: int, stashes: bool) -> dict[str, int]:
-    """Returns the bytes of activations at the peak of the stage's schedule, by kind. stashes: whether experts stash."""
+    """Returns the bytes of activations at the peak of a stage's schedule, by kind. stashes: whether a stash is used."""
     saved = saved_by_chunk(costs, shape, stage=stage)
     in_buffers = 0
     if stashes:
@@ -330,9 +331,10 @@ def peak_activations(costs: ModelCosts, shape: Shape, *, stage: int, stashes: bo
 def fullest_moments(
     pipeline: Pipeline, stage: int, *, num_microbatches: int, group_size: int | None
 ) -> tuple[tuple[int, ...], ...]:
-    """Returns the numbers of microbatches that each chunk holds for backward at all Pareto-maximal moments.
+    """Returns the moments of a step at which a stage may reach its memory peak.
 
-    A long step is replaced by the short one with the same peak (see short_step).
+    Each moment is the number of microbatches that each chunk holds for backward, and is Pareto-maximal. A long step is
+    replaced by a shorter one with the same peak (see short_step).
     """
     alive = [0] * pipeline.num_chunks
     found: set[tuple[int, ...]] = set()
@@ -345,7 +347,7 @@ def fullest_moments(
 
 @lru_cache(maxsize=256)
 def _orders(pipeline: Pipeline, num_microbatches: int, *, group_size: int | None) -> list[list[Action]]:
-    """Returns the order of passes of each stage, in a step no longer than short_step."""
+    """Returns each stage's passes in order, for a step of at most short_step microbatches."""
     length = short_step(num_microbatches, group_size or pipeline.num_stages)
     return stage_orders(pipeline, length, group_size=group_size)
 
@@ -359,7 +361,7 @@ def stage_load(
     hidden_bytes: int,
     state_bytes: float,
 ) -> StageLoad:
-    """Returns the work of a stage's rank in a step.
+    """Returns the work of a rank of the stage in one step.
 
     hidden_bytes: bytes of a microbatch's hidden states, sent between stages. state_bytes: bytes of the rank's
     optimizer states.
@@ -387,7 +389,7 @@ def stage_load(
 def _data_messages(
     costs: ModelCosts, shape: Shape, *, stage: int, ddp_config: DistributedDataParallelConfig
 ) -> tuple[Traffic, ...]:
-    """Returns the messages for a stage's gradients and parameters in a step, one per bucket."""
+    """Returns the messages that reduce a stage's gradients and gather its parameters in a step, one per bucket."""
     found = []
     times = shape.num_microbatches if ddp_config.has_bucket_lifetime_grads else 1
     for number, parts in enumerate(stage_chunks(costs, shape, stage=stage)):
@@ -406,7 +408,7 @@ def _data_messages(
 
 
 def in_node_ranks(shape: Shape, devices_per_node: int) -> dict[str, int]:
-    """Returns the number of ranks of each group on one node, in the rank order of a run."""
+    """Returns, for each process group, how many of its ranks are on one node."""
     tp, etp = shape.tensor, shape.expert_tensor
     groups = {
         "tp": (1, tp),

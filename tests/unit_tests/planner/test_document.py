@@ -162,7 +162,7 @@ def test_the_line_of_the_devices_memory_stands_where_its_gibibytes_are() -> None
 def test_notes_name_the_stages_that_do_not_fit() -> None:
     small = replace(planned_device({}), memory_gib=16.0)
     notes = " ".join(_document(device=small)["notes"])
-    assert "The memory of stages 0, 1, 2 exceeds that of the H100 (16 GiB)." in notes
+    assert "Stages that exceed the memory of the H100 (16 GiB): 0, 1, 2." in notes
     assert "is more than" not in " ".join(_document()["notes"])
 
 

@@ -136,7 +136,7 @@ def test_where_nothing_fits_the_nearest_layout_says_what_it_lacks_whatever_the_m
         ),
         (
             ["--model", "llama3.2-1b", "--gpus", "8", "--tensor-model-parallel-size", "3"],
-            "no layout has 8 GPUs: .* given sizes: tensor 3",
+            "no layout uses 8 GPUs: .* given sizes: tensor 3",
         ),
         (
             ["--model", "llama3.2-1b", "--gpus", "8", "--num-virtual-stages-per-pipeline-rank", "2"],
