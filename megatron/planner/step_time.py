@@ -1,6 +1,6 @@
 """Estimates the time of a step: passes on the run's schedule, overlapped communication, and the optimizer.
 
-work.py has the time of one kernel or message.
+work.py estimates the time of a single kernel or message.
 """
 
 import argparse
@@ -41,16 +41,17 @@ ASSUMPTIONS = (
 _SCALAR_PHASES = (AGREEMENT, STATISTICS)
 _PIPELINE_GROUP = "pp"
 _TERA = 1e12
-# Rounds of microbatches after which a schedule repeats itself until its end.
+# Rounds of microbatches after which a schedule only repeats, until its end.
 _ROUNDS = 3
 Spans = list[dict[Action, Span]]
 
 
 @dataclass(frozen=True)
 class StageLoad:
-    """The work of a stage's rank in a step. update: the optimizer's kernels.
+    """Work of one rank of a stage in a step.
 
-    traffic: all of its messages. Those of the phases forward and backward are spread evenly over the passes.
+    update: the optimizer's kernels. traffic: all messages of the rank. Messages of the forward and backward phases are
+    assumed to be spread evenly over the passes.
     """
 
     chunks: tuple[ChunkWork, ...]
@@ -62,9 +63,9 @@ class StageLoad:
 class Overlap:
     """Communication that overlaps with computation.
 
-    gradients, parameters: whether reductions and gathers of buckets overlap. in_every_pass: which of the phases GRADS
-    and PARAMS send messages in every microbatch, not only in the last or the first. transfers: whether transfers
-    between stages overlap. overlapped_by: maps a group to the kinds of modules that run during its messages.
+    gradients, parameters: whether bucket reductions and gathers overlap. in_every_pass: phases (GRADS, PARAMS) that
+    send messages in every microbatch, not only in the last or the first. transfers: whether transfers between stages
+    overlap. overlapped_by: maps a group to the kinds of modules that run during its messages.
     """
 
     gradients: bool = False
@@ -76,10 +77,10 @@ class Overlap:
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of one stage's rank in a step.
+    """Time of one rank of a stage in a step, in seconds.
 
-    forward, recompute, backward, exposed, optimizer and bubble add up to the step. exposed: communication that is not
-    overlapped, by phase. bubble: waits for other stages. hidden: overlapped communication, not part of the sum.
+    forward, recompute, backward, exposed, optimizer and bubble sum to the time of the step. exposed: communication that
+    is not overlapped, by phase. bubble: waits for other stages. hidden: overlapped communication, not part of the sum.
     by_kind: seconds of all passes, by kind of module.
     """
 
@@ -94,16 +95,16 @@ class StageTime:
 
     @property
     def compute(self) -> float:
-        """Seconds of all passes."""
+        """Seconds of computation in all passes."""
         return self.forward + self.recompute + self.backward
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """An estimate of a step. spans: start and end of each stage's passes, in seconds.
+    """Estimated time of a step. spans: start and end of each stage's passes, in seconds.
 
-    mfu: the model's FLOPs without recompute, over the device's bf16 peak, as in the log of a run. None for devices
-    without a known peak.
+    mfu: FLOP/s of the model, excluding recompute, divided by the device's bf16 peak, as in the log of a run. None if
+    the device's peak is unknown.
     """
 
     device: str
@@ -115,7 +116,7 @@ class StepTime:
     spans: Spans
 
     def split(self) -> dict[str, float]:
-        """Returns the seconds of a step by cause, as a mean over stages. They add up to the step."""
+        """Returns the seconds of a step by cause, as a mean over stages. The values sum to the time of the step."""
         parts = [
             {
                 "compute": one.compute,
@@ -129,7 +130,7 @@ class StepTime:
 
 
 def run_time(plan: Plan, args: argparse.Namespace, *, device: Device) -> StepTime | None:
-    """Estimates a step of the plan. Returns None for runs that train nothing.
+    """Estimates the time of a step of the planned run. Returns None if the run trains nothing.
 
     Raises ValueError for a matmul dtype that the device does not support.
     """
@@ -154,7 +155,7 @@ def run_time(plan: Plan, args: argparse.Namespace, *, device: Device) -> StepTim
 
 
 def overlap_of(args: argparse.Namespace) -> Overlap:
-    """Returns the communication that the flags overlap with computation."""
+    """Determines from the flags which communication overlaps with computation."""
     overlapped_by: dict[str, tuple[str, ...]] = {"ep": ("shared experts",)} if args.moe_shared_expert_overlap else {}
     if args.cp_comm_type in ("p2p", ["p2p"]):
         # Ring attention computes on one block while the next one is sent.
@@ -179,7 +180,7 @@ def overlap_of(args: argparse.Namespace) -> Overlap:
 
 
 def ranks_per_node(plan: Plan, device: Device) -> dict[str, int]:
-    """Returns the number of ranks of each group on one node, in the stage with the fewest."""
+    """Returns, for each group, the number of its ranks on one node, as the minimum over stages."""
     found: dict[str, int] = {}
     for stage in plan.stages:
         for name, ranks in stage.groups.items():
@@ -198,7 +199,7 @@ def estimate_step(
     tokens: int,
     flops_per_rank: float,
 ) -> StepTime:
-    """Estimates a step of a pipeline with one load and one list of passes per stage.
+    """Estimates the time of a pipeline's step, given one load and one list of passes per stage.
 
     in_node: number of ranks of each group on one node. tokens: tokens of the step. flops_per_rank: the model's FLOPs
     as counted by num_floating_point_operations. Raises ValueError for a matmul dtype that the device does not support.
@@ -234,7 +235,7 @@ def _end(spans: Spans) -> float:
 
 @dataclass(frozen=True)
 class _Rates:
-    """Computes seconds of messages on a device, from the number of ranks of each group on one node."""
+    """Computes the seconds of messages on a device. in_node: number of ranks of each group on one node."""
 
     device: Device
     in_node: Mapping[str, int]
@@ -248,10 +249,10 @@ class _Rates:
 
 @dataclass(frozen=True)
 class _Pass:
-    """Seconds of one pass of a chunk.
+    """Time of one pass of a chunk, in seconds.
 
-    compute: all kernels. recompute: kernels of repeated forwards, part of compute. exposed: messages that the pass
-    waits for. hidden: messages that it overlaps.
+    compute: all kernels. recompute: kernels of recomputed forwards, included in compute. exposed: messages that the
+    pass waits for. hidden: messages that overlap with the pass.
     """
 
     compute: float
@@ -262,7 +263,7 @@ class _Pass:
 
 
 class _StageClock:
-    """Computes the times of one stage's rank."""
+    """Computes the times of one rank of a stage: passes, waits for parameters, reductions, and the update."""
 
     def __init__(self, load: StageLoad, order: Sequence[Action], *, rates: _Rates, overlap: Overlap) -> None:
         self._load, self._order, self._rates, self._overlap = load, order, rates, overlap
@@ -277,12 +278,12 @@ class _StageClock:
         self.update = self._step + self._step_messages + self._late_gather
 
     def seconds(self, action: Action) -> float:
-        """Returns the time of a pass without waits for parameters."""
+        """Returns the seconds of a pass, excluding waits for parameters."""
         its = self.passes[action.kind][action.chunk]
         return its.compute + its.exposed
 
     def gather_delays(self, spans: Mapping[Action, Span]) -> dict[Action, float]:
-        """Returns the delay of each chunk's first pass while its parameters are gathered."""
+        """Returns the seconds by which gathers of parameters delay each chunk's first pass."""
         if not self._overlap.parameters or PARAMS in self._overlap.in_every_pass or not self._gather:
             return {}
         found, clock = {}, 0.0
@@ -290,7 +291,7 @@ class _StageClock:
             action = Action(ActionKind.FORWARD, chunk, 0)
             start, end = spans[action]
             buckets, each = self._buckets(self._gather, self._gathers)
-            # A pass runs each bucket's part of it once that bucket is gathered.
+            # A pass is divided into one part per bucket, which runs once the bucket is gathered.
             part, at = (end - start) / buckets, start
             for _ in range(buckets):
                 clock += each
@@ -300,7 +301,7 @@ class _StageClock:
         return found
 
     def reduced_at(self, spans: Mapping[Action, Span]) -> float:
-        """Returns the time at which the last gradients are reduced."""
+        """Returns the time in the step at which the last gradient reduction completes, in seconds."""
         end = max(span.end for span in spans.values())
         if GRADS in self._overlap.in_every_pass or not self._reduction:
             return end
@@ -315,7 +316,10 @@ class _StageClock:
         return max(end, clock)
 
     def parts(self, total: float, *, waits: Mapping[str, float], gather: float) -> StageTime:
-        """Splits a step of `total` seconds. waits: waits of all stages, for transfers and for the last reduction."""
+        """Splits a step of `total` seconds by cause.
+
+        waits: seconds that all stages wait for transfers and for the last reduction. gather: delay of the first passes.
+        """
         sums = {kind: self._sum(kind) for kind in ActionKind}
         forward, backward = sums[ActionKind.FORWARD], sums[ActionKind.BACKWARD]
         exposed = {
@@ -345,12 +349,12 @@ class _StageClock:
         )
 
     def _phase(self, phase: str) -> tuple[float, int]:
-        """Returns the seconds and the number of a phase's messages, without transfers between stages."""
+        """Returns the total seconds and the number of a phase's messages, excluding transfers between stages."""
         messages = [one for one in self._load.traffic if one.phase == phase and not _is_transfer(one)]
         return self._rates.of_messages(messages), sum(one.count for one in messages)
 
     def _buckets(self, seconds: float, count: int) -> tuple[int, float]:
-        """Returns the number of buckets of a chunk and the seconds of each."""
+        """Returns the number of buckets of a chunk, and the seconds of each, from totals over all chunks."""
         chunks = len(self._load.chunks)
         buckets = max(1, count // chunks)
         return buckets, seconds / chunks / buckets
@@ -378,7 +382,7 @@ class _StageClock:
         return found
 
     def _streamed(self, kind: ActionKind, number: int) -> float:
-        """Returns the time of parameter gathers and gradient reductions in each pass of a kind."""
+        """Returns the seconds of parameter gathers and gradient reductions that occur in every pass of a kind."""
         phases = self._overlap.in_every_pass
         gathers = self._gather / len(self._order) if PARAMS in phases else 0.0
         sums = self._reduction / number if GRADS in phases and kind is ActionKind.BACKWARD else 0.0
@@ -400,15 +404,15 @@ class _StageClock:
 
 
 def _is_transfer(traffic: Traffic) -> bool:
-    """Tells whether the messages go between stages, which the schedule's timeline counts separately."""
+    """Returns whether the messages are transfers between stages, which the schedule's timeline counts separately."""
     return traffic.group == _PIPELINE_GROUP and traffic.operation in ("send", "receive")
 
 
 def long_step(estimate: Callable[[int], StepTime], num_microbatches: int, *, group_size: int) -> StepTime:
-    """Extrapolates a long step from two short ones, which differ by one round of microbatches.
+    """Extrapolates the time of a long step from two short steps, which differ by one round of microbatches.
 
-    estimate: maps a number of microbatches to a step. group_size: microbatches of one round. The spans are those of
-    the shorter step.
+    estimate: maps a number of microbatches to an estimated step. group_size: microbatches of one round. The result
+    contains the spans of the shorter step.
     """
     short = short_step(num_microbatches, group_size)
     if num_microbatches <= short + group_size:
@@ -436,12 +440,12 @@ def long_step(estimate: Callable[[int], StepTime], num_microbatches: int, *, gro
 
 
 def short_step(num_microbatches: int, group_size: int) -> int:
-    """Returns the number of microbatches of the shortest step that fills the pipeline and ends like the whole step."""
+    """Returns the microbatches of the shortest step that fills the pipeline and ends in the same way as a long step."""
     return min(num_microbatches, full_rounds(group_size) + num_microbatches % group_size)
 
 
 def full_rounds(group_size: int) -> int:
-    """Returns the number of microbatches after which the pipeline is as full as it gets."""
+    """Returns the number of microbatches after which the pipeline has reached its steady state."""
     return _ROUNDS * group_size
 
 

@@ -1,7 +1,7 @@
-"""Runs steps of a wrapped model without memory and records a rank's kernels, messages and allocations.
+"""Runs steps of a wrapped model on the meta device and records a rank's kernels, messages and allocations.
 
-Runs steps of one and of two microbatches, because each further microbatch adds the same messages as the second.
-recorders.py has the recorders, and plan.py builds the model.
+Steps of one and of two microbatches are sufficient, because each further microbatch sends the same messages as the
+second. recorders.py defines the recorders, and plan.py builds the model.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from megatron.training.step.exit_conditions import LOCAL_REASONS
 from megatron.training.step.statistics import StatisticsExchange, Totals
 from megatron.training.step.step_runner import StepRunner
 
-# Name of the part of a step after its passes.
+# Name of the part of a step that follows its passes.
 _UPDATE = "update"
 
 
@@ -48,8 +48,8 @@ class StepTrace:
     """Record of a rank's step, empty by default.
 
     links: messages of a step. names: names of the reported losses, which determine the size of the statistics exchange.
-    peak: bytes allocated at the peak of the passes in addition to persistent memory, including saved tensors, in a step
-    of two microbatches, or of one if the run has one. update_peak: bytes allocated at the peak of the update.
+    peak: bytes allocated at the peak of the passes, in addition to persistent memory and including saved tensors, in a
+    step of two microbatches, or of one if the run has only one. update_peak: bytes allocated at the peak of the update.
     messages_peak: largest number of bytes that collectives hold at one time. chunks: kernels of a microbatch in each
     chunk. update: the optimizer's kernels.
     """
@@ -64,7 +64,7 @@ class StepTrace:
 
 
 class _NamedStatistics(StatisticsExchange):
-    """Records the names of the values that this rank exchanges."""
+    """Statistics exchange that records the names of the values that this rank contributes."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__(group)
@@ -76,7 +76,7 @@ class _NamedStatistics(StatisticsExchange):
 
 
 class _TracedMemory:
-    """Implements StepMemory for a traced step, in which experts never overflow."""
+    """StepMemory of a traced step, in which experts never overflow."""
 
     def __init__(self, layers: Sequence[MoELayer]) -> None:
         self._layers = layers
@@ -98,7 +98,7 @@ class _TracedMemory:
 
 @dataclass(frozen=True)
 class TracedSteps:
-    """Steps of a run without memory. statistics: records the names of losses."""
+    """Runs steps of a run on the meta device. statistics: records the names of losses."""
 
     steps: StepRunner
     optimizer: MegatronOptimizer
@@ -112,10 +112,10 @@ class TracedSteps:
         modes: Sequence[TorchDispatchMode],
         live: LiveBytes | None = None,
     ) -> None:
-        """Runs a step of num_microbatches equal microbatches under dispatch modes, the last one innermost.
+        """Runs a step of num_microbatches equal microbatches under dispatch modes, of which the last is the innermost.
 
-        batch: tensors [B, S], int64 or fp32, as in trace_step. live: entered as the innermost mode; counts the
-        update as a separate part.
+        batch: tensors [B, S], int64 or fp32, as in trace_step. live: a memory counter, entered as the innermost mode,
+        which counts the update as a separate part.
         """
         with ExitStack() as entered:
             for mode in (*modes, *([] if live is None else [live])):
@@ -142,17 +142,17 @@ def trace_step(
     num_microbatches: int,
     batch: dict[str, Tensor],
 ) -> StepTrace:
-    """Records a rank's step of num_microbatches, in a run of equal steps.
+    """Records a rank's step of num_microbatches, as it occurs in a run of equal steps.
 
-    model: the rank's wrapped chunks, without memory. batch: one microbatch in the format of forward_step, tensors [B,
-    S], int64 or fp32, without memory.
+    model: the rank's wrapped chunks, on the meta device. batch: one microbatch in the format of forward_step, meta
+    tensors [B, S], int64 or fp32.
     """
     recorder = MessageRecorder(groups)
     work = WorkRecorder(model, live_rows=live_rows(model))
     with traced_steps(
         args, model, optimizer=optimizer, forward_step=forward_step, groups=groups, note=work.note
     ) as traced:
-        # Discards the first step's messages, which lack the gathers deferred to the next forward.
+        # Discards the first step's messages, because gathers deferred from a previous step are missing.
         with work.recording():
             traced.step(1, batch=batch, modes=[recorder])
         recorder.take()
@@ -180,8 +180,8 @@ def trace_step(
 def live_rows(model: Iterable[nn.Module]) -> float:
     """Returns the share of the expert buffers' rows that contain tokens if routing is balanced; 1 if they are dropless.
 
-    Buffers never exceed the rows of the most uneven routing, whatever their factor: a rank with all experts always
-    receives the same number of rows.
+    Buffers are never larger than the most uneven routing requires, whatever their factor. A rank with all experts, for
+    example, always receives the same number of rows.
     """
     layers = (part for chunk in model for part in chunk.modules() if isinstance(part, MoELayer))
     dispatchers = (layer.token_dispatcher for layer in layers)
@@ -199,7 +199,10 @@ def traced_steps(
     groups: ProcessGroupCollection,
     note: Callable[..., None],
 ) -> Iterator[TracedSteps]:
-    """Yields the run's steps. model: wrapped chunks without memory. note: as for WorkRecorder.note."""
+    """Prepares the model for traced steps, and yields an object that runs them.
+
+    model: wrapped chunks on the meta device. note: called for each fused kernel, like WorkRecorder.note.
+    """
     steps = setup_steps(
         args,
         model,
@@ -212,7 +215,7 @@ def traced_steps(
     layers = [part for chunk in unwrap_model(model) for part in chunk.modules() if isinstance(part, MoELayer)]
     static = [layer for layer in layers if layer.expert_step is not None]
     if args.num_experts is not None and args.moe_expert_rank_capacity_factor is not None:
-        # Also on stages without experts, because all ranks exchange the same number of flags.
+        # Also set on stages without experts, because all ranks exchange the same number of flags.
         steps.memory = _TracedMemory(static)
     steps.statistics = statistics = _NamedStatistics(dist.group.WORLD)
     with fsdp_runs_without_memory(model), _evenly_routed(args, layers, groups=groups), AsFusedKernels(note):
@@ -221,10 +224,11 @@ def traced_steps(
 
 @contextmanager
 def fsdp_runs_without_memory(model: Sequence[nn.Module]) -> Iterator[None]:
-    """Makes fully_shard allocate on the meta device inside the block, with the CPU's streams, which do nothing.
+    """Makes fully_shard allocate on the meta device inside the block, and use the CPU's streams, which do nothing.
 
-    Changes the units in place and permanently: their device is meta, and they no longer reject it. Uses private parts
-    of torch 2.11 to 2.13, because fully_shard has no public option to run on the device of its parameters.
+    Changes the FSDP units in place and permanently: their device becomes meta, and they no longer reject meta
+    parameters. Uses private APIs of torch 2.11 to 2.13, because fully_shard has no public option to run on the device
+    of its parameters.
     """
     parts = [part for chunk in model for part in chunk.modules() if isinstance(part, FSDPModule)]
     units = [unit for part in parts for unit in part._get_fsdp_state()._fsdp_param_groups]
@@ -232,7 +236,7 @@ def fsdp_runs_without_memory(model: Sequence[nn.Module]) -> Iterator[None]:
         unit.device = torch.device("meta")
         for param in unit.fsdp_params:
             param.device = torch.device("meta")
-        # The check would reject the parameters in the first forward.
+        # This check would reject meta parameters in the first forward.
         vars(unit)["_validate_no_meta_params"] = lambda: None
     handle = vars(_fsdp_collectives)["_get_device_handle"]
     vars(_fsdp_collectives)["_get_device_handle"] = lambda kind: torch.cpu
@@ -246,7 +250,7 @@ def fsdp_runs_without_memory(model: Sequence[nn.Module]) -> Iterator[None]:
 def _evenly_routed(
     args: argparse.Namespace, layers: Sequence[MoELayer], *, groups: ProcessGroupCollection
 ) -> Iterator[None]:
-    """Replaces counts that the host would read by those of even routing inside the block, and other reads by zeros."""
+    """Makes host reads inside the block return the token counts of even routing, or zeros for other values."""
     factor = min(1.0, args.moe_expert_capacity_factor or 1.0)
     gathers = any(isinstance(layer.token_dispatcher, MoEAllGatherTokenDispatcher) for layer in layers)
     tokens = args.micro_batch_size * args.seq_length // (group_size(groups.cp) * group_size(groups.tp))
@@ -271,16 +275,19 @@ def _evenly_routed(
 
 
 def _with_even_counts(experts: SequentialMLP, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the same rows, divided evenly among experts. inputs: the arguments of SequentialMLP.forward."""
+    """Returns the inputs with counts that divide the rows evenly among experts.
+
+    inputs: the arguments of SequentialMLP.forward: rows [R, H], counts [e] and probabilities [R].
+    """
     rows, counts, probs = inputs
     of_expert = [len(rows) // len(counts) + (index < len(rows) % len(counts)) for index in range(len(counts))]
     return rows, torch.tensor(of_expert, dtype=torch.int64, device="cpu"), probs
 
 
 class NoValues(TorchDispatchMode):
-    """Answers reads of meta tensors with zeros, and skips fused optimizer kernels, which return nothing.
+    """Dispatch mode that answers reads of meta tensors with zeros, and skips fused optimizer kernels.
 
-    even_share: share of the tokens' slots that `nonzero` returns, for the experts of one rank.
+    even_share: share of the mask elements that `nonzero` treats as set, under even routing to one rank's experts.
     """
 
     def __init__(self, even_share: float = 1.0) -> None:
@@ -314,16 +321,16 @@ def _zero(number: Tensor) -> float | int:
 
 
 def _on_host(tensor: Tensor, *, dtype: torch.dtype | None = None, device: Any = None, **rest: Any) -> Any:
-    """Returns zeros for a copy to the CPU, and NotImplemented for other copies."""
+    """Returns zeros for a copy to the CPU, and NotImplemented for copies to other devices."""
     if device is None or torch.device(device).type != "cpu":
         return NotImplemented
     return torch.zeros(tensor.shape, dtype=dtype or tensor.dtype, device="cpu")
 
 
 def _grouped_product(left: Tensor, right: Tensor, *more: Any, **rest: Any) -> Tensor:
-    """Returns the empty result of a grouped product, whose shape torch infers only for bf16.
+    """Returns the empty result of a grouped GEMM, because torch infers its shape only for bf16.
 
-    The operands are rows and one matrix per expert, or two tables of rows, whose product is one matrix per expert.
+    The operands are rows and one matrix per expert, or two tables of rows, which yield one matrix per expert.
     """
     shape = left.shape[-2], right.shape[-1]
     ends = more[0] if more else rest["offs"]
@@ -331,7 +338,7 @@ def _grouped_product(left: Tensor, right: Tensor, *more: Any, **rest: Any) -> Te
 
 
 def _extrapolated(one: Sequence[Traffic], two: Sequence[Traffic], *, num_microbatches: int) -> tuple[Traffic, ...]:
-    """Extrapolates the messages of a step of num_microbatches from steps of one and of two microbatches."""
+    """Extrapolates the messages of a step of num_microbatches from steps of one and two microbatches."""
     first = {(t.group, t.operation, t.phase): t for t in one}
     found = []
     for later in two:
@@ -345,9 +352,9 @@ def _extrapolated(one: Sequence[Traffic], two: Sequence[Traffic], *, num_microba
 
 
 def by_pass(links: Iterable[Traffic], program: Program) -> Iterator[Traffic]:
-    """Splits messages between stages into forward and backward messages, with the counts of the schedule.
+    """Splits transfers between stages into forward and backward transfers, with the counts of the schedule.
 
-    All of these messages have the same size.
+    Other messages are returned unchanged. All transfers must have the same size.
     """
     transfers = [transfer for step in program if isinstance(step, Post) for transfer in step.transfers]
     kinds = Counter((transfer.direction.value, transfer.action.kind) for transfer in transfers)
@@ -362,7 +369,7 @@ def by_pass(links: Iterable[Traffic], program: Program) -> Iterator[Traffic]:
 
 
 def with_names(links: Sequence[Traffic], num_names: int) -> tuple[Traffic, ...]:
-    """Returns the messages with the statistics exchange enlarged to num_names losses (see StatisticsExchange)."""
+    """Returns the messages, with the statistics exchange enlarged to num_names losses (see StatisticsExchange)."""
     exchange = ("world", "all-reduce", STATISTICS)
     # Each loss adds three fp64 numbers: whether the rank requires it, its sum, and its count.
     num_bytes = 24 * num_names

@@ -1,7 +1,6 @@
-"""Describes kernels and messages of a training step as data, and estimates their time on a device. All functions are
-pure.
+"""Describes kernels and messages of a training step as data, and estimates their time on a device.
 
-recorders.py records them, and step_time.py times whole steps.
+All functions are pure. recorders.py records kernels and messages, and step_time.py estimates whole steps.
 
 [Note: payload] num_bytes counts a collective's payload on this rank, the larger of its input and its output: the
 tensor of an all-reduce, a broadcast, a send or a receive, the result of an all-gather, the input of a reduce-scatter,
@@ -31,7 +30,7 @@ FORWARD, BACKWARD, PIPELINE, GRADS, PARAMS, OPTIMIZER, AGREEMENT, STATISTICS, OT
     "other",
 )
 EXPERTS, REST = "experts", "norms and residuals"
-# The first pattern found in a module's name determines the kind of its kernels and saved tensors.
+# The first pattern that matches a module's name determines the kind of its kernels and saved tensors.
 _KINDS = (
     (re.compile(r"\b(self|cross)_attention\b"), "attention"),
     (re.compile(r"\bshared_experts\b"), "shared experts"),
@@ -47,7 +46,7 @@ _GIGA, _TERA, _MICRO = 1e9, 1e12, 1e-6
 
 
 class Unit(Enum):
-    """The peak rate that bounds a kernel, in addition to memory bandwidth."""
+    """The peak rate that limits a kernel, in addition to memory bandwidth."""
 
     MATMUL = "matmul"
     ATTENTION = "attention"
@@ -56,9 +55,9 @@ class Unit(Enum):
 
 @dataclass(frozen=True)
 class Kernel:
-    """One operation on a device.
+    """One kernel on a device.
 
-    kind: kind of the module that runs it (see kind_of_module). dtype: bf16, fp16, fp8 or fp32. flops: 2 for each
+    kind: kind of the module that launches it (see kind_of_module). dtype: bf16, fp16, fp8 or fp32. flops: 2 for each
     multiply-add. num_bytes: bytes read and written.
     """
 
@@ -75,7 +74,7 @@ Kernels = Counter[Kernel]
 
 @dataclass(frozen=True)
 class ChunkWork:
-    """Kernels of one microbatch in one model chunk. recompute: forward kernels that backward repeats."""
+    """Kernels of one microbatch in one model chunk. recompute: forward kernels repeated in backward."""
 
     forward: Kernels
     backward: Kernels
@@ -100,15 +99,15 @@ class Traffic:
 
 
 def kind_of_module(name: str) -> str:
-    """Returns the kind of the module with this name, by which kernels and activations are grouped."""
+    """Maps a module's name to its kind, by which kernels and activations are grouped."""
     return next((kind for pattern, kind in _KINDS if pattern.search(name)), REST)
 
 
 def kernel_seconds(kernel: Kernel, device: Device) -> float:
     """Returns the roofline time of a kernel (Williams et al., 2009).
 
-    It is the longest of its arithmetic, its memory traffic and a launch. Raises ValueError for a matmul dtype that the
-    device does not support.
+    This is the longest of the kernel's arithmetic, its memory traffic and a launch. Raises ValueError for a matmul
+    dtype that the device does not support.
     """
     moving = kernel.num_bytes / (device.memory_gb_s * _GIGA * device.attainable_memory)
     if kernel.unit is Unit.MEMORY:
@@ -119,7 +118,7 @@ def kernel_seconds(kernel: Kernel, device: Device) -> float:
 
 
 def seconds_by_kind(kernels: Kernels, device: Device) -> dict[str, float]:
-    """Returns the time of all kernels run one after the other, by kind of module."""
+    """Returns the seconds of all kernels, run one after the other, by kind of module."""
     found: dict[str, float] = {}
     for kernel, count in kernels.items():
         found[kernel.kind] = found.get(kernel.kind, 0.0) + count * kernel_seconds(kernel, device)
@@ -127,12 +126,12 @@ def seconds_by_kind(kernels: Kernels, device: Device) -> dict[str, float]:
 
 
 def compute_seconds(kernels: Kernels, device: Device) -> float:
-    """Returns the time of all kernels run one after the other."""
+    """Returns the seconds of all kernels, run one after the other."""
     return sum(seconds_by_kind(kernels, device).values())
 
 
 def merged(messages: Iterable[Traffic]) -> tuple[Traffic, ...]:
-    """Returns the messages with one entry for each group, operation and phase, sorted by these names."""
+    """Merges messages into one entry for each group, operation and phase, sorted by these names."""
     found: dict[tuple[str, int, str, str], Traffic] = {}
     for one in messages:
         key = (one.group, one.group_size, one.operation, one.phase)
@@ -145,8 +144,9 @@ def merged(messages: Iterable[Traffic]) -> tuple[Traffic, ...]:
 def link_bytes(traffic: Traffic) -> float:
     """Returns the bytes that leave this rank if collectives run as rings (Patarasu and Yuan, 2009).
 
-    Among n ranks they are 2 (n - 1) / n of an all-reduce's payload and (n - 1) / n of an all-gather's, reduce-scatter's
-    or all-to-all's. The same number of bytes arrives. A send, a receive or a broadcast moves its payload one way.
+    With n ranks, this is 2 (n - 1) / n of the payload of an all-reduce, and (n - 1) / n of the payload of an
+    all-gather, reduce-scatter or all-to-all. The same number of bytes arrives. A send, a receive or a broadcast moves
+    its payload one way.
     """
     share = RING_SHARES.get(traffic.operation)
     if share is None:
@@ -160,11 +160,11 @@ def ranks_in_node(ranks: Sequence[int], devices_per_node: int) -> int:
 
 
 def message_seconds(traffic: Traffic, device: Device, *, in_node: int) -> float:
-    """Returns the time of all messages of the entry, one after the other.
+    """Returns the seconds of all messages in a Traffic entry, sent one after the other.
 
-    in_node: number of the group's ranks on one node. A collective runs one ring across nodes for each of them, so that
-    a node sends through that many network ports. An all-to-all sends to each rank directly. Latency grows as in a tree,
-    with log2 of the ranks.
+    in_node: number of the group's ranks on one node. A collective runs one ring across nodes for each of these ranks,
+    so that a node sends through that many network ports. An all-to-all sends to each rank directly. Latency grows with
+    log2 of the number of ranks, as in a tree.
     """
     size = traffic.group_size
     if size < 2 or not traffic.count:

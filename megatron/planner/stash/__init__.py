@@ -1,1 +1,1 @@
-"""Plans the paged stash before a run: how often its pages run out, and which factors are enough."""
+"""Plans the paged stash before a run: how often its pages run out, and which size factors are sufficient."""

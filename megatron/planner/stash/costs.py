@@ -1,7 +1,7 @@
-"""Estimates the time cost and memory saving of a planned stash, and explains why it does not pay off if so.
+"""Estimates the time cost and the memory saving of a planned stash, and explains the result.
 
-Letters: H hidden size, F ffn size of one expert. Rates of devices are in configs/devices.yaml. The stash's own
-page-exact arithmetic gives the bytes of a step.
+Letters: H hidden size, F ffn size of one expert. Rates of devices are in configs/devices.yaml. The bytes of a step are
+computed by the paged stash's own arithmetic, exact to the page.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """Sizes of one expert: H and F in elements, itemsize in bytes. is_gated: gate_up has 2F columns instead of F."""
+    """Sizes of one expert: H and F in elements, itemsize in bytes. is_gated: whether gate_up has 2F columns, not F."""
 
     hidden_size: int
     ffn_hidden_size: int
@@ -40,7 +40,7 @@ class ExpertShape:
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of x per row, without the row's routing weight (4 bytes)."""
+        """Bytes of x per row, excluding the row's routing weight (4 bytes)."""
         return self.hidden_size * self.itemsize
 
     @property
@@ -55,14 +55,14 @@ class ExpertShape:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes that one row saves for backward."""
+        """Bytes saved for backward per row."""
         return self.input_bytes + self.gate_up_bytes + self.act_bytes
 
     @property
     def flops(self) -> int:
-        """FLOPs of forward and backward per row: 18 H F for three H x F matrices with three products each.
+        """FLOPs of forward and backward per row: 18 H F for three H x F matrices, with three GEMMs each.
 
-        Without a gate there are two matrices. A multiply-add counts as 2.
+        Without a gate there are two matrices. A multiply-add counts as 2 FLOPs.
         """
         return 6 * self.hidden_size * (self._fc1_width + self.ffn_hidden_size)
 
@@ -78,9 +78,9 @@ class ExpertShape:
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of one device per second, and the time of the stash's work on it without any overlap.
+    """Rates of one device, per second, and the time that the stash's work takes on it without overlap.
 
-    flops: FLOPs of grouped products. copied_bytes: bytes read plus bytes written in device memory. host_bytes: bytes in
+    flops: FLOPs of grouped GEMMs. copied_bytes: bytes read plus bytes written in device memory. host_bytes: bytes in
     one direction between device and host.
     """
 
@@ -90,7 +90,7 @@ class Machine:
 
     @classmethod
     def of(cls, device: Device, dtype: torch.dtype) -> "Machine":
-        """Returns a device's rates. Raises ValueError if configs/devices.yaml has no rate for the dtype."""
+        """Reads a device's rates. Raises ValueError if configs/devices.yaml lists no rate for the dtype."""
         return cls(
             flops=device.tflops(_DTYPES[dtype]) * 1e12 * device.attainable_matmul,
             copied_bytes=device.memory_gb_s * 1e9 * device.attainable_memory,
@@ -98,11 +98,11 @@ class Machine:
         )
 
     def compute_seconds(self, expert: ExpertShape, num_rows: int) -> float:
-        """Returns the seconds of the experts' forward and backward. A third of it is the forward."""
+        """Returns the seconds of the experts' forward and backward, of which the forward takes a third."""
         return num_rows * expert.flops / self.flops
 
     def copy_seconds(self, num_bytes: float) -> float:
-        """Returns the seconds to stash and restore, which each read and write every byte."""
+        """Returns the seconds to stash and restore num_bytes, each of which reads and writes every byte."""
         return 4 * num_bytes / self.copied_bytes
 
     def host_seconds(self, num_bytes: float) -> float:
@@ -122,9 +122,9 @@ class Machine:
 class StageCosts:
     """Costs of one stage on the rank with the largest value, in seconds per step, as means over steps.
 
-    forward, backward: the experts' own products, with which copies can overlap. stash: copies into pages and back.
-    spill: copies to the host, in one direction. act, gate_up: recomputation. waiting_groups: groups saved for backward
-    at the peak. tail_share: share of the pages' bytes that hold no row. line: sentence on the memory saving.
+    forward, backward: the experts' GEMMs, with which copies can overlap. stash: copies into pages and back. spill:
+    copies to the host, in one direction. act, gate_up: recomputation. waiting_groups: groups saved for backward at the
+    peak. tail_share: share of the pages' bytes that no row occupies. line: sentence about the memory saving.
     """
 
     stage: int
@@ -141,18 +141,18 @@ class StageCosts:
 
     @property
     def hides_spill(self) -> bool:
-        """Tells whether copies to and from the host fit into the time of the experts' own products."""
+        """Whether copies to and from the host can be hidden behind the experts' GEMMs."""
         return self.spill <= min(self.forward, self.backward)
 
     @property
     def words(self) -> str:
-        """A clause on the stash's share of the experts' time."""
+        """A clause that compares the time of copies and recomputation with the experts' time."""
         extra = (self.stash + self.act + self.gate_up) / (self.forward + self.backward)
         return f"copies and recomputation take {extra:.1%} of the experts' own time"
 
 
 def stage_costs(run: PlannedRun, plan: Outlook, *, spans: Sequence[RoutingSpan], machine: Machine) -> list[StageCosts]:
-    """Returns the costs of each stage that stashes tensors."""
+    """Estimates the costs of each stage that stashes tensors. spans: expert rows of the planned steps."""
     costs, expert = [], _expert_shape(run.flags)
     for number, stage in enumerate(plan.walk.stages):
         if not stage.layouts or not stage.layouts[-1]:
@@ -195,13 +195,13 @@ def _expert_shape(flags: StashFlags) -> ExpertShape:
 
 
 def _rows_of_steps(span: RoutingSpan, layers: Sequence[int]) -> np.ndarray:
-    """Returns the sum of rows over the passes of a step, [S, N]."""
+    """Returns each step's sum of rows over its passes and the given layers, [S, N]."""
     summed: np.ndarray = np.sum([span.rows[layer].sum(axis=0, dtype=np.int64) for layer in layers], axis=0)
     return summed
 
 
 def _most(values: np.ndarray) -> float:
-    """Returns the mean over steps for the rank with the largest mean. values: [S, N]."""
+    """Returns the largest of all ranks' means over the steps. values: [S, N]."""
     return float(values.mean(axis=0).max()) if values.size else 0.0
 
 
@@ -214,9 +214,9 @@ def _waiting_groups(needs: StepNeeds) -> int:
 def verdict(
     plan: Outlook, costs: Sequence[StageCosts], *, others: Mapping[StepLevel, Sequence[StageCosts]]
 ) -> tuple[bool, list[str]]:
-    """Returns whether the stash saves memory on the fullest stage, and sentences with the reasons.
+    """Returns whether the stash saves memory on the fullest stage, and sentences that explain the result.
 
-    costs: costs of the plan with every page on the device. others: costs of plans with fewer pages, by level.
+    costs: costs of each stage with every page on the device. others: costs of plans with fewer pages, by level.
     """
     if not costs:
         return False, [
@@ -252,11 +252,11 @@ def verdict(
             f"too few groups are saved: {worst.waiting_groups} at the peak, of which {sets} are working sets"
         )
     if factor < 1.3:
-        reasons.append(f"routing is balanced: with a capacity factor of {factor:.2f} little of the buffers is padding")
+        reasons.append(f"routing is balanced: with a capacity factor of {factor:.2f}, little of the buffers is padding")
     if worst.tail_share > 0.1:
         reasons.append(
-            f"rows are few for pages of this size: {worst.tail_share:.0%} of their bytes are tails; give a smaller "
-            "--moe-paged-stash-page-size"
+            f"pages are too large for the number of rows: {worst.tail_share:.0%} of their bytes are tails; use a "
+            "smaller --moe-paged-stash-page-size"
         )
     return bool(saves), reasons
 

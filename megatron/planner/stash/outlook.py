@@ -1,4 +1,4 @@
-"""Predicts the share of a run's steps with each outcome for given factors, and factors that suffice for most steps."""
+"""Predicts how often each outcome occurs in a run's steps for given factors, and recommends factors."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,9 +17,9 @@ _STEP = 0.01
 
 @dataclass(frozen=True)
 class Needs:
-    """Needs of each step relative to balanced routing, on the rank with the largest need: [S], fp64.
+    """Factors that each step requires, relative to balanced routing, on the most loaded rank: [S], fp64.
 
-    rows: capacity factor. pages: factor of a stage's pools, 0 for steps without a stash.
+    rows: capacity factor of the buffers. pages: size factor of a stage's pools, 0 for steps without a stash.
     """
 
     rows: np.ndarray
@@ -28,10 +28,10 @@ class Needs:
 
 @dataclass(frozen=True)
 class Outlook:
-    """Outcomes of a run's steps with these flags, without growth of buffers and pools.
+    """Predicted outcomes of a run's steps with given flags, if buffers and pools do not grow.
 
     shares: share of the steps at each level. device_bytes, host_bytes: sizes of the largest pools. spilled_bytes,
-    largest_spill: mean and maximum over steps of the bytes spilled to the host, on the rank with the most.
+    largest_spill: mean and maximum over steps of the bytes spilled to the host, on the rank that spills most.
     """
 
     flags: StashFlags
@@ -43,12 +43,12 @@ class Outlook:
     walk: Walk
 
     def share_up_to(self, level: StepLevel) -> float:
-        """Returns the share of steps that reach this level or a lower one."""
+        """Returns the share of steps whose outcome is at most `level`."""
         return self.walk.share_up_to(level)
 
 
 def needs_of_steps(run: PlannedRun, spans: Sequence[RoutingSpan]) -> Needs:
-    """Returns the needs of all steps, which are independent of the factors."""
+    """Returns the factors that each step requires. They do not depend on the flags' own factors."""
     found = walk(run, run.flags, spans=spans, grows=False)
     pages = [stage.pages_wanted.max(axis=1) / max(1, stage.balanced_pages) for stage in found.stages]
     rows = np.concatenate([factors_needed(span, run) for span in spans])
@@ -56,7 +56,7 @@ def needs_of_steps(run: PlannedRun, spans: Sequence[RoutingSpan]) -> Needs:
 
 
 def outlook(run: PlannedRun, flags: StashFlags, *, spans: Sequence[RoutingSpan]) -> Outlook:
-    """Simulates the steps with these flags."""
+    """Simulates the run's steps with these flags, without growth, and summarizes their outcomes."""
     found = walk(run, flags, spans=spans, grows=False)
     device = host = largest = 0
     mean = 0.0
@@ -72,9 +72,9 @@ def outlook(run: PlannedRun, flags: StashFlags, *, spans: Sequence[RoutingSpan])
 
 
 def enough_capacity(needs: Needs, wanted: float) -> float:
-    """Returns a capacity factor that uses half of the allowed failures.
+    """Returns the capacity factor with which expert overflows use up half of the allowed failures.
 
-    The other half is reserved for stash overflows.
+    wanted: share of steps that must succeed. Stash overflows may use the other half of the failures.
     """
     return max(1.0, rounded_up(factor_at((1 + wanted) / 2, needs.rows.tolist())))
 
@@ -82,13 +82,13 @@ def enough_capacity(needs: Needs, wanted: float) -> float:
 def recommended(
     run: PlannedRun, needs: Needs, *, spans: Sequence[RoutingSpan], flags: StashFlags, wanted: float
 ) -> dict[StepLevel, Outlook]:
-    """Returns, for each level, the smallest pools with which a share `wanted` of the steps stays at or below it.
+    """Returns, for each level, the smallest pools with which a share `wanted` of the steps does not exceed the level.
 
-    For HOST, the device has pages for the median step, and the host for the rest. Keeps all flags except the factors.
-    Leaves out levels that no factor reaches, because buffers lose rows.
+    For HOST, the device has pages for the median step, and the host has pages for the rest. Changes only the factors in
+    `flags`. Leaves out levels that no factor achieves because buffers overflow.
     """
     found: dict[StepLevel, Outlook | None] = {}
-    # Factors above the need of every step help only because forwards reserve pages.
+    # A factor above the need of every step helps only because forwards reserve pages.
     top = 1.05 * float(needs.pages.max()) + _STEP
     alone = replace(flags, moe_paged_stash_buffer_size_factor_cpu=0.0, moe_paged_stash_buffer_bytes=None)
     usual = max(_STEP, rounded_up(factor_at(0.5, needs.pages.tolist())))
@@ -107,7 +107,10 @@ def recommended(
 
 
 def _smallest(of: Callable[[float], Outlook], level: StepLevel, *, wanted: float, top: float) -> Outlook | None:
-    """Searches for the smallest sufficient factor, in hundredths. Returns None if four times the top is not enough."""
+    """Searches for the smallest sufficient factor, in steps of 0.01. Returns None if 4 x `top` is not sufficient.
+
+    of: simulates a factor. A factor suffices if a share `wanted` of the steps does not exceed `level`.
+    """
     low, high, best = 0, max(1, round(top / _STEP)), None
     while best is None:
         tried = of(round(high * _STEP, 2))

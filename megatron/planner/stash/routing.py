@@ -1,4 +1,4 @@
-"""Provides the expert rows of a plan's steps, from a routing trace or from a model of skewed routing.
+"""Generates the expert rows of a plan's steps, from a routing trace or from a model of skewed routing.
 
 Letters: S steps, M microbatches of a step, N expert ranks (of all planned groups; ranks of one group are adjacent), E
 experts. A block is the set of tokens of one rank's microbatch.
@@ -17,7 +17,7 @@ from megatron.training.callbacks.routing_trace import RoutingHeader, RoutingStep
 
 # Maximum number of values that a plan keeps in memory, 4 bytes each.
 _MAX_STORED_NUMBERS = 1 << 30
-# Maps a model of skew to the names of its parameters, in order, and an example.
+# Maps a skew model to the names of its parameters, in order, and an example.
 _MODELS: dict[str, tuple[tuple[str, ...], str]] = {
     "balanced": ((), "balanced"),
     "dirichlet": (("CONCENTRATION",), "dirichlet:0.3"),
@@ -25,16 +25,16 @@ _MODELS: dict[str, tuple[tuple[str, ...], str]] = {
     "drift": (("SPREAD", "STEPS"), "drift:0.5:50"),
 }
 _MIN_POPULARITY = 1e-12
-# Beyond these limits routing is degenerate or uniform, and exp of drift's SPREAD overflows fp64.
+# Beyond these limits, routing is degenerate or uniform, or exp of drift's SPREAD overflows fp64.
 _MIN_NUMBER, _MAX_NUMBERS = 0.001, {"EXPONENT": 100.0, "SPREAD": 100.0, "CONCENTRATION": 1e6, "STEPS": 1e6}
 
 
 @dataclass(frozen=True)
 class RoutingSpan:
-    """Consecutive steps with the same number of microbatches.
+    """Expert rows of consecutive steps with the same number of microbatches.
 
-    rows: maps a layer to the live rows of each forward, [M, S, N], int32. most_of_pair: most rows that one rank sends
-    to another in a forward, [S], int64; 0 if they are not limited.
+    rows: maps a layer to the live rows of each forward, [M, S, N], int32. most_of_pair: largest number of rows that one
+    rank sends to another in a forward, [S], int64; 0 if this number is not limited.
     """
 
     num_microbatches: int
@@ -48,11 +48,11 @@ class RoutingSpan:
 
     @property
     def most_rows(self) -> np.ndarray:
-        """Most live rows of a forward on any rank, [S], int64."""
+        """Largest number of live rows of a forward on any rank, [S], int64."""
         return np.max([rows.max(axis=(0, 2)) for rows in self.rows.values()], axis=0).astype(np.int64)
 
     def part(self, begin: int, end: int) -> "RoutingSpan":
-        """Returns the steps from begin to end."""
+        """Returns the span of the steps from `begin` up to, but excluding, `end`."""
         rows = {layer: of_layer[:, begin:end] for layer, of_layer in self.rows.items()}
         return RoutingSpan(self.num_microbatches, rows, self.most_of_pair[begin:end])
 
@@ -61,10 +61,10 @@ class RoutingSpan:
 class Skew:
     """Model of the experts' popularities, with its parameters.
 
-    balanced: all experts are equally popular. dirichlet: draws popularities for each step and layer; a larger
-    concentration makes them more equal. zipf: the expert of rank k has popularity k ** -exponent, with ranks drawn for
-    each step and layer. drift: logarithms of popularities are autoregressive, with a spread and a correlation time in
-    steps.
+    balanced: all experts are equally popular. dirichlet: popularities are drawn for each step and layer; a larger
+    concentration makes them more equal. zipf: the k-th most popular expert has popularity k ** -exponent, in an order
+    drawn for each step and layer. drift: logarithms of popularities are autoregressive, with a spread and a correlation
+    time in steps.
     """
 
     name: str
@@ -82,24 +82,24 @@ def check_size(run: PlannedRun, *, num_steps: int, num_groups: int) -> None:
         raise ValueError(
             f"{num_steps:,} steps x {len(run.layers)} layers x {run.num_microbatches} micro-batches x "
             f"{num_groups * run.ranks.expert_ranks} expert ranks are {numbers:,} passes: must be at most "
-            f"{_MAX_STORED_NUMBERS:,}; give fewer --plan-steps or --plan-groups"
+            f"{_MAX_STORED_NUMBERS:,}; reduce --plan-steps or --plan-groups"
         )
 
 
 def traced_spans(
     steps: Iterable[RoutingStep], run: PlannedRun, *, num_groups: int, seed: int
 ) -> tuple[list[RoutingSpan], list[str]]:
-    """Maps the steps of a trace to the ranks of the run. Returns them with sentences about the assumptions made.
+    """Maps the steps of a trace to the ranks of the run. Also returns sentences about the assumptions made.
 
-    If the trace has the run's ranks, tokens and microbatches, its rows are used unchanged. Otherwise its blocks are
-    joined or split to the run's tokens and fill the run's ranks in order. If a step has too few blocks, blocks are
-    drawn from those of the step. Raises ValueError for the trace of another model.
+    If ranks, tokens and microbatches of trace and run are equal, the rows are used unchanged. Otherwise blocks are
+    merged or split to the run's number of tokens, and assigned to the run's ranks in order. If a step has too few
+    blocks, its blocks are sampled with replacement. Raises ValueError if the trace comes from a different model.
     """
     mapper = _BlockMapper(run, num_groups=num_groups, random=np.random.default_rng(seed))
     planned = [mapper.step(step) for step in steps]
     if not planned:
         raise ValueError(
-            "the trace has no step yet: use a file that --record-routing wrote in a run of at least one step"
+            "the trace contains no step: use a file that --record-routing wrote in a run of at least one step"
         )
     check_size(run, num_steps=len(planned), num_groups=num_groups)
     spans = [_joined(list(equal)) for _, equal in groupby(planned, key=lambda one: one.num_microbatches)]
@@ -107,7 +107,7 @@ def traced_spans(
 
 
 class _BlockMapper:
-    """Maps recorded blocks to the ranks of the run. guesses: sentences about facts that the trace lacks."""
+    """Maps recorded blocks to the ranks of the run. guesses: sentences about the assumptions made."""
 
     def __init__(self, run: PlannedRun, *, num_groups: int, random: np.random.Generator) -> None:
         self._run, self._ranks, self._num_groups, self._random = run, run.ranks, num_groups, random
@@ -115,7 +115,7 @@ class _BlockMapper:
         self.guesses: set[str] = set()
 
     def step(self, step: RoutingStep) -> RoutingSpan:
-        """Returns a recorded step as a span of one step of the run."""
+        """Converts a recorded step to a span that contains one step of the run."""
         if step.header is not self._checked:
             check_model(step.header, self._run)
             self._checked = step.header
@@ -139,7 +139,7 @@ class _BlockMapper:
         return self._num_groups * self._ranks.num_sharing
 
     def _length(self, header: RoutingHeader, counts: np.ndarray) -> int:
-        """Returns the number of microbatches of the planned step: the recorded one if the run has such steps."""
+        """Returns the planned step's number of microbatches: the recorded one if the recorded sizes match the run."""
         return len(counts) if self._is_exact(header, counts) else self._run.num_microbatches
 
     def _is_exact(self, header: RoutingHeader, counts: np.ndarray) -> bool:
@@ -148,7 +148,7 @@ class _BlockMapper:
         return has_sizes and num_microbatches in self._run.lengths
 
     def _rearranged(self, step: RoutingStep, num_microbatches: int) -> dict[int, np.ndarray]:
-        """Returns the tokens of each expert by layer, [M, planned ranks, E], int64."""
+        """Returns the number of tokens of each expert, by layer, [M, planned ranks, E], int64."""
         blocks = {layer: self._sized(of_layer, step.header) for layer, of_layer in step.tokens.items()}
         num_blocks, per_pass = len(next(iter(blocks.values()))), self._ranks.num_ranks
         if num_blocks >= num_microbatches * per_pass:
@@ -156,14 +156,14 @@ class _BlockMapper:
         else:
             self.guesses.add(
                 f"the trace has {num_blocks:,} blocks of {self._ranks.tokens:,} tokens in a step, but the run "
-                f"needs {num_microbatches * per_pass:,}: blocks are drawn from those of the step"
+                f"needs {num_microbatches * per_pass:,}: blocks of the step are sampled with replacement"
             )
-            # The same blocks are used in all layers, because a block holds the same tokens in each layer.
+            # All layers use the same blocks, because a block consists of the same tokens in each layer.
             places = self._random.integers(0, num_blocks, (num_microbatches, self._num_planned))
         return {layer: of_layer[places] for layer, of_layer in blocks.items()}
 
     def _sized(self, counts: np.ndarray, header: RoutingHeader) -> np.ndarray:
-        """Joins or splits counts [M, R, E] to blocks of the run's tokens, [B, E]."""
+        """Merges or splits counts [M, R, E] into blocks with the run's number of tokens, [B, E]."""
         blocks, recorded, wanted = counts.reshape(-1, counts.shape[2]), header.tokens_of_microbatch, self._ranks.tokens
         if wanted % recorded == 0:
             joined = wanted // recorded
@@ -178,16 +178,16 @@ class _BlockMapper:
         if recorded % wanted:
             raise ValueError(
                 f"a rank's micro-batch has {wanted} tokens in the run and {recorded} in the trace: one must be a "
-                "multiple of the other; give other --seq-length or --micro-batch-size"
+                "multiple of the other; change --seq-length or --micro-batch-size"
             )
         self.guesses.add(
-            f"the trace counts {recorded:,} tokens together, but a rank of the run has {wanted:,}: its tokens are "
-            "drawn from them"
+            f"a block of the trace has {recorded:,} tokens, but a rank of the run has {wanted:,}: blocks are split at "
+            "random"
         )
         return self._split(blocks, recorded // wanted)
 
     def _split(self, blocks: np.ndarray, parts: int) -> np.ndarray:
-        """Draws `parts` equal parts of the choices of each block: [B, E] -> [B * parts, E]."""
+        """Splits the expert choices of each block at random into `parts` equal parts: [B, E] -> [B * parts, E]."""
         found = np.empty((len(blocks), parts, blocks.shape[1]), dtype=np.int64)
         for left, block in zip(found, blocks):
             rest = block.copy()
@@ -198,7 +198,7 @@ class _BlockMapper:
 
 
 def check_model(header: RoutingHeader, run: PlannedRun) -> None:
-    """Raises ValueError if the trace comes from a model with other experts."""
+    """Raises ValueError if the trace comes from a model whose experts or MoE layers differ from the run's."""
     ranks = run.ranks
     for what, recorded, wanted in (
         ("--num-experts", header.num_experts, ranks.num_experts),
@@ -207,8 +207,8 @@ def check_model(header: RoutingHeader, run: PlannedRun) -> None:
     ):
         if recorded != wanted:
             raise ValueError(
-                f"the trace is of another model: {what} is {recorded} in the trace and {wanted} in the run; give a "
-                "file that --record-routing wrote for this model"
+                f"the trace comes from a different model: {what} is {recorded} in the trace and {wanted} in the run; "
+                "use a file that --record-routing wrote for this model"
             )
 
 
@@ -231,7 +231,7 @@ def _joined(steps: Sequence[RoutingSpan]) -> RoutingSpan:
 
 
 def parse_skew(text: str) -> Skew:
-    """Parses a skew such as balanced, dirichlet:0.3, zipf:1.1 or drift:0.5:50. Raises ValueError for others."""
+    """Parses a skew such as balanced, dirichlet:0.3, zipf:1.1 or drift:0.5:50. Raises ValueError for invalid text."""
     name, *words = text.split(":")
     examples = ", ".join(example for _, example in _MODELS.values())
     if name not in _MODELS:
@@ -253,7 +253,10 @@ def parse_skew(text: str) -> Skew:
 
 
 def synthetic_spans(run: PlannedRun, skew: Skew, *, num_steps: int, num_groups: int, seed: int) -> list[RoutingSpan]:
-    """Draws num_steps steps with the run's last number of microbatches. Raises ValueError for too many rows."""
+    """Draws the rows of num_steps steps, each with as many microbatches as the run's last step.
+
+    Raises ValueError if there are too many rows for memory (see check_size).
+    """
     check_size(run, num_steps=num_steps, num_groups=num_groups)
     rows, most_of_pair = {}, np.zeros(num_steps, dtype=np.int64)
     for layer in run.layers:
@@ -271,7 +274,7 @@ def synthetic_spans(run: PlannedRun, skew: Skew, *, num_steps: int, num_groups: 
 
 
 def popularity(skew: Skew, random: np.random.Generator, *, num_steps: int, num_experts: int) -> np.ndarray:
-    """Returns the popularity of each expert, [S, E], fp64, above 0 and with sum 1 in each step."""
+    """Draws the popularity of each expert in one layer, [S, E], fp64, positive and with sum 1 in each step."""
     shape, numbers = (num_steps, num_experts), skew.numbers
     if skew.name == "balanced":
         found = np.ones(shape)
@@ -287,7 +290,7 @@ def popularity(skew: Skew, random: np.random.Generator, *, num_steps: int, num_e
 
 
 def _wandering(random: np.random.Generator, shape: tuple[int, int], *, spread: float, memory: float) -> np.ndarray:
-    """Returns an autoregressive series [S, E] with standard deviation `spread` and correlation exp(-steps / memory)."""
+    """Draws an autoregressive series [S, E] with standard deviation `spread` and correlation exp(-steps / memory)."""
     kept = math.exp(-1 / memory)
     found = random.standard_normal(shape)
     for step in range(1, shape[0]):
@@ -299,7 +302,7 @@ def inclusion(popularities: np.ndarray, topk: int) -> np.ndarray:
     """Returns the probability that a token chooses each expert, [S, E], with sum topk. popularities: [S, E]."""
     certain = np.zeros(popularities.shape, dtype=bool)
     chances = popularities
-    # Each round fixes experts that every token chooses. There are at most topk of them.
+    # Each round caps the experts that every token chooses at probability 1. There are at most topk of them.
     for _ in range(topk + 1):
         left = topk - certain.sum(axis=1, keepdims=True)
         others = np.where(certain, 0.0, popularities)
@@ -319,7 +322,7 @@ def _drawn_rows(chances: np.ndarray, run: PlannedRun, *, num_groups: int, random
     # The noise sums to zero over ranks, because every token chooses topk experts.
     share = spreads / spreads.sum(axis=1, keepdims=True).clip(_MIN_POPULARITY)
     noise -= share[:, None] * noise.sum(axis=3, keepdims=True)
-    # Cumulative sums are rounded, so that rounding keeps the total.
+    # Cumulative sums are rounded, because this preserves the total.
     ends = np.rint(np.cumsum(means[:, None] + noise, axis=3))
     found = np.diff(ends, axis=3, prepend=0.0).clip(0, tokens * min(ranks.topk, num_local))
     rows: np.ndarray = found.reshape(run.num_microbatches, num_steps, -1).astype(np.int32)
@@ -327,7 +330,10 @@ def _drawn_rows(chances: np.ndarray, run: PlannedRun, *, num_groups: int, random
 
 
 def _most_of_pairs(chances: np.ndarray, run: PlannedRun, *, num_groups: int, random: np.random.Generator) -> np.ndarray:
-    """Draws the most rows that one rank sends to another in a layer's forwards, as a maximum of draws: [S], int64."""
+    """Draws the largest number of rows that one rank sends to another in a layer's forwards, [S], int64.
+
+    Samples the maximum directly instead of drawing all pairs.
+    """
     ranks = run.ranks
     draws = run.num_microbatches * num_groups * ranks.num_sharing
     means, spreads = chances.sum(axis=2), (chances * (1 - chances)).sum(axis=2)

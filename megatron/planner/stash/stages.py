@@ -1,7 +1,7 @@
 """Determines the inputs of a stash plan: the expert passes of each pipeline stage, the ranks that share experts, and
 their buffers.
 
-Reads them from the run's own model, built without memory.
+Reads them from the run's own model, built on the meta device.
 """
 
 import argparse
@@ -30,9 +30,9 @@ from megatron.training.step.expert_memory import ExpertSchedule
 
 @dataclass
 class StashFlags:
-    """The fields of TransformerConfig that determine pages. A plan tries other values with dataclasses.replace.
+    """The fields of TransformerConfig that determine pages. A plan varies them with dataclasses.replace.
 
-    StashSettings checks the values in a run.
+    In a run, StashSettings validates the values.
     """
 
     hidden_size: int
@@ -53,22 +53,22 @@ class StashFlags:
 
     @classmethod
     def of(cls, config: TransformerConfig) -> "StashFlags":
-        """Returns the settings of a run."""
+        """Copies the fields from a run's configuration."""
         return cls(**{one.name: vars(config)[one.name] for one in fields(cls)})
 
     @property
     def may_recompute(self) -> bool:
-        """Tells whether act and gate_up are recomputed if there are too few pages."""
+        """Whether act and gate_up are recomputed if there are too few pages."""
         return self.moe_paged_stash_overflow_policy == "recompute"
 
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """The ranks of a stage that share experts.
+    """The ranks of a pipeline stage and their experts.
 
-    num_experts, topk: experts of a layer, and experts per token. tokens: tokens of a rank's microbatch. num_ranks:
-    ranks of the stage. num_sharing: ranks that share all experts. num_shards: ranks that share each expert. budget:
-    sizes of the ranks' buffers. limits_pairs: whether the rows from one rank to another are also limited.
+    num_experts, topk: experts per layer, and experts per token. tokens: tokens of a rank's microbatch. num_ranks: ranks
+    of the stage. num_sharing: ranks that together store all experts. num_shards: ranks that together store one expert.
+    budget: sizes of the ranks' buffers. limits_pairs: whether the rows from one rank to another are also limited.
     """
 
     num_experts: int
@@ -82,21 +82,21 @@ class ExpertRanks:
 
     @property
     def num_groups(self) -> int:
-        """Number of groups of ranks that share all experts with each other."""
+        """Number of groups of ranks that together store all experts."""
         return self.num_ranks // self.num_sharing
 
     @property
     def expert_ranks(self) -> int:
-        """Number of ranks of a group with different experts."""
+        """Number of ranks in a group that store different experts."""
         return self.num_sharing // self.num_shards
 
     @property
     def balanced_rows(self) -> int:
-        """Live rows of a forward under balanced routing."""
+        """Live rows of one forward on a rank under balanced routing."""
         return self.tokens * self.topk * self.num_shards
 
     def max_rows(self, capacity_factor: float) -> int:
-        """Returns C, the rows of a buffer, for a capacity factor."""
+        """Returns C, the number of rows of a rank's buffer, for a capacity factor."""
         return replace(self.budget, factor=capacity_factor).rows_of_rank(self.tokens)
 
 
@@ -104,9 +104,8 @@ class ExpertRanks:
 class PlannedStage:
     """Expert passes of a pipeline stage.
 
-    layers: numbers of the MoE layers, from 1. events: maps a number of microbatches to the events of a step. moves:
-    maps
-    numbers of microbatches and prefetched groups to the page moves of a step.
+    layers: numbers of the MoE layers, starting at 1. events: maps a number of microbatches to the events of a step.
+    moves: maps a number of microbatches and a number of prefetched groups to the page moves of a step.
     """
 
     layers: tuple[int, ...]
@@ -115,7 +114,7 @@ class PlannedStage:
 
     @classmethod
     def of(cls, schedule: ExpertSchedule) -> "PlannedStage":
-        """Builds the stage from a rank's schedule."""
+        """Builds the planned stage from the expert schedule of one of its ranks."""
 
         @lru_cache(maxsize=32)
         def moves(num_microbatches: int, prefetch_groups: int) -> Sequence[PageMove]:
@@ -127,10 +126,10 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """The run to be planned.
+    """The run for which a stash is planned.
 
     prefetch_groups: number of groups that are restored ahead of their backward. num_microbatches: microbatches of the
-    run's last step, for which pools are sized. lengths: numbers of microbatches of all its steps.
+    run's last step, for which pools are sized. lengths: all numbers of microbatches that occur in the run's steps.
     """
 
     flags: StashFlags
@@ -142,17 +141,17 @@ class PlannedRun:
 
     @property
     def layers(self) -> list[int]:
-        """Numbers of all MoE layers, from 1."""
+        """Numbers of all MoE layers, starting at 1."""
         return sorted(layer for stage in self.stages for layer in stage.layers)
 
     def needs(self, flags: StashFlags, stage: int, *, num_microbatches: int, max_rows: int) -> StepNeeds:
-        """Returns the needs of a stage's step with these flags and buffers of max_rows rows."""
+        """Returns the page needs of a stage in one step, with the given flags and buffers of max_rows rows."""
         events = self.stages[stage].events(num_microbatches)
         return step_needs(flags, events, max_rows=max_rows if events else 0, balanced_rows=self.ranks.balanced_rows)
 
 
 def planned_run(args: argparse.Namespace, model_provider: Callable[..., nn.Module]) -> PlannedRun:
-    """Builds the planned run of validated arguments, with world_size ranks and static expert buffers."""
+    """Builds the planned run from validated arguments, which must use static expert buffers."""
     stages, found = [], None
     for rank in pipeline_of(args, 0):
         with as_rank(args, rank) as groups:

@@ -27,8 +27,8 @@ from megatron.core.transformer.moe.paged_stash.stash_order import GroupKey, laye
 from megatron.planner.stash.routing import RoutingSpan
 from megatron.planner.stash.stages import PlannedRun, StashFlags
 
-# Maximum number of attempts at one step. A run gives up earlier, but the growth of a plan is estimated and may need
-# more attempts.
+# Maximum number of attempts at one step. A run gives up earlier, but a plan's growth is estimated and may require more
+# attempts.
 _MAX_ATTEMPTS = 64
 # Number of array elements that are processed together, so that they fit into a core's cache.
 _BLOCK_NUMBERS = 1 << 16
@@ -47,13 +47,13 @@ RowsOf = Callable[[GroupKey], np.ndarray]
 
 
 class StepLevel(enum.IntEnum):
-    """Outcome of a step on the rank with the worst one."""
+    """Outcome of a step: the worst outcome of all ranks."""
 
     DEVICE = 0  # every tensor has its pages on the device
     HOST = 1  # some pages are on the host
     ACT = 2  # some act is recomputed
     GATE_UP = 3  # some gate_up is recomputed
-    NO_PAGES = 4  # stash overflow: no pages for an x, or under other policies for any tensor
+    NO_PAGES = 4  # stash overflow: no pages for an x (under policies other than recompute, for any tensor)
     OVER_CAPACITY = 5  # expert overflow: too many rows for a buffer, or from one rank to another
 
 
@@ -68,16 +68,17 @@ class PoolSizes:
 
 @dataclass(frozen=True)
 class Reserves:
-    """Pages that forwards leave free.
+    """Pages that each forward leaves free.
 
-    tables: tables of reserve_table, [K, forwards, 3], int64. which: index of each step and rank's table, [S, N], int64.
+    tables: results of reserve_table, [K, forwards, 3], int64. which: index of the table that applies to each step and
+    rank, [S, N], int64.
     """
 
     tables: np.ndarray
     which: np.ndarray
 
     def of(self, forward_index: int) -> np.ndarray:
-        """Returns the pages that stay free for each priority in a forward, [3, S, N], int64."""
+        """Returns the number of pages that a forward leaves free for each priority, [3, S, N], int64."""
         rows: np.ndarray = np.moveaxis(self.tables[:, forward_index][self.which], -1, 0)
         return rows
 
@@ -86,8 +87,8 @@ class Reserves:
 class PoolOutcomes:
     """Outcome of each step on each rank.
 
-    counters: counters of a pool, [S, N], int64. dropped_rows: live rows of the groups that dropped their gate_up or
-    act, [S, N], int64.
+    counters: counters of the pools, [S, N], int64. dropped_rows: live rows of the groups whose gate_up or act was
+    dropped, [S, N], int64.
     """
 
     counters: dict[Counter, np.ndarray]
@@ -96,12 +97,11 @@ class PoolOutcomes:
 
 @dataclass(frozen=True)
 class StageSteps:
-    """Results of one stage, for all S steps and its N expert ranks.
+    """Results of one stage, for all S steps and its N expert ranks. Arrays are [S, N], int64.
 
-    balanced_pages: need of the run's last step, of which factors are multiples. layouts: pools of the ranks in each
-    step, () without a stash. counters: counters of the pools, none without a stash. dropped_rows: live rows of groups
-    that dropped their gate_up or act. pages_wanted: peak number of pages if every tensor is stashed. Arrays are [S, N],
-    int64.
+    balanced_pages: pages for the run's last step under balanced routing, the unit of the size factors. layouts: pools
+    of the ranks in each step, () without a stash. counters: counters of the pools, empty without a stash. dropped_rows:
+    live rows of groups whose gate_up or act was dropped. pages_wanted: peak number of pages if every tensor is stashed.
     """
 
     balanced_pages: int
@@ -114,11 +114,11 @@ class StageSteps:
 
 @dataclass(frozen=True)
 class Walk:
-    """Results of a run's steps.
+    """Results of a simulated run.
 
-    levels: StepLevel of each step, [S], int64. discards: discarded attempts at each step, [S], int64. stages: results
-    of each stage. capacity_factor, grown: sizes at the end of the run. ended_at: the step at which the policy "error"
-    ended the run, or None. Later steps are left out.
+    levels: StepLevel of each step, [S], int64. discards: number of discarded attempts at each step, [S], int64. stages:
+    results of each stage. capacity_factor, grown: sizes at the end of the run. ended_at: the step at which the policy
+    "error" ended the run, whose later steps are left out; None if the run completed.
     """
 
     levels: np.ndarray
@@ -129,22 +129,22 @@ class Walk:
     ended_at: int | None
 
     def share(self, level: StepLevel) -> float:
-        """Returns the share of steps that reach exactly this level."""
+        """Returns the share of steps whose outcome is `level`."""
         return float((self.levels == level).mean())
 
     def share_up_to(self, level: StepLevel) -> float:
-        """Returns the share of steps that reach this level or a lower one."""
+        """Returns the share of steps whose outcome is at most `level`."""
         return float((self.levels <= level).mean())
 
 
 def walk(run: PlannedRun, flags: StashFlags, *, spans: Sequence[RoutingSpan], grows: bool) -> Walk:
-    """Simulates the steps of a run with these flags.
+    """Simulates the steps of a run with the given flags.
 
-    grows: whether buffers and pools grow after an overflow, as in a run; the step's outcome is then that of the last
-    attempt. Otherwise sizes stay constant, and every overflow counts.
+    grows: whether buffers and pools grow after an overflow, as in a run. The outcome of a step is then the outcome of
+    its last attempt. Otherwise sizes remain constant, and every overflow counts.
 
-    Growth after an expert overflow is an estimate, because an attempt that loses rows in one layer has other routing
-    than the recorded one in later layers. Everything else is exact.
+    Growth after an expert overflow is an estimate: an attempt that loses rows in one layer is routed differently in
+    later layers, which the trace does not record. Everything else is exact.
     """
     walker = _Walker(run, flags, grows=grows, num_ranks=next(iter(spans[0].rows.values())).shape[2])
     return walker.walk(spans)
@@ -154,8 +154,8 @@ def walk(run: PlannedRun, flags: StashFlags, *, spans: Sequence[RoutingSpan], gr
 class _Walker:
     """State of a simulated run: the stages' pools, the attempts so far, and the growth.
 
-    The simulation repeats these actions: plan pools, attempt a block of steps, learn from the steps before the first
-    discarded one, grow.
+    The simulation repeats four actions: it plans pools, attempts a block of steps, learns from the steps before the
+    first discarded step, and grows.
     """
 
     run: PlannedRun
@@ -219,7 +219,7 @@ class _Walker:
         over = part.most_rows > budget.rows_of_rank(ranks.tokens)
         if ranks.limits_pairs:
             over = over | (part.most_of_pair > budget.rows_of_pair(ranks.tokens))
-        # No real routing overflows the largest buffers, but blocks that were split at random may.
+        # Real routing cannot overflow the largest buffers, but blocks that were split at random can.
         over = over & (self._capacity_factor < budget.largest_factor)
         outcomes = [stage.outcomes(part) for stage in self._stages]
         layouts = [tuple(stage.layouts or ()) for stage in self._stages]
@@ -235,9 +235,9 @@ class _Walker:
             self._planned = None
 
     def _grow(self, found: "_Attempt", step: int) -> None:
-        """Grows rows or pages of all ranks after a discarded step."""
+        """Grows the buffers or the pools of all ranks after a discarded step."""
         part = found.span.part(step, step + 1)
-        # After an expert overflow the need for pages is unknown, because later layers had other rows in that attempt.
+        # After an expert overflow, the number of required pages is unknown, because later layers had different rows.
         sizes = [self._more_rows(part)] if found.over_capacity[step] else self._more_pages(found, step)
         self._grown = functools.reduce(LearnedSizes.merged, sizes, self._grown)
         self._capacity_factor = capacity_factor(self._capacity_factor, self._grown)
@@ -273,7 +273,7 @@ class _Walker:
             num_microbatches=self.run.num_microbatches,
             max_rows=self.run.ranks.max_rows(self._capacity_factor),
         )
-        # A stage has a pool in all steps or in none.
+        # A stage has pools in all steps or in none.
         outcomes = [one for found in self._found if (one := found.outcomes[number]) is not None]
         counters, dropped = (outcomes[0].counters, outcomes[0].dropped_rows) if outcomes else ({}, {})
         return StageSteps(
@@ -288,7 +288,7 @@ class _Walker:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """An attempt at some steps. over_capacity: overflows, [S], bool. outcomes, layouts, wanted: one per stage."""
+    """An attempt at S steps. over_capacity: expert overflows, [S], bool. outcomes, layouts, wanted: one per stage."""
 
     span: RoutingSpan
     over_capacity: np.ndarray
@@ -298,7 +298,7 @@ class _Attempt:
 
     @property
     def first_discarded(self) -> int | None:
-        """Index of the first step that is discarded, or None."""
+        """Index of the first discarded step, or None."""
         discarded = np.flatnonzero(self.levels() >= StepLevel.NO_PAGES)
         return int(discarded[0]) if len(discarded) else None
 
@@ -322,7 +322,7 @@ class _Attempt:
         return highest
 
     def until(self, stop: int) -> "_Attempt":
-        """Returns the attempt with the steps before `stop`."""
+        """Returns the attempt restricted to the steps before `stop`."""
         outcomes = [
             None
             if one is None
@@ -337,7 +337,7 @@ class _Attempt:
 
 
 def factors_needed(span: RoutingSpan, run: PlannedRun) -> np.ndarray:
-    """Returns the smallest capacity factor with which each step loses no row, [S], fp64."""
+    """Returns each step's smallest capacity factor without an expert overflow, [S], fp64."""
     ranks = run.ranks
     pairs = span.most_of_pair * ranks.num_sharing
     needed: np.ndarray = np.maximum(span.most_rows, pairs) / max(1, ranks.balanced_rows)
@@ -345,21 +345,21 @@ def factors_needed(span: RoutingSpan, run: PlannedRun) -> np.ndarray:
 
 
 class StageWalk:
-    """The N ranks of one stage, from the start of a run.
+    """Simulates the pools of one stage's N ranks, from the start of a run.
 
-    1. plan: sizes the pools for steps of a number of microbatches.
+    1. plan: sizes the pools for steps with a number of microbatches.
     2. outcomes: simulates the pools in some steps, without learning from them.
-    3. learn: learns the rows of completed steps. requested_sizes: returns the sizes that a discarded step asks for.
-    Attribute layouts: the pool of each rank, None without a stash.
+    3. learn: learns the rows of completed steps. requested_sizes: returns the sizes that a discarded step requires.
+    layouts: the pool of each rank, None without a stash.
     """
 
     def __init__(self, run: PlannedRun, flags: StashFlags, *, stage: int, num_ranks: int) -> None:
         self._run, self._stage, self._flags, self._num_ranks = run, stage, flags, num_ranks
         self.layers = run.stages[stage].layers
         self.layouts: list[PoolLayout] | None = None
-        # Most rows of a forward in each layer and rank, relative to balanced routing.
+        # Largest number of rows of a forward for each layer and rank, relative to balanced routing.
         self._shares = np.zeros((len(self.layers), num_ranks))
-        # The same over all layers, in each recent step and in attempts at the next step.
+        # The maximum over all layers, in each recent step and in attempts at the next step.
         self._recent = np.zeros((0, num_ranks))
         self._attempted = np.zeros(num_ranks)
         self._has_learned = np.zeros(num_ranks, dtype=bool)
@@ -367,13 +367,13 @@ class StageWalk:
 
     @property
     def measures_first_step(self) -> bool:
-        """Tells whether pools are sized from the first step, which has not run yet."""
+        """Whether pools will be sized from the first step, which has not run yet."""
         flags = self._flags
         factors = flags.moe_paged_stash_buffer_size_factor_cuda, flags.moe_paged_stash_buffer_size_factor_cpu
         return not self._is_measured and min(factors) < 0
 
     def plan(self, num_microbatches: int, *, grown: LearnedSizes, capacity_factor: float) -> None:
-        """Sizes pools for steps of num_microbatches microbatches. Pools never shrink. grown: growth so far."""
+        """Sizes the pools for steps of num_microbatches. Pools never shrink. grown: growth so far."""
         self._capacity_factor, self._num_microbatches = capacity_factor, num_microbatches
         self.needs = self._run.needs(
             self._flags, self._stage, num_microbatches=num_microbatches, max_rows=self._max_rows
@@ -392,7 +392,7 @@ class StageWalk:
         self.layouts = [_larger(one, other) for one, other in zip(layouts, old, strict=True)]
 
     def outcomes(self, part: RoutingSpan) -> PoolOutcomes | None:
-        """Simulates the pools in steps of the planned number of microbatches; None without a stash."""
+        """Simulates the pools in steps with the planned number of microbatches. Returns None without a stash."""
         if self.layouts is None:
             return None
         specs = self.needs.specs
@@ -435,7 +435,7 @@ class StageWalk:
         return peak
 
     def learn(self, part: RoutingSpan) -> None:
-        """Records the rows of completed steps."""
+        """Records the rows of completed steps, from which later pools and reserves are sized."""
         if not part.num_steps or not self.layers:
             return
         shares = self._shares_of(part)
@@ -448,7 +448,7 @@ class StageWalk:
         self._has_learned[:] = True
 
     def requested_sizes(self, step: RoutingSpan, rank: int, *, used_share: float) -> LearnedSizes:
-        """Learns the rows of a step in which a rank's pool was too small, and returns the sizes that the rank needs.
+        """Records the rows of a step that overflowed a rank's pool, and returns the sizes that the rank requests.
 
         used_share: share of C for which the step reserved pages.
         """
@@ -469,7 +469,7 @@ class StageWalk:
         return grown_sizes(layout, self.needs, wanted_pages=wanted) or LearnedSizes()
 
     def shares(self, part: RoutingSpan) -> np.ndarray:
-        """Returns the share of C for which each step reserves pages if none is discarded, [S, N]."""
+        """Returns the share of C for which each step reserves pages, if no step is discarded, [S, N]."""
         seen = np.concatenate([self._recent, self._shares_of(part).max(axis=2)])
         first = len(self._recent)
         most = np.stack(
@@ -497,7 +497,7 @@ class StageWalk:
         return replace(grown, rows_share=dict(zip(self.layers, shares)))
 
     def _shares_of(self, part: RoutingSpan) -> np.ndarray:
-        """Returns the most rows of a forward in each layer, relative to balanced routing, [S, N, layers]."""
+        """Returns the largest number of rows of a forward, relative to balanced routing, [S, N, layers]."""
         most = np.stack([part.rows[layer].max(axis=0) for layer in self.layers], axis=2)
         shares: np.ndarray = most.astype(np.int64) / self._run.ranks.balanced_rows
         return shares
@@ -513,7 +513,7 @@ class StageWalk:
 
 
 def _reserve(needs: StepNeeds, num_rows: int) -> list[ReserveRow]:
-    """Returns the pages that each forward of a step leaves free if each forward has num_rows rows."""
+    """Returns the pages that each forward of a step leaves free, given that each forward has num_rows rows."""
     own = pages_for(needs.specs, num_rows, layout=PoolLayout(needs.page_bytes, 1))
     resident = resident_groups(needs.events)
 
@@ -537,9 +537,9 @@ def simulate_pools(
     num_steps: int,
     reserves: Reserves | None = None,
 ) -> PoolOutcomes:
-    """Simulates S = num_steps steps of these moves. Each step starts with empty pools.
+    """Simulates S = num_steps steps with the given page moves. Each step starts with empty pools.
 
-    Gives the same results as arithmetic.py's PoolModel if no group has more rows than its buffers.
+    The results equal those of PoolModel in arithmetic.py if no group has more rows than its buffers.
     """
     pools = _Pools(sizes, num_steps)
     held: dict[GroupKey, tuple[np.ndarray, np.ndarray]] = {}
@@ -574,7 +574,10 @@ class _Pools:
     def allocate(
         self, live: np.ndarray, specs: Sequence[TensorSpec], *, left_free: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Allocates pages for a group's tensors, in order of specs. Returns those of device and host, [S, N], int64."""
+        """Allocates pages for a group's tensors, in the order of specs.
+
+        Returns the numbers of device pages and of host pages, [S, N], int64.
+        """
         device, host = np.zeros_like(self.free_device), np.zeros_like(self.free_host)
         for spec in specs:
             tokens_rows = live if spec.tokens_per_row == 1 else -(-live // spec.tokens_per_row)
@@ -597,7 +600,7 @@ class _Pools:
         return device, host
 
     def release(self, device: np.ndarray, host: np.ndarray) -> None:
-        """Frees the pages that `allocate` returned."""
+        """Frees numbers of device and host pages that `allocate` returned."""
         self.free_device += device
         self.free_host += host
 

@@ -250,7 +250,7 @@ def test_what_does_not_pay_is_said_plainly(capsys: pytest.CaptureFixture[str]) -
         and "too few groups are saved" in said
     )
     assert main(argv(*skew, moe_paged_stash_page_size=256)) == 0
-    assert "rows are few for pages of this size" in capsys.readouterr().out
+    assert "pages are too large for the number of rows" in capsys.readouterr().out
     # Much skew, many micro-batches and pages of a token: buffers are mostly padding, most of the time.
     pays = ["--skew", "dirichlet:0.3", "--plan-steps", "20", "--wanted-probability", "0.5", "--plan-factors", "1"]
     assert main(argv(*pays, num_layers=8, global_batch_size=16, moe_paged_stash_page_size=1)) == 0
@@ -278,7 +278,7 @@ def test_bad_input_is_one_line_that_names_flags_or_the_place_in_the_file(
         ),
         (["--trace", str(tmp_path / "text.gz")], {}, "text.gz: Not a gzipped file"),
         (["--trace", str(tmp_path / "text")], {}, "text, line 1 is not a line of a routing trace"),
-        (["--trace", str(tmp_path / "empty")], {}, "the trace has no step yet"),
+        (["--trace", str(tmp_path / "empty")], {}, "the trace contains no step"),
         (
             ["--trace", str(tmp_path / "of topk 1")],
             {},

@@ -107,7 +107,7 @@ def test_a_span_is_sliced_by_steps_and_limited_in_size() -> None:
     (span,) = synthetic_spans(run, parse_skew("zipf:1"), num_steps=5, num_groups=1, seed=1)
     part = span.part(1, 3)
     assert isinstance(part, RoutingSpan) and part.num_steps == 2 and (part.rows[1] == span.rows[1][:, 1:3]).all()
-    with pytest.raises(ValueError, match="passes: must be at most .* fewer --plan-steps or --plan-groups"):
+    with pytest.raises(ValueError, match="passes: must be at most .* reduce --plan-steps or --plan-groups"):
         synthetic_spans(
             replace(run, num_microbatches=1 << 20), parse_skew("zipf:1"), num_steps=999, num_groups=1, seed=1
         )
