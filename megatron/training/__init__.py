@@ -1,4 +1,4 @@
-"""The training program: pretrain() and the names that scripts written for Megatron-LM import from here."""
+"""The training program: pretrain(), and the names that scripts written for Megatron-LM import from this package."""
 
 from megatron.training.callbacks.lines import print_rank_0
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_timers, get_tokenizer, get_wandb_writer

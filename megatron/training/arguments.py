@@ -38,8 +38,8 @@ def parse_args(
 ) -> argparse.Namespace:
     """Parses the arguments from defaults, --model, the --config file and `argv`, in rising precedence.
 
-    argv: None means the process's own arguments. Returns every supported flag under Megatron-LM's name. Raises
-    CommandLineError for mistakes. --help, --list-models and --print-config print on rank 0 and exit.
+    argv: None means sys.argv. Returns a namespace with the value of every supported flag, under Megatron-LM's names.
+    Raises CommandLineError for mistakes. --help, --list-models and --print-config print on rank 0 and exit.
     """
     table = flag_table()
     # A copy, because the caller may reuse its list.
@@ -52,7 +52,7 @@ def parse_args(
     # Set as defaults, so that the command line takes precedence.
     parser.set_defaults(**_values_of_files(words, table=table, script_dests=script_dests))
     args, leftovers = parser.parse_known_args(words, RunArguments())
-    # All problems are collected, so that a launch script needs only one correction.
+    # All problems are collected, so that a launch script can be corrected in one go.
     problems = [] if ignore_unknown_args else problems_of_leftovers(leftovers, parser, table=table)
     problems += [*mistakes, *vars(args).pop(REFUSED, [])]
     _check_values(args, [flag for flag in table.flags if flag.dest not in script_dests], problems=problems)
@@ -72,18 +72,18 @@ def _values_of_files(words: Sequence[str], *, table: FlagTable, script_dests: Se
     values = {}
     if "config" in named:
         values = read_config_file(named["config"], table=table, script_dests=script_dests)
-    # A file may name a model too, unless --model is a flag of the script.
+    # A file may also name a model, unless --model is a flag of the script.
     model, scale = ({**values, **named}.get(name) for name in ("model", "model_scale"))
     if model is None or "model" in script_dests:
         if scale is not None and "model_scale" not in script_dests:
-            raise CommandLineError(f"--model-scale is {scale} without --model: name the model with --model")
+            raise CommandLineError(f"--model-scale is {scale} without --model: choose the model with --model")
         return values
     preset = read_config_file(preset_file(model), table=table, script_dests=frozenset())
     return {**(tiny(preset) if scale == "tiny" else preset), **values}
 
 
 def _values_needed_early(words: Sequence[str]) -> dict[str, str]:
-    """Returns the flags given on the command line that determine the defaults of the main parser."""
+    """Returns the values of --config, --model and --model-scale, which determine the main parser's defaults."""
     # Ignores all other flags, and leaves errors and --help to the main parser.
     finder = argparse.ArgumentParser(
         add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
@@ -93,14 +93,14 @@ def _values_needed_early(words: Sequence[str]) -> dict[str, str]:
     try:
         return vars(finder.parse_known_args(words)[0])
     except argparse.ArgumentError:
-        # A --config without a file name, which the main parser reports.
+        # A flag without its value, which the main parser reports.
         return {}
 
 
 def _check_values(args: argparse.Namespace, flags: list[Flag], *, problems: list[str]) -> None:
-    """Raises CommandLineError with `problems` and an error for each unsupported flag.
+    """Raises CommandLineError with `problems` and a line for each unsupported flag, if there are any.
 
-    Prints a note that names the flags that are accepted but have no effect.
+    Prints a notice with the names of flags that are accepted without effect.
     """
     without_effect = []
     for flag in flags:
@@ -108,7 +108,7 @@ def _check_values(args: argparse.Namespace, flags: list[Flag], *, problems: list
         if flag.state in (FlagState.WORKS, FlagState.REFUSED):
             continue
         value = vars(args)[flag.dest]
-        # Scripts pass many flags at their default values, which need no message.
+        # Scripts pass many flags with their default values, which require no message.
         if value == flag.default:
             continue
         if flag.state is FlagState.NO_EFFECT:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimes:
-    """Milliseconds of work per step on the fastest and on the slowest rank, excluding waits for other ranks."""
+    """Milliseconds of work per step, on the fastest and on the slowest rank, excluding waits for other ranks."""
 
     min_ms: float
     min_rank: int
@@ -24,16 +24,20 @@ class RankTimes:
 class PoolReport:
     """Page usage of the paged stash since the last log line.
 
-    These fields describe the fullest pool of any rank and step: rank, the sizes of its tiers (device_pages, host_pages,
+    Fields that describe the fullest pool of any rank and step: rank, the sizes of its tiers (device_pages, host_pages,
     page_bytes), the peak number of pages in use (device_high_water, host_high_water), and timeline (see stash_timeline
-    in meters/stash.py). timeline is None if an earlier report has a timeline of the same plan for a step that was at
-    least as full. These fields are sums over ranks and steps: planned_pages, spilled_pages (planned pages that did not
-    fit on the device), live_bytes in pages, tail_bytes of pages not filled by rows, and the numbers of recomputed
-    tensors (dropped_gate_up, dropped_act). factor: number of device pages relative to the peak of a balanced step, for
-    the longest step of the run and the rank with the smallest factor. factors_needed: the factor that would have
-    sufficed in each step, as the maximum over ranks, oldest first. factor_to_keep_all: the factor with which none of
-    these steps would have recomputed a tensor; 0 if no tensor was recomputed for lack of pages. It includes the pages
-    that gate_up and act leave free for later layers, and refers to the host's pages if the device has none.
+    in meters/stash.py). timeline is None if an earlier report contains a timeline of the same plan for a step that was
+    at least as full.
+
+    Sums over ranks and steps: planned_pages, spilled_pages (planned pages that did not fit on the device), live_bytes
+    (bytes of rows in pages), tail_bytes (bytes of pages that no row occupies), and the numbers of recomputed tensors
+    (dropped_gate_up, dropped_act).
+
+    factor: number of device pages relative to the peak of a balanced step, for the longest step of the run and the rank
+    with the smallest factor. factors_needed: smallest sufficient factor of each step, as the maximum over ranks, in
+    chronological order. factor_to_keep_all: the factor with which none of these steps would have recomputed a tensor; 0
+    if no tensor was recomputed for lack of pages. It includes the pages that gate_up and act leave free for later
+    layers, and refers to host pages if the device has none.
     """
 
     rank: int
@@ -58,12 +62,12 @@ class PoolReport:
 class StashReport:
     """Usage of the fixed-size expert buffers since the last log line, over all ranks.
 
-    steps: number of these steps. void_steps: number of discarded attempts at them. capacity_factor: the current factor
-    of the buffers. factors_needed: smallest factor that would have sufficed in each step, oldest first.
-    balanced_rows: rows of a forward pass if all experts were chosen equally often. buffer_rows: rows of a buffer. rows:
-    maps a layer number to the most live rows of a forward pass on any rank. rungs: maps spilled_pages, dropped_act,
-    dropped_gate_up and void_steps to their counts in each step, oldest first; counts that were always 0 are left out.
-    pool: None without the paged stash.
+    steps: number of steps since the last log line. void_steps: number of discarded attempts at these steps.
+    capacity_factor: current capacity factor of the buffers. factors_needed: smallest sufficient factor of each step, in
+    chronological order. balanced_rows: rows of a forward pass under balanced routing. buffer_rows: rows of a buffer.
+    rows: maps a layer number to the largest number of live rows of a forward pass on any rank. rungs: maps
+    spilled_pages, dropped_act, dropped_gate_up and void_steps to their counts in each step, in chronological order,
+    without entries that are always 0. pool: None without the paged stash.
     """
 
     steps: int
@@ -82,17 +86,17 @@ class StepReport:
     """The results of one training step as plain numbers. None means not requested, or not known at this step.
 
     losses: mean over the global batch by name ("lm loss", "load_balancing_loss"). seconds: wall time of the step.
-    grad_norm: global L2 norm before clipping; not finite if a gradient was not. params_norm: L2 norm of the weights
-    after the step. tflops: 10^12 operations per second of one device. mfu: model FLOP/s utilization, the share of the
-    device's peak. memory: bytes on this rank by kind. timers: milliseconds per step of the slowest rank by timer,
-    averaged since the last log line. overlap: overlap of communication with backward on this rank (see overlap_record).
-    expert_load: maps a layer number to the tokens per expert over all ranks. per_layer: maps a name to values by layer
-    number. straggler: a rank that stays slower than the others, at log lines (see Straggler). max_attention_logit:
-    largest scaled attention score over layers, heads and ranks. is_last: whether the run ends with this step. stash:
-    usage of expert buffers, at log lines and at the last step. routing: maps a layer number to the tokens per expert of
-    each microbatch and rank of a stage, [M, R, E] int64, on the first rank only. Ranks that share experts are
-    adjacent. held: bytes by kind that ranks hold (see meters/memory.py). notes: further lines for the console, printed
-    after the step's line.
+    grad_norm: global L2 norm before clipping; not finite if a gradient is not finite. params_norm: L2 norm of the
+    weights after the step. tflops: 10^12 operations per second of one device. mfu: model FLOP/s utilization, the share
+    of the device's peak. memory: bytes on this rank by kind. timers: maps a timer to the slowest rank's milliseconds
+    per step, averaged since the last log line. overlap: overlap of communication with backward on this rank (see
+    overlap_record). expert_load: maps a layer number to the tokens per expert over all ranks. per_layer: maps a name to
+    values by layer number. straggler: a rank that is persistently slower than the others, at log lines (see Straggler).
+    max_attention_logit: largest scaled attention score over layers, heads and ranks. is_last: whether the run ends with
+    this step. stash: usage of expert buffers, at log lines and at the last step. routing: maps a layer number to the
+    tokens per expert of each microbatch and rank of a stage, [M, R, E], int64, on the first rank only. Ranks that share
+    experts are adjacent. held: bytes allocated on the ranks, by kind (see meters/memory.py). notes: additional console
+    lines, printed after the step's line.
     """
 
     iteration: int
@@ -129,9 +133,10 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationReport:
-    """Mean losses over an evaluation. split is "validation" or "test"; final tells whether training is over.
+    """Mean losses of an evaluation.
 
-    set_name: the name of the validation set if there are several.
+    split: "validation" or "test". final: whether training has ended. set_name: name of the validation set if there are
+    several.
     """
 
     iteration: int
@@ -142,7 +147,7 @@ class EvaluationReport:
 
     @property
     def label(self) -> str:
-        """The split, followed by the name of the set if there are several: "validation-books"."""
+        """Name of the split, followed by the name of the set if there are several, such as "validation-books"."""
         return self.split if self.set_name is None else f"{self.split}-{self.set_name}"
 
 
@@ -161,7 +166,7 @@ class Callback:
         """Called before the first step."""
 
     def on_step_start(self, iteration: int) -> None:
-        """Called before each training step, after `iteration` completed steps. A skipped step has no on_step_end."""
+        """Called before each training step, after `iteration` completed steps. Skipped steps call no on_step_end."""
 
     def on_step_end(self, report: StepReport) -> None:
         """Called after each training step."""
@@ -170,16 +175,16 @@ class Callback:
         """Called before an evaluation."""
 
     def on_evaluation_end(self, report: EvaluationReport) -> None:
-        """Called after an evaluation, once for each set."""
+        """Called after an evaluation, once for each data set."""
 
     def on_save(self, iteration: int) -> None:
         """Called when a checkpoint is complete on disk."""
 
     def on_rewind(self, iteration: int) -> None:
-        """Called when the run has returned to the checkpoint of `iteration` and will repeat the later steps."""
+        """Called after the run has reloaded the checkpoint of `iteration`, before it repeats the later steps."""
 
     def on_train_end(self) -> None:
-        """Called after the last step and its checkpoint, and before the final evaluation."""
+        """Called after the last step and its checkpoint, before the final evaluation."""
 
     def on_run_end(self) -> None:
         """Called at the end of the run, even after an error, to close files."""

@@ -25,13 +25,13 @@ from megatron.training.config import GarbageCollectionConfig, LoggingConfig, Pro
 
 
 def setup_callbacks(args: argparse.Namespace, extra: Sequence[Callback] = (), *, size: tuple[int, int]) -> CallbackList:
-    """Builds all callbacks of this rank, followed by the script's own. size: the result of count_parameters."""
+    """Builds all callbacks of this rank, and appends the script's callbacks. size: the result of count_parameters."""
     own = (*_first_rank_callbacks(args, size), *_last_rank_callbacks(args), *_every_rank_callbacks(args))
     return CallbackList((*own, *extra))
 
 
 def _last_rank_callbacks(args: argparse.Namespace) -> list[Callback]:
-    """Returns the Weights & Biases logger on the last rank, where scripts of Megatron-LM expect it."""
+    """Builds the Weights & Biases logger, on the last rank only, where Megatron-LM's scripts expect it."""
     if args.wandb_project is None or dist.get_rank() != dist.get_world_size() - 1:
         return []
     return [WandbLog(config_from_args(LoggingConfig, args), args)]
@@ -74,7 +74,7 @@ def _profile(config: ProfilingConfig, args: argparse.Namespace, *, device: torch
         print_rank_0("note: --profile without a GPU uses torch's profiler, like --use-pytorch-profiler")
     folder = args.tensorboard_dir or args.save
     if folder is None:
-        raise ValueError("--profile needs --tensorboard-dir or --save: the trace is written there")
+        raise ValueError("--profile needs --tensorboard-dir or --save: the trace is written to that folder")
     return TorchProfile(config, Path(folder) / "profile", rank=dist.get_rank(), device=device)
 
 

@@ -1,7 +1,7 @@
 """Console output of a run: training, validation and checkpoint lines in two formats, and a progress bar on terminals.
 
-MegatronLines has the fields of Megatron-LM in their order, as users' parsers expect them. CompactLines is for reading.
-steps.jsonl has every number of both.
+MegatronLines prints the fields of Megatron-LM in their order, as users' parsers expect them. CompactLines is meant for
+people. steps.jsonl contains every number of both.
 """
 
 import math
@@ -18,18 +18,18 @@ from megatron.training.callbacks.base import Callback, EvaluationReport, PoolRep
 
 
 class LogLines(Protocol):
-    """A format of the lines of a run."""
+    """Interface of a format for the console lines of a run."""
 
     def training(self, reports: Sequence[StepReport], train_iters: int) -> str:
-        """Formats consecutive steps, at least one."""
+        """Formats the line of one or more consecutive steps."""
         ...
 
     def evaluation(self, report: EvaluationReport) -> str:
-        """Formats the losses of an evaluated split."""
+        """Formats the line of an evaluation."""
         ...
 
     def saved(self, iteration: int) -> str:
-        """Formats that the checkpoint of an iteration is complete."""
+        """Formats the line printed when the checkpoint of an iteration is complete."""
         ...
 
 
@@ -37,7 +37,7 @@ class ConsoleLog(Callback):
     """Prints one line every `log_interval` iterations, with means over the interval and counts since the last line."""
 
     def __init__(self, log_interval: int, *, write: Callable[[str], None], lines: LogLines | None = None) -> None:
-        """lines: format of the lines; None means Megatron-LM's."""
+        """Prepares an empty interval. lines: format of the lines; None means Megatron-LM's format."""
         self.log_interval = log_interval
         self.train_iters = 0
         self.write = write
@@ -45,7 +45,7 @@ class ConsoleLog(Callback):
         self._reports: list[StepReport] = []
 
     def on_train_start(self, start: RunStart) -> None:
-        """Starts an empty interval."""
+        """Starts a new interval at the first step of the run."""
         self.train_iters = start.train_iters
         self._reports.clear()
 
@@ -56,23 +56,23 @@ class ConsoleLog(Callback):
             self._flush()
 
     def on_rewind(self, iteration: int) -> None:
-        """Starts an empty interval."""
+        """Starts a new interval, because the recorded steps will be repeated."""
         self._reports.clear()
 
     def on_evaluation_end(self, report: EvaluationReport) -> None:
-        """Prints loss and perplexity of the split."""
+        """Prints the losses and perplexities of the evaluated split."""
         self.write(self.lines.evaluation(report))
 
     def on_save(self, iteration: int) -> None:
-        """Prints that the checkpoint is on disk."""
+        """Prints a line when a checkpoint is complete on disk."""
         self.write(self.lines.saved(iteration))
 
     def on_train_end(self) -> None:
-        """Prints the steps of the last, incomplete interval."""
+        """Prints a line for the last, incomplete interval."""
         self._flush()
 
     def on_run_end(self) -> None:
-        """Prints the steps of an interval that an error cut short."""
+        """Prints a line for an interval that was interrupted by an error."""
         self._flush()
 
     def _flush(self) -> None:
@@ -84,34 +84,34 @@ class ConsoleLog(Callback):
 
 
 class MegatronLines:
-    """The lines of Megatron-LM."""
+    """Formats lines as Megatron-LM does."""
 
     def training(self, reports: Sequence[StepReport], train_iters: int) -> str:
-        """Formats consecutive steps."""
+        """Formats the line of one or more consecutive steps."""
         return format_training_line(reports, train_iters)
 
     def evaluation(self, report: EvaluationReport) -> str:
-        """Formats the losses of an evaluated split."""
+        """Formats the line of an evaluation."""
         return format_evaluation_line(report)
 
     def saved(self, iteration: int) -> str:
-        """Formats that a checkpoint is complete."""
+        """Formats the line printed when the checkpoint of an iteration is complete."""
         return f"  successfully saved checkpoint from iteration {iteration:7d}"
 
 
 class CompactLines:
-    """Short lines: step, loss, speed, gradient norm and the remaining time; further fields only if they are unusual."""
+    """Formats short lines: step, loss, speed, gradient norm and remaining time, and fields for unusual events."""
 
-    # Columns that a line fills at most.
+    # Maximum number of columns in a line.
     WIDTH = 110
 
     def __init__(self, *, minutes: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """minutes: time limit of the run, from now; None means none."""
+        """Starts the clock for the remaining time. minutes: time limit of the run, from now; None means no limit."""
         self._clock = clock
         self._deadline = math.inf if minutes is None else clock() + 60 * minutes
 
     def training(self, reports: Sequence[StepReport], train_iters: int) -> str:
-        """Formats consecutive steps."""
+        """Formats the line of one or more consecutive steps."""
         last, losses = reports[-1], mean_losses(reports)
         seconds = sum(report.seconds for report in reports)
         fields = [f"step {last.iteration:>{len(str(train_iters))}}/{train_iters}"]
@@ -123,7 +123,7 @@ class CompactLines:
         return _joined([*fields, *_unusual(reports)], width=self.WIDTH)
 
     def evaluation(self, report: EvaluationReport) -> str:
-        """Formats the losses of an evaluated split."""
+        """Formats the line of an evaluation."""
         where = "after training" if report.final else f"at step {report.iteration}"
         values = [
             f"{name.removeprefix('lm ')} {value:.3f}" + (f", perplexity {perplexity(value):,.4g}" * is_loss(name))
@@ -132,7 +132,7 @@ class CompactLines:
         return _joined([f"{report.label} {where}: {values[0]}", *values[1:]], width=self.WIDTH)
 
     def saved(self, iteration: int) -> str:
-        """Formats that a checkpoint is complete."""
+        """Formats the line printed when the checkpoint of an iteration is complete."""
         return f"saved the checkpoint of step {iteration}"
 
     def _remaining(self, steps: int, step_seconds: float) -> str:
@@ -146,7 +146,7 @@ class CompactLines:
 
 
 def _unusual(reports: Sequence[StepReport]) -> list[str]:
-    """Returns fields for events that a normal step does not have: skipped and discarded steps, missing pages."""
+    """Returns fields for unusual events: skipped and discarded steps, and missing stash pages."""
     last = reports[-1]
     fields = []
     if last.loss_scale != 1.0:
@@ -162,7 +162,7 @@ def _unusual(reports: Sequence[StepReport]) -> list[str]:
 
 
 def _joined(fields: Sequence[str], *, width: int) -> str:
-    """Joins fields; those at the end that would make the line wider are left out and replaced by an ellipsis."""
+    """Joins fields, and replaces trailing fields that do not fit into `width` columns with an ellipsis."""
     line = "  ".join(fields)
     kept = len(fields)
     while len(line) > width and kept > 1:
@@ -172,7 +172,7 @@ def _joined(fields: Sequence[str], *, width: int) -> str:
 
 
 def format_training_line(reports: Sequence[StepReport], train_iters: int) -> str:
-    """Formats the log line of consecutive steps. Names and order of its fields follow Megatron-LM."""
+    """Formats the log line of consecutive steps, with the names and the order of Megatron-LM's fields."""
     last = reports[-1]
     seconds = sum(report.seconds for report in reports)
     fields = [
@@ -214,7 +214,7 @@ def _stash_fields(stash: StashReport) -> list[str]:
 
 
 def _pool_fields(pool: PoolReport) -> list[str]:
-    """Formats the use of the pool's tiers, and a description of spilled and recomputed tensors if there are any."""
+    """Formats the peak usage of the pool's tiers, and a description of spilled and recomputed tensors, if any."""
     tiers = [("device", pool.device_high_water, pool.device_pages), ("host", pool.host_high_water, pool.host_pages)]
     held = [f"{most}/{pages} ({100 * most / pages:.0f}%) {name}" for name, most, pages in tiers if pages]
     words = shortage_words(pool)
@@ -222,7 +222,7 @@ def _pool_fields(pool: PoolReport) -> list[str]:
 
 
 def shortage_words(pool: PoolReport) -> str:
-    """Describes the spilled and recomputed tensors since the last log line, with the cause; empty if none."""
+    """Describes the spilled and recomputed tensors since the last log line, with the cause; "" if there are none."""
     spilled = "1 page" if pool.spilled_pages == 1 else f"{pool.spilled_pages} pages"
     found = [f"{spilled} spilled to the host"] if pool.spilled_pages else []
     found += [
@@ -235,7 +235,7 @@ def shortage_words(pool: PoolReport) -> str:
     # The factor that keeps all tensors does not avoid spills.
     needed = max(pool.factor_to_keep_all, *(pool.factors_needed if pool.spilled_pages else ()), 0.0)
     if not needed or (pool.device_pages and needed <= pool.factor):
-        # Missing pages were not the reason: the order of the step was not known yet, or the pool has grown since.
+        # Missing pages were not the reason. The order of the step was not known yet, or the pool has grown since then.
         return ", ".join(found)
     shown, given = f"{rounded_up(needed):.2f}", f"{pool.factor:.2f}"
     if shown == given:
@@ -248,7 +248,7 @@ def shortage_words(pool: PoolReport) -> str:
 
 
 def _throughput_fields(reports: Sequence[StepReport], seconds: float) -> list[str]:
-    """Formats the mean throughput over the interval, if the steps report it."""
+    """Formats the mean throughput over the interval. Returns no fields if the steps do not report it."""
     fields = []
     means = {
         name: sum((vars(report)[name] or 0.0) * report.seconds for report in reports) / seconds
@@ -256,7 +256,7 @@ def _throughput_fields(reports: Sequence[StepReport], seconds: float) -> list[st
         if vars(reports[-1])[name] is not None
     }
     if "tflops" in means:
-        # One digit would show a CPU's throughput as 0.0.
+        # With one digit, a CPU's throughput would be shown as 0.0.
         digits = 1 if means["tflops"] >= 1 else 4
         fields.append(f" throughput per GPU (TFLOP/s/GPU): {means['tflops']:.{digits}f}")
     if "mfu" in means:
@@ -274,7 +274,7 @@ def mean_losses(reports: Sequence[StepReport]) -> dict[str, float]:
 
 
 def format_evaluation_line(report: EvaluationReport) -> str:
-    """Formats the values of an evaluated split, and the perplexity of each loss."""
+    """Formats the log line of an evaluation: the values of the split, and the perplexity of each loss."""
     where = f"iteration {report.iteration}"
     if report.final:
         where += f" on {report.split} set"
@@ -288,7 +288,7 @@ def format_evaluation_line(report: EvaluationReport) -> str:
 
 
 def is_loss(name: str) -> bool:
-    """Tells whether a value is a loss, and therefore has a perplexity: its name ends in "loss"."""
+    """Returns whether the name belongs to a loss, which has a perplexity: it ends in "loss"."""
     return name.endswith("loss")
 
 
@@ -298,7 +298,7 @@ def perplexity(loss: float) -> float:
 
 
 class ProgressBar(Callback):
-    """Shows iterations, the latest losses and tokens per second at the bottom of a terminal, below log lines."""
+    """Shows the iteration, the latest losses and tokens per second at the bottom of a terminal, below log lines."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -316,7 +316,7 @@ class ProgressBar(Callback):
         )
 
     def on_step_end(self, report: StepReport) -> None:
-        """Advances the bar."""
+        """Advances the bar and shows the step's loss and speed."""
         loss = report.losses.get("lm loss", float("nan"))
         self._figures = f"loss {loss:.3f}  {report.tokens / report.seconds:,.0f} tokens/s"
         self._draw("training", completed=report.iteration)
@@ -331,7 +331,7 @@ class ProgressBar(Callback):
         self._draw("training", completed=report.iteration)
 
     def on_run_end(self) -> None:
-        """Restores the terminal."""
+        """Stops the bar and restores the terminal."""
         self._progress.stop()
 
     def _draw(self, description: str, *, completed: int) -> None:

@@ -6,13 +6,13 @@ import torch.distributed as dist
 
 
 def print_rank_0(message: str) -> None:
-    """Prints on the first rank only, and flushes the output."""
+    """Prints the message on the first rank only, and flushes the output."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(message, flush=True)
 
 
 class LineFile:
-    """Appends lines unbuffered, so that a killed run leaves complete lines and at most one partial last line.
+    """Appends lines to a file without buffering, so that only the last line can be incomplete after a kill.
 
     While the disk is full, lines are buffered in memory and the run continues.
     """
@@ -40,7 +40,7 @@ class LineFile:
             self._is_failing = True
 
     def close(self) -> None:
-        """Closes the file after a last attempt to write pending lines."""
+        """Tries a last time to write pending lines, and closes the file."""
         if self._pending:
             self.write(b"")
         self._file.close()

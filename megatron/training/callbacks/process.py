@@ -22,7 +22,10 @@ from megatron.training.config import GarbageCollectionConfig, ProfilingConfig
 
 
 class TorchProfile(Callback):
-    """Writes `folder/rank<R>_steps<A>-<B>.pt.trace.json`, for chrome://tracing, Perfetto or TensorBoard."""
+    """Profiles steps with torch's profiler and writes `folder/rank<R>_steps<A>-<B>.pt.trace.json`.
+
+    The trace can be opened in chrome://tracing, Perfetto or TensorBoard.
+    """
 
     def __init__(self, config: ProfilingConfig, folder: Path, *, rank: int, device: torch.device) -> None:
         self.config = config
@@ -68,7 +71,7 @@ class TorchProfile(Callback):
 
 
 class NsysProfile(Callback):
-    """Marks the steps for `nsys profile --capture-range=cudaProfilerApi`. Works on GPUs only."""
+    """Starts and stops the capture of `nsys profile --capture-range=cudaProfilerApi`. Works on GPUs only."""
 
     def __init__(self, config: ProfilingConfig) -> None:
         self.config = config
@@ -81,7 +84,7 @@ class NsysProfile(Callback):
             start_cuda_profiler()
 
     def on_step_end(self, report: StepReport) -> None:
-        """Ends the capture after step `profile_step_end`, or after the next one if that is skipped."""
+        """Ends the capture after step `profile_step_end`, or after the next step if that one is skipped."""
         if self._is_recording and report.iteration >= self.config.profile_step_end:
             self._is_recording = False
             stop_cuda_profiler()
@@ -102,7 +105,7 @@ class CudaMemoryHistory(Callback):
         start_cuda_memory_history()
 
     def on_step_end(self, report: StepReport) -> None:
-        """Overwrites the file, so that a run that fails with out-of-memory leaves the latest history."""
+        """Overwrites the file at log intervals, so that a run that fails with out-of-memory leaves a recent history."""
         if report.iteration % self.log_interval == 0:
             self._write()
 
@@ -115,9 +118,9 @@ class CudaMemoryHistory(Callback):
 
 
 class CpuMemoryHistory(Callback):
-    """Writes torch's allocations and releases on the CPU during the profiled steps.
+    """Writes a snapshot of torch's allocations and releases on the CPU during the profiled steps.
 
-    The CPU's allocator keeps no history, so torch's profiler records it.
+    The CPU allocator records no history, so torch's profiler is used.
     """
 
     def __init__(self, path: Path, config: ProfilingConfig) -> None:
@@ -157,7 +160,7 @@ def snapshot_of_trace(events: list[dict[str, Any]]) -> dict[str, Any]:
     actions: list[dict[str, Any]] = []
     open_ranges: list[tuple[float, str]] = []  # end and name, of one thread at a time
     thread = None
-    # Outer ranges come first. Of two ranges with the same start, the longer one is the outer one.
+    # Outer ranges sort before inner ranges. Of two ranges with the same start, the longer one is the outer one.
     for event in sorted(filter(_is_of_interest, events), key=lambda e: (str(e["tid"]), e["ts"], -e.get("dur", 0))):
         if event["tid"] != thread:
             thread, open_ranges = event["tid"], []
@@ -188,7 +191,7 @@ def _action(event: dict[str, Any], *, names: list[str]) -> dict[str, Any]:
 
 
 def write_snapshot(snapshot: dict[str, Any], path: Path) -> None:
-    """Pickles a snapshot in the viewer's format; replaces an existing file atomically."""
+    """Pickles a snapshot in the format of pytorch.org/memory_viz. Replaces an existing file atomically."""
     with replaced_file(path) as file:
         pickle.dump(snapshot, file)
 

@@ -89,8 +89,9 @@ class RoutingHeader:
 
     @classmethod
     def from_record(cls, record: dict[str, Any], where: str) -> "RoutingHeader":
-        """Parses the header from the JSON of its line. where: file and line, for errors. Raises ValueError for another
-        format.
+        """Parses a header from the JSON of its line. where: file and line, for errors.
+
+        Raises ValueError if the record is not a header of the current format.
         """
         names = {field.name for field in fields(cls)}
         if record.get("routing_trace") != FORMAT or not names <= record.keys():
@@ -104,7 +105,7 @@ class RoutingHeader:
 
 @dataclass(frozen=True)
 class RoutingStep:
-    """One step of a trace. tokens: maps a layer number to counts [M, R, E], int64."""
+    """One step of a trace. tokens: maps a layer number to token counts, [M, R, E], int64."""
 
     header: RoutingHeader
     iteration: int
@@ -119,9 +120,9 @@ def step_line(iteration: int, tokens: dict[int, Tensor]) -> bytes:
 
 
 def read_routing(path: Path | str) -> Iterator[RoutingStep]:
-    """Yields the steps of a trace, ignoring a truncated last line.
+    """Yields the steps of a trace. Ignores a truncated last line.
 
-    Raises ValueError naming the line for a file that is not a trace, and OSError for an unreadable file.
+    Raises ValueError naming the invalid line if the file is not a trace, and OSError if it cannot be read.
     """
     header = None
     for number, line in enumerate(read_lines(Path(path)), 1):
@@ -157,8 +158,9 @@ def _tokens_of(record: dict[str, Any], header: RoutingHeader, *, where: str) -> 
 
 
 def last_header(path: Path) -> RoutingHeader | None:
-    """Returns the header that applies to steps appended to this trace, or None if it has none. Raises like
-    read_routing.
+    """Returns the last header of a trace, which applies to appended steps, or None without a header.
+
+    Raises the same errors as read_routing.
     """
     found = None
     for number, line in enumerate(read_lines(path), 1):
@@ -169,7 +171,7 @@ def last_header(path: Path) -> RoutingHeader | None:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Yields the decompressed lines of a trace, up to its end or to a truncated gzip member."""
+    """Yields the decompressed lines of a trace, up to its end or the first truncated gzip member."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         try:
             yield from file
@@ -187,10 +189,10 @@ def _line(record: dict[str, Any]) -> bytes:
 
 
 class RoutingLog(Callback):
-    """Writes one line per step, after removing the lines of steps that a resumed run will repeat."""
+    """Writes one line per step to the trace. First removes the lines of steps that a resumed run will repeat."""
 
     def __init__(self, path: Path, header: RoutingHeader) -> None:
-        """Raises ValueError for an unwritable path and for an existing file that is not a trace."""
+        """Checks the file. Raises ValueError for an unwritable path or an existing file that is not a trace."""
         self.path, self.header = path, header
         self._file: LineFile | None = None
         try:
@@ -205,7 +207,7 @@ class RoutingLog(Callback):
             )
 
     def on_train_start(self, start: RunStart) -> None:
-        """Opens the file at the first iteration of the run, and writes a header unless the last one still applies."""
+        """Opens the file, truncates it to the run's first iteration, and writes a header if the last one differs."""
         keep_lines_until(self.path, start.iteration, read=read_lines, encode=partial(encoded, path=self.path))
         is_described = self.path.exists() and last_header(self.path) == self.header
         self._file = LineFile(self.path)
@@ -218,7 +220,7 @@ class RoutingLog(Callback):
         self.on_train_start(RunStart(iteration=iteration, train_iters=iteration))
 
     def on_step_end(self, report: StepReport) -> None:
-        """Writes the step's line."""
+        """Writes the line of the step."""
         assert report.routing is not None, "a meter sets the routing on this rank"
         self._write(step_line(report.iteration, report.routing))
 

@@ -30,7 +30,7 @@ from megatron.training.compute.flops import num_floating_point_operations
 
 
 class RunFile(Callback):
-    """Writes `folder/run.json` at startup: the settings of the latest start, and the time and place of all starts."""
+    """Writes `folder/run.json` at startup: the settings of the latest start, and time and host of every start."""
 
     def __init__(self, folder: Path, *, record: dict[str, Any]) -> None:
         self.path = folder / "run.json"
@@ -49,7 +49,7 @@ class RunFile(Callback):
 
 
 def describe_run(args: argparse.Namespace, size: tuple[int, int]) -> dict[str, Any]:
-    """Returns environment, flags and model size as JSON values. size: the result of count_parameters."""
+    """Returns the run's environment, flags and model size as JSON values. size: the result of count_parameters."""
     parameters, active = size
     flops_per_token = num_floating_point_operations(args, 1) / args.seq_length
     return {
@@ -60,7 +60,7 @@ def describe_run(args: argparse.Namespace, size: tuple[int, int]) -> dict[str, A
 
 
 def environment() -> dict[str, Any]:
-    """Returns the run's versions, device, host, number of processes, and the commit of its git checkout."""
+    """Returns versions, device, host, number of processes, and the commit of the git checkout, as JSON values."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -81,7 +81,7 @@ def _commit(folder: Path) -> str | None:
 
 
 def _read_starts(path: Path) -> list[Any]:
-    """Returns the recorded starts; empty if the file is missing or is not a run file."""
+    """Reads the starts recorded in run.json. Returns an empty list if the file is missing or invalid."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):
@@ -110,14 +110,14 @@ _OPTIONAL = (
 
 
 class JsonlLog(Callback):
-    """Appends to `folder/steps.jsonl`, after removing the lines of steps that a resumed run will repeat."""
+    """Appends a line per step to `folder/steps.jsonl`. First removes lines of steps that a resumed run will repeat."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "steps.jsonl"
         self._file: LineFile | None = None
 
     def on_train_start(self, start: RunStart) -> None:
-        """Opens the file at the first iteration of the run."""
+        """Opens the file and truncates it to the run's first iteration."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         keep_lines_until(self.path, start.iteration)
         self._file = LineFile(self.path)
@@ -152,7 +152,7 @@ class JsonlLog(Callback):
         )
 
     def on_evaluation_end(self, report: EvaluationReport) -> None:
-        """Writes the loss as `validation_loss` or `test_loss`, and other values of a script as `test_NAME`.
+        """Writes a line with the loss as `validation_loss` or `test_loss`, and a script's other values as `test_NAME`.
 
         With several validation sets, the key of each set is `validation-SET_loss`.
         """
@@ -181,7 +181,7 @@ def _json_value(value: Any) -> Any:
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """Yields one line at a time, because a log with the load of many experts may not fit in memory."""
+    """Yields the lines of a file one at a time, because a log with many experts' loads may not fit in memory."""
     with path.open("rb") as file:
         yield from file
 
@@ -193,9 +193,9 @@ def keep_lines_until(
     read: Callable[[Path], Iterable[bytes]] = lines_of,
     encode: Callable[[bytes], bytes] = bytes,
 ) -> None:
-    """Rewrites the log without the lines of later iterations and without a truncated last line.
+    """Rewrites a log without the lines after `iteration` and without a truncated last line.
 
-    encode: the inverse of read, for one line.
+    read: yields the lines of a file. encode: the inverse of `read`, for one line.
     """
     if not path.exists():
         return
@@ -222,8 +222,9 @@ _FLOPS = re.compile(r"Floating-point operations: ([\d.eE+]+)")
 
 @dataclass
 class Stretch:
-    """Consecutive jobs on the same number of devices. start: start time of the first job. flops: operations done before
-    it.
+    """Consecutive jobs on the same number of devices.
+
+    start: start time of the first job. flops: operations completed before the first job.
     """
 
     start: datetime
@@ -244,7 +245,7 @@ class ProgressFile(Callback):
         self._file: LineFile | None = None
 
     def on_train_start(self, start: RunStart) -> None:
-        """Writes the line for the start of a job."""
+        """Writes a line for the start of the job."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = LineFile(self.path)
         # The checkpoint, if any, is already loaded.
@@ -258,7 +259,7 @@ class ProgressFile(Callback):
         self._samples = report.consumed_samples
 
     def on_save(self, iteration: int) -> None:
-        """Writes the throughput, operations and tokens up to the checkpoint."""
+        """Writes a line with the throughput, operations and tokens up to the checkpoint."""
         flops = self._samples * self._flops_per_sample
         self._append(
             f"Saved checkpoint\tIteration: {iteration}\t"
@@ -287,7 +288,10 @@ class ProgressFile(Callback):
 
 
 def last_stretch(text: str, num_devices: int) -> Stretch | None:
-    """Returns the latest consecutive jobs on `num_devices` devices, or None if the last job used another number."""
+    """Returns the consecutive jobs on `num_devices` devices at the end of a progress file.
+
+    Returns None if the last job used a different number of devices.
+    """
     stretch: Stretch | None = None
     flops = 0.0
     for found in map(_LINE.fullmatch, text.splitlines()):

@@ -9,7 +9,7 @@ from megatron.training.config import LoggingConfig
 
 
 class TensorBoardLog(Callback):
-    """Writes scalars to `folder` every `tensorboard_log_interval` iterations."""
+    """Writes scalars for TensorBoard to `folder` every `tensorboard_log_interval` iterations."""
 
     def __init__(self, folder: str, config: LoggingConfig) -> None:
         try:
@@ -37,7 +37,7 @@ class TensorBoardLog(Callback):
         self.on_train_start(RunStart(iteration=iteration, train_iters=iteration))
 
     def on_step_end(self, report: StepReport) -> None:
-        """Writes the step's scalars at the configured interval, and those of the expert buffers at every log line."""
+        """Writes the step's scalars at the configured interval, and expert-buffer scalars at every log line."""
         self._add(step_scalars(report, self.config), step=report.iteration)
 
     def on_evaluation_end(self, report: EvaluationReport) -> None:
@@ -65,13 +65,13 @@ class TensorBoardLog(Callback):
         # The error has ended the writer's thread, so later calls would raise it again.
         self._writer = None
         print_rank_0(
-            f"WARNING: cannot write to {self._folder}: {error}; TensorBoard gets no more points until the run is "
-            "restarted"
+            f"WARNING: cannot write to {self._folder}: {error}; no more points are written for TensorBoard until the "
+            "run is restarted"
         )
 
 
 def step_scalars(report: StepReport, config: LoggingConfig) -> dict[str, float]:
-    """Returns the scalars to log after a step by tag; empty between log intervals."""
+    """Returns the scalars to log after a step, by tag. Empty between log intervals."""
     scalars: dict[str, float | None] = {**_stash_scalars(report)}
     if report.iteration % config.tensorboard_log_interval == 0:
         scalars |= {
@@ -146,8 +146,9 @@ def _stash_scalars(report: StepReport) -> dict[str, float]:
 
 
 def _layer_scalars(report: StepReport) -> dict[str, float]:
-    """Returns router losses and the load imbalance (busiest expert over the mean), by Megatron's tags with layers from
-    0.
+    """Returns router losses and load imbalance (busiest expert over the mean), by Megatron's tags.
+
+    Layers are numbered from 0.
     """
     scalars = {
         f"moe/{name}_layer_{number - 1}": value

@@ -22,15 +22,14 @@ _ID_FILE = "run_id.txt"
 
 
 def wandb_folder(args: argparse.Namespace) -> Path:
-    """Returns the folder of the run's files: --wandb-save-dir, or `wandb` in --save. One of the two is always given."""
+    """Returns the folder for wandb's files: --wandb-save-dir, or `wandb` in --save. One of the two is always given."""
     return Path(args.save) / "wandb" if args.wandb_save_dir is None else Path(args.wandb_save_dir)
 
 
 class WandbLog(Callback):
     """Logs to Weights & Biases every `tensorboard_log_interval` iterations and after each evaluation.
 
-    writer: the module `wandb`, which has a `log` function after on_train_start. Megatron-LM gives scripts the same
-    object.
+    writer: the module `wandb`, whose `log` works after on_train_start. Megatron-LM passes the same object to scripts.
     """
 
     def __init__(self, config: LoggingConfig, args: argparse.Namespace) -> None:
@@ -51,7 +50,7 @@ class WandbLog(Callback):
         self._last_step = 0
 
     def on_train_start(self, start: RunStart) -> None:
-        """Starts a run, or continues the one recorded in the folder. See [Note: continued runs]."""
+        """Starts a run, or continues the run recorded in the folder. See [Note: continued runs]."""
         id_file = self._folder / _ID_FILE
         known = id_file.read_text(encoding="utf-8").strip() if start.iteration > 0 and id_file.is_file() else None
         run_id = os.environ.get("WANDB_RUN_ID") or known or self.writer.util.generate_id()
@@ -76,11 +75,11 @@ class WandbLog(Callback):
         id_file.write_text(f"{run_id}\n", encoding="utf-8")
 
     def on_step_end(self, report: StepReport) -> None:
-        """Logs the same points as TensorBoard."""
+        """Logs the step's scalars, which are the same as for TensorBoard."""
         self._log(step_scalars(report, self.config), step=report.iteration)
 
     def on_evaluation_end(self, report: EvaluationReport) -> None:
-        """Logs the same points as TensorBoard."""
+        """Logs the evaluation's scalars, which are the same as for TensorBoard."""
         self._log(evaluation_scalars(report, self.config), step=report.iteration)
 
     def on_run_end(self) -> None:
