@@ -29,7 +29,7 @@ def test_adapters_begin_beside_the_weights_and_go_on(tmp_path: Path) -> None:
     assert again == pytest.approx(second, rel=1e-6)
     refused = [
         ({**ADAPTERS, "load": base["save"]}, "the checkpoint lacks the adapters of --lora-rank: add --finetune"),
-        ({**BASE, "load": adapted["save"]}, "checkpoint with other adapters: --lora-rank"),
+        ({**BASE, "load": adapted["save"]}, "checkpoint with different adapters: --lora-rank"),
         ({**ADAPTERS, "lora-rank": 4, "load": adapted["save"]}, "--lora-rank is 4 here, 2 in the checkpoint"),
         ({**ADAPTERS, "lora-alpha": 4, "load": adapted["save"]}, "--lora-alpha is 4.0 here, 32.0 in the checkpoint"),
     ]

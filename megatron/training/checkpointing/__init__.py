@@ -1,4 +1,4 @@
-"""Saves and loads checkpoints of a training run. This module only re-exports."""
+"""Saves and loads checkpoints of a training run. Re-exports the public functions."""
 
 from megatron.training.checkpointing.folder import (
     check_save_folder,

@@ -21,7 +21,7 @@ from megatron.core.group_collectives import all_ranks_agree
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 # Tracker text for initial weights, used instead of a number.
 RELEASE = "release"
-# Companion files of a checkpoint: files of a model in another format, kept for the conversion back
+# Companion files of a checkpoint: files of the model in a different format, kept for the conversion back
 # (tools/hugging_face).
 COMPANION_FOLDER = "hugging_face"
 # This file names the format of a checkpoint written by Megatron-Core.
@@ -46,7 +46,7 @@ class CheckpointFormat(enum.Enum):
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint to load. iteration is 0 for a release, which provides initial weights."""
+    """A checkpoint to load. iteration: 0 for a release, which provides initial weights."""
 
     path: Path
     iteration: int
@@ -66,14 +66,14 @@ def iteration_folder(checkpoints_path: str | Path, iteration: int) -> Path:
 
 
 def read_tracker(root: Path) -> str | None:
-    """Returns the text of the tracker in the folder `root`, valid or not, or None if there is no tracker."""
+    """Returns the text of the tracker in the folder `root`, which may be invalid, or None without a tracker."""
     tracker = root / TRACKER_FILE
     return tracker.read_text(encoding="utf-8", errors="replace").strip() if tracker.is_file() else None
 
 
 def iteration_of_text(text: str) -> int | None:
-    """Returns the iteration named by a tracker with this text, or None."""
-    # Not isdecimal, which accepts digits of other scripts. The length is limited to the digits of a 64-bit number.
+    """Parses a tracker's text. Returns the iteration that it names, or None for any other text."""
+    # Not isdecimal, because it accepts non-ASCII digits. The length is limited to the digits of a 64-bit number.
     return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
 
 
@@ -83,7 +83,7 @@ def check_save_folder(path: str, group: dist.ProcessGroup | None = None, *, flag
     Collective over `group` (None: all ranks); raises ValueError on every rank.
     """
     with all_ranks_agree(group):
-        # Every rank tests, because every rank will write. The next save removes the file if this process is killed.
+        # Every rank tests, because every rank will write. If this process is killed, the next save removes the file.
         probe = Path(path) / f"probe.incomplete-{folders.new_id()}"
         if probe.parent.exists() and not probe.parent.is_dir():
             raise ValueError(f"{flag} {path} cannot be written: it is a file and must be a folder")
@@ -122,9 +122,9 @@ def clean_save_folder(path: str) -> None:
 
 
 def prune(path: str, *, latest: int, interval: int | None) -> None:
-    """Deletes complete checkpoints before `latest`, except those whose iteration is a multiple of `interval`.
+    """Deletes complete checkpoints before `latest`, except at iterations that are multiples of `interval`.
 
-    `latest` must be complete. None deletes nothing.
+    latest: iteration of a complete checkpoint. interval: None deletes nothing.
     """
     for iteration in complete_iterations(Path(path)):
         if interval is not None and iteration < latest and iteration % interval:
@@ -132,17 +132,17 @@ def prune(path: str, *, latest: int, interval: int | None) -> None:
 
 
 def write_tracker(path: str, iteration: int) -> None:
-    """Names `iteration` as the latest. Call it after the checkpoint is complete."""
+    """Writes `iteration` to the tracker as the latest. Call it after the checkpoint is complete."""
     folders.replace_text(Path(get_checkpoint_tracker_filename(path)), str(iteration))
 
 
 def write_release_tracker(path: str) -> None:
-    """Names the checkpoint in the folder `release` as the initial weights. Call it after the checkpoint is complete."""
+    """Writes "release" to the tracker, for initial weights. Call it after the checkpoint is complete."""
     folders.replace_text(Path(get_checkpoint_tracker_filename(path)), RELEASE)
 
 
 def carry_companions(load: str, save: str) -> None:
-    """Copies the companion files of the checkpoints in `load` to `save`, unless `save` has its own."""
+    """Copies the companion files of the checkpoints in `load` to `save`, unless `save` already contains some."""
     source, target = Path(load) / COMPANION_FOLDER, Path(save) / COMPANION_FOLDER
     if source.is_dir() and not target.exists():
         with folders.atomic_folder(target) as temporary:
@@ -150,18 +150,18 @@ def carry_companions(load: str, save: str) -> None:
 
 
 def is_same_folder(path: str | None, other: str | None) -> bool:
-    """Tells whether both paths are given and refer to the same folder."""
+    """Returns whether both paths are given and refer to the same folder."""
     return path is not None and other is not None and os.path.realpath(path) == os.path.realpath(other)
 
 
 def find_checkpoint(
     load: str, *, step: int | None = None, damaged: Mapping[int, str] | None = None, flag: str = "--load"
 ) -> FoundCheckpoint | None:
-    """Returns the checkpoint of --ckpt-step, else the tracker's, else the newest complete one; None if there is none.
+    """Finds the checkpoint to load: the one at `step`, else the tracker's, else the newest complete one.
 
-    damaged: iterations found to be damaged, with reasons; they are skipped. flag: the flag that names the folder, for
-    errors. Raises ValueError if the checkpoint of --ckpt-step is incomplete, or if checkpoints exist but none is
-    complete.
+    step: value of --ckpt-step. damaged: maps iterations known to be damaged, which are skipped, to the reasons. flag:
+    the flag that names the folder, for errors. Returns None if the folder contains no checkpoint. Raises ValueError if
+    the checkpoint at `step` is incomplete, or if checkpoints exist but none is complete.
     """
     root, problems = _root(load, flag), dict(damaged or {})
     theirs = _of_megatron(root, step)
@@ -191,7 +191,7 @@ def find_checkpoint(
 
 
 def format_of(folder: Path) -> CheckpointFormat:
-    """Returns the format of the checkpoint in a folder; OURS unless it contains files of another program."""
+    """Detects the format of the checkpoint in a folder from its files. Returns OURS if nothing else matches."""
     if (folder / MANIFEST_FILE).is_file():
         return CheckpointFormat.OURS
     if (folder / MEGATRON_CORE_FILE).is_file():
@@ -200,7 +200,7 @@ def format_of(folder: Path) -> CheckpointFormat:
 
 
 def _of_megatron(root: Path, step: int | None) -> FoundCheckpoint | None:
-    """Returns the checkpoint of --ckpt-step, or the tracker's, if it has one of Megatron's formats."""
+    """Finds the checkpoint at `step`, or the tracker's. Returns None unless it is in one of Megatron's formats."""
     text = read_tracker(root) if step is None else None
     if text == RELEASE:
         found, iteration = root / RELEASE, 0
@@ -226,7 +226,7 @@ def _root(load: str, flag: str) -> Path:
 
 
 def _fallback(root: Path, why: str, *, candidates: list[int], problems: dict[int, str]) -> FoundCheckpoint | None:
-    """Returns the first complete candidate. Its notice lists the problems of the skipped ones."""
+    """Returns the first complete candidate, with a notice that lists the problems of skipped candidates."""
     for iteration in candidates:
         if iteration not in problems:
             problem = _problem(root, iteration)
@@ -239,14 +239,14 @@ def _fallback(root: Path, why: str, *, candidates: list[int], problems: dict[int
             problems[iteration] = problem
         if problems[iteration] not in why:
             why = f"{why}; {problems[iteration]}"
-    # A run must not start from scratch without an error in a folder that had checkpoints.
+    # A run must not silently start from scratch in a folder that contained checkpoints.
     if candidates or problems or TRACKER_FILE in {entry.name for entry in _entries(root)}:
         raise ValueError(f"{why}; complete iterations: none")
     return None
 
 
 def _problem(root: Path, iteration: int) -> str | None:
-    """Describes the defect of a checkpoint without reading its tensors, or returns None if none is found."""
+    """Checks a checkpoint without reading its tensors. Returns a description of the first defect, or None."""
     try:
         folder = folders.find_checkpoint(iteration_folder(root, iteration))
         files = read_manifest(folder)
@@ -259,7 +259,7 @@ def _problem(root: Path, iteration: int) -> str | None:
 
 
 def complete_iterations(root: Path) -> list[int]:
-    """Returns the iterations that have a complete checkpoint, in ascending order."""
+    """Returns the iterations of complete checkpoints, in ascending order."""
     matches = [re.fullmatch(_ITERATION, folders.name_of(entry)) for entry in _entries(root)]
     iterations = {int(match[1]) for match in matches if match is not None}
     # Excludes folders with extra leading zeros, which iteration_folder would not find.

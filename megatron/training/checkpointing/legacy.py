@@ -40,7 +40,7 @@ from megatron.training.checkpointing.megatron_objects import values_without_stat
 
 
 class BuildParts(Protocol):
-    """Builds the model parts of one rank of a layout for `args`, without allocating memory, in fp32 or 16 bits."""
+    """Builds one rank's model parts in a given layout, on the meta device, in fp32 or a 16-bit dtype."""
 
     def __call__(
         self,
@@ -55,9 +55,9 @@ class BuildParts(Protocol):
 
 
 def legacy_values(folder: Path) -> dict[str, Any]:
-    """Reads the values that the common file of a native checkpoint would hold. Raises like LegacyFiles.open.
+    """Reads the values that a native checkpoint stores in its common file.
 
-    Also raises ValueError naming the argument if the model is not supported.
+    Raises the same errors as LegacyFiles.open, and ValueError naming the argument if the model is not supported.
     """
     first = LegacyFiles.open(folder).first
     try:
@@ -73,11 +73,11 @@ def as_checkpoint(
     *,
     process_group: dist.ProcessGroup | None = None,
 ) -> VerifiedCheckpoint:
-    """Presents the weights under native keys, after each file was read once by one of the ranks. Collective.
+    """Presents the weights of all files under native keys. Each file is read once, by one of the ranks. Collective.
 
     args: arguments of the model, with unpadded_vocab_size. process_group: None means all ranks, or this process alone.
-    Raises ValueError on every rank, naming the file, if it is missing or damaged, or if a weight of the model is
-    missing, has another shape, or belongs to no parameter.
+    Raises ValueError on every rank, naming the file, if a file is missing or damaged, or if a weight is missing, has an
+    unexpected shape, or belongs to no parameter.
     """
     group = every_rank(process_group)
     with all_ranks_agree(group):
@@ -111,14 +111,14 @@ class _StoredPart:
 
     @property
     def box(self) -> Box:
-        """The part's box of the logical tensor."""
+        """Box of the logical tensor that this part fills."""
         return Box(self.piece.global_offset, self.piece.shape)
 
 
 def _stored_parts(
     files: LegacyFiles, rank: LegacyRank, chunks: list[nn.Module], args: argparse.Namespace
 ) -> Iterator[_StoredPart]:
-    """Checks the file of a rank, and yields all parts stored in it."""
+    """Checks the file of a rank, and yields all parts of logical tensors that it stores."""
     path = files.path(rank)
     file = read_legacy(path)
     check_legacy(path)
@@ -136,7 +136,7 @@ def _stored_parts(
 
 
 def facts_of(chunk: nn.Module, *, num_experts: int, hidden_size: int) -> ChunkFacts:
-    """Returns facts about a model part. num_experts: number of local experts."""
+    """Collects the facts about a model part that renaming requires. num_experts: number of local experts."""
     layers = [int(found[1]) for name in chunk.state_dict() if (found := re.match(r"decoder\.layers\.(\d+)\.", name))]
     return ChunkFacts(min(layers, default=0), num_experts, hidden_size)
 
@@ -156,7 +156,7 @@ def _check_names_and_shapes(wanted: dict[str, Tensor], state: dict[str, Tensor],
 
 
 def _view(files: LegacyFiles, parts: list[_StoredPart]) -> VerifiedCheckpoint:
-    """Combines the parts of all ranks to a checkpoint. Reads only the first of identical parts, such as replicas."""
+    """Combines the parts of all ranks into a checkpoint. Reads only the first of identical parts, such as replicas."""
     by_key: dict[str, list[_StoredPart]] = {}
     for part in parts:
         by_key.setdefault(part.piece.key, []).append(part)
@@ -185,13 +185,13 @@ def _view(files: LegacyFiles, parts: list[_StoredPart]) -> VerifiedCheckpoint:
 
 @dataclass(frozen=True)
 class _LegacyCheckpoint(VerifiedCheckpoint):
-    """A checkpoint under native keys, backed by per-rank files. sources: maps each piece to its part of a file."""
+    """A checkpoint with native keys, backed by per-rank files. sources: maps each piece to the part of a file."""
 
     sources: dict[tuple[str, Piece], _StoredPart]
 
     @property
     def common(self) -> dict[str, Any]:
-        """The result of `legacy_values`."""
+        """Values of the common file, as returned by `legacy_values`."""
         return legacy_values(self.folder)
 
     def open_file(self, name: str) -> AbstractContextManager[ReadsPieces]:
@@ -201,7 +201,7 @@ class _LegacyCheckpoint(VerifiedCheckpoint):
 
 @dataclass(frozen=True)
 class _MappedFile:
-    """The file of one rank, with its virtual stages. Its tensors stay on disk until they are read."""
+    """The memory-mapped file of one rank, with its virtual stages. Tensors remain on disk until they are read."""
 
     checkpoint: _LegacyCheckpoint
     name: str
@@ -210,7 +210,7 @@ class _MappedFile:
     def read(self, piece: Piece, window: Box, *, dtype: torch.dtype, target: Tensor) -> None:
         """Fills `target`, [*window shape], any strides, dtype and device, with the elements of `window`.
 
-        The file must hold them in `dtype`, which is checked when it is opened.
+        dtype: dtype of the stored elements, which was checked when the files were opened.
         """
         source = self.checkpoint.sources[self.name, piece]
         tensor = to_names_here(self.chunks[source.chunk], source.facts)[source.name]

@@ -27,7 +27,7 @@ from megatron.training.checkpointing.megatron_objects import ALLOWED, FUSED_NORM
 from megatron.training.checkpointing.train_state import is_count
 
 _RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
-# Earlier versions order the rows of query, key and value differently.
+# Earlier versions store the rows of query, key and value in a different order.
 _VERSIONS = (2.0, 3.0)
 _EMBEDDING = "embedding.word_embeddings.weight"
 # Arguments that determine how a model is divided among the ranks' files.
@@ -47,7 +47,7 @@ LAYOUT = (
 
 @dataclass(frozen=True, order=True)
 class LegacyRank:
-    """A rank's coordinates in the layout of the files."""
+    """Coordinates of a rank in the parallel layout of the files."""
 
     tensor: int = 0
     pipeline: int = 0
@@ -62,7 +62,7 @@ class LegacyRank:
 
 @dataclass(frozen=True)
 class LegacyFile:
-    """Contents of one file. chunks: parameters of each virtual stage by Megatron's names, any shape, memory-mapped."""
+    """Contents of one file. chunks: for each virtual stage, memory-mapped parameters by Megatron's names, any shape."""
 
     path: Path
     args: dict[str, Any]
@@ -72,8 +72,9 @@ class LegacyFile:
 
 @dataclass(frozen=True)
 class LegacyFiles:
-    """The files of an iteration, after the first one was read. paths: maps the names of the ranks' folders to file
-    paths.
+    """The files of one iteration. Only the first file has been read.
+
+    paths: maps the name of a rank's folder to the path of its file.
     """
 
     folder: Path
@@ -82,7 +83,7 @@ class LegacyFiles:
 
     @classmethod
     def open(cls, folder: Path) -> "LegacyFiles":
-        """Reads the first file. Raises ValueError naming the file like read_legacy, or the folder if it is empty."""
+        """Reads the first file. Raises the errors of read_legacy, and ValueError if the folder contains no such file."""
         found = sorted(folder.glob(LEGACY_FILES))
         paths = {path.parent.name: path for path in found if _RANK_FOLDER.fullmatch(path.parent.name)}
         if not paths:
@@ -94,8 +95,9 @@ class LegacyFiles:
 
     @property
     def layout(self) -> dict[str, Any]:
-        """Returns the arguments that divide the model into files. Raises ValueError if experts are divided in another
-        way.
+        """Arguments that determine how the model is divided among files.
+
+        Raises ValueError if experts have a different tensor-parallel size than other layers.
         """
         tensor, experts = self._size("tensor"), self.first.args.get("expert_tensor_parallel_size")
         if experts not in (None, tensor):
@@ -106,13 +108,13 @@ class LegacyFiles:
         return {name: self.first.args[name] for name in LAYOUT if name in self.first.args}
 
     def ranks(self) -> list[LegacyRank]:
-        """Returns all ranks that have a file according to the arguments.
+        """Returns all ranks for which the arguments require a file.
 
         Raises ValueError naming the first missing file, or an argument that is not a valid size.
         """
         sizes = {name: self._size(name) for name in ("tensor", "pipeline", "expert")}
         found = []
-        # Evaluated lazily, because the sizes in a damaged file may be huge.
+        # Ranks are generated lazily, because the sizes in a damaged file may be huge.
         for rank in ranks_of_layout(**sizes):
             if self._name(rank) not in self.paths:
                 words = " x ".join(f"{name} {size}" for name, size in sizes.items())
@@ -155,7 +157,7 @@ class LegacyFiles:
 
 
 def ranks_of_layout(*, tensor: int, pipeline: int, expert: int) -> Iterator[LegacyRank]:
-    """Yields all ranks that have a file."""
+    """Yields the coordinates of all ranks in a layout of the given sizes."""
     for first in range(tensor):
         for second in range(pipeline):
             for third in range(expert):
@@ -163,15 +165,15 @@ def ranks_of_layout(*, tensor: int, pipeline: int, expert: int) -> Iterator[Lega
 
 
 def read_legacy(path: Path) -> LegacyFile:
-    """Reads a file without running code: unpickles only tensors, arguments and counters.
+    """Reads a file without executing code from it: only tensors, arguments and counters are unpickled.
 
-    Raises ValueError naming the file if it holds other objects, is damaged, or stores an unsupported older model.
+    Raises ValueError naming the file if it contains other objects, is damaged, or stores an unsupported older model.
     """
     return _checked(path, load_allowed(path, path, allowed=ALLOWED, mmap=True))
 
 
 def check_legacy(path: Path) -> None:
-    """Reads a whole file and compares it with torch.save's checksums. Raises ValueError naming the file."""
+    """Verifies a whole file against torch.save's checksums. Raises ValueError naming a file that is corrupt."""
     try:
         with zipfile.ZipFile(path) as archive:
             check_records(archive)
@@ -228,7 +230,7 @@ def _tensors(path: Path, chunk: Mapping[str, Any]) -> dict[str, Tensor]:
     return kept
 
 
-# Parameter names, in files of either layer implementation and in this project's models.
+# Parameter names in files of either layer implementation, and in this project's models.
 
 LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _FUSED = re.compile(r"(.+)\.layer_norm_(weight|bias)")
@@ -238,9 +240,9 @@ _STACKED = re.compile(r"mlp\.experts\.weight([12])")
 
 @dataclass(frozen=True)
 class ChunkFacts:
-    """Facts about a model chunk that its parameter names do not contain.
+    """Facts about a model chunk that its parameter names do not express.
 
-    first_layer: index in the model of the chunk's layer 0. num_experts: number of local experts.
+    first_layer: index of the chunk's first layer in the model, from 0. num_experts: number of local experts.
     """
 
     first_layer: int
@@ -249,7 +251,7 @@ class ChunkFacts:
 
 
 def to_names_here(chunk: Mapping[str, Tensor], facts: ChunkFacts) -> dict[str, Tensor]:
-    """Returns views of a chunk's tensors, of any shape and dtype, under this project's names for sequential experts."""
+    """Returns views of a chunk's tensors under this project's names, with sequential experts: any shape and dtype."""
     found: dict[str, Tensor] = {}
     for name, tensor in chunk.items():
         layer = LAYER_NAME.fullmatch(name)

@@ -1,4 +1,4 @@
-"""Loads a training run: picks a checkpoint, decides what each --load flag restores, and fills the run's objects.
+"""Loads a training run: chooses a checkpoint, determines what the flags restore, and fills the run's objects.
 
 saving.py defines the content of checkpoints. core/dist_checkpointing reads the tensors, folder.py finds the folders,
 run_values.py checks the arguments, and partial_load.py handles models that differ on purpose.
@@ -78,11 +78,11 @@ def load_run(
 ) -> int:
     """Restores a run from config.load: fills all objects in place and returns the iteration.
 
-    Collective over all ranks; call it after the optimizer is built. If the folder has no checkpoints, loads the weights
-    of config.pretrained_checkpoint. Without these, prints one line on rank 0, changes nothing and returns 0, or raises
-    ValueError under --exit-on-missing-checkpoint. Raises on every rank, with no tensor changed, if the checkpoint is
-    damaged, belongs to another model, or lacks requested state. build_parts: builds the model parts of any rank in any
-    layout without allocating memory; required for checkpoints in Megatron's formats.
+    Collective over all ranks. Call it after building the optimizer. If the folder contains no checkpoint, loads the
+    weights of config.pretrained_checkpoint. Without either, prints one line on rank 0, changes nothing and returns 0,
+    or raises ValueError under --exit-on-missing-checkpoint. Raises on every rank, with no tensor changed, if the
+    checkpoint is damaged, belongs to a different model, or lacks requested state. build_parts: builds the model parts
+    of any rank in any layout on the meta device; required for checkpoints in Megatron's formats.
     """
     open_found = partial(_open, args=args, config=config, build_parts=build_parts)
     found, verified = _find(config, open_found)
@@ -101,7 +101,7 @@ def load_run(
         plan.check_position(restored=scope.position)
         if scope.optimizer:
             check_same_optimizer(args, common["args"])
-            # Loaded before the tensors, because a different schedule is a frequent mistake and quick to detect.
+            # Loaded before the tensors, because a schedule mismatch is a frequent mistake and quick to detect.
             if opt_param_scheduler is not None and common["scheduler"] is not None:
                 opt_param_scheduler.load_state_dict(common["scheduler"])
     run = RunState(model, optimizer, opt_param_scheduler, pg_collection or existing_process_groups())
@@ -127,7 +127,7 @@ def load_run(
 
 @dataclass(frozen=True)
 class _Scope:
-    """The state that a load restores in addition to the weights."""
+    """Selects the state that a load restores in addition to the weights."""
 
     position: bool
     optimizer: bool
@@ -135,7 +135,7 @@ class _Scope:
 
 
 def _pretrained(config: CheckpointConfig) -> CheckpointConfig:
-    """Returns the settings that load the weights of --pretrained-checkpoint. A given --ckpt-step belongs to --load."""
+    """Returns settings that load only the weights of --pretrained-checkpoint, ignoring --ckpt-step."""
     step = config.ckpt_step if config.load is None else None
     return replace(config, load=config.pretrained_checkpoint, finetune=True, ckpt_step=step)
 
@@ -147,7 +147,7 @@ def _open(
     config: CheckpointConfig,
     build_parts: legacy.BuildParts | None,
 ) -> VerifiedCheckpoint:
-    """Verifies a checkpoint, and presents one in a format of Megatron under native keys. Collective."""
+    """Verifies and opens a checkpoint. Presents checkpoints in Megatron's formats under native keys. Collective."""
     if found.format is CheckpointFormat.OURS:
         return dist_checkpointing.verify(found.path)
     with all_ranks_agree():
@@ -162,7 +162,7 @@ def _open(
 
 
 def _args_of_model(args: argparse.Namespace, values: Mapping[str, Any], *, may_upcycle: bool) -> argparse.Namespace:
-    """Returns the run's arguments, with the model arguments replaced by those in `values` of the checkpoint."""
+    """Returns the run's arguments with the model arguments of the checkpoint. values: the checkpoint's values."""
     PartialLoadPlan.of(args, values["args"], may_upcycle=may_upcycle)
     # The checkpoint may lack experts or adapters on purpose, or tie its embeddings.
     return argparse.Namespace(**{**vars(args), **model_arguments(values["args"], here={})})
@@ -173,7 +173,10 @@ def _open_legacy(
     args_of_model: Callable[[Mapping[str, Any]], argparse.Namespace],
     build_parts: legacy.BuildParts,
 ) -> VerifiedCheckpoint:
-    """Opens a checkpoint with one file for each rank. args_of_model: maps its values to model arguments. Collective."""
+    """Opens a checkpoint in Megatron-LM's older format. Collective.
+
+    args_of_model: maps the checkpoint's values to model arguments.
+    """
     with all_ranks_agree():
         args = args_of_model(load_run_values(folder))
         files = LegacyFiles.open(folder)
@@ -185,7 +188,10 @@ def _open_megatron_core(
     args_of_model: Callable[[Mapping[str, Any]], argparse.Namespace],
     build_parts: legacy.BuildParts,
 ) -> VerifiedCheckpoint:
-    """Opens a checkpoint that Megatron-Core wrote. args_of_model: maps its values to model arguments. Collective."""
+    """Opens a checkpoint that Megatron-Core wrote. Collective.
+
+    args_of_model: maps the checkpoint's values to model arguments.
+    """
     with all_ranks_agree():
         files = MegatronCoreFiles.open(folder)
         values = checked_run_values(folder, megatron_core.values_of_files(files))
@@ -198,9 +204,9 @@ def _open_megatron_core(
 def _find(
     config: CheckpointConfig, open_found: Callable[[FoundCheckpoint], VerifiedCheckpoint], *, flag: str = "--load"
 ) -> tuple[FoundCheckpoint | None, VerifiedCheckpoint | None]:
-    """Finds the checkpoint in config.load on rank 0 and verifies it on all ranks. Returns None if there is none.
+    """Finds the checkpoint in config.load on rank 0, and opens and verifies it on all ranks.
 
-    flag: names the folder in errors.
+    flag: the flag that names the folder, for errors. Returns (None, None) if there is no checkpoint.
     """
     damaged: dict[int, str] = {}
     while config.load is not None:
@@ -213,7 +219,7 @@ def _find(
         try:
             verified = open_found(found)
         except (ValueError, OSError, RemoteRankError) as error:
-            # A checkpoint that the user named is never replaced by another. All ranks raise if any rank found damage.
+            # A checkpoint that the user chose is never replaced with another. All ranks raise if any rank finds damage.
             if config.ckpt_step is not None or found.is_release or found.format is not CheckpointFormat.OURS:
                 raise
             damaged[found.iteration] = str(error)
@@ -243,10 +249,10 @@ def _found_by_rank_0(config: CheckpointConfig, damaged: dict[int, str], *, flag:
 
 
 def _set_tracker_back(config: CheckpointConfig, iteration: int) -> None:
-    """Names the checkpoint of --ckpt-step as the latest if the run saves into the same folder. Collective.
+    """Resets the tracker to the checkpoint of --ckpt-step if the run saves to the folder it loads from. Collective.
 
-    Restarts and rollbacks load the latest checkpoint, which must not be a later one from the abandoned part of the run.
-    Runs that only evaluate do not call it.
+    Restarts and rewinds load the latest checkpoint, which must not come from the abandoned part of the run. Not called
+    by runs that only evaluate.
     """
     if config.ckpt_step is None:
         return
@@ -280,9 +286,9 @@ def _load_scope(
 
 @dataclass(frozen=True)
 class _Source:
-    """A checkpoint, the ranks that read it together, and the handling of differences between the two models.
+    """A checkpoint, the group of ranks that reads it, and the handling of differences between the two models.
 
-    Tensors passed to its methods have the keys that `tying` assigns.
+    Methods accept tensors under the run's keys, which `tying` maps to the checkpoint's keys.
     """
 
     checkpoint: VerifiedCheckpoint
@@ -298,14 +304,17 @@ class _Source:
         fill_rest()
 
     def holds(self, tensors: list[ShardedTensor]) -> bool:
-        """Tells whether the checkpoint has all of `tensors` with the same shapes and dtypes."""
+        """Returns whether the checkpoint contains all of `tensors`, with equal shapes and dtypes."""
         stored = self.checkpoint.tensors
         return all(stored.get(tensor.key) == (tensor.global_shape, tensor.data.dtype) for tensor in tensors)
 
 
 def _load_tensors(run: RunState, source: _Source, *, scope: _Scope, frozen: set[str]) -> None:
-    """Restores weights, optimizer state and random-number generators from the checkpoint."""
-    # A run that restores its optimizer must continue bit for bit. Weights alone may change precision.
+    """Restores weights and, depending on scope, optimizer state and random-number generators.
+
+    frozen: keys of the parameters that were frozen in the checkpoint's run.
+    """
+    # A run that restores its optimizer must continue with bit-identical results. Weights alone may change precision.
     weights = ModelWeights(run.model, allow_cast=not scope.optimizer)
     rng = rng_sharded_state(run.groups) if scope.rng else []
     rng = rng if source.holds(rng) else []
@@ -323,7 +332,7 @@ def _load_tensors(run: RunState, source: _Source, *, scope: _Scope, frozen: set[
     else:
         fresh = frozen | {parameter_key(key) if is_state(key) else key for key in lacking}
         trained = set(map(source.tying.stored_key, run.trained_keys()))
-        # Rank 0 prints, although it may hold none of these parameters itself.
+        # Rank 0 prints, although it may own none of these parameters.
         if union_over_model(frozen & trained, run.groups):
             print_rank_0("Parameters that were frozen in the checkpoint's run start with fresh optimizer state.")
         _load_with_optimizer(run, wanted, weights=weights, source=source, fresh=fresh)
@@ -334,10 +343,10 @@ def _load_tensors(run: RunState, source: _Source, *, scope: _Scope, frozen: set[
 def _change_tying(
     run: RunState, source: _Source, *, weights: ModelWeights, scope: _Scope, frozen: set[str]
 ) -> set[str]:
-    """Reports the conversion between tied and untied vocabulary weights. Collective.
+    """Checks and reports the conversion between tied and untied vocabulary weights. Collective.
 
-    Raises ValueError if the two weights to be tied differ. Returns the keys of parameters without optimizer state:
-    `frozen`, and the tied weight if either of the two has none.
+    Raises ValueError if the two weights to be tied differ. Returns the keys of parameters that start with fresh
+    optimizer state: `frozen`, and the tied weight if either of the two weights was frozen.
     """
     if source.tying is Tying.SPLIT:
         state = ", with its optimizer state" if scope.optimizer else ""
@@ -356,7 +365,7 @@ def _change_tying(
 
 
 def _lacking(run: RunState, source: _Source, *, weights: ModelWeights, scope: _Scope) -> set[str]:
-    """Returns the keys that the load may leave out. Raises ValueError if --dist-ckpt-strictness forbids this."""
+    """Returns the keys that the checkpoint lacks and the load may skip. Raises ValueError if none may be skipped."""
     wanted = list(weights.tensors)
     asks = source.strictness.tolerates_lacking or source.strictness.checks_unused
     if asks and run.optimizer is not None and scope.optimizer:
@@ -369,7 +378,7 @@ def _lacking(run: RunState, source: _Source, *, weights: ModelWeights, scope: _S
 def _load_with_optimizer(
     run: RunState, wanted: list[ShardedTensor], *, weights: ModelWeights, source: _Source, fresh: set[str]
 ) -> None:
-    """Loads `wanted` and the optimizer state, except for parameters that start with fresh state."""
+    """Loads `wanted` and the optimizer state, except for the parameters in `fresh`, which start with fresh state."""
     assert run.optimizer is not None
     # The decision depends on the checkpoint alone, not on this rank's share of the state, because loading is
     # collective.
@@ -384,9 +393,9 @@ def _load_with_optimizer(
 
 
 def _reseed(groups: ProcessGroupCollection, *, seed: int, iteration: int) -> None:
-    """Seeds the generators from the iteration, because the saved states belong to another layout of ranks."""
+    """Seeds the generators from the iteration, because the saved states belong to a different layout of ranks."""
     print_rank_0(
-        "The checkpoint holds the random-number state of another layout of ranks or of other devices: dropout "
+        "The checkpoint holds the random-number state of a different layout of ranks or of different devices: dropout "
         "continues with fresh seeds."
     )
     # Depends on the iteration, so that the dropout masks of step 0 do not repeat.

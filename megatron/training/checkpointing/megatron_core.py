@@ -46,12 +46,12 @@ _KINDS = {EXP_AVG: EXP_AVG, EXP_AVG_SQ: EXP_AVG_SQ, "fp32_param": MASTERS, "para
 
 
 def megatron_core_values(folder: Path) -> dict[str, Any]:
-    """Reads the result of `values_of_files` from a folder. Also raises like MegatronCoreFiles.open."""
+    """Opens the folder and returns `values_of_files`. Also raises the errors of MegatronCoreFiles.open."""
     return values_of_files(MegatronCoreFiles.open(folder))
 
 
 def values_of_files(files: MegatronCoreFiles) -> dict[str, Any]:
-    """Returns the values that the common file of a native checkpoint would hold.
+    """Returns the values that a native checkpoint stores in its common file.
 
     Raises ValueError naming file and value for an unsupported model, or for an optimizer with unequal step counts.
     """
@@ -73,9 +73,7 @@ def _values(files: MegatronCoreFiles) -> dict[str, Any]:
 
 
 def _optimizers(state: Any) -> Iterator[Mapping[str, Any]]:
-    """Yields the states of the optimizers of a chain, or of the only one. A wrapper stores torch's state as
-    `optimizer`.
-    """
+    """Yields the state of each optimizer in a chain, or of a single one, as a mapping with the key `optimizer`."""
     if isinstance(state, Mapping):
         if "optimizer" in state:
             yield state
@@ -88,7 +86,7 @@ def _optimizers(state: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _step_of(state: Any) -> int | None:
-    """Returns the number of updates, which is stored once for all parameters or once per group."""
+    """Returns the number of updates, which the state stores once or once per parameter group; None if not stored."""
     counts = []
     for part in _optimizers(state):
         inner = part["optimizer"]
@@ -127,12 +125,13 @@ def as_checkpoint(
     with_state: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> VerifiedCheckpoint:
-    """Reads all files once, shared among the ranks, and returns their tensors under native keys. Collective.
+    """Presents the tensors of all files under native keys. The ranks share the reading of the files. Collective.
 
     model: the unsharded model on the meta device, with ungrouped experts and the stored vocabulary size. values: the
     result of `values_of_files`, which becomes the `common` values. with_masters: whether 16-bit parameters have fp32
-    masters; an fp32 run has none, and ignores the copies in the files. with_state: whether to include optimizer state.
-    Raises ValueError naming the tensor if a weight is missing, has another shape, or belongs to no parameter.
+    masters. An fp32 run has no masters and ignores the copies in the files. with_state: whether to include optimizer
+    state. Raises ValueError naming the tensor if a weight is missing, has an unexpected shape, or belongs to no
+    parameter.
     """
     places = places_of_model(files, model)
     checked = files.checked(process_group)
@@ -150,19 +149,20 @@ def as_checkpoint(
 
 @dataclass(frozen=True)
 class _TheirCheckpoint(VerifiedCheckpoint):
-    """Megatron-Core's files, read like a native checkpoint. values: the result of `values_of_files`."""
+    """A checkpoint with native keys, backed by Megatron-Core's files. values: the result of `values_of_files`."""
 
     values: dict[str, Any]
 
     @property
     def common(self) -> dict[str, Any]:
-        """The values that the checkpoint was opened with."""
+        """Values of the common file, as passed when the checkpoint was opened."""
         return self.values
 
 
 def vocabulary_rows(files: MegatronCoreFiles, *, num_tokens: int) -> int:
-    """Returns the rows of the stored embedding. Raises ValueError if there are fewer rows than the tokenizer has
-    tokens.
+    """Returns the number of rows of the stored embedding. Raises ValueError if it is less than num_tokens.
+
+    num_tokens: number of tokens in the tokenizer's vocabulary.
     """
     rows = files.shape(EMBEDDING)[0] if EMBEDDING in files.weights else 0
     if not 0 < num_tokens <= rows:
@@ -193,8 +193,8 @@ class _View:
     ) -> None:
         """Adds the logical tensors of a parameter, or of one kind of its optimizer state.
 
-        parameter: its shape, which `places_of_model` has compared with the stored weights. keys: maps the stored keys
-        of weights to those of the state; None for the weights themselves.
+        parameter: shape of the parameter, which `places_of_model` has compared with the stored weights. keys: maps the
+        stored key of a weight to the key of its state; None adds the weights themselves.
         """
         for place in places:
             key = place.key
@@ -214,9 +214,9 @@ class _View:
 
 @dataclass(frozen=True)
 class Place:
-    """A box of a stored tensor that holds a parameter, or the first or second half of its rows.
+    """A box of a stored tensor that contains a parameter, or the first or second half of its rows.
 
-    rows: the layer, the expert, or both, as indices and sizes of the dimensions before those of the parameter.
+    rows: index and size of each leading dimension, which selects the layer, the expert, or both.
     """
 
     key: str
@@ -224,7 +224,7 @@ class Place:
     half: int | None = None
 
     def shape(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of the stored tensor for a parameter of this shape."""
+        """Returns the shape of the stored tensor. parameter: shape of the parameter."""
         height = (parameter[0] // (1 if self.half is None else 2),)
         return (*(size for _, size in self.rows), *height, *parameter[1:])
 
@@ -234,8 +234,8 @@ def pieces_here(
 ) -> Iterator[Piece]:
     """Yields the parts of a stored piece that belong to a parameter, as pieces of its logical tensors.
 
-    parts: the parameter's logical pieces. parameter: its shape. The elements stay in place in the file. Each result is
-    contiguous there, so a piece that covers several layers, or query, key and value, yields several results. See
+    parts: the parameter's logical pieces. parameter: shape of the parameter. No elements are copied. Each result is
+    contiguous in the file, so a piece that covers several layers, or query, key and value, yields several results. See
     [Note: from a stored box to file bytes].
     """
     found = _slice_of_place(piece, place, parameter, itemsize=itemsize)
@@ -249,16 +249,15 @@ def pieces_here(
 # [Note: from a stored box to file bytes]
 # A stored piece holds the qkv weights [4, H] of layers 0 and 1, stacked: a box of shape [2, 4, H]. The rows of each
 # weight are two queries, a key and a value. For the parameter of layer 1:
-# 1. _slice_of_place selects the layer. Its box is rows 0 to 4 of the parameter. Its byte_start is that of the piece
-#    plus
-#    the bytes of layer 0, which are 4 * H * itemsize.
-# 2. _runs cuts the box into contiguous runs. Here there is one run, of 4 * H elements.
+# 1. _slice_of_place selects the layer. The resulting box is rows 0 to 4 of the parameter. Its byte_start is the piece's
+#    start plus the bytes of layer 0, which are 4 * H * itemsize.
+# 2. _runs splits the box into contiguous runs. Here there is one run, of 4 * H elements.
 # 3. _split intersects runs with logical tensors: query is 2 * H elements from first_element 0, key is H from 2 * H, and
 #    value is H from 3 * H. Each begins at byte_start + first_element * itemsize in the file.
 
 
 def _slice_of_place(piece: Piece, place: Place, parameter: tuple[int, ...], *, itemsize: int) -> tuple[Box, int] | None:
-    """Returns the box of the parameter that a stored piece holds, and the byte in the file where it begins.
+    """Returns the box of the parameter that a stored piece contains, and the file offset at which the box begins.
 
     Returns None if the piece belongs to other layers or experts.
     """
@@ -280,12 +279,12 @@ def _slice_of_place(piece: Piece, place: Place, parameter: tuple[int, ...], *, i
 
 
 def _split(box: Box, parts: list[LogicalPiece], parameter: tuple[int, ...]) -> Iterator[tuple[str, Box, int]]:
-    """Splits a box of the parameter among its logical tensors.
+    """Splits a box of the parameter into contiguous boxes of its logical tensors.
 
-    Yields key and box of each, and the index of its first element in `box`.
+    Yields for each box the key of the logical tensor, the box, and the index of its first element in `box`.
     """
     if len(parts) == 1 and _is_plain(parts[0], parameter):
-        # The tensor is stored as it is, possibly as one of several experts, so that any box stays one box.
+        # The tensor is stored unchanged, possibly as one of several experts, so a box maps to a single box.
         before = len(parts[0].shape) - len(parameter)
         yield parts[0].key, Box(parts[0].global_offset[:before] + box.offset, (1,) * before + box.shape), 0
         return
@@ -311,7 +310,7 @@ def _is_plain(part: LogicalPiece, parameter: tuple[int, ...]) -> bool:
 class _Run:
     """A run of elements that is contiguous both in a box and in the parameter.
 
-    index: position of the first element in the parameter. start: its position among the elements of the box.
+    index: position of the first element in the parameter. start: index of the first element within the box.
     """
 
     index: tuple[int, ...]
@@ -321,8 +320,7 @@ class _Run:
 
 def _runs(box: Box, parameter: tuple[int, ...]) -> Iterator[_Run]:
     """Yields the contiguous runs of a box of a parameter."""
-    # Dimensions from `dim` on are complete, so they form contiguous runs together with one range of the dimension
-    # before.
+    # Dimensions from `dim` on are complete, so they form contiguous runs together with a range of dimension dim - 1.
     dim = len(parameter)
     while dim > 0 and box.shape[dim - 1] == parameter[dim - 1]:
         dim -= 1
@@ -334,9 +332,9 @@ def _runs(box: Box, parameter: tuple[int, ...]) -> Iterator[_Run]:
 
 
 def _contiguous_boxes(box: Box, stride: tuple[int, ...]) -> Iterator[Box]:
-    """Splits a box of a window with these strides into boxes that are row-major in memory without gaps."""
+    """Splits a box into boxes that are contiguous and row-major in memory. stride: strides of the box's window."""
     dim, inner = len(box.shape), 1
-    # Queries of several groups, for instance, have keys and values between them.
+    # For example, keys and values lie between the queries of different groups.
     while dim > 0 and (box.shape[dim - 1] == 1 or stride[dim - 1] == inner):
         dim -= 1
         inner *= box.shape[dim]
@@ -346,7 +344,10 @@ def _contiguous_boxes(box: Box, stride: tuple[int, ...]) -> Iterator[Box]:
 
 
 def places_of_model(files: MegatronCoreFiles, model: nn.Module) -> dict[str, list[Place]]:
-    """Returns the places of each parameter and buffer by its native name. Every stored weight must belong to one."""
+    """Returns the places of each parameter and buffer, by native name.
+
+    Raises ValueError if a parameter is missing or has an unexpected shape, or if a stored weight has no parameter.
+    """
     num_layers = len({found[1] for name, _ in model.named_parameters() if (found := _LAYER.fullmatch(name))})
     num_experts = len({found[2] for name, _ in model.named_parameters() if (found := _EXPERT.fullmatch(name))})
     places = {}
@@ -373,7 +374,7 @@ def require_shape(files: MegatronCoreFiles, key: str, wanted: tuple[int, ...]) -
 
 
 def _places(name: str, files: MegatronCoreFiles, *, num_layers: int, num_experts: int) -> list[Place]:
-    """Returns the first storage scheme of a parameter for which all keys exist."""
+    """Returns the places of a parameter in the first storage scheme whose keys all exist. Raises ValueError if none."""
     ways = list(ways_to_store(name, num_layers=num_layers, num_experts=num_experts))
     for way in ways:
         if all(place.key in files.weights for place in way.places):
@@ -383,10 +384,10 @@ def _places(name: str, files: MegatronCoreFiles, *, num_layers: int, num_experts
 
 @dataclass(frozen=True)
 class Way:
-    """One storage scheme of a parameter. places: one, or one each for gate and up projection.
+    """One storage scheme of a parameter. places: a single place, or one each for gate and up projection.
 
     layers_stacked, experts_stacked: whether the tensor has a dimension of layers, or of experts. norm_is_fused: whether
-    it is a norm inside the linear layer that follows it.
+    the parameter is a norm stored inside the linear layer that follows it.
     """
 
     places: list[Place]
@@ -398,7 +399,8 @@ class Way:
 def ways_to_store(name: str, *, num_layers: int, num_experts: int) -> Iterator[Way]:
     """Yields all storage schemes of a parameter.
 
-    They differ in whether layers are stacked, in the name of a norm, and likewise for experts, gate and up.
+    Layers and experts may be stacked or separate, gate and up projection joined or separate, and a norm may be stored
+    under its own name or inside the next linear layer.
     """
     for expert_key, expert_rows in _expert_keys(name, num_experts=num_experts):
         for norm_key in _norm_keys(expert_key):
@@ -425,7 +427,7 @@ def _expert_keys(name: str, *, num_experts: int) -> Iterator[tuple[str, tuple[tu
 def _norm_keys(name: str) -> Iterator[str]:
     norm = _NORM.fullmatch(name)
     if norm is not None:
-        # A separate norm may still be stored under its name inside the next linear layer.
+        # A norm that is separate in the model may be stored inside the next linear layer.
         for linear, own in FUSED_NORMS.items():
             if own == norm[2]:
                 yield f"{norm[1]}{linear}.layer_norm_{norm[3]}"
@@ -433,7 +435,7 @@ def _norm_keys(name: str) -> Iterator[str]:
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Returns each parameter once, and persistent buffers, of any shape and dtype, on the meta device."""
+    """Returns parameters, without duplicates, and persistent buffers, by name: any shape and dtype, meta device."""
     aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {name: value for name, value in model.state_dict().items() if name not in aliases}
     return {**dict(model.named_parameters()), **buffers}

@@ -62,11 +62,11 @@ _LOCAL_HEADER_BYTES = 30  # precedes the name of a record in a zip archive
 
 @dataclass(frozen=True)
 class MegatronCoreFiles:
-    """A checkpoint after its index was read.
+    """A checkpoint whose index has been read.
 
-    common: content of common.pt. metadata, pieces: those of weights and optimizer state, by key without wrappers'
-    prefixes; the pieces have not been compared with their checksums. num_left: number of entries that are neither.
-    weights: keys of all weights. states: maps a kind of optimizer state, such as exp_avg, to its keys by weight key.
+    common: content of common.pt. metadata, pieces: entries of weights and optimizer state, keyed without wrappers'
+    prefixes; checksums of the pieces have not been verified. num_left: number of all other entries. weights: keys of
+    all weights. states: maps a kind of optimizer state, such as exp_avg, to a mapping from weight keys to state keys.
     """
 
     folder: Path
@@ -79,10 +79,10 @@ class MegatronCoreFiles:
 
     @classmethod
     def open(cls, folder: Path) -> "MegatronCoreFiles":
-        """Reads the index.
+        """Reads the index of the checkpoint in `folder`.
 
-        Raises ValueError naming file and tensor for another format or for contradictions, and OSError for an unreadable
-        file.
+        Raises ValueError naming file and tensor for a different format or an inconsistent index, and OSError for an
+        unreadable file.
         """
         config = read_json(folder / MEGATRON_CORE_FILE)
         backend = config.get("sharded_backend") if isinstance(config, dict) else None
@@ -105,7 +105,7 @@ class MegatronCoreFiles:
 
     @property
     def iteration(self) -> int | None:
-        """The training steps before the save, or None if they were not saved."""
+        """Number of training steps completed before the save, or None if it was not saved."""
         found: int | None = self.common.get("iteration")
         return found
 
@@ -129,9 +129,9 @@ class MegatronCoreFiles:
         return _tensor(self.metadata.state_dict_metadata[key]).properties.dtype
 
     def checked(self, process_group: dist.ProcessGroup | None = None) -> StoredPieces:
-        """Returns the pieces with the offsets of their elements, after verifying all checksums.
+        """Verifies all checksums, and returns the pieces with the file offsets of their elements.
 
-        Collective over the group, which shares the reading; None means all ranks, or this process alone. Raises
+        Collective over the group, whose ranks share the reading. None means all ranks, or this process alone. Raises
         ValueError on every rank, naming file and tensor, for damaged data.
         """
         group = every_rank(process_group)
@@ -155,7 +155,7 @@ def _tensor(entry: Any) -> TensorStorageMetadata:
 
 
 def _weights_and_states(metadata: Metadata) -> tuple[frozenset[str], dict[str, dict[str, str]]]:
-    """Returns MegatronCoreFiles.weights and .states."""
+    """Extracts the keys of weights and of optimizer states, in the form of MegatronCoreFiles.weights and .states."""
     weights: set[str] = set()
     states: dict[str, dict[str, str]] = {}
     for key in metadata.state_dict_metadata:
@@ -167,7 +167,7 @@ def _weights_and_states(metadata: Metadata) -> tuple[frozenset[str], dict[str, d
 
 
 def _common_values(path: Path) -> dict[str, Any]:
-    """Returns the content of common.pt, after checking iteration and arguments if present."""
+    """Reads common.pt. Raises ValueError if its iteration or arguments are present but invalid."""
     if not path.is_file():
         raise ValueError(f"{path.parent} has no {path.name}")
     content = load_allowed(path, path, allowed=ALLOWED)
@@ -182,7 +182,7 @@ def _common_values(path: Path) -> dict[str, Any]:
 
 
 def _tensors_alone(metadata: Metadata, *, folder: Path) -> Metadata:
-    """Selects weights and optimizer state, without wrapper prefixes, so that keys equal the model's parameter names."""
+    """Selects weights and optimizer state, and removes wrapper prefixes, so that keys equal parameter names."""
     kept: dict[str, Any] = {}
     for key, entry in metadata.state_dict_metadata.items():
         name = canonical_name(key)
@@ -213,7 +213,7 @@ def _tensors_alone(metadata: Metadata, *, folder: Path) -> Metadata:
 
 
 def _checked_piece(path: Path, piece: Piece, *, dtype: torch.dtype) -> Piece:
-    """Returns a piece with the offset of its elements, after verifying torch.save's checksum."""
+    """Verifies the torch.save checksum of a piece, and returns the piece with the file offset of its elements."""
     assert piece.box is not None, "weights are never objects"
     with open(path, "rb", buffering=0) as file:
         try:
@@ -231,7 +231,7 @@ def _checked_piece(path: Path, piece: Piece, *, dtype: torch.dtype) -> Piece:
 
 
 def _checked_data(section: io.BufferedReader) -> int:
-    """Returns the offset of the single tensor's elements in a torch.save archive, after checking the whole archive."""
+    """Verifies a torch.save archive of a single tensor, and returns the offset of the tensor's elements."""
     with zipfile.ZipFile(section) as archive:
         records = [record for record in archive.infolist() if re.fullmatch(r"[^/]+/data/\d+", record.filename)]
         if len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED:
@@ -244,7 +244,7 @@ def _checked_data(section: io.BufferedReader) -> int:
 
 
 class _Section(io.RawIOBase):
-    """Exposes the bytes of a piece as a file."""
+    """Exposes the bytes of a piece as a read-only file."""
 
     def __init__(self, descriptor: int, piece: Piece) -> None:
         self._descriptor, self._piece, self._place = descriptor, piece, 0

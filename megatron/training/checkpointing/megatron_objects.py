@@ -1,6 +1,6 @@
-"""Names, arguments and pickled objects in checkpoints of Megatron-LM and Megatron-Core.
+"""Defines the names, arguments and pickled objects that checkpoints of Megatron-LM and Megatron-Core may contain.
 
-megatron_core_files.py and legacy_files.py read such files with these allow-lists.
+megatron_core_files.py and legacy_files.py use these allow-lists to read such files.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from megatron.core.enums import ModelType
 from megatron.core.transformer.enums import AttnBackend
 from megatron.training.checkpointing.train_state import TrainState
 
-# Module entries that are not weights: kernel states, step counts, recomputed values.
+# Module entries that are not weights: kernel states, step counts, and values that are recomputed.
 NOT_WEIGHTS = ("_extra_state", "rotary_pos_emb.inv_freq", "local_tokens_per_expert")
 # Linear layers that follow a norm and may contain it.
 FUSED_NORMS = {
@@ -60,12 +60,13 @@ ALLOWED: list[Any] = [
 ]
 
 
-# The `origin` of values written by Megatron, in its files or converted from them. Its generators cannot be continued,
-# so a load reseeds them and does not require --no-load-rng. Native checkpoints have no origin.
+# The `origin` of values that Megatron wrote, in its files or converted from them. The states of its random-number
+# generators cannot be restored, so a load reseeds them without requiring --no-load-rng. Native checkpoints have no
+# origin.
 MEGATRON = "megatron"
 # Arguments in a checkpoint that count samples.
 SAMPLE_COUNTS = ("consumed_train_samples", "consumed_valid_samples")
-# With these flags the same weights describe an unsupported model.
+# With these flags, the same weights describe an unsupported model.
 _OTHER_MODELS = (
     "qk_l2_norm",
     "apply_residual_connection_post_layernorm",
@@ -73,8 +74,8 @@ _OTHER_MODELS = (
 )
 
 
-# Arguments that change the meaning of the same weights, and their values if a checkpoint lacks them. Users' programs
-# often store few arguments, and a model with one of these would otherwise load such weights without an error.
+# Arguments that change the meaning of the same weights, and the values that are assumed if a checkpoint lacks them.
+# Users' programs often store few arguments. A model with one of these would then load the weights without an error.
 _SILENT_ARGUMENTS = {
     "layernorm_zero_centered_gamma": False,
     "use_mup": False,
@@ -84,15 +85,16 @@ _SILENT_ARGUMENTS = {
 
 
 def _with_silent_arguments(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds the arguments that leave no trace in the weights. apply_layernorm_1p is an old name of
-    layernorm_zero_centered_gamma.
+    """Adds missing values of the arguments that leave no trace in the weights.
+
+    apply_layernorm_1p is the old name of layernorm_zero_centered_gamma.
     """
     renamed = {"layernorm_zero_centered_gamma": args["apply_layernorm_1p"]} if "apply_layernorm_1p" in args else {}
     return {**_SILENT_ARGUMENTS, **renamed, **args}
 
 
 def json_values(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments that are numbers, strings, or lists and dicts of them."""
+    """Returns the arguments that JSON can represent: numbers, strings, and lists and dicts of these."""
     return {name: value for name, value in args.items() if _is_json(value)}
 
 
@@ -105,7 +107,7 @@ def _is_json(value: Any) -> bool:
 
 
 def values_without_state(args: Mapping[str, Any], *, iteration: int) -> dict[str, Any]:
-    """Returns the common values of a native checkpoint that has weights, data position and arguments.
+    """Returns the common values of a native checkpoint that contains weights, data position and arguments only.
 
     args: the arguments of the program that wrote the files. Raises ValueError naming an argument of an unsupported
     model.

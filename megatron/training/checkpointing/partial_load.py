@@ -1,4 +1,4 @@
-"""Loads from a checkpoint of a deliberately different model: new experts or adapters, tied weights, other keys.
+"""Handles checkpoints of a deliberately different model: new experts or adapters, tied weights, other keys.
 
 run_values.py rejects all other differences, and loading.py performs the load.
 """
@@ -36,7 +36,8 @@ _MAX_NAMED = 8
 class PartialLoadPlan:
     """The parts of a model that its checkpoint lacks by design.
 
-    experts: initialized from the checkpoint's dense layers. adapters: keep their initial values.
+    experts: whether experts are initialized from the checkpoint's dense layers. adapters: whether adapters keep their
+    initial values.
     """
 
     experts: bool
@@ -46,8 +47,8 @@ class PartialLoadPlan:
     def of(cls, args: argparse.Namespace, stored: Mapping[str, Any], *, may_upcycle: bool) -> "PartialLoadPlan":
         """Compares a run with a checkpoint that was saved with the arguments `stored`.
 
-        may_upcycle: whether experts may be made from a dense checkpoint. Raises ValueError if the two models differ in
-        any other way.
+        may_upcycle: whether experts may be initialized from a dense checkpoint. Raises ValueError if the two models
+        differ in any other way.
         """
         experts = may_upcycle and args.num_experts is not None and stored.get("num_experts") is None
         (check_upcycling if experts else check_same_model)(args, stored)
@@ -62,8 +63,9 @@ class PartialLoadPlan:
     def substitute(
         self, wanted: Sequence[ShardedTensor], checkpoint: VerifiedCheckpoint
     ) -> tuple[Sequence[ShardedTensor], Callable[[], None]]:
-        """Returns the tensors to load instead of `wanted`, of any shape and dtype, and a function to call after the
-        load.
+        """Returns the tensors to load instead of `wanted`, and a function to call after the load.
+
+        wanted: any shape and dtype.
         """
         if self.adapters:
             wanted = [tensor for tensor in wanted if not is_adapter(tensor.key)]
@@ -71,7 +73,7 @@ class PartialLoadPlan:
 
 
 def check_upcycling(args: argparse.Namespace, stored: Mapping[str, Any]) -> None:
-    """Raises ValueError if the dense layers cannot become the experts, or if the models differ in other ways."""
+    """Raises ValueError if experts cannot be initialized from the dense layers, or if the models differ otherwise."""
     width, dense = args.moe_ffn_hidden_size or args.ffn_hidden_size, stored["ffn_hidden_size"]
     if width != dense:
         raise ValueError(
@@ -93,10 +95,10 @@ def from_dense(
 ) -> tuple[list[ShardedTensor], Callable[[], None]]:
     """Returns the dense tensors to load instead of experts, and a function that fills all experts after the load.
 
-    Implements sparse upcycling after Komatsuzaki et al. (2023): each expert starts as the feed-forward layer it
-    replaces. This rank's experts, [E, *], any dtype, are filled from the dense tensor, [*]. Routers keep their initial
-    values. Other tensors are loaded unchanged. Works under any two layouts, because it only uses the keys of logical
-    tensors.
+    Implements sparse upcycling (Komatsuzaki et al., 2023): each expert starts as a copy of the feed-forward layer that
+    it replaces. This rank's experts, [E, *], any dtype, are filled from the dense tensor, [*]. Routers keep their
+    initial values. Other tensors are loaded unchanged. The two layouts may differ, because only the keys of logical
+    tensors matter.
     """
     available: list[ShardedTensor] = []
     copied: list[torch.Tensor] = []
@@ -129,10 +131,11 @@ def from_dense(
 class Tying(enum.Enum):
     """Conversion between tied and untied vocabulary weights during a load.
 
-    SPLIT: both weights of the run start from the checkpoint's single weight, and so does their optimizer state. The
-    moments of that state belong to the sum of two gradients. The first moment moves each weight as it would have moved
-    the tied one. The second moment is too large for either weight alone, which shortens the first steps; fresh moments
-    would lengthen them. JOIN: the run's single weight starts from the checkpoint's two weights, which must be equal.
+    SPLIT: both weights of the run, and their optimizer states, start from the checkpoint's single weight and its state.
+    The stored moments belong to the sum of two gradients. The first moment moves each weight as it would have moved the
+    tied weight. The second moment is too large for either weight alone, which makes the first updates smaller; fresh
+    moments would make them larger. JOIN: the run's single weight starts from the checkpoint's two weights, which must
+    be equal.
     """
 
     SAME = "same"
@@ -147,25 +150,26 @@ class Tying(enum.Enum):
         return cls.SPLIT if here[FLAG] else cls.JOIN
 
     def stored_key(self, key: str) -> str:
-        """Returns the checkpoint's key for one of the run's parameters or optimizer states."""
+        """Maps the key of a parameter or optimizer state from the run to the checkpoint."""
         is_output = (parameter_key(key) if is_state(key) else key) == OUTPUT
         return key.removesuffix(OUTPUT) + EMBEDDING if self is Tying.SPLIT and is_output else key
 
     def with_stored_keys(self, tensors: Sequence[ShardedTensor]) -> list[ShardedTensor]:
-        """Returns `tensors`, of any shape and dtype, under the checkpoint's keys."""
+        """Returns `tensors` under the checkpoint's keys. tensors: any shape and dtype."""
         return [replace(tensor, key=self.stored_key(tensor.key)) for tensor in tensors]
 
 
 def require_same_two(tensors: Sequence[ShardedTensor], checkpoint: VerifiedCheckpoint) -> None:
     """Raises ValueError on every rank unless the checkpoint's two weights are equal in the boxes of `tensors`.
 
-    Collective. tensors: requested by a run with tied weights, of any shape and dtype. Each rank compares its own boxes.
+    Collective. tensors: tensors that a run with tied weights loads, any shape and dtype. Each rank compares the boxes
+    that it loads.
     """
     stored = checkpoint.tensors
     pairs = []
     for tensor in tensors:
         output = tensor.key.removesuffix(EMBEDDING) + OUTPUT
-        # Optimizer state of only one weight means that the other was frozen. The state is not loaded.
+        # If only one weight has optimizer state, the other weight was frozen. The state is then not loaded.
         if tensor.key.endswith(EMBEDDING) and tensor.key in stored and output in stored:
             pairs.append(tuple(_empty(tensor, key, checkpoint=checkpoint) for key in (tensor.key, output)))
     dist_checkpointing.load_items([box for pair in pairs for box in pair], checkpoint)
@@ -175,7 +179,7 @@ def require_same_two(tensors: Sequence[ShardedTensor], checkpoint: VerifiedCheck
                 without = "; --no-load-optim or --finetune load only the weights" if is_state(one.key) else ""
                 raise ValueError(
                     "--untie-embeddings-and-output-weights is off here but on in the checkpoint, where "
-                    f"{other.key} differs from {one.key}: a tied weight cannot start from both; give the "
+                    f"{other.key} differs from {one.key}: a tied weight cannot start from both; add the "
                     f"flag{without}"
                 )
 
@@ -185,7 +189,7 @@ def _empty(tensor: ShardedTensor, key: str, *, checkpoint: VerifiedCheckpoint) -
     return tensor.with_data(key, torch.empty_like(tensor.data, dtype=dtype, device="cpu"))
 
 
-# Section: keys that only the run or only the checkpoint has.
+# Section: keys that exist only in the run or only in the checkpoint.
 
 
 class Strictness(enum.Enum):
@@ -203,12 +207,12 @@ class Strictness(enum.Enum):
 
     @property
     def tolerates_lacking(self) -> bool:
-        """Tells whether a load continues if the checkpoint lacks a key."""
+        """Whether a load continues if the checkpoint lacks a key."""
         return self in (Strictness.LOG_UNEXPECTED, Strictness.LOG_ALL, Strictness.IGNORE_ALL)
 
     @property
     def checks_unused(self) -> bool:
-        """Tells whether unused keys of the checkpoint are reported."""
+        """Whether unused keys of the checkpoint are reported."""
         return self in (Strictness.LOG_ALL, Strictness.RAISE_ALL)
 
 
@@ -217,8 +221,8 @@ def lacking_keys(
 ) -> set[str]:
     """Reports and returns the requested keys that the checkpoint lacks and the load may skip. Collective.
 
-    wanted: of any shape and dtype. Returns an empty set if the load must not skip keys; it then fails and names the
-    keys.
+    wanted: requested tensors, any shape and dtype. Returns an empty set if no key may be skipped. The load then fails
+    with the names of the missing keys.
     """
     if not strictness.tolerates_lacking:
         return set()
@@ -231,10 +235,10 @@ def lacking_keys(
 def check_unused(
     wanted: Sequence[ShardedTensor], checkpoint: VerifiedCheckpoint, *, strictness: Strictness, optimizer: bool
 ) -> None:
-    """Reports the checkpoint keys that no rank requests, or raises ValueError. Collective.
+    """Reports checkpoint keys that no rank requests, or raises ValueError, depending on the strictness. Collective.
 
-    wanted: of any shape and dtype. optimizer: whether `wanted` includes optimizer state; otherwise stored optimizer
-    state is ignored.
+    wanted: requested tensors, any shape and dtype. optimizer: whether `wanted` includes optimizer state. Otherwise
+    stored optimizer state is ignored.
     """
     if not strictness.checks_unused:
         return

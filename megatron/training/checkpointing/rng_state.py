@@ -30,10 +30,9 @@ def seed_generators(seed: int, groups: ProcessGroupCollection) -> None:
 
 
 def seed_ranks(seed: int, groups: ProcessGroupCollection) -> None:
-    """Gives each replica, context-parallel rank and pipeline stage its own dropout. Call it after weight
-    initialization.
+    """Seeds each replica, context-parallel rank and pipeline stage differently, so that their dropout masks differ.
 
-    Tensor-parallel ranks still share the default stream.
+    Call it after weight initialization. Tensor-parallel ranks still share the default stream.
     """
     seed_generators(seed + 1_000_003 * group_rank(groups.dp_cp) + 100_003 * group_rank(groups.pp), groups)
 
@@ -45,7 +44,7 @@ def rng_sharded_state(groups: ProcessGroupCollection) -> list[ShardedTensor]:
     """
     axes = (groups.dp, groups.pp, groups.cp, groups.tp)
     sizes, place = tuple(map(group_size, axes)), tuple(map(group_rank, axes))
-    # Rows of one tensor instead of a key for each rank, so that a load detects another layout from the shape.
+    # Rows of one tensor instead of a key for each rank, so that a load detects a different layout from the shape.
     return [
         ShardedTensor.at(_PREFIX + name, row.view(1, 1, 1, 1, -1), (*sizes, row.numel()), (*place, 0))
         for name, row in capture_rng().items()
@@ -53,7 +52,7 @@ def rng_sharded_state(groups: ProcessGroupCollection) -> list[ShardedTensor]:
 
 
 def load_rng(loaded: list[ShardedTensor]) -> None:
-    """Sets this rank's generators from the filled tensors of rng_sharded_state."""
+    """Restores this rank's generators from tensors of rng_sharded_state that a load has filled."""
     restore_rng({tensor.key.removeprefix(_PREFIX): tensor.data.view(-1) for tensor in loaded})
 
 
@@ -71,7 +70,7 @@ def restore_rng(rows: RngState) -> None:
 
 
 def same_rng(one: RngState, other: RngState) -> bool:
-    """Tells whether two captured states are equal, i.e. no random number was drawn between them."""
+    """Returns whether two captured states are equal, i.e. no random number was drawn between them."""
     # Compared as bytes, because "gauss" uses NaN for an absent value.
     return one.keys() == other.keys() and all(
         torch.equal(state.view(torch.uint8), other[name].view(torch.uint8)) for name, state in one.items()
@@ -79,7 +78,7 @@ def same_rng(one: RngState, other: RngState) -> bool:
 
 
 def capture_rng() -> RngState:
-    """Captures this rank's generators: those of Python, NumPy, torch and the device, and the tracker's streams."""
+    """Captures this rank's generators: Python, NumPy, torch, the device, and the tracker's streams."""
     _, python, python_gauss = random.getstate()
     numpy_state = numpy.random.get_state(legacy=False)
     keys, position = numpy_state["state"]["key"], numpy_state["state"]["pos"]
@@ -89,7 +88,7 @@ def capture_rng() -> RngState:
         for kind, state in zip(_TORCH, states, strict=False)
     }
     return {
-        # Through NumPy, which converts 625 numbers much faster than torch.tensor.
+        # Converted with NumPy, which is much faster than torch.tensor for 625 numbers.
         "python": torch.from_numpy(numpy.array(python, dtype=numpy.int64)),
         "numpy": torch.from_numpy(numpy.append(keys.astype(numpy.int64), [position, numpy_state["has_gauss"]])),
         # Both generators cache the second of a pair of normal numbers; NaN encodes Python's empty cache.

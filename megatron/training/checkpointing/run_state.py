@@ -1,6 +1,6 @@
 """Collects the state of a run for checkpoints as boxes of tensors: model weights, optimizer and scheduler.
 
-rng_state.py has the random-number generators and train_state.py the counters. Optimizers provide their own state.
+rng_state.py handles random-number generators, and train_state.py the counters. Optimizers provide their own state.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 class CheckpointedOptimizer(Protocol):
-    """Optimizer interface for checkpoints: tensors by logical piece, and the remaining state as JSON."""
+    """Interface of optimizers for checkpoints: tensors by logical piece, and the remaining state as JSON values."""
 
     def sharded_state(self, model_pieces: dict[str, list[LogicalPiece]]) -> list[ShardedTensor]: ...
     def loading(self, model_pieces: dict[str, list[LogicalPiece]]) -> AbstractContextManager[list[ShardedTensor]]: ...
@@ -38,7 +38,7 @@ class CheckpointedOptimizer(Protocol):
 
 
 class CheckpointedScheduler(Protocol):
-    """Scheduler interface for checkpoints: its state as JSON."""
+    """Interface of schedulers for checkpoints: state as JSON values."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
@@ -58,12 +58,12 @@ class RunState:
         return {name: pieces for chunk in self.model for name, pieces in model_logical_pieces(chunk).items()}
 
     def frozen_keys(self) -> set[str]:
-        """Returns the keys of parameters that the optimizer does not update, on any rank or stage. Collective."""
-        # By name, because a rank that holds only padding rows of a parameter must also know its key.
+        """Returns the keys of all parameters in the model that the optimizer does not update. Collective."""
+        # Determined by name, because ranks that hold only padding rows of a parameter must also know its key.
         return union_over_model(self._keys(trained=False), self.groups)
 
     def trained_keys(self) -> set[str]:
-        """Returns the keys of this stage's parameters that the optimizer updates on any rank."""
+        """Returns the keys of this stage's parameters that the optimizer updates on at least one rank."""
         return self._keys(trained=True)
 
     def _keys(self, *, trained: bool) -> set[str]:
@@ -74,11 +74,11 @@ class RunState:
 
 
 class ModelWeights:
-    """Parameters and buffers of model chunks as the boxes that a checkpoint stores, in the dtype of the modules.
+    """Parameters and buffers of model chunks, as the boxes that a checkpoint stores, in the dtype of the modules.
 
-    tensors: boxes to save, or to load in place. If FSDP2 shards are kept in a wider dtype, the boxes are copies.
-    Training continues from the wider values in the optimizer's master weights, which are the shards. A load without the
-    optimizer calls `copy_to_shards`.
+    tensors: boxes to save, or to load in place. If FSDP2 shards have a wider dtype than the modules, the boxes are
+    copies. A load with the optimizer restores the shards themselves as its master weights. A load without the optimizer
+    must call `copy_to_shards`.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], *, allow_cast: bool = False) -> None:
@@ -91,7 +91,7 @@ class ModelWeights:
                 self.tensors += model_sharded_tensors(chunk, allow_cast=allow_cast)
 
     def copy_to_shards(self) -> None:
-        """Copies loaded boxes to the shards they were made from."""
+        """Copies loaded boxes back to the FSDP2 shards that they were copied from."""
         for copy, flat in self._copies:
             flat.copy_(copy)
 
@@ -124,5 +124,5 @@ def frozen_tensors(chunks: Sequence[nn.Module]) -> list[ShardedTensor]:
 
 
 def is_rank_0() -> bool:
-    """Tells whether this rank writes trackers and common files: rank 0, or the only process."""
+    """Returns whether this rank writes trackers and common files: rank 0, or the only process."""
     return not dist.is_initialized() or dist.get_rank() == 0

@@ -1,6 +1,6 @@
-"""Validates the JSON values of a checkpoint, and compares its arguments with those of a run or adopts them.
+"""Validates the JSON values of a checkpoint, and compares its arguments with a run's arguments or adopts them.
 
-folder.py finds the checkpoint. Tensors are not handled here.
+folder.py finds the checkpoint. Tensors are handled in loading.py.
 """
 
 import argparse
@@ -24,7 +24,7 @@ _KINDS: dict[str, type] = {"iteration": int, "args": dict, "train_state": dict, 
 _DERIVED = ("padded_vocab_size", "unpadded_vocab_size")
 _NUMBERS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float)}
 _ADAPTERS = ("lora_rank", "lora_alpha", "lora_target_modules")
-# Arguments in MODEL_SHAPE_DESTS that affect neither the shape nor the meaning of stored weights.
+# Arguments in MODEL_SHAPE_DESTS that do not affect the shape or the meaning of stored weights.
 _NOT_IN_WEIGHTS = (
     "group_query_attention",  # implied by num_query_groups
     "layernorm_epsilon",
@@ -62,7 +62,7 @@ _BALANCING = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
 _WITHOUT_FLAG = {"unpadded_vocab_size": "the size of the tokenizer's vocabulary"}
 # Arguments that determine the optimizer's state.
 _SAME_OPTIMIZER = ("optimizer", "fp16", "bf16")
-# Optimizers with interchangeable state, which differ only in where they keep it.
+# Optimizers whose states are interchangeable, because they differ only in where the state is stored.
 _SAME_STATES = {"adam", "distributed_fused_adam"}
 
 
@@ -76,15 +76,15 @@ _READERS = {
 
 
 def load_run_values(folder: Path) -> dict[str, Any]:
-    """Reads the JSON part of a checkpoint; raises ValueError if it was not written by a training run.
+    """Reads the JSON values of a checkpoint in any format. Raises ValueError if no training run wrote it.
 
-    Checkpoints in Megatron's formats have the same values under other names.
+    Values of checkpoints in Megatron's formats are converted to native names.
     """
     return checked_run_values(folder, _READERS[format_of(folder)](folder))
 
 
 def checked_run_values(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the JSON part of the checkpoint in a folder; raises ValueError if no training run wrote it."""
+    """Validates and returns the JSON values of a native checkpoint. Raises ValueError if no training run wrote them."""
     if not values.keys() >= _KINDS.keys():
         raise ValueError(f"{folder} is a checkpoint, but not of a training run")
     try:
@@ -119,12 +119,12 @@ def _check_optimizer(optimizer: Any, scheduler: Any) -> None:
 
 
 def _is_scaler(scaler: Any) -> bool:
-    """Tells whether a value is the state of a loss scaler, whose trackers may be negative after many overflows."""
+    """Returns whether a value is a valid loss-scaler state, whose trackers may be negative after many overflows."""
     return isinstance(scaler, dict) and all(map(_is_number, scaler.values())) and scaler.get("scale", 1) > 0
 
 
 def check_arguments(args: Mapping[str, Any]) -> None:
-    """Raises ValueError naming a stored argument of a type that its flag cannot produce; ignores unknown arguments."""
+    """Raises ValueError naming a stored argument whose type its flag cannot produce. Ignores unknown arguments."""
     for name, value in args.items():
         flag = flag_table().by_dest.get(name)
         if name in _DERIVED:
@@ -135,7 +135,7 @@ def check_arguments(args: Mapping[str, Any]) -> None:
 
 
 def _can_produce(flag: Flag, value: Any) -> bool:
-    """Tells whether a flag can produce a value of this type. Bounds are checked where the value is used."""
+    """Returns whether a flag can produce a value of this type. Bounds are checked where the value is used."""
     if value is None:
         return True
     if flag.constant is not None:
@@ -148,7 +148,7 @@ def _can_produce(flag: Flag, value: Any) -> bool:
 
 
 def _describe_values(flag: Flag) -> str:
-    """Describes the values that _can_produce accepts, except None."""
+    """Describes the values that _can_produce accepts for a flag, except None."""
     if flag.constant is not None:
         return "bool"
     if flag.type_name not in (*_NUMBERS, "str"):
@@ -181,10 +181,10 @@ def args_to_json(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_args_from_checkpoint(args: argparse.Namespace) -> argparse.Namespace:
-    """Overwrites the arguments in `args` that define the model with those of the checkpoint that the run will load.
+    """Implements --use-checkpoint-args: overwrites model arguments in `args` with values of the checkpoint to load.
 
-    For --use-checkpoint-args: call it between parse_args and validate_args on every rank. Not collective. Raises
-    ValueError if there is no checkpoint.
+    Call it between parse_args and validate_args, on every rank. Not collective. Raises ValueError if there is no
+    checkpoint.
     """
     found = None if args.load is None else find_checkpoint(args.load, step=args.ckpt_step)
     if found is None and args.pretrained_checkpoint is not None:
@@ -209,22 +209,22 @@ def load_args_from_checkpoint(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def model_arguments(stored: Mapping[str, Any], *, here: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the stored arguments that a run with the arguments `here` needs to compute the checkpoint's model.
+    """Returns the stored arguments with which a run with the arguments `here` computes the checkpoint's model.
 
-    These are MODEL_SHAPE_DESTS, the vocabulary size of a model with more ids than its tokenizer, and the load-balancing
-    type if only one of the two uses Sinkhorn. A run that starts with new adapters keeps its adapter arguments, and a
-    run that creates its experts from a dense model keeps its expert arguments. Arguments newer than the checkpoint keep
-    their defaults, with which it was trained.
+    Includes MODEL_SHAPE_DESTS, the vocabulary size of a model with more ids than its tokenizer, and the load-balancing
+    type if only the run or only the checkpoint uses Sinkhorn. A run that starts with new adapters keeps its adapter
+    arguments, and a run that creates its experts from a dense model keeps its expert arguments. Arguments newer than
+    the checkpoint keep their defaults, with which it was trained.
     """
     different = _uses_sinkhorn(stored) != _uses_sinkhorn(here)
     names = (*MODEL_SHAPE_DESTS, *_BALANCING) if different else MODEL_SHAPE_DESTS
     # NullTokenizer has no file, so its vocabulary size is an argument of the run.
     if stored.get("tokenizer_type") != "NullTokenizer" and stored.get("vocab_size") is not None:
         names = (*names, "vocab_size")
-    # Adopting the absence of adapters would turn --lora-rank off, and the run would train all weights.
+    # Adopting the absence of adapters would disable --lora-rank, and the run would train all weights.
     if here.get("lora_rank") is not None and stored.get("lora_rank") is None:
         names = tuple(name for name in names if name not in _ADAPTERS)
-    # Likewise, a dense checkpoint must not turn off the experts that start from its layers.
+    # Likewise, a dense checkpoint must not disable the experts that are initialized from its layers.
     if here.get("moe_use_upcycling") and stored.get("num_experts") is None:
         names = tuple(name for name in names if name != "num_experts" and not name.startswith("moe_"))
     return {name: stored[name] for name in names if name in stored}
@@ -256,7 +256,7 @@ def _advice(names: list[str]) -> str:
 
 
 def check_adapters(args: argparse.Namespace, stored: Mapping[str, Any]) -> None:
-    """Raises ValueError if the checkpoint has adapters that differ from this run's."""
+    """Raises ValueError if the checkpoint contains adapters that differ from the run's adapters."""
     here = args_to_json(args)
     if stored.get("lora_rank") is None:
         return
@@ -264,7 +264,7 @@ def check_adapters(args: argparse.Namespace, stored: Mapping[str, Any]) -> None:
     differences = _differences({"lora_rank": None, **here}, stored, names=names)
     if differences:
         raise ValueError(
-            f"checkpoint with other adapters: {', '.join(differences.values())}; use the checkpoint's values, or "
+            f"checkpoint with different adapters: {', '.join(differences.values())}; use the checkpoint's values, or "
             "merge its adapters into the weights with tools/checkpoint.py merge"
         )
 
@@ -288,7 +288,7 @@ def check_same_optimizer(args: argparse.Namespace, stored: Mapping[str, Any]) ->
 
 
 def _model_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments with dependent defaults filled in and arguments without effect removed."""
+    """Normalizes arguments for comparison: fills in dependent defaults and removes arguments without effect."""
     model = dict(values)
     if not model.get("group_query_attention"):
         model["num_query_groups"] = model.get("num_attention_heads")
@@ -308,7 +308,7 @@ def _model_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _differences(here: Mapping[str, Any], stored: Mapping[str, Any], *, names: tuple[str, ...]) -> dict[str, str]:
-    # An argument that one side lacks comes from another version. Then only the tensor shapes are compared.
+    # An argument that one side lacks comes from a different version. In this case only tensor shapes are compared.
     different = [n for n in names if n in here and n in stored and here[n] != stored[n]]
     return {name: _describe(name, here=here[name], stored=stored[name]) for name in different}
 

@@ -1,4 +1,4 @@
-"""Saves a training run: the content of its checkpoints, the tracker, and failed or background saves.
+"""Saves a training run: the content of its checkpoints, the tracker, and saves that fail or run in the background.
 
 core/dist_checkpointing writes the tensors, loading.py restores them, and folder.py names and finds the folders.
 """
@@ -44,7 +44,7 @@ from megatron.training.checkpointing.run_values import args_to_json
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.config import CheckpointConfig
 
-# Time that a failing rank waits for its own write and the other ranks' parts of the same checkpoint.
+# Seconds that a failing rank waits for its own write and the other ranks' parts of the same checkpoint.
 _ABANDON_SECONDS = 30.0
 
 
@@ -59,7 +59,7 @@ def save_run(
     config: CheckpointConfig,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> Path:
-    """Writes config.save/iter_NNNNNNN and then the tracker. Returns the folder once it is complete and on disk.
+    """Writes config.save/iter_NNNNNNN and then the tracker. Returns the folder once it is complete on disk.
 
     Collective over all ranks. pg_collection: None means the groups of parallel_state. A failure raises on every rank
     and leaves earlier checkpoints and the tracker unchanged.
@@ -90,14 +90,14 @@ def begin_save_checkpoint(
     pg_collection: ProcessGroupCollection | None = None,
     staging: StagingMemory | None = None,
 ) -> PendingSave:
-    """Starts the same save as save_run, and returns while it is still pending. Collective over all ranks.
+    """Starts the same save as save_run, and returns a pending save. Collective over all ranks.
 
-    With `staging`, the state may change once this returns. Without it, nothing is written before PendingSave.finish,
-    and the state must not change until then. When the checkpoint is complete, the tracker is written and older
-    checkpoints are deleted.
+    With `staging`, the state may change as soon as this function returns. Without `staging`, nothing is written before
+    PendingSave.finish, and the state must not change until then. When the checkpoint is complete, the tracker is
+    written and older checkpoints are deleted (see prune).
     """
     if config.save is None:
-        raise ValueError("saving a checkpoint needs --save: give the folder for the checkpoints")
+        raise ValueError("saving a checkpoint requires --save: give the folder for the checkpoints")
     save: str = config.save
     run = RunState(model, optimizer, opt_param_scheduler, pg_collection or existing_process_groups())
     tensors, values = _content(run, config)
@@ -126,10 +126,10 @@ def begin_save_checkpoint(
 
 
 def _content(run: RunState, config: CheckpointConfig) -> tuple[list[ShardedTensor], dict[str, Any]]:
-    """Returns the tensors of the checkpoint and the JSON state of the same objects."""
+    """Returns the tensors of the checkpoint, and the JSON values of its common file."""
     tensors, frozen = ModelWeights(run.model).tensors, run.frozen_keys()
     with_optimizer = run.optimizer is not None and not config.no_save_optim
-    # Records the omitted state, so that a load can name the flag it needs instead of missing tensors.
+    # Records which state is omitted, so that a load can name the required flag instead of missing tensors.
     values: dict[str, Any] = {"contents": {"optimizer": with_optimizer, "rng": not config.no_save_rng}}
     if run.optimizer is not None and with_optimizer:
         stepped, with_state = _optimizer_tensors(run, run.optimizer, has_frozen=bool(frozen))
@@ -145,10 +145,10 @@ def _content(run: RunState, config: CheckpointConfig) -> tuple[list[ShardedTenso
 def _optimizer_tensors(
     run: RunState, optimizer: CheckpointedOptimizer, *, has_frozen: bool
 ) -> tuple[list[ShardedTensor], set[str]]:
-    """Returns the optimizer's state and the keys of the parameters that have state. Collective if has_frozen.
+    """Returns the optimizer's state tensors, and the keys of the parameters with state. Collective if has_frozen.
 
-    Frozen parameters that share a stored tensor with trained ones, such as experts, contribute fresh state, because the
-    tensor is stored as a whole.
+    Frozen parameters that share a stored tensor with trained parameters, such as experts, contribute fresh state,
+    because the tensor is stored as a whole.
     """
     tensors = optimizer.sharded_state(run.pieces())
     if not has_frozen:
@@ -163,7 +163,7 @@ class RunSaves:
     """Manages the saves of a run: at most one is pending, and a failed periodic save does not end training.
 
     All methods except `abandon` are collective. `save` and `save_last` first finish a pending save. on_save: called
-    with the iteration on every rank, once the checkpoint is complete and on disk.
+    with the iteration on every rank, once the checkpoint is complete on disk.
     """
 
     def __init__(self, *, in_background: bool, on_save: Callable[[int], None]) -> None:
@@ -173,11 +173,14 @@ class RunSaves:
         self._pending: tuple[int, PendingSave, float] | None = None
         # Iteration of the newest checkpoint that this run has written.
         self.latest: int | None = None
-        # Duration of the last periodic save until it was on disk, including the steps that ran meanwhile.
+        # Seconds from the start of the last periodic save until it was on disk, including steps that ran meanwhile.
         self.seconds: float | None = None
 
     def save(self, iteration: int, begin: Callable[[StagingMemory | None], PendingSave]) -> None:
-        """Writes a periodic checkpoint. If it fails, a warning is printed and training continues."""
+        """Writes or starts writing a periodic checkpoint. After a failure, prints a warning and training continues.
+
+        begin: starts the save, with staging memory for saves in the background.
+        """
         self.finish()
         start = time.perf_counter()
         try:
@@ -191,16 +194,14 @@ class RunSaves:
             print_rank_0(f"  scheduled an async checkpoint save at iteration {iteration:7d}")
 
     def save_last(self, iteration: int, begin: Callable[[StagingMemory | None], PendingSave]) -> None:
-        """Writes the final checkpoint of a run; raises CheckpointError on every rank if that fails."""
+        """Writes the final checkpoint of a run. Raises CheckpointError on every rank if the save fails."""
         self.finish()
         # No staging copy, because no training remains that could overlap with the write.
         begin(None).finish()
         self._complete(iteration)
 
     def poll(self) -> None:
-        """Finishes a pending save if its files are complete. Call it after each step; it costs nothing if no save is
-        pending.
-        """
+        """Finishes a pending save if its files are complete. Call it after each step; free if no save is pending."""
         if self._pending is not None and self._pending[1].ranks_are_done():
             self.finish()
 
@@ -218,7 +219,7 @@ class RunSaves:
             self._complete(iteration)
 
     def abandon(self) -> None:
-        """Gives background threads some time to complete when an error ends the run. Not collective."""
+        """Waits a limited time for a background save when an error ends the run. Not collective."""
         if self._pending is not None:
             self._pending[1].abandon(seconds=_ABANDON_SECONDS)
 

@@ -1,6 +1,6 @@
 """Provides the checkpoint functions for scripts written for Megatron-LM, which rely on get_args().
 
-Nothing inside megatron/ calls them. saving.py and loading.py have the functions that a run uses.
+Nothing inside megatron/ calls them. A run uses the functions of saving.py and loading.py.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def save_checkpoint(
 ) -> None:
     """Writes a checkpoint of a custom training loop to --save, and then the tracker. Collective over all ranks.
 
-    The data position comes from args.consumed_train_samples and args.consumed_valid_samples, which the loop advances.
+    Stores args.consumed_train_samples and args.consumed_valid_samples as the data position. The loop must advance them.
     train_data_iterator: no effect, because the position is a number of samples. A failure raises on every rank and
     leaves earlier checkpoints and the tracker unchanged.
     """
@@ -111,7 +111,7 @@ def load_checkpoint(
 
     Sets args.consumed_train_samples and args.consumed_valid_samples. load_arg: the argument that names the folder.
     strict: False keeps the values of parameters that the checkpoint lacks, and prints their names. Returns (0, 0) if
-    there is no checkpoint. Collective over all ranks. Raises like load_run.
+    there is no checkpoint. Collective over all ranks. Raises the same errors as load_run.
     """
     require_defaults(
         "load_checkpoint",
@@ -151,11 +151,11 @@ def get_checkpoint_name(
     return_base_dir: bool = False,
     basename: str = "model_optim_rng.pt",
 ) -> str:
-    """Returns the path of an iteration's folder, or of a rank's file in it as in Megatron-LM's format `torch`.
+    """Returns the path of a rank's file in an iteration's folder, as in Megatron-LM's format `torch`.
 
-    release: selects the folder of a release instead of an iteration. Parameters that are None follow from
-    parallel_state. return_base_dir: returns the folder, which is the unit of a native checkpoint. Native rank files
-    have other names.
+    release: selects the folder of a release instead of an iteration. Parameters that are None are determined by
+    parallel_state. return_base_dir: return the path of the folder instead. Files of a native checkpoint have different
+    names, so scripts should use the folder.
     """
     folder = os.path.join(checkpoints_path, RELEASE) if release else str(iteration_folder(checkpoints_path, iteration))
     if return_base_dir:
@@ -177,5 +177,5 @@ def _chunks(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _count(args: argparse.Namespace, name: str) -> int:
-    # The loop sets it once it has consumed samples.
+    # The loop sets this argument once it has consumed samples.
     return int(vars(args).get(name) or 0)

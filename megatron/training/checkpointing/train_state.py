@@ -1,6 +1,6 @@
 """Defines TrainState, the counters that a training run advances and a checkpoint stores.
 
-Weights, optimizer and random-number state are in run_state.py and rng_state.py.
+run_state.py handles weights and optimizer state, and rng_state.py random-number state.
 """
 
 import dataclasses
@@ -14,10 +14,10 @@ class TrainState:
     """Progress of a run. Every field is equal on all ranks.
 
     iteration: completed training steps. consumed_train_samples, consumed_valid_samples: data position over all ranks.
-    skipped_iterations: steps without an update since the start (loss-scale overflow). nan_iterations: steps with a
+    skipped_iterations: steps without an update (loss-scale overflow), since step 0. nan_iterations: steps with a
     non-finite loss. evaluated_iteration: step after which the validation split was last evaluated. learned_sizes: sizes
-    to which the run grew the experts' buffers and pages. num_floating_point_operations_so_far: counted by scripts with
-    a custom training loop. recent_losses: reference for the detection of loss spikes.
+    to which the run has grown expert buffers and pages. num_floating_point_operations_so_far: counted by scripts with a
+    custom training loop. recent_losses: losses with which loss spikes are detected.
     """
 
     iteration: int = 0
@@ -35,9 +35,9 @@ class TrainState:
         return {**vars(self), "learned_sizes": self.learned_sizes.to_json()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the result of state_dict; fields absent from `state` keep their values.
+        """Restores the result of state_dict. Fields that are absent from `state` keep their values.
 
-        Raises ValueError, with nothing changed, for a value that state_dict cannot produce.
+        Raises ValueError, and changes nothing, for a value that state_dict cannot produce.
         """
         restored: dict[str, Any] = {}
         for field in dataclasses.fields(self):
@@ -55,7 +55,7 @@ class TrainState:
 
 
 def is_count(value: Any) -> bool:
-    """Tells whether a value is an integer in the range of a counter: non-negative, 63 bits."""
+    """Returns whether a value is an integer in the range of a counter: non-negative, at most 63 bits."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
