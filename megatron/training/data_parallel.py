@@ -1,6 +1,6 @@
 """Wraps a run's model chunks for data parallelism, and sets the callables with which the schedule launches collectives.
 
-megatron.core.distributed reduces gradients. megatron.core.pipeline_parallel calls the callables.
+megatron.core.distributed implements the collectives, and megatron.core.pipeline_parallel calls the callables.
 """
 
 import argparse
@@ -25,7 +25,7 @@ _ConfigT = TypeVar("_ConfigT", bound=DistributedDataParallelConfig)
 
 
 def wrap_chunks(parts: Sequence[nn.Module], args: argparse.Namespace) -> list[nn.Module]:
-    """Wraps the chunks of a stage, in order, with one scheduler for all of their collectives. Collective."""
+    """Wraps the chunks of a stage for data parallelism, with a shared scheduler for their collectives. Collective."""
     if args.use_torch_fsdp2:
         config = _with_gradient_flags(config_from_args(TorchFullyShardedDataParallelConfig, args), args)
         return [
@@ -39,8 +39,8 @@ def wrap_chunks(parts: Sequence[nn.Module], args: argparse.Namespace) -> list[nn
             get_model_config(part),
             ddp_config,
             part,
-            # Collectives of later chunks already overlap with the computation of other chunks. Buckets then help only
-            # if gradients have bucket lifetime, because they free memory earlier.
+            # Collectives of later chunks already overlap with the computation of other chunks. Buckets are then useful
+            # only for bucket-lifetime gradients, because they free memory earlier.
             disable_bucketing=chunk > 0 and not ddp_config.has_bucket_lifetime_grads,
             pg_collection=get_process_groups(),
             launch_order=order,
@@ -50,7 +50,7 @@ def wrap_chunks(parts: Sequence[nn.Module], args: argparse.Namespace) -> list[nn
 
 
 def ddp_config_of(args: argparse.Namespace) -> DistributedDataParallelConfig:
-    """Builds the configuration of the data-parallel wrapper from the flags."""
+    """Builds the configuration of the data-parallel wrapper from the arguments."""
     return _with_gradient_flags(config_from_args(DistributedDataParallelConfig, args), args)
 
 
@@ -58,7 +58,7 @@ def _with_gradient_flags(config: _ConfigT, args: argparse.Namespace) -> _ConfigT
     return dataclasses.replace(
         config,
         grad_reduce_in_fp32=not args.grad_reduce_in_bf16,
-        # Under fp16 the loss scaler handles overflows.
+        # Under fp16, the loss scaler handles overflows.
         check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad and not args.fp16,
     )
 

@@ -1,4 +1,4 @@
-"""Implements ErrorBroadcast: ranks send each other their errors through the rendezvous store, without collectives.
+"""Implements ErrorBroadcast, with which ranks exchange errors through the rendezvous store, without collectives.
 
 errors.py decides which errors end a run with one line. startup_handshake.py compares the ranks' settings at startup.
 """
@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import _world
 
 from megatron.core.group_collectives import RemoteRankError
 
-# Entries that torch's flight recorder keeps. A dump, one per second, takes 1 ms for 100 entries and 16 ms for 500.
+# Number of entries in torch's flight recorder. A dump, once per second, takes 1 ms for 100 entries and 16 ms for 500.
 _BUFFER_SIZE = "100"
 _OVERDUE_SHARE = 0.95
 # Dumps of the flight recorders of gloo and of NCCL. torch before 2.12 may lack the first.
@@ -43,7 +43,7 @@ _CAUSE, _LOST, _NUM_LOST = "cause", "lost {}", "num lost"
 _NUM_SEARCHING, _NUM_SILENT, _NUM_PARTED = "num searching", "num silent", "num parted"
 _EXIT_CODE = 1
 _GRACE_SECONDS = 2.0  # lets the main thread fail by itself first, which ends the rank more cleanly
-_PATIENCE_SECONDS = 8.0  # for all ranks to report that they lost another one
+_PATIENCE_SECONDS = 8.0  # for all ranks to report that they lost a connection
 _ANSWER_SECONDS = 20.0  # for the store to answer all requests of a search, whose own waits are shorter
 _LONG_SECONDS = 1.0  # minimum duration of collectives that errors mention
 _MAX_WAITS_SHOWN = 3
@@ -57,8 +57,8 @@ _REQUESTS_PER_SECOND = 4000  # to the store, from all ranks together, during nor
 class PendingCollective:
     """A collective in progress on this rank.
 
-    number: sequence number in its group. is_on_gpu: whether NCCL executes it. After a timeout NCCL ends the process
-    without an exception.
+    number: sequence number in its group. is_on_gpu: whether NCCL executes it. NCCL ends the process after a timeout,
+    without raising an exception.
     """
 
     operation: str
@@ -85,9 +85,9 @@ def record_collectives() -> None:
 
 
 def oldest_pending() -> PendingCollective | None:
-    """Returns the collective in progress that started first, or None if none is recorded. Callable from any thread.
+    """Returns the oldest collective in progress, or None if none is recorded. Callable from any thread.
 
-    gloo does not record transfers between two ranks.
+    gloo does not record point-to-point transfers.
     """
     found = []
     for dump in _RECORDERS:
@@ -120,35 +120,36 @@ def _ranks_of(name: str) -> tuple[int, ...]:
 
 def place_of(error: BaseException) -> str:
     """Describes where an error was raised: "in FUNCTION (FILE:LINE)"."""
-    # Innermost first.
+    # Innermost frame first.
     return _place([frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1])
 
 
 def lost_another_rank(error: BaseException) -> bool:
-    """Tells whether the error only means that another rank has ended or does not answer."""
+    """Returns whether the error only means that a different rank has ended or does not respond."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(message in str(error) for message in _LOST_MESSAGES)
     )
 
 
 class ErrorBroadcast:
-    """Context manager of a run that sends the error of a failing rank to the others.
+    """Context manager around a run that sends the error of a failing rank to all other ranks.
 
-    Without it, the others would only learn that a connection was lost.
+    Without it, the other ranks would only report a lost connection.
     1. A rank that fails stores its error as the cause, then closes its connections.
-    2. A rank that loses a connection reports this and the collective it has been waiting in, and waits for the cause.
-       A killed rank stores no cause. It is identified as the only rank without a report.
-    3. A thread on each rank polls the store, because a rank that waits for the failed one indirectly, or inside a GPU
+    2. A rank that loses a connection reports the loss and the collective in which it was waiting, then waits for the
+       cause. A killed rank stores no cause. It is identified as the only rank without a report.
+    3. A thread on each rank polls the store, because a rank that waits for the failed rank indirectly, or inside a GPU
        kernel, does not notice lost connections. The thread then ends the process.
 
-    An error that leaves the body is sent to the other ranks. An error that only means that another rank was lost
-    becomes a RemoteRankError that names it. Before `connect`, and in a run of one process, nothing is sent.
+    An error that leaves the body is sent to the other ranks. An error that only means that a connection was lost is
+    replaced with a RemoteRankError that names the failed rank. Before `connect`, and in a run of one process, nothing
+    is sent.
     """
 
     def __init__(self, *, describe: Callable[[BaseException], str], leave: Callable[[], None]) -> None:
         """Prepares the broadcast without connecting it.
 
-        describe: returns the line to send about an error. leave: destroys the process groups; called at the end.
+        describe: formats the line to send about an error. leave: destroys the process groups; called at the end.
         """
         self._describe, self._leave = describe, leave
         self._store: dist.Store | None = None
@@ -160,10 +161,10 @@ class ErrorBroadcast:
         self._thread: threading.Thread | None = None
 
     def connect(self, store: dist.Store, *, rank: int, world_size: int, watched: dist.Store, hosts_store: bool) -> None:
-        """Connects this rank to the others through `store`.
+        """Connects this rank to the others through `store`, and starts the polling thread.
 
         watched: the same store over a separate connection, for the thread. hosts_store: whether this process hosts the
-        store's server, and therefore leaves last.
+        store's server and must therefore leave last.
         """
         self._store, self._rank, self._world_size, self._hosts_store = store, rank, world_size, hosts_store
         self._thread = threading.Thread(target=self._watch, args=(watched,), name="error broadcast", daemon=True)
@@ -179,12 +180,12 @@ class ErrorBroadcast:
                 self._report_exit(self._store, error)
         finally:
             if self._thread is not None:
-                # The interpreter must not end during a request of the thread, unless the store never answers it.
+                # The interpreter must not end during a request of the thread, unless the store does not answer it.
                 self._thread.join(_PATIENCE_SECONDS)
             self._leave()
 
     def _report_exit(self, store: dist.Store, error: BaseException | None) -> None:
-        """Reports to the other ranks how this one ended; raises RemoteRankError if it lost another rank."""
+        """Reports to the other ranks how this rank ended. Raises RemoteRankError if it lost a connection."""
         if error is None:
             self._release_store(store)
         elif lost_another_rank(error):
@@ -196,7 +197,7 @@ class ErrorBroadcast:
             self._release_store(store)
             raise RemoteRankError(f"{cause}; this rank was {doing}") from error
         else:
-            # The rank that a RemoteRankError names sends the cause itself.
+            # The rank named by a RemoteRankError sends the cause itself.
             if not isinstance(error, RemoteRankError):
                 self._store_cause(store, f"rank {self._rank} failed: {self._describe(error)}")
             self._leave()
@@ -208,7 +209,7 @@ class ErrorBroadcast:
             store.compare_set(_CAUSE, "", text)
 
     def _find_cause(self, store: dist.Store, *, then: Callable[[], None]) -> str:
-        """Reports that another rank was lost, calls `then`, and returns the cause as far as ranks have reported it."""
+        """Reports a lost connection, calls `then`, and returns the cause as far as it is known."""
         try:
             store.set(_LOST.format(self._rank), json.dumps(self._waited_in and asdict(self._waited_in)))
             store.add(_NUM_LOST, 1)
@@ -217,7 +218,7 @@ class ErrorBroadcast:
             # One rank searches on behalf of all. With thousands of ranks, a search by each would take minutes.
             if not store.check([_CAUSE]) and store.add(_NUM_SEARCHING, 1) == 1:
                 if self._waited_in is not None:
-                    # If ranks wait for each other, none is silent, but the last report may arrive slightly later.
+                    # If ranks wait for each other, all of them report, but the last report may arrive slightly later.
                     _wait_until(lambda: store.add(_NUM_LOST, 0) == self._world_size, _GRACE_SECONDS)
                 silent = [rank for rank in range(self._world_size) if not store.check([_LOST.format(rank)])]
                 store.add(_NUM_SILENT, len(silent))
@@ -230,8 +231,9 @@ class ErrorBroadcast:
             return "rank 0 or its node has ended: the connections to the store there and to another rank were lost"
 
     def _waits(self, store: dist.Store, silent: list[int]) -> dict[int, PendingCollective]:
-        """Returns the collective in which each rank waited. If ranks are silent, includes only collectives with one of
-        them.
+        """Returns the collective in which each rank waited, by rank.
+
+        If some ranks are silent, includes only collectives in which a silent rank takes part.
         """
         others = [rank for rank in range(self._world_size) if rank not in silent]
         reports = [json.loads(report) for report in store.multi_get([_LOST.format(rank) for rank in others])]
@@ -239,14 +241,14 @@ class ErrorBroadcast:
         return {rank: wait for rank, wait in waits.items() if not silent or set(silent) & set(wait.ranks)}
 
     def _release_store(self, store: dist.Store) -> None:
-        """Reports that this rank no longer needs the store. Its host waits for the reports of all live ranks."""
+        """Reports that this rank no longer uses the store. The store's host waits for the reports of all live ranks."""
         # The host may have ended.
         with suppress(RuntimeError):
             store.add(_NUM_PARTED, 1)
             if not self._hosts_store:
                 return
             _wait_until(lambda: store.add(_NUM_PARTED, 0) + store.add(_NUM_SILENT, 0) >= self._world_size)
-            # A silent rank may hang rather than have been killed. Its thread ends it once it has read the cause.
+            # A silent rank may hang instead of having been killed. Its thread ends it after reading the cause.
             _wait_until(lambda: store.add(_NUM_PARTED, 0) >= self._world_size, _SILENT_SECONDS)
 
     # Section: runs in the thread.
@@ -262,7 +264,7 @@ class ErrorBroadcast:
                 if self._leaving.wait(max(1.0, self._world_size / _REQUESTS_PER_SECOND)):
                     return
         except RuntimeError:
-            # The store is gone. The main thread notices by itself, or has ended.
+            # The store has ended. The main thread has ended too, or will notice.
             return
         if self._leaving.wait(_GRACE_SECONDS):
             return
@@ -276,7 +278,10 @@ class ErrorBroadcast:
 
 
 def _describe_silent_ranks(silent: list[int], waits: dict[int, PendingCollective]) -> str:
-    """Describes the silent ranks, and the collectives in which other ranks waited for them. waits: by rank."""
+    """Describes the silent ranks, and the collectives in which other ranks waited for them.
+
+    waits: maps a rank to the collective in which it waited.
+    """
     parts = []
     for text in list(dict.fromkeys(str(wait) for wait in waits.values()))[:_MAX_WAITS_SHOWN]:
         ranks = ", ".join(str(rank) for rank, wait in waits.items() if str(wait) == text)
@@ -289,7 +294,7 @@ def _describe_silent_ranks(silent: list[int], waits: dict[int, PendingCollective
 
 
 def _with_timeout(request: Callable[[], str]) -> str | None:
-    """Returns the result of `request`, or None after a timeout that shows that the store's server hangs."""
+    """Runs `request` in a thread and returns its result, or None after a timeout, when the store's server hangs."""
     answers: list[str] = []
     # A request to a stopped process or node blocks forever.
     thread = threading.Thread(target=lambda: answers.append(request()), name="error broadcast's question", daemon=True)

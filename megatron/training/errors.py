@@ -1,6 +1,6 @@
 """Ends a run after a user error with `error: ...` lines on each rank and a non-zero exit code, without a traceback.
 
-Bugs and errors of libraries keep their traceback.
+Bugs and errors raised by libraries are shown with their traceback.
 """
 
 import dis
@@ -39,7 +39,7 @@ _LONGEST_NOTE = 400  # characters
 
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Converts errors that the user can fix to a line on stderr and SystemExit. Other errors keep their traceback."""
+    """Converts errors that users can fix to a line on stderr and SystemExit. Other errors keep their traceback."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -67,7 +67,7 @@ def message_for_other_ranks(error: BaseException) -> str:
 
 
 def _message_for_user(error: BaseException) -> str | None:
-    """Returns a message for the user, or None for a bug."""
+    """Returns the message to show for an error that the user can fix, or None for a bug."""
     if isinstance(error, (OSError, *_RAISED_EVERYWHERE)) or (
         isinstance(error, ValueError) and raised_on_purpose(error)
     ):
@@ -82,7 +82,7 @@ def _message_for_user(error: BaseException) -> str | None:
 
 
 def raised_on_purpose(error: BaseException) -> bool:
-    """Tells whether the error was raised by a `raise` statement of this framework or of the user's script.
+    """Returns whether the error was raised by a `raise` statement in this framework or in the user's script.
 
     A ValueError from within numpy or torch, or from int("x"), is a bug of the caller.
     """
@@ -92,10 +92,10 @@ def raised_on_purpose(error: BaseException) -> bool:
     if last is None:
         return False
     code = last.tb_frame.f_code
-    # This framework's own modules are not a library, even if it is installed.
+    # The framework's modules do not count as a library, even if the package is installed.
     own = last.tb_frame.f_globals["__name__"].startswith("megatron.")
     installed = not own and any(part in _INSTALLED for part in Path(code.co_filename).parts)
-    # Decided by the instruction, because calls into C have no frame of their own.
+    # Determined from the bytecode instruction, because calls into C have no frame.
     return not installed and code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 

@@ -28,14 +28,15 @@ def build_gpt(
     pg_collection: ProcessGroupCollection | None = None,
     config: TransformerConfig | None = None,
 ) -> GPTModel:
-    """Builds a model, or a part of one, with initial weights, in fp32 or args.params_dtype.
+    """Builds a GPT model, or one pipeline stage of it, with initial weights, in fp32 or args.params_dtype.
 
-    args: validated, with vocabulary sizes. Other parameters: as for GPTModel. config: None means that of `args`.
+    args: validated, with vocabulary sizes. config: defaults to the configuration that `args` describe. Other
+    parameters: as for GPTModel.
     """
     config = config or core_transformer_config_from_args(args)
     with flags_named_in_errors():
         check_weights_fit(config, args.padded_vocab_size)
-        # The arguments of tools may lack it.
+        # Arguments built by tools may lack transformer_impl.
         use_engine = vars(args).get("transformer_impl") == "transformer_engine"
         spec = vars(args).get("spec")
         layers: ModuleSpec | TransformerBlockSubmodules
@@ -67,7 +68,7 @@ def build_gpt(
     return model
 
 
-# Sizes of the parallel layout in which a single process has all parameters.
+# Parallel sizes of a layout in which a single process holds all parameters.
 _ONE_RANK = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
@@ -86,9 +87,9 @@ _ONE_RANK = {
 
 
 def whole_gpt(args: argparse.Namespace, *, padded_vocab_size: int) -> GPTModel:
-    """Builds the whole model without allocating memory, with sequential experts that have one weight each.
+    """Builds the whole model on the meta device, with sequential experts, each of which has separate weights.
 
-    Provides the names and shapes of all parameters for a run of any layout.
+    The result provides the names and shapes of all parameters for a run in any layout.
     """
     [model] = parts_of_gpt(args, padded_vocab_size=padded_vocab_size)
     return model
@@ -103,11 +104,11 @@ def parts_of_gpt(
     pipeline: int = 0,
     expert: int = 0,
 ) -> list[GPTModel]:
-    """Builds a rank's parts of the model without allocating memory, with sequential experts. Sends nothing.
+    """Builds a rank's parts of the model on the meta device, with sequential experts. Not collective.
 
-    layout: arguments of the parallel layout, which may differ from the run's; None means one process. Experts have the
-    tensor-parallel size of other layers. tensor, pipeline, expert: the rank's coordinates in the layout. Raises
-    ValueError for a layout that does not fit the model.
+    layout: arguments of the parallel layout, which may differ from the run's layout; None means one process. Experts
+    have the tensor-parallel size of other layers. tensor, pipeline, expert: the rank's coordinates in the layout.
+    Raises ValueError for a layout that does not fit the model.
     """
     there = argparse.Namespace(**{**vars(args), "padded_vocab_size": padded_vocab_size, "moe_grouped_gemm": False})
     vars(there).update({name: value for name, value in _ONE_RANK.items() if name in vars(args)})
@@ -130,7 +131,7 @@ def parts_of_gpt(
 
 
 def _groups_of_place(args: argparse.Namespace, *, tensor: int, pipeline: int, expert: int) -> ProcessGroupCollection:
-    """Returns groups that have ranks and sizes but no connections, which suffice to build a rank's part of a model."""
+    """Returns process groups without connections, whose ranks and sizes suffice to build a rank's part of a model."""
     tp, pp, ep = (vars(args)[f"{kind}_model_parallel_size"] for kind in ("tensor", "pipeline", "expert"))
     tp_group, pp_group = _unconnected(tensor, tp), _unconnected(pipeline, pp)
     return ProcessGroupCollection(
@@ -150,7 +151,7 @@ def _unconnected(rank: int, size: int) -> dist.ProcessGroup | None:
 
 
 def _named_spec(path: list[str], config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
-    """Returns the spec that a script's module defines under a name. path: the module and the name."""
+    """Imports the layer spec given by --spec. path: the module and the name of the spec in it."""
     try:
         found = import_module((path[0], path[1]))
     except ImportError as error:

@@ -1,6 +1,6 @@
 """Starts and ends a run's processes: arguments, restarts, torch.distributed, process groups, seeds.
 
-setup.py builds the model and reads data. pretrain() calls start_processes. Scripts call initialize_megatron.
+pretrain() calls start_processes, and scripts call initialize_megatron. setup.py builds the model and the data.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from megatron.training.error_broadcast import ErrorBroadcast
 from megatron.training.setup import setup_batches, setup_tokenizer
 from megatron.training.startup_handshake import common_settings, join_process_group
 
-# Set by torchrun on its ranks, and by examples/supervise.py, which restarts torchrun itself.
+# Set by torchrun for its ranks, and by examples/supervise.py, which restarts torchrun.
 RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SUPERVISOR_RESTART_COUNT")
 
 
@@ -59,13 +59,13 @@ def initialize_megatron(
     parsed_args: argparse.Namespace | None = None,
     argv: Sequence[str] | None = None,
 ) -> argparse.Namespace:
-    """Starts a custom training loop like start_processes, and creates tokenizer, timers and number of microbatches.
+    """Starts the processes of a custom training loop, and builds tokenizer, timers and the microbatch calculator.
 
-    The call of released versions, `initialize_megatron(extra_args_provider, args_defaults)`, works too. allow_no_cuda:
-    no effect, because a process without a GPU runs on the CPU. skip_model_parallel_init: use the process groups that
-    the script has initialized. skip_random_seed: leave the random-number generators unchanged. parsed_args: the result
-    of parse_args, used instead of the command line. Raises ValueError for bad arguments, and for arguments that differ
-    between ranks.
+    Also accepts the call of released versions, `initialize_megatron(extra_args_provider, args_defaults)`.
+    allow_no_cuda: no effect, because a process without a GPU runs on the CPU. skip_model_parallel_init: use the process
+    groups that the script has initialized. skip_random_seed: do not seed the random-number generators. parsed_args: the
+    result of parse_args, used instead of the command line. Raises ValueError for invalid arguments, and for arguments
+    that differ between ranks. See start_processes.
     """
     if callable(allow_no_cuda):
         extra_args_provider = allow_no_cuda
@@ -110,10 +110,10 @@ def start_processes(
     skip_model_parallel_init: bool = False,
     skip_random_seed: bool = False,
 ) -> argparse.Namespace:
-    """Parses and checks the arguments, joins the process group and seeds every generator.
+    """Parses and validates the arguments, joins the process group and seeds every generator.
 
-    Works under torchrun and in a plain process, which becomes a group of one. broadcast: is connected, so that ranks
-    send each other their errors. Other parameters: as for initialize_megatron. Raises ValueError for bad arguments, and
+    Works under torchrun and in a plain process, which becomes a group of one rank. broadcast: connected here, so that
+    ranks exchange errors. Other parameters: as for initialize_megatron. Raises ValueError for invalid arguments, and
     for arguments that differ between ranks.
     """
     notices: list[str] = []
@@ -156,10 +156,10 @@ def read_arguments(
     argv: Sequence[str] | None = None,
     notices: list[str] | None = None,
 ) -> argparse.Namespace:
-    """Parses and validates the arguments on this rank, after applying those of the checkpoint if flags request it.
+    """Parses and validates the arguments on this rank. Before validation, applies values of the checkpoint to load.
 
-    parsed_args: the result of parse_args, used instead of `argv` or the process's own arguments. notices: collects
-    lines for the first rank to print. Raises ValueError for bad arguments.
+    parsed_args: the result of parse_args, used instead of `argv` or sys.argv. notices: list to which lines are
+    appended that the first rank should print. Raises ValueError for invalid arguments.
     """
     args = parsed_args or parse_args(
         extra_args_provider, ignore_unknown_args, argv=None if argv is None else list(argv)
@@ -173,10 +173,11 @@ def read_arguments(
 
 
 def continue_after_restart(args: argparse.Namespace) -> str | None:
-    """Points --load to the run's own checkpoints in --save after a restart, and returns a line to print.
+    """After a restart, sets --load to the run's own checkpoints in --save, and returns a line to print.
 
-    Changes nothing in a first start, without --save, or before the run's first checkpoint. In the last case the restart
-    begins where the first start began. Called between parse_args and validate_args, on each rank separately.
+    Returns None and changes nothing at the first start, without --save, or before the run's first checkpoint. In the
+    last case, the restart begins where the first start began. Called between parse_args and validate_args, on each rank
+    separately.
     """
     count = sum(int(os.environ.get(name, "0")) for name in RESTART_COUNTS)
     if count == 0 or args.save is None or args.skip_train or not complete_iterations(Path(args.save)):
@@ -187,9 +188,9 @@ def continue_after_restart(args: argparse.Namespace) -> str | None:
 
 
 def keep_global_batch_size(args: argparse.Namespace) -> str | None:
-    """Sets an unset --global-batch-size to the value of the checkpoint in --load, and returns a line to print if so.
+    """Sets an unset --global-batch-size to the value in the checkpoint of --load, and then returns a line to print.
 
-    Otherwise it would depend on the number of ranks, and a run resumed with fewer ranks would train on other batches.
+    Its default depends on the number of ranks, so a run resumed with fewer ranks would train on different batches.
     Called at the same point as continue_after_restart. Ignores an unreadable checkpoint, which loading reports.
     """
     schedules = (args.global_batch_size, args.step_batch_size_schedule, args.rampup_batch_size)
@@ -215,7 +216,7 @@ def silence_library_notices() -> None:
 def build_groups(args: argparse.Namespace) -> ProcessGroupCollection:
     """Builds the process groups of the parallel layout in `args` over all ranks. Collective.
 
-    Raises ValueError for sizes that do not fit the number of ranks.
+    Raises ValueError if the parallel sizes do not divide the number of ranks.
     """
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size,
@@ -233,9 +234,9 @@ def build_groups(args: argparse.Namespace) -> ProcessGroupCollection:
 
 
 def groups_of_script(args: argparse.Namespace) -> ProcessGroupCollection:
-    """Returns the process groups that a script has initialized. Raises ValueError if their sizes differ from args.
+    """Returns the process groups that a script has initialized.
 
-    With several problems, the error has a line for each.
+    Raises ValueError, with a line for each size, if their sizes differ from `args`.
     """
     if not parallel_state.model_parallel_is_initialized():
         raise ValueError("skip_model_parallel_init is True: call parallel_state.initialize_model_parallel first")
@@ -255,7 +256,7 @@ def groups_of_script(args: argparse.Namespace) -> ProcessGroupCollection:
 
 
 def leave_process_group() -> None:
-    """Reverts initialize_megatron, even if it failed halfway."""
+    """Undoes initialize_megatron, even if it failed halfway: destroys process groups and published objects."""
     publish_run(None)
     destroy_num_microbatches_calculator()
     parallel_state.destroy_model_parallel()

@@ -1,4 +1,4 @@
-"""Accepts Megatron-LM's wrapper of pretrain() for in-process restarts, which are not supported here.
+"""Provides Megatron-LM's wrapper of pretrain() for in-process restarts, which are not supported here.
 
 --inprocess-restart is rejected. A run that ends with an error is restarted by torchrun's --max-restarts or
 examples/supervise.py, and continues from its last checkpoint.
@@ -9,5 +9,5 @@ from typing import Any
 
 
 def maybe_wrap_for_inprocess_restart(pretrain: Callable[..., Any]) -> tuple[Callable[..., Any], None]:
-    """Returns pretrain unchanged and None instead of a store, like Megatron-LM without --inprocess-restart."""
+    """Returns `pretrain` unchanged, and None for the store, like Megatron-LM without --inprocess-restart."""
     return pretrain, None

@@ -83,7 +83,7 @@ class LegacyFiles:
 
     @classmethod
     def open(cls, folder: Path) -> "LegacyFiles":
-        """Reads the first file. Raises the errors of read_legacy, and ValueError if the folder contains no such file."""
+        """Reads the first file. Raises the errors of read_legacy, and ValueError if the folder contains no files."""
         found = sorted(folder.glob(LEGACY_FILES))
         paths = {path.parent.name: path for path in found if _RANK_FOLDER.fullmatch(path.parent.name)}
         if not paths:

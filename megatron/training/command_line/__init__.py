@@ -1,3 +1,1 @@
-"""Implements the command line: flags generated from configuration dataclasses, configuration files, and checks of
-combinations.
-"""
+"""Implements the command line: flags generated from configuration dataclasses, configuration files, and validation."""

@@ -23,7 +23,7 @@ ConfigT = TypeVar("ConfigT")
 def config_from_args(config_class: type[ConfigT], args: argparse.Namespace) -> ConfigT:
     """Builds a configuration from the arguments named like its fields. Raises CommandLineError for invalid values.
 
-    A field without a flag also takes the argument of its name (such as `params_dtype`), unless it is None.
+    A field without a flag is also set from the argument of its name (such as `params_dtype`), unless it is None.
     """
     with flags_named_in_errors():
         return config_class(**_field_values(config_class, args))
@@ -32,7 +32,7 @@ def config_from_args(config_class: type[ConfigT], args: argparse.Namespace) -> C
 def core_transformer_config_from_args(
     args: argparse.Namespace, config_class: type[TransformerConfig] = TransformerConfig
 ) -> TransformerConfig:
-    """Builds the transformer's configuration, including fields that GPT flags such as --swiglu imply."""
+    """Builds the transformer's configuration, including fields implied by GPT flags such as --swiglu."""
     with flags_named_in_errors():
         # GPTModelConfig translates --swiglu and head groups to fields of the transformer.
         gpt = GPTModelConfig(**_field_values(GPTModelConfig, args))
@@ -45,7 +45,7 @@ def core_transformer_config_from_args(
 
 
 def problems_of_call(call: Callable[[], object]) -> list[str]:
-    """Runs a call and returns the lines of its ValueError, with flags instead of fields, or an empty list."""
+    """Calls a function and returns the lines of its ValueError, with flags instead of fields; empty if it succeeds."""
     try:
         with flags_named_in_errors():
             call()
@@ -55,12 +55,12 @@ def problems_of_call(call: Callable[[], object]) -> list[str]:
 
 
 def problems_of_config(config_class: type[Any], args: argparse.Namespace) -> list[str]:
-    """Returns the error lines of a configuration built from the arguments named like its fields."""
+    """Builds a configuration from the arguments named like its fields, and returns its error lines, if any."""
     return problems_of_call(partial(config_from_args, config_class, args))
 
 
 def problems_of_configs(args: argparse.Namespace) -> list[str]:
-    """Builds every configuration and returns all their error lines."""
+    """Builds every configuration from the arguments, and returns all error lines."""
     builders: list[Callable[[argparse.Namespace], Any]] = [
         partial(core_transformer_config_from_args, config_class=config_class)
         if issubclass(config_class, TransformerConfig)
@@ -71,7 +71,7 @@ def problems_of_configs(args: argparse.Namespace) -> list[str]:
 
 
 def invalid_values(args: argparse.Namespace) -> dict[str, str]:
-    """Returns, by argument name, an error message for each value that is invalid whatever the other arguments are."""
+    """Returns an error message, by argument name, for each value that is invalid regardless of other arguments."""
     wrong = {}
     for config_class in CONFIG_CLASSES:
         dests = {field.name: field_dest(field) for field in dataclasses.fields(config_class)}
@@ -89,7 +89,7 @@ def _field_values(config_class: Any, args: argparse.Namespace) -> dict[str, Any]
         if field.metadata.keys() & {"unsupported", "no_effect"}:
             continue  # the command line has already checked a flag of that name
         on_command_line = spec is not None and spec.flags != ()
-        # None for a field without a flag means that nothing has set it, so the class default applies.
+        # None for a field without a flag means that it was not set, so the class default applies.
         if field.init and (on_command_line or vars(args).get(dest) is not None):
             values[field.name] = vars(args)[dest]
     return values
@@ -97,7 +97,7 @@ def _field_values(config_class: Any, args: argparse.Namespace) -> dict[str, Any]
 
 @contextmanager
 def flags_named_in_errors() -> Iterator[None]:
-    """Converts a ValueError of the body, which names fields, to a CommandLineError that names flags."""
+    """Converts a ValueError raised in the body, which names fields, to a CommandLineError that names flags."""
     try:
         yield
     # A CommandLineError already names flags.
@@ -115,8 +115,9 @@ _DERIVED_FIELDS = {
 
 
 def with_flag_names(message: str, table: FlagTable) -> str:
-    """Replaces fields by flags: `OptimizerConfig.min_lr is 2` becomes `--min-lr is 2`. Leaves code and other words
-    unchanged.
+    """Replaces field names in a message with flags: `OptimizerConfig.min_lr is 2` becomes `--min-lr is 2`.
+
+    Code and other words are unchanged.
     """
     flags = dict(_DERIVED_FIELDS)
     for flag in table.in_state(FlagState.WORKS):

@@ -1,4 +1,4 @@
-"""Checks CUDA graphs, FSDP2, gradient-sharding optimizers and policies for bad steps for conflicts with other flags.
+"""Checks flags of CUDA graphs, FSDP2, gradient-sharding optimizers and bad-step policies against other flags.
 
 Each check yields a line for each conflicting flag. Checks of flags within one area are in validation.py.
 """
@@ -14,11 +14,11 @@ from megatron.training.command_line.config_builder import problems_of_config
 
 
 def check_graphs(args: argparse.Namespace) -> Iterator[str]:
-    """Yields flags under which captured work would synchronize with the host or would change from step to step."""
+    """Yields an error for each flag that prevents capture, because work needs the host or changes between steps."""
     if args.cuda_graph_modules and args.cuda_graph_impl != "local":
         yield (
             f"--cuda-graph-modules is {' '.join(args.cuda_graph_modules)} and --cuda-graph-impl is "
-            f"{args.cuda_graph_impl}: only local captures modules; set it, or leave the modules out"
+            f"{args.cuda_graph_impl}: only local captures modules; set it, or drop --cuda-graph-modules"
         )
     yield from check_optimizer_graph(args)
     if args.cuda_graph_impl == "none":
@@ -33,7 +33,7 @@ def check_graphs(args: argparse.Namespace) -> Iterator[str]:
 
 
 def check_optimizer_graph(args: argparse.Namespace) -> Iterator[str]:
-    """Yields flags that contradict a graph of the optimizer's step.
+    """Yields an error for each flag that conflicts with --optimizer-cuda-graph.
 
     OptimizerConfig checks its own fields.
     """
@@ -55,14 +55,14 @@ def check_optimizer_graph(args: argparse.Namespace) -> Iterator[str]:
 
 
 def graph_modules(args: argparse.Namespace) -> list[str]:
-    """Returns --cuda-graph-modules, or its default for --cuda-graph-impl local: attention and feed-forward layers."""
+    """Returns --cuda-graph-modules, which default to attention and feed-forward layers for --cuda-graph-impl local."""
     has_experts = layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
     feed_forward = [name for name, kind in (("mlp", 0), ("moe", 1)) if kind in has_experts]
     return args.cuda_graph_modules or ["attn", *feed_forward]
 
 
 def _graph_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
-    """Returns flags that one or both kinds of graphs cannot support: name, whether it is set, and the reason."""
+    """Returns (argument, whether it conflicts, reason) for flags that the chosen kind of graph does not support."""
     draws = args.hidden_dropout > 0 or args.attention_dropout > 0 or args.moe_input_jitter_eps is not None
     common: list[tuple[str, Any, str]] = [
         (
@@ -109,12 +109,12 @@ def _graph_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
 
 
 def _rest(args: argparse.Namespace) -> str:
-    """Returns the part of a layer that can be captured in addition to attention."""
+    """Returns the module that can be captured while attention remains eager: mlp, or moe for models with experts."""
     return "mlp" if args.num_experts is None else "moe"
 
 
 def _dispatch_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
-    """Returns conflicts with graphs that contain a dispatcher or the rows that experts receive from it."""
+    """Returns conflicts with graphs that capture a token dispatcher or the experts' rows, as in _graph_conflicts."""
     has_fixed_size = args.moe_expert_rank_capacity_factor is not None or args.moe_pad_expert_input_to_capacity
     reads_counts = args.num_experts is not None and not has_fixed_size
     return [
@@ -134,7 +134,7 @@ def _dispatch_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
 
 
 def _module_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
-    """Returns conflicts with the modules that --cuda-graph-impl local captures."""
+    """Returns conflicts with the modules that --cuda-graph-impl local captures, as in _graph_conflicts."""
     modules = set(graph_modules(args))
     has_experts = layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
     of_experts = sorted(modules & OF_EXPERTS)
@@ -158,7 +158,7 @@ def _module_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
         (
             "cuda_graph_modules",
             "moe_preprocess" in modules and "moe_router" not in modules,
-            "moe_preprocess uses the router's choice and needs it in the same graph; add moe_router",
+            "moe_preprocess requires the router's output in the same graph; add moe_router",
         ),
         *(_dispatch_conflicts(args) if modules & {"moe", "moe_preprocess", "experts"} else []),
         (
@@ -190,7 +190,10 @@ _OFFLOADED = "saved tensors are offloaded to the host, including gathered parame
 
 
 def check_fully_sharded(args: argparse.Namespace) -> Iterator[str]:
-    """Yields flags that need whole parameters or gradient buckets, which do not exist under --use-torch-fsdp2."""
+    """Yields an error for each flag that conflicts with --use-torch-fsdp2, or that requires it.
+
+    The conflicting features use whole parameters or gradient buckets, which FSDP2 does not have.
+    """
     if not args.use_torch_fsdp2:
         if not args.torch_fsdp2_reshard_after_forward:
             yield (
@@ -210,7 +213,7 @@ def check_fully_sharded(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _fully_sharded_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
-    """Returns settings that contradict --use-torch-fsdp2: description, whether set, and the reason."""
+    """Returns (description, whether it is set, reason) for settings that conflict with --use-torch-fsdp2."""
     stages = args.pipeline_model_parallel_size
     return [
         (
@@ -226,12 +229,12 @@ def _fully_sharded_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, s
         (
             "--optimizer is muon",
             args.optimizer == "muon",
-            "muon needs whole matrices, but each rank has only some rows",
+            "muon requires whole matrices, but each rank has only some rows",
         ),
         (
             f"--cuda-graph-impl is {args.cuda_graph_impl}",
             args.cuda_graph_impl != "none",
-            "each gather of parameters allocates memory, but graphs need persistent memory",
+            "each gather of parameters allocates memory, but graphs require persistent memory",
         ),
         (
             "--fine-grained-activation-offloading is given",
@@ -247,7 +250,7 @@ def _fully_sharded_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, s
 
 
 def check_optimizer(args: argparse.Namespace) -> Iterator[str]:
-    """Sets the arguments implied by distributed_fused_adam and --optimizer-in-backward; yields conflicting flags."""
+    """Sets arguments implied by distributed_fused_adam and --optimizer-in-backward, and yields conflicting flags."""
     yield from _check_in_backward(args)
     args.shard_gradients = args.optimizer == "distributed_fused_adam"
     if not args.shard_gradients:
@@ -258,7 +261,7 @@ def check_optimizer(args: argparse.Namespace) -> Iterator[str]:
         (
             f"--cuda-graph-impl is {args.cuda_graph_impl}",
             args.cuda_graph_impl != "none",
-            "gradients are allocated during each backward, but graphs need persistent ones",
+            "gradients are allocated during each backward, but graphs require persistent gradients",
         ),
         (
             "--ddp-debug is given",
@@ -286,7 +289,11 @@ def _check_in_backward(args: argparse.Namespace) -> Iterator[str]:
         return
     clip, patterns = args.optimizer_in_backward_clip, args.ddp_param_name_patterns_for_fp32_local_accumulation
     refused = [
-        (f"--cuda-graph-impl is {args.cuda_graph_impl}", args.cuda_graph_impl != "none", "graphs need persistent ones"),
+        (
+            f"--cuda-graph-impl is {args.cuda_graph_impl}",
+            args.cuda_graph_impl != "none",
+            "graphs require persistent gradients",
+        ),
         ("--ddp-debug is given", args.ddp_debug, "it checks gradients that persist in buffers"),
         (
             "--ddp-param-name-patterns-for-fp32-local-accumulation is " + " ".join(patterns),
@@ -329,9 +336,9 @@ def _check_in_backward(args: argparse.Namespace) -> Iterator[str]:
 
 
 def check_faults(args: argparse.Namespace) -> Iterator[str]:
-    """Yields flags that prevent skipped steps, rewinds to a checkpoint, or comparisons of replicas.
+    """Yields an error for each flag that prevents skipping steps, rewinding to a checkpoint or comparing replicas.
 
-    Sets --timing-log-level 1 where --log-straggler needs it.
+    Raises --timing-log-level to 1 if --log-straggler is given.
     """
     if args.log_straggler:
         args.timing_log_level = max(args.timing_log_level, 1)

@@ -1,15 +1,15 @@
-"""CommandLineError, and the rank that prints before process groups exist.
+"""Defines CommandLineError, and determines which rank prints before process groups exist.
 
-parser.py, yaml_config.py, validation.py and conflicts.py detect the mistakes.
+parser.py, yaml_config.py, validation.py and conflicts.py detect the errors.
 """
 
 import os
 
 
 class CommandLineError(ValueError):
-    """Invalid flags or configuration file. The message has one line per problem."""
+    """Raised for invalid flags or an invalid configuration file. The message has one line per problem."""
 
 
 def is_first_rank() -> bool:
-    """Tells from the launcher's environment whether this process prints for the run; True for a single process."""
+    """Returns whether this process is rank 0 or the only process, according to the launcher's environment."""
     return os.environ.get("RANK", "0") == "0" or "WORLD_SIZE" not in os.environ

@@ -1,6 +1,6 @@
 """Builds the table of all flags: working flags of configuration fields, and the remaining flags of known_flags.json.
 
-parser.py parses them. refusals.py has the advice for unsupported flags.
+parser.py parses flags. refusals.py lists the advice for unsupported flags.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ KNOWN_FLAGS_FILE = Path(__file__).with_name("known_flags.json")
 
 @dataclass(frozen=True, kw_only=True)
 class KnownFlag:
-    """A row of known_flags.json.
+    """A row of known_flags.json, which lists the flags of Megatron-LM.
 
     tier: 1 works, 2 is accepted without effect, 3 is rejected. owner: short name of the work item that implements a
     tier-1 flag. action: `store`, `store_true`, `store_false` or `boolean_optional`, as in argparse.
@@ -75,7 +75,7 @@ class KnownFlags:
 @functools.cache
 def load_known_flags() -> KnownFlags:
     """Reads known_flags.json once per process."""
-    # ASCII, because a flag with another character in its name would be hard to type.
+    # ASCII, because other characters in the name of a flag would be hard to type.
     content = json.loads(KNOWN_FLAGS_FILE.read_text(encoding="ascii"))
     return KnownFlags(tuple(known_flag(row) for row in content["flags"]))
 
@@ -88,7 +88,7 @@ def known_flag(row: dict[str, Any]) -> KnownFlag:
 
 
 class FlagState(enum.Enum):
-    """Treatment of a given flag."""
+    """Effect of a flag that is given on the command line."""
 
     WORKS = "works"
     NO_EFFECT = "no effect"
@@ -105,9 +105,9 @@ _WORD_PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float}
 class Flag:
     """A flag as used by the parser, the YAML reader, the help and the docs.
 
-    constant: stored by a flag that takes no value, else None. parse: converts one word to one value.
-    unwraps: a list of one value becomes that value. choices: allowed values after parsing. field: qualified name of
-    the configuration field of a working flag. known: the row of known_flags.json; None if it has no such row.
+    constant: value stored by a flag without an argument, else None. parse: converts one word to a value. unwraps:
+    whether a list of one value becomes that value. choices: allowed values after parsing. field: qualified name of the
+    configuration field of a working flag. known: row of the flag in known_flags.json, or None.
     """
 
     flags: tuple[str, ...]
@@ -130,13 +130,13 @@ class Flag:
         return self.nargs is not None
 
     def unwrapped(self, values: list[Any]) -> Any:
-        """Returns the flag's value for a list of words."""
+        """Converts a list of parsed words to the flag's value."""
         return values[0] if self.unwraps and len(values) == 1 else values
 
 
 @dataclass(frozen=True)
 class FlagTable:
-    """All flags: working ones first, in the order of their classes. `by_dest` excludes rejected flags."""
+    """All flags: working flags first, in the order of their classes. `by_dest` excludes rejected flags."""
 
     flags: tuple[Flag, ...]
 
@@ -156,7 +156,10 @@ class FlagTable:
 
 
 def build_flag_table(config_classes: Iterable[type], known: KnownFlags) -> FlagTable:
-    """Joins the fields of `config_classes` with the known flags. A known flag works if a field has its name."""
+    """Builds the table from the fields of `config_classes` and the known flags.
+
+    A known flag works if a field defines a flag with one of its spellings.
+    """
     known_by_word = {word: row for row in known.flags for word in row.flags}
     working: dict[str, Flag] = {}
     for config_class in config_classes:
@@ -164,7 +167,7 @@ def build_flag_table(config_classes: Iterable[type], known: KnownFlags) -> FlagT
             if flag.dest in working:
                 raise ValueError(f"{flag.field} and {working[flag.dest].field} both define {flag.flags[0]}")
             working[flag.dest] = flag
-    # A script may use any spelling, so a known flag works if it shares one spelling with a field's flag.
+    # A script may use any spelling, so one shared spelling is sufficient.
     taken = {word for flag in working.values() for word in flag.flags}
     rest = [row for row in known.flags if not taken & set(row.flags)]
     opposites = [_opposite(working[row.dest], row) for row in rest if _is_opposite(working.get(row.dest), row)]
@@ -173,7 +176,7 @@ def build_flag_table(config_classes: Iterable[type], known: KnownFlags) -> FlagT
 
 
 def _is_opposite(flag: Flag | None, row: KnownFlag) -> bool:
-    """Tells whether a known flag sets the field of a working flag to its default."""
+    """Returns whether a known flag sets the field of a working flag to the opposite value, which is its default."""
     return flag is not None and _CONSTANTS.get(row.action) is (not flag.constant)
 
 
@@ -185,7 +188,7 @@ def _opposite(flag: Flag, row: KnownFlag) -> Flag:
 
 
 def flags_of_class(config_class: type, known_by_word: dict[str, KnownFlag]) -> list[Flag]:
-    """Returns the flags of a configuration class: its own fields first, then inherited ones."""
+    """Returns the flags of a configuration class: flags of its own fields first, then of inherited fields."""
     hints = type_hints(config_class)
     flags: list[tuple[int, Flag]] = []
     for field in dataclasses.fields(config_class):
@@ -200,7 +203,7 @@ def flags_of_class(config_class: type, known_by_word: dict[str, KnownFlag]) -> l
 
 
 def field_dest(field: "dataclasses.Field[Any]") -> str:
-    """Returns the argument name of a field's value."""
+    """Returns the argument name under which a field's value is stored."""
     spec = field_spec(field)
     return spec.dest if spec is not None and spec.dest is not None else field.name
 
@@ -231,19 +234,19 @@ def _flag_of_field(owner: Any, field: "dataclasses.Field[Any]", *, hint: Any) ->
 
 
 def _derived_flags(name: str, default: Any) -> tuple[str, ...]:
-    # A flag can only change its default, so a field that is on gets a flag that turns it off.
+    # A flag without a value only needs to change the default, so a field that defaults to True gets --no-NAME.
     prefix = "--no-" if default is True else "--"
     return (prefix + name.replace("_", "-"),)
 
 
 def _shape_of_hint(hint: Any, spec: FieldSpec, *, default: Any) -> dict[str, Any]:
-    """Returns the arguments of Flag that follow from a field's annotation: number of words, type and parser."""
+    """Derives arguments of Flag from a field's annotation: number of words, type name and parser."""
     kinds = [one for one in _alternatives(hint) if one is not type(None)]
-    # Two states need no value, whatever the default. `bool | None` counts as two.
+    # A flag with two states takes no value, whatever the default. `bool | None` counts as two states.
     if bool in kinds:
         return {"type_name": "flag", "constant": default is not True}
     common: dict[str, Any] = {"nargs": spec.nargs, "choices": spec.choices}
-    # The field has its own parser, which the annotation cannot express.
+    # The field has a custom parser, which the annotation cannot express.
     if spec.parse is not None:
         return {"type_name": "value", "parse": spec.parse, **common}
     lists = [one for one in kinds if typing.get_origin(one) in (list, tuple)]
@@ -283,13 +286,13 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 
 def _state_of_known(row: KnownFlag) -> FlagState:
-    # Flags of tier 1 work, because a field has their name.
+    # Tier 1 does not occur here, because these flags have a field and work.
     if row.tier == 3:
         return FlagState.REFUSED
     return FlagState.NO_EFFECT if row.flags[0] in HARMLESS else FlagState.DEFAULT_ONLY
 
 
-# Defaults that replace those of Megatron-LM, which would train another model.
+# Defaults that replace defaults of Megatron-LM with which a different model would be trained.
 _DEFAULTS_HERE = {"--muon-coefficient-type": "simple"}
 
 
@@ -419,7 +422,7 @@ def flag_table() -> FlagTable:
 
 
 def refusal(flag: Flag) -> str:
-    """Returns the reason why a flag is rejected and its replacement, without "not supported"."""
+    """Returns the advice for a rejected flag: the reason, and a replacement if there is one."""
     for pattern, sentence in MISSING if flag.state is FlagState.DEFAULT_ONLY else REFUSALS:
         if re.match(pattern, flag.flags[0]):
             return sentence
@@ -427,7 +430,7 @@ def refusal(flag: Flag) -> str:
 
 
 def no_effect_notice(flags: list[Flag]) -> str:
-    """Returns a line that names accepted flags without an effect."""
+    """Formats the notice that names flags which are accepted without effect."""
     hints = [(flag.flags[0], NO_EFFECT_HINTS.get(flag.flags[0])) for flag in flags]
     names = [name if hint is None else f"{name} ({hint})" for name, hint in hints]
     return f"note: accepted without effect: {', '.join(names)}"

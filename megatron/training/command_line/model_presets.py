@@ -40,7 +40,7 @@ _TINY_WINDOW = 8
 
 @dataclass(frozen=True)
 class KnownModel:
-    """An entry of configs/index.yaml: the source of the settings, and the numbers of all and of active parameters."""
+    """An entry of configs/index.yaml: source of the settings, number of parameters, and number active per token."""
 
     name: str
     source: str
@@ -55,7 +55,7 @@ def known_models() -> list[KnownModel]:
 
 
 def preset_file(name: str) -> str:
-    """Returns the file of a preset. Raises CommandLineError with the nearest name for an unknown one."""
+    """Returns the path of a preset's file. Raises CommandLineError with the nearest name if it is unknown."""
     names = [model.name for model in known_models()]
     if name not in names:
         raise CommandLineError(
@@ -65,7 +65,7 @@ def preset_file(name: str) -> str:
 
 
 def table_of_models() -> str:
-    """Formats the output of --list-models."""
+    """Formats the table that --list-models prints."""
     rows = [("name", "parameters", "active", "source")]
     for model in known_models():
         rows.append((model.name, f"{model.parameters:,}", f"{model.active_parameters:,}", model.source))
@@ -76,8 +76,8 @@ def table_of_models() -> str:
 def tiny(preset: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the flags of a model with a few hundred thousand parameters that has every feature of a preset.
 
-    It keeps the ratio of query heads to key heads, the rotated share of a head, dense layers before expert layers,
-    expert groups, the number of shared experts, and the order of layers with sliding windows.
+    The model has the same ratio of query heads to key heads, rotated share of a head, dense layers before expert
+    layers, expert groups, number of shared experts, and order of layers with sliding windows.
     """
     values = dict(preset)
     values |= {"num_layers": _TINY_LAYERS, "hidden_size": _TINY_WIDTH, "ffn_hidden_size": _TINY_FFN}
@@ -98,7 +98,7 @@ def _tiny_heads(preset: Mapping[str, Any]) -> dict[str, Any]:
         return {name: size for name, size in _TINY_LATENT.items() if not (whole_queries and name == "q_lora_rank")}
     heads = preset["num_attention_heads"]
     groups = preset.get("num_query_groups") or heads
-    # Without groups there is no ratio to keep.
+    # Without groups, no ratio must be preserved.
     few = min(groups, _TINY_GROUPS if groups < heads else 2 * _TINY_GROUPS)
     return {
         "num_attention_heads": few * (heads // groups),

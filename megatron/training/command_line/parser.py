@@ -1,6 +1,6 @@
 """Implements the argument parser: arity and type of every known flag, help for working flags, and errors with advice.
 
-arguments.py defines the precedence of configuration files. validation.py and conflicts.py check flags against others.
+arguments.py defines the precedence of configuration files. validation.py and conflicts.py check combinations of flags.
 """
 
 import argparse
@@ -40,18 +40,18 @@ class FlagParser(argparse.ArgumentParser):
             super().print_help(file)
 
 
-# Arguments of released versions of Megatron-LM whose flags were removed there. Scripts still read them.
+# Arguments whose flags existed in released versions of Megatron-LM and were removed. Scripts still read them.
 _FORMER_ARGUMENTS = {"use_legacy_models": False, "moe_use_legacy_grouped_gemm": False}
 
 
 class RunArguments(argparse.Namespace):
-    """Parsed arguments. An argument of a rejected flag reads as its default, and is not among `vars`.
+    """Parsed arguments. Reading the argument of a rejected flag returns its default; `vars` does not contain it.
 
     Scripts written for Megatron-LM read such arguments to pass them on or to select a code path.
     """
 
     def __getattr__(self, name: str) -> Any:
-        """Returns the default of a rejected flag. Called for absent attributes only."""
+        """Returns the default of a rejected flag. Python calls this only for absent attributes."""
         defaults = _refused_defaults()
         if name not in defaults:
             raise _AbsentArgument(name, tuple(vars(self)))
@@ -59,7 +59,7 @@ class RunArguments(argparse.Namespace):
 
 
 class _AbsentArgument(AttributeError):
-    """Error about an absent argument. The nearest name is searched only when the message is read.
+    """Raised for an absent argument. Searches for the nearest name only when the message is formatted.
 
     argparse calls hasattr for every flag, and each search takes milliseconds.
     """
@@ -75,7 +75,7 @@ def _refused_defaults() -> dict[str, Any]:
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Formats help with wider lines and without line breaks inside flags."""
+    """Help formatter with wider lines and without line breaks inside flags."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=36, width=110)
@@ -88,7 +88,7 @@ REFUSED = "refused_flags"
 
 
 class _Refuse(argparse.Action):
-    """Collects rejection messages of given flags in the argument REFUSED."""
+    """Action of rejected flags. Collects their error messages in the argument REFUSED."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, *, flag: Flag, **spec: Any) -> None:
         # Accepts any number of words, so that the error is the rejection rather than a missing value.
@@ -101,7 +101,7 @@ class _Refuse(argparse.Action):
 
 
 class _StoreUnwrapped(argparse.Action):
-    """Stores a list of values, or the bare value of a single word for flags that allow it."""
+    """Action that stores a list of values, or a bare value if the flag accepts one and a single word is given."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, *, flag: Flag, **spec: Any) -> None:
         super().__init__(option_strings, dest, **spec)
@@ -115,17 +115,17 @@ class _StoreUnwrapped(argparse.Action):
 def build_parser(
     table: FlagTable, extra_args_provider: Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None] | None
 ) -> tuple[argparse.ArgumentParser, frozenset[str], list[str]]:
-    """Builds a parser for all flags of `table` and those that a script adds.
+    """Builds a parser for all flags of `table` and for flags that a script adds.
 
     Returns the parser, the names of the script's arguments, and the list to which the parser appends messages about
-    invalid values. A script may define a flag that is not supported here. For a working flag, argparse reports a
-    conflict.
+    invalid values. A script may define a flag that is unsupported here. If it redefines a working flag, argparse
+    reports a conflict.
     """
     others = len(table.flags) - len(table.in_state(FlagState.WORKS))
     own = FlagParser(
         prog=Path(sys.argv[0]).name,
         usage="%(prog)s [--config FILE] [flags]",
-        epilog=f"{others} more Megatron flags are known; docs/flags.md describes how each of them is treated.",
+        epilog=f"{others} more Megatron-LM flags are known; docs/flags.md describes how each of them is treated.",
         # A new flag could make an abbreviation ambiguous.
         allow_abbrev=False,
         formatter_class=_HelpFormatter,
@@ -135,7 +135,7 @@ def build_parser(
         group = parser.add_argument_group(title)
         for flag in flags:
             _add_flag(group, flag, mistakes=own.mistakes)
-    # Actions that the call adds belong to the script.
+    # Actions that extra_args_provider adds belong to the script.
     ours = {action.dest for action in parser._actions}
     if extra_args_provider is not None:
         parser = extra_args_provider(parser) or parser
@@ -151,7 +151,7 @@ def _add_unless_taken(parser: argparse.ArgumentParser, flag: Flag, *, mistakes: 
     try:
         _add_flag(parser, flag, mistakes=mistakes)
     except argparse.ArgumentError:
-        # The script has defined a flag of this name, which takes precedence.
+        # The script has defined a flag with this name, which takes precedence.
         return
 
 
@@ -184,7 +184,7 @@ def _argparse_type(flag: Flag, mistakes: list[str]) -> Callable[[str], Any]:
 
 
 def flag_help(flag: Flag) -> str:
-    """Returns the help text with the default for working flags; hides other flags."""
+    """Returns the help text of a working flag, with its default. Other flags are hidden from the help."""
     if flag.state is not FlagState.WORKS:
         return argparse.SUPPRESS
     # argparse formats help with %.
@@ -195,7 +195,10 @@ def flag_help(flag: Flag) -> str:
 
 
 def problems_of_leftovers(leftovers: Sequence[str], parser: argparse.ArgumentParser, *, table: FlagTable) -> list[str]:
-    """Returns error messages for unused words: unknown flags with the nearest known one, else the first word."""
+    """Returns error messages for unparsed words: one per unknown flag, with the nearest known flag.
+
+    If no word is a flag, the message names the first word.
+    """
     names = [word.partition("=")[0] for word in leftovers if word.startswith("-")]
     if leftovers and not names:
         return [f"unexpected word {leftovers[0]!r}: it does not belong to a flag"]
@@ -209,7 +212,7 @@ def _known_words(parser: argparse.ArgumentParser, table: FlagTable) -> list[str]
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """Returns the suffix of an error about an unknown name, with the nearest candidate; empty if none is near."""
+    """Returns a suffix for errors about an unknown name that suggests the nearest candidate; "" if none is near."""
     names = list(candidates)
     # A prefix of a candidate is preferred, even if another candidate is closer in edit distance.
     begun = difflib.get_close_matches(name, [one for one in names if one.startswith(name)], n=1)

@@ -1,8 +1,7 @@
-"""Publishes the arguments, timers, tokenizer and writers of this process's run to scripts, through
-megatron.training.global_vars.
+"""Holds this process's arguments, timers, tokenizer and writers, for scripts that import megatron.training.global_vars.
 
-Nothing inside megatron/ reads them, apart from the functions for scripts in scripts.py and checkpointing/scripts.py.
-pretrain() also passes the result of get_tensorboard_writer to a script's process_non_loss_data_func.
+Inside megatron/, only the functions for scripts read them (scripts.py and checkpointing/scripts.py). pretrain() also
+passes the result of get_tensorboard_writer to a script's process_non_loss_data_func.
 """
 
 import argparse
@@ -27,7 +26,7 @@ _HOLDER = _Holder()
 
 
 def publish_run(args: argparse.Namespace | None) -> None:
-    """Publishes the arguments of a run at its start, or None after its end."""
+    """Publishes the arguments of a run, or None after its end, and clears all other published objects."""
     if _HOLDER.tensorboard is not None:
         _HOLDER.tensorboard.close()
     _HOLDER.args, _HOLDER.tokenizer, _HOLDER.timers, _HOLDER.tensorboard = args, None, None, None
@@ -67,7 +66,7 @@ def get_tokenizer() -> Any:
 def get_tensorboard_writer() -> Any:
     """Returns a SummaryWriter for the --tensorboard-dir folder on the last rank, as in Megatron-LM; else None.
 
-    The first call opens it. The run's own scalars are written by the first rank through another writer.
+    The first call opens the writer. The run's own scalars are written by the first rank, with a separate writer.
     """
     args = get_args()
     is_last = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
@@ -82,14 +81,14 @@ def get_tensorboard_writer() -> Any:
 
 
 def get_wandb_writer() -> Any:
-    """Returns the module `wandb` on the rank that logs to Weights & Biases, during such a run; else None.
+    """Returns the module `wandb` on the last rank while the run logs to Weights & Biases, as in Megatron-LM; else None.
 
-    Its `log` adds points to the run. As in Megatron-LM, the last rank logs.
+    Its function `log` adds points to the run.
     """
     get_args()
     return _HOLDER.wandb
 
 
 def publish_wandb(writer: Any) -> None:
-    """Publishes the module `wandb` when it has a run, or None when the run has ended."""
+    """Publishes the module `wandb` after it has started a run, or None after the run has ended."""
     _HOLDER.wandb = writer

@@ -42,10 +42,10 @@ _MOST_PLANNED_RANKS = 1 << 18
 
 
 def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> argparse.Namespace:
-    """Completes and checks the arguments in place. `defaults` fill arguments that are None.
+    """Completes and checks the arguments in place. defaults: values for arguments that are None.
 
     Raises CommandLineError (a ValueError) with one line per problem, which names the flags and the correction. Every
-    rank raises the same error. After an error the arguments must not be used.
+    rank raises the same error. After an error, the arguments must not be used.
     """
     # A script's default never replaces a given value.
     for name, value in (defaults or {}).items():
@@ -63,8 +63,9 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
 
 
 def _replace(args: argparse.Namespace, values: Mapping[str, int | None]) -> list[str]:
-    """Sets arguments, or resets them to their defaults for None, so that other checks can continue. Returns their
-    flags.
+    """Replaces invalid arguments, so that other checks can continue, and returns their flags.
+
+    values: new value by argument name; None resets the argument to its default.
     """
     table = flag_table()
     for name, value in values.items():
@@ -77,7 +78,7 @@ def _names_any(flags: Iterable[str], problem: str) -> bool:
 
 
 def _derive_and_check(args: argparse.Namespace) -> list[str]:
-    """Fills in derived arguments, and returns a message for each contradiction."""
+    """Sets derived arguments, and returns an error message for each conflict."""
     problems = [*check_checkpoints(args), *check_data(args), *_check_sizes(args)]
     settle_tokenizer(args)
     settle_meanings(args)
@@ -98,10 +99,10 @@ def _derive_and_check(args: argparse.Namespace) -> list[str]:
     )
     for check in checks:
         problems += check(args)
-    # Configurations are built last, because they need the derived values.
+    # Configurations are built last, because they depend on the derived values.
     found = problems_of_configs(args)
     found = found or problems_of_call(partial(check_flex_backend, args))
-    # Configurations repeat some of the checks above with other messages. Only one message per leading flag is kept.
+    # Configurations repeat some of the checks above with different messages. One message per leading flag is reported.
     reported = {_first_flag(problem) for problem in problems}
     return problems + [problem for problem in found if _first_flag(problem) not in reported]
 
@@ -119,7 +120,7 @@ def _is_set(args: argparse.Namespace, name: str) -> bool:
 
 
 def check_required(args: argparse.Namespace) -> Iterator[str]:
-    """Yields missing model, sequence and batch sizes and, for training runs, a missing length and learning rate."""
+    """Yields errors for missing model, sequence and batch sizes and, in training runs, length and learning rate."""
     needed = _needed(args)
     all_needed = needed if args.skip_train else [*needed, "lr"]
     missing = [f"--{name.replace('_', '-')}" for name in all_needed if vars(args)[name] is None]
@@ -134,7 +135,7 @@ def check_required(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _needed(args: argparse.Namespace) -> list[str]:
-    """Returns the required arguments that are counts."""
+    """Returns the names of required arguments that must be positive integers."""
     sizes = ["num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"]
     return sizes if args.skip_train or args.train_samples is not None else [*sizes, "train_iters"]
 
@@ -147,7 +148,7 @@ def check_data(args: argparse.Namespace) -> Iterator[str]:
     # Megatron's scripts read the type from the arguments.
     args.dataloader_type = args.dataloader_type or "single"
     if args.dataloader_type == "external":
-        # A script with its own data needs no data flags.
+        # A script that provides the data requires no data flags.
         return
     if not config_from_args(DataConfig, args).names_data():
         yield "no data: give --data-path PREFIX, or --mock-data to train on synthetic tokens"
@@ -157,7 +158,7 @@ def check_data(args: argparse.Namespace) -> Iterator[str]:
 
 
 def settle_tokenizer(args: argparse.Namespace) -> None:
-    """Infers the tokenizer type for scripts that give only its files."""
+    """Sets the tokenizer type for scripts that give only the tokenizer's files."""
     if args.tokenizer_type is None and args.vocab_file is not None and args.merge_file is not None:
         args.tokenizer_type = "GPT2BPETokenizer"
 
@@ -166,17 +167,17 @@ def settle_tokenizer(args: argparse.Namespace) -> None:
 
 
 def _check_sizes(args: argparse.Namespace) -> list[str]:
-    """Runs dependent checks in order, and returns the messages of the first check that fails."""
+    """Checks layout, batches and length, which depend on each other. Returns the errors of the first failing check."""
     return [*check_layout(args)] or check_batches(args) or [*derive_length(args)]
 
 
 def check_layout(args: argparse.Namespace) -> Iterator[str]:
-    """Derives data_parallel_size and virtual_pipeline_model_parallel_size, and yields sizes that do not divide evenly.
+    """Derives data_parallel_size and virtual_pipeline_model_parallel_size, and yields errors about parallel sizes.
 
-    After an error the first is 1 or the second is None, so that other checks can continue.
+    After an error, the former is 1 or the latter is None, so that other checks can continue.
     """
     tensor_size, context_size = args.tensor_model_parallel_size, args.context_parallel_size
-    # As in Megatron-LM, scripts may leave it on when they vary the tensor-parallel size.
+    # As in Megatron-LM, scripts may leave --sequence-parallel on when they set the tensor-parallel size to 1.
     args.sequence_parallel = args.sequence_parallel and tensor_size > 1
     yield from problems_of_call(partial(_derive_replicas, args))
     if context_size > 1:
@@ -226,7 +227,7 @@ def layout_sizes(args: argparse.Namespace) -> dict[str, int]:
 
 
 def derive_virtual_stages(args: argparse.Namespace) -> Iterator[str]:
-    """Derives the virtual pipeline size from one of its flags; None without virtual stages, or if flags contradict."""
+    """Derives the virtual pipeline size from one of its flags. Sets None without virtual stages, or after an error."""
     layers, pieces = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
     stages, layout = args.pipeline_model_parallel_size, args.pipeline_model_parallel_layout
     args.virtual_pipeline_model_parallel_size = None
@@ -274,7 +275,7 @@ def _check_stages_of_layout(layout: str, stages: int) -> None:
 
 
 def check_batches(args: argparse.Namespace) -> list[str]:
-    """Sets the global batch size if unset, and checks every batch size of the run."""
+    """Sets the global batch size if it is unset, and returns errors about the batch sizes of the run."""
 
     def derive() -> None:
         if args.global_batch_size is None and args.step_batch_size_schedule is None:
@@ -294,7 +295,7 @@ def _check_evaluation_batch(args: argparse.Namespace) -> Iterator[str]:
 
 
 def batch_sizes(args: argparse.Namespace) -> NumMicroBatches:
-    """Returns the batch sizes of a run with these arguments. Raises CommandLineError for an impossible size."""
+    """Builds the batch-size schedule of a run. Raises CommandLineError for sizes that are not multiples of a round."""
     with flags_named_in_errors():
         schedule = build_batch_schedule(
             args.global_batch_size,
@@ -308,10 +309,10 @@ def batch_sizes(args: argparse.Namespace) -> NumMicroBatches:
 
 
 def derive_length(args: argparse.Namespace) -> Iterator[str]:
-    """Sets --train-iters from --train-samples, and yields schedules in another unit than the run's length."""
+    """Sets --train-iters from --train-samples, and yields errors for schedules in a different unit than the length."""
     if args.train_samples is not None:
         iterations = batch_sizes(args).running.iterations_within(args.train_samples)
-        # Equal after an earlier validation of the same arguments.
+        # Both are set and consistent if the same arguments were validated before.
         if args.train_iters not in (None, iterations):
             yield (
                 f"--train-iters is {args.train_iters} and --train-samples is {args.train_samples}: give only one "
@@ -339,7 +340,7 @@ def check_units(args: argparse.Namespace, *, other: str, unit: str) -> Iterator[
 
 
 def settle_meanings(args: argparse.Namespace) -> None:
-    """Sets arguments whose value follows from other flags, and prints a note about each."""
+    """Sets arguments whose values follow from other flags, and prints notes about changed and ineffective flags."""
     settled = (
         _settle_recompute,
         _settle_offload,
@@ -424,7 +425,7 @@ def _settle_wandb(args: argparse.Namespace) -> str | None:
 
 
 def _settle_adapters(args: argparse.Namespace) -> str | None:
-    """Notes adapter flags without an effect. Rejects none, because merged checkpoints have them."""
+    """Returns a note about adapter flags without effect. Not an error, because merged checkpoints store these flags."""
     given = [name for name in ("lora_alpha", "lora_target_modules") if _is_set(args, name)]
     if not given or args.lora_rank is not None:
         return None
@@ -436,7 +437,7 @@ def _settle_adapters(args: argparse.Namespace) -> str | None:
 
 
 def check_rotation(args: argparse.Namespace) -> Iterator[str]:
-    """Sets the position-embedding type from its older flag, and yields rotary settings without rotary positions."""
+    """Sets the position-embedding type from its older flag, and yields errors for rotary flags without rope."""
     if args.use_rotary_position_embeddings:
         args.position_embedding_type = "rope"
     if _is_set(args, "rope_scaling_factor") and not args.use_rope_scaling:
@@ -444,7 +445,7 @@ def check_rotation(args: argparse.Namespace) -> Iterator[str]:
     yield from name_yarn_once(args)
     if args.position_embedding_type == "rope":
         return
-    # Old scripts give it in addition to rope, where it has no effect.
+    # Old scripts add this flag to rope, where it has no effect.
     if not args.add_position_embedding and args.position_embedding_type != "none":
         yield "--no-position-embedding alone is no longer supported: add --position-embedding-type none"
     names = ("rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling")
@@ -455,7 +456,7 @@ def check_rotation(args: argparse.Namespace) -> Iterator[str]:
 
 
 def name_yarn_once(args: argparse.Namespace) -> Iterator[str]:
-    """Sets --rope-type if --position-embedding-type is yarn, which is a variant of rope."""
+    """Converts --position-embedding-type yarn to rope with --rope-type yarn, and yields errors for conflicts."""
     if args.position_embedding_type == "yarn":
         if args.rope_type == "rope":
             yield "--position-embedding-type is yarn and --rope-type is rope: drop one of them"
@@ -491,8 +492,8 @@ def check_attention(args: argparse.Namespace) -> Iterator[str]:
         )
     if args.multi_latent_attention and args.rotary_percent != 1:
         yield (
-            f"--rotary-percent is {args.rotary_percent}: drop it, because --multi-latent-attention rotates all "
-            "dimensions of --qk-pos-emb-head-dim"
+            f"--rotary-percent is {args.rotary_percent}: drop it, because --multi-latent-attention applies rotary "
+            "embeddings to all dimensions of --qk-pos-emb-head-dim"
         )
     if args.apply_wd_to_qk_layernorm and not args.qk_layernorm:
         yield "--apply-wd-to-qk-layernorm needs --qk-layernorm: add it, or drop --apply-wd-to-qk-layernorm"
@@ -505,7 +506,7 @@ def check_attention(args: argparse.Namespace) -> Iterator[str]:
 
 
 def check_experts(args: argparse.Namespace) -> Iterator[str]:
-    """Yields expert flags of a dense model, and a router that cannot learn."""
+    """Yields errors for expert flags of a dense model, for layer patterns, and for a router that cannot learn."""
     if args.num_experts is not None:
         yield from _check_layer_pattern(args)
         if not problems_of_config(RouterConfig, args) and config_from_args(RouterConfig, args).has_constant_weights:
@@ -520,7 +521,7 @@ def check_experts(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _check_layer_pattern(args: argparse.Namespace) -> list[str]:
-    """Checks which layers have experts. After an error assumes every layer, to continue other checks."""
+    """Checks --moe-layer-freq. After an error, sets it to 1, so that other checks can continue."""
     if problems_of_config(MoEConfig, args):
         return []
     wrong = problems_of_call(lambda: validate_moe_layer_freq(config_from_args(MoEConfig, args), args.num_layers))
@@ -530,13 +531,13 @@ def _check_layer_pattern(args: argparse.Namespace) -> list[str]:
 
 
 def check_flex_backend(args: argparse.Namespace) -> None:
-    """Checks the dispatcher's back end on all ranks, including those without experts, which would otherwise hang."""
+    """Raises an error on all ranks if the dispatcher's backend is unavailable. Ranks without experts would hang."""
     with without_memory() if args.dry_run else nullcontext():
         require_flex_backend(core_transformer_config_from_args(args))
 
 
 def check_upcycling_flags(args: argparse.Namespace) -> Iterator[str]:
-    """Yields missing flags that --moe-use-upcycling needs: experts, and a checkpoint to build them from."""
+    """Yields errors for missing flags that --moe-use-upcycling requires: experts, and a checkpoint to copy from."""
     if not args.moe_use_upcycling:
         return
     for flag, value in (("--num-experts", args.num_experts), ("--load", args.load or args.pretrained_checkpoint)):
@@ -545,7 +546,7 @@ def check_upcycling_flags(args: argparse.Namespace) -> Iterator[str]:
 
 
 def derive_shapes(args: argparse.Namespace) -> Iterator[str]:
-    """Sets head width and feed-forward width, because scripts expect them to be set."""
+    """Sets --kv-channels and --ffn-hidden-size if unset, because scripts read them."""
     if args.kv_channels is None and args.multi_latent_attention:
         args.kv_channels = args.qk_head_dim + args.qk_pos_emb_head_dim
     if args.kv_channels is None:
@@ -571,7 +572,7 @@ def check_schedule(args: argparse.Namespace) -> Iterator[str]:
                 f"--lr-wsd-decay-{unit} needs --lr-decay-style WSD, which is {args.lr_decay_style}: change one of them"
             )
         warmup, length = vars(args)[f"lr_warmup_{unit}"], vars(args)[f"train_{unit}"]
-        # The schedule checks warm-up against --lr-decay. Without it, the schedule has the run's length, checked here.
+        # The scheduler checks warm-up against --lr-decay. Without it, the schedule has the run's length, checked here.
         if args.lr_warmup_fraction is None and vars(args)[f"lr_decay_{unit}"] is None and length:
             if warmup >= length and warmup > 0:
                 yield (
@@ -613,7 +614,7 @@ def check_checkpoints(args: argparse.Namespace) -> Iterator[str]:
 
 
 def derive_run_state(args: argparse.Namespace) -> Iterator[str]:
-    """Sets the precision and the position at which the run starts."""
+    """Sets params_dtype and the counters at which the run starts, and yields errors for conflicting precisions."""
     if args.fp16 and args.bf16:
         yield "--fp16 and --bf16 are both given: choose one precision"
     if args.fp32_residual_connection and not (args.fp16 or args.bf16):
@@ -622,7 +623,7 @@ def derive_run_state(args: argparse.Namespace) -> Iterator[str]:
             "fp32; remove it"
         )
     args.params_dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
-    # Loading a checkpoint sets these to its position. Training does not change them.
+    # Loading a checkpoint sets these counters. Training does not change them.
     args.iteration = 0
     args.consumed_train_samples = 0
     args.consumed_valid_samples = 0
@@ -632,7 +633,7 @@ def derive_run_state(args: argparse.Namespace) -> Iterator[str]:
 
 
 def read_launcher(args: argparse.Namespace) -> None:
-    """Sets rank and world size from torchrun's environment; a single process is rank 0 of 1."""
+    """Sets rank and world size from torchrun's environment. Without torchrun, the process is rank 0 of 1."""
     args.rank = _launcher_number("RANK", default=0)
     started = _launcher_number("WORLD_SIZE", default=1)
     if args.world_size not in (None, started) and not (args.dry_run or args.fake_process_group):
@@ -640,7 +641,7 @@ def read_launcher(args: argparse.Namespace) -> None:
             f"--world-size is {args.world_size} but {started} ranks were started: use --world-size only with "
             "--dry-run or --fake-process-group, because torchrun sets the number of training ranks"
         )
-    # Checked before tables of all ranks are built, which would take minutes for more ranks.
+    # Checked first, because building the tables of all ranks would take minutes for more ranks.
     if args.world_size is not None and not 1 <= args.world_size <= _MOST_PLANNED_RANKS:
         raise CommandLineError(f"--world-size is {args.world_size}: must be from 1 to {_MOST_PLANNED_RANKS}")
     args.world_size = args.world_size or started
@@ -650,7 +651,10 @@ def read_launcher(args: argparse.Namespace) -> None:
 
 
 def check_fake_rank(args: argparse.Namespace) -> None:
-    """Raises CommandLineError if a single process cannot be that rank, or would save or load its invalid weights."""
+    """Checks the flags of --fake-process-group, and disables the check for NaN in losses and gradients.
+
+    Raises CommandLineError if the process cannot act as the rank, or if it would save or load a checkpoint.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise CommandLineError(
             "--fake-process-group runs a single process as one of many ranks: start it with python, not with torchrun"
@@ -663,7 +667,7 @@ def check_fake_rank(args: argparse.Namespace) -> None:
                 f"--{name.replace('_', '-')} and --fake-process-group are both given: a single rank has no "
                 "complete checkpoint, and its weights are invalid without the other ranks"
             )
-    # Without the other ranks' parts, sums are wrong and may be NaN.
+    # Without the contributions of other ranks, sums are wrong and may be NaN.
     args.check_for_nan_in_loss_and_grad = False
 
 

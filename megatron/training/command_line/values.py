@@ -13,7 +13,7 @@ _KIND_NAMES = {"int": "an integer", "float": "a number"}
 
 
 def value_of_word(flag: Flag, word: str) -> Any:
-    """Converts a word to the flag's value. Raises ValueError with a message for the user, without the flag's name."""
+    """Converts a word to the flag's value. Raises ValueError with a message that does not repeat the flag's name."""
     try:
         value = flag.parse(word)
     except ValueError as error:
@@ -27,7 +27,7 @@ def value_of_word(flag: Flag, word: str) -> Any:
 
 
 def _choice_error(flag: Flag, word: str) -> str | None:
-    """Explains why a value that Megatron-LM accepts is unavailable, or returns None for a value unknown there too."""
+    """Returns an error for a value that only Megatron-LM supports, or None if Megatron-LM does not know it either."""
     advice = VALUE_REFUSALS.get((flag.flags[0], word))
     if advice is not None:
         return f"{word!r} is not available here; {advice}"
@@ -39,14 +39,14 @@ def _choice_error(flag: Flag, word: str) -> str | None:
 
 
 def choice_names(flag: Flag) -> list[str]:
-    """Returns the allowed values of a flag as words; empty if any value is allowed."""
+    """Returns the allowed values of a flag as words. Empty if any value is allowed."""
     if isinstance(flag.default, enum.Enum) and flag.choices is None:
         return list(type(flag.default).__members__)
     return [text_of_value(choice) for choice in flag.choices or ()]
 
 
 def text_of_value(value: Any) -> str:
-    """Formats a value for the command line."""
+    """Formats a flag's value as on the command line."""
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, (list, tuple)):
@@ -55,7 +55,7 @@ def text_of_value(value: Any) -> str:
 
 
 def yaml_of_value(value: Any) -> Any:
-    """Converts a value to plain YAML data; the inverse of value_of_yaml."""
+    """Converts a flag's value to plain YAML data. Inverse of value_of_yaml."""
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, (list, tuple)):
@@ -64,7 +64,7 @@ def yaml_of_value(value: Any) -> Any:
 
 
 def value_of_yaml(flag: Flag, data: Any) -> Any:
-    """Converts YAML data to a flag's value. Raises ValueError with a message for the user if the type is wrong."""
+    """Converts YAML data to a flag's value. Raises ValueError with a message for users if the type is wrong."""
     # --print-config writes an empty value for "not set".
     if data is None and flag.default is None:
         return None

@@ -1,7 +1,7 @@
 """Reads configuration files of `--config file.yaml`, and writes the output of `--print-config`.
 
-Keys are the names that flags have in the parsed arguments, flat or below the group titles of --help. Files contain
-names, lists, numbers and words. All other YAML features are rejected, and the size of files is limited.
+Keys are the names of flags in the parsed arguments, either at the top level or below the group titles of --help. Files
+contain names, lists, numbers and words. Other YAML features are rejected, and the size of files is limited.
 """
 
 import argparse
@@ -27,7 +27,7 @@ _MERGE = f"{_PREFIX}merge"
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """SafeLoader that limits nesting and rejects duplicate keys, of which YAML would use the last."""
+    """SafeLoader that limits nesting, and rejects duplicate keys, of which YAML would silently use the last."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -54,7 +54,10 @@ class _PlainLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def check(self, node: yaml.Node, sizes: dict[yaml.Node, int | None]) -> int:
-        """Returns the number of values that a node expands to. sizes: those of visited nodes, None while visiting."""
+        """Checks a node and returns the number of values that it expands to.
+
+        sizes: results for nodes visited so far; None for a node that is being visited.
+        """
         if node in sizes:
             size = sizes[node]
             if size is None:
@@ -126,16 +129,16 @@ _InlineListDumper.add_representer(
 
 
 def read_config_file(path: str, *, table: FlagTable, script_dests: Set[str]) -> dict[str, Any]:
-    """Reads a file and returns its values by their names in the parsed arguments.
+    """Reads a configuration file and returns its values by argument name.
 
-    script_dests: names that a script added to the parser. Raises CommandLineError for an unreadable file, and with a
-    line for each unknown or rejected key and each value of the wrong type.
+    script_dests: names of arguments that a script added to the parser. Raises CommandLineError for an unreadable file,
+    and with a line for each unknown or rejected key and each value of the wrong type.
     """
     aliases = _aliases(table)
     values: dict[str, Any] = {}
     problems = []
     for key, data in _flatten(_load(path), path=path, table=table):
-        # Keys may be copied flags, with dashes.
+        # Keys may be copied from flags, with dashes.
         name = key.replace("-", "_")
         try:
             # argparse converts a string default to the type that the script requested.
@@ -150,7 +153,7 @@ def read_config_file(path: str, *, table: FlagTable, script_dests: Set[str]) -> 
         except ValueError as error:
             problems.append(f"{path}: {flag.dest}: {error}")
             continue
-        # The key is given both flat and below a title, or under two of its names.
+        # The value is given both at the top level and below a title, or under two names.
         if dest in values:
             problems.append(f"{path}: {dest} is given twice")
         values[dest] = value
@@ -191,7 +194,7 @@ def _flatten(content: dict[Any, Any], *, path: str, table: FlagTable) -> Iterato
 
 
 def _aliases(table: FlagTable) -> dict[str, Flag]:
-    """Returns flags by every name that a file may use: that of the argument, of the field, or of the flag."""
+    """Returns flags by every name that a file may use: names of arguments, fields and flags."""
     # Names of arguments take precedence over spellings, and working flags over others, hence reversed.
     aliases = {flag.dest: flag for flag in reversed(table.flags)}
     for flag in table.flags:
@@ -219,7 +222,7 @@ def _flag_of_key(name: str, table: FlagTable, *, aliases: dict[str, Flag], path:
 
 
 def config_text(args: argparse.Namespace, *, table: FlagTable, script_dests: Set[str]) -> str:
-    """Formats the arguments as YAML that `--config` reads back to the same arguments."""
+    """Formats the arguments as a YAML file from which `--config` restores the same arguments."""
     groups: dict[str, dict[str, Any]] = {}
     for flag in shown_flags(args, table):
         if flag.dest not in script_dests:
@@ -229,7 +232,7 @@ def config_text(args: argparse.Namespace, *, table: FlagTable, script_dests: Set
 
 
 def shown_flags(args: argparse.Namespace, table: FlagTable) -> list[Flag]:
-    """Returns the flags that make up a configuration: working flags, and others that differ from their default."""
+    """Returns the flags of which a configuration consists: working flags, and others with non-default values."""
     flags = [flag for flag in table.flags if flag.state is not FlagState.REFUSED and flag.dest not in NOT_IN_FILES]
     return [flag for flag in flags if flag.state is FlagState.WORKS or vars(args)[flag.dest] != flag.default]
 
@@ -239,7 +242,7 @@ _NOT_SETTINGS = ("rank", "local_rank", "iteration", "consumed_train_samples", "c
 
 
 def config_values(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the settings of a run as JSON values by argument name: those of --print-config, and those of scripts."""
+    """Returns the settings of a run as JSON values, by argument name: settings of --print-config and of scripts."""
     table = flag_table()
     known = {flag.dest: yaml_of_value(vars(args)[flag.dest]) for flag in shown_flags(args, table)}
     # Arguments that a script added, and derived ones such as the padded vocabulary.

@@ -1,1 +1,1 @@
-"""Counts the floating-point operations of a model, and provides the figures of the devices that execute them."""
+"""Counts the floating-point operations of a model, and describes the devices that execute them."""

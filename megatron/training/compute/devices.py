@@ -19,14 +19,14 @@ from megatron.training.command_line.parser import did_you_mean
 from megatron.training.command_line.yaml_config import plain_values
 
 DEVICES_FILE = Path(__file__).resolve().parents[2] / "configs" / "devices.yaml"
-# Environment variables: a file whose entries override those of DEVICES_FILE, and the device that plans are for.
+# Environment variables: a file whose entries override DEVICES_FILE, and the device for which runs are planned.
 FILE_VARIABLE, NAME_VARIABLE = "MEGATRON_DEVICES", "MEGATRON_PLAN_DEVICE"
 DEFAULT_NAME, CPU_NAME = "H100", "cpu"
-# The name that stands for the machine of this process.
+# The name of the machine on which this process runs.
 HERE = "here"
 _MAY_BE_NONE = ("bf16_tflops", "fp8_tflops")
 _SHARES = "attainable_"
-# Units by suffix of a field's name. A value above _MOST must have been given in another unit.
+# Units by suffix of a field's name. A value above _MOST was probably given in a different unit.
 _UNITS = {
     "_tflops": "10^12 operations per second",
     "_gib": "GiB",
@@ -38,7 +38,7 @@ _MOST = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """An entry of configs/devices.yaml, which documents its figures and their sources."""
+    """An entry of configs/devices.yaml, which documents the fields and their sources."""
 
     name: str
     bf16_tflops: float | None
@@ -60,7 +60,7 @@ class Device:
 
     @property
     def memory_bytes(self) -> int:
-        """Total memory of the device."""
+        """Total memory of the device, in bytes."""
         return int(self.memory_gib * 2**30)
 
     @property
@@ -69,20 +69,25 @@ class Device:
         return self.host_gb_s * 1e9 * self.attainable_link
 
     def tflops(self, dtype: str) -> float:
-        """Peak 10^12 operations per second of dense bf16, fp16, fp8 or fp32 products. Raises ValueError if unknown."""
+        """Returns the peak of dense matrix multiplications in a dtype, in 10^12 operations per second.
+
+        dtype: bf16, fp16, fp8 or fp32. Raises ValueError if the peak is unknown.
+        """
         value = {"bf16": self.bf16_tflops, "fp16": self.bf16_tflops, "fp8": self.fp8_tflops, "fp32": self.fp32_tflops}
         if dtype not in value:
             raise ValueError(f"dtype is {dtype}: must be one of {', '.join(value)}")
         peak = value[dtype]
         if peak is None:
-            raise ValueError(f"{self.name} has no peak of {dtype} products: choose a device that computes in {dtype}")
+            raise ValueError(
+                f"{self.name} does not support {dtype} matrix multiplications: choose a device that computes in {dtype}"
+            )
         return peak
 
 
 def known_devices(environment: Mapping[str, str] | None = None) -> list[Device]:
-    """Returns the devices of the file that MEGATRON_DEVICES names, then the others of configs/devices.yaml, in order.
+    """Returns the devices in the file named by MEGATRON_DEVICES, followed by other devices of configs/devices.yaml.
 
-    environment: the process's own by default. Raises CommandLineError naming file, entry, field and value of a mistake.
+    environment: defaults to os.environ. Raises CommandLineError naming file, entry, field and value of an error.
     """
     path = (os.environ if environment is None else environment).get(FILE_VARIABLE)
     own = devices_of_file(Path(path)) if path else []
@@ -90,7 +95,7 @@ def known_devices(environment: Mapping[str, str] | None = None) -> list[Device]:
 
 
 def planned_device(environment: Mapping[str, str] | None = None) -> Device:
-    """Returns the device of MEGATRON_PLAN_DEVICE, H100 by default; "here" means this machine.
+    """Returns the device named by MEGATRON_PLAN_DEVICE, which defaults to H100. "here" means this machine.
 
     Raises CommandLineError for unknown names.
     """
@@ -100,9 +105,9 @@ def planned_device(environment: Mapping[str, str] | None = None) -> Device:
 
 
 def device_of_name(name: str, *, source: str, environment: Mapping[str, str] | None = None) -> Device:
-    """Returns the device of a name, which may be "here".
+    """Returns the device with a name, which may be "here".
 
-    Raises CommandLineError for unknown names; source: flag or variable to blame.
+    source: flag or variable that contains the name, for errors. Raises CommandLineError for unknown names.
     """
     devices = {device.name: device for device in known_devices(environment)}
     if name == HERE:
@@ -117,18 +122,19 @@ def device_of_name(name: str, *, source: str, environment: Mapping[str, str] | N
 
 
 def peak_bf16_tflops(product: str) -> float | None:
-    """Returns the peak 10^12 dense bf16 operations per second of a GPU, or None if the table lacks it.
+    """Returns the peak of a GPU's dense bf16 matrix multiplications, in 10^12 operations per second.
 
-    Raises CommandLineError for a mistake in the file of MEGATRON_DEVICES.
+    product: name of the GPU. Returns None if the table does not list it. Raises CommandLineError for an error in the
+    file named by MEGATRON_DEVICES.
     """
     gpus = (device for device in known_devices() if device.name != CPU_NAME)
     return next((device.bf16_tflops for device in gpus if device.name in product), None)
 
 
 def devices_of_file(path: Path) -> list[Device]:
-    """Reads the entries of a file in order.
+    """Reads the devices of a file, in order.
 
-    Raises CommandLineError naming file, entry, field and value of a mistake.
+    Raises CommandLineError naming file, entry, field and value of an error.
     """
     try:
         entries = plain_values(path.read_text(encoding="utf-8"))
@@ -185,7 +191,7 @@ def _right(field: str) -> str:
 
 def _device_here(devices: Mapping[str, Device], *, source: str) -> Device:
     if not torch.cuda.is_available():
-        # The entry of the table has the links, which one process cannot measure.
+        # The table's entry describes the links, which a single process cannot measure.
         return replace(devices[CPU_NAME], **cpu_figures(rounds=5))
     product = torch.cuda.get_device_name()
     found = next((one for name, one in devices.items() if name != CPU_NAME and name in product), None)
@@ -198,9 +204,9 @@ def _device_here(devices: Mapping[str, Device], *, source: str) -> Device:
 
 
 def cpu_figures(rounds: int) -> dict[str, Any]:
-    """Measures one thread of this machine's CPU: fields of a Device, without those of links between processes.
+    """Measures one thread of this machine's CPU, and returns the fields of a Device except links between processes.
 
-    rounds: runs of each measurement, of which the fastest counts, because other processes only slow a run down.
+    rounds: number of runs of each measurement. The fastest run counts, because other processes only slow a run down.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -243,7 +249,7 @@ def _attention_tflops(rounds: int) -> float:
     batch, heads, tokens, size = 4, 4, 256, 64
     query = torch.ones(batch, heads, tokens, size, dtype=torch.float32)
     seconds = _best_seconds(lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True), rounds)
-    # Two products of 2 operations each; the causal mask halves them.
+    # Two matrix multiplications with 2 operations per multiply-add. The causal mask halves both.
     return 2 * batch * heads * tokens**2 * size / seconds / 1e12
 
 

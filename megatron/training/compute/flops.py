@@ -1,6 +1,6 @@
-"""Counts a model's parameters and the floating-point operations of its matrix products.
+"""Counts a model's parameters and the floating-point operations of its matrix multiplications.
 
-devices.py has the peaks of devices. Times are measured elsewhere.
+devices.py lists the peaks of devices.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from megatron.core.process_groups_config import group_size
 from megatron.core.transformer.moe_config import layers_with_experts
 from megatron.core.transformer.mtp_config import with_mtp_layers
 
-# A multiply-add is two operations. Backward computes one product for the input, and one for weights unless frozen.
+# A multiply-add is two operations. Backward computes one GEMM for the input, and one for weights that are not frozen.
 _FLOPS_PER_MULTIPLY_ADD = 2
 _PASSES, _PASSES_OF_FROZEN = 3, 2
 
@@ -27,13 +27,13 @@ def num_floating_point_operations(
     seqlen_squared_sum_in_batch: float | None = None,
     total_real_tokens_in_batch: float | None = None,
 ) -> float:
-    """Returns the operations of forward and backward over `batch_size` samples for the GPT of the flags, on all ranks.
+    """Returns the operations of forward and backward over `batch_size` samples, summed over all ranks.
 
-    Counts the matrix products, and half of attention's score matrix because of the causal mask. Ignores sliding
+    Counts matrix multiplications, with half of attention's score matrix because of the causal mask. Ignores sliding
     windows, boundaries of packed samples, dropped tokens and recomputation. With --lora-rank, weights have no gradients
-    and adapters are ignored. seqlen_squared_sum_in_batch, total_real_tokens_in_batch: the sum of squared lengths of
-    packed documents, to which the cost of attention scores is proportional, and the number of tokens without padding;
-    None means whole samples of --seq-length.
+    and adapters are ignored. seqlen_squared_sum_in_batch: sum of squared lengths of packed documents, to which the cost
+    of attention scores is proportional. total_real_tokens_in_batch: number of tokens without padding. None for either
+    means whole samples of --seq-length.
     """
     has_experts = layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
     has_experts = with_mtp_layers(has_experts, args.mtp_num_layers)
@@ -45,11 +45,11 @@ def num_floating_point_operations(
         products += moe_layers * _moe_products(args)
     further = num_layers - args.num_layers
     products += (1 + further) * args.hidden_size * args.padded_vocab_size
-    # Multi-token prediction joins hidden states and embeddings.
+    # Multi-token prediction projects concatenated hidden states and embeddings.
     products += further * 2 * args.hidden_size * args.hidden_size
     passes = _PASSES if args.lora_rank is None else _PASSES_OF_FROZEN
     tokens: float = batch_size * args.seq_length
-    # The score products of a token are those of a sample of seq_length.
+    # The score operations are counted per token of a sample of seq_length.
     scored = tokens if seqlen_squared_sum_in_batch is None else seqlen_squared_sum_in_batch / args.seq_length
     if total_real_tokens_in_batch is not None:
         tokens = total_real_tokens_in_batch
@@ -57,7 +57,7 @@ def num_floating_point_operations(
 
 
 def _score_products(args: argparse.Namespace) -> int:
-    """Forward multiply-adds per token of a layer's two products over all positions, half of which are masked."""
+    """Returns a layer's forward multiply-adds per token for attention scores and values, half of them masked."""
     if args.multi_latent_attention:
         # Keys and values have different widths.
         widths = args.qk_head_dim + args.qk_pos_emb_head_dim + args.v_head_dim
@@ -66,7 +66,7 @@ def _score_products(args: argparse.Namespace) -> int:
 
 
 def _attention_products(args: argparse.Namespace) -> int:
-    """Forward multiply-adds per token of a layer's attention projections."""
+    """Returns a layer's forward multiply-adds per token for the attention projections."""
     if args.multi_latent_attention:
         return _latent_attention_products(args)
     query = args.kv_channels * args.num_attention_heads
@@ -99,7 +99,7 @@ def _moe_products(args: argparse.Namespace) -> int:
 def count_parameters(
     model: Sequence[nn.Module], args: argparse.Namespace, *, mp_group: dist.ProcessGroup | None = None
 ) -> tuple[int, int]:
-    """Returns the numbers of all parameters and of active parameters, with only top-k routed experts. Collective.
+    """Returns the number of parameters, and the number that is active per token (top-k routed experts). Collective.
 
     model: this rank's chunks. mp_group: the ranks that hold the other parts. Vocabulary padding is not counted.
     """
@@ -112,8 +112,8 @@ def count_parameters(
 
 
 def parameters_by_key(model: Sequence[nn.Module]) -> dict[str, int]:
-    """Returns the number of elements of each logical tensor with a part in these chunks, without vocabulary padding."""
-    # By logical tensor, so that a tied or sharded weight counts once.
+    """Returns the total number of elements of each logical tensor with a shard in these chunks, without padding."""
+    # Keyed by logical tensor, so that a tied or sharded weight counts once.
     return {
         piece.key: math.prod(piece.global_shape)
         for chunk in model
@@ -123,7 +123,10 @@ def parameters_by_key(model: Sequence[nn.Module]) -> dict[str, int]:
 
 
 def count_of(sizes: Mapping[str, int], args: argparse.Namespace) -> tuple[int, int]:
-    """Returns the numbers of all and of active parameters. sizes: parameters_by_key of the whole model."""
+    """Returns the number of parameters, and the number that is active per token.
+
+    sizes: result of parameters_by_key for the whole model.
+    """
     routed = sum(size for key, size in sizes.items() if ".mlp.experts." in key)
     total = sum(sizes.values())
     idle = routed * (args.num_experts - args.moe_router_topk) // args.num_experts if args.num_experts else 0

@@ -1,17 +1,17 @@
-"""Checkpoint settings: folders to save to and load from, and the content of checkpoints."""
+"""Defines checkpoint settings: folders to save to and load from, and the content of checkpoints."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megatron.core.config_field import config_field, validate_fields
 
-# Settings that concern only a run's first load, with the values that continue the run from its own checkpoints.
+# Settings that apply only to a run's first load, and the values with which the run continues from its own checkpoints.
 CONTINUE_RUN: dict[str, Any] = {"finetune": False, "ckpt_step": None, "no_load_optim": False, "no_load_rng": False}
 
 
 @dataclass(kw_only=True)
 class CheckpointConfig:
-    """Folders and contents of the checkpoints that are saved and loaded."""
+    """Folders and contents of checkpoints to save and load."""
 
     cli_group: ClassVar[str] = "checkpointing"
 
@@ -33,10 +33,10 @@ class CheckpointConfig:
     ckpt_fully_parallel_save: bool = config_field(
         True,
         flags=("--no-ckpt-fully-parallel-save",),
-        help="Let the lowest rank that holds a tensor write it, instead of spreading writes over all such ranks.",
+        help="Let the lowest rank that holds a tensor write it, instead of distributing the writes among its holders.",
     )
     ckpt_fully_parallel_load: bool = config_field(
-        False, help="Let only one of the ranks that need the same tensor read it, and send it to the others."
+        False, help="Let a single rank read a tensor that several ranks need, and send it to the others."
     )
     dist_ckpt_strictness: str = config_field(
         "assume_ok_unexpected",
@@ -51,7 +51,7 @@ class CheckpointConfig:
         help="Handling of keys that the checkpoint lacks (unexpected) and of keys that the run does not use (missing).",
     )
     dist_ckpt_optim_fully_reshardable: bool = config_field(
-        False, help="Accepted without an effect: the optimizer state always loads under any layout."
+        False, help="Accepted without effect: the optimizer state can always be loaded under any layout."
     )
     load: str | None = config_field(
         None, help="Folder to continue from. If it is empty or absent, the run starts from scratch."
@@ -68,7 +68,7 @@ class CheckpointConfig:
         help="Initialize an MoE model from the dense checkpoint in --load: each expert is a copy of the dense layer.",
     )
     ckpt_step: int | None = config_field(None, help="Load this step instead of the latest.", at_least=0)
-    use_checkpoint_args: bool = config_field(False, help="Adopt the model's shape from the checkpoint in --load.")
+    use_checkpoint_args: bool = config_field(False, help="Use the model's shape from the checkpoint in --load.")
     exit_on_missing_checkpoint: bool = config_field(
         False, help="Stop if --load holds no checkpoint, instead of starting from scratch."
     )

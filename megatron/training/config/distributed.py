@@ -1,4 +1,4 @@
-"""Settings of a run's processes: virtual pipeline stages, process groups, and data parallelism."""
+"""Defines settings of a run's processes: virtual pipeline stages, process groups, and data parallelism."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,7 +8,7 @@ from megatron.core.config_field import config_field, validate_fields
 
 @dataclass(kw_only=True)
 class VirtualStagesConfig:
-    """Virtual stages of a pipeline stage, by number of layers or of stages."""
+    """Number of virtual stages per pipeline stage, given directly or as a number of layers."""
 
     cli_group: ClassVar[str] = "parallel layout"
 
@@ -38,7 +38,7 @@ class DistributedConfig:
     use_gloo_process_groups: bool = config_field(
         True,
         flags=("--disable-gloo-process-groups",),
-        help="With GPUs, use NCCL only. Otherwise errors and file lists are exchanged over gloo, without the GPU.",
+        help="With GPUs, use NCCL only, instead of exchanging errors and file lists over gloo on the CPU.",
     )
     use_tp_pp_dp_mapping: bool = config_field(
         False, help="Order ranks by pipeline stage before data-parallel rank, which places stages closer together."
@@ -46,7 +46,7 @@ class DistributedConfig:
     fake_process_group: bool = config_field(
         False,
         help="Run a single rank (RANK, default 0) of --world-size or WORLD_SIZE ranks without communication. "
-        "Memory and time are real, losses are not.",
+        "Memory and time are meaningful, losses are not.",
     )
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class DistributedConfig:
 
 @dataclass(kw_only=True)
 class ShardedParametersConfig:
-    """Selects sharding of parameters over data-parallel ranks. FullyShardConfig has the details."""
+    """Selects sharding of parameters over data-parallel ranks. FullyShardConfig defines the details."""
 
     cli_group: ClassVar[str] = "data parallelism"
 
@@ -70,7 +70,7 @@ class ShardedParametersConfig:
 
 @dataclass(kw_only=True)
 class GradientReductionConfig:
-    """Gradient-reduction flags that DistributedDataParallelConfig has under other names."""
+    """Flags of gradient reduction whose fields in DistributedDataParallelConfig have different names."""
 
     cli_group: ClassVar[str] = "data parallelism"
 

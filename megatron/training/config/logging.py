@@ -1,4 +1,4 @@
-"""Settings of reports (log, TensorBoard, timers, profiles, memory) and of Python's garbage collection."""
+"""Defines settings of reports (log, TensorBoard, timers, profiles, memory) and of Python's garbage collection."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,7 +8,7 @@ from megatron.core.config_field import config_field, validate_fields
 
 @dataclass(kw_only=True)
 class LoggingConfig:
-    """Reports during training."""
+    """Log lines, TensorBoard and Weights & Biases points, timers, and other reports during training."""
 
     cli_group: ClassVar[str] = "logging"
 
@@ -20,7 +20,7 @@ class LoggingConfig:
         choices=("megatron", "compact"),
     )
     log_throughput: bool = config_field(
-        False, help="Log TFLOP/s per device, and the share of the bf16 peak of a known GPU."
+        False, help="Log TFLOP/s per device and, for known GPUs, the share of the bf16 peak."
     )
     log_params_norm: bool = config_field(False, help="Log the 2-norm of all parameters after each step.")
     log_num_zeros_in_grad: bool = config_field(False, help="Log the number of gradient elements that are exactly zero.")
@@ -40,7 +40,7 @@ class LoggingConfig:
     tensorboard_dir: str | None = config_field(None, help="Folder for TensorBoard files; unset: none are written.")
     tensorboard_log_interval: int = config_field(1, help="Steps between TensorBoard points.", at_least=1)
     tensorboard_queue_size: int = config_field(
-        1000, help="TensorBoard points held in memory before they are written.", at_least=1
+        1000, help="Number of TensorBoard points buffered in memory before they are written.", at_least=1
     )
     log_timers_to_tensorboard: bool = config_field(False, help="Write the timers of --timing-log-level to TensorBoard.")
     log_loss_scale_to_tensorboard: bool = config_field(
@@ -76,7 +76,7 @@ class LoggingConfig:
 
     @property
     def is_compact(self) -> bool:
-        """Whether the console shows short lines, without notes that every run has."""
+        """Whether the console shows short lines, without the notes that Megatron-LM's format prints in every run."""
         return self.log_format == "compact"
 
 
@@ -87,7 +87,7 @@ class ProfilingConfig:
     cli_group: ClassVar[str] = "profiling"
 
     profile: bool = config_field(
-        False, help="Profile steps, with --use-pytorch-profiler to a file, otherwise for nsys (cudaProfilerApi)."
+        False, help="Profile steps for nsys (cudaProfilerApi), or to a file with --use-pytorch-profiler."
     )
     profile_step_start: int = config_field(10, help="Completed steps before recording starts.", at_least=0)
     profile_step_end: int = config_field(12, help="Last step to record.", at_least=1)

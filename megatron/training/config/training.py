@@ -1,4 +1,4 @@
-"""Settings of a training run: sources of settings, length and batches, bad steps, and memory plans."""
+"""Defines settings of a training run: sources of settings, length and batches, bad steps, and memory plans."""
 
 import signal
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from megatron.core.config_field import config_field, validate_fields
 
 @dataclass(kw_only=True)
 class CommandLineConfig:
-    """Other sources of settings, and flags that print settings or models."""
+    """Configuration files and presets, and flags that print settings or models."""
 
     cli_group: ClassVar[str] = "configuration file"
 
@@ -18,7 +18,7 @@ class CommandLineConfig:
     )
     print_config: bool = config_field(False, help="Print all settings as YAML that --config reads back, and exit.")
     model: str | None = config_field(
-        None, help="Name of a model whose flags to use; --config and the command line take precedence."
+        None, help="Use the flags of a named model; --config and the command line take precedence."
     )
     model_scale: str | None = config_field(
         None, choices=("full", "tiny"), help="tiny: a small model with every feature of --model, for tests."
@@ -60,7 +60,7 @@ class TrainingConfig:
     )
     train_iters: int | None = config_field(None, help="Number of training steps.", at_least=0)
     train_samples: int | None = config_field(
-        None, help="Train on this many samples instead of --train-iters. Schedules are then in samples too.", at_least=1
+        None, help="Train on this many samples instead of --train-iters. Schedules then also use samples.", at_least=1
     )
     exit_interval: int | None = config_field(
         None, help="Save and exit after a step whose number is a multiple of this.", at_least=1
@@ -93,17 +93,17 @@ class TrainingConfig:
     )
     iterations_to_skip: list[int] = config_field(
         default_factory=list,
-        help="Skip the step after each of these numbers of completed steps: its batches are read but not trained on.",
+        help="Numbers of completed steps after which a step is skipped: its batches are read but not trained on.",
         at_least=0,
         nargs="+",
     )
     use_mcore_models: bool = config_field(
-        False, dest="deprecated_use_mcore_models", help="Accepted for old scripts, without an effect."
+        False, dest="deprecated_use_mcore_models", help="Accepted for old scripts, without effect."
     )
     transformer_impl: str = config_field(
         "local",
         choices=("local", "transformer_engine"),
-        help="Layer implementation: this project's, or that of the package transformer_engine, which needs a GPU.",
+        help="Layer implementation: local, or the package transformer_engine, which requires a GPU.",
     )
 
     def __post_init__(self) -> None:
@@ -112,7 +112,7 @@ class TrainingConfig:
 
 @dataclass(kw_only=True)
 class BatchScheduleConfig:
-    """Growth of the global batch size by at most one of two schedules."""
+    """Growth of the global batch size, by at most one of two schedules."""
 
     cli_group: ClassVar[str] = "training"
 
@@ -136,7 +136,7 @@ class BatchScheduleConfig:
 
 @dataclass(kw_only=True)
 class FaultConfig:
-    """Handling of non-finite losses and gradients, loss spikes, differing replicas, and slow ranks."""
+    """Handling of non-finite losses and gradients, loss spikes, diverging replicas, and slow ranks."""
 
     cli_group: ClassVar[str] = "faults"
 
@@ -148,15 +148,15 @@ class FaultConfig:
     )
     loss_spike_rewind: float | None = config_field(
         None,
-        help="Rewind to the last checkpoint, and skip the data since, when a loss exceeds this many times the "
-        "median of the last 100 steps; unset: never.",
+        help="When a loss exceeds this many times the median of the last 100 steps, rewind to the last checkpoint and "
+        "skip the data since then; unset: never.",
         more_than=1,
     )
     max_rewinds: int = config_field(3, help="Maximum number of rewinds. The next bad step ends the run.", at_least=1)
     check_weight_hash_across_dp_replicas_interval: int | None = config_field(
         None, help="Steps between comparisons of the weights of all replicas; unset: none.", at_least=1
     )
-    log_straggler: bool = config_field(False, help="Log ranks that stay slower than others. Sets --timing-log-level 1.")
+    log_straggler: bool = config_field(False, help="Log persistently slow ranks. Sets --timing-log-level 1.")
 
     def __post_init__(self) -> None:
         validate_fields(self)
@@ -164,7 +164,7 @@ class FaultConfig:
 
 @dataclass(kw_only=True)
 class DryRunConfig:
-    """Memory plans that are printed instead of training."""
+    """Settings of --dry-run, which prints a memory plan instead of training."""
 
     cli_group: ClassVar[str] = "plan"
 

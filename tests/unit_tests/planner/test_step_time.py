@@ -82,7 +82,7 @@ def test_a_kernel_takes_the_longest_of_arithmetic_bytes_and_launch() -> None:
     assert kernel_seconds(replace(product, num_bytes=4e9), DEVICE) == 4.0
     assert kernel_seconds(replace(product, unit=Unit.MEMORY), DEVICE) == 1.0
     assert kernel_seconds(replace(product, unit=Unit.MEMORY), replace(DEVICE, kernel_us=2e6)) == 2.0
-    with pytest.raises(ValueError, match="round has no peak of fp8 products"):
+    with pytest.raises(ValueError, match="round does not support fp8 matrix multiplications"):
         kernel_seconds(replace(product, dtype="fp8"), DEVICE)
 
 

@@ -171,7 +171,7 @@ def test_help_groups_working_flags_and_hides_the_rest(
     assert "(default: 1234)" in text
     assert "--nvtx-ranges" not in text and "--rl-profile" not in text
     known = [flag for flag in flag_table().in_state(FlagState.WORKS) if flag.known is not None]
-    assert f"{852 - len(known)} more Megatron flags" in text
+    assert f"{852 - len(known)} more Megatron-LM flags" in text
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(SystemExit):
