@@ -16,7 +16,7 @@ def model_provider(
     config: Any = None,
     pg_collection: Any = None,
 ) -> nn.Module:
-    """Returns the part of the run's model that `model_builder` builds, such as gpt_builders.gpt_builder.
+    """Builds a part of the run's model with `model_builder`, such as gpt_builders.gpt_builder.
 
     Scripts bind the builder: pretrain(datasets_provider, partial(model_provider, gpt_builder), ...).
     """

@@ -1,4 +1,4 @@
-"""Pretrains a GPT: builds the model, reads batches and computes the loss. megatron.training does everything else.
+"""Pretrains a GPT: builds the model, reads batches and computes the loss. megatron.training implements the rest.
 
 torchrun --nproc-per-node 2 pretrain_gpt.py --num-layers 4 --hidden-size 256 ... (--help lists the flags)
 """
@@ -25,15 +25,19 @@ from megatron.training.utils import get_batch_on_this_cp_rank
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, *, vp_stage: int | None = None) -> GPTModel:
-    """Builds a part of the command line's model: with the embedding, with the output layer, and for that chunk."""
+    """Builds a part of the GPT model that the command line describes.
+
+    pre_process: whether to include the embedding. post_process: whether to include the output layer. vp_stage: index of
+    the model chunk.
+    """
     return build_gpt(get_args(), pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
 
 
 def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None, device: torch.device) -> dict[str, torch.Tensor]:
     """Returns the next microbatch on `device`: tokens, labels, position_ids [B, S] int64, loss_mask [B, S] fp32.
 
-    Under --reset-attention-mask also attention_mask [B, 1, S, S] bool, or cu_seqlens [n + 1] int32, on the CPU.
-    Under --context-parallel-size, this rank's part of each sequence. Empty for stages that read nothing.
+    With --reset-attention-mask, also returns attention_mask [B, 1, S, S] bool, or cu_seqlens [n + 1] int32 on the CPU.
+    With --context-parallel-size, returns this rank's part of each sequence. Returns {} on stages that read no batches.
     """
     if data_iterator is None:
         return {}
@@ -45,9 +49,9 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None, device: t
 def loss_func(
     loss_mask: torch.Tensor, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Returns the summed loss, the number of tokens, and the values to log, from per-token losses.
+    """Sums per-token losses. Returns the sum [], the number of tokens [], and "lm loss" [2] (sum, count) to log.
 
-    loss_mask: [B, S], fp32. output: [B, S], fp32. Returns tensors [], [], and "lm loss" [2] (sum, count).
+    loss_mask: [B, S], fp32. output: per-token losses, [B, S], fp32.
     """
     mask = loss_mask.view(-1)
     loss = torch.sum(output.float().view(-1) * mask)
@@ -58,9 +62,9 @@ def loss_func(
 def forward_step(
     data_iterator: Iterator[dict[str, torch.Tensor]] | None, model: torch.nn.Module
 ) -> tuple[torch.Tensor, partial[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]]:
-    """Runs one microbatch. Returns per-token losses, [B, S], fp32, and the function that sums them.
+    """Runs forward of one microbatch. Returns per-token losses, [B, S], fp32, and the function that sums them.
 
-    Stages before the last return hidden states [S, B, H], parameter dtype, and their function is not called.
+    Stages before the last return hidden states [S, B, H] in the parameters' dtype, and their function is not called.
     """
     with get_timers()("batch-generator", log_level=2):
         batch = get_batch(data_iterator, default_device())
@@ -85,9 +89,7 @@ def train_valid_test_datasets_provider(train_valid_test_num_samples: list[int]) 
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command line `argv`, or the process's own. After an error, prints one line and exits with a non-zero
-    status.
-    """
+    """Trains with the command line `argv`, which defaults to sys.argv. After an error, exits with a non-zero status."""
     with exit_on_user_error():
         pretrain(
             train_valid_test_datasets_provider,

@@ -1,10 +1,11 @@
 """Recovers from bad steps (non-finite losses or gradients, loss spikes): stops, skips or rewinds.
 
-step/statistics.py detects bad losses, core/distributed/consistency.py bad gradients, and watch_loss loss spikes.
+step/statistics.py detects non-finite losses, core/distributed/consistency.py non-finite gradients, and watch_loss loss
+spikes.
 
 [Note: rewinding] A run that rewinds loads its last checkpoint in place, like a resumed run, and repeats the steps up
-to the bad one bit for bit. Skipped samples count as consumed: they advance the batch-size schedule and --train-samples,
-but not the learning rate.
+to the bad step with bit-identical results. Skipped samples count as consumed: they advance the batch-size schedule and
+--train-samples, but not the learning rate.
 """
 
 import statistics
@@ -30,7 +31,7 @@ NON_FINITE = (NonFiniteLossError, NonFiniteGradientError)
 
 
 class LossSpikeError(RuntimeError):
-    """A loss spike after which the run cannot rewind; raised on every rank."""
+    """Raised on every rank after a loss spike if the run cannot rewind."""
 
 
 def check_weight_hashes(run: TrainingRun) -> None:
@@ -43,7 +44,7 @@ def check_weight_hashes(run: TrainingRun) -> None:
 
 
 def skip_batches(run: TrainingRun) -> None:
-    """Reads and drops batches at the current data position that are marked as skipped."""
+    """Reads and discards batches at the current data position, as long as they are marked to be skipped."""
     while run.state.consumed_train_samples in run.recovery.skipped_positions:
         if run.train_iterator is not None:
             for _ in range(run.num_microbatches):
@@ -52,7 +53,7 @@ def skip_batches(run: TrainingRun) -> None:
 
 
 def skip_step(run: TrainingRun, error: RuntimeError) -> None:
-    """Discards the gradients of a non-finite step; raises `error` if the step may not be skipped."""
+    """Discards the gradients of a non-finite step and counts it as skipped. Raises `error` if that is not allowed."""
     run.recovery.num_skipped_in_a_row += 1
     if not run.recovery.may_skip():
         raise error
@@ -61,13 +62,13 @@ def skip_step(run: TrainingRun, error: RuntimeError) -> None:
 
 
 def rewind_from_non_finite(run: TrainingRun, error: RuntimeError) -> None:
-    """Rewinds to the last checkpoint and marks the batch of this step as skipped; raises `error` if it cannot."""
+    """Rewinds to the last checkpoint and marks this step's batch to be skipped. Raises `error` if it cannot rewind."""
     run.recovery.skipped_positions.add(run.state.consumed_train_samples)
     _rewind(run, error, skips="skipping the data of that step")
 
 
 def watch_loss(run: TrainingRun, report: StepReport) -> bool:
-    """Records the loss of a step; returns True if it is a spike, after rewinding. Collective if it rewinds."""
+    """Records the loss of a step. If it is a spike, rewinds and returns True. Collective if it rewinds."""
     if not report.skipped:
         run.recovery.num_skipped_in_a_row = 0
     factor, recent = run.recovery.config.loss_spike_rewind, run.state.recent_losses
@@ -86,12 +87,12 @@ def watch_loss(run: TrainingRun, report: StepReport) -> bool:
 
 
 def is_spike(loss: float, recent: Sequence[float], *, factor: float) -> bool:
-    """Tells whether a loss is more than `factor` times the median of recent losses, once there are enough of them."""
+    """Returns whether a loss exceeds `factor` times the median of recent losses. False for too few recent losses."""
     return len(recent) >= _MIN_LOSSES and loss > factor * statistics.median(recent)
 
 
 def _positions_until(run: TrainingRun, end: int) -> set[int]:
-    """Returns the first sample of each batch from the run's position to `end`, to skip them after a later rewind."""
+    """Returns the first sample of each batch from the run's data position to `end`, to mark the batches as skipped."""
     positions, position = set(), run.state.consumed_train_samples
     while position < end:
         positions.add(position)
@@ -100,9 +101,10 @@ def _positions_until(run: TrainingRun, end: int) -> set[int]:
 
 
 def _rewind(run: TrainingRun, error: RuntimeError, *, skips: str, position: int | None = None) -> None:
-    """Loads the last checkpoint of --save; raises `error` if that is not allowed or impossible. Collective.
+    """Loads the last checkpoint of --save. Raises `error` if that is not allowed or impossible. Collective.
 
-    position: the data position to continue at, in samples; None for the checkpoint's.
+    skips: words for the log about skipped data. position: data position at which to continue, in samples; None means
+    the checkpoint's position.
     """
     recovery, save = run.recovery, run.checkpoint.save
     assert save is not None, "checked with the flags"

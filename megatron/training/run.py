@@ -1,4 +1,4 @@
-"""Defines TrainingRun, the components and counters of a run, built once by setup.py and passed to functions."""
+"""Defines TrainingRun, the components and counters of a run. setup.py builds it, and functions receive it."""
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
@@ -31,10 +31,10 @@ _MAX_SKIPPED_IN_A_ROW = 10
 
 @dataclass
 class Recovery:
-    """A run's bad steps and rewinds since it started, equal on all ranks. recovery.py acts on them.
+    """Bad steps and rewinds since the start of the process, equal on all ranks. recovery.py updates them.
 
-    skipped_positions: data positions, in samples, whose batches are skipped. num_skipped_in_a_row: bad steps since the
-    last good one.
+    skipped_positions: data positions, in samples, of batches to skip. num_skipped_in_a_row: number of bad steps since
+    the last good step.
     """
 
     config: FaultConfig = field(default_factory=FaultConfig)
@@ -43,11 +43,11 @@ class Recovery:
     skipped_positions: set[int] = field(default_factory=set)
 
     def may_skip(self) -> bool:
-        """Tells whether the latest bad step may be skipped. Call it after counting the step."""
+        """Returns whether the latest bad step may be skipped. Call it after counting the step."""
         return self.config.non_finite_policy == "skip" and self.num_skipped_in_a_row <= _MAX_SKIPPED_IN_A_ROW
 
     def may_rewind(self) -> bool:
-        """Tells whether the run may rewind to a checkpoint once more."""
+        """Returns whether the run may rewind to a checkpoint once more."""
         return self.num_rewinds < self.config.max_rewinds
 
 
@@ -55,10 +55,10 @@ class Recovery:
 class NonLossData:
     """A script's functions for evaluation data other than losses, as in Megatron-LM.
 
-    collect: maps the model's chunks to data, on every rank. Without it, if there is `process`, one more global batch
-    runs forward (with --full-validation, all of them), and the loss function is called with non_loss_data=True; the
-    data are its results on the last pipeline stage. process: called with the data, the iteration and
-    get_tensorboard_writer() on the last rank.
+    collect: maps the model's chunks to data, on every rank. If only `process` is given, one more global batch runs
+    forward (with --full-validation, all global batches), the loss function is called with non_loss_data=True, and the
+    data are its results on the last pipeline stage. process: called on the last rank with the data, the iteration and
+    get_tensorboard_writer().
     """
 
     collect: Callable[[Sequence[nn.Module]], Any] | None = None
@@ -66,16 +66,16 @@ class NonLossData:
 
     @property
     def reads_batch(self) -> bool:
-        """Whether an evaluation reads one more global batch."""
+        """Whether an evaluation reads an additional global batch for non-loss data."""
         return self.collect is None and self.process is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSet:
-    """Data that an evaluation reads.
+    """A data set for evaluations.
 
-    iterator: None on ranks that read no batches. name: used in logs if there are several validation sets.
-    num_microbatches: microbatches of each rank in each global batch of an evaluation.
+    iterator: None on ranks that read no batches. name: shown in logs if there are several validation sets.
+    num_microbatches: number of microbatches per rank, for each global batch of an evaluation.
     """
 
     iterator: Iterator[Any] | None
@@ -85,17 +85,17 @@ class EvaluationSet:
 
 @dataclass(kw_only=True)
 class TrainingRun:
-    """The components of one run and its counters. The iterators are set once the data position is known."""
+    """The components and counters of one run. The data iterators are set once the data position is known."""
 
     args: argparse.Namespace
     training: TrainingConfig
     checkpoint: CheckpointConfig
     model: list[nn.Module]  # the chunks of this rank's pipeline stage
-    optimizer: MegatronOptimizer | None  # None: the run only evaluates
+    optimizer: MegatronOptimizer | None  # None for a run that only evaluates
     scheduler: OptimizerParamScheduler | None
     batches: NumMicroBatches
     steps: StepRunner
-    expert_memory: ExpertMemory | None  # None: no fixed-size expert memory
+    expert_memory: ExpertMemory | None  # None unless expert buffers have a fixed size
     groups: ProcessGroupCollection
     device: torch.device
     state: TrainState
@@ -115,7 +115,7 @@ class TrainingRun:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of the next training step over all ranks, which may depend on the consumed samples."""
+        """Samples of the next training step over all ranks. May depend on the number of consumed samples."""
         return self.batches.running.size_at(self.state.consumed_train_samples)
 
     @property
@@ -135,39 +135,42 @@ class TrainingRun:
 
     @property
     def train_iters(self) -> int:
-        """The number of the last step."""
+        """Number of the last step."""
         return self.training.train_iters or 0
 
     def is_due(self, interval: int | None) -> bool:
-        """Tells whether an action that runs every `interval` steps is due after this step; never for None."""
+        """Returns whether an action that runs every `interval` steps is due after this step. False for None."""
         return interval is not None and self.state.iteration % interval == 0
 
     @property
     def owes_evaluation(self) -> bool:
-        """Tells whether an evaluation is due and not done. A run stopped by a signal leaves it to the resumed run."""
+        """Whether an evaluation is due but was not done, because a signal stopped the run before."""
         is_due = self.is_due(self.training.eval_interval) and self.state.evaluated_iteration < self.state.iteration
         return is_due and self.state.iteration >= (self.training.start_eval_at_iter or 0)
 
     def count_step(self, *, updated: bool, nan: bool) -> None:
-        """Advances the counters by a training step."""
+        """Advances the counters by one training step. updated, nan: whether it updated weights, or had a NaN loss."""
         self.count_iteration()
         self.state.skipped_iterations += not updated
         self.state.nan_iterations += nan
 
     def count_iteration(self) -> None:
-        """Advances the step and the data position by a global batch, whether it was trained on or not."""
+        """Advances the step and the data position by one global batch, even if it was not trained on."""
         self.state.iteration += 1
         self.state.consumed_train_samples += self.global_batch_size
         update_num_microbatches(self.state.consumed_train_samples)
 
     def measured(self, report: StepReport) -> StepReport:
-        """Returns the report with the measurements that flags request. Collective."""
+        """Adds the measurements that flags request to a report. Collective."""
         for meter in self.meters:
             report = meter.measure(report)
         return report
 
     def load_checkpoint(self, config: CheckpointConfig | None = None) -> None:
-        """Loads the checkpoint of --load, if given, in place. Collective. config: replaces the run's settings."""
+        """Loads the checkpoint of --load in place, if given. Collective.
+
+        config: checkpoint settings to use instead of the run's settings.
+        """
         load_run(
             self.model,
             self.optimizer,
@@ -182,11 +185,11 @@ class TrainingRun:
         self.args.consumed_valid_samples = self.state.consumed_valid_samples
 
     def move_position(self, consumed_train_samples: int) -> None:
-        """Sets the data position: the number of consumed samples."""
+        """Sets the data position, in consumed samples, and updates batch size, train_iters and scripts' arguments."""
         self.state.consumed_train_samples = consumed_train_samples
         update_num_microbatches(consumed_train_samples)
         if self.training.train_samples is not None:
-            # Earlier steps may have had other batch sizes than this run's.
+            # Earlier steps may have used batch sizes that differ from this run's sizes.
             left = self.batches.running.iterations_within(
                 self.training.train_samples, consumed=self.state.consumed_train_samples
             )
@@ -198,15 +201,15 @@ class TrainingRun:
     def save_checkpoint(self) -> None:
         """Writes a checkpoint to --save, if given, or starts writing it with --async-save. Collective.
 
-        If it cannot be written, prints a warning and continues.
+        If the checkpoint cannot be written, prints a warning and continues.
         """
         if self.checkpoint.save is not None:
             self.saves.save(self.state.iteration, self._begin_save)
 
     def save_last_checkpoint(self) -> None:
-        """Writes a checkpoint to --save, unless the newest one has the current state. Collective.
+        """Writes a checkpoint to --save, unless the newest checkpoint contains the current state. Collective.
 
-        Raises CheckpointError on every rank if it cannot be written.
+        Raises CheckpointError on every rank if the checkpoint cannot be written.
         """
         self.saves.finish()
         if self.checkpoint.save is not None and self.saves.latest != self.state.iteration:

@@ -1,7 +1,7 @@
-"""Provides the functions that scripts written for Megatron-LM call. Nothing inside megatron/ calls them.
+"""Provides functions for scripts written for Megatron-LM, with Megatron-LM's arguments.
 
-Their arguments are Megatron-LM's, and they read get_args(). training.py re-exports them, and reads pretrain()'s
-arguments with script_of_call.
+They read get_args(), and nothing inside megatron/ calls them. training.py re-exports them, and interprets the arguments
+of pretrain() with script_of_call.
 """
 
 import argparse
@@ -38,7 +38,7 @@ ModelProvider = Callable[..., nn.Module]
 class Script:
     """The parts of a training program that a script passes to pretrain().
 
-    args: parsed arguments, or None for those of the command line. process_non_loss_data_func: see NonLossData.
+    args: parsed arguments; None means that the command line is parsed. process_non_loss_data_func: see NonLossData.
     """
 
     datasets_provider: DatasetsProvider
@@ -58,17 +58,17 @@ def script_of_call(
 ) -> Script:
     """Interprets pretrain()'s first arguments, which differ between versions of Megatron-LM.
 
-    Released versions begin with two functions, the providers of datasets and of the model; a fifth positional argument
-    is process_non_loss_data_func. The main branch begins with the configuration of the run, and gives the model
-    provider as the fifth argument, or omits it for the GPT that the arguments describe. A call with keywords may omit
-    cfg_container. Raises ValueError naming the argument.
+    In released versions, the first two arguments are functions, the providers of datasets and of the model, and a fifth
+    positional argument is process_non_loss_data_func. In the main branch, the first argument is the configuration of
+    the run, and the fifth is the model provider, which may be omitted for the GPT that the arguments describe. A call
+    with keywords may omit cfg_container. Raises ValueError naming an invalid argument.
     """
     args: argparse.Namespace | None = None
     datasets_provider: Any = train_valid_test_dataset_provider
     provider: Any = model_provider
     if callable(cfg_container):
         datasets_provider = cfg_container
-        # A released call whose model_provider is a keyword has no second function.
+        # A released call that passes model_provider by keyword has no second positional function.
         if train_valid_test_dataset_provider is not None:
             process_non_loss_data_func = process_non_loss_data_func or model_provider
             provider = train_valid_test_dataset_provider
@@ -103,7 +103,7 @@ def _provide_gpt(pre_process: bool = True, post_process: bool = True, vp_stage: 
 
 
 def update_train_iters(args: argparse.Namespace) -> None:
-    """Sets args.train_iters of a run that is limited by --train-samples, and leaves other runs unchanged."""
+    """Sets args.train_iters if --train-samples limits the run. Otherwise does nothing."""
     if args.train_samples is not None:
         args.train_iters = batch_sizes(args).running.iterations_within(args.train_samples, consumed=0)
 
@@ -117,8 +117,8 @@ def get_model(
 ) -> list[nn.Module]:
     """Builds this rank's model chunks from the arguments, on its device. Collective (see build_model).
 
-    wrap_with_ddp: wrap them for data parallelism. config, pg_collection: passed to model_provider_func unless they are
-    None. pg_collection: must be parallel_state's groups.
+    wrap_with_ddp: whether to wrap the chunks for data parallelism. config, pg_collection: passed to model_provider_func
+    unless they are None. pg_collection must contain parallel_state's groups.
     """
     _check_model_type(model_type)
     _check_groups("get_model", pg_collection)
@@ -132,7 +132,7 @@ def get_model(
 
 
 def get_optimizer_param_scheduler(optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Builds the schedule of learning rate and weight decay that the arguments describe."""
+    """Builds the schedule of learning rate and weight decay from the arguments."""
     return build_scheduler(optimizer, get_args())
 
 
@@ -146,8 +146,8 @@ def setup_model_and_optimizer(
 ) -> tuple[list[nn.Module], MegatronOptimizer, OptimizerParamScheduler]:
     """Builds model chunks, optimizer and schedule, and loads the checkpoint of --load, which sets args.iteration.
 
-    The first two arguments may be in the order of released versions, with the provider first. model_provider_func: None
-    means the GPT that the arguments describe. Collective.
+    The first two arguments may also be in the order of released versions, with the provider first. model_provider_func:
+    None means the GPT that the arguments describe. Collective.
     """
     if not isinstance(model_type, ModelType) and isinstance(model_provider_func, ModelType):
         model_type, model_provider_func = model_provider_func, model_type
@@ -190,11 +190,11 @@ def train_step(
 ) -> tuple[dict[str, Tensor], int, bool, bool, int, float | None, float | None]:
     """Runs one step of a custom training loop over a global batch. Collective over all ranks.
 
-    Returns losses, whether the update was skipped (0 or 1), whether to save and whether to exit (both False), an exit
-    code (0), the norm of the gradients and their number of zeros, None where they were not computed. losses: on the
-    last pipeline stage, the mean of each over the global batch, [], fp64; empty on other stages. config: must be the
-    model's. iteration: no effect. The loop of pretrain() also retries a step that overflowed an expert buffer; this
-    function is for models without such buffers. Raises ValueError for them, and for a config of another model.
+    Returns the losses, whether the update was skipped (0 or 1), whether to save and whether to exit (both False), an
+    exit code (0), and the norm and the number of zeros of the gradients, None if not computed. Losses: on the last
+    pipeline stage, the mean of each loss over the global batch, [], fp64; empty on other stages. config: the
+    configuration of the model. iteration: no effect. Only pretrain() can retry a step that overflowed an expert buffer.
+    Raises ValueError for models with fixed-size expert buffers, and for the config of a different model.
     """
     args = get_args()
     _check_groups("train_step", pg_collection)
@@ -225,7 +225,7 @@ def train_step(
 
 
 def _mean_losses(reports: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Returns the mean of each reported loss over data- and context-parallel ranks: [], fp64, on the device."""
+    """Returns the mean of each reported loss over the data- and context-parallel ranks: [], fp64, on the device."""
     totals = total_reports(reports)
     if totals and group_size(get_process_groups().dp_cp) > 1:
         together = torch.stack(list(totals.values()))

@@ -1,6 +1,6 @@
 """Builds the components of a run from its arguments: tokenizer, model, optimizer, schedule, data.
 
-training.py has the loop that uses them.
+training.py contains the loop that uses them.
 """
 
 import argparse
@@ -80,9 +80,9 @@ def setup_run(
 ) -> TrainingRun:
     """Builds all components of a run except the data, and loads the checkpoint, which sets the data position.
 
-    graphs: replaces this process's GPU as the device that captures CUDA graphs, if the flags request them. exits: exit
-    conditions that already listen for the signal; None builds them. non_loss_data: the script's functions for data
-    other than losses.
+    graphs: device that captures CUDA graphs instead of this process's GPU, if the flags request graphs. exits: exit
+    conditions that already listen for the exit signal; None builds new ones. non_loss_data: the script's functions for
+    evaluation data other than losses.
     """
     training, checkpoint = config_from_args(TrainingConfig, args), config_from_args(CheckpointConfig, args)
     logging, faults = config_from_args(LoggingConfig, args), config_from_args(FaultConfig, args)
@@ -160,9 +160,9 @@ def setup_steps(
     memory: ExpertMemory | None,
     graphs: GraphDevice | None,
 ) -> StepRunner:
-    """Builds the runner that executes steps over the chunks of `model` and finalizes their gradients.
+    """Builds the runner that executes steps over the chunks of `model`, including gradient finalization and updates.
 
-    graphs: the device that captures CUDA graphs, if the flags request them.
+    graphs: device that captures CUDA graphs, if the flags request graphs.
     """
     finalize = DeferredFinalizer(get_model_config(model[0]).finalize_model_grads_func)
     for chunk in unwrap_model(model):
@@ -185,7 +185,7 @@ def setup_steps(
 
 
 def prepare_expert_memory(run: TrainingRun) -> None:
-    """Allocates expert buffers and pages with the learned sizes of the loaded checkpoint. Collective."""
+    """Allocates expert buffers and pages, with sizes learned in the loaded checkpoint's run. Collective."""
     if run.expert_memory is None:
         return
     if run.optimizer is None:
@@ -199,7 +199,7 @@ def prepare_expert_memory(run: TrainingRun) -> None:
 
 
 def check_folders(args: argparse.Namespace) -> None:
-    """Raises if a folder is not writable, or holds the checkpoints of another run. Collective."""
+    """Raises ValueError if a folder is not writable, or if --save contains checkpoints of another run. Collective."""
     if args.save is not None:
         check_save_folder(args.save, flag="--save")
     if args.tensorboard_dir is not None:
@@ -211,7 +211,7 @@ def check_folders(args: argparse.Namespace) -> None:
 
 
 def setup_batches(args: argparse.Namespace) -> NumMicroBatches:
-    """Builds the batch sizes of the run and sets the process-wide calculator that scripts read."""
+    """Builds the batch sizes of the run, and sets the process-wide microbatch calculator that scripts read."""
     return init_num_microbatches_calculator(
         dist.get_rank(),
         args.rampup_batch_size,
@@ -232,7 +232,7 @@ def build_model_and_optimizer(
 ) -> tuple[list[nn.Module], MegatronOptimizer, OptimizerParamScheduler]:
     """Builds model chunks, optimizer and schedule, and sets the callables in the model's configuration.
 
-    config_overrides: learning rates and weight decays that differ for some parameters.
+    config_overrides: learning rates and weight decays for selected parameters.
     """
     model = build_model(model_provider, args)
     return model, *setup_optimizer(model, args, config_overrides=config_overrides)
@@ -241,7 +241,7 @@ def build_model_and_optimizer(
 def setup_optimizer(
     model: list[nn.Module], args: argparse.Namespace, *, config_overrides: ConfigOverrides | None
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Builds optimizer and schedule of a model."""
+    """Builds the optimizer and the schedule for a model."""
     config = config_from_args(OptimizerConfig, args)
     if config_overrides is not None:
         config_overrides = {**get_standard_config_overrides(config), **config_overrides}
@@ -254,7 +254,7 @@ def setup_optimizer(
 
 
 def build_scheduler(optimizer: MegatronOptimizer, args: argparse.Namespace) -> OptimizerParamScheduler:
-    """Builds the schedule of learning rate and weight decay."""
+    """Builds the schedule of learning rate and weight decay for an optimizer."""
     return get_optimizer_param_scheduler(
         optimizer,
         config_from_args(OptimizerParamSchedulerConfig, args),
@@ -272,9 +272,9 @@ def build_model(
 ) -> list[nn.Module]:
     """Builds this rank's model chunks on its device, in the precision of the flags, wrapped for data parallelism.
 
-    model_provider is called for each chunk with pre_process and post_process, and with vp_stage if a stage has several
-    chunks. wrap: False leaves out the wrapper. Raises ValueError on every rank if replicas start from different
-    weights, or train different ones.
+    model_provider: called for each chunk with pre_process and post_process, and with vp_stage if a stage has several
+    chunks. wrap: whether to add the data-parallel wrapper. Raises ValueError on every rank if replicas start from
+    different weights, or train different weights.
     """
     build = partial(_build_on_meta_device if args.init_model_with_meta_device else _build_on_device, model_provider)
     parts = [
@@ -285,12 +285,12 @@ def build_model(
 
 
 def model_parts(model_provider: Callable[..., nn.Module], args: argparse.Namespace) -> Iterator[tuple[nn.Module, bool]]:
-    """Yields this rank's chunks of the provider's model, and whether each has the output layer."""
+    """Yields this rank's model chunks, each with whether it contains the output layer."""
     stage, last = parallel_state.get_pipeline_model_parallel_rank(), args.pipeline_model_parallel_size - 1
     num_chunks = args.virtual_pipeline_model_parallel_size or 1
     for chunk in range(num_chunks):
         ends = {"pre_process": stage == chunk == 0, "post_process": stage == last and chunk == num_chunks - 1}
-        # Providers of scripts without virtual stages may lack the parameter vp_stage.
+        # Model providers of scripts without virtual stages may lack the parameter vp_stage.
         yield model_provider(**ends, **({"vp_stage": chunk} if num_chunks > 1 else {})), ends["post_process"]
 
 
@@ -299,14 +299,14 @@ def _build_on_device(model_provider: Callable[..., nn.Module], **position: Any) 
 
 
 def _build_on_meta_device(model_provider: Callable[..., nn.Module], **position: Any) -> nn.Module:
-    """Builds a chunk with parameters on the meta device, and data tensors (rotary tables) on the device."""
+    """Builds a chunk with parameters on the meta device, and other tensors (rotary tables) on the device."""
     with torch.device("meta"):
         model = model_provider(**position)
     return model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(default_device()))
 
 
 def _check_and_wrap_precision(model: nn.Module, args: argparse.Namespace, *, post_process: bool) -> nn.Module:
-    """Checks that replicas start from equal weights; with 16-bit flags, wraps the model in that precision."""
+    """Checks that replicas start from equal weights. With --bf16 or --fp16, wraps the model in that precision."""
     groups = get_process_groups()
     check_weights_agree(model, groups.dp_cp, expert_group=groups.expt_dp)
     if args.fp16 or args.bf16:
@@ -315,10 +315,10 @@ def _check_and_wrap_precision(model: nn.Module, args: argparse.Namespace, *, pos
 
 
 def setup_tokenizer(args: argparse.Namespace) -> Tokenizer:
-    """Builds the tokenizer, and sets the vocabulary sizes in `args`."""
+    """Builds the tokenizer, and sets the padded and the unpadded vocabulary size in `args`."""
     with all_ranks_agree():
         tokenizer = build_tokenizer(config_from_args(TokenizerConfig, args))
-    # Published models may have more ids than their tokenizers. build_tokenizer has checked a given --vocab-size.
+    # Published models may have more ids than their tokenizers. build_tokenizer has validated --vocab-size, if given.
     args.unpadded_vocab_size = args.vocab_size or tokenizer.vocab_size
     if args.padded_vocab_size is None:
         args.padded_vocab_size = vocab_size_with_padding(
@@ -335,7 +335,7 @@ def setup_tokenizer(args: argparse.Namespace) -> Tokenizer:
 
 
 def setup_data(run: TrainingRun, datasets_provider: Callable[[list[Any]], Sequence[Any]], *, num_workers: int) -> None:
-    """Builds the datasets of `run`, and its iterators, which start after the consumed samples."""
+    """Builds the datasets and the data iterators of `run`. The iterators start after the consumed samples."""
     full_validation = run.args.full_validation
     sizes = split_sizes(run.training, run.batches.running, full_validation=full_validation)
     run.datasets, run.num_workers = datasets_provider(sizes), num_workers
@@ -343,7 +343,7 @@ def setup_data(run: TrainingRun, datasets_provider: Callable[[list[Any]], Sequen
 
 
 def position_data(run: TrainingRun) -> None:
-    """Rebuilds the data iterators of `run`, which start after its consumed samples. Collective."""
+    """Rebuilds the data iterators of `run`, so that they start after its consumed samples. Collective."""
     state, args = run.state, run.args
     plan = BatchPlan(
         micro_batch_size=run.training.micro_batch_size or 1,
@@ -377,15 +377,18 @@ def position_data(run: TrainingRun) -> None:
 
 
 def _full_batches(rounds: int, run: TrainingRun) -> list[int]:
-    """Returns the microbatches of each rank in each global batch of an evaluation. The last may be smaller."""
+    """Returns the number of microbatches per rank in each global batch of an evaluation over `rounds` rounds.
+
+    The last batch may be smaller.
+    """
     full, rest = divmod(rounds, run.evaluation_microbatches)
     return [run.evaluation_microbatches] * full + [rest] * (rest > 0)
 
 
 def _names_of_sets(sets: Sequence[Any], args: argparse.Namespace) -> Sequence[str | None]:
-    """Returns the names of validation sets: from the flags, else from their files, else numbers.
+    """Returns the names of validation sets: from the flags, else from their file names, else numbers.
 
-    A single set has no name, unless a flag gives one.
+    A single set has no name, unless a flag specifies it.
     """
     given = args.validation_set_names
     if len(sets) > 1 and not args.multiple_validation_sets:
@@ -409,9 +412,9 @@ def _names_of_sets(sets: Sequence[Any], args: argparse.Namespace) -> Sequence[st
 
 
 def _agree_on_sets(run: TrainingRun, num_microbatches: Sequence[int]) -> None:
-    """Adds evaluation sets that exist only on other ranks, because every rank takes part in an evaluation. Collective.
+    """Adds evaluation sets that exist only on other ranks, because all ranks take part in an evaluation. Collective.
 
-    A script may give datasets or iterators only to ranks that read batches.
+    A script may provide datasets or iterators only on ranks that read batches.
     """
     found: list[Any] = [None] * dist.get_world_size()
     own = [(one.name, list(one.num_microbatches)) for one in run.valid_sets]
@@ -426,7 +429,7 @@ def _agree_on_sets(run: TrainingRun, num_microbatches: Sequence[int]) -> None:
 
 
 def split_sizes(training: TrainingConfig, batches: BatchSchedule, *, full_validation: bool = False) -> list[int | None]:
-    """Returns the numbers of train, validation and test samples that the run reads; None for a whole epoch."""
+    """Returns the number of train, validation and test samples that the run reads. None means a whole epoch."""
     train_iters = training.train_iters or 0
     evaluations = 1 if training.eval_interval is None else train_iters // training.eval_interval + 1
     train = 0 if training.skip_train else training.train_samples or batches.samples_after(train_iters)

@@ -1,6 +1,6 @@
 """Performs the startup handshake: processes find each other and compare their settings before they form groups.
 
-error_broadcast.py sends errors between them later.
+error_broadcast.py exchanges errors between ranks afterwards.
 """
 
 import argparse
@@ -30,14 +30,14 @@ from megatron.training.error_broadcast import ErrorBroadcast, record_collectives
 
 Settings = Mapping[str, str]
 
-# Environment variables that torch needs for the rendezvous, in addition to WORLD_SIZE.
+# Environment variables that torch requires for the rendezvous, in addition to WORLD_SIZE.
 _RENDEZVOUS = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 _ALL_IS_WELL = "all is well"
-# A store answers immediately, or within seconds if thousands of ranks send requests at the same time.
+# A store answers immediately, or within seconds while thousands of ranks send requests.
 _ANSWER_WITHIN = timedelta(seconds=10)
 _RETRY_SECONDS = 0.2
 _SETTINGS_SHOWN, _RANKS_SHOWN = 5, 8
-# Arguments whose values may differ between machines. Ranks only compare whether they are given.
+# Arguments whose values may differ between machines. Ranks compare only whether they are given.
 _MACHINE_SPECIFIC = frozenset(
     """
     data_path train_data_path valid_data_path test_data_path data_args_path data_cache_path mmap_bin_files
@@ -49,11 +49,11 @@ _MACHINE_SPECIFIC = frozenset(
 def join_process_group(
     config: DistributedConfig, device: torch.device, *, rank: int, settings: Settings, broadcast: ErrorBroadcast | None
 ) -> None:
-    """Initializes torch.distributed from torchrun's environment. A single process needs no address. Collective.
+    """Initializes torch.distributed from torchrun's environment. A single process requires no address. Collective.
 
-    rank: used only with --fake-process-group, which neither compares settings nor connects the broadcast, because its
-    groups send nothing. settings: see `common_settings`. broadcast: connected if there are other ranks. Raises
-    CommandLineError on every rank if settings differ, and OSError naming the ranks that did not arrive in time.
+    rank: used only with --fake-process-group, whose groups do not communicate, so that settings are not compared and
+    the broadcast is not connected. settings: see `common_settings`. broadcast: connected if there are other ranks.
+    Raises CommandLineError on every rank if settings differ, and OSError naming the ranks that did not arrive in time.
     """
     if dist.is_initialized():
         return
@@ -68,7 +68,7 @@ def join_process_group(
         return
     rendezvous = Rendezvous.of_environment()
     root_store = rendezvous.connect(timeout)
-    # A script may train several times in the same processes. Each time it uses separate keys.
+    # A script may train several times in the same processes. Each run uses separate keys.
     prefix = _prefix_of_visit(root_store, rendezvous.rank)
     store = dist.PrefixStore(prefix, root_store)
     if broadcast is not None:
@@ -103,7 +103,7 @@ def _backend(config: DistributedConfig, device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """A run's rendezvous, read from the launcher's environment. serves: whether this process hosts the store."""
+    """Address and size of a run's rendezvous. serves: whether this process hosts the store."""
 
     host: str
     port: int
@@ -114,7 +114,7 @@ class Rendezvous:
 
     @classmethod
     def of_environment(cls) -> "Rendezvous":
-        """Reads the environment of torchrun or another launcher. Raises ValueError if a variable is missing."""
+        """Reads the rendezvous from the launcher's environment. Raises ValueError if a variable is missing."""
         missing = [name for name in _RENDEZVOUS if name not in os.environ]
         if missing:
             raise ValueError(
@@ -132,7 +132,7 @@ class Rendezvous:
         )
 
     def connect(self, timeout: timedelta) -> dist.Store:
-        """Connects to the store. Raises OSError if it does not answer in time, or if another program has its port."""
+        """Connects to the store. Raises OSError if it does not answer in time, or if another program uses its port."""
         if self.serves:
             try:
                 _serve(self.host, self.port, world_size=self.world_size)
@@ -145,8 +145,8 @@ class Rendezvous:
                 f"{self.host}:{self.port} (MASTER_ADDR and MASTER_PORT) is used by another program than this run's "
                 "rank 0 or its torchrun: choose a free MASTER_PORT"
             )
-        # Separates this attempt's keys from those of earlier ones. The prefix includes the number of ranks, because
-        # torchrun does not count a restart when a node joins.
+        # Separates this attempt's keys from the keys of earlier attempts. The prefix includes the number of ranks,
+        # because torchrun does not count a restart when a node joins.
         return dist.PrefixStore(f"attempt {self.attempt} of {self.world_size} ranks", store)
 
     def _cannot_serve(self, error: dist.DistNetworkError) -> str:
@@ -158,7 +158,7 @@ class Rendezvous:
         return f"cannot listen at {self.host}:{self.port} (MASTER_ADDR and MASTER_PORT): {str(error).splitlines()[0]}"
 
     def _wait_for_listener(self, timeout: timedelta) -> None:
-        """Waits until a process listens at the port, which may belong to another run."""
+        """Waits until a process listens at the port. The process may belong to a different run."""
         end = time.monotonic() + timeout.total_seconds()
         while True:
             try:
@@ -175,12 +175,12 @@ class Rendezvous:
                 return
 
     def _connect_to_listener(self, timeout: timedelta) -> dist.Store | None:
-        """Connects to the listening process; returns None if it is not a store."""
+        """Connects to the listening process. Returns None if it is not a store."""
         found: list[dist.Store] = []
 
         def connect() -> None:
             with contextlib.suppress(dist.DistNetworkError):
-                # agree_on_settings counts the ranks that arrive, and can name the missing ones.
+                # agree_on_settings counts the arriving ranks, and can name the missing ranks.
                 found.append(
                     dist.TCPStore(self.host, self.port, self.world_size, False, _ANSWER_WITHIN, wait_for_workers=False)
                 )
@@ -201,17 +201,17 @@ def _serve(host: str, port: int, *, world_size: int) -> dist.Store:
 
 
 def _prefix_of_visit(store: dist.Store, rank: int) -> str:
-    """Returns the key prefix of this run in the store, equal on all processes unless two have the same rank."""
+    """Returns this run's key prefix in the store. It is equal on all processes, unless two have the same rank."""
     process = f"{socket.gethostname()} {os.getpid()}"
     visits = f"visits of rank {rank}"
     if store.compare_set(f"process of rank {rank}", "", process).decode() == process:
         return f"visit {store.add(visits, 1)}"
-    # Another process has this rank. agree_on_settings reports that on both.
+    # Another process has this rank, which agree_on_settings reports on both.
     return f"visit {max(store.add(visits, 0), 1)}"
 
 
 def common_settings(args: argparse.Namespace) -> dict[str, str]:
-    """Returns the settings that all ranks must share, by flag, as text. File paths count only as given or not."""
+    """Returns the settings that must be equal on all ranks, by flag, as text. File paths count only as given or not."""
     settings = {"WORLD_SIZE": str(args.world_size), "the torch version": str(torch.__version__)}
     for flag in shown_flags(args, flag_table()):
         value = vars(args)[flag.dest]
@@ -221,14 +221,14 @@ def common_settings(args: argparse.Namespace) -> dict[str, str]:
 
 
 def agree_on_settings(store: dist.Store, settings: Settings, *, rank: int, world_size: int) -> None:
-    """Waits until all ranks have arrived, and compares their settings. Sends a few requests per rank.
+    """Waits until all ranks have arrived, and compares their settings, with a few requests per rank.
 
     Raises CommandLineError with the same message on every rank, naming the ranks that differ from the majority, and
     OSError naming the ranks that did not arrive within the store's timeout.
     """
     text = json.dumps(settings)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    # Equal settings have the same key.
+    # Equal settings have equal keys.
     store.set(digest, text)
     if store.add(f"processes of rank {rank}", 1) > 1:
         store.set("verdict", f"RANK is {rank} in several processes: each needs its own rank; torchrun sets it")
@@ -248,11 +248,11 @@ def agree_on_settings(store: dist.Store, settings: Settings, *, rank: int, world
 
 
 def _difference(store: dist.Store, world_size: int) -> str:
-    """Describes the ranks and settings that differ from the majority; empty if all are equal."""
+    """Describes the ranks and settings that differ from the majority. Returns "" if all settings are equal."""
     ranks: dict[str, list[int]] = {}
     for rank, known in enumerate(store.multi_get([f"rank {rank}" for rank in range(world_size)])):
         ranks.setdefault(known.decode(), []).append(rank)
-    # In a tie, the settings of rank 0 count.
+    # In a tie, the settings of rank 0 count as the majority.
     usual = max(ranks, key=lambda digest: len(ranks[digest]))
     expected = json.loads(store.get(usual))
     parts = []

@@ -1,4 +1,4 @@
-"""Contains pretrain(), the training loop, a training step, and evaluation: the events of a run in order.
+"""Implements pretrain(), the training loop, a training step, and evaluation: the events of a run in order.
 
 setup.py builds the components. Schedules, optimizer and checkpoints are implemented elsewhere.
 """
@@ -93,12 +93,12 @@ def pretrain(
     The first five arguments may be those of a released Megatron-LM, `pretrain(datasets_provider, model_provider,
     model_type, forward_step_func, process_non_loss_data_func)`, or those of its main branch (see script_of_call).
 
-    cfg_container: parsed arguments; None means those of the command line. train_valid_test_dataset_provider: maps the
-    numbers of train, valid and test samples to three datasets, or to three iterators with --dataloader-type external;
-    called on every rank. model_provider: maps (pre_process, post_process) to a module. forward_step_func: maps
-    (data_iterator, model) to (output, loss function).
+    cfg_container: parsed arguments; None means that the command line is parsed. train_valid_test_dataset_provider: maps
+    the numbers of train, valid and test samples to three datasets, or to three iterators with --dataloader-type
+    external; called on every rank. model_provider: maps (pre_process, post_process) to a module. forward_step_func:
+    maps (data_iterator, model) to (output, loss function).
     process_non_loss_data_func, non_loss_data_func: see NonLossData. skip_model_parallel_init: use the process groups
-    that the script has initialized. config_overrides: learning rates and weight decays that differ for some parameters.
+    that the script has initialized. config_overrides: learning rates and weight decays for selected parameters.
     print_plan: megatron.planner.print_plan, which --dry-run calls instead of training; without it, --dry-run raises
     CommandLineError.
     """
@@ -121,7 +121,7 @@ def pretrain(
         process_non_loss_data_func,
     )
     words = sys.argv[1:] if argv is None else argv
-    # Checked before the arguments are parsed, because a plan joins no process group.
+    # Checked before the arguments are parsed, because a dry run joins no process group.
     if "--dry-run" in words:
 
         def read(further: Sequence[str] = ()) -> argparse.Namespace:
@@ -160,10 +160,10 @@ def pretrain(
         try:
             reason = None if run.training.skip_train else train(run)
             if reason is not ExitReason.SIGNAL and evaluate_validation(run, final=True):
-                evaluate_test(run)  # not after a signal, whose sender does not wait for an evaluation
+                evaluate_test(run)  # not after an exit signal, because its sender does not wait for an evaluation
         finally:
             if run.steps.graph is not None:
-                # Destroying an NCCL communicator waits forever while a graph that captured its collectives exists.
+                # Destroying an NCCL communicator hangs while a graph that captured its collectives exists.
                 run.steps.graph.drop_graphs()
             run.callbacks.on_run_end()
 
@@ -175,7 +175,7 @@ def _plan(
     *,
     config_overrides: ConfigOverrides | None,
 ) -> None:
-    """Prints the plan of a run instead of training. read: parses the command line with further words appended."""
+    """Prints the plan of a run instead of training. read: parses the command line with additional words."""
     if print_plan is None:
         raise CommandLineError(
             "--dry-run is given, but this script passes no planner to pretrain(): call it with "
@@ -191,7 +191,7 @@ def _plan(
 
 
 def train(run: TrainingRun) -> ExitReason | None:
-    """Trains from the current iteration to the last, or to an exit condition, which it returns."""
+    """Trains from the current iteration to the last, or until an exit condition. Returns the exit reason, if any."""
     state, exits = run.state, run.exit_conditions
     started_at = state.iteration
     reason: ExitReason | None = None
@@ -226,7 +226,7 @@ def train(run: TrainingRun) -> ExitReason | None:
 
 
 def _step_or_rewind(run: TrainingRun) -> tuple[StepReport, ExitReason | None] | None:
-    """Runs a training step. Returns None if the step was bad and the run has rewound to a checkpoint."""
+    """Runs a training step like run_step. Returns None if the step was bad and the run has rewound to a checkpoint."""
     skip_batches(run)
     try:
         report, reason = run_step(run)
@@ -239,9 +239,9 @@ def _step_or_rewind(run: TrainingRun) -> tuple[StepReport, ExitReason | None] | 
 
 
 def _skip_iteration(run: TrainingRun) -> ExitReason | None:
-    """Reads the batches of a step of --iterations-to-skip without training on them; returns the reason to end the run.
+    """Reads the batches of a step of --iterations-to-skip without training on them.
 
-    The step and the data position advance, but the learning rate does not.
+    The step and the data position advance, but the learning rate does not. Returns the reason to end the run, if any.
     """
     skip_batches(run)
     run.steps.skip(run.train_iterator, num_microbatches=run.num_microbatches)
@@ -253,9 +253,9 @@ def _skip_iteration(run: TrainingRun) -> ExitReason | None:
 
 
 def _end_step(run: TrainingRun, report: StepReport | None, *, reason: ExitReason | None) -> ExitReason | None:
-    """Reports a step and evaluates if due, before its checkpoint is saved; returns the reason to end the run.
+    """Reports a step, and evaluates if due, before its checkpoint is saved.
 
-    report: None for a skipped step.
+    report: None for a skipped step. reason: exit reason observed in the step. Returns the exit reason, if any.
     """
     if run.exit_conditions.at_interval(run.state.iteration):
         reason = reason or ExitReason.INTERVAL
@@ -265,7 +265,7 @@ def _end_step(run: TrainingRun, report: StepReport | None, *, reason: ExitReason
     if run.owes_evaluation and reason is not ExitReason.SIGNAL and not evaluate_validation(run):
         reason = ExitReason.SIGNAL
     interval, is_last = run.faults.check_weight_hash_across_dp_replicas_interval, is_last or reason is not None
-    # Also before a save, so that a checkpoint never holds weights that differ between replicas.
+    # Also checked before a save, so that a checkpoint never contains weights that differ between replicas.
     if run.is_due(interval) or (interval is not None and (is_last or run.is_due(run.checkpoint.save_interval))):
         check_weight_hashes(run)
     return reason
@@ -273,19 +273,19 @@ def _end_step(run: TrainingRun, report: StepReport | None, *, reason: ExitReason
 
 @trace_range("run_step")
 def run_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
-    """Runs an optimizer step over a global batch. Returns its report, and the reason of any rank to stop.
+    """Runs an optimizer step over a global batch. Returns its report, and an exit reason if any rank has one.
 
     Raises NonFiniteLossError or NonFiniteGradientError on every rank, before any update, unless the check is off or the
     step may be skipped.
     """
     start = time.perf_counter()
     assert run.optimizer is not None and run.scheduler is not None, "--skip-train never steps"
-    # The values of this step, because scheduler.step and count_step advance them.
+    # Read before the step, because scheduler.step and count_step advance these values.
     rates, batch_size = dict(run.optimizer.param_groups[0]), run.global_batch_size
     decoupled_learning_rate = run.optimizer.decoupled_learning_rate
     run.optimizer.zero_grad()
 
-    # Retries attempts that overflowed. Discarded attempts have left no trace when this returns.
+    # Retries attempts that overflowed. Discarded attempts leave no trace.
     reports, statistics = run.steps.train_sync(
         run.train_iterator,
         num_microbatches=run.num_microbatches,
@@ -331,9 +331,9 @@ def run_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
 
 @trace_range("evaluate")
 def evaluate(run: TrainingRun, data: EvaluationSet) -> dict[str, float] | None:
-    """Returns the mean of each loss over the next global batches of `data`, and leaves the model in training mode.
+    """Evaluates the next global batches of `data`, returns the mean of each loss, and restores training mode.
 
-    Returns None without reading the remaining batches if the exit signal arrives on any rank.
+    If the exit signal arrives on any rank, returns None without reading the remaining batches.
     """
     reports, is_interrupted = [], False
     for chunk in run.model:
@@ -353,9 +353,9 @@ def evaluate(run: TrainingRun, data: EvaluationSet) -> dict[str, float] | None:
 
 
 def evaluate_validation(run: TrainingRun, *, final: bool = False) -> bool:
-    """Evaluates the validation sets, if the run has any, and reports them.
+    """Evaluates the validation sets, if the run has any, and reports the losses.
 
-    Returns False if the exit signal interrupted it. The run that resumes then repeats the evaluation.
+    Returns False if the exit signal interrupted the evaluation. The resumed run then repeats it.
     """
     iterations = run.training.eval_iters
     if not run.valid_sets or iterations == 0:
@@ -372,14 +372,14 @@ def evaluate_validation(run: TrainingRun, *, final: bool = False) -> bool:
         read = iterations + run.non_loss_data.reads_batch
         run.state.consumed_valid_samples += read * run.evaluation_batch_size
     run.state.evaluated_iteration = run.state.iteration
-    # After all sets, so that a repeated evaluation reports each set once.
+    # Reported after all sets are evaluated, so that a repeated evaluation reports each set once.
     for name, losses in found:
         _report(run, "validation", losses=losses, final=final, set_name=name)
     return True
 
 
 def evaluate_test(run: TrainingRun) -> None:
-    """Evaluates the test split, if the run has one, and reports it unless the exit signal interrupts it."""
+    """Evaluates the test split, if the run has one, and reports the losses unless the exit signal interrupts it."""
     if run.test_set is None or run.training.eval_iters == 0:
         return
     run.callbacks.on_evaluation_start(run.state.iteration)
@@ -400,7 +400,7 @@ def _process_non_loss_data(run: TrainingRun, evaluated: EvaluationSet) -> None:
         if functions.collect is not None:
             data = functions.collect(run.model)
         else:
-            # The next evaluation continues after these batches. A full one starts at the first sample again.
+            # The next evaluation continues after these batches. A full validation restarts at the first sample.
             batches = evaluated.num_microbatches if run.args.full_validation else evaluated.num_microbatches[-1:]
             data = []
             for num_microbatches in batches:

@@ -1,4 +1,4 @@
-"""Helpers that scripts written for Megatron-LM import from here. Nothing else belongs in this file."""
+"""Provides helpers that scripts written for Megatron-LM import from this module. Do not add others."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -50,42 +50,41 @@ _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids"
 
 
 def is_rank0() -> bool:
-    """Tells whether this is the first rank or the only process."""
+    """Returns whether this is the first rank or the only process."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def is_last_rank() -> bool:
-    """Tells whether this is the last rank or the only process."""
+    """Returns whether this is the last rank or the only process."""
     return not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
 
 
 def print_rank_last(message: str) -> None:
-    """Prints on the last rank only, and flushes."""
+    """Prints the message on the last rank only, and flushes the output."""
     if is_last_rank():
         print(message, flush=True)
 
 
 def is_first_or_last_pipeline_stage(vp_stage: int | None) -> bool:
-    """Tells whether this rank reads tokens or computes the loss; with several chunks per stage, whether that chunk
-    does.
+    """Returns whether this rank, or one of its model chunks, reads tokens or computes the loss.
 
-    vp_stage: the chunk; None means any of the rank's chunks.
+    vp_stage: index of the chunk; None means any of the rank's chunks.
     """
     any_chunk = vp_stage is None
     return is_pipeline_first_stage(any_chunk, vp_stage) or is_pipeline_last_stage(any_chunk, vp_stage)
 
 
 def get_batch_on_this_tp_rank(data_iterator: Iterator[Any] | None, mtp_on_this_rank: bool = False) -> dict[str, Any]:
-    """Reads a microbatch on the first tensor-parallel rank and returns it on all of them. Collective over them.
+    """Reads a microbatch on the first tensor-parallel rank and sends it to the others. Collective over these ranks.
 
-    data_iterator: read on the first rank only, so it may be None on the others. Returns all items of the batch on this
-    process's device: tokens, labels, position_ids [B, S] int64, loss_mask [B, S] fp32, attention_mask [B, 1, S, S]
-    bool, each None if the data lacks it, and any other items of the data; cu_seqlens stays on the CPU.
-    mtp_on_this_rank: no effect, because tokens and labels are returned on the first and on the last stage.
-    Raises ValueError on every rank if the first one has no iterator.
+    data_iterator: read on the first rank only, so it may be None on other ranks. Returns all items of the batch on this
+    process's device: tokens, labels and position_ids [B, S] int64, loss_mask [B, S] fp32, attention_mask [B, 1, S, S]
+    bool, each None if the data lacks it, and any other items of the data. cu_seqlens remains on the CPU.
+    mtp_on_this_rank: no effect, because tokens and labels are returned on both the first and the last stage. Raises
+    ValueError on every rank if the first rank has no iterator.
     """
     group = existing_process_groups().tp
-    # A group without other processes, as a dry run has it, sends nothing.
+    # A group of one rank, or the fake group of a dry run, has no one to send to.
     is_alone = group_size(group) == 1 or is_fake(group)
     batch = dict(next(data_iterator)) if data_iterator is not None and (is_alone or group_rank(group) == 0) else None
     if is_alone and batch is not None:
@@ -101,7 +100,7 @@ def _on_device(value: Any) -> Any:
 
 
 def _received_from_first(batch: dict[str, Any] | None, group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Sends a batch of the group's first rank to the others: small values in one message, all tensors in another."""
+    """Broadcasts a batch from the group's first rank: small values in one broadcast, all tensors in a second one."""
     tensors: dict[str, torch.Tensor] = {}
     if batch is not None:
         # Large elements first, so that each tensor starts at a multiple of its element size.
@@ -115,7 +114,7 @@ def _received_from_first(batch: dict[str, Any] | None, group: dist.ProcessGroup 
     small, layout = told
     if small is None:
         raise ValueError(
-            "data_iterator is None on the first tensor-parallel rank: it must have the data; call get_batch on "
+            "data_iterator is None on the first tensor-parallel rank: it must provide the data; call get_batch on "
             "the first and the last stage only (see is_first_or_last_pipeline_stage)"
         )
     sizes = [shape.numel() * dtype.itemsize for _, shape, dtype in layout]
@@ -135,10 +134,11 @@ def get_ltor_masks_and_position_ids(
     reset_attention_mask: bool,
     eod_mask_loss: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns attention_mask, loss_mask and position_ids of a batch, for scripts whose data has tokens only.
+    """Returns attention_mask, loss_mask and position_ids of a batch, for scripts whose data consists of tokens only.
 
-    data: [B, S], int64, any device. Returns tensors on the same device: [B or 1, 1, S, S], bool, True where attention
-    is forbidden; [B, S], fp32, 0 for eod_token if eod_mask_loss; [B, S], int64. eod_token ends a document.
+    data: tokens, [B, S], int64, any device. eod_token: token that ends a document. Returns tensors on the same device:
+    attention_mask [B or 1, 1, S, S], bool, True where attention is masked; loss_mask [B, S], fp32, 0 for eod_token if
+    eod_mask_loss; position_ids [B, S], int64.
     """
     places = torch.arange(data.shape[1], device=data.device)
     after_eod = torch.zeros_like(data, dtype=torch.bool)
@@ -157,16 +157,16 @@ def get_ltor_masks_and_position_ids(
 def get_batch_on_this_cp_rank(
     batch: dict[str, torch.Tensor], cp_group: dist.ProcessGroup | None = None
 ) -> dict[str, torch.Tensor]:
-    """Returns this rank's tokens of a batch: [B, S / size, ...] for tensors [B, S, ...], any dtype and device.
+    """Returns a context-parallel rank's part of a batch: [B, S / size, ...] for tensors [B, S, ...], any dtype, device.
 
-    cu_seqlens keeps the boundaries of whole samples. cp_group: None means parallel_state's group. Raises ValueError for
-    masks.
+    cu_seqlens is returned unchanged, with the boundaries of whole samples. cp_group: None means parallel_state's group.
+    Raises ValueError for attention masks.
     """
     return slice_batch(batch, existing_process_groups().cp if cp_group is None else cp_group)
 
 
 def average_losses_across_data_parallel_group(losses: list[torch.Tensor]) -> torch.Tensor:
-    """Returns the mean of each loss over the ranks: [number of losses], dtype of `losses`. Collective.
+    """Returns the mean of each loss over the data-parallel ranks: [number of losses], dtype of `losses`. Collective.
 
     losses: [] or [1] each, any dtype, any device.
     """
@@ -177,21 +177,21 @@ def average_losses_across_data_parallel_group(losses: list[torch.Tensor]) -> tor
 
 
 def get_blend_and_blend_per_split(args: argparse.Namespace) -> tuple[Blend | None, list[Blend | None] | None]:
-    """Returns the fields blend and blend_per_split of dataset configurations from the data flags."""
+    """Converts the data flags to the fields blend and blend_per_split of dataset configurations."""
     config = config_from_args(DataConfig, args)
     return config.read_blend(), config.blend_per_split()
 
 
 def calc_params_l2_norm(model: nn.Module | Sequence[nn.Module], force_create_fp32_copy: bool = False) -> float:
-    """Returns the 2-norm of all parameters, each logical element once, summed in fp64. Collective over all ranks.
+    """Returns the 2-norm of all parameters, counting each logical element once. Collective over all ranks.
 
-    model: this rank's chunks. force_create_fp32_copy: no effect, because sums are never in the parameters' dtype.
-    Raises ValueError for parameters that FSDP2 has sharded; --log-params-norm logs their norm.
+    model: this rank's chunks. force_create_fp32_copy: no effect, because squares are always summed in fp64. Raises
+    ValueError for parameters that FSDP2 has sharded; --log-params-norm logs their norm.
     """
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     params = [param for chunk in chunks for param in chunk.parameters()]
     if any(isinstance(param, DTensor) for param in params):
-        raise ValueError("the model is sharded by FSDP2: must have whole parameters; use --log-params-norm")
+        raise ValueError("the model is sharded by FSDP2, but whole parameters are required: use --log-params-norm")
     stats = GradStats(
         OptimizerConfig(), existing_process_groups(), [], runs=[], logical_pieces={}, device=default_device()
     )
@@ -199,9 +199,9 @@ def calc_params_l2_norm(model: nn.Module | Sequence[nn.Module], force_create_fp3
 
 
 def reduce_max_stat_across_model_parallel_group(stat: float | None) -> float | None:
-    """Returns the maximum of a statistic that only some model-parallel ranks have. Collective over them.
+    """Returns the maximum of a statistic over the model-parallel ranks, some of which may lack it. Collective.
 
-    stat: a number, or None if this rank lacks it. Returns None if all ranks lack it.
+    stat: a number, or None if this rank lacks the statistic. Returns None if all ranks lack it.
     """
     value = torch.tensor([-torch.inf if stat is None else stat], dtype=torch.float32, device=default_device())
     dist.all_reduce(value, op=dist.ReduceOp.MAX, group=get_model_parallel_group())
@@ -210,7 +210,7 @@ def reduce_max_stat_across_model_parallel_group(stat: float | None) -> float | N
 
 
 def logical_and_across_model_parallel_group(input: bool) -> bool:
-    """Returns whether a value is true on all model-parallel ranks. Collective over them."""
+    """Returns whether `input` is true on all model-parallel ranks. Collective over these ranks."""
     value = torch.tensor([int(bool(input))], dtype=torch.int, device=default_device())
     dist.all_reduce(value, op=dist.ReduceOp.MIN, group=get_model_parallel_group())
     return bool(value.item())

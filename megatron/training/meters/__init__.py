@@ -1,1 +1,1 @@
-"""Meters: measurements requested by flags, taken on every rank and added to the report of a step."""
+"""Meters: measurements that flags request, taken on every rank and added to the report of a step."""

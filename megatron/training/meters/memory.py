@@ -1,4 +1,4 @@
-"""Measures the memory of a run: the bytes that ranks hold by kind, and whether weights and states fit a device.
+"""Measures the memory of a run: bytes allocated on the ranks by kind, and whether weights and states fit a device.
 
 planner/plan.py predicts the same kinds of memory before a run starts.
 """
@@ -27,7 +27,7 @@ from megatron.training.step.expert_memory import ExpertMemory
 
 
 def parameter_tensors(model: Sequence[nn.Module]) -> Iterator[Tensor]:
-    """Yields the storage of the chunks' parameters and module buffers: any shape, any dtype."""
+    """Yields tensors that store the chunks' parameters and module buffers: any shape and dtype."""
     for chunk in model:
         yield from chunk.parameters()
         yield from unwrap_model(chunk).buffers()
@@ -36,16 +36,16 @@ def parameter_tensors(model: Sequence[nn.Module]) -> Iterator[Tensor]:
 
 
 def gradient_tensors(model: Sequence[nn.Module]) -> Iterator[Tensor]:
-    """Yields the persistent storage of the chunks' gradients: any shape, any dtype."""
+    """Yields tensors that persistently store the chunks' gradients: any shape and dtype."""
     for chunk in model:
         if isinstance(chunk, _BaseDataParallel):
             yield from (flat for buffer in chunk.all_buffers for flat in buffer.persistent_grads)
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Returns the bytes of the tensors' storages, each counted once. For a DTensor, counts only this rank's part.
+    """Returns the total bytes of the tensors' storages, each counted once. A DTensor counts with its local shard.
 
-    tensors: any shape, any dtype.
+    tensors: any shape and dtype.
     """
     parts = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
     memory = {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in parts}
@@ -55,9 +55,9 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 def held_bytes(
     model: Sequence[nn.Module], optimizer: MegatronOptimizer, *, memory: ExpertMemory | None = None
 ) -> dict[str, int]:
-    """Returns the bytes that this rank holds by kind, as in RankPlan.
+    """Returns the persistent bytes that this rank has allocated, by kind, with the names of RankPlan.
 
-    memory: the expert memory, whose stash may have pages.
+    memory: the expert memory, whose stash may own pages.
     """
     pages = {"device_pages": 0, "host_pages": 0}
     if memory is not None and memory.stash is not None:
@@ -73,17 +73,17 @@ def held_bytes(
 
 @dataclass(frozen=True)
 class PersistentFit:
-    """Whether weights, gradients and optimizer states fit the device, and a line that states it."""
+    """Whether weights, gradients and optimizer states fit the device, and a line of text with the result."""
 
     fits: bool
     line: str
 
 
 def persistent_fit(model: Sequence[nn.Module], args: argparse.Namespace) -> PersistentFit:
-    """Compares weights, gradients and optimizer states with the memory of the device. Collective.
+    """Compares the bytes of weights, gradients and optimizer states with the memory of the device. Collective.
 
-    Called before the optimizer is built, because its allocation may fail; its states are estimated. Compares the rank
-    that holds the most with this rank's device. Ranks on CPUs share the memory of their machine.
+    Called before the optimizer is built, because its allocation may fail. The optimizer's states are estimated. The
+    largest sum of all ranks is compared with this rank's device. Ranks on CPUs share the memory of their machine.
     """
     device = default_device()
     needed = bytes_of(parameter_tensors(model)) + bytes_of(gradient_tensors(model))
@@ -107,9 +107,9 @@ def persistent_fit(model: Sequence[nn.Module], args: argparse.Namespace) -> Pers
 
 
 class HeldMemoryMeter:
-    """Measures the bytes that ranks hold, after the first step, at log lines and after the last step.
+    """Measures the bytes allocated on all ranks, after the first step, at log lines and after the last step.
 
-    One measurement would not suffice, because page pools may grow.
+    A single measurement would not suffice, because page pools may grow.
     """
 
     def __init__(
@@ -128,10 +128,10 @@ class HeldMemoryMeter:
         self._is_first = True
 
     def measure(self, report: StepReport) -> StepReport:
-        """Sets held: bytes by kind of "rank_0", their "max" over ranks, and their maximum in each of the "stages".
+        """Sets held: bytes by kind of "rank_0", the "max" over all ranks, and the maximum in each of the "stages".
 
-        The kinds are those of held_bytes and the peak so far: peak_allocated of torch's allocator on a GPU, or peak_rss
-        of the process on a CPU.
+        The kinds are the keys of held_bytes and the peak so far: peak_allocated of torch's allocator on a GPU, or
+        peak_rss of the process on a CPU.
         """
         is_due = self._is_first or report.is_last or report.iteration % self._interval == 0
         if not is_due:
@@ -150,9 +150,9 @@ class HeldMemoryMeter:
         return replace(report, held=held)
 
     def _largest_sync(self, own: list[int]) -> list[list[int]]:
-        """Returns the first rank's numbers, then the maximum over the ranks of each stage.
+        """Returns the first rank's numbers, followed by the maximum over the ranks of each stage. Collective.
 
-        NOTE: reads the device once per log line. Collective.
+        own: this rank's numbers. NOTE: reads the device once per log line.
         """
         rows = torch.zeros(1 + self._num_stages, len(own), dtype=torch.int64)
         rows[1 + self._stage] = torch.tensor(own, dtype=torch.int64)
@@ -175,10 +175,10 @@ _MEMORY_WORDS = {
 
 
 class MemoryMeter:
-    """Measures bytes by kind on this rank at each log line, and adds notes below the first one.
+    """Measures bytes by kind on this rank at each log line, and adds notes below the first log line.
 
     state: planned bytes of weights, gradients and optimizer states; None for a run that only evaluates. has_notes:
-    whether the notes are added.
+    whether to add the notes.
     """
 
     def __init__(
@@ -190,11 +190,11 @@ class MemoryMeter:
         self._has_noted = not has_notes
 
     def measure(self, report: StepReport) -> StepReport:
-        """Sets memory."""
+        """Sets memory and, at the first log line, appends notes."""
         if report.iteration % self._interval:
             return report
         memory = memory_bytes(self._device)
-        # Memory settles in the first steps, so later notes would repeat the first.
+        # Memory is stable after the first steps, so later notes would repeat the first.
         notes: tuple[str, ...] = ()
         if not self._has_noted:
             notes = (memory_line(memory, report.iteration, on_gpu=self._device.type == "cuda"),)
@@ -204,14 +204,14 @@ class MemoryMeter:
 
 
 def memory_line(memory: dict[str, int], iteration: int, *, on_gpu: bool) -> str:
-    """Formats the note below the first log line: a GPU's memory, or the process's on the CPU."""
+    """Formats the note about memory below the first log line: of the GPU, or of the process on a CPU."""
     kinds = [kind for kind in memory if kind.endswith("rss") != on_gpu]
     figures = [f" {_MEMORY_WORDS[kind]}: {memory[kind] / 2**20:.1f}" for kind in kinds]
     return " |".join([f"[Rank 0] (after {iteration} iterations) memory (MB)", *figures])
 
 
 def state_line(state: StateBytes) -> str:
-    """Formats the note with the planned persistent memory."""
+    """Formats the note about planned persistent memory."""
     figures = [f" {name}: {value / 2**20:.1f}" for name, value in asdict(state).items()]
     return " |".join(["[Rank 0] persistent memory (MB)", *figures, f" sum: {state.total / 2**20:.1f}"])
 
@@ -221,25 +221,25 @@ _KEPT_FREE = 0.1
 
 
 def fit_in_words(device: str, num_bytes: int, memory: int) -> str:
-    """Describes whether a rank that needs num_bytes fits a device with that memory."""
+    """Formats the result of a fit: whether num_bytes per rank fit into a device's memory, in bytes."""
     verdict = "fits" if num_bytes <= memory else "does NOT fit"
     return f"{verdict} {device}: {gib(num_bytes)} of {gib(memory)} GiB per rank"
 
 
 def room_in_words(num_bytes: int, memory: int) -> str:
-    """Returns a warning if num_bytes fits only narrowly; empty if there is room, or if it does not fit."""
+    """Returns a warning if num_bytes leaves little memory free. Empty if enough is left, or if it does not fit."""
     if num_bytes > memory or not is_tight(num_bytes, memory):
         return ""
     return f"less than {_KEPT_FREE:.0%} left for the CUDA context and the allocator"
 
 
 def is_tight(num_bytes: int, memory: int) -> bool:
-    """Tells whether the free memory would be less than the reserved share."""
+    """Returns whether num_bytes would leave less free memory than the reserved share."""
     return num_bytes > (1 - _KEPT_FREE) * memory
 
 
 def gib(num_bytes: float) -> str:
-    """Formats bytes as GiB: one decimal, four below 1 GiB."""
+    """Formats bytes in GiB, with one decimal, or four below 1 GiB."""
     size = num_bytes / 2**30
     return f"{size:.1f}" if size >= 1 else f"{size:.4f}"
 
@@ -248,7 +248,7 @@ def check_weights_fit(config: TransformerConfig, vocab_size: int) -> None:
     """Raises ValueError if the matrices of an average rank are larger than the memory of this machine.
 
     The operating system would kill such a run without a message, after minutes of building layers. Weights on a GPU are
-    not checked, because its allocator fails immediately. Weights on the meta device need no memory.
+    not checked, because the GPU's allocator fails immediately. Weights on the meta device occupy no memory.
     """
     on_host = config.use_cpu_initialization or default_device().type == "cpu"
     if not on_host or config.init_model_with_meta_device or torch.get_default_device().type == "meta":
@@ -257,7 +257,7 @@ def check_weights_fit(config: TransformerConfig, vocab_size: int) -> None:
     available = total_memory_bytes(torch.device("cpu"))
     if needed > available:
         raise ValueError(
-            f"the weights of a rank need at least {needed / 2**30:.1f} GiB, but this machine has "
+            f"the weights of a rank require at least {needed / 2**30:.1f} GiB, but this machine has "
             f"{available / 2**30:.1f} GiB: reduce num_layers ({config.num_layers}), hidden_size "
             f"({config.hidden_size}), ffn_hidden_size ({config.ffn_hidden_size}) or the vocabulary ({vocab_size}), "
             "or increase the tensor, pipeline or expert parallel size"
@@ -265,9 +265,9 @@ def check_weights_fit(config: TransformerConfig, vocab_size: int) -> None:
 
 
 def _weights_of_a_rank(config: TransformerConfig, vocab_size: int) -> int:
-    """Returns the number of elements of the large matrices of a rank.
+    """Returns a lower bound for the number of weight elements of a rank, from its large matrices.
 
-    Leaves out the second matrix of gated layers, keys, values and the output layer.
+    Ignores the second matrix of gated layers, keys, values and the output layer.
     """
     hidden, tp = config.hidden_size, config.tensor_model_parallel_size
     num_experts = config.num_moe_experts or 0
@@ -280,12 +280,12 @@ def _weights_of_a_rank(config: TransformerConfig, vocab_size: int) -> int:
     return (layers + vocab_size * hidden // tp) // config.pipeline_model_parallel_size
 
 
-# Messages of torch for the CPU and for impossible sizes. A GPU's allocator raises OutOfMemoryError instead.
+# Messages of torch about CPU memory and about impossible sizes. A GPU's allocator raises OutOfMemoryError instead.
 _OUT_OF_MEMORY = ("can't allocate memory", "Storage size calculation overflowed", "Cannot allocate memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tells whether this error means that an allocation failed."""
+    """Returns whether the error means that a memory allocation failed."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(message in str(error) for message in _OUT_OF_MEMORY)

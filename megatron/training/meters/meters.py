@@ -1,4 +1,4 @@
-"""Defines the meters, each of which adds one measurement requested by a flag to the report of a step.
+"""Defines the meters. Each meter adds one measurement that a flag requests to the report of a step.
 
 Meters run on every rank after each step and may be collective. Callbacks print and write the reports.
 """
@@ -30,7 +30,7 @@ from megatron.training.meters.routing import RoutingMeter
 from megatron.training.meters.stash import StashMeter
 from megatron.training.step.expert_memory import ExpertMemory
 
-# Timers of a step in the order of the log. Timers that never ran are not shown.
+# Timers of a step, in the order of the log. Timers that never ran are not shown.
 STEP_TIMERS = (
     "forward-backward",
     "forward-compute",
@@ -42,12 +42,12 @@ STEP_TIMERS = (
     "optimizer-inner-step",
     "optimizer",
 )
-# Timers during which a data-parallel rank does not wait for other ranks.
+# Timers during which a data-parallel rank does not wait for others.
 _OWN_WORK = ("forward-backward", "optimizer")
 
 
 class Meter(Protocol):
-    """Adds a measurement to the report of a step."""
+    """Interface of objects that add a measurement to the report of a step."""
 
     def measure(self, report: StepReport) -> StepReport:
         """Returns the report with this meter's measurement. Collective."""
@@ -63,9 +63,9 @@ def build_meters(
     device: torch.device,
     expert_memory: ExpertMemory | None = None,
 ) -> list[Meter]:
-    """Builds the meters that the flags request. Memory is always measured, at log lines.
+    """Builds the meters that the flags request, and the memory meters, which always run at log lines.
 
-    expert_memory: None unless experts have buffers of a fixed size.
+    expert_memory: None unless expert buffers have a fixed size.
     """
     chunks = [chunk for chunk in model if isinstance(chunk, _BaseDataParallel)]
     state = None if optimizer is None else state_bytes_of(chunks, optimizer.config)
@@ -113,7 +113,7 @@ class ThroughputMeter:
 
 
 class ParamsNormMeter:
-    """Measures the 2-norm of all parameters: the optimizer's copies of trained ones, and frozen ones."""
+    """Measures the 2-norm of all parameters. Trained parameters are measured in the optimizer's copies."""
 
     def __init__(self, optimizer: MegatronOptimizer, model: Sequence[nn.Module]) -> None:
         self._optimizer = optimizer
@@ -126,13 +126,13 @@ class ParamsNormMeter:
         return replace(report, params_norm=math.hypot(self._optimizer.params_norm(), frozen))
 
 
-# A straggler exceeds the median by this factor in this many consecutive log intervals, which excludes noise.
+# A straggler exceeds the median by this factor in this number of consecutive log intervals, which excludes noise.
 _SLOW_FACTOR, _INTERVALS = 1.1, 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """A rank that stays slower than the others. Times are means per step.
+    """A rank that is persistently slower than the others. Times are milliseconds, as means per step.
 
     work_ms: work of the rank. median_ms: work of the median rank. waits_ms: time that the median rank waits for others.
     intervals: number of consecutive log intervals in which the rank was the slowest.
@@ -153,16 +153,16 @@ class Straggler:
 
 
 class StragglerWatch:
-    """Watches the ranks' times over log intervals and reports a rank that stays slow."""
+    """Compares the ranks' times over log intervals, and reports a rank that is persistently slow."""
 
     def __init__(self) -> None:
         self._rank: int | None = None
         self._intervals = 0
 
     def observe(self, work_ms: Sequence[float], *, step_ms: float) -> Straggler | None:
-        """Adds the mean times of a log interval, and returns the rank that has been slow for long enough, if any.
+        """Records the mean times of a log interval, and returns a straggler if a rank was slow in enough intervals.
 
-        work_ms: by rank, excluding waits for other ranks. step_ms: including these waits.
+        work_ms: milliseconds per step of each rank, excluding waits for others. step_ms: including these waits.
         """
         # The lower median, because the slower of two ranks would otherwise be compared with itself.
         median, slowest = statistics.median_low(work_ms), max(range(len(work_ms)), key=work_ms.__getitem__)
@@ -183,7 +183,7 @@ class StragglerWatch:
 
 
 class TimerMeter:
-    """Gathers the timers of all ranks at log lines, and reports which rank worked longest."""
+    """Gathers the timers of all ranks at log lines, and reports the fastest and the slowest rank."""
 
     def __init__(self, timers: Timers, interval: int, *, watch: StragglerWatch | None = None) -> None:
         self._timers = timers
@@ -202,7 +202,7 @@ class TimerMeter:
         milliseconds = {name: 1000.0 * max(ranks) / self._steps for name, ranks in seconds.items() if any(ranks)}
         notes = [format_times(seconds, self._timers.log_option, normalizer=self._steps)]
         times = straggler = None
-        # With a single process there is nothing to compare.
+        # A single process has no other rank to compare with.
         if len(seconds[_OWN_WORK[0]]) > 1:
             rows = [[1000.0 * t / self._steps for t in seconds[name]] for name in _OWN_WORK]
             times = rank_times(rows)
@@ -223,7 +223,7 @@ class TimerMeter:
 
 
 def rank_times(milliseconds: Sequence[Sequence[float]]) -> RankTimes:
-    """Returns the fastest and the slowest rank by the sum over timers. milliseconds: [timers][ranks]."""
+    """Determines the fastest and the slowest rank by the sum of their timers. milliseconds: [timers][ranks]."""
     totals = [sum(column) for column in zip(*milliseconds, strict=True)]
     fastest, slowest = (totals.index(choose(totals)) for choose in (min, max))
     return RankTimes(min_ms=totals[fastest], min_rank=fastest, max_ms=totals[slowest], max_rank=slowest)

@@ -1,4 +1,4 @@
-"""Measures how much communication of a step overlapped with its backward on this rank, at log lines."""
+"""Measures how much of a step's communication was overlapped with backward on this rank, at log lines."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ from megatron.training.callbacks import StepReport
 
 
 class OverlapMeter:
-    """Records the communication events of the steps that have a log line. Other steps have no overhead."""
+    """Records the communication events of steps with a log line. Other steps have no overhead."""
 
     def __init__(self, model: Sequence[nn.Module], interval: int, *, device: torch.device) -> None:
         self._interval = interval
@@ -33,9 +33,9 @@ class OverlapMeter:
             self._log.record_next_step()
 
     def measure(self, report: StepReport) -> StepReport:
-        """Sets overlap if the step was recorded."""
+        """Sets overlap and appends a note, if the step was recorded."""
         if (report.iteration + 2) % self._interval == 0:
-            # Recording begins after the next step's reductions, with the gathers for the step that is to be logged.
+            # Recording begins after the next step's reductions, with the parameter gathers of the step to be logged.
             self._log.record_next_step()
         if report.iteration % self._interval:
             return report
@@ -47,7 +47,7 @@ class OverlapMeter:
 
 
 def overlap_record(step: StepTimes) -> dict[str, Any]:
-    """Converts the times of a step to a JSON record, with each bucket's times in milliseconds under "transfers"."""
+    """Converts the times of a step to a JSON record. "transfers" lists each bucket's times, in milliseconds."""
     exposed = {
         word: 1e3 * sum(exposed_seconds(one) for one in step.transfers if (one.traffic is Traffic.GATHER) == gathers)
         for word, gathers in (("reduce", False), ("gather", True))
@@ -78,7 +78,7 @@ def overlap_record(step: StepTimes) -> dict[str, Any]:
 
 
 def overlap_line(overlap: dict[str, Any]) -> str:
-    """Formats the console line about overlap."""
+    """Formats an overlap record as a console line."""
     share, buckets = overlap["hidden_share"], overlap["could_be_early"] + 1
     hidden = "nothing to overlap" if share is None else f"hidden under backward: {100 * share:.0f}% of what fits"
     early = f"{overlap['launched_early']} of {overlap['could_be_early']}" if buckets > 1 else "a single one"

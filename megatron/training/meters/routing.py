@@ -1,4 +1,4 @@
-"""Gathers tokens per expert of each microbatch, layer and rank on the first rank once per step, for routing traces."""
+"""Gathers the tokens per expert of each microbatch, layer and rank once per step on the first rank, for traces."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,14 +15,14 @@ from megatron.training.callbacks import StepReport
 
 
 class RoutingMeter:
-    """Keeps the counts of each forward on the device until the step ends, then gathers and reads them once."""
+    """Records the counts of each forward on the device, and gathers and reads them once at the end of a step."""
 
     def __init__(
         self, model: Sequence[nn.Module], groups: ProcessGroupCollection, *, samples_of_microbatch: int
     ) -> None:
-        """Enables recording of counts in the model's routers. Collective.
+        """Enables the recording of counts in the model's routers. Collective.
 
-        samples_of_microbatch: number of samples of a microbatch over the data-parallel ranks.
+        samples_of_microbatch: number of samples in a microbatch, summed over the data-parallel ranks.
         """
         self._samples_of_microbatch = samples_of_microbatch
         routers = [part for chunk in model for part in chunk.modules() if isinstance(part, TopKRouter)]
@@ -50,7 +50,7 @@ class RoutingMeter:
         passes: dict[int, list[Tensor]] = {}
         for recorder in self._recorders:
             passes |= recorder.take_passes()
-        # A pipeline stage may have no MoE layer.
+        # A pipeline stage may contain no MoE layer.
         num_microbatches = report.global_batch_size // self._samples_of_microbatch
         own = torch.zeros(
             self._most_layers, num_microbatches, self._num_experts, dtype=torch.int64, device=self._device
@@ -68,9 +68,9 @@ class RoutingMeter:
         return replace(report, routing=dict(sorted(routing.items())))
 
     def _gather_sync(self, own: Tensor) -> Tensor | None:
-        """Gathers `own`, [L, M, E], int64, as [ranks, L, M, E] on the host of the first rank; returns None on others.
+        """Gathers `own`, [L, M, E], int64, to [ranks, L, M, E] on the host of the first rank. Returns None on others.
 
-        NOTE: waits for the device once per step. Collective.
+        Collective. NOTE: waits for the device once per step.
         """
         if self._world_size == 1:
             return own.cpu().unsqueeze(0)
@@ -81,7 +81,7 @@ class RoutingMeter:
 
 @dataclass(frozen=True)
 class _Place:
-    """A rank's pipeline stage, the ranks that share its experts (including itself), and the stage's layers."""
+    """A rank's pipeline stage, the ranks that share experts with it (including itself), and the stage's MoE layers."""
 
     stage: int
     sharing: list[int]
@@ -90,7 +90,7 @@ class _Place:
 
 
 def _stages_of(places: Sequence[_Place]) -> list[tuple[list[int], list[int]]]:
-    """Returns the ranks, in the order of the trace, and the layers of each stage. places: those of each rank."""
+    """Returns the ranks of each stage, in the order of the trace, and its layers. places: place of each rank."""
     stages: dict[int, tuple[list[int], list[int]]] = {}
     for rank, place in enumerate(places):
         ranks, _ = stages.setdefault(place.stage, ([], place.layers))

@@ -1,6 +1,6 @@
-"""Measures the needs of static expert buffers and the paged stash over all ranks, at log lines.
+"""Measures the usage of static expert buffers and of the paged stash over all ranks, at log lines.
 
-step/expert_memory.py provides the figures of each step on a rank.
+step/expert_memory.py provides the measurements of each step on a rank.
 """
 
 import argparse
@@ -20,12 +20,12 @@ from megatron.core.transformer.moe.paged_stash.stash_order import GroupKey, laye
 from megatron.training.callbacks import PoolReport, StashReport, StepReport
 from megatron.training.step.expert_memory import StepFigures, rows_by_group
 
-# Number of first steps of a run without advice, because routers change most in them.
+# Number of steps at the start of a run without advice, because routers change most in these steps.
 _UNTYPICAL_STEPS = 50
 
 
 class KnowsLastStep(Protocol):
-    """Provider of the last step's figures."""
+    """Interface of an object that provides the measurements of the last step."""
 
     last_step: StepFigures | None
 
@@ -42,7 +42,7 @@ class _Totals(NamedTuple):
 
 
 class _LevelCounts(NamedTuple):
-    """Reactions of a rank to missing pages or rows in one step, from the cheapest: spill, recompute, discard."""
+    """Counts of a rank's reactions to missing pages or rows in one step, cheapest first: spill, recompute, discard."""
 
     spilled_pages: int = 0
     dropped_act: int = 0
@@ -62,12 +62,12 @@ class _Pool(NamedTuple):
 
     @property
     def fullness(self) -> float:
-        """Share of the pages that were in use. The tiers may have been fullest at different moments."""
+        """Share of the pages that were in use at the tiers' high-water marks, which may be at different moments."""
         return (self.device_high_water + self.host_high_water) / max(1, self.device_pages + self.host_pages)
 
     @property
     def plan(self) -> "_Pool":
-        """Sizes of the pool and its plan, which are equal for steps with the same pool and number of microbatches."""
+        """This pool without high-water marks. Equal for steps with the same pool and number of microbatches."""
         return self._replace(device_high_water=0, host_high_water=0)
 
 
@@ -82,7 +82,7 @@ class _Buffers(NamedTuple):
 
 @dataclass
 class _Interval:
-    """One rank's figures since the last log line: one number per layer and six numbers per step."""
+    """One rank's measurements since the last log line: totals, one number per layer, and six numbers per step."""
 
     totals: _Totals = _Totals()
     factor_to_keep_all: float = 0.0
@@ -95,11 +95,11 @@ class _Interval:
     pages_factors: list[float] = field(default_factory=list)
 
     def add(self, step: StepFigures) -> None:
-        """Adds the figures of one step."""
+        """Adds the measurements of one step."""
         counters = Multiset(step.counters)
         own = _Totals(
             planned_pages=counters[Counter.PLANNED_PAGES],
-            # Without pages on the device, pages on the host do not count as spilled.
+            # Without device pages, host pages do not count as spilled.
             spilled_pages=counters[Counter.SPILLED_PAGES] if step.layout and step.layout.device_pages else 0,
             live_bytes=counters[Counter.LIVE_BYTES],
             tail_bytes=step.tail_bytes,
@@ -139,7 +139,7 @@ class _Interval:
             self.pool, self.fullest = pool, step
 
     def numbers(self, num_layers: int) -> list[float]:
-        """All figures except `fullest`, as a list of the same length on every rank."""
+        """Returns all measurements except `fullest` as a flat list, whose length is equal on all ranks."""
         rows = [self.most_rows.get(layer, 0) for layer in range(1, num_layers + 1)]
         return [
             self.factor_to_keep_all,
@@ -155,7 +155,7 @@ class _Interval:
 
 @dataclass(frozen=True)
 class _Rank:
-    """The figures gathered from one rank."""
+    """The measurements gathered from one rank."""
 
     factor_to_keep_all: float
     totals: _Totals
@@ -168,7 +168,7 @@ class _Rank:
 
     @classmethod
     def of(cls, numbers: list[float], num_layers: int) -> "_Rank":
-        """Splits a list that _Interval.numbers joined."""
+        """Parses a list returned by _Interval.numbers."""
         rest = iter(numbers)
 
         def take(count: int) -> list[int]:
@@ -186,17 +186,17 @@ class _Rank:
 
 
 class StashMeter:
-    """Accumulates the figures of each step on its rank, and gathers them over ranks at log lines and the last step."""
+    """Accumulates the measurements of each step, and gathers them from all ranks at log lines and the last step."""
 
     def __init__(self, memory: KnowsLastStep, args: argparse.Namespace, *, device: torch.device) -> None:
         self._memory, self._args, self._device = memory, args, device
         self._since = _Interval()
-        # Plan of the last logged timeline: the ranks' pools, and the fullness of the fullest one.
+        # Plan of the last logged timeline: the ranks' pools, and the fullness of the fullest pool.
         self._shown: tuple[list[_Pool], float] = [], 0.0
         self._has_advised = False
 
     def measure(self, report: StepReport) -> StepReport:
-        """Sets stash at log lines. Adds a note once if at least half of the steps recompute, after the first steps."""
+        """Sets stash at log lines. After the first steps, adds advice once if at least half of the steps recompute."""
         step = self._memory.last_step
         assert step is not None, "a step has ended"
         self._since.add(step)
@@ -214,7 +214,7 @@ class StashMeter:
         return replace(report, stash=stash, notes=notes)
 
     def _gather_sync(self, since: _Interval) -> StashReport:
-        """Gathers the interval's figures over all ranks. NOTE: reads the device, once per interval. Collective."""
+        """Gathers the interval's measurements from all ranks. Collective. NOTE: reads the device once per interval."""
         num_layers = self._args.num_layers + (self._args.mtp_num_layers or 0)
         own = torch.tensor([since.numbers(num_layers)], dtype=torch.float64, device=self._device)
         group = dist.group.WORLD if dist.is_initialized() else None
@@ -236,7 +236,7 @@ class StashMeter:
     def _with_timeline(
         self, pool: PoolReport | None, ranks: list[_Rank], *, own: StepFigures | None
     ) -> PoolReport | None:
-        """Adds the long timeline only for a new plan or a step fuller than all previous ones. Collective.
+        """Adds a timeline to the report if the plan is new, or if a step was fuller than all logged ones. Collective.
 
         own: the fullest step on this rank.
         """
@@ -251,7 +251,7 @@ class StashMeter:
 
 
 def _recomputes_often(stash: StashReport) -> bool:
-    """Tells whether at least half of the steps recomputed a tensor, and more pages would have avoided all of it."""
+    """Returns whether at least half of the steps recomputed tensors, and more pages would have avoided this."""
     if stash.pool is None or not stash.pool.factor_to_keep_all:
         return False
     none = [0] * stash.steps
@@ -260,9 +260,9 @@ def _recomputes_often(stash: StashReport) -> bool:
 
 
 def advice_line(pool: PoolReport, *, steps: int, in_bytes: bool) -> str:
-    """Formats a line about the cost of recomputation and the flag that would have avoided it in these steps.
+    """Formats a line about the cost of recomputation, and the flag that would have avoided it in these steps.
 
-    in_bytes: whether the device's pages were given in bytes, by a flag that overrides the factor.
+    in_bytes: whether a flag specifies the size of device pages in bytes, which overrides the factor.
     """
     tier = "cuda" if pool.device_pages else "cpu"
     instead = " instead of --moe-paged-stash-buffer-bytes" if in_bytes and pool.device_pages else ""
@@ -274,14 +274,14 @@ def advice_line(pool: PoolReport, *, steps: int, in_bytes: bool) -> str:
 
 
 def _most_by_step(ranks: list[list[float]]) -> tuple[float, ...]:
-    """Returns the largest value over ranks for each step, rounded to seven digits to keep log lines short."""
+    """Returns the maximum over ranks for each step, rounded to seven digits to keep log lines short."""
     return tuple(float(f"{max(step):.7g}") for step in zip(*ranks, strict=True))
 
 
 def _counts_by_level(ranks: list[list[_LevelCounts]]) -> dict[str, list[int]]:
-    """Returns the count of each kind in each step, summed over ranks, without kinds that never occurred.
+    """Returns the counts of each reaction by step, summed over ranks, without reactions that never occurred.
 
-    All ranks retry a discarded step together, so it counts once.
+    All ranks retry a discarded step together, so discards are not summed.
     """
     steps = [
         _LevelCounts(*map(sum, zip(*step, strict=True)))._replace(void_steps=max(one.void_steps for one in step))
@@ -292,9 +292,10 @@ def _counts_by_level(ranks: list[list[_LevelCounts]]) -> dict[str, list[int]]:
 
 
 def _factor_to_keep_all(step: StepFigures) -> float:
-    """Returns the factor with which nothing is recomputed, for the device, or for the host if the device has no pages.
+    """Returns the size factor with which the step would have recomputed nothing.
 
-    Returns 0 if more pages would not have helped, because the order of the step was not known yet.
+    It applies to device pages, or to host pages if the device has none. Returns 0 if more pages would not have helped,
+    because the order of the step was not known yet.
     """
     assert step.layout is not None, "a pool dropped tensors"
     num_pages = pages_to_keep_all(step)
@@ -323,7 +324,10 @@ def _pool_report(ranks: list[_Rank]) -> PoolReport | None:
 
 
 def _timeline_of(rank: int, own: StepFigures | None) -> dict[str, Any]:
-    """Returns that rank's timeline of its fullest step on all ranks. Collective."""
+    """Broadcasts the timeline of a rank's fullest step to all ranks. Collective.
+
+    rank: the rank with the timeline. own: the fullest step on this rank.
+    """
     found: list[Any] = [None]
     if not dist.is_initialized() or dist.get_rank() == rank or is_fake(dist.group.WORLD):
         assert own is not None, "this rank has a pool"
@@ -335,11 +339,11 @@ def _timeline_of(rank: int, own: StepFigures | None) -> dict[str, Any]:
 
 
 def stash_timeline(step: StepFigures) -> dict[str, Any]:
-    """Simulates from a step's live rows, by the rules of the pool, when the step allocated and released pages.
+    """Simulates from a step's live rows when the step allocated and released pages, with the pool's rules.
 
-    "passes": in order, the number of the layer that ran forward, or its negative for backward.
-    "changes": [place in passes, layer, pages on the device, pages on the host] each, negative if they were released, in
-    the order of page_moves.
+    "passes": the number of the layer that ran forward, or its negative for backward, in order.
+    "changes": a list of [index in passes, layer, device pages, host pages], in the order of page_moves. Numbers of
+    released pages are negative.
     """
     assert step.layout is not None, "without a pool there are no pages"
     pool, rows, changes = PoolModel(step.layout), rows_by_group(step.passes, step.rows), []
@@ -357,9 +361,9 @@ def stash_timeline(step: StepFigures) -> dict[str, Any]:
 
 
 def pages_to_keep_all(step: StepFigures) -> int:
-    """Returns the size of the smallest pool, in pages of both tiers, with which the step recomputes nothing.
+    """Returns the size of the smallest pool, in pages of both tiers, with which the step would recompute nothing.
 
-    It may exceed pages_wanted, because gate_up and act leave the pages of the reserve free.
+    The size may exceed pages_wanted, because gate_up and act leave the reserved pages free.
     """
     assert step.layout is not None, "without a pool there are no pages"
     rows = rows_by_group(step.passes, step.rows)

@@ -1,3 +1,1 @@
-"""Implements one training step: forward and backward passes, statistics over ranks, update, and expert memory, which
-grows after an overflow.
-"""
+"""Implements a training step: passes, statistics over ranks, update, and expert memory, which grows after overflows."""

@@ -1,6 +1,7 @@
-"""Conditions that end training before its last iteration: a signal, a time limit, an iteration interval.
+"""Implements conditions that end training before its last iteration: a signal, a time limit, an iteration interval.
 
-Each rank knows only its own reasons. The training step sums them over ranks, so that all ranks stop at the same step.
+Each rank observes only its own reasons. The training step sums them over ranks, so that all ranks stop at the same
+step.
 """
 
 import enum
@@ -22,39 +23,39 @@ from megatron.training.config import TrainingConfig
 
 
 class ExitReason(enum.Enum):
-    """Reason why a run stops early. If several apply, the first in this order counts."""
+    """Reason why a run stops early. If several reasons apply, the first in this order counts."""
 
     SIGNAL = "the exit signal"
     DURATION = "--exit-duration-in-mins"
     INTERVAL = "--exit-interval"
 
 
-# Reasons that ranks may notice at different steps. They are exchanged over ranks.
+# Reasons that ranks may observe at different steps, and which are therefore exchanged between ranks.
 LOCAL_REASONS = (ExitReason.SIGNAL, ExitReason.DURATION)
 
 
 class ExitConditions:
-    """This rank's reasons to stop, checked once per step."""
+    """Checks this rank's reasons to stop, once per step."""
 
     def __init__(self, config: TrainingConfig) -> None:
         self.config = config
         self._signalled = False
         self._start = time.monotonic()
-        # torchrun forwards only SIGTERM, and kills ranks that take too long afterwards.
+        # torchrun forwards only SIGTERM, and then kills ranks that take too long.
         handles_sigterm = config.exit_signal_handler and config.exit_signal == signal.SIGTERM
         self._shutdown_seconds = shutdown_seconds() if handles_sigterm else math.inf
 
     def local_reasons(self) -> list[bool]:
         """Returns whether each of LOCAL_REASONS holds on this rank."""
         limit = self.config.exit_duration_in_mins
-        # 0 is off, as in Megatron.
+        # 0 disables the limit, as in Megatron-LM.
         out_of_time = time.monotonic() - self._start > limit * 60 if limit else False
         return [self._signalled, out_of_time]
 
     def signalled_anywhere_sync(self) -> bool:
-        """Tells whether any rank has received the exit signal. Costs nothing without --exit-signal-handler. Collective.
+        """Returns whether any rank has received the exit signal. Collective, and free without --exit-signal-handler.
 
-        NOTE: reads the reduced flag, which is on the host if a group can send from there.
+        NOTE: reads the reduced flag, which is in host memory if a group can communicate from there.
         """
         if not self.config.exit_signal_handler or group_size(dist.group.WORLD) == 1:
             return self._signalled
@@ -63,7 +64,7 @@ class ExitConditions:
         return bool(flag)
 
     def warn_of_slow_save(self, *, step_seconds: float, save_seconds: float | None) -> None:
-        """Prints a warning once if torchrun would kill the ranks before a step and a save are done."""
+        """Prints a warning once if torchrun would kill the ranks before they complete a step and a save."""
         if save_seconds is None or step_seconds + save_seconds <= self._shutdown_seconds:
             return
         print_rank_0(
@@ -74,7 +75,7 @@ class ExitConditions:
         self._shutdown_seconds = math.inf
 
     def at_interval(self, iteration: int) -> bool:
-        """Tells whether --exit-interval ends the run after `iteration`."""
+        """Returns whether --exit-interval ends the run after `iteration`."""
         interval = self.config.exit_interval
         return interval is not None and iteration % interval == 0
 
@@ -95,7 +96,7 @@ class ExitConditions:
 
 
 def shutdown_seconds() -> float:
-    """Returns torchrun's grace period after SIGTERM, in seconds; infinity without torchrun."""
+    """Returns torchrun's grace period after SIGTERM, in seconds. Infinite without torchrun."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return math.inf
     # 30 s is the default of torch.distributed.launcher.api.

@@ -1,6 +1,7 @@
 """Defines ExpertMemory, which plans, checks and grows the buffers and pages of a rank's static expert layers.
 
-expert_step.py has the work of a layer within a step, sizing.py computes sizes, step_runner.py decides on retries.
+expert_step.py implements the work of a layer within a step, sizing.py computes sizes, and step_runner.py decides on
+retries.
 """
 
 import argparse
@@ -66,24 +67,26 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.command_line.config_builder import flags_named_in_errors
 from megatron.training.step.step_runner import ExpertOverflowError
 
-# Number of plans to keep, one per number of microbatches. Enough for numbers that alternate; those of a ramp-up
-# never return.
+# Maximum number of cached plans, one per number of microbatches. Sufficient for numbers that alternate. The numbers of
+# a batch-size ramp-up never recur.
 _MAX_PLANS = 8
 
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Figures of a complete training step on this rank, on the host. meters/stash.py gathers them over ranks.
+    """Measurements of a complete training step on this rank, in host memory. meters/stash.py gathers them over ranks.
 
     rows: live rows of each expert forward, in order. passes: layer numbers of these forwards, from 1. balanced_rows:
-    live rows of a forward if all experts were chosen equally often. capacity_factor: factor of this step's buffers.
-    factor_needed: the smallest factor that would have sufficed. buffer_rows: C; 0 on a stage without experts.
-    num_discards: how often the step was discarded and retried. With a stash: layout: sizes of the pool. counters:
-    values at the end of the step. tail_bytes: unused bytes of the pages that the step allocated. pages_wanted: peak
-    number of pages in use if every tensor had got pages. balanced_pages: that peak for the longest step planned so far,
-    if every forward had balanced_rows. events: passes of expert groups, in order. specs: tensors that a group stashes.
-    reserve: pages that each forward leaves free; () for none. prefetch_groups: number of groups that release their
-    pages ahead of their backward. Without a stash, layout is None and the others are empty or 0.
+    live rows of a forward under balanced routing. capacity_factor: factor of this step's buffers. factor_needed:
+    smallest sufficient factor. buffer_rows: C; 0 on a stage without experts. num_discards: number of discarded attempts
+    at the step.
+
+    With a stash: layout: sizes of the pool. counters: values at the end of the step. tail_bytes: unused bytes in pages
+    that the step allocated. pages_wanted: peak number of pages if every tensor is stashed. balanced_pages: this peak
+    for the longest step planned so far, with balanced_rows in every forward. events: passes of expert groups, in order.
+    specs: tensors that a group stashes. reserve: pages that each forward leaves free; () for none. prefetch_groups:
+    number of groups that release their pages ahead of their backward. Without a stash, layout is None and the other
+    fields are empty or 0.
     """
 
     layout: PoolLayout | None
@@ -105,9 +108,9 @@ class StepFigures:
 
 
 def rows_by_group(passes: Sequence[int], rows: Sequence[int]) -> dict[GroupKey, int]:
-    """Returns the live rows of each expert forward of a step.
+    """Maps each expert forward of a step to its live rows.
 
-    passes: layer numbers of the forwards, in order. rows: rows of these forwards; may be longer.
+    passes: layer numbers of the forwards, in order. rows: rows of the forwards; further elements are ignored.
     """
     forwards: Multiset[int] = Multiset()
     found = {}
@@ -118,9 +121,9 @@ def rows_by_group(passes: Sequence[int], rows: Sequence[int]) -> dict[GroupKey, 
 
 
 class Shortfall(NamedTuple):
-    """Required and available size in a discarded step of a rank: capacity factors, or numbers of pages.
+    """Required and available size on a rank whose step overflowed: capacity factors, or numbers of pages.
 
-    pages_for: the tensors that lacked pages, in words; None for a capacity factor.
+    pages_for: description of the tensors without pages; None for capacity factors.
     """
 
     needed: float
@@ -134,9 +137,9 @@ class ExpertSchedule:
     def __init__(
         self, chunks: Sequence[nn.Module], groups: ProcessGroupCollection, *, microbatch_group_size: int | None
     ) -> None:
-        """Determines the layers of the chunks and their order.
+        """Finds the MoE layers of the chunks.
 
-        microbatch_group_size: as in the configuration; only interleaved schedules use it.
+        microbatch_group_size: microbatch group size of the configuration, used only by interleaved schedules.
         """
         self.layers = [[part for part in chunk.modules() if isinstance(part, MoELayer)] for chunk in chunks]
         self._layer_map = [[layer.router.layer_number for layer in layers] for layers in self.layers]
@@ -146,18 +149,18 @@ class ExpertSchedule:
         self.events = lru_cache(maxsize=16)(self._events)
 
     def _events(self, num_microbatches: int) -> tuple[StashEvent, ...]:
-        """The passes of a training step whose tensors are saved for backward, in order."""
+        """Returns the passes of a training step whose tensors are saved for backward, in order."""
         orders = stage_orders(self._pipeline, num_microbatches, group_size=self._microbatch_group_size)
         return stash_events(kept_events(expand(orders[self._stage], self._layer_map, recompute=self._recomputed)))
 
 
 def stash_events(events: Sequence[ExpertEvent]) -> tuple[StashEvent, ...]:
-    """Converts the events of a schedule to those of the stash. events: the result of kept_events."""
+    """Converts expert events of a schedule to stash events. events: the result of kept_events."""
     return tuple(StashEvent(EventKind(one.kind.value), layer_name(one.layer), one.instance) for one in events)
 
 
 def _recomputed_layers(chunks: Sequence[nn.Module]) -> dict[int, int]:
-    """Maps the number of each layer that is recomputed as a whole to the number of its segment."""
+    """Maps the number of each fully recomputed layer to the number of its recomputed segment."""
     blocks = [part for chunk in chunks for part in chunk.modules() if isinstance(part, TransformerBlock)]
     segments = [
         [block.layers.offset + index + 1 for index in segment.layers]
@@ -173,7 +176,7 @@ def _recomputed_layers(chunks: Sequence[nn.Module]) -> dict[int, int]:
 def build_expert_memory(
     model: Sequence[nn.Module], args: argparse.Namespace, *, groups: ProcessGroupCollection
 ) -> "ExpertMemory | None":
-    """Builds the expert memory of the model's chunks on this rank. Returns None if experts are dropless."""
+    """Builds the expert memory of this rank's model chunks. Returns None if experts are dropless."""
     config: TransformerConfig = get_model_config(model[0])
     if config.num_moe_experts is None or config.moe_expert_rank_capacity_factor is None:
         return None
@@ -186,21 +189,21 @@ def build_expert_memory(
 
 @dataclass(frozen=True)
 class _Plan:
-    """The stash plan for steps of one number of microbatches. stash: None where nothing is stashed."""
+    """The stash plan for steps with a certain number of microbatches. stash: None if nothing is stashed."""
 
     needs: StepNeeds
     stash: PagedStash | None
 
 
 class ExpertMemory:
-    """The expert buffers and stash of one rank. A rank has this object even if its stage holds no experts.
+    """The expert buffers and the stash of one rank. Exists also on ranks whose stage has no experts.
 
     1. prepare: allocates pages for a step of the run, after a checkpoint with learned sizes was loaded.
-    2. begin_step: fixes the order of the step's passes and empties buffers and pages.
-    3. overflow_flags: whether rows or pages were missing. If so on any rank, call grow_sync and then begin_step again.
-    4. end_step: reads and records the needs of the step.
-    step: the ExpertStep that the layers share. last_step: figures of the last complete training step. release_graphs:
-    called before pages or buffers are replaced, to drop the graphs that use them.
+    2. begin_step: sets the order of the step's passes, and clears buffers and pages.
+    3. overflow_flags: whether rows or pages were missing. If so on any rank, call grow_sync and repeat from begin_step.
+    4. end_step: reads and records the row and page requirements of the step.
+    step: the ExpertStep that the layers share. last_step: measurements of the last complete training step.
+    release_graphs: called before pages or buffers are replaced, to drop the graphs that use them.
     epoch: increases when captured steps can no longer be replayed, because shapes, the pool, the stash for a number of
     microbatches, or the order of that stash changed. A change of the reserve does not increase it. Read it after
     begin_step. Ranks may have different epochs.
@@ -209,8 +212,9 @@ class ExpertMemory:
     def __init__(
         self, schedule: ExpertSchedule, config: TransformerConfig, *, tokens_per_rank: int, expert_ranks: int
     ) -> None:
-        """Creates the memory without pages. tokens_per_rank: T of a microbatch. expert_ranks: number of
-        expert-parallel ranks.
+        """Creates the expert memory without pages, and connects it to the layers of the schedule.
+
+        tokens_per_rank: T of a microbatch. expert_ranks: number of ranks that share experts.
         """
         assert config.moe_expert_rank_capacity_factor is not None, "dropless experts have no buffers of a fixed size"
         self.last_step: StepFigures | None = None
@@ -233,27 +237,27 @@ class ExpertMemory:
         self._attempted_share = self._share_before = 0.0
         self._capacity_factor = config.moe_expert_rank_capacity_factor
         self._is_measured = False  # whether a training step has completed
-        # Whether steps follow the schedule's order of groups.
+        # Whether steps run expert groups in the schedule's order.
         self._is_planned = True
         self._is_training = True
         self._num_discards = 0
-        # Number of microbatches that the stash is planned for; None if sizes may have changed since.
+        # Number of microbatches for which the stash is planned; None if sizes may have changed since.
         self._num_microbatches: int | None = None
-        self._plans: dict[int, _Plan] = {}  # over one pool, by number of microbatches, the latest at the end
+        self._plans: dict[int, _Plan] = {}  # by number of microbatches, latest last; all use the same pool
         # Peak number of pages in the longest planned step with balanced routing. Pool factors are multiples of it.
         self._longest_pages = 0
         self.needs = self._needs(None)
 
     @property
     def stash(self) -> PagedStash | None:
-        """The stash that saves rows of this rank's experts for backward; None if whole buffers are saved."""
+        """The stash in which this rank's experts save rows for backward; None if whole buffers are saved."""
         return self.step.stash
 
     def prepare(self, learned: LearnedSizes, *, num_microbatches: int, pp_group: dist.ProcessGroup | None) -> list[str]:
-        """Allocates the pool for steps of that many microbatches. learned: sizes from a checkpoint. Collective.
+        """Allocates the pool for steps of num_microbatches. learned: sizes from a checkpoint. Collective.
 
-        Returns log lines with the memory that the stash of each stage saves. Raises ValueError on all ranks if the
-        stash could never have an effect, or if a rank has too little memory for it.
+        Returns log lines with the memory that the stash saves on each stage. Raises ValueError on all ranks if the
+        stash could never have an effect, or if a rank does not have enough memory for it.
         """
         lines = learned_lines(self._config, learned)
         self.adopt(learned.for_expert_ranks(self._learned.expert_ranks))
@@ -273,12 +277,12 @@ class ExpertMemory:
         return lines + [f"stage {stage}: {line}" for stage, (_, line) in enumerate(stages)]
 
     def pool_layout_for(self, num_microbatches: int) -> PoolLayout | None:
-        """Returns the layout of the pool that `prepare` would allocate without learned sizes. Allocates nothing."""
+        """Returns the layout of the pool that `prepare` would allocate without learned sizes. Does not allocate."""
         self.needs = self._needs(num_microbatches)
         return self._layout(None)
 
     def begin_step(self, *, num_microbatches: int, forward_only: bool) -> None:
-        """Prepares buffers and stash for the passes of a step, including a retry or a step after an error."""
+        """Prepares buffers and stash for the passes of a step, including retries and steps after an error."""
         self.step.begin()
         self._is_training = not forward_only
         if self._is_training and num_microbatches != self._num_microbatches:
@@ -289,13 +293,13 @@ class ExpertMemory:
             self.epoch += self.stash.order.events is not order
 
     def overflow_flags(self) -> Tensor:
-        """Returns whether a buffer lacked rows, and whether an x lacked pages: [2], fp64, 0 or 1, on the device."""
+        """Returns whether experts and whether the stash overflowed on this rank: [2], fp64, 0 or 1, on the device."""
         expert = self.step.rows_missing > 0
         stash = torch.zeros_like(expert) if self.stash is None else self.stash.void.view(1) > 0
         return torch.cat([expert, stash]).double()
 
     def end_step(self) -> None:
-        """Records the needs of a step or an evaluation that did not overflow."""
+        """Records the requirements of a training step that did not overflow. Does nothing after an evaluation."""
         if self._is_training:
             self.last_step = self._figures_sync()
             self._remember(self.last_step)
@@ -304,9 +308,9 @@ class ExpertMemory:
                 self._follow(self.stash)
 
     def _follow(self, stash: PagedStash) -> None:
-        """Adapts the stash to a step that departed from the plan, or that had more rows than pages are reserved for."""
+        """Adapts the stash if the step departed from the planned order, and updates the reserve otherwise."""
         if self._is_planned and stash.order.departed:
-            # Some layers save nothing, e.g. frozen ones below all trained ones. The stash then learns the order.
+            # Some layers save nothing, such as frozen layers below all trained layers. The stash then learns the order.
             self._is_planned = False
             self._forget_plans()
             # _plan is collective, and on other ranks the order may not have departed.
@@ -315,7 +319,7 @@ class ExpertMemory:
             stash.set_reserved_share(self._expected_share())
 
     def grow_sync(self, *, iteration: int) -> str:
-        """Grows buffers or pools on all ranks after any rank overflowed; returns a line for the log. Collective.
+        """Grows buffers or pools on all ranks after any rank overflowed, and returns a line for the log. Collective.
 
         Raises ExpertOverflowError on all ranks under the policy "error". NOTE: reads the device.
         """
@@ -341,7 +345,7 @@ class ExpertMemory:
             self._forget_plans()
         for dispatcher in self._dispatchers:
             dispatcher.set_capacity_factor(self._capacity_factor)
-            # If the factor has grown, the graphs that used the old memory have been dropped.
+            # If the factor has grown, graphs that used the old memory have already been dropped.
             dispatcher.reserve(self._tokens, row_bytes=self._config.hidden_size * self._config.params_dtype.itemsize)
         self._num_microbatches = None
 
@@ -351,7 +355,7 @@ class ExpertMemory:
 
     @property
     def _max_rows(self) -> int:
-        """C, the rows of an expert buffer, which is the same for every layer."""
+        """C, the number of rows of an expert buffer, which is the same for every layer."""
         return self._dispatchers[0].budget.rows_of_rank(self._tokens)
 
     def _needs(self, num_microbatches: int | None) -> StepNeeds:
@@ -361,9 +365,9 @@ class ExpertMemory:
         return step_needs(self._config, events, max_rows=rows, balanced_rows=self._balanced_rows)
 
     def _plan(self, num_microbatches: int) -> None:
-        """Builds the stash for steps of that many microbatches. Keeps the pool and its stashes if it is large enough.
+        """Builds the stash for steps of num_microbatches. Reuses the pool and its stashes if the pool is large enough.
 
-        Collective, even if this rank already has the plan, because other ranks may have dropped theirs.
+        Collective, even if this rank already has the plan, because other ranks may have dropped their plans.
         """
         plan = self._plans.get(num_microbatches)
         self._num_microbatches, self.needs = num_microbatches, plan.needs if plan else self._needs(num_microbatches)
@@ -383,8 +387,8 @@ class ExpertMemory:
                 self._forget_plans()
             self.step.stash = plan = None
             if pool is not None and not pool.is_in_graphs:
-                # Closed before the new pool is allocated, because memory may not suffice for both. A pool that graphs
-                # still use is freed with the last of them.
+                # Closed before the new pool is allocated, because memory may not suffice for both pools. A pool that
+                # graphs still use is freed with the last of these graphs.
                 pool.close_sync()
             pool = open_pool(self._device, layout, config=self._config)
         else:
@@ -414,7 +418,7 @@ class ExpertMemory:
         self.release_graphs()
 
     def _layout(self, old: PoolLayout | None) -> PoolLayout | None:
-        """Returns the pool layout for the current needs, on no tier smaller than `old`; None without a pool."""
+        """Returns the pool layout for the current needs, at least as large as `old` on each tier. None if unneeded."""
         layout = pool_layout(self._config, self.needs, learned=self._learned)
         if layout is None or old is None:
             return layout
@@ -435,7 +439,7 @@ class ExpertMemory:
 
     @property
     def _recomputes(self) -> bool:
-        """Tells whether tensors without pages are recomputed, so that only missing inputs overflow."""
+        """Whether tensors without pages are recomputed, so that only missing pages for inputs overflow."""
         return self._config.moe_paged_stash_overflow_policy == "recompute"
 
     @property
@@ -444,20 +448,20 @@ class ExpertMemory:
         return 0 if self._config.captures_experts else self._config.moe_paged_stash_prefetch_layers
 
     def _expected_share(self) -> float:
-        """Returns the share of the C rows that a forward is expected to fill."""
-        # The first steps of a resumed run rely on those before its checkpoint.
+        """Returns the share of a buffer's C rows that a forward is expected to fill."""
+        # In the first steps of a resumed run, the share is based on the steps before its checkpoint.
         before = self._share_before if len(self._recent_shares) < RESERVE_STEPS else 0.0
         most = max(before, self._attempted_share, *self._recent_shares)
         return expected_share(most, balanced_rows=self._balanced_rows, max_rows=self._max_rows)
 
     def _needed_sizes_sync(self) -> tuple[Shortfall | None, LearnedSizes]:
-        """Returns this rank's shortfall and the sizes that would have been enough. NOTE: reads the device.
+        """Returns this rank's shortfall, and sizes that would have sufficed. NOTE: reads the device.
 
-        Missing rows grow the capacity factor, missing pages the pool.
+        Missing rows increase the capacity factor, and missing pages the pool.
         """
         needed = float(self.step.factor_needed)
         if int(self.step.rows_missing) > 0:
-            # Beyond largest_factor no routing needs more rows, and buffers would not become larger.
+            # Beyond largest_factor, no routing requires more rows, and buffers would not become larger.
             largest = self._dispatchers[0].budget.largest_factor
             grown = LearnedSizes(capacity_factor=max(needed, min(needed * float(HEADROOM), largest)))
             return Shortfall(needed, self._capacity_factor), grown
@@ -473,13 +477,13 @@ class ExpertMemory:
         self._attempted_share = max(self._attempted_share, self._learn_rows(rows.values()))
         is_short = self._expected_share() > self.stash.reserved_share
         if self._recomputes and is_short and wanted * HEADROOM <= layout.num_pages:
-            # The pool is large enough, but gate_up and act took pages because fewer rows were expected. The reserve
-            # for the rows just learned is enough.
+            # The pool is large enough, but gate_up and act used too many pages, because fewer rows were expected. The
+            # reserve for the rows just learned is sufficient.
             return shortfall, LearnedSizes()
         return shortfall, grown_sizes(layout, self.needs, wanted_pages=wanted) or LearnedSizes()
 
     def _figures_sync(self) -> StepFigures:
-        """Returns the figures of the step. NOTE: reads the device, which has finished the step."""
+        """Reads the measurements of the step. NOTE: reads the device, which has finished the step."""
         needs, rows = self.needs, rows_by_group(self.step.passes, self.step.rows.tolist())
         occupancy = None if self.stash is None else self.stash.pool.occupancy_sync()
         return StepFigures(
@@ -493,7 +497,7 @@ class ExpertMemory:
             pages_wanted=needs.pages(lambda group: rows.get(group, 0)),
             balanced_pages=self._longest_pages,
             capacity_factor=self._capacity_factor,
-            # Sizes of buffers are rounded up, so a factor may suffice for a slightly larger need.
+            # Buffer sizes are rounded up, so a factor may suffice for slightly more rows than it states.
             factor_needed=min(float(self.step.factor_needed), self._capacity_factor),
             num_discards=self._num_discards,
             events=tuple(needs.events),
@@ -503,7 +507,7 @@ class ExpertMemory:
         )
 
     def _remember(self, figures: StepFigures) -> None:
-        """Learns the largest number of rows of each layer. With negative factors, the first step replaces the pool."""
+        """Records each layer's largest number of rows. With negative factors, drops the plans after the first step."""
         self._recent_shares.append(self._learn_rows(figures.rows))
         self._attempted_share = 0.0
         config = self._config
@@ -511,7 +515,7 @@ class ExpertMemory:
             not self._is_measured
             and min(config.moe_paged_stash_buffer_size_factor_cuda, config.moe_paged_stash_buffer_size_factor_cpu) < 0
         ):
-            # The next step allocates a pool for the peak of this one.
+            # The next step allocates a pool for the peak of this step.
             self._forget_plans()
             if self.stash is not None:
                 self.stash.join()
@@ -521,7 +525,7 @@ class ExpertMemory:
         self._is_measured = True
 
     def _learn_rows(self, rows: Iterable[int]) -> float:
-        """Learns each layer's largest number of rows relative to balanced routing; returns the maximum over layers.
+        """Records each layer's largest number of rows, relative to balanced routing, and returns the step's maximum.
 
         rows: live rows of each expert forward of the step, in order. Returns 0 for a step without forwards.
         """
@@ -533,7 +537,7 @@ class ExpertMemory:
 
 
 def _as_flags(sizes: LearnedSizes, config: TransformerConfig) -> str:
-    """Returns the flags that would give these sizes."""
+    """Formats the flags with which a run starts with these sizes."""
     in_bytes = config.moe_paged_stash_buffer_bytes is not None
     factors = (
         ("--moe-expert-rank-capacity-factor", sizes.capacity_factor, ""),
@@ -553,16 +557,16 @@ _CUDA, _CPU = "moe_paged_stash_buffer_size_factor_cuda", "moe_paged_stash_buffer
 
 
 def open_pool(device: torch.device, layout: PoolLayout | None, *, config: PagedStashConfig) -> PagePool | None:
-    """Allocates this rank's pool; returns None for a stage without a layout, which stashes nothing. Collective.
+    """Allocates this rank's pool. Returns None without a layout, on stages that stash nothing. Collective.
 
-    Raises on every rank if one has too little memory: on that rank a ValueError naming the flag to change, on the
-    others a RemoteRankError.
+    Raises on every rank if a rank has too little memory: a ValueError naming the flag to change on that rank, and a
+    RemoteRankError on the others.
     """
     pool = None
     with all_ranks_agree(), flags_named_in_errors():
         try:
             if layout is not None:
-                # Setup has called it before. Here it is called for its result.
+                # Setup has already called keep_cpu_heap. Here only its result matters.
                 is_kept = device.type == "cpu" and keep_cpu_heap()
                 pool = PagePool(device, layout, keeps_restored=not is_kept)
         except TierMemoryError as error:
@@ -575,22 +579,22 @@ def _advice(error: TierMemoryError, config: PagedStashConfig) -> str:
     if error.tier is Tier.HOST:
         return (
             f"{_CPU} is {config.moe_paged_stash_buffer_size_factor_cpu}: {wanted} of page-locked host memory cannot be "
-            "allocated; give a smaller factor, run fewer ranks on this machine, or raise its limit of locked memory "
+            "allocated; use a smaller factor, run fewer ranks on this machine, or raise its limit of locked memory "
             "(ulimit -l)"
         )
     given = config.moe_paged_stash_buffer_bytes
     name = _CUDA if given is None else "moe_paged_stash_buffer_bytes"
     asked = config.moe_paged_stash_buffer_size_factor_cuda if given is None else given
     return (
-        f"{name} is {asked}: {wanted} for pages cannot be allocated on the device; give a smaller value, and "
+        f"{name} is {asked}: {wanted} for pages cannot be allocated on the device; use a smaller value, and "
         f"{_CPU} for pages on the host"
     )
 
 
 def describe_shortfalls(ranks: Sequence[Shortfall | None]) -> str:
-    """Describes the shortfalls: one clause for each kind, with its ranks and the largest need.
+    """Describes the shortfalls of all ranks: one clause for each kind, with its ranks and the largest need.
 
-    ranks: shortfall of each rank, in the order of ranks; None if it had none.
+    ranks: shortfall of each rank, in rank order; None for ranks without a shortfall.
     """
     clauses = []
     for pages_for in dict.fromkeys(shortfall.pages_for for shortfall in ranks if shortfall is not None):

@@ -1,7 +1,7 @@
 """Builds the CUDA graphs of a run's steps, and restores the host's state after each replay.
 
-graphs/capture.py defines participants. full_cuda_graph.py captures whole passes, transformer/cuda_graphs.py parts of
-layers.
+graphs/capture.py defines participants. full_cuda_graph.py captures whole passes, and transformer/cuda_graphs.py parts
+of layers.
 """
 
 import argparse
@@ -40,9 +40,9 @@ def build_step_graph(
     timers: Timers,
     memory: ExpertMemory | None,
 ) -> FullCudaGraphWrapper | CudaGraphManager | None:
-    """Builds the CUDA graph of whole training steps or of parts of layers.
+    """Builds the object that captures training steps, or parts of layers, as CUDA graphs.
 
-    Returns None unless the flags request one.
+    Returns None unless the flags request graphs.
     """
     if device is None:
         return None
@@ -59,7 +59,7 @@ def build_step_graph(
 
 
 def _release(graph: FullCudaGraphWrapper | CudaGraphManager) -> None:
-    """Drops the graphs, and with them the last references to the stash and pages that they use."""
+    """Drops the graphs, which hold the last references to the stash and the pages that they use."""
     graph.drop_graphs()
     # Graphs in a reference cycle would otherwise keep their memory while new pages are allocated.
     gc.collect()
@@ -82,7 +82,7 @@ def _graphed_passes(
         follow_up = update.follow
         participants.append(update)
     if memory is not None:
-        # Last, so that its context exits first: the copies of the stash end before gradients are reduced.
+        # Last, so that its context exits first and the stash's copies end before gradients are reduced.
         participants.append(GraphedExperts(memory))
     return FullCudaGraphWrapper(
         get_forward_backward_func(),
@@ -118,7 +118,7 @@ def build_step_update(
     timers: Timers,
     memory: ExpertMemory | None,
 ) -> StepUpdate | None:
-    """Builds the update of a run's parameters from the flags; None for a run without an optimizer."""
+    """Builds the object that updates a run's parameters. Returns None for a run without an optimizer."""
     if optimizer is None:
         return None
     if not args.optimizer_cuda_graph:
@@ -138,8 +138,9 @@ def build_step_update(
 
 
 def graph_device() -> GraphDevice:
-    """Returns the GraphDevice of this process's GPU, with the model's random streams. Raises CommandLineError without a
-    GPU.
+    """Returns the GraphDevice of this process's GPU, with the model's random-number streams.
+
+    Raises CommandLineError without a GPU.
     """
     if default_device().type != "cuda":
         raise CommandLineError(
@@ -153,7 +154,7 @@ def graph_device() -> GraphDevice:
 class GraphedPasses(GraphParticipant):
     """Restores the arguments of gradient finalization after a replay, and pauses timers during a capture.
 
-    A graph records neither. StepRunner discards the gradients of a step that it retries.
+    A graph records neither of them. StepRunner discards the gradients of a retried step.
     """
 
     def __init__(self, finalize: DeferredFinalizer, timers: Timers) -> None:
@@ -165,7 +166,7 @@ class GraphedPasses(GraphParticipant):
             yield
 
     def captured(self) -> tuple[Any, ...]:
-        """Returns the arguments of gradient finalization, some of which are tensors of the graph."""
+        """Returns the arguments of gradient finalization, which include tensors of the graph."""
         return self._finalize.handed_over
 
     def replayed(self, account: tuple[Any, ...]) -> None:
@@ -176,8 +177,8 @@ class GraphedPasses(GraphParticipant):
 class _Account:
     """State of ExpertStep after a capture.
 
-    passes: numbers of the layers whose forwards ran, in order. rows: [n], int64, on the device, live rows of each.
-    stash: kept here so that its memory, which the graph reads, lives as long as the graph.
+    passes: numbers of the layers whose forwards ran, in order. rows: live rows of each forward, [n], int64, on the
+    device. stash: referenced so that its memory, which the graph reads, lives as long as the graph.
     """
 
     passes: list[int]
@@ -192,7 +193,7 @@ class GraphedExperts(GraphParticipant):
         self._memory = memory
 
     def fingerprint(self) -> Hashable:
-        """Returns the epoch of buffer and pool sizes."""
+        """Returns the expert memory's epoch, which changes when buffers or pools change."""
         return self._memory.epoch
 
     @contextmanager

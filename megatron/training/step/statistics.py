@@ -1,4 +1,4 @@
-"""Reduces the statistics of a step over all ranks (losses, overflows, reasons to stop) in one small all-reduce.
+"""Reduces the statistics of a step over all ranks (losses, overflows, reasons to stop) with one small all-reduce.
 
 The data-parallel wrapper reduces gradients.
 """
@@ -21,7 +21,7 @@ from megatron.core.utils import unwrap_model
 from megatron.training.step.exit_conditions import LOCAL_REASONS, ExitReason
 
 Reports = list[dict[str, torch.Tensor]]
-# Name to (sum, count): [2], fp64.
+# Maps a name to (sum, count): [2], fp64.
 Totals = dict[str, torch.Tensor]
 
 
@@ -34,14 +34,15 @@ class RecordsAuxLosses(Protocol):
 
 
 class NonFiniteLossError(RuntimeError):
-    """A loss was NaN or infinite; raised on every rank, before the optimizer could use its gradients."""
+    """Raised on every rank if a loss is NaN or infinite, before the optimizer uses its gradients."""
 
 
 @dataclass(frozen=True)
 class Overflow:
-    """Numbers of ranks on which a step overflowed. All ranks discard a step that overflowed on any of them.
+    """Number of ranks on which a step overflowed. All ranks discard a step that overflowed on any rank.
 
-    expert: ranks with rows beyond an expert buffer. stash: ranks with no page for an input that backward needs.
+    expert: number of ranks with rows beyond an expert buffer. stash: number of ranks without a page for an input that
+    backward requires.
     """
 
     expert: int = 0
@@ -58,11 +59,11 @@ class Overflow:
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """Mean losses over the global batch, and the reason of any rank to stop; None to continue.
+    """Mean losses over the global batch, and the reason to stop if any rank has one.
 
-    overflow: if it occurred, the other fields are meaningless. per_layer: maps a name to values by layer number, from
-    1. expert_load: maps a layer number to the tokens per expert of this step over all ranks. Both are None unless
-    requested.
+    exit_reason: None to continue. overflow: if it occurred, all other fields are meaningless. per_layer: maps a name to
+    values by layer number, from 1. expert_load: maps a layer number to the tokens per expert of this step over all
+    ranks. per_layer and expert_load are None unless requested.
     """
 
     losses: dict[str, float]
@@ -78,9 +79,10 @@ class StepStatistics:
 
 
 def total_reports(reports: Reports) -> Totals:
-    """Sums over microbatches. reports: name to a number (a mean), or a pair (sum, count), fp32. Returns [2], fp64.
+    """Sums the reports of all microbatches to a total (sum, count) for each name: [2], fp64.
 
-    A loss function may report a number as a tensor [] or [1], and a pair as a tensor [2] or a tuple of two numbers.
+    reports: for each microbatch, maps a name to a mean, or to a pair (sum, count), fp32. A loss function may report a
+    mean as a tensor [] or [1], and a pair as a tensor [2] or a tuple of two numbers.
     """
     return {name: _total([report[name] for report in reports]) for name in (reports[0] if reports else {})}
 
@@ -99,15 +101,15 @@ def _as_tensor(value: torch.Tensor | Sequence[torch.Tensor | float] | float) -> 
 
 
 class StatisticsExchange:
-    """Sums the statistics of a step over all ranks, in one all-reduce.
+    """Sums the statistics of a step over all ranks with one all-reduce.
 
     1. Each rank writes its sums into a vector with a slot for each known name, and flags whether it has a new name.
-    2. If any rank has one, as in the first step, all ranks exchange names and repeat the sum. Pipeline stages report
-       different losses, and a loss function may report a new one at any step.
+    2. If any rank has a new name, as in the first step, all ranks exchange names and repeat the all-reduce. Pipeline
+       stages report different losses, and a loss function may report a new loss at any step.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """Creates the exchange. group: all ranks of the run; None for a single process."""
+        """Creates the exchange without known names. group: all ranks of the run; None for a single process."""
         self._group = group
         self._names: tuple[str, ...] = ()
 
@@ -120,10 +122,10 @@ class StatisticsExchange:
         overflow_flags: torch.Tensor | None = None,
         with_load: bool = False,
     ) -> StepStatistics:
-        """Returns the statistics of a training step, and clears the losses that the model's layers recorded.
+        """Reduces the statistics of a training step, and clears the losses that the model's layers recorded.
 
-        with_load: adds the experts' loads, as --moe-per-layer-logging does; the same on all ranks.
-        reports: as for total_reports, fp32. overflow_flags: as for reduce_sync, [2], fp64. NOTE: reads the device, see
+        reports: as for total_reports, fp32. overflow_flags: as for reduce_sync, [2], fp64. with_load: whether to add
+        the experts' loads, as --moe-per-layer-logging does; equal on all ranks. Collective. NOTE: reads the device, see
         reduce_sync.
         """
         auxiliary, layers = _take_auxiliary_losses(model, with_load=with_load)
@@ -142,18 +144,21 @@ class StatisticsExchange:
         layers: LayerTotals | None = None,
         overflow_flags: torch.Tensor | None = None,
     ) -> StepStatistics:
-        """Sums `totals`, [2] fp64 each, over the ranks and reads the result. Collective.
+        """Sums `totals`, [2] fp64 each, over all ranks and reads the result. Collective.
 
-        Ranks may have different names, because stages before the last have no losses of the loss function.
-        Tensor-parallel ranks have the same names and values, which multiplies sums and counts by the same factor and
-        leaves means unchanged. A loss over no token is 0, because all tokens were masked. An `optional` loss over no
-        token is omitted, because the model does not have it (a model without experts has no z-loss). exit_reasons:
-        which of LOCAL_REASONS hold on this rank. layers: records of each layer, if they are requested. overflow_flags:
-        [2], fp64, on the device, in the order of Overflow, 1 if this rank overflowed; None on all ranks if nothing can
-        overflow. NOTE: reads the device. A step reads it here for all losses together, for the gradient norm
+        Ranks may have different names, because stages before the last do not call the loss function. Tensor-parallel
+        ranks have the same names and values, which multiplies sums and counts by the same factor and leaves means
+        unchanged. The mean over zero tokens is 0, because all tokens were masked.
+
+        optional: names that are omitted from the result if they cover no token, because the model does not have these
+        losses (a model without experts has no z-loss). exit_reasons: whether each of LOCAL_REASONS holds on this rank.
+        layers: records of each layer, if requested. overflow_flags: [2], fp64, on the device, in the order of Overflow,
+        1 if this rank overflowed; None on all ranks if nothing can overflow.
+
+        NOTE: reads the device. A step reads the device here for all losses together, for the gradient norm
         (clip_grads.py), for the agreement of the collective scheduler (iteration.py) and, unless the check for NaN is
-        off, for this rank's gradients (consistency.py). If logged, the zeros of gradients and the parameters' norm take
-        one read each.
+        disabled, for this rank's gradients (consistency.py). If logged, the number of zeros in gradients and the norm
+        of the parameters require one more read each.
         """
         required = totals.keys() - set(optional)
         extras = [] if overflow_flags is None else [overflow_flags]
@@ -189,10 +194,10 @@ class StatisticsExchange:
         exit_reasons: Sequence[bool],
         extras: Sequence[torch.Tensor],
     ) -> list[float]:
-        """Returns sums over all ranks, in this order.
+        """All-reduces a vector over all ranks and returns its elements.
 
-        The number of ranks with a new name; the number with each exit reason; the number that requires each name; sum
-        and count of each name; the extras, [N] fp64 each.
+        In this order: the number of ranks with a new name, the number of ranks with each exit reason, the number of
+        ranks that require each name, sum and count of each name, and the extras, [N] fp64 each.
         """
         device = next(iter(totals.values())).device if totals else default_device()
         has_new = any(name not in self._names for name in totals)
@@ -210,23 +215,23 @@ class StatisticsExchange:
         if group_size(self._group) > 1:
             by_rank = [None] * group_size(self._group)
             dist.all_gather_object(by_rank, list(own), group=self._group)
-        # Last stage first, so that the log shows the model's own loss before the losses of its routers.
+        # Last stage first, so that the log shows the loss of the model before the losses of its routers.
         names = [name for names in reversed(by_rank) for name in names]
         self._names = tuple(dict.fromkeys([*self._names, *names]))
 
 
 def _take_auxiliary_losses(model: Sequence[nn.Module], *, with_load: bool) -> tuple[Totals, LayerTotals | None]:
-    """Returns and clears the losses that layers recorded: totals over all layers, and figures of each layer.
+    """Returns and clears the losses that layers recorded: totals over all layers, and totals of each layer.
 
-    The second result is None unless --moe-per-layer-logging or with_load requests it. with_load: adds each layer's
-    tokens per expert.
+    with_load: whether to add each layer's tokens per expert. The second result is None unless --moe-per-layer-logging
+    or with_load requests it.
     """
     totals: Totals = {}
     layers: LayerTotals | None = None
     for chunk in unwrap_model(list(model)):
         if not isinstance(chunk, RecordsAuxLosses):
             continue
-        # Called before take_totals, which clears both. A chunk's rows for layers of other chunks are zero.
+        # Called before take_totals, which clears all records. A chunk's rows for layers of other chunks are zero.
         wants_losses = chunk.config.moe_per_layer_logging
         if wants_losses or (with_load and chunk.config.num_moe_experts):
             own = chunk.aux_losses.layer_totals() if wants_losses else chunk.aux_losses.load_totals()
@@ -239,9 +244,9 @@ def _take_auxiliary_losses(model: Sequence[nn.Module], *, with_load: bool) -> tu
 def _layer_figures(
     layers: LayerTotals, values: list[float]
 ) -> tuple[dict[str, dict[int, float]] | None, dict[int, list[int]]]:
-    """Returns mean losses, None unless requested, and tokens per expert of each layer that has experts.
+    """Returns the mean losses of each layer (None unless requested), and the tokens per expert of each MoE layer.
 
-    values: `layers` summed over ranks and flattened.
+    values: `layers`, summed over ranks and flattened.
     """
     num_layers, num_experts = layers.tokens_per_expert.shape
     per_layer: dict[str, dict[int, float]] = {}
@@ -266,12 +271,12 @@ def raise_non_finite_loss(reports: Reports, group: dist.ProcessGroup | None, *, 
     where = "; ".join(f"rank {rank}: {', '.join(found)}" for rank, found in enumerate(everyone) if found)
     raise NonFiniteLossError(
         f"loss is not finite at iteration {iteration}: {where or 'an auxiliary loss'}. The model was not updated; "
-        "--no-check-for-nan-in-loss-and-grad continues regardless"
+        "--no-check-for-nan-in-loss-and-grad disables this check"
     )
 
 
 def _bad_microbatches_sync(reports: Reports) -> list[str]:
-    """Describes each loss that is not finite. NOTE: reads every loss, which happens only before an error."""
+    """Describes each non-finite loss of this rank. NOTE: reads every loss, which happens only before an error."""
     return [
         f"microbatch {index} ({name} is {float(value.flatten()[0])})"
         for index, report in enumerate(reports)

@@ -1,14 +1,14 @@
-"""Defines StepRunner, which runs forward and backward of a step and retries them while any rank overflows.
+"""Defines StepRunner, which runs forward and backward of a step, and retries them if any rank overflows.
 
 expert_memory.py implements StepMemory, which detects overflows and grows. update.py runs the optimizer's step.
 
 [Note: discarded steps]
-Experts in buffers of a fixed size may receive more rows than a buffer holds (expert overflow), or find no page for an x
-that backward needs (stash overflow). They continue without these rows and set a flag on the device. The flags are
-summed over all ranks together with the statistics of the step, so every rank learns that the step overflowed: its
-gradients and losses are wrong, and may be NaN. The step is discarded and must leave no trace. All ranks restore the
-state at its start, grow what was too small, and retry the step. State that changes once per step (router biases,
-schedules, counters, checkpoints) is therefore updated only after this decision.
+Experts with fixed-size buffers may receive more rows than fit into a buffer (expert overflow), or find no page for an
+x that backward requires (stash overflow). They continue without these rows and set a flag on the device. The flags are
+summed over all ranks together with the statistics of the step, so every rank learns that the step overflowed. Its
+gradients and losses are wrong, and may be NaN. The step is discarded and must leave no trace: all ranks restore the
+state at its start, grow the buffers or pools that were too small, and retry the step. State that changes once per step
+(router biases, schedules, counters, checkpoints) is therefore updated only after this decision.
 """
 
 import argparse
@@ -34,77 +34,77 @@ from megatron.training.checkpointing.rng_state import RngState, capture_rng, res
 from megatron.training.step.statistics import Overflow, RecordsAuxLosses, Reports, StatisticsExchange, StepStatistics
 from megatron.training.step.update import StepUpdate
 
-# Each retry has the sizes that the discarded attempt needed, or sizes grown by a fixed factor. A step that still
-# overflows after this many retries would never succeed.
+# Each retry uses the sizes that the discarded attempt required, or sizes grown by a fixed factor. A step that still
+# overflows after this number of retries would never succeed.
 _MAX_RETRIES = 8
-# (reports of this rank's passes, its overflow flags) -> the statistics of the step over all ranks.
+# Maps the reports of this rank's passes and its overflow flags to the statistics of the step over all ranks.
 _ReduceStatistics = Callable[[Reports, torch.Tensor | None], StepStatistics]
 
 
 class ExpertOverflowError(RuntimeError):
-    """A step overflowed, and growing is forbidden or impossible. Raised on every rank, before any update."""
+    """Raised on every rank, before any update, if a step overflowed and growth is forbidden or impossible."""
 
 
 class StepMemory(Protocol):
-    """Expert memory of a fixed size that may overflow. See [Note: discarded steps]."""
+    """Interface of fixed-size expert memory, which may overflow. See [Note: discarded steps]."""
 
     def begin_step(self, *, num_microbatches: int, forward_only: bool) -> None:
         """Called before the passes of a step or of an evaluation's iteration, and before each retry."""
         ...
 
     def overflow_flags(self) -> torch.Tensor:
-        """Returns [2], fp64, on the device: 1 for an expert overflow on this rank, and 1 for a stash overflow; else 0.
+        """Returns whether experts and whether the stash overflowed on this rank: [2], fp64, 0 or 1, on the device.
 
-        Called after the passes, once or more.
+        Called once or more after the passes.
         """
         ...
 
     def grow_sync(self, *, iteration: int) -> str:
-        """Grows buffers or pools that overflowed, once the step is discarded; returns a line for the log. Collective.
+        """Grows buffers or pools after a discarded step, and returns a line for the log. Collective.
 
-        Raises ExpertOverflowError on all ranks if growing is forbidden or impossible.
+        Raises ExpertOverflowError on all ranks if growth is forbidden or impossible.
         """
         ...
 
     def end_step(self) -> None:
-        """Called after a step that did not overflow. After an error, begin_step may follow without it."""
+        """Called after a step that did not overflow. Not called if an error ends the step."""
         ...
 
 
 class StepGraph(Protocol):
-    """Runs the passes with CUDA graphs of the whole step or of parts of it."""
+    """Interface of objects that run the passes with CUDA graphs of the whole step or of parts of it."""
 
     @property
     def failure(self) -> str | None:
-        """The reason why a capture failed; None if none has failed."""
+        """Reason why a capture failed, or None if no capture has failed."""
         ...
 
     @property
     def may_break_off(self) -> bool:
-        """Whether a call may raise CaptureFailedError, so that the state at the start of the step must be kept."""
+        """Whether a call may raise CaptureFailedError, so that the state at the start of the step must be saved."""
         ...
 
     def __call__(
         self, *, data_iterator: Any, num_microbatches: int, forward_only: bool = False, **keywords: Any
     ) -> list[Any]:
-        """Runs a step like get_forward_backward_func's function.
+        """Runs the passes of a step, with the arguments and results of get_forward_backward_func's function.
 
-        Raises CaptureFailedError on all ranks, with nothing executed.
+        Raises CaptureFailedError on all ranks, before executing anything, if a capture fails.
         """
         ...
 
     def drop_graphs(self) -> None:
-        """Releases all graphs and their memory; later steps are captured again."""
+        """Releases all graphs and their memory. Later steps are captured again."""
         ...
 
 
 @dataclass(kw_only=True)
 class StepRunner:
-    """Runs the passes of steps and evaluations over this rank's chunks.
+    """Runs the passes of steps and evaluations over this rank's model chunks.
 
     update: runs after the passes of a step that is not discarded; None for a run that only evaluates. memory: None if
-    nothing can overflow. graph: None if passes run eagerly. Without both, passes run once, and the state at the start
-    of the step is not kept.
+    nothing can overflow. graph: None if passes run eagerly. Without memory and graph, passes run once, and the state at
+    the start of the step is not saved.
     """
 
     args: argparse.Namespace
@@ -127,13 +127,13 @@ class StepRunner:
     ) -> tuple[Reports, StepStatistics]:
         """Runs forward and backward of a training step. Collective.
 
-        Returns the reports of this rank's losses, and the statistics over all ranks. The caller then calls update_sync.
-        iteration: the step's number, for messages. exit_reasons: called after the passes. NOTE: reads the device, see
-        StatisticsExchange. Raises ExpertOverflowError on all ranks.
+        Returns the reports of this rank's losses, and the statistics over all ranks. The caller must then call
+        update_sync. iteration: number of the step, for messages. exit_reasons: called after the passes. Raises
+        ExpertOverflowError on all ranks. NOTE: reads the device, see StatisticsExchange.
         """
 
         def reduce(reports: Reports, overflow_flags: torch.Tensor | None) -> StepStatistics:
-            # Read after each attempt, because a signal may arrive during a discarded one.
+            # Read after each attempt, because a signal may arrive during a discarded attempt.
             reasons = exit_reasons()
             return self.statistics.reduce_step_sync(
                 reports,
@@ -146,9 +146,9 @@ class StepRunner:
         return self._run_sync(iterator, reduce, num_microbatches=num_microbatches, iteration=iteration)
 
     def update_sync(self) -> tuple[bool, float, float | None]:
-        """Finalizes gradients and updates parameters after train_sync; returns the result of MegatronOptimizer.step.
+        """Finalizes gradients and updates parameters after train_sync. Collective.
 
-        Collective. NOTE: reads the device, as that method does.
+        Returns the result of MegatronOptimizer.step. NOTE: reads the device, like that method.
         """
         assert self.update is not None, "a run that only evaluates updates nothing"
         return self.update.run_sync()
@@ -161,12 +161,12 @@ class StepRunner:
         iteration: int,
         collect_non_loss_data: bool = False,
     ) -> Reports:
-        """Runs forward of one global batch without gradients; returns the reports of this rank's losses. Collective.
+        """Runs forward of a global batch without gradients, and returns the reports of this rank's losses. Collective.
 
         collect_non_loss_data: call the loss function with non_loss_data=True, and return its results instead.
 
-        With a memory, ranks agree on overflows after each batch, in a small all-reduce. Agreeing once per evaluation
-        would require keeping all of its batches for a retry. iteration, NOTE and errors: as for train_sync.
+        With a memory, ranks exchange overflow flags after each batch, with a small all-reduce. A single exchange per
+        evaluation would require storing all batches for a retry. iteration, NOTE and errors: as for train_sync.
         """
 
         def reduce(_: Reports, overflow_flags: torch.Tensor | None) -> StepStatistics:
@@ -238,13 +238,13 @@ class StepRunner:
         forward_only: bool,
         collect_non_loss_data: bool,
     ) -> Reports:
-        """Runs the passes over the batches of `start`; if their capture fails, runs them eagerly. Collective."""
+        """Runs the passes over the batches of `start`. If their capture fails, runs them eagerly. Collective."""
 
         def run() -> Reports:
             if self.memory is not None:
                 self.memory.begin_step(num_microbatches=num_microbatches, forward_only=forward_only)
             if self.update is not None and not forward_only:
-                # Drops the state of a step that an error ended before its update.
+                # Drops the state of a step that was ended by an error before its update.
                 self.update.forget()
             return self._run_passes(
                 start.batches,
@@ -266,7 +266,7 @@ class StepRunner:
         return run()
 
     def skip(self, iterator: Iterator[Any] | None, *, num_microbatches: int) -> None:
-        """Reads and drops the batches of a step on the ranks that read any."""
+        """Reads and discards the batches of a step, on ranks that read batches."""
         reading = next((one for one in self._chunk_iterators(iterator) if one is not None), None)
         if reading is not None:
             with _error_if_data_ends(num_microbatches):
@@ -274,7 +274,7 @@ class StepRunner:
                     next(reading)
 
     def discard_gradients(self) -> None:
-        """Drops the gradients of a discarded step, including reductions in flight. Collective."""
+        """Discards the gradients of a discarded step, including reductions in flight. Collective."""
         wrapped = (chunk for chunk in self.model if isinstance(chunk, _BaseDataParallel))
         # Resets each collective scheduler once, through any of its chunks. Like zero_grad, this begins an iteration.
         for chunk in {chunk.launch_order: chunk for chunk in wrapped}.values():
@@ -290,9 +290,9 @@ class StepRunner:
         forward_only: bool,
         collect_non_loss_data: bool,
     ) -> list[Any]:
-        """Runs the passes over the next batches; returns the reports of the losses on the last stage."""
+        """Runs the passes over the next batches. Returns the reports of the losses on the last stage."""
         for inner in unwrap_model(list(self.model)):
-            # Drops records of passes that were discarded, or that an error ended.
+            # Drops records of passes that were discarded or ended by an error.
             if isinstance(inner, RecordsAuxLosses):
                 inner.aux_losses.forget_step()
         with self.timers("forward-backward", log_level=1), _error_if_data_ends(num_microbatches):
@@ -308,12 +308,12 @@ class StepRunner:
             )
 
     def _chunk_iterators(self, iterator: Iterator[Any] | None) -> list[Iterator[Any] | None]:
-        """Returns an iterator over the same batches for each chunk, or None for a chunk that reads none.
+        """Returns an iterator over the same batches for each chunk, or None for a chunk that reads no batches.
 
         The first and the last chunk of the pipeline read batches, for tokens and labels.
         """
         stage, last, num_chunks = group_rank(self.groups.pp), group_size(self.groups.pp) - 1, len(self.model)
-        # Attention in other chunks needs masks and document boundaries. Reading them is cheaper than receiving them.
+        # Attention in other chunks uses masks and document boundaries. Reading them is cheaper than receiving them.
         everywhere = self.args.reset_attention_mask
         readers = [
             chunk
@@ -322,14 +322,14 @@ class StepRunner:
         ]
         if iterator is None or len(readers) < 2:
             return [iterator if chunk in readers else None for chunk in range(num_chunks)]
-        # All copies have read the same batches when the step ends, so `tee` buffers at most those of one step.
+        # All copies have read the same batches when the step ends, so `tee` buffers at most the batches of one step.
         copies = dict(zip(readers, (map(with_own_containers, copy) for copy in tee(iterator, len(readers)))))
         return [copies.get(chunk) for chunk in range(num_chunks)]
 
 
 @contextmanager
 def _error_if_data_ends(num_microbatches: int) -> Iterator[None]:
-    """Converts the end of a script's iterator to an error for its user. Datasets never end."""
+    """Converts the end of a script's iterator to a ValueError. Iterators over datasets never end."""
     try:
         yield
     except StopIteration as error:
@@ -340,31 +340,32 @@ def _error_if_data_ends(num_microbatches: int) -> Iterator[None]:
 
 
 class _StepStart:
-    """State at the start of a step: its batches, None for a stage that reads none, and the random generators."""
+    """State at the start of a step: its batches (None on stages without batches) and the random-number generators."""
 
     def __init__(self, iterator: Iterator[Any] | None) -> None:
         self.batches = None if iterator is None else RetryBatches(iterator)
         self._generators = capture_rng()
 
     def restore(self) -> None:
-        """Restores the start, so that a retry reads the same batches and draws the same random numbers."""
+        """Restores the state, so that a retry reads the same batches and draws the same random numbers."""
         restore_rng(self._generators)
         if self.batches is not None:
             self.batches.rewind()
 
 
 class RetryBatches(Iterator[Any]):
-    """Iterates over `source` and keeps the batches of a step, so that `rewind` can replay them for a retry.
+    """Iterates over `source` and stores the batches of a step, so that `rewind` can replay them for a retry.
 
-    The reader gets its own dicts, lists and tuples, which it may modify, around the source's tensors, which it must not
-    modify. If a read from the source drew random numbers, its replay sets the generators to their state after that
-    read. All microbatches stay on the host until the step is complete. Nothing is copied, but with
-    --create-attention-mask-in-dataloader each microbatch has a mask of B x S x S bytes; document boundaries avoid it.
+    The reader receives new dicts, lists and tuples, which it may modify, around the source's tensors, which it must not
+    modify. If a read from the source drew random numbers, the replay sets the generators to their state after that
+    read. All microbatches remain in host memory until the step is complete. No tensor is copied, but with
+    --create-attention-mask-in-dataloader each microbatch contains a mask of B x S x S bytes. Document boundaries avoid
+    the mask.
     """
 
     def __init__(self, source: Iterator[Any]) -> None:
         self._source = source
-        # With the generators' state after the read, if the read drew random numbers.
+        # Each with the generators' state after the read, if the read drew random numbers.
         self._kept: list[tuple[Any, RngState | None]] = []
         self._num_read = 0
 
@@ -372,7 +373,7 @@ class RetryBatches(Iterator[Any]):
         if self._num_read == len(self._kept):
             before = capture_rng()
             batch = next(self._source)
-            # A source may draw random numbers to choose its batches. A replay draws nothing.
+            # A source may draw random numbers to choose its batches. A replay draws none.
             after = capture_rng()
             self._kept.append((batch, None if same_rng(before, after) else after))
         elif (drawn := self._kept[self._num_read][1]) is not None:

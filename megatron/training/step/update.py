@@ -1,6 +1,7 @@
 """Finalizes gradients and updates parameters after the passes of a step, eagerly or in a CUDA graph.
 
-step_runner.py decides whether a step is discarded. megatron.core.distributed and the optimizer implement the parts.
+step_runner.py decides whether a step is discarded. megatron.core.distributed implements the finalization, and
+megatron.core.optimizer the update.
 """
 
 from collections.abc import Callable
@@ -23,19 +24,19 @@ from megatron.training.step.statistics import Reports, total_reports
 
 
 class DeferredFinalizer:
-    """Replaces finalize_model_grads in the schedule, and defers its work until losses are known to be finite."""
+    """Replaces finalize_model_grads in the schedule. Defers its work until all losses are known to be finite."""
 
     def __init__(self, finalize: Callable[..., None] | None) -> None:
-        """Creates the finalizer. finalize: the function of a script; None for finalize_model_grads."""
+        """Creates the finalizer. finalize: a script's function; None means finalize_model_grads."""
         self._finalize, self.is_default = finalize or finalize_model_grads, finalize is None
         self._handed_over: tuple[Any, ...] | None = None
 
     def __call__(self, *arguments: Any) -> None:
-        """Stores the arguments that the schedule passes after the last backward: chunks and their number of tokens."""
+        """Stores the arguments that the schedule passes after the last backward: chunks and number of tokens."""
         self._handed_over = arguments
 
     def forget(self) -> None:
-        """Drops the arguments of the last backward, whose gradients are discarded."""
+        """Drops the stored arguments, because the gradients of the last backward are discarded."""
         self._handed_over = None
 
     def replayed(self, handed_over: tuple[Any, ...]) -> None:
@@ -44,7 +45,7 @@ class DeferredFinalizer:
 
     @property
     def handed_over(self) -> tuple[Any, ...]:
-        """The arguments that the schedule passed after the last backward."""
+        """Arguments that the schedule passed after the last backward."""
         assert self._handed_over is not None, "no backward pass since the last step"
         return self._handed_over
 
@@ -53,7 +54,7 @@ class DeferredFinalizer:
         self._finalize(*self.take())
 
     def take(self) -> tuple[Any, ...]:
-        """Returns and drops the arguments of the last backward, for callers that finalize gradients themselves."""
+        """Returns and drops the stored arguments, for callers that finalize gradients themselves."""
         arguments, self._handed_over = self.handed_over, None
         return arguments
 
@@ -65,14 +66,14 @@ class StepUpdate:
         self._finalize, self._optimizer, self._timers = finalize, optimizer, timers
 
     def run_sync(self) -> tuple[bool, float, float | None]:
-        """Runs the update and returns the result of MegatronOptimizer.step. Collective. NOTE: reads the device."""
+        """Finalizes gradients and returns the result of MegatronOptimizer.step. Collective. NOTE: reads the device."""
         with self._timers("all-grads-sync", log_level=1):
             self._finalize.finish()
         with self._timers("optimizer", log_level=1):
             return self._optimizer.step()
 
     def forget(self) -> None:
-        """Drops the gradients of discarded passes, and the scores of their attention."""
+        """Drops the state of discarded passes: arguments of gradient finalization, and attention scores."""
         self._finalize.forget()
         self._optimizer.forget_attention_logits()
 
@@ -81,7 +82,7 @@ class GraphedUpdate(StepUpdate, GraphParticipant):
     """Captures the update in the graph of the passes. The device decides whether the update is applied.
 
     `follow` is the follow_up of FullCudaGraphWrapper. State that may change only once the host knows that the step is
-    not discarded, such as router biases, is updated outside of the graph.
+    not discarded, such as router biases, is updated outside the graph.
     overflow_flags: see StepMemory; None if nothing can overflow. checks_losses: whether a non-finite loss also discards
     the step, because it ends the run before the update.
     """
@@ -101,9 +102,9 @@ class GraphedUpdate(StepUpdate, GraphParticipant):
         self._done: DeviceStep | None = None  # set by a replay until run_sync completes it
 
     def run_sync(self) -> tuple[bool, float, float | None]:
-        """Runs the update, or completes the one in the graph; returns the result of MegatronOptimizer.step.
+        """Completes the update of a replayed graph, or runs the update eagerly. Collective.
 
-        Collective. NOTE: reads the device.
+        Returns the result of MegatronOptimizer.step. NOTE: reads the device.
         """
         if self._done is None:
             return super().run_sync()
@@ -111,21 +112,21 @@ class GraphedUpdate(StepUpdate, GraphParticipant):
         with self._timers("all-grads-sync", log_level=1):
             chunks = [require_wrapped(chunk) for chunk in self._finalize.take()[0]]
             for chunk in chunks:
-                # The graph has reduced the gradients. Ranks still have to agree whether all of them were finite.
+                # The graph has reduced the gradients. Ranks must still agree on whether all gradients were finite.
                 chunk.finish_grad_sync()
             end_model_step(chunks, chunks[0].pg_collection)
         with self._timers("optimizer", log_level=1):
             return self._optimizer.settle_step_sync(done)
 
     def forget(self) -> None:
-        """Drops a discarded step. The device has not applied its update."""
+        """Drops the state of a discarded step, whose update the device has not applied."""
         super().forget()
         self._done = None
 
     def follow(self, reports: Reports) -> None:
         """Captures the completion of gradients and the update, after the passes. Collective.
 
-        reports: name to a tensor [] or [2] (sum, count), fp32, of each microbatch.
+        reports: for each microbatch, maps a name to a tensor [], or [2] for (sum, count), fp32.
         """
         model, num_tokens = self._finalize.handed_over
         chunks = [require_wrapped(chunk) for chunk in model]
@@ -133,7 +134,7 @@ class GraphedUpdate(StepUpdate, GraphParticipant):
         self._captured = self._optimizer.step_on_device(self._discard(reports))
 
     def _discard(self, reports: Reports) -> Tensor:
-        """Returns whether to discard the step: [], fp64, above 0 if it overflowed or is not finite on any rank."""
+        """Returns a value above 0 if any rank overflowed or has a non-finite loss, to discard the step: [], fp64."""
         discard = torch.zeros((), dtype=torch.float64, device=default_device())
         if self._overflow_flags is not None:
             discard = self._overflow_flags().sum()
@@ -145,11 +146,11 @@ class GraphedUpdate(StepUpdate, GraphParticipant):
         return discard
 
     def prepare(self) -> None:
-        """Writes the learning rates that the graph reads."""
+        """Writes the learning rates to the device, where the graph reads them."""
         self._optimizer.prepare_device_step()
 
     def captured(self) -> DeviceStep:
-        """Returns the tensors that each replay fills for the host."""
+        """Returns the tensors that each replay fills and the host reads."""
         captured, self._captured = self._captured, None
         assert captured is not None, "follow ran in the capture"
         return captured
