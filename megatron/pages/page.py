@@ -13,7 +13,7 @@ _PACKAGES = {"jinja2": "jinja2>=3.1", "plotly": "plotly>=6"}
 
 
 class MissingPackageError(ImportError):
-    """Raised if a package that pages need is not installed."""
+    """Raised if a package that pages require is not installed."""
 
 
 def require_packages() -> None:

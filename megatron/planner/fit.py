@@ -52,7 +52,7 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Tells whether the peak is within the device's memory."""
+        """Whether the peak fits into the memory of the device."""
         return self.peak <= self.memory
 
     @property

@@ -62,7 +62,7 @@ _DATA_GROUPS = ("dp", "dp_cp", "edp")
 
 @dataclass(frozen=True)
 class LayerKind:
-    """The properties that distinguish a model's layers."""
+    """Properties in which the layers of a model may differ."""
 
     has_experts: bool = False
     has_window: bool = False
@@ -72,8 +72,7 @@ class LayerKind:
 class ParamSize:
     """Size of a trained parameter.
 
-    buffer: kind of the flat buffer that stores it, given separate buffers for experts. own_bucket: whether it has a
-    separate bucket.
+    buffer: kind of its flat buffer, with separate buffers for experts. own_bucket: whether it has a separate bucket.
     """
 
     numel: int
@@ -83,7 +82,7 @@ class ParamSize:
 
 @dataclass(frozen=True)
 class CountedKernel:
-    """A kernel, and the part of its bytes that does not grow with the number of tokens.
+    """A kernel, and how many of its bytes belong to weights and do not scale with the number of tokens.
 
     weight_bytes, expert_weight_bytes: bytes of parameters and their gradients, in dense layers and in experts.
     """
@@ -236,7 +235,7 @@ class ModelCosts:
     step: StepWork = field(default_factory=StepWork)
 
     def chunk_parts(self, layers: Sequence[LayerKind], *, is_first: bool, is_last: bool) -> list[PartCost]:
-        """Returns the parts of a chunk with these layers, in the order of its parameters."""
+        """Returns the costs of a chunk's parts, in the order of its parameters. layers: kinds of the chunk's layers."""
         # A pipeline of one stage has no copy of the embedding.
         start = [self.embedding] if is_first else [self.embedding_copy] if is_last else []
         return [*start, *(self.layers[kind] for kind in layers), *([self.end] if is_last else []), self.chunk]

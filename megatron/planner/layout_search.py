@@ -119,7 +119,7 @@ class Found:
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Seconds of one microbatch's passes. exposed: seconds of messages that are not overlapped."""
+    """Time of one microbatch's passes, in seconds. exposed: time of messages that are not overlapped."""
 
     forward: float
     backward: float
@@ -443,7 +443,7 @@ class LayoutCosts:
         return quick_seconds(stages, shape, reduced=reduced, gathered=gathered, updated=updated, sharding=sharding)
 
     def _seconds_of_parts(self, layout: Layout, *, in_node: Mapping[str, int]) -> dict[LayerKind | str, PassSeconds]:
-        """Returns the seconds of one microbatch in a layer of each kind, in the embedding, and in the model's end."""
+        """Returns the time of one microbatch in a layer of each kind, in the embedding, and in the model's end."""
         key = (self._kind_of(layout), layout.expert, layout.micro_batch)
         if key not in self._seconds:
             costs = self._work_of(layout)
@@ -548,7 +548,7 @@ def _stage_kinds(layers: Sequence[tuple[LayerKind, ...]], stages: int) -> list[C
 
 
 def _weights(costs: ModelCosts, shape: Shape, *, stage: int) -> Weights:
-    """Returns the bytes of parameters and of gradients of a stage, for experts and dense layers."""
+    """Returns the bytes of a stage's parameters and gradients, for experts and dense layers."""
     found: dict[bool, tuple[int, int]] = {}
     for parts in stage_chunks(costs, shape, stage=stage):
         for part in parts:
@@ -568,7 +568,7 @@ def _share_ranks(layout: Layout) -> bool:
 def seconds_of(
     work: PartWork, device: Device, *, in_node: Mapping[str, int], overlapped_by: Mapping[str, tuple[str, ...]]
 ) -> PassSeconds:
-    """Returns the seconds of one microbatch. Only messages of groups in overlapped_by (see Overlap) are overlapped."""
+    """Estimates the time of one microbatch's passes. Only messages of groups in overlapped_by (see Overlap) overlap."""
     chunk = work.chunk()
     passes = {FORWARD: chunk.forward, BACKWARD: chunk.backward + chunk.recompute}
     computed = {phase: seconds_by_kind(kernels, device) for phase, kernels in passes.items()}
@@ -592,10 +592,11 @@ def quick_seconds(
     updated: float,
     sharding: Sharding,
 ) -> float:
-    """Estimates the seconds of a step, in which the slowest stage runs all microbatches once the pipeline is filled.
+    """Estimates the time of a step, in which the slowest stage runs all microbatches once the pipeline is filled.
 
-    stages: seconds of one microbatch in each stage. reduced, gathered, updated: seconds of the slowest rank's gradient
-    reductions, parameter gathers and update. Reductions overlap with the last backward, gathers with the first forward.
+    All times are in seconds. stages: one microbatch in each stage. reduced, gathered, updated: the slowest rank's
+    gradient reductions, parameter gathers and update. Reductions overlap with the last backward, gathers with the first
+    forward.
     """
     slowest = max(stages, key=lambda one: one.total)
     filling = (sum(one.total for one in stages) - slowest.total) / shape.chunks

@@ -126,7 +126,7 @@ def plan_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
 
 
 def _range(layers: Sequence[int]) -> str:
-    """Formats layer numbers, such as 1-4,9."""
+    """Formats layer numbers as ranges, such as 1-4,9."""
     starts = [n for n in layers if n - 1 not in layers]
     ends = [n for n in layers if n + 1 not in layers]
     return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)) or "none"

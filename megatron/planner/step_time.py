@@ -95,7 +95,7 @@ class StageTime:
 
     @property
     def compute(self) -> float:
-        """Seconds of computation in all passes."""
+        """Computation time of all passes, in seconds."""
         return self.forward + self.recompute + self.backward
 
 
@@ -116,7 +116,7 @@ class StepTime:
     spans: Spans
 
     def split(self) -> dict[str, float]:
-        """Returns the seconds of a step by cause, as a mean over stages. The values sum to the time of the step."""
+        """Returns the time of a step in seconds by cause, as a mean over stages. The values sum to the step's time."""
         parts = [
             {
                 "compute": one.compute,
@@ -235,13 +235,13 @@ def _end(spans: Spans) -> float:
 
 @dataclass(frozen=True)
 class _Rates:
-    """Computes the seconds of messages on a device. in_node: number of ranks of each group on one node."""
+    """Computes the time of messages on a device. in_node: number of ranks of each group on one node."""
 
     device: Device
     in_node: Mapping[str, int]
 
     def of_messages(self, messages: Iterable[Traffic]) -> float:
-        """Returns the seconds of the messages, sent one after the other."""
+        """Returns the time of the messages, sent one after the other, in seconds."""
         return sum(
             message_seconds(one, self.device, in_node=self.in_node.get(one.group, one.group_size)) for one in messages
         )
@@ -278,12 +278,12 @@ class _StageClock:
         self.update = self._step + self._step_messages + self._late_gather
 
     def seconds(self, action: Action) -> float:
-        """Returns the seconds of a pass, excluding waits for parameters."""
+        """Returns the time of a pass, excluding waits for parameters, in seconds."""
         its = self.passes[action.kind][action.chunk]
         return its.compute + its.exposed
 
     def gather_delays(self, spans: Mapping[Action, Span]) -> dict[Action, float]:
-        """Returns the seconds by which gathers of parameters delay each chunk's first pass."""
+        """Returns the delay of each chunk's first pass by parameter gathers, in seconds."""
         if not self._overlap.parameters or PARAMS in self._overlap.in_every_pass or not self._gather:
             return {}
         found, clock = {}, 0.0
@@ -349,12 +349,12 @@ class _StageClock:
         )
 
     def _phase(self, phase: str) -> tuple[float, int]:
-        """Returns the total seconds and the number of a phase's messages, excluding transfers between stages."""
+        """Returns the total time and the number of a phase's messages, excluding transfers between stages."""
         messages = [one for one in self._load.traffic if one.phase == phase and not _is_transfer(one)]
         return self._rates.of_messages(messages), sum(one.count for one in messages)
 
     def _buckets(self, seconds: float, count: int) -> tuple[int, float]:
-        """Returns the number of buckets of a chunk, and the seconds of each, from totals over all chunks."""
+        """Returns the number of buckets of a chunk, and the time of one bucket, from totals over all chunks."""
         chunks = len(self._load.chunks)
         buckets = max(1, count // chunks)
         return buckets, seconds / chunks / buckets
@@ -382,7 +382,7 @@ class _StageClock:
         return found
 
     def _streamed(self, kind: ActionKind, number: int) -> float:
-        """Returns the seconds of parameter gathers and gradient reductions that occur in every pass of a kind."""
+        """Returns the time of parameter gathers and gradient reductions that occur in every pass of a kind."""
         phases = self._overlap.in_every_pass
         gathers = self._gather / len(self._order) if PARAMS in phases else 0.0
         sums = self._reduction / number if GRADS in phases and kind is ActionKind.BACKWARD else 0.0

@@ -98,7 +98,7 @@ class _TracedMemory:
 
 @dataclass(frozen=True)
 class TracedSteps:
-    """Runs steps of a run on the meta device. statistics: records the names of losses."""
+    """Runs training steps on the meta device. statistics: records the names of losses."""
 
     steps: StepRunner
     optimizer: MegatronOptimizer

@@ -87,7 +87,7 @@ class Traffic:
 
     group: name of the group, as in ProcessGroupCollection or one of etp, edp, stage and world. operation: all-reduce,
     all-gather, reduce-scatter, all-to-all, broadcast, send or receive. phase: one of the phases of a step above.
-    count: number of messages. num_bytes: payload of all of them (see [Note: payload]).
+    count: number of messages. num_bytes: their total payload (see [Note: payload]).
     """
 
     group: str
@@ -104,7 +104,7 @@ def kind_of_module(name: str) -> str:
 
 
 def kernel_seconds(kernel: Kernel, device: Device) -> float:
-    """Returns the roofline time of a kernel (Williams et al., 2009).
+    """Returns the roofline time of a kernel (Williams et al., 2009), in seconds.
 
     This is the longest of the kernel's arithmetic, its memory traffic and a launch. Raises ValueError for a matmul
     dtype that the device does not support.
@@ -118,7 +118,7 @@ def kernel_seconds(kernel: Kernel, device: Device) -> float:
 
 
 def seconds_by_kind(kernels: Kernels, device: Device) -> dict[str, float]:
-    """Returns the seconds of all kernels, run one after the other, by kind of module."""
+    """Returns the time of all kernels, run one after the other, in seconds by kind of module."""
     found: dict[str, float] = {}
     for kernel, count in kernels.items():
         found[kernel.kind] = found.get(kernel.kind, 0.0) + count * kernel_seconds(kernel, device)
@@ -126,7 +126,7 @@ def seconds_by_kind(kernels: Kernels, device: Device) -> dict[str, float]:
 
 
 def compute_seconds(kernels: Kernels, device: Device) -> float:
-    """Returns the seconds of all kernels, run one after the other."""
+    """Returns the time of all kernels, run one after the other, in seconds."""
     return sum(seconds_by_kind(kernels, device).values())
 
 
@@ -160,7 +160,7 @@ def ranks_in_node(ranks: Sequence[int], devices_per_node: int) -> int:
 
 
 def message_seconds(traffic: Traffic, device: Device, *, in_node: int) -> float:
-    """Returns the seconds of all messages in a Traffic entry, sent one after the other.
+    """Returns the time of all messages in a Traffic entry, sent one after the other, in seconds.
 
     in_node: number of the group's ranks on one node. A collective runs one ring across nodes for each of these ranks,
     so that a node sends through that many network ports. An all-to-all sends to each rank directly. Latency grows with

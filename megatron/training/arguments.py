@@ -67,7 +67,7 @@ def parse_args(
 
 
 def _values_of_files(words: Sequence[str], *, table: FlagTable, script_dests: Set[str]) -> dict[str, Any]:
-    """Returns the values of the --model preset, overridden by those in the --config file, by argument name."""
+    """Returns the values of the --model preset, overridden by values in the --config file, by argument name."""
     named = _values_needed_early(words)
     values = {}
     if "config" in named:

@@ -135,7 +135,7 @@ class TrainingRun:
 
     @property
     def train_iters(self) -> int:
-        """Number of the last step."""
+        """Number of training steps, and therefore the number of the last step."""
         return self.training.train_iters or 0
 
     def is_due(self, interval: int | None) -> bool:

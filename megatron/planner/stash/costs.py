@@ -98,23 +98,23 @@ class Machine:
         )
 
     def compute_seconds(self, expert: ExpertShape, num_rows: int) -> float:
-        """Returns the seconds of the experts' forward and backward, of which the forward takes a third."""
+        """Returns the time of the experts' forward and backward, in seconds. The forward takes a third of it."""
         return num_rows * expert.flops / self.flops
 
     def copy_seconds(self, num_bytes: float) -> float:
-        """Returns the seconds to stash and restore num_bytes, each of which reads and writes every byte."""
+        """Returns the time to stash and restore num_bytes, in seconds. Both read and write every byte."""
         return 4 * num_bytes / self.copied_bytes
 
     def host_seconds(self, num_bytes: float) -> float:
-        """Returns the seconds of a one-way copy between device and host."""
+        """Returns the time of a one-way copy between device and host, in seconds."""
         return num_bytes / self.host_bytes
 
     def act_seconds(self, expert: ExpertShape, num_rows: int) -> float:
-        """Returns the seconds to recompute act, which reads gate_up and writes act."""
+        """Returns the time to recompute act, which reads gate_up and writes act, in seconds."""
         return num_rows * (expert.gate_up_bytes + expert.act_bytes) / self.copied_bytes
 
     def gate_up_seconds(self, expert: ExpertShape, num_rows: int) -> float:
-        """Returns the seconds to recompute gate_up from x, with 4 of the 18 H F FLOPs of a row."""
+        """Returns the time to recompute gate_up from x, with 4 of the 18 H F FLOPs of a row, in seconds."""
         return num_rows * expert.gate_up_flops / self.flops
 
 
@@ -195,13 +195,13 @@ def _expert_shape(flags: StashFlags) -> ExpertShape:
 
 
 def _rows_of_steps(span: RoutingSpan, layers: Sequence[int]) -> np.ndarray:
-    """Returns each step's sum of rows over its passes and the given layers, [S, N]."""
+    """Returns the number of rows in each step, summed over its passes and the given layers, [S, N]."""
     summed: np.ndarray = np.sum([span.rows[layer].sum(axis=0, dtype=np.int64) for layer in layers], axis=0)
     return summed
 
 
 def _most(values: np.ndarray) -> float:
-    """Returns the largest of all ranks' means over the steps. values: [S, N]."""
+    """Averages over steps, and returns the largest mean of any rank. values: [S, N]."""
     return float(values.mean(axis=0).max()) if values.size else 0.0
 
 

@@ -213,7 +213,10 @@ def check_model(header: RoutingHeader, run: PlannedRun) -> None:
 
 
 def rows_of_pairs(tokens: np.ndarray, ranks: ExpertRanks) -> np.ndarray:
-    """Returns the rows of each forward, [M, groups, from rank, to expert rank], int64. tokens: [M, R, E], int64."""
+    """Returns the rows that each rank sends to each expert rank: [M, groups, from rank, to expert rank], int64.
+
+    tokens: number of tokens for each expert, [M, R, E], int64.
+    """
     by_rank = tokens.reshape(
         len(tokens), -1, ranks.num_sharing, ranks.expert_ranks, tokens.shape[2] // ranks.expert_ranks
     )

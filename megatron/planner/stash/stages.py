@@ -30,7 +30,7 @@ from megatron.training.step.expert_memory import ExpertSchedule
 
 @dataclass
 class StashFlags:
-    """The fields of TransformerConfig that determine pages. A plan varies them with dataclasses.replace.
+    """The fields of TransformerConfig that determine the stash's pages. A plan varies them with dataclasses.replace.
 
     In a run, StashSettings validates the values.
     """

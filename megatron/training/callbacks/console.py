@@ -322,7 +322,7 @@ class ProgressBar(Callback):
         self._draw("training", completed=report.iteration)
 
     def on_evaluation_start(self, iteration: int) -> None:
-        """Shows that an evaluation is running."""
+        """Shows in the bar that an evaluation is running."""
         self._draw("evaluating", completed=iteration)
 
     def on_evaluation_end(self, report: EvaluationReport) -> None:

@@ -208,12 +208,12 @@ class ManualGC(Callback):
         gc.collect()
 
     def on_step_end(self, report: StepReport) -> None:
-        """Collects every `manual_gc_interval` steps."""
+        """Collects garbage every `manual_gc_interval` steps."""
         if self.config.manual_gc_interval and report.iteration % self.config.manual_gc_interval == 0:
             gc.collect()
 
     def on_evaluation_start(self, iteration: int) -> None:
-        """Collects before an evaluation."""
+        """Collects garbage before an evaluation."""
         if self.config.manual_gc_eval:
             gc.collect()
 

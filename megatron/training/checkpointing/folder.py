@@ -200,7 +200,7 @@ def format_of(folder: Path) -> CheckpointFormat:
 
 
 def _of_megatron(root: Path, step: int | None) -> FoundCheckpoint | None:
-    """Finds the checkpoint at `step`, or the tracker's. Returns None unless it is in one of Megatron's formats."""
+    """Finds the checkpoint at `step`, or the one in the tracker. Returns None if it has this project's format."""
     text = read_tracker(root) if step is None else None
     if text == RELEASE:
         found, iteration = root / RELEASE, 0

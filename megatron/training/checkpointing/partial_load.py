@@ -221,8 +221,8 @@ def lacking_keys(
 ) -> set[str]:
     """Reports and returns the requested keys that the checkpoint lacks and the load may skip. Collective.
 
-    wanted: requested tensors, any shape and dtype. Returns an empty set if no key may be skipped. The load then fails
-    with the names of the missing keys.
+    wanted: requested tensors, any shape and dtype. Returns an empty set if no key may be skipped, so that the load
+    fails and names the missing keys.
     """
     if not strictness.tolerates_lacking:
         return set()

@@ -235,7 +235,7 @@ def _uses_sinkhorn(values: Mapping[str, Any]) -> bool:
 
 
 def check_same_model(args: argparse.Namespace, stored: Mapping[str, Any]) -> None:
-    """Raises ValueError naming the arguments that make the checkpoint's model differ from this run's."""
+    """Raises ValueError if the checkpoint's model differs from the run's model, naming the arguments that differ."""
     here, theirs = _model_of(args_to_json(args)), _model_of(stored)
     # A width that one side derives from other arguments is compared through the tensor shapes.
     names = tuple(

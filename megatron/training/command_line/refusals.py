@@ -50,16 +50,16 @@ _OFFLOAD_PINNED = "with a GPU, host copies are always in pinned memory: remove t
 
 REFUSALS: tuple[tuple[str, str], ...] = (
     # Old names of working flags.
-    (r"--model-parallel-size$", "renamed to --tensor-model-parallel-size"),
-    (r"--batch-size$", "renamed to --micro-batch-size"),
-    (r"--warmup$", "renamed to --lr-warmup-fraction"),
-    (r"--checkpoint-activations$", "renamed to --recompute-activations"),
+    (r"--model-parallel-size$", "renamed: use --tensor-model-parallel-size"),
+    (r"--batch-size$", "renamed: use --micro-batch-size"),
+    (r"--warmup$", "renamed: use --lr-warmup-fraction"),
+    (r"--checkpoint-activations$", "renamed: use --recompute-activations"),
     (r"--encoder-num-layers$|--decoder-num-layers$|--(en|de)coder-seq-length$", _ENCODER),
     (r"--use-dist-ckpt$", "checkpoints are always distributed: remove it"),
-    (r"--dist-ckpt-format$", "renamed to --ckpt-format"),
+    (r"--dist-ckpt-format$", "renamed: use --ckpt-format"),
     (r"--enable-cuda-graph$", "use --cuda-graph-impl local"),
     (r"--external-cuda-graph$", "use --cuda-graph-impl local"),
-    (r"--cuda-graph-scope$", "renamed to --cuda-graph-modules"),
+    (r"--cuda-graph-scope$", "renamed: use --cuda-graph-modules"),
     (r"--moe-enable-deepep$", "use --moe-token-dispatcher-type flex with --moe-flex-dispatcher-backend deepep"),
     (r"--moe-router-padding-for-", _NO_FP8),
     (r"--record-shapes$", "use --use-pytorch-profiler"),
@@ -234,7 +234,7 @@ NO_EFFECT_HINTS = {
 
 @dataclass(frozen=True)
 class Harmless:
-    """The reason why a flag is accepted without an effect, as the end of a sentence that starts with the flag.
+    """The reason why a flag is accepted without effect, as the end of a sentence that starts with the flag.
 
     changes_speed: whether the flag changes the speed or memory of a Megatron-LM run.
     """

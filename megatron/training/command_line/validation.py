@@ -295,7 +295,7 @@ def _check_evaluation_batch(args: argparse.Namespace) -> Iterator[str]:
 
 
 def batch_sizes(args: argparse.Namespace) -> NumMicroBatches:
-    """Builds the batch-size schedule of a run. Raises CommandLineError for sizes that are not multiples of a round."""
+    """Builds the batch-size schedule of a run. Raises CommandLineError for invalid batch sizes."""
     with flags_named_in_errors():
         schedule = build_batch_schedule(
             args.global_batch_size,
@@ -531,7 +531,10 @@ def _check_layer_pattern(args: argparse.Namespace) -> list[str]:
 
 
 def check_flex_backend(args: argparse.Namespace) -> None:
-    """Raises an error on all ranks if the dispatcher's backend is unavailable. Ranks without experts would hang."""
+    """Raises an error if the token dispatcher's backend is unavailable.
+
+    Checked on all ranks, because ranks without experts would otherwise wait forever for ranks that fail.
+    """
     with without_memory() if args.dry_run else nullcontext():
         require_flex_backend(core_transformer_config_from_args(args))
 

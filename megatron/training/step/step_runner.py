@@ -76,7 +76,7 @@ class StepGraph(Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Reason why a capture failed, or None if no capture has failed."""
+        """Reason why a capture failed; None if no capture has failed."""
         ...
 
     @property

@@ -124,7 +124,7 @@ class GraphedUpdate(StepUpdate, GraphParticipant):
         self._done = None
 
     def follow(self, reports: Reports) -> None:
-        """Captures the completion of gradients and the update, after the passes. Collective.
+        """Captures gradient finalization and the optimizer's update, after the passes. Collective.
 
         reports: for each microbatch, maps a name to a tensor [], or [2] for (sum, count), fp32.
         """
