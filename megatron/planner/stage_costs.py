@@ -147,7 +147,7 @@ def check_counted(args: argparse.Namespace) -> None:
         )
     if args.optimizer not in _OPTIMIZERS:
         raise CommandLineError(
-            f"--optimizer is {args.optimizer}: the sizes of its states are unknown without building it; use one of "
+            f"--optimizer is {args.optimizer}: the sizes of its states are unknown without building it; must be one of "
             f"{', '.join(_OPTIMIZERS)}, or use --dry-run"
         )
     if args.skip_train:

@@ -17,9 +17,7 @@ _HYBRID = "only transformer layers are supported: Mamba, GDP and hybrid layer pa
 _VISION = "only text models are supported: remove the vision flags"
 _RETRIEVAL = "only GPT models are supported: BERT, ICT and retriever training are not"
 _ENCODER = "only decoder models are supported: use --num-layers and --seq-length"
-_TE_OVERLAP = (
-    "tensor-parallel communication is not overlapped inside Transformer Engine's kernels: remove the --tp-comm flags"
-)
+_TE_OVERLAP = "tensor-parallel communication is not overlapped inside Transformer Engine's kernels: remove these flags"
 _NO_FP8 = "8- and 4-bit training is not supported: use --bf16"
 _OTHER_MODEL = "models that require it cannot be trained here"
 _VARIANT = f"no experimental attention variant is supported: {_OTHER_MODEL}"
@@ -37,7 +35,7 @@ _FSDP = "Megatron-FSDP is not supported: use --use-torch-fsdp2 or --use-distribu
 _GTP = "generalised tensor parallelism is not supported: use --tensor-model-parallel-size"
 _DUMPS = "the training loop does not dump tensors: read them from the checkpoints written every --save-interval steps"
 _NCCL = "configure NCCL through its environment variables (NCCL_*) instead"
-_DISTILL = "distillation from stored logits is not supported: remove the --logits flags"
+_DISTILL = "distillation from stored logits is not supported: remove these flags"
 _MHC = "hyper-connections are not supported: layers have a single residual stream"
 _DATA_LISTS = "pass the paths directly: --data-path, or --train-data-path, --valid-data-path and --test-data-path"
 _FIM_TOKENS = "fill-in-the-middle samples are not generated: prepare them before running tools/preprocess_data.py"
@@ -111,7 +109,7 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     (r"--fault-injector-", "faults are injected by the project's own tests, not by flags"),
     (r"--inprocess-|--adlr-|--enable-ft-package|--calc-ft-timeouts|--ft-num-", _RESTART),
     (r"--one-logger-|--no-one-logger|--app-tag-", _ONE_LOGGER),
-    (r"--otel-", "metrics are written to --tensorboard-dir and the run's JSONL file: remove the --otel flags"),
+    (r"--otel-", "metrics are written to --tensorboard-dir and the run's JSONL file: remove these flags"),
     (r"--straggler-|--disable-straggler-", "--log-straggler has no further settings: remove these flags"),
     (r"--run-workload-inspector-server", "inspect a run with --profile and --tensorboard-dir"),
     (r"--log-(device-memory-used|memory-interval)", "use --log-memory-to-tensorboard"),

@@ -282,9 +282,9 @@ def test_bad_input_is_one_line_that_names_flags_or_the_place_in_the_file(
         (
             ["--trace", str(tmp_path / "of topk 1")],
             {},
-            "another model: --moe-router-topk is 1 in the trace and 2 in the run",
+            "different model: --moe-router-topk is 1 in the trace and 2 in the run",
         ),
-        (["--trace", trace], {"num-experts": 8}, "another model: --num-experts is 4 in the trace and 8 in the run"),
+        (["--trace", trace], {"num-experts": 8}, "different model: --num-experts is 4 in the trace and 8 in the run"),
         (
             ["--trace", trace],
             {"num-layers": 2},
