@@ -115,7 +115,7 @@ def plan_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
         f"parameters: {plan.num_parameters:,}, of which {plan.active_parameters:,} are active for a token",
         f"memory of {'the first rank' if plan.stages[0].rank == 0 else 'one rank'} of each stage, in {unit}:",
         *table,
-        f"activations of stage {fullest.stage}, which holds most: {_kinds(fullest, unit=unit, size=size)}",
+        f"activations of stage {fullest.stage}, which holds the most: {_kinds(fullest, unit=unit, size=size)}",
         f"peak: includes temporary memory, on stage {fullest.stage} up to {fullest.working / size:.2f} {unit} in "
         f"passes, or up to {fullest.updating / size:.2f} {unit} in the update, which runs without activations; "
         f"messages hold up to {fullest.messages / size:.2f} {unit} at one time",
@@ -217,7 +217,7 @@ def time_lines(step: StepTime) -> list[str]:
         f"estimated step on {step.device}: {_seconds(step.seconds)}, {step.tokens_per_second:,.0f} tokens/s, "
         f"{step.tflops:.1f} TFLOP/s a device{mfu}",
         f"split of the step, mean over stages: {split}",
-        f"passes of stage {step.stages.index(slowest)}, which waits least: forward {_seconds(slowest.forward)}, "
+        f"passes of stage {step.stages.index(slowest)}, which waits the least: forward {_seconds(slowest.forward)}, "
         f"recompute {_seconds(slowest.recompute)}, backward {_seconds(slowest.backward)}; by kind "
         + ", ".join(f"{kind} {_seconds(seconds)}" for kind, seconds in kinds),
         *(f"assumed: {assumption}" for assumption in ASSUMPTIONS),
@@ -258,7 +258,7 @@ def plan_document(
 
 
 def notes(plan: Plan, device: Device) -> list[str]:
-    """Returns the notes shown in plan.json and on the page: what the plan excludes and assumes."""
+    """Returns the notes of plan.json and of the page: parts that the plan excludes, and its assumptions."""
     found = [f"Not included: {NOT_PLANNED}."]
     if plan.is_balanced:
         found.append("Expert rows assume that tokens choose all experts equally often.")

@@ -142,7 +142,7 @@ class Rendezvous:
         store = self._connect_to_listener(timeout)
         if store is None:
             raise OSError(
-                f"{self.host}:{self.port} (MASTER_ADDR and MASTER_PORT) is used by another program than this run's "
+                f"{self.host}:{self.port} (MASTER_ADDR and MASTER_PORT) is used by a program other than this run's "
                 "rank 0 or its torchrun: choose a free MASTER_PORT"
             )
         # Separates this attempt's keys from the keys of earlier attempts. The prefix includes the number of ranks,
@@ -231,7 +231,7 @@ def agree_on_settings(store: dist.Store, settings: Settings, *, rank: int, world
     # Equal settings have equal keys.
     store.set(digest, text)
     if store.add(f"processes of rank {rank}", 1) > 1:
-        store.set("verdict", f"RANK is {rank} in several processes: each needs its own rank; torchrun sets it")
+        store.set("verdict", f"RANK is {rank} in several processes: must differ between processes; torchrun sets it")
     store.set(f"rank {rank}", digest)
     if store.add("num arrivals", 1) == world_size:
         store.compare_set("verdict", "", _difference(store, world_size) or _ALL_IS_WELL)
@@ -241,7 +241,7 @@ def agree_on_settings(store: dist.Store, settings: Settings, *, rank: int, world
         late = [str(other) for other in range(world_size) if not store.check([f"rank {other}"])]
         raise OSError(
             f"rank {', '.join(late)} did not arrive in time (--distributed-timeout-minutes): it was not started, "
-            "has ended, or has another MASTER_ADDR or MASTER_PORT"
+            "has ended, or has a different MASTER_ADDR or MASTER_PORT"
         ) from error
     if verdict != _ALL_IS_WELL:
         raise CommandLineError(verdict)

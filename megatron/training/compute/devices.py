@@ -143,7 +143,7 @@ def devices_of_file(path: Path) -> list[Device]:
     except ValueError as error:
         raise CommandLineError(f"{path}: {error}") from None
     if not isinstance(entries, dict) or not entries:
-        raise CommandLineError(f"{path} has no devices: must have names with figures like {DEVICES_FILE}")
+        raise CommandLineError(f"{path} has no devices: must list devices in the format of {DEVICES_FILE}")
     return [_device(str(name), figures, path=path) for name, figures in entries.items()]
 
 

@@ -205,7 +205,7 @@ def test_lines_split_a_step_by_cause() -> None:
     first, split, passes, *assumed = time_lines(step)
     assert re.fullmatch(r"estimated step on H100: .* m?s, .* tokens/s, .* TFLOP/s a device, MFU .*%", first), first
     assert re.search("compute .* exposed communication .* bubble .* optimizer", split), split
-    assert "which waits least: forward" in passes and all(line.startswith("assumed: ") for line in assumed)
+    assert "which waits the least: forward" in passes and all(line.startswith("assumed: ") for line in assumed)
     untrained = replace(plan, stages=[replace(stage, chunks=()) for stage in plan.stages])
     assert run_time(untrained, args, device=device) is None
     text = page(plan_document(untrained, args, device=device, step=None, fit=fit_of(untrained, device)))
