@@ -1,9 +1,9 @@
-"""Fields of Megatron's configurations for features that do not exist here, and for choices without effect here.
+"""Megatron configuration fields for unsupported features, and for options that have no effect in this framework.
 
 Code written for Megatron passes these fields. Readers of our configurations can ignore them. Each class below covers
-one topic, and the configurations inherit from all of them. An unsupported_field accepts only its default, and other
-values are rejected by name. A no_effect_field accepts every value, because the results are the same; the command line
-also accepts its flag.
+one topic, and the configurations inherit from all of them. An unsupported_field accepts only its default; any other
+value raises an error that names the field. A no_effect_field accepts every value, because results do not depend on it,
+and the command line accepts its flag.
 
 When a feature is added, edit this file (configuration fields), megatron/training/command_line/refusals.py (flags),
 tools/translations.yaml (flags in launch scripts) and tools/megatron_api_unsupported.yaml (all other names).
@@ -21,7 +21,7 @@ _NO_8_BITS = "8- and 4-bit training is not supported; use bf16"
 _NO_TE_OVERLAP = "tensor-parallel overlap inside Transformer Engine's kernels is not used here"
 _NO_SERVING = "inference serving is not part of this framework"
 _NO_HYBRID = "only transformer layers are supported"
-_NO_VARIANT = "other kinds of attention are not supported"
+_NO_VARIANT = "attention variants are not supported"
 _NO_DSA = "sparse attention with an indexer is not supported"
 _NO_MHC = "layers have a single residual stream here"
 _NO_FSDP = "Megatron-FSDP is not supported; use torch's FSDP2 or use_distributed_optimizer"
@@ -39,14 +39,14 @@ _LOGS_CONFIG = "the training loop writes the configuration to the run's files"
 
 @dataclass(kw_only=True)
 class AbsentParallelFields:
-    """Layouts over ranks, and communication between them."""
+    """Fields for parallel layouts, and for communication between ranks."""
 
     tensor_parallel_num_weight_shards: int | None = unsupported_field(None, why=_NO_GTP)
     gtp_weight_remat_size: int = unsupported_field(1, why=_NO_GTP)
     expert_tensor_parallel_num_weight_shards: int | None = unsupported_field(None, why=_NO_GTP)
     expert_gtp_weight_remat_size: int = unsupported_field(1, why=_NO_GTP)
     pipeline_model_parallel_comm_backend: str | None = unsupported_field(
-        None, why="pipeline transfers use the backend of the device here"
+        None, why="pipeline transfers use the device's backend here"
     )
     use_ring_exchange_p2p: bool = unsupported_field(False, why="pipeline transfers use NCCL or gloo here")
     variable_seq_lengths: bool = unsupported_field(
@@ -57,7 +57,7 @@ class AbsentParallelFields:
     )
     hybrid_context_parallel: bool = unsupported_field(False, why="all samples use the same context-parallel size here")
     mtp_standalone: bool = unsupported_field(
-        False, why="pipeline_model_parallel_layout places layers of multi-token prediction here"
+        False, why="pipeline_model_parallel_layout places the multi-token prediction layers here"
     )
     batch_p2p_comm: bool = no_effect_field(True, why="it changes only how transfers are launched")
     batch_p2p_sync: bool = no_effect_field(True, why="transfers are ordered by streams")
@@ -71,7 +71,7 @@ class AbsentParallelFields:
 
 @dataclass(kw_only=True)
 class AbsentTransformerEngineOverlapFields:
-    """Overlap of tensor-parallel communication inside Transformer Engine."""
+    """Fields for overlapping tensor-parallel communication inside Transformer Engine."""
 
     tp_comm_overlap: bool = no_effect_field(False, why=f"it selects an overlap; {_NO_TE_OVERLAP}")
     tp_comm_bulk_wgrad: bool = no_effect_field(True, why=_NO_TE_OVERLAP)
@@ -90,13 +90,13 @@ class AbsentTransformerEngineOverlapFields:
 
 @dataclass(kw_only=True)
 class AbsentComputeFields:
-    """Precision, gradients and memory of a step."""
+    """Fields for precision, gradient computation and memory use."""
 
     enable_autocast: bool = unsupported_field(False, why="autocast is not used here")
     autocast_dtype: torch.dtype | None = unsupported_field(None, why="autocast is not used here")
     moe_grad_scale_func: Any = unsupported_field(None, why="grad_scale_func also scales the losses of routers")
     mtp_grad_scale_func: Any = unsupported_field(
-        None, why="grad_scale_func also scales the losses of multi-token prediction"
+        None, why="grad_scale_func also scales the multi-token prediction losses"
     )
     num_microbatches_with_partial_activation_checkpoints: int | None = unsupported_field(
         None, why="all micro-batches use the same recomputation here"
@@ -120,13 +120,17 @@ class AbsentComputeFields:
 
 @dataclass(kw_only=True)
 class AbsentLayerFields:
-    """Parts of layers."""
+    """Fields for variants of transformer layers."""
 
     apply_residual_connection_post_layernorm: bool = unsupported_field(
         False, why="residual connections start before the norm here"
     )
     apply_query_key_layer_scaling: bool = unsupported_field(
-        False, why="scores are computed in fp32 and need no scaling by layer"
+        False, why="attention scores are computed in fp32 and require no scaling by layer number"
+    )
+    qk_l2_norm: bool = unsupported_field(False, why="qk_layernorm selects the norm of queries and keys here")
+    no_rope_freq: int | list[int] | None = unsupported_field(
+        None, why="all layers use the same position embedding here"
     )
     qk_l2_norm: bool = unsupported_field(False, why="queries and keys use the norm of qk_layernorm here")
     no_rope_freq: int | list[int] | None = unsupported_field(
@@ -143,7 +147,7 @@ class AbsentLayerFields:
         1, why="use recompute_modules to reduce the memory of feed-forward layers"
     )
     disable_bf16_reduced_precision_matmul: bool = unsupported_field(
-        False, why="torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction sets it for the process"
+        False, why="use torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction, which is set per process"
     )
     quant_recipe: Any = unsupported_field(None, why=_NO_8_BITS)
     heterogeneous_block_specs: bool = unsupported_field(False, why="all layers have the same shape here")
@@ -158,7 +162,7 @@ class AbsentLayerFields:
 
 @dataclass(kw_only=True)
 class AbsentKernelFields:
-    """Choices of kernels and memory that do not change results."""
+    """Fields that select kernels or memory use without changing results."""
 
     bias_activation_fusion: bool = no_effect_field(False, why=_BY_DEVICE)
     masked_softmax_fusion: bool = no_effect_field(False, why=_BY_DEVICE)
@@ -187,7 +191,7 @@ class AbsentKernelFields:
 
 @dataclass(kw_only=True)
 class AbsentExpertFields:
-    """Routers, experts and the libraries that send tokens."""
+    """Fields for routers, experts and token-dispatch libraries."""
 
     use_grouped_gemm_for_shared_expert: bool = unsupported_field(False, why=_NO_GROUPED)
     use_grouped_gemm_for_dense_mlp: bool = unsupported_field(False, why=_NO_GROUPED)
@@ -195,10 +199,10 @@ class AbsentExpertFields:
     moe_single_grouped_weight: bool = unsupported_field(False, why=_NO_GROUPED)
     moe_single_grouped_bias: bool = unsupported_field(False, why=_NO_GROUPED)
     moe_shared_expert_glu_interleave_size: int | None = unsupported_field(
-        None, why="gate and input are halves of a weight here, not interleaved"
+        None, why="gate and up projections are halves of one weight here, not interleaved"
     )
     moe_mlp_glu_interleave_size: int | None = unsupported_field(
-        None, why="gate and input are halves of a weight here, not interleaved"
+        None, why="gate and up projections are halves of one weight here, not interleaved"
     )
     moe_router_topk_limited_devices: int | None = unsupported_field(
         None, why="replaced by moe_router_group_topk with moe_router_num_groups"
@@ -208,7 +212,9 @@ class AbsentExpertFields:
         None, why="only moe_router_force_load_balancing forces the routing"
     )
     moe_token_dropping: bool = unsupported_field(False, why="moe_expert_capacity_factor drops tokens here")
-    moe_apply_probs_on_input: bool = unsupported_field(False, why="weights are applied inside experts here")
+    moe_apply_probs_on_input: bool = unsupported_field(
+        False, why="routing probabilities are applied inside experts here"
+    )
     moe_latent_size: int | None = unsupported_field(None, why="experts in a latent space are not supported")
     moe_enable_deepep: bool = unsupported_field(
         False, why="use moe_token_dispatcher_type flex with moe_flex_dispatcher_backend deepep"
@@ -227,7 +233,7 @@ class AbsentExpertFields:
 
 @dataclass(kw_only=True)
 class AbsentLowPrecisionFields:
-    """Training in 8 and 4 bits."""
+    """Fields for 8- and 4-bit training."""
 
     fp8: str | None = unsupported_field(None, why=_NO_8_BITS)
     fp8_recipe: str = unsupported_field("delayed", why=_NO_8_BITS)
@@ -255,7 +261,7 @@ class AbsentLowPrecisionFields:
 
 @dataclass(kw_only=True)
 class AbsentLowPrecisionLayerFields:
-    """Layers that 8- and 4-bit training leaves in 16 bits, and its libraries."""
+    """Fields for layers that remain in bf16 during 8- and 4-bit training, and for low-precision libraries."""
 
     first_last_layers_bf16: bool = unsupported_field(False, why=_NO_8_BITS)
     num_layers_at_start_in_bf16: int = unsupported_field(1, why=_NO_8_BITS)
@@ -268,7 +274,7 @@ class AbsentLowPrecisionLayerFields:
 
 @dataclass(kw_only=True)
 class AbsentServingFields:
-    """Inference serving."""
+    """Fields for inference serving."""
 
     flash_decode: bool = unsupported_field(False, why=_NO_SERVING)
     batch_invariant_mode: bool = unsupported_field(False, why=_NO_SERVING)
@@ -290,7 +296,7 @@ class AbsentServingFields:
 
 @dataclass(kw_only=True)
 class AbsentSparseAttentionFields:
-    """Sparse attention, and other kinds of attention."""
+    """Fields for sparse attention and other attention variants."""
 
     experimental_attention_variant: str | None = unsupported_field(None, why=_NO_VARIANT)
     experimental_attention_variant_loss_scale_func: Any = unsupported_field(None, why=_NO_VARIANT)
@@ -311,7 +317,7 @@ class AbsentSparseAttentionFields:
 
 @dataclass(kw_only=True)
 class AbsentHybridFields:
-    """Layers without attention, or with linear attention."""
+    """Fields for layers without attention or with linear attention."""
 
     is_hybrid_model: bool = unsupported_field(False, why=_NO_HYBRID)
     mamba_state_dim: int = unsupported_field(128, why=_NO_HYBRID)
@@ -342,7 +348,7 @@ class AbsentTransformerFields(
     AbsentSparseAttentionFields,
     AbsentHybridFields,
 ):
-    """The absent fields of TransformerConfig, for all topics."""
+    """Combines the absent fields of TransformerConfig from all topics."""
 
 
 # DistributedDataParallelConfig and OptimizerConfig.
@@ -350,7 +356,7 @@ class AbsentTransformerFields(
 
 @dataclass(kw_only=True)
 class AbsentDataParallelFields:
-    """Megatron-FSDP, registered buffers and gathers in 8 bits."""
+    """Fields for Megatron-FSDP, NCCL buffer registration and 8-bit all-gathers."""
 
     gradient_reduce_div_fusion: bool = no_effect_field(True, why=_BY_DEVICE)
     delay_wgrad_compute: bool = no_effect_field(False, why=_LATE_GRADIENTS)
@@ -385,7 +391,7 @@ _OWN_MUON = "Muon always uses the Newton-Schulz coefficients of torch.optim.Muon
 
 @dataclass(kw_only=True)
 class AbsentOptimizerFields:
-    """Other update rules, and variants of Muon and of offloading."""
+    """Fields for other update rules, Muon variants and optimizer offloading."""
 
     fp8_recipe: str | None = unsupported_field(None, why=_NO_8_BITS)
     reuse_grad_buf_for_mxfp8_param_ag: bool = unsupported_field(False, why=_NO_8_BITS)
@@ -393,7 +399,7 @@ class AbsentOptimizerFields:
         True, why="Adam decouples weight decay from gradients here (AdamW)"
     )
     muon_fp32_matmul_prec: str = no_effect_field("medium", why=_BY_DEVICE)
-    # Megatron's default, quintic, has coefficients that change from step to step, and trains another model.
+    # Megatron's default, quintic, changes its coefficients from step to step, and trains a different model.
     muon_coefficient_type: str = unsupported_field("simple", why=_OWN_MUON)
     muon_use_syrk: bool = no_effect_field(False, why=_BY_DEVICE)
     muon_scalar_optimizer: str = unsupported_field("adam", why="parameters that are not matrices are updated by AdamW")
@@ -408,8 +414,8 @@ class AbsentOptimizerFields:
         False, why="use_distributed_optimizer shards by element, not by layer"
     )
     use_torch_optimizer_for_cpu_offload: bool = no_effect_field(False, why=_BY_DEVICE)
-    pin_cpu_grads: bool = no_effect_field(True, why="host copies are always in pinned memory with a GPU")
-    pin_cpu_params: bool = no_effect_field(True, why="host copies are always in pinned memory with a GPU")
+    pin_cpu_grads: bool = no_effect_field(True, why="with a GPU, host copies are always in pinned memory")
+    pin_cpu_params: bool = no_effect_field(True, why="with a GPU, host copies are always in pinned memory")
     grad_norm_skip_threshold: float = unsupported_field(
         float("inf"), why="steps with a large gradient norm are clipped by clip_grad, not skipped"
     )

@@ -26,9 +26,9 @@ class FieldSpec:
 
     flags: option strings; None derives `--field-name`, an empty tuple keeps the field off the command line. dest:
     attribute name in the parsed arguments, if it differs from the field name (`num_experts` for `num_moe_experts`).
-    parse: converts one command-line word to a value, if the annotation does not determine how. cli_default: default of
-    the flag, if it differs; code that builds the dataclass itself gets the field's default. named: values by their
-    names on the command line and in `choices`; the field accepts both and holds the value.
+    parse: converts one command-line word to a value; None uses the annotation. cli_default: default of the flag, if it
+    differs from the field's default. named: maps the names on the command line and in `choices` to values; the field
+    accepts both and stores the value.
     """
 
     help: str
@@ -45,7 +45,7 @@ class FieldSpec:
     named: Mapping[str, Any] | None = None
 
     def default_of_flag(self, default: Any) -> Any:
-        """Returns the default of the flag; default: the field's default."""
+        """Returns cli_default if it is set, otherwise `default`, which is the field's default."""
         return default if self.cli_default is _Unset.UNSET else self.cli_default
 
 
@@ -62,18 +62,18 @@ def config_field(default: Any = dataclasses.MISSING, *, help: str, **spec: Any) 
 
 
 def unsupported_field(default: Any = dataclasses.MISSING, *, why: str, **keywords: Any) -> Any:
-    """Returns a Megatron field for an unsupported feature: validate_fields accepts only its default.
+    """Declares a Megatron field for an unsupported feature. validate_fields accepts only its default.
 
-    It creates no flag. why: a sentence without a full stop that names the missing feature and, if possible, the
+    The field has no flag. why: a sentence without a final period that names the missing feature and, if possible, the
     alternative. keywords: `default_factory`, as in dataclasses.field.
     """
     return dataclasses.field(default=default, metadata={"unsupported": why}, **keywords)
 
 
 def no_effect_field(default: Any, *, why: str) -> Any:
-    """Returns a Megatron field that has no effect here: all values of its type are accepted.
+    """Declares a Megatron field that has no effect here. validate_fields accepts all values of its type.
 
-    It creates no flag. why: explains why the results do not depend on it.
+    The field has no flag. why: the reason why results do not depend on the field.
     """
     return dataclasses.field(default=default, metadata={"no_effect": why})
 
@@ -86,10 +86,10 @@ def field_spec(field: "dataclasses.Field[Any]") -> FieldSpec | None:
 def validate_fields(config: Any) -> None:
     """Checks every field of a dataclass instance against its FieldSpec and annotation.
 
-    An unsupported field must have its default. Afterwards, names of values (FieldSpec.named) are replaced by the
-    values, and tuples by lists or lists by tuples if the annotation allows only the other.
+    Unsupported fields must equal their defaults. After the checks, names (FieldSpec.named) are replaced by their
+    values, and a list or tuple is converted to the other type if the annotation allows only that one.
 
-    Raises ValueError with one line per wrong field, naming class, field, value and valid values.
+    Raises ValueError with one line per invalid field, naming class, field, value and valid values.
     """
     problems = field_problems(type(config), vars(config))
     if problems:
@@ -98,7 +98,7 @@ def validate_fields(config: Any) -> None:
     hints = type_hints(own_class)
     for field in dataclasses.fields(config):
         if not field.init:
-            continue  # derived from the others afterwards
+            continue  # derived from other fields later
         spec, value = field_spec(field), vars(config)[field.name]
         if spec is not None and spec.named is not None and isinstance(value, str):
             vars(config)[field.name] = spec.named[value]
@@ -113,12 +113,12 @@ def _as_annotated(value: list[Any] | tuple[Any, ...], hint: Any) -> Any:
 
 @functools.cache
 def type_hints(config_class: Any) -> Mapping[str, Any]:
-    """Returns the annotations of a dataclass and its bases, by field name, as types. Cached, for evaluation is slow."""
+    """Returns the evaluated type hints of a dataclass and its bases. Cached, because the evaluation is slow."""
     return types.MappingProxyType(typing.get_type_hints(config_class))
 
 
 def field_problems(config_class: Any, values: Mapping[str, Any]) -> dict[str, str]:
-    """Returns, by field name, an error message for each of `values` that its FieldSpec or annotation forbids."""
+    """Checks `values` against the fields of a dataclass. Returns an error message for each invalid field, by name."""
     hints = type_hints(config_class)
     problems = {}
     for field in dataclasses.fields(config_class):
@@ -155,10 +155,10 @@ def _unsupported_problem(config_class: Any, field: "dataclasses.Field[Any]", val
 
 
 def require_defaults(call: str, why: str, /, **arguments: tuple[Any, Any]) -> None:
-    """Rejects Megatron arguments for unsupported features.
+    """Raises ValueError if Megatron arguments for unsupported features differ from their defaults.
 
-    call: the name of the function or class. why: as in unsupported_field. arguments: by name, the given value and the
-    default. Raises a ValueError naming all arguments whose value differs from the default.
+    call: name of the function or class. why: as in unsupported_field. arguments: (value, default) of each argument, by
+    name. The error lists every argument that differs.
     """
     wrong = {name: pair for name, pair in arguments.items() if pair[0] is not pair[1] and pair[0] != pair[1]}
     if wrong:
@@ -169,9 +169,9 @@ def require_defaults(call: str, why: str, /, **arguments: tuple[Any, Any]) -> No
 
 
 def run_checks(*checks: Callable[[], object]) -> None:
-    """Runs all checks and raises one ValueError with the messages of those that fail, one per line.
+    """Runs all checks and raises one ValueError with the messages of all failed checks, one per line.
 
-    A check must not depend on the success of another.
+    The checks must be independent: each one runs even if earlier ones failed.
     """
     messages: list[str] = []
     for check in checks:
@@ -193,7 +193,7 @@ def _check_value(where: str, value: Any, *, spec: FieldSpec, hint: Any) -> None:
             item = next((name for name, named in spec.named.items() if named == item), item)
         if spec.choices is not None and item not in spec.choices:
             raise ValueError(f"{where} is {item!r}: must be one of {', '.join(map(str, spec.choices))}")
-        # The result of an unset "$VARIABLE" in a script. An empty path would mean the current folder.
+        # An unset "$VARIABLE" in a script expands to an empty string. An empty path would mean the current folder.
         if item == "":
             raise ValueError(f"{where} is empty: must have a value, or be omitted")
         if isinstance(item, (int, float)) and not isinstance(item, bool):
@@ -238,7 +238,7 @@ def _matches_one(value: Any, hint: Any) -> bool:
     if origin is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if origin is int:
-        # A bool is an int in Python, but a user mistake (`bucket_size=True`).
+        # A bool is an int in Python, but passing one (`bucket_size=True`) is a user mistake.
         return isinstance(value, int) and not isinstance(value, bool)
     if origin in (list, tuple):
         return isinstance(value, (list, tuple))

@@ -1,7 +1,7 @@
 """Memory order of dense parameters: contiguous, channels_last or transposed.
 
-Flat buffers hold elements in this order, which preserves layouts without copies. Checkpoints store the logical order,
-see logical_tensors.py.
+Flat buffers store elements in this order, so that parameters keep their layouts without copies. Checkpoints store the
+logical order; see logical_tensors.py.
 """
 
 from collections.abc import Iterable
@@ -11,13 +11,19 @@ from torch import nn
 
 
 def memory_order(tensor: torch.Tensor) -> list[int]:
-    """Returns the dimensions of a tensor, any shape and dtype, from the largest to the smallest stride."""
+    """Returns the dimensions of a tensor, sorted from the largest to the smallest stride.
+
+    tensor: any shape and dtype.
+    """
     # The stride of a dimension of size 1 has no meaning.
     return sorted(range(tensor.dim()), key=lambda dim: (tensor.shape[dim] > 1, -tensor.stride()[dim]))
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Returns whether the elements of a tensor, any shape and dtype, fill its memory without gaps or overlaps."""
+    """Returns whether the elements of a tensor fill its memory without gaps or overlaps.
+
+    tensor: any shape and dtype.
+    """
     expected = 1
     for dim in reversed(memory_order(tensor)):
         if tensor.shape[dim] > 1:
@@ -28,7 +34,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def check_dense(name: str, param: nn.Parameter) -> None:
-    """Raises ValueError for a parameter that cannot become a range of a flat buffer."""
+    """Raises ValueError if a parameter is not dense. Flat buffers can store only dense parameters."""
     if param.numel() and not is_dense(param):
         raise ValueError(
             f"{name} has shape {tuple(param.shape)} and strides {param.stride()}: must be dense and without "
@@ -37,10 +43,10 @@ def check_dense(name: str, param: nn.Parameter) -> None:
 
 
 def check_apart(named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises ValueError if a parameter that requires grad shares elements with another of these tensors.
+    """Raises ValueError if a tensor that requires grad shares memory with a different tensor in `named`.
 
-    Elements would no longer be shared after the parameter is moved into a flat buffer or sharded. named: tensors
-    of any shape and dtype, on any device, with their names.
+    The sharing would be lost when a parameter is moved into a flat buffer or sharded. named: pairs of a name and a
+    tensor of any shape and dtype, on any device.
     """
     # Tensor subclasses may forbid reading values, but addresses are allowed.
     with torch._C.DisableTorchFunctionSubclass():
@@ -71,16 +77,16 @@ def _check_apart(named: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def _end(tensor: torch.Tensor) -> int:
-    """Returns the address after the last element in memory."""
+    """Returns the address just past the last element in memory."""
     reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return tensor.data_ptr() + reach * tensor.element_size()
 
 
 def _share_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Returns whether two tensors with overlapping address ranges, any shapes and dtypes, have a byte in common.
+    """Returns whether two tensors with overlapping address ranges share at least one byte.
 
-    Different columns of one matrix have none in common. Requires one byte of host memory for each byte of the two
-    ranges.
+    Different columns of one matrix, for example, share none. Allocates one byte of host memory for each byte that the
+    two ranges span.
     """
     first = min(one.data_ptr(), other.data_ptr())
     taken = torch.zeros(max(_end(one), _end(other)) - first, dtype=torch.bool, device="cpu")
@@ -94,7 +100,10 @@ def _bytes_of(memory: torch.Tensor, tensor: torch.Tensor, *, start: int) -> torc
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Returns the strides of a dense copy with the same memory order: any shape and dtype."""
+    """Returns the strides of a dense copy of `tensor` with the same memory order.
+
+    tensor: any shape and dtype.
+    """
     # Strides of dimensions of size 1 are kept, so that the copy reports the same strides.
     strides, step = list(tensor.stride()), 1
     for dim in reversed(memory_order(tensor)):
@@ -105,21 +114,25 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a dense tensor, any shape and dtype, in memory order: [numel], same dtype, a view.
+    """Returns a 1-D view of a dense tensor, in memory order.
 
-    Writes to the view do not change the `_version` of the tensor.
+    tensor: any shape and dtype. Returns [numel], same dtype. Writes to the view do not change the tensor's `_version`.
     """
     return tensor.data.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def shaped_view(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Returns a view of `flat`, [numel], any dtype, contiguous, with the shape and memory order of `like`."""
+    """Returns a view of `flat` with the shape and memory order of `like`.
+
+    flat: [numel], any dtype, contiguous.
+    """
     return flat.as_strided(like.shape, dense_strides(like), flat.storage_offset())
 
 
 def in_order_of(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Returns `values`, any layout, the shape of `like`, in the memory order of `like`: [numel], same dtype.
+    """Flattens `values` in the memory order of `like`.
 
-    The result is a view if both have the same order, otherwise a copy.
+    values: the shape of `like`, any dtype and layout. Returns [numel], same dtype: a view if both tensors have the same
+    memory order, otherwise a copy.
     """
     return values.permute(memory_order(like)).reshape(-1)

@@ -4,7 +4,7 @@ import enum
 
 
 class ModelType(enum.Enum):
-    """Kind of model that `pretrain` builds; decoder-only models use `encoder_or_decoder`, as in Megatron scripts."""
+    """Type of the model that `pretrain` builds. As in Megatron, decoder-only models use `encoder_or_decoder`."""
 
     encoder_or_decoder = 1
     encoder_and_decoder = 2

@@ -14,9 +14,9 @@ _CHUNK_BYTES = 1 << 20
 
 @contextmanager
 def replaced_file(path: Path) -> Iterator[BinaryIO]:
-    """Yields a temporary file that replaces `path` after the body, so that readers never see a partial file.
+    """Yields a temporary file that replaces `path` when the body succeeds, so that readers never see a partial file.
 
-    If the body fails, `path` keeps its content and the temporary file is removed. A killed process may leave
+    If the body fails, `path` is unchanged and the temporary file is removed. A killed process may leave a file
     `path`.partial-*. Raises OSError.
     """
     # Processes on several nodes may write the same file with the same process id, hence the random bytes.
@@ -38,10 +38,10 @@ def file_crc32(path: Path) -> int:
 
 
 def range_crc32(path: Path, start: int, *, num_bytes: int) -> int:
-    """Returns the CRC-32 of the next `num_bytes` bytes from `start`, or up to the end of a shorter file."""
+    """Returns the CRC-32 of `num_bytes` bytes from offset `start`, or up to the end of the file if it is shorter."""
     checksum, left = 0, num_bytes
     buffer = memoryview(bytearray(min(_CHUNK_BYTES, num_bytes)))
-    # Unbuffered: all reads fill the same memory, which causes no further page faults.
+    # Unbuffered: all reads reuse the same memory, which avoids further page faults.
     with open(path, "rb", buffering=0) as file:
         if sys.platform == "linux":
             # Starts read-ahead of the range, which increases disk throughput.

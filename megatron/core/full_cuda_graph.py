@@ -1,7 +1,7 @@
-"""FullCudaGraphWrapper: the forward and backward passes of a step's microbatches as one CUDA graph.
+"""FullCudaGraphWrapper: captures the forward and backward passes of all microbatches of a step in one CUDA graph.
 
-It handles only the callable that runs the passes, static inputs and participants. Experts and optimizers are
-participants, see graphs/capture.py.
+This file handles the callable that runs the passes, its static inputs and the participants. Experts and optimizers are
+participants; see graphs/capture.py.
 """
 
 import logging
@@ -32,7 +32,7 @@ from megatron.core.group_collectives import all_ranks_agree, any_rank_sync
 
 logger = logging.getLogger(__name__)
 
-# Maximum number of kinds of steps that are recorded as warm.
+# Maximum number of step kinds that are recorded as warmed up.
 _MAX_WARM_KEYS = 64
 _TRAINING, _VALIDATION = "training", "validation"
 
@@ -45,7 +45,7 @@ class _Plan(Enum):
 
 @dataclass(frozen=True)
 class _Captured:
-    """A graph, its static inputs, the reports of its losses, and each participant's account of it."""
+    """A captured graph with its static inputs, its loss reports and the record of each participant."""
 
     graph: Graph
     inputs: StaticTree
@@ -54,7 +54,7 @@ class _Captured:
 
 
 class FullCudaGraphWrapper:
-    """A replacement for the function that get_forward_backward_func returns, with the same keywords.
+    """Drop-in replacement for the result of get_forward_backward_func that captures and replays CUDA graphs.
 
     1. The first cuda_graph_warmup_steps training steps run eagerly.
     2. The next step is captured, for its number of microbatches and the shapes of its batches, and then replayed.
@@ -62,14 +62,14 @@ class FullCudaGraphWrapper:
        gradients are bit-identical to those of eager passes.
     4. A step of a new kind runs eagerly, and the next one of that kind is captured. The same happens after a change of
        a participant's fingerprint, which drops all graphs. The max_graphs most recently used graphs are kept.
-    5. Passes with forward_only run eagerly, also between replays.
+    5. Passes with forward_only=True always run eagerly, even between replays.
 
-    If a capture fails on any rank, all ranks raise CaptureFailedError. The batches have been read, and no work has been
-    executed. Later steps run eagerly, and `failure` holds the cause.
+    If a capture fails on any rank, all ranks raise CaptureFailedError. At that point the batches have been read, but
+    no work has been executed. Later steps run eagerly, and `failure` describes the cause.
 
-    device: None means the GPU of this process, with the random-number streams of the tracker. follow_up: captured at
-    the end of the graph, after the contexts of the participants have exited. It receives the result of the passes, and
-    does not run after eager passes.
+    device: None means the GPU of this process, with the tracker's random-number streams. follow_up: function that is
+    captured at the end of the graph, after the participants' contexts have exited. It receives the result of the
+    passes. It does not run after eager passes.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class FullCudaGraphWrapper:
         follow_up: Callable[[list[Any]], None] | None = None,
         max_graphs: int = 4,
     ) -> None:
-        """Wraps the function; use_single_mempool: must be False, because graphs may be replayed in any order."""
+        """Wraps `forward_backward_func`. use_single_mempool: must be False, as graphs may be replayed in any order."""
         require_defaults(
             "FullCudaGraphWrapper",
             "each graph has its own memory pool, because graphs of one pool must be replayed in the order of capture",
@@ -107,12 +107,12 @@ class FullCudaGraphWrapper:
 
     @property
     def num_graphs(self) -> int:
-        """Number of graphs that are kept."""
+        """Number of captured graphs that are currently kept."""
         return len(self._graphs)
 
     @property
     def failure(self) -> str | None:
-        """Reason why a capture failed; None if none has failed."""
+        """Error message of the capture that failed, or None if no capture has failed."""
         return self._failure
 
     @property
@@ -123,11 +123,11 @@ class FullCudaGraphWrapper:
     def __call__(
         self, *, data_iterator: Any, num_microbatches: int, forward_only: bool = False, **keywords: Any
     ) -> list[Any]:
-        """Runs the passes and returns the loss reports of the last stage, in memory that no replay overwrites.
+        """Runs the passes and returns the last stage's loss reports, which later replays do not overwrite.
 
-        data_iterator: an iterator or None, or a list of these with one for each chunk. The passes receive iterators
-        over the batches that were read from it. Collective if the passes are. Raises CaptureFailedError, and ValueError
-        for batches that cannot be static inputs.
+        data_iterator: an iterator, None, or a list with one iterator or None per model chunk. Training calls read all
+        batches first and are collective over all ranks, because the ranks agree on capture or replay. Raises
+        CaptureFailedError, and ValueError for batches that cannot be static inputs.
         """
         keywords["num_microbatches"] = num_microbatches
         self.next_iter(_VALIDATION if forward_only else _TRAINING)
@@ -150,22 +150,22 @@ class FullCudaGraphWrapper:
         return self._replay(self._graphs[key], batches)
 
     def data_read(self, data_iterator: Any, model: Any, training: bool, num_microbatches: int) -> Any:
-        """Reads a step's batches; returns an iterator over them, or a list with one for each chunk, or None.
+        """Reads a step's batches and returns an iterator over them, a list with one iterator per chunk, or None.
 
-        data_iterator: as in a call. model, training: unused.
+        data_iterator: as in `__call__`. model, training: unused.
         """
         return _iterators(_read(data_iterator, num_microbatches))
 
     def curr_iter(self, stage: str) -> int:
-        """Returns the number of calls so far; stage: training or validation."""
+        """Returns the number of calls so far in a stage, which is "training" or "validation"."""
         return self._num_calls[_known_stage(stage)]
 
     def next_iter(self, stage: str) -> None:
-        """Counts a call; stage: training or validation."""
+        """Increments the number of calls in a stage, which is "training" or "validation"."""
         self._num_calls[_known_stage(stage)] += 1
 
     def reset_cuda_graph(self, stage: str | None = None) -> None:
-        """Drops the graphs of a stage; None means both. Evaluation has no graphs, because it runs eagerly."""
+        """Drops the graphs of a stage, or of both stages for None. Validation runs eagerly and has no graphs."""
         if stage is None or _known_stage(stage) == _TRAINING:
             self.drop_graphs()
 
@@ -175,10 +175,10 @@ class FullCudaGraphWrapper:
         self._warm.clear()
 
     def _agree_on_plan_sync(self, key: Hashable) -> "_Plan":
-        """Returns the plan of all ranks for this step. Collective: one all-reduce of three int64, from host to host.
+        """Returns the plan that all ranks follow in this step. Collective: one all-reduce of three int64.
 
         Ranks may differ in the shapes of their batches, and in fingerprints that eager passes changed on some ranks.
-        Both depend on the batches of this step, so a message of the previous step could not include them.
+        Both depend on the batches of this step, so a collective of the previous step could not include them.
         """
         current = fingerprints(self._participants)
         is_stale = self._last_fingerprints is not None and self._last_fingerprints != current
@@ -201,8 +201,8 @@ class FullCudaGraphWrapper:
             if not self._graphs and not self._has_warned:
                 self._has_warned = True
                 logger.warning(
-                    "batches of %d steps were all of different kinds (number of micro-batches, shapes, plain "
-                    "values): nothing is captured, because no kind repeats",
+                    "no CUDA graph was captured in %d steps, because no two steps had the same number of "
+                    "micro-batches, shapes and non-tensor values",
                     _MAX_WARM_KEYS,
                 )
 
@@ -241,7 +241,7 @@ class FullCudaGraphWrapper:
 
 
 def _read(data_iterator: Any, num_microbatches: int) -> Any:
-    """Reads the step's batches: a list, or a tuple with one list for each chunk. None if nothing is read."""
+    """Returns a step's batches: a list, a tuple with one list per chunk, or None if there is no iterator."""
     if isinstance(data_iterator, list):
         return tuple(_read(one, num_microbatches) for one in data_iterator)
     return None if data_iterator is None else [next(data_iterator) for _ in range(num_microbatches)]

@@ -1,7 +1,7 @@
-"""Collectives of tensors and of small objects, and errors that are raised on all ranks.
+"""Collectives for tensors and small objects, and propagation of errors to all ranks.
 
-The names do not depend on the version of torch. Differentiable collectives are in tensor_parallel/mappings.py. A group
-of None means this rank alone and sends nothing, except in all_ranks_agree.
+all_gather_single and reduce_scatter_single work with every supported version of torch. Differentiable collectives are
+in tensor_parallel/mappings.py. A group of None means this rank alone and sends nothing, except in all_ranks_agree.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -47,14 +47,14 @@ _Item = TypeVar("_Item")
 class Pending:
     """The result of a collective that may still be running; call `wait` before reading it.
 
-    kept: the input of the collective, which must not be freed before it ends.
+    kept: the input of the collective, which must not be freed before the collective has completed.
     """
 
     def __init__(self, result: Tensor, work: dist.Work | None, *, kept: Tensor | None = None) -> None:
         self._result, self._work, self._kept = result, work, kept
 
     def wait(self) -> Tensor:
-        """Waits for the collective and returns its result: any shape and dtype."""
+        """Waits for the collective and returns its result, a tensor of any shape and dtype."""
         if self._work is not None:
             self._work.wait()
         self._work = self._kept = None
@@ -62,7 +62,10 @@ class Pending:
 
 
 def all_gather_rows(x: Tensor, group: ProcessGroup | None) -> Pending:
-    """Starts an all-gather of [N, *], in rank order: [ranks * N, *], same dtype. N must be equal on all ranks."""
+    """Starts an all-gather along the first dimension, in rank order.
+
+    x: [N, *], any dtype; N must be equal on all ranks. Result: [ranks * N, *], same dtype.
+    """
     if group_size(group) == 1:
         return Pending(x, None)
     x = x.contiguous()
@@ -72,9 +75,10 @@ def all_gather_rows(x: Tensor, group: ProcessGroup | None) -> Pending:
 
 
 def reduce_scatter_rows(x: Tensor, group: ProcessGroup | None) -> Pending:
-    """Starts a reduce-scatter of [ranks * N, *]: each rank receives the sum of its part, [N, *], same dtype.
+    """Starts a sum reduce-scatter along the first dimension, in rank order.
 
-    Raises ValueError if the first dimension is not divisible by the number of ranks.
+    x: [ranks * N, *], any dtype. Result: [N, *], same dtype. Raises ValueError if the first dimension is not divisible
+    by the number of ranks.
     """
     if group_size(group) == 1:
         return Pending(x, None)
@@ -85,7 +89,10 @@ def reduce_scatter_rows(x: Tensor, group: ProcessGroup | None) -> Pending:
 
 
 def all_reduce_sum(x: Tensor, group: ProcessGroup | None) -> Pending:
-    """Starts an all-reduce of `x`, any shape and dtype. The result may overwrite x."""
+    """Starts a sum all-reduce of `x`, which the result may overwrite.
+
+    x: any shape and dtype.
+    """
     if group_size(group) == 1:
         return Pending(x, None)
     x = x.contiguous()
@@ -93,7 +100,7 @@ def all_reduce_sum(x: Tensor, group: ProcessGroup | None) -> Pending:
 
 
 def gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
-    """Returns the `value` of every rank, in rank order. Collective. Pickles, so it is meant for startup and errors."""
+    """Returns the `value` of every rank, in rank order. Collective. Uses pickle: only for startup and error paths."""
     if group_size(group) == 1 or is_fake(group):
         return [value] * group_size(group)
     values: list[Any] = [None] * group_size(group)
@@ -107,15 +114,18 @@ def is_fake(group: ProcessGroup | None) -> bool:
 
 
 def arriving(shape: Sequence[int], group: ProcessGroup | None, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocates a receive buffer, [*shape], any dtype: zeros with a fake backend, which would not fill it."""
+    """Allocates a receive buffer for a collective: zeros for a fake backend, which never writes to the buffer.
+
+    Returns [*shape], any dtype.
+    """
     make = torch.zeros if is_fake(group) else torch.empty
     return make(tuple(shape), dtype=dtype, device=device)
 
 
 def message_device(groups: Iterable[ProcessGroup | None]) -> torch.device:
-    """Returns the device for messages over these groups: the CPU if all groups of several ranks support it.
+    """Returns the device for small collectives: the CPU if every group with more than one rank supports it.
 
-    Messages between hosts do not wait for pending work of their GPUs.
+    Collectives on the CPU do not wait for pending GPU work.
     """
     sending = [group for group in groups if group_size(group) > 1]
     on_host = all("cpu:" in dist.get_backend_config(group) for group in sending)
@@ -123,9 +133,10 @@ def message_device(groups: Iterable[ProcessGroup | None]) -> torch.device:
 
 
 def any_rank_sync(*holds: bool) -> list[bool]:
-    """Returns whether each condition holds on any rank of torch.distributed, or on this one if it is not initialized.
+    """Returns, for each condition, whether it holds on at least one rank of WORLD.
 
-    Collective: one all-reduce of one int64 each. NOTE: reads the device if WORLD cannot send from the host.
+    Collective: one all-reduce with one int64 per condition. Returns the conditions unchanged if torch.distributed is
+    not initialized. NOTE: synchronizes with the device if WORLD has no CPU backend.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return list(holds)
@@ -135,30 +146,30 @@ def any_rank_sync(*holds: bool) -> list[bool]:
 
 
 def union_over_model(items: Iterable[_Item], groups: ProcessGroupCollection) -> set[_Item]:
-    """Returns the items of all ranks that hold parts of this rank's model replica. Collective."""
+    """Returns the union of `items` over all ranks that store parts of this rank's model replica. Collective."""
     known = set(items)
-    # The first group has the parts of dense layers, the second those of expert layers.
+    # The ranks of the first group store the dense layers, the ranks of the second store the expert layers.
     for group in (groups.mp, groups.tp_ep_pp):
         known = set().union(*gather_objects(known, group))
     return known
 
 
 class RemoteRankError(RuntimeError):
-    """Error of another rank, raised by `all_ranks_agree` on the ranks that had no error themselves."""
+    """Raised by `all_ranks_agree` on ranks without an error if a different rank failed."""
 
 
 @contextmanager
 def all_ranks_agree(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Raises on every rank of `group` if the body raises on any, so that no rank waits in a later collective.
+    """Raises on every rank of `group` if the body raises on any rank, so that no rank hangs in a later collective.
 
-    Failing ranks raise their own errors; the others raise RemoteRankError with the message of the lowest failing rank.
-    Collective: one small all-gather. The body itself must not wait for other ranks. group: None means all ranks of
-    torch.distributed, or this process alone if that is not initialized.
+    Ranks that failed raise their original errors; the others raise RemoteRankError with the message of the lowest
+    failed rank. Collective: one small all-gather. The body itself must not wait for other ranks. group: None means all
+    ranks, or only this process if torch.distributed is not initialized.
     """
     failure: Exception | None = None
     try:
         yield
-    except Exception as error:  # any kind of error, because the other ranks wait for this one
+    except Exception as error:  # any error, because the other ranks wait for this rank
         failure = error
     reports: list[str | None] = [None] * (dist.get_world_size(group) if dist.is_initialized() else 1)
     if len(reports) > 1:

@@ -1,6 +1,6 @@
-"""HyperCommGrid: process groups along any axes of a grid of ranks, whose axes a script names.
+"""HyperCommGrid: process groups along arbitrary named axes of a grid of ranks.
 
-parallel_state.py builds the groups of training; this class is for a script's own layouts.
+The class is for scripts with custom layouts. parallel_state.py builds the groups used in training.
 """
 
 import math
@@ -14,11 +14,12 @@ from megatron.core.parallel_state import generate_masked_orthogonal_rank_groups
 
 
 class HyperCommGrid:
-    """Grid of ranks with named axes, from the fastest to the slowest, and the groups created along them.
+    """Grid of ranks with named axes, and the process groups created along them.
 
-    shape: ranks along each axis. rank_offset: first rank of the grid. backend: backend of the groups; None means the
-    backend of torch.distributed. Raises ValueError for axes that are inconsistent with the shape or the number of
-    ranks, and RuntimeError before torch.distributed is initialized.
+    shape: number of ranks along each axis, from the fastest-varying to the slowest. rank_offset: first rank of the
+    grid. backend: backend of the groups; None means the default backend of torch.distributed. Raises ValueError for
+    axes that are inconsistent with the shape or the number of ranks, and RuntimeError if torch.distributed is not
+    initialized.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class HyperCommGrid:
         if len(self.shape) != len(self.dim_names) or len(set(self.dim_names)) != len(self.dim_names):
             raise ValueError(
                 f"dim_names is {list(dim_names)} and shape is {list(shape)}: must be one name for each axis, "
-                "all different"
+                "without duplicates"
             )
         if min(self.shape, default=0) < 1:
             raise ValueError(f"shape is {list(shape)}: sizes must be at least 1")
@@ -44,13 +45,13 @@ class HyperCommGrid:
         self._groups: dict[tuple[str, ...], ProcessGroup | None] = {}
 
     def create_pg(self, dims: str | Sequence[str], **kwargs: Any) -> ProcessGroup | None:
-        """Builds all groups along `dims`; returns this rank's group, or None outside the grid. Collective.
+        """Creates all groups along `dims` and returns this rank's group, or None outside the grid. Collective.
 
-        kwargs: arguments of torch.distributed.new_group. Raises KeyError if these groups already exist.
+        kwargs: additional arguments of torch.distributed.new_group. Raises KeyError if the groups already exist.
         """
         key = self._key(dims)
         if key in self._groups:
-            raise KeyError(f"groups along {'-'.join(key)} already exist: get_pg() returns this rank's group")
+            raise KeyError(f"groups along {'-'.join(key)} already exist: use get_pg() to look up this rank's group")
         own = None
         options = {"backend": self.backend, "group_desc": "-".join(key), **kwargs}
         for ranks in self.get_rank_enum(dims):
@@ -60,21 +61,21 @@ class HyperCommGrid:
         return own
 
     def get_pg(self, dims: str | Sequence[str]) -> ProcessGroup | None:
-        """Returns this rank's group along `dims`, in any order. Raises KeyError if create_pg has not built it."""
+        """Returns this rank's group along `dims`, whose order is ignored. Raises KeyError if it was not created."""
         key = self._key(dims)
         if key not in self._groups:
             raise KeyError(f"groups along {'-'.join(key)} do not exist: call create_pg() first, on all ranks")
         return self._groups[key]
 
     def get_rank_enum(self, dims: str | Sequence[str]) -> list[list[int]]:
-        """Returns the ranks of all groups along `dims`."""
+        """Returns one list of ranks for each group along `dims`."""
         key = self._key(dims)
         mask = [name in key for name in self.dim_names]
         groups = generate_masked_orthogonal_rank_groups(self.size, self.shape, mask)
         return [[self.rank_offset + rank for rank in ranks] for ranks in groups]
 
     def _key(self, dims: str | Sequence[str]) -> tuple[str, ...]:
-        """Returns the names in grid order; raises ValueError for unknown names, and for none."""
+        """Returns the axis names in grid order. Raises ValueError if a name is unknown or no name is given."""
         wanted = [dims] if isinstance(dims, str) else list(dims)
         if not wanted or not set(wanted) <= set(self.dim_names):
             raise ValueError(f"dims is {dims!r}: must be among {', '.join(self.dim_names)}")

@@ -1,4 +1,4 @@
-"""Provides jit_fuser, with which modules written for Megatron-LM mark functions that a compiler may fuse."""
+"""jit_fuser, the decorator with which Megatron-LM code marks functions that a compiler may fuse."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -7,7 +7,5 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 def jit_fuser(function: _Function) -> _Function:
-    """Returns the function unchanged, because our kernels are fused already and results must not depend
-    on a compiler.
-    """
+    """Returns the function unchanged. Kernels here are already fused, and results must not depend on a compiler."""
     return function

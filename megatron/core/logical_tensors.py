@@ -1,8 +1,8 @@
-"""Logical tensors: maps a parameter's memory to boxes of the unsharded, unpadded tensors of the model.
+"""Logical tensors: the unsharded, unpadded tensors of the model, and how the memory of parameters maps to them.
 
-Checkpoints store logical tensors, and initialization draws them, so that both are independent of the parallel layout. A
-module whose parameters have inner structure describes them through `logical_pieces`. Ranks, optimizers and files are
-handled in other files.
+Checkpoints store logical tensors, and initialization draws their values, so both are independent of the parallel
+layout. A module whose parameters have inner structure describes them through `logical_pieces`. Ranks, optimizers and
+checkpoint files are handled elsewhere.
 """
 
 import dataclasses
@@ -22,23 +22,23 @@ WRAPPER_PREFIX = "module."
 
 
 class Box(NamedTuple):
-    """An axis-aligned window of a tensor, given by its first index and its shape; a 0-dim box holds one element."""
+    """An axis-aligned window of a tensor, given by its first index and its shape. A 0-dim box contains one element."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
     @property
     def volume(self) -> int:
-        """The number of elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def end(self) -> tuple[int, ...]:
-        """The first index beyond the box in each dimension."""
+        """First index beyond the box in each dimension."""
         return tuple(o + n for o, n in zip(self.offset, self.shape, strict=True))
 
     def is_inside(self, other: "Box") -> bool:
-        """Returns whether every element of this box is in `other`; a box with a negative size is never inside."""
+        """Returns whether every element of this box is in `other`. A box with a negative size is never inside."""
         return all(
             o >= other_o and n >= 0 and e <= other_e
             for o, n, e, other_o, other_e in zip(
@@ -47,7 +47,7 @@ class Box(NamedTuple):
         )
 
     def relative_to(self, outer: "Box") -> tuple[slice, ...]:
-        """Returns the slices that select this box from a tensor holding the box `outer`."""
+        """Returns the slices that select this box from a tensor that stores the box `outer`."""
         starts = (o - outer_o for o, outer_o in zip(self.offset, outer.offset, strict=True))
         return tuple(slice(start, start + n) for start, n in zip(starts, self.shape, strict=True))
 
@@ -58,7 +58,7 @@ def whole(shape: tuple[int, ...]) -> Box:
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """Returns the common window of two boxes, or None if they share no element."""
+    """Returns the intersection of two boxes, or None if they share no element."""
     offset = tuple(map(max, a.offset, b.offset))
     shape = tuple(end - o for end, o in zip(map(min, a.end, b.end), offset, strict=True))
     # A side of length zero shares no element; 0-dim boxes always share their single element.
@@ -66,13 +66,13 @@ def intersection(a: Box, b: Box) -> Box | None:
 
 
 def subtract(box: Box, hole: Box) -> list[Box]:
-    """Splits `box` without `hole` into at most 2d disjoint boxes."""
+    """Splits the elements of `box` outside `hole` into at most 2d disjoint boxes, for d dimensions."""
     common = intersection(box, hole)
     if common is None:
         return [box]
     parts = []
     for dim in range(len(box.shape)):
-        # Cut off the parts before and after the hole in this dimension, and shrink the rest to its extent.
+        # Split off the parts before and after the hole in this dimension, and shrink the rest to the hole's extent.
         for start, stop in ((box.offset[dim], common.offset[dim]), (common.end[dim], box.end[dim])):
             if stop > start:
                 parts.append(_with_extent(box, dim, start=start, length=stop - start))
@@ -96,7 +96,7 @@ class BoxIndex:
             self.add(box)
 
     def add(self, box: Box) -> None:
-        """Appends a box."""
+        """Adds a box at the next position."""
         if box.volume:
             exponents = tuple((n - 1).bit_length() for n in box.shape)
             grid = self._grids.setdefault(exponents, {})
@@ -119,9 +119,10 @@ class BoxIndex:
 
 
 def disjoint_parts(boxes: list[Box]) -> list[tuple[int, Box]]:
-    """Splits boxes into disjoint parts with the same union, as (index of the source box, part).
+    """Splits boxes into disjoint parts with the same union and returns (index of the source box, part) pairs.
 
-    Equal boxes yield one part. Large boxes stay whole and smaller ones are cut, which keeps the number of parts low.
+    Equal boxes yield one part. Large boxes remain whole and smaller ones are split, which keeps the number of parts
+    low.
     """
     parts: list[tuple[int, Box]] = []
     taken = BoxIndex()
@@ -156,9 +157,10 @@ def _with_extent(box: Box, dim: int, *, start: int, length: int) -> Box:
 class LogicalPiece:
     """A strided window of a parameter's memory and the box of the logical tensor that it fills.
 
-    shape, stride, storage_offset (elements from the parameter's first): the window, as for torch.as_strided. key,
-    global_shape, global_offset: the logical tensor and the index of the window's first element in it; the box has the
-    window's shape. The same piece describes a parameter, its fp32 master weight and its optimizer moments.
+    shape, stride, storage_offset: the window, as in torch.as_strided; the offset counts from the parameter's first
+    element. key, global_shape: name and shape of the logical tensor. global_offset: index of the window's first element
+    in the logical tensor. The box has the window's shape. The same piece describes a parameter, its fp32 master weight
+    and its optimizer moments.
     """
 
     key: str
@@ -172,48 +174,49 @@ class LogicalPiece:
         lengths = {len(self.shape), len(self.stride), len(self.global_shape), len(self.global_offset)}
         if len(lengths) != 1:
             raise ValueError(
-                f"logical piece {self.key}: shape, stride and global box must have the same number of dimensions: "
-                f"{self}"
+                f"logical piece {self.key}: shape, stride, global_shape and global_offset must have the same number of "
+                f"dimensions: {self}"
             )
-        # Checked on construction rather than on save, because the faulty module is known here by its key.
+        # Checked on construction rather than on save, because here the key still identifies the faulty module.
         if not Box(self.global_offset, self.shape).is_inside(whole(self.global_shape)):
-            raise ValueError(f"logical piece {self.key}: the box exceeds its stored tensor: {self}")
+            raise ValueError(f"logical piece {self.key}: the box must be inside the logical tensor: {self}")
 
     def view_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the window as a view of `tensor`: [*parameter's shape], contiguous, any dtype -> [*shape], same
-        dtype.
+        """Returns the window as a view of `tensor`.
 
-        A non-contiguous tensor is accepted only if the piece covers it entirely and has its strides, as from
-        `memory_piece`.
+        tensor: [*parameter's shape], any dtype. It must be contiguous or have the strides of the piece, as for pieces
+        from `memory_piece`. Returns [*shape], same dtype.
         """
         if not (tensor.is_contiguous() or tensor.stride() == self.stride):
-            raise ValueError(f"logical piece {self.key}: requires a contiguous tensor, not strides {tensor.stride()}")
+            raise ValueError(f"logical piece {self.key}: requires a contiguous tensor, got strides {tensor.stride()}")
         # as_strided checks only against the whole storage, which a flat buffer shares with neighbouring parameters.
         reach = self.storage_offset + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
         if math.prod(self.shape) > 0 and reach >= tensor.numel():
-            raise ValueError(f"logical piece {self.key}: reaches element {reach} of a tensor of {tensor.numel()}")
-        # torch counts from the start of the storage; a piece counts from the tensor, a window of a flat buffer.
+            raise ValueError(
+                f"logical piece {self.key}: reaches element {reach} of a tensor of {tensor.numel()} elements"
+            )
+        # torch counts from the start of the storage. A piece counts from the tensor, which may be part of a buffer.
         return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.storage_offset)
 
 
 @runtime_checkable
 class HasLogicalPieces(Protocol):
-    """A module whose parameters have inner structure: gate and up, grouped q/k/v, stacked experts or padding."""
+    """Module whose parameters have inner structure, such as gate and up, grouped q/k/v, stacked experts or padding."""
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
-        """Returns the pieces of parameters that are not stored unchanged.
+        """Returns the pieces of the parameters whose layout in checkpoints differs from their layout in memory.
 
-        prefix: the module's full name with a trailing dot, empty at the root; every key starts with it. The returned
-        names are relative to the module and may refer to submodules ("linear_fc1.weight"). A parameter that is not
-        included is stored unchanged, or as described by its submodule. If both a module and its submodule describe a
-        parameter, the outer module takes precedence.
+        prefix: the module's full name with a trailing dot, empty at the root. The key of every piece starts with it.
+        The returned names are relative to the module and may refer to submodules ("linear_fc1.weight"). A parameter
+        that is not included is stored unchanged, or as its submodule describes. If both a module and its submodule
+        describe a parameter, the outer module takes precedence.
         """
         ...
 
 
 def canonical_name(name: str) -> str:
     """Strips the prefixes of wrappers such as DDP from a parameter name: "module.module.x.weight" -> "x.weight"."""
-    # Wrappers nest: a precision wrapper inside data parallelism.
+    # Wrappers can be nested, for example a precision wrapper inside DDP.
     while name.startswith(WRAPPER_PREFIX):
         name = name.removeprefix(WRAPPER_PREFIX)
     return name
@@ -227,34 +230,37 @@ def identity_piece(key: str, shape: tuple[int, ...]) -> LogicalPiece:
 
 
 def memory_piece(key: str, tensor: torch.Tensor) -> LogicalPiece:
-    """Returns the piece of a tensor of any shape, dense layout and dtype that is stored whole, in its logical order."""
+    """Returns the piece of a dense tensor that is stored whole, in logical order.
+
+    tensor: any shape and dtype.
+    """
     piece = identity_piece(key, tuple(tensor.shape))
     return piece if tensor.is_contiguous() else dataclasses.replace(piece, stride=dense_strides(tensor))
 
 
 def model_logical_pieces(model: torch.nn.Module) -> dict[str, list[LogicalPiece]]:
-    """Returns the pieces of every parameter of `model` by canonical name, in named_parameters order.
+    """Returns the pieces of each parameter of `model`, by canonical name, in named_parameters order.
 
     A parameter with two names (tied embeddings) appears once, under its first name. Raises ValueError if a module
-    describes a parameter that the model does not have.
+    describes a parameter that does not exist in the model.
     """
     described = _described_pieces(model)
     pieces = {}
     for name, parameter in model.named_parameters():
         name = canonical_name(name)
         pieces[name] = described.pop(name, []) or [memory_piece(name, parameter)]
-    # A module may describe a buffer, or a tied parameter under its second name. Any other name is a mistake.
+    # A module may also describe a buffer, or a tied parameter under its second name. Any other name is a mistake.
     others = {canonical_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     others.update(canonical_name(name) for name, _ in model.named_buffers(remove_duplicate=False))
     # A misspelled name would silently store the parameter unconverted, in a layout that no other model can read.
     unknown = sorted(described.keys() - others)
     if unknown:
-        raise ValueError(f"logical_pieces names parameters that the model does not have: {', '.join(unknown)}")
+        raise ValueError(f"logical_pieces describes parameters that are not in the model: {', '.join(unknown)}")
     return pieces
 
 
 def pieces_of_tensor(name: str, tensor: torch.Tensor, logical: Mapping[str, list[LogicalPiece]]) -> list[LogicalPiece]:
-    """Returns the pieces of a parameter, or of a buffer without pieces, which is stored whole under its name.
+    """Returns the pieces of a parameter or buffer. A tensor without pieces is stored whole under its name.
 
     tensor: any shape and dtype, on any device. logical: the result of `model_logical_pieces`.
     """
@@ -282,15 +288,17 @@ def _structured_modules(model: torch.nn.Module) -> Iterator[tuple[str, HasLogica
 def range_views(pieces: Sequence[LogicalPiece], flat: torch.Tensor, *, start: int) -> list[torch.Tensor]:
     """Returns views of the non-padding elements in a flat range of a parameter.
 
-    flat: [N], any dtype, contiguous; elements start .. start + N of the flattened parameter -> any shapes, same dtype.
+    flat: [N], any dtype, contiguous: the elements [start, start + N) of the flattened parameter. Returns views of any
+    shape, same dtype.
     """
     return [view for piece in pieces for _, view in views_of_range(piece, flat, start=start)]
 
 
 def boxes_of_range(piece: LogicalPiece, *, start: int, end: int) -> list[Box]:
-    """Returns disjoint boxes, in the window's own indices, of the elements [start, end) of the flattened parameter.
+    """Returns disjoint boxes that cover the window's elements in the range [start, end) of the flattened parameter.
 
-    Raises ValueError if no permutation of the window's dimensions is row-major in memory.
+    The boxes use the indices of the window. Raises ValueError if no permutation of the window's dimensions is row-major
+    in memory.
     """
     if math.prod(piece.shape) == 0:
         return []
@@ -311,9 +319,10 @@ def boxes_of_range(piece: LogicalPiece, *, start: int, end: int) -> list[Box]:
 def views_of_range(
     piece: LogicalPiece, flat: torch.Tensor, *, start: int
 ) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """Yields (offset in the logical tensor, view) for each box of a flat range: at most 2d - 1 boxes a piece.
+    """Yields (offset in the logical tensor, view) for each box of a flat range: at most 2d - 1 boxes per piece.
 
-    flat: [N], any dtype, contiguous; elements start .. start + N of the flattened parameter. The views alias `flat`.
+    flat: [N], any dtype, contiguous: the elements [start, start + N) of the flattened parameter. The views alias
+    `flat`.
     """
     assert flat.dim() == 1 and flat.is_contiguous(), "a flat range of a parameter must be contiguous"
     base = flat.storage_offset() + piece.storage_offset - start
@@ -324,7 +333,7 @@ def views_of_range(
 
 
 def _outermost_first(piece: LogicalPiece) -> list[int]:
-    """Returns the dimensions in order of decreasing stride, so that one index of each spans all that follow."""
+    """Returns the dimensions in order of decreasing stride, so that each stride spans all later dimensions."""
     # The stride of a dimension of size 1 is meaningless.
     order = sorted(range(len(piece.shape)), key=lambda dim: (piece.shape[dim] > 1, -piece.stride[dim]))
     reach = 0
@@ -337,7 +346,10 @@ def _outermost_first(piece: LogicalPiece) -> list[int]:
 
 
 def _count_before(shape: tuple[int, ...], stride: tuple[int, ...], *, position: int) -> int:
-    """Counts the window's elements before `position`, relative to its first element; dimensions are in memory order."""
+    """Counts the window's elements before `position`, which is relative to the window's first element.
+
+    shape, stride: the window's dimensions in memory order.
+    """
     if position <= 0:
         return 0
     count = 0
@@ -346,7 +358,7 @@ def _count_before(shape: tuple[int, ...], stride: tuple[int, ...], *, position: 
             continue
         inner = math.prod(shape[dim + 1 :])
         index, position = divmod(position, step)
-        # No element of one index overlaps the next index.
+        # The elements of one index never extend into the next index.
         if index >= length:
             return count + length * inner
         count += index * inner

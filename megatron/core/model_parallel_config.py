@@ -45,7 +45,7 @@ class ConstantInit:
     value: float
 
     def __call__(self, param: torch.Tensor) -> torch.Tensor:
-        """Fills a parameter, any shape, any float dtype, in place."""
+        """Fills `param` with the constant in place and returns it."""
         return param.fill_(self.value)
 
 
@@ -53,25 +53,29 @@ class ConstantInit:
 class XavierUniformInit:
     """Initializes a weight uniformly within +-sqrt(6 / (rows + columns)), after Glorot and Bengio.
 
-    fans: rows and columns of the matrix of which the weight is a part or a stack; None means its own last two
-    dimensions.
+    fans: rows + columns of the whole matrix, for a weight that is a shard or a stack of matrices; None means the sum of
+    the weight's last two dimensions.
     """
 
     fans: int | None = None
 
     def __call__(self, weight: torch.Tensor) -> torch.Tensor:
-        """Fills a weight, [*, rows, columns], any float dtype, in place from torch's generator."""
+        """Fills a weight in place from torch's default generator and returns it.
+
+        weight: [*, rows, columns], any float dtype.
+        """
         bound = self.bound(weight.shape)
         return torch.nn.init.uniform_(weight, -bound, bound)
 
     def bound(self, shape: Sequence[int]) -> float:
-        """Returns the bound on the values of a weight with this shape."""
+        """Returns the largest absolute value that a weight of this shape may receive."""
         return math.sqrt(6 / (self.fans or sum(shape[-2:])))
 
 
 def init_of_matrix(init_method: InitMethod, rows: int, columns: int) -> InitMethod:
-    """Returns the init method for parts of a matrix [rows, columns]: Xavier's uses the whole matrix, others are
-    unchanged.
+    """Returns the init method for shards of a [rows, columns] matrix.
+
+    Xavier initialization uses the size of the whole matrix. Other methods are returned unchanged.
     """
     return XavierUniformInit(rows + columns) if isinstance(init_method, XavierUniformInit) else init_method
 
@@ -86,7 +90,9 @@ class ParallelLayoutConfig:
 
     cli_group: ClassVar[str] = "parallel layout"
 
-    tensor_model_parallel_size: int = config_field(1, help="Ranks that share the weights of each layer.", at_least=1)
+    tensor_model_parallel_size: int = config_field(
+        1, help="Ranks over which each layer's weights are split.", at_least=1
+    )
     sequence_parallel: bool = config_field(
         False,
         help="Split activations between tensor-parallel layers along the sequence dimension; experts require it.",
@@ -95,11 +101,11 @@ class ParallelLayoutConfig:
         1, help="Pipeline stages, each with consecutive layers.", at_least=1
     )
     virtual_pipeline_model_parallel_size: int | None = None
-    context_parallel_size: int = config_field(1, help="Ranks that share each sequence.", at_least=1)
+    context_parallel_size: int = config_field(1, help="Ranks over which each sequence is split.", at_least=1)
     hierarchical_context_parallel_sizes: list[int] | None = config_field(
         None,
-        help="Levels A P into which --context-parallel-size (A x P) is divided for --cp-comm-type a2a+p2p: A "
-        "neighbouring ranks exchange heads, and P such groups pass keys and values.",
+        help="Levels A P into which --context-parallel-size (A x P) is divided for --cp-comm-type a2a+p2p. Groups of A "
+        "neighbouring ranks exchange heads, and P of these groups form a ring that passes keys and values.",
         at_least=1,
     )
     expert_model_parallel_size: int = config_field(
@@ -108,7 +114,9 @@ class ParallelLayoutConfig:
         at_least=1,
     )
     expert_tensor_parallel_size: int | None = config_field(
-        None, help="Ranks that share the weights of each expert; default: --tensor-model-parallel-size.", at_least=1
+        None,
+        help="Ranks over which each expert's weights are split; default: --tensor-model-parallel-size.",
+        at_least=1,
     )
 
     def __post_init__(self) -> None:
@@ -131,8 +139,8 @@ class PipelineConfig:
     microbatch_group_size_per_vp_stage: int | None = config_field(
         None,
         flags=("--microbatch-group-size-per-virtual-pipeline-stage",),
-        help="Micro-batches that a stage processes in one chunk before it continues with the next chunk; default: "
-        "the number of stages, which is the minimum.",
+        help="Number of micro-batches that a stage processes in one model chunk before it continues with the next "
+        "chunk; default and minimum: the number of stages.",
         at_least=1,
     )
     num_layers_in_first_pipeline_stage: int | None = config_field(
@@ -173,16 +181,16 @@ class PipelineConfig:
 
 @dataclass(kw_only=True)
 class LayerOffloadConfig:
-    """Offloading of whole layers; transformer/offload_config.py has the settings for parts of layers."""
+    """Settings for offloading whole layers. transformer/offload_config.py contains the settings for parts of layers."""
 
     cli_group: ClassVar[str] = "activation offloading"
 
     cpu_offloading: bool = config_field(
-        False, flags=(), help="Offload layers; giving cpu_offloading_num_layers is sufficient."
+        False, flags=(), help="Offload whole layers. Setting cpu_offloading_num_layers is sufficient."
     )
     cpu_offloading_num_layers: int = config_field(
         0,
-        help="Number of first layers whose activations are stored in host memory between forward and backward.",
+        help="Number of layers, from the first, whose activations are stored on the host between forward and backward.",
         at_least=0,
     )
 
@@ -202,10 +210,10 @@ class ModelParallelConfig(
     """Precision and schedule callables of a model, with its parallel layout; `TransformerConfig` inherits the fields.
 
     The training loop sets the callables. `grad_scale_func` scales the loss before backward, and the auxiliary losses of
-    a model that has `set_aux_loss_scale`. `no_sync_func` defers gradient reduction to the last microbatch.
+    a model that implements `set_aux_loss_scale`. `no_sync_func` defers gradient reduction to the last microbatch.
     `grad_sync_func` and `param_sync_func` launch collectives of a model chunk at the times that
     pipeline_parallel/sync_callables.py documents; with several chunks each is a list with one callable per chunk.
-    `finalize_model_grads_func` runs after the last microbatch. `timers` measure the passes.
+    `finalize_model_grads_func` runs after the last microbatch. `timers` measures the forward and backward passes.
     """
 
     cli_group: ClassVar[str] = "mixed precision and determinism"
@@ -213,7 +221,7 @@ class ModelParallelConfig(
     fp16: bool = config_field(False, help="Train in fp16 with fp32 master weights and dynamic loss scaling.")
     bf16: bool = config_field(False, help="Train in bf16 with fp32 master weights.")
     deterministic_mode: bool = config_field(
-        False, help="Sum over ranks in rank order in fp32 and use deterministic kernels: reruns are bit-identical."
+        False, help="Sum over ranks in rank order in fp32 and use deterministic kernels, for bit-identical reruns."
     )
     use_cpu_initialization: bool = config_field(
         False, help="Draw initial weights on the CPU; the same seed gives the same weights on every device."
@@ -245,7 +253,7 @@ class ModelParallelConfig(
     finalize_model_grads_func: Callable[..., None] | None = None
     timers: Timers = plain_field(
         default_factory=Timers, compare=False
-    )  # excluded from comparisons, because each has its own timers
+    )  # excluded from comparisons, because each config creates separate timers
 
     def __post_init__(self) -> None:
         normalize_given_forms(self)
@@ -257,12 +265,12 @@ class ModelParallelConfig(
 
     @property
     def hidden_dtype(self) -> torch.dtype:
-        """Returns the dtype of the hidden states between layers and between pipeline stages."""
+        """Dtype of the hidden states between layers and between pipeline stages."""
         return self.params_dtype
 
 
 def validate_parallel_layout(config: ParallelLayoutConfig) -> None:
-    """Raises ValueError for virtual stages without pipeline stages, and for levels whose product is not the cp size."""
+    """Raises ValueError for virtual stages without pipeline stages, or for invalid context-parallel levels."""
     check_hierarchy(config.hierarchical_context_parallel_sizes, config.context_parallel_size)
     virtual, stages = config.virtual_pipeline_model_parallel_size, config.pipeline_model_parallel_size
     if virtual is not None and (virtual < 1 or virtual > 1 and stages == 1):
@@ -272,9 +280,9 @@ def validate_parallel_layout(config: ParallelLayoutConfig) -> None:
 
 
 def normalize_given_forms(config: ModelParallelConfig) -> None:
-    """Converts alternative forms used by Megatron's scripts: names of dtypes, and a layout as lists of layer names.
+    """Converts the alternative forms of values that Megatron scripts use, in place.
 
-    Raises ValueError for unknown names.
+    These are dtype names, and a pipeline layout as lists of layer names. Raises ValueError for unknown names.
     """
     config.params_dtype = _as_dtype("params_dtype", config.params_dtype)
     if config.pipeline_dtype is not None:
@@ -286,41 +294,41 @@ def _as_dtype(name: str, value: object) -> torch.dtype:
     if isinstance(value, torch.dtype):
         return value
     if not isinstance(value, str) or value not in _DTYPES:
-        raise ValueError(f"{name} is {value!r}: must be a dtype of torch, or one of {', '.join(_DTYPES)}")
+        raise ValueError(f"{name} is {value!r}: must be a torch dtype, or one of {', '.join(_DTYPES)}")
     return _DTYPES[value]
 
 
 def _layout_as_letters(layout: object) -> str | None:
-    """Returns a layout in letters; layout: letters, lists of layer names by part, or None."""
+    """Returns a pipeline layout as letters. layout: letters, a list of layer names per stage and chunk, or None."""
     if layout is None or isinstance(layout, str):
         return layout
     if not isinstance(layout, (list, tuple)) or not all(isinstance(part, (list, tuple)) for part in layout):
         raise ValueError(
-            f"pipeline_model_parallel_layout is {layout!r}: must be letters such as Et*3|(tt|)*2,L, or a list for "
-            "each stage of a chunk"
+            f"pipeline_model_parallel_layout is {layout!r}: must be letters such as Et*3|(tt|)*2,L, or a list of "
+            "layer names for each stage and chunk"
         )
     unknown = [name for part in layout for name in part if name not in _LAYOUT_LETTERS]
     if unknown:
         raise ValueError(
-            f"pipeline_model_parallel_layout contains {unknown[0]!r}: must consist of {', '.join(_LAYOUT_LETTERS)} "
-            "in lists"
+            f"pipeline_model_parallel_layout contains {unknown[0]!r}: must consist of lists of "
+            f"{', '.join(_LAYOUT_LETTERS)}"
         )
     return "|".join("".join(_LAYOUT_LETTERS[name] for name in part) for part in layout)
 
 
 def set_timers(config: ModelParallelConfig) -> None:
-    """Replaces timers of None, as passed by Megatron's scripts, by timers that are never read."""
+    """Replaces `timers` of None, which Megatron scripts pass, with timers that are never read."""
     config.timers = config.timers or Timers()
 
 
 def validate_layer_offload(config: LayerOffloadConfig) -> None:
-    """Raises ValueError for offloading zero layers."""
+    """Raises ValueError if offloading is enabled for zero layers."""
     if config.cpu_offloading and config.cpu_offloading_num_layers == 0:
         raise ValueError("cpu_offloading is True and cpu_offloading_num_layers is 0: must be at least 1")
 
 
 def check_multiple(name: str, value: int, *, of: str, size: int) -> None:
-    """Raises ValueError unless `size` divides `value`; the message names both fields."""
+    """Raises ValueError unless `size` divides `value`. The message names both fields, `name` and `of`."""
     if value % size:
         raise ValueError(f"{name} is {value}: must be a multiple of {of} ({size})")
 

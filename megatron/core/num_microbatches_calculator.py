@@ -1,7 +1,7 @@
 """Global batch sizes over a run, and the number of microbatches that each data-parallel rank computes in a step.
 
-BatchSchedule maps consumed samples to a global batch size, and NumMicroBatches divides it over ranks. Both are pure.
-The functions at the end hold one calculator per process, because Megatron's scripts call plain functions.
+BatchSchedule maps consumed samples to a global batch size, and NumMicroBatches divides it over ranks. Both are
+immutable. The functions at the end share one calculator per process, because Megatron scripts call plain functions.
 """
 
 import bisect
@@ -17,9 +17,10 @@ _TOKEN_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """Global batch sizes in samples, and the number of consumed samples from which each applies.
+    """Global batch sizes of a run as a function of the consumed samples.
 
-    starts: begin with 0 and never decrease. setting: the field that the user set, for error messages.
+    starts: number of consumed samples from which each size applies; begins with 0 and never decreases. sizes: global
+    batch sizes in samples. setting: name of the field that the user set, for error messages.
     """
 
     starts: tuple[int, ...]
@@ -32,7 +33,7 @@ class BatchSchedule:
 
     @property
     def final_size(self) -> int:
-        """The final batch size of the schedule."""
+        """Batch size at the end of the schedule."""
         return self.sizes[-1]
 
     def rounded_down(self, multiple: int) -> "BatchSchedule":
@@ -40,7 +41,7 @@ class BatchSchedule:
         return replace(self, sizes=tuple(size // multiple * multiple for size in self.sizes))
 
     def samples_after(self, iterations: int) -> int:
-        """Returns the samples that the first `iterations` steps consume."""
+        """Returns the number of samples that the first `iterations` steps consume."""
         consumed = 0
         for size, steps in self._phases():
             taken = iterations if steps is None else min(steps, iterations)
@@ -60,7 +61,7 @@ class BatchSchedule:
         raise AssertionError("the last phase has no end")
 
     def _phases(self, consumed: int = 0) -> Iterator[tuple[int, int | None]]:
-        """Yields each size and its number of steps, counted from `consumed`; None for the last, which has no end."""
+        """Yields (size, number of steps after `consumed` samples) pairs. The last size has no end, and None steps."""
         for size, following in zip_longest(self.sizes, self.starts[1:]):
             # Zero steps if a larger batch has already passed the whole phase.
             steps = None if following is None else max(0, -(-(following - consumed) // size))
@@ -75,15 +76,15 @@ def build_batch_schedule(
     step_batch_size_schedule: str | None = None,
     seq_length: int | None = None,
 ) -> BatchSchedule:
-    """Builds the schedule from at most one of the two settings. It must end with the global batch size.
+    """Builds a ramp-up, a step schedule or a constant schedule. It must end with the global batch size.
 
-    seq_length: tokens per sample, for thresholds in tokens. Raises ValueError.
+    seq_length: tokens per sample, for thresholds in tokens. Raises ValueError for invalid or conflicting settings.
     """
     if rampup_batch_size is not None and step_batch_size_schedule is not None:
         raise ValueError("rampup_batch_size and step_batch_size_schedule are both given: choose only one schedule")
     if step_batch_size_schedule is None:
         if global_batch_size is None:
-            raise ValueError("global_batch_size is None: give its value, or a step_batch_size_schedule")
+            raise ValueError("global_batch_size is None: must be set, or step_batch_size_schedule must be set")
         return ramp_up(rampup_batch_size, global_batch_size) if rampup_batch_size else constant_batch(global_batch_size)
     schedule = parse_step_schedule(step_batch_size_schedule, seq_length=seq_length or 1)
     if global_batch_size not in (None, schedule.final_size):
@@ -95,14 +96,15 @@ def build_batch_schedule(
 
 
 def constant_batch(global_batch_size: int) -> BatchSchedule:
-    """Returns a schedule with one batch size."""
+    """Returns a schedule with the same batch size in all steps."""
     return BatchSchedule((0,), (global_batch_size,))
 
 
 def ramp_up(rampup_batch_size: Sequence[int], global_batch_size: int) -> BatchSchedule:
-    """Returns the schedule of [start, increment, samples]: equal increments up to the global batch size.
+    """Returns a schedule that reaches the global batch size in equal increments.
 
-    Raises ValueError if the increments do not lead to the global batch size.
+    rampup_batch_size: [start, increment, samples]. Raises ValueError if the increments do not end exactly at the global
+    batch size.
     """
     shown = f"rampup_batch_size is {' '.join(map(str, rampup_batch_size))}"
     if len(rampup_batch_size) != 3:
@@ -122,7 +124,7 @@ def ramp_up(rampup_batch_size: Sequence[int], global_batch_size: int) -> BatchSc
 
 
 def parse_step_schedule(text: str, *, seq_length: int) -> BatchSchedule:
-    """Parses "THRESHOLD:BATCH_SIZE ...", in which each batch size applies from its threshold on.
+    """Parses a schedule "THRESHOLD:BATCH_SIZE ...", in which each batch size applies from its threshold on.
 
     A threshold is a number of samples or, with the suffix K, M, B or T (10^3 .. 10^12), of tokens, rounded up to whole
     samples of `seq_length` tokens. Raises ValueError unless thresholds start at 0 and increase.
@@ -155,8 +157,8 @@ def _threshold(number: str, unit: str, *, seq_length: int) -> int:
 class NumMicroBatches:
     """Batch sizes of one run, in samples, and how they divide into microbatches.
 
-    schedule: the requested sizes. Each must be a multiple of micro_batch_size x data_parallel_size, or is rounded down
-    to one with decrease_if_needed. running: the sizes used in training.
+    schedule: the requested sizes. Each size must be a multiple of micro_batch_size x data_parallel_size, unless
+    decrease_if_needed rounds it down to a multiple. running: the sizes used in training.
     """
 
     schedule: BatchSchedule
@@ -171,7 +173,7 @@ class NumMicroBatches:
                 raise ValueError(f"{name} is {vars(self)[name]}: must be at least 1")
         for size in self.schedule.sizes:
             self._check_size(size)
-        # A frozen dataclass allows no plain assignment.
+        # A frozen dataclass does not allow plain assignment.
         object.__setattr__(self, "running", self.schedule.rounded_down(self.samples_per_round))
 
     def _check_size(self, size: int) -> None:
@@ -184,35 +186,35 @@ class NumMicroBatches:
             above = -(-size // self.samples_per_round) * self.samples_per_round
             near = " or ".join(str(one) for one in (above - self.samples_per_round, above) if one)
             raise ValueError(
-                f"{which} {size}: must be a multiple of {wanted}, such as {near}; or give decrease_batch_size_if_needed"
+                f"{which} {size}: must be a multiple of {wanted}, such as {near}; or set decrease_batch_size_if_needed"
             )
 
     @property
     def samples_per_round(self) -> int:
-        """Samples of one microbatch on every data-parallel rank."""
+        """Number of samples in one microbatch, summed over all data-parallel ranks."""
         return self.micro_batch_size * self.data_parallel_size
 
     def num_microbatches(self, consumed_samples: int) -> int:
-        """Returns the microbatches of each rank in the step that begins after `consumed_samples`."""
+        """Returns the number of microbatches per rank in the step that begins after `consumed_samples`."""
         return self.running.size_at(consumed_samples) // self.samples_per_round
 
     @property
     def final_num_microbatches(self) -> int:
-        """Microbatches of each rank at the final batch size, which evaluation always uses."""
+        """Number of microbatches per rank at the final batch size, which evaluation always uses."""
         return self.running.final_size // self.samples_per_round
 
 
 class NumMicroBatchesCalculator(ABC):
-    """The batch sizes of a run at its current position, under the names that Megatron's scripts call."""
+    """Batch sizes at the current position of a run, with the methods that Megatron scripts call."""
 
     @abstractmethod
     def __init__(self) -> None:
-        # The sizes of the whole run; subclasses set them.
+        # The batch sizes of the whole run, set by subclasses.
         self.batches: NumMicroBatches
         self.consumed_samples = 0
 
     def get(self) -> int:
-        """Returns the microbatches of each rank in the next step."""
+        """Returns the number of microbatches per rank in the next step."""
         return self.batches.num_microbatches(self.consumed_samples)
 
     def get_current_global_batch_size(self) -> int:
@@ -220,17 +222,17 @@ class NumMicroBatchesCalculator(ABC):
         return self.batches.schedule.size_at(self.consumed_samples)
 
     def get_micro_batch_size(self) -> int:
-        """Returns the samples of a microbatch on one rank."""
+        """Returns the number of samples in one microbatch on one rank."""
         return self.batches.micro_batch_size
 
     def get_current_running_global_batch_size(self) -> int:
-        """Returns the global batch size of the next step, after decrease_batch_size_if_needed rounded it down."""
+        """Returns the global batch size of the next step, after any rounding by decrease_batch_size_if_needed."""
         return self.batches.running.size_at(self.consumed_samples)
 
     def update(self, consumed_samples: int, consistency_check: bool, verbose: bool = False) -> None:
-        """Moves to the batch size of the step that begins after `consumed_samples`.
+        """Selects the batch size of the step that begins after `consumed_samples`.
 
-        consistency_check, verbose: accepted for Megatron's scripts; all sizes were already checked at construction.
+        consistency_check, verbose: unused, accepted for Megatron scripts. All sizes are checked at construction.
         """
         self.consumed_samples = consumed_samples
 
@@ -242,7 +244,7 @@ class _GivenBatchesCalculator(NumMicroBatchesCalculator):
 
 
 class ConstantNumMicroBatchesCalculator(NumMicroBatchesCalculator):
-    """A single batch size for the whole run. Raises ValueError if it is not divisible. rank: unused."""
+    """Calculator with one batch size for the whole run. Raises ValueError if it is not divisible. rank: unused."""
 
     def __init__(
         self,
@@ -258,7 +260,7 @@ class ConstantNumMicroBatchesCalculator(NumMicroBatchesCalculator):
 
 
 class RampupBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
-    """A batch size that increases in equal steps over `ramup_samples`, as in ramp_up. rank: unused."""
+    """Calculator whose batch size increases in equal steps over `ramup_samples`; see ramp_up. rank: unused."""
 
     def __init__(
         self,
@@ -277,7 +279,7 @@ class RampupBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
 
 
 class StepBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
-    """A batch size that changes at thresholds, which parse_step_schedule reads from `schedule`. rank: unused."""
+    """Calculator whose batch size changes at the thresholds in `schedule`; see parse_step_schedule. rank: unused."""
 
     def __init__(
         self,
@@ -316,7 +318,10 @@ def init_num_microbatches_calculator(
     step_batch_size_schedule: str | None = None,
     seq_length: int | None = None,
 ) -> NumMicroBatches:
-    """Sets the batch sizes of this process, in samples. Raises ValueError if one is missing or not divisible."""
+    """Sets the batch sizes of this process, in samples.
+
+    Raises ValueError if a size is missing or not divisible, and RuntimeError if the batch sizes are already set.
+    """
     # A second run in this process would change the batch sizes of the first.
     if _HOLDER.calculator is not None:
         raise RuntimeError(f"rank {rank}: the number of microbatches is already set; destroy the calculator first")
@@ -342,13 +347,13 @@ def reconfigure_num_microbatches_calculator(
     step_batch_size_schedule: str | None = None,
     seq_length: int | None = None,
 ) -> NumMicroBatches:
-    """Replaces the batch sizes of this process, at the start of their schedule.
+    """Replaces the batch sizes of this process. The new schedule begins at 0 consumed samples.
 
-    Raises ValueError like init_num_microbatches_calculator, in which case the previous sizes are kept.
+    Raises ValueError if a size is missing or not divisible. The previous sizes then remain in use.
     """
     if micro_batch_size is None or data_parallel_size is None:
         missing = "micro_batch_size" if micro_batch_size is None else "data_parallel_size"
-        raise ValueError(f"{missing} is None: it determines the number of microbatches; give its value")
+        raise ValueError(f"{missing} is None: must be set, because it determines the number of microbatches")
     schedule = build_batch_schedule(
         global_batch_size,
         rampup_batch_size=rampup_batch_size,
@@ -361,7 +366,7 @@ def reconfigure_num_microbatches_calculator(
 
 
 def destroy_num_microbatches_calculator() -> None:
-    """Discards the batch sizes, so that another run in this process can set its own."""
+    """Discards the batch sizes, so that a later run in this process can set new ones."""
     _HOLDER.calculator = None
 
 
@@ -371,7 +376,7 @@ def unset_num_microbatches_calculator() -> None:
 
 
 def get_num_microbatches() -> int:
-    """Returns the microbatches of each rank in the next step."""
+    """Returns the number of microbatches per rank in the next step."""
     return _HOLDER.get().get()
 
 
@@ -381,18 +386,18 @@ def get_current_global_batch_size() -> int:
 
 
 def get_micro_batch_size() -> int:
-    """Returns the samples of a microbatch on one rank."""
+    """Returns the number of samples in one microbatch on one rank."""
     return _HOLDER.get().get_micro_batch_size()
 
 
 def get_current_running_global_batch_size() -> int:
-    """Returns the global batch size of the next step, after --decrease-batch-size-if-needed rounded it down."""
+    """Returns the global batch size of the next step, after any rounding by --decrease-batch-size-if-needed."""
     return _HOLDER.get().get_current_running_global_batch_size()
 
 
 def update_num_microbatches(consumed_samples: int, consistency_check: bool = True, verbose: bool = False) -> None:
-    """Moves to the batch size of the step that begins after `consumed_samples`.
+    """Selects the batch size of the step that begins after `consumed_samples`.
 
-    consistency_check, verbose: see NumMicroBatchesCalculator.update.
+    consistency_check, verbose: unused, accepted for Megatron scripts.
     """
     _HOLDER.get().update(consumed_samples, consistency_check, verbose)

@@ -128,9 +128,9 @@ _WSD_DECAY: dict[str, _Decay] = {
 
 
 class ParamGroupOverride(TypedDict, total=False):
-    """Values of an entry of config_overrides, as a dictionary.
+    """Overrides of the schedule for one parameter group, as a dictionary.
 
-    megatron.core.optimizer.ParamGroupOverride is the corresponding validated dataclass, and documents the values.
+    megatron.core.optimizer.ParamGroupOverride is the corresponding validated dataclass and documents the values.
     """
 
     max_lr: float
@@ -141,7 +141,7 @@ class ParamGroupOverride(TypedDict, total=False):
 
 
 def combine_param_group_overrides(param_group_overrides: Sequence[ParamGroupOverride | None]) -> ParamGroupOverride:
-    """Merges several overrides of one parameter. Raises ValueError if two give different values for one name."""
+    """Merges the overrides of one parameter. Raises ValueError if two of them set a name to different values."""
     combined: dict[str, Any] = {}
     for override in param_group_overrides:
         for name, value in (override or {}).items():
@@ -153,13 +153,14 @@ def combine_param_group_overrides(param_group_overrides: Sequence[ParamGroupOver
 def param_group_override_to_tuple(
     param_group_override: ParamGroupOverride | None,
 ) -> tuple[tuple[str, Any], ...] | None:
-    """Returns the names and values of an override, sorted, as a dictionary key; None for None."""
+    """Converts an override to a sorted tuple of (name, value) pairs, usable as a dictionary key. Maps None to None."""
     return None if param_group_override is None else tuple(sorted(param_group_override.items()))
 
 
 def get_canonical_lr_for_logging(param_groups: Sequence[dict[str, Any]]) -> float | None:
-    """Returns the rate of the first group without its own rates, or otherwise of the first group; None
-    for no groups.
+    """Returns the learning rate of the first group that follows the schedule without overrides or a multiplier.
+
+    Returns the learning rate of the first group if there is no such group, and None if there are no groups.
     """
     own = ("max_lr", "min_lr")
     plain = [group for group in param_groups if group.get("lr_mult", 1.0) == 1.0 and not any(group.get(n) for n in own)]
@@ -175,7 +176,7 @@ class HasParamGroups(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _Schedule:
-    """The schedule that checkpoints store, under Megatron's names. Steps are samples."""
+    """Schedule as stored in checkpoints, with Megatron's field names. Steps are counted in samples."""
 
     max_lr: float
     min_lr: float
@@ -221,12 +222,12 @@ class _Schedule:
 
 
 class OptimizerParamScheduler:
-    """Sets `lr` and `weight_decay` of an optimizer's parameter groups from the number of samples trained on.
+    """Sets `lr` and `weight_decay` of an optimizer's parameter groups from the number of consumed samples.
 
-    `max_lr`, `min_lr`, `start_wd` and `end_wd` of a group override those of the schedule; `lr_mult` and `wd_mult` scale
-    the results. init_lr: the learning rate at the start of warm-up. wsd_decay_steps: length of WSD's final decay. All
-    steps are samples; `num_steps` is the current one. Loading raises an error if the schedule differs from the
-    checkpoint's, unless a flag selects one of them.
+    `max_lr`, `min_lr`, `start_wd` and `end_wd` of a group override the values of the schedule; `lr_mult` and `wd_mult`
+    scale the results. init_lr: the learning rate at the start of warm-up. wsd_decay_steps: length of WSD's final decay.
+    All steps are counted in samples, and `num_steps` is the current step. Loading raises an error if the schedule
+    differs from the checkpoint's, unless a flag selects one of the two.
     """
 
     def __init__(
@@ -269,7 +270,7 @@ class OptimizerParamScheduler:
 
     @property
     def init_lr(self) -> float:
-        """The learning rate at the start of warm-up."""
+        """Learning rate at the start of warm-up."""
         return self.schedule.init_lr
 
     def step(self, increment: int) -> None:
@@ -291,7 +292,7 @@ class OptimizerParamScheduler:
             return schedule.init_lr + (max_lr - schedule.init_lr) * step / schedule.lr_warmup_steps
         if schedule.lr_decay_style == "constant":
             return max_lr
-        # Runs longer than the schedule keep its minimum.
+        # Beyond the end of the schedule, the rate remains at its minimum.
         if step > schedule.lr_decay_steps:
             return min_lr
         if schedule.lr_decay_style == "inverse-square-root":
@@ -299,7 +300,7 @@ class OptimizerParamScheduler:
         return min_lr + self._decay_coefficient() * (max_lr - min_lr)
 
     def get_wd(self, param_group: dict[str, Any] | None = None) -> float:
-        """Returns the weight decay of a group, or of the schedule, at the current step, without its multiplier."""
+        """Returns the weight decay of a group (None: the schedule's) at the current step, without its multiplier."""
         schedule, group = self.schedule, param_group or {}
         start_wd = _or_default(group.get("start_wd"), schedule.start_wd)
         end_wd = _or_default(group.get("end_wd"), schedule.end_wd)
@@ -346,9 +347,10 @@ def get_optimizer_param_scheduler(
     train_samples: int | None,
     batches: BatchSchedule,
 ) -> OptimizerParamScheduler:
-    """Builds the schedule of `config`; `batches` converts iterations to samples.
+    """Builds the scheduler that `config` describes.
 
-    train_samples: length of a run limited by samples; None for a run of `train_iters` iterations.
+    train_samples: length of the run in samples; None for a run of `train_iters` iterations. batches: converts
+    iterations to samples.
     """
     run_steps = batches.samples_after(train_iters) if train_samples is None else train_samples
     decay_steps = config.lr_decay_samples or run_steps
@@ -356,9 +358,9 @@ def get_optimizer_param_scheduler(
         decay_steps = batches.samples_after(config.lr_decay_iters)
     warmup_steps: float = config.lr_warmup_samples or batches.samples_after(config.lr_warmup_iters)
     if config.lr_warmup_fraction is not None:
-        # Need not be an integer.
+        # The result may be fractional.
         warmup_steps = config.lr_warmup_fraction * decay_steps
-    # As in Megatron, an increasing weight decay ignores the constant one.
+    # As in Megatron, start_weight_decay and end_weight_decay take precedence over weight_decay.
     start_wd, end_wd = config.start_weight_decay, config.end_weight_decay
     return OptimizerParamScheduler(
         optimizer,
@@ -382,7 +384,7 @@ def get_optimizer_param_scheduler(
 def _wsd_steps(
     config: OptimizerParamSchedulerConfig, decay_steps: int, *, train_iters: int, batches: BatchSchedule
 ) -> int | None:
-    """Returns the samples of WSD's final decay, which covers the last iterations of the schedule."""
+    """Returns the length in samples of WSD's final decay, which covers the last iterations of the schedule."""
     if config.lr_wsd_decay_iters is None:
         return config.lr_wsd_decay_samples
     decay_iters = config.lr_decay_iters or train_iters
@@ -393,7 +395,7 @@ def _wsd_steps(
 
 
 def _wsd_decay(style: str | None, decay_steps: int | None) -> _Decay:
-    """Returns the coefficient as a function of steps after the end of the schedule, which are negative before it."""
+    """Returns the decay coefficient as a function of the steps past the end of the schedule, negative before it."""
     if style not in _WSD_DECAY:
         raise ValueError(f"lr_wsd_decay_style is {style!r}: must be one of {', '.join(_WSD_DECAY)}")
     if decay_steps is None or decay_steps <= 0:
@@ -412,7 +414,7 @@ def _require(holds: bool, name: str, *, value: Any, wanted: str) -> None:
 
 
 def _with_effect(schedule: dict[str, Any]) -> dict[str, Any]:
-    """Drops values without effect. A constant style ignores its length, so --train-iters may change."""
+    """Returns the values that affect the run. A constant style ignores its length, so --train-iters may change."""
     without = {"wd_incr_steps"} if schedule["wd_incr_style"] == "constant" else set()
     without |= {"lr_decay_steps"} if schedule["lr_decay_style"] == "constant" else set()
     without |= {"init_lr"} if schedule["lr_warmup_steps"] == 0 else set()
@@ -423,7 +425,7 @@ def _require_equal(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     # Reports all differences together.
     different = [f"{name} ({ours[name]}, checkpoint {theirs[name]})" for name in ours if ours[name] != theirs[name]]
     if different:
-        # Flags of the command line have other names and units.
+        # The command-line flags have different names and units.
         unit = " (_steps are samples: flags in iterations x --global-batch-size)" if "_steps" in str(different) else ""
         raise ValueError(
             f"the learning-rate schedule differs from the checkpoint's: {', '.join(different)}{unit}; give "

@@ -1,6 +1,6 @@
 """Process groups: rank grids, and the registry of this process's groups.
 
-RankGenerator computes ranks on a grid. initialize_model_parallel builds the groups once. Builders of models read the
+RankGenerator computes ranks on a grid. initialize_model_parallel builds the groups once. Model builders read the
 registry and pass a ProcessGroupCollection to components. No forward reads the registry.
 """
 
@@ -28,16 +28,16 @@ from megatron.core.process_groups_config import (
     or_alone,
 )
 
-# All axes of a grid, from the fastest to the slowest.
+# All axes of a grid, from the fastest-varying to the slowest.
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
 
 class RankGenerator:
     """Rank grid of dense layers or of expert layers.
 
-    Dense layers have the axes tp, cp, dp and pp. Expert layers have tp (with its own size), ep, dp (with its own size)
-    and pp. order: axes joined by "-", from the fastest to the slowest. Ranks next to each other on the fastest axis are
-    consecutive. Axes of size 1 may be omitted. Raises ValueError for a missing, repeated or unknown axis.
+    Dense layers use the axes tp, cp, dp and pp. Expert layers use the axes tp, ep, dp and pp, with separate sizes of tp
+    and dp. order: axes joined by "-", from the fastest-varying to the slowest; neighbours on the fastest axis have
+    consecutive ranks. Axes of size 1 may be omitted. Raises ValueError for a missing, repeated or unknown axis.
     """
 
     def __init__(
@@ -59,15 +59,15 @@ class RankGenerator:
         self.order = "-".join(self.axes)
 
     def rank_table(self, token: str) -> Tensor:
-        """Returns all groups along the axes in `token` ("tp", "tp-cp"): [groups, ranks], int64, ascending, on the CPU.
+        """Returns the ranks of all groups along the axes in `token`, for example "tp" or "tp-cp".
 
-        Raises ValueError for an unknown axis.
+        Returns [groups, ranks], int64, ascending, on the CPU. Raises ValueError for an unknown axis.
         """
         wanted = token.split("-")
         unknown = [axis for axis in wanted if axis not in self.name_to_size]
         if unknown:
             raise ValueError(f"token is {token!r}: {unknown[0]!r} is not one of {', '.join(self.name_to_size)}")
-        # The last dimension of a tensor is its fastest one.
+        # The last dimension of a tensor varies fastest.
         slowest_first = self.axes[::-1]
         outside = [dim for dim, axis in enumerate(slowest_first) if axis not in wanted]
         inside = [dim for dim, axis in enumerate(slowest_first) if axis in wanted]
@@ -75,17 +75,17 @@ class RankGenerator:
         return self.rank_tensor().permute(*outside, *inside).reshape(-1, size)
 
     def rank_tensor(self) -> Tensor:
-        """Returns the grid: [size of the slowest axis, ..., size of the fastest axis], int64, on the CPU."""
+        """Returns all ranks as a grid: [size of the slowest axis, ..., size of the fastest axis], int64, on the CPU."""
         shape = [self.name_to_size[axis] for axis in reversed(self.axes)]
         return torch.arange(self.rank_offset, self.rank_offset + self.world_size).view(shape)
 
     def get_ranks(self, token: str) -> list[list[int]]:
-        """Returns `rank_table` as lists."""
+        """Returns one list of ranks for each group along the axes in `token`."""
         ranks: list[list[int]] = self.rank_table(token).tolist()
         return ranks
 
     def get_mask(self, order: str, token: str) -> list[bool]:
-        """Returns, for each axis in `order`, whether it is in `token`; both join axes by "-"."""
+        """Returns, for each axis in `order`, whether `token` contains it. Both arguments are axes joined by "-"."""
         wanted = token.split("-")
         return [axis in wanted for axis in order.split("-")]
 
@@ -93,13 +93,14 @@ class RankGenerator:
 def generate_masked_orthogonal_rank_groups(
     world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]
 ) -> list[list[int]]:
-    """Returns all groups along the axes selected by `mask`, on a grid with these sizes, the fastest axis first.
+    """Returns one list of ranks for each group along the axes that `mask` selects.
 
-    Ranks beyond the product of the sizes repeat the grid. Raises ValueError if world_size is not a multiple of it, or
-    if mask and parallel_size differ in length.
+    parallel_size: sizes of the grid's axes, from the fastest-varying to the slowest. Ranks beyond the grid form further
+    grids of the same sizes. Raises ValueError if world_size is not a multiple of the product of the sizes, or if mask
+    and parallel_size differ in length.
     """
     if len(mask) != len(parallel_size):
-        raise ValueError(f"mask has {len(mask)} axes: must have the {len(parallel_size)} axes of parallel_size")
+        raise ValueError(f"mask has {len(mask)} axes: must have {len(parallel_size)} axes, like parallel_size")
     product = math.prod(parallel_size)
     if product < 1 or world_size % product:
         raise ValueError(f"world_size is {world_size}: must be a multiple of the product of parallel_size ({product})")
@@ -114,23 +115,23 @@ def generate_masked_orthogonal_rank_groups(
 
 
 def default_embedding_ranks(pp_ranks: list[int]) -> list[int]:
-    """Returns the stages of a pipeline with embedding weights: the first and the last."""
+    """Returns the ranks of the pipeline stages with embedding weights: the first and the last stage."""
     return pp_ranks if len(pp_ranks) <= 2 else [pp_ranks[0], pp_ranks[-1]]
 
 
 def default_position_embedding_ranks(pp_ranks: list[int]) -> list[int]:
-    """Returns the stages of a pipeline with position embeddings: the first."""
+    """Returns the ranks of the pipeline stages with position embeddings: only the first stage."""
     return [pp_ranks[0]]
 
 
 def check_optional_size(name: str, size: int | None) -> None:
-    """Raises ValueError for a size below 1; name: the argument."""
+    """Raises ValueError if a size is given and below 1. name: name of the argument."""
     if size is not None and size < 1:
         raise ValueError(f"{name} is {size}: must be at least 1, or None")
 
 
 def check_virtual_size(virtual_size: int | None, pipeline_size: int) -> None:
-    """Raises ValueError for an invalid number of virtual stages; None means no virtual stages."""
+    """Raises ValueError if the number of virtual stages is invalid. None means no virtual stages."""
     check_optional_size("virtual_pipeline_model_parallel_size", virtual_size)
     if pipeline_size == 1 and (virtual_size or 1) > 1:
         raise ValueError(
@@ -140,10 +141,11 @@ def check_virtual_size(virtual_size: int | None, pipeline_size: int) -> None:
 
 
 def rank_grids(world_size: int, sizes: dict[str, int], *, order: str) -> tuple[RankGenerator, RankGenerator]:
-    """Returns the grids of dense and of expert layers over the same ranks. sizes: all five, by argument name.
+    """Returns the rank grids of dense and of expert layers over the same ranks.
 
-    Raises ValueError if a size is below 1, if the number of ranks is not a multiple of a grid's product, or if the
-    pipeline stages of expert layers would have different ranks.
+    sizes: the five parallel sizes, by argument name of initialize_model_parallel. Raises ValueError if a size is below
+    1, if the number of ranks is not a multiple of a grid's sizes, or if the two grids differ in the ranks of their
+    pipeline stages.
     """
     for name, size in sizes.items():
         if size < 1:
@@ -159,25 +161,25 @@ def rank_grids(world_size: int, sizes: dict[str, int], *, order: str) -> tuple[R
         if world_size % product:
             raise ValueError(
                 f"world size is {world_size}: must be a multiple of {names} ({product}); start that many ranks, "
-                f"for example by torchrun --nproc-per-node {product}, or change these sizes"
+                f"for example with torchrun --nproc-per-node {product}, or change these sizes"
             )
     dense = RankGenerator(tp, 1, world_size // (tp * cp * pp), pp, cp, order)
     expert = RankGenerator(etp, ep, world_size // (etp * ep * pp), pp, 1, order)
     if not torch.equal(dense.rank_table("pp"), expert.rank_table("pp")):
         raise ValueError(
-            f"order is {order!r}: dense layers (tp {tp}, cp {cp}) and expert layers (tp {etp}, ep {ep}) would have "
-            "different pipeline stages; must have pp last"
+            f"order is {order!r}: must end with pp, because dense layers (tp {tp}, cp {cp}) and expert layers "
+            f"(tp {etp}, ep {ep}) would have different pipeline stages"
         )
     return dense, expert
 
 
 def instance_tables(dense: RankGenerator, expert: RankGenerator, *, num_instances: int) -> dict[str, Tensor]:
-    """Returns the rank tables of optimizer instances, among which the data-parallel ranks are divided.
+    """Divides the data-parallel ranks among instances of the distributed optimizer and returns the rank tables.
 
-    Each table is [groups, ranks], int64, on the CPU. "intra_dp_cp" and "intra_expt_dp" are the parts of the
-    data-parallel groups within an instance. "inter_dist_opt" has the ranks with equal shards in all instances, and
-    "intra_dist_opt" all ranks of an instance. Raises ValueError if the number of instances does not divide the groups,
-    or if dense and expert layers would have different instances.
+    Each table is [groups, ranks], int64, on the CPU. "intra_dp_cp" and "intra_expt_dp" contain the parts of the
+    data-parallel groups within an instance. "inter_dist_opt" contains the ranks with equal shards in all instances, and
+    "intra_dist_opt" contains all ranks of an instance. Raises ValueError if the number of instances does not divide the
+    groups, or if dense and expert layers would have different instances.
     """
     cut = {}
     for name, table in (("intra_dp_cp", dense.rank_table("dp-cp")), ("intra_expt_dp", expert.rank_table("dp"))):
@@ -191,8 +193,9 @@ def instance_tables(dense: RankGenerator, expert: RankGenerator, *, num_instance
     whole = [_in_order(table.transpose(0, 1).reshape(num_instances, -1)) for table in cut.values()]
     if not torch.equal(*across) or not torch.equal(*whole):
         raise ValueError(
-            f"num_distributed_optimizer_instances is {num_instances}: with order {dense.order!r} the instances of "
-            "dense and of expert layers would have different ranks; must be 1, or dp must come after tp, cp and ep"
+            f"num_distributed_optimizer_instances is {num_instances}: must be 1 with order {dense.order!r}, because "
+            "the instances of dense and of expert layers would have different ranks; otherwise order must list dp "
+            "after tp, cp and ep"
         )
     within = {name: table.reshape(-1, table.shape[2]) for name, table in cut.items()}
     return {**within, "inter_dist_opt": across[0], "intra_dist_opt": whole[0]}
@@ -210,7 +213,7 @@ def _checked_axes(order: str, name_to_size: dict[str, int]) -> tuple[str, ...]:
     absent = [axis for axis in name_to_size if axis not in axes]
     for axis in absent:
         if name_to_size[axis] != 1:
-            raise ValueError(f"order is {order!r}: {axis!r} is missing and its size is {name_to_size[axis]}")
+            raise ValueError(f"order is {order!r}: must contain {axis!r}, whose size is {name_to_size[axis]}")
     return (*axes, *absent)
 
 
@@ -237,10 +240,11 @@ _EXPERT_GROUPS = {"expt_tp": "tp", "ep": "ep", "expt_dp": "dp", "tp_ep": "tp-ep"
 
 @dataclass
 class _Registry:
-    """The result of initialize_model_parallel, except EXISTING. world: the group of all ranks at the time of the call.
+    """State of initialize_model_parallel and the set_ functions, except EXISTING.
 
-    others: groups of create_group, which users destroy. indices and sizes: values set by the set_ functions, by field
-    of ProcessGroupCollection. senders: see add_sender.
+    world: the default group at the time of the call. made: groups to destroy. others: groups from create_group, which
+    users destroy. indices and sizes: values passed to the set_ functions, by field of ProcessGroupCollection. senders:
+    see add_sender.
     """
 
     world: ProcessGroup | None = None
@@ -257,7 +261,7 @@ class _Registry:
 _REGISTRY = _Registry()
 
 
-# Stages of a pipeline that hold a kind of weight, among its ranks.
+# Selects, from the ranks of a pipeline, the ranks of the stages that store a kind of weight.
 ChooseStages = Callable[[list[int]], list[int]]
 
 
@@ -286,15 +290,17 @@ def initialize_model_parallel(
     rank_offset: int = 0,
     local_world_size: int | None = None,
 ) -> None:
-    """Builds the process groups over all ranks; torch.distributed must be initialized. Collective.
+    """Builds the process groups over all ranks. torch.distributed must be initialized. Collective.
 
-    expert_tensor_parallel_size: None means the size of dense layers. hierarchical_context_parallel_sizes: the levels
-    into which context-parallel groups are divided, from the innermost. order: see RankGenerator, for both kinds of
-    layers. get_embedding_ranks, get_position_embedding_ranks: functions that return the stages that share embedding
-    weights, and the stages with position embeddings; None means default_embedding_ranks and
-    default_position_embedding_ranks. create_gloo_process_groups: also creates data-parallel groups on the host, if the
-    group of all ranks has a CPU backend. Other arguments belong to unsupported features. Raises ValueError for these,
-    and for incompatible sizes, before any group is built, and RuntimeError if called twice.
+    expert_tensor_parallel_size: None means tensor_model_parallel_size. hierarchical_context_parallel_sizes: sizes of
+    the levels into which context-parallel groups are divided, from the innermost. order: see RankGenerator; it applies
+    to dense and expert layers. get_embedding_ranks, get_position_embedding_ranks: functions that return the ranks of
+    the stages that share embedding weights, and of the stages with position embeddings; None means
+    default_embedding_ranks and default_position_embedding_ranks. create_gloo_process_groups: also creates data-parallel
+    groups with a CPU backend, if the default group has one.
+
+    Other arguments belong to unsupported features. Before any group is built, raises ValueError for non-default values
+    of these and for incompatible sizes, and RuntimeError if called twice.
     """
     require_defaults(
         "initialize_model_parallel",
@@ -330,7 +336,7 @@ def initialize_model_parallel(
     tables |= {name: expert.rank_table(axes) for name, axes in _EXPERT_GROUPS.items()}
     tables |= instance_tables(dense, expert, num_instances=num_distributed_optimizer_instances)
     if num_distributed_optimizer_instances == 1:
-        del tables["inter_dist_opt"]  # groups of one rank, which would send nothing
+        del tables["inter_dist_opt"]  # its groups would have one rank each
     chosen = {
         "embd": _chosen_stages(tables["pp"], get_embedding_ranks or default_embedding_ranks, "get_embedding_ranks"),
         "pos_embd": _chosen_stages(
@@ -363,10 +369,10 @@ def initialize_model_parallel(
 
 
 def _chosen_stages(pipelines: Tensor, choose: ChooseStages, name: str) -> Tensor:
-    """Returns the chosen ranks of all pipelines: [pipelines, chosen]. pipelines: [pipelines, stages].
+    """Applies `choose` to each pipeline and returns the chosen ranks.
 
-    Raises ValueError for ranks outside the pipeline, for no ranks, and if the number of ranks differs between
-    pipelines.
+    pipelines: [pipelines, stages], int64. Returns [pipelines, chosen], int64. Raises ValueError if `choose` returns no
+    ranks, ranks outside the pipeline, or a different number of ranks for different pipelines.
     """
     rows: list[list[int]] = []
     for stages in pipelines.tolist():
@@ -381,7 +387,7 @@ def _chosen_stages(pipelines: Tensor, choose: ChooseStages, name: str) -> Tensor
 
 
 def check_hierarchy(sizes: Sequence[int] | None, context_parallel_size: int) -> None:
-    """Raises ValueError unless the sizes of the levels, if there are any, have the product context_parallel_size."""
+    """Raises ValueError if level sizes are given and their product is not context_parallel_size."""
     if sizes is not None and (min(sizes, default=0) < 1 or math.prod(sizes) != context_parallel_size):
         raise ValueError(
             f"hierarchical_context_parallel_sizes is {list(sizes)}: must be sizes of at least 1 whose product is "
@@ -390,9 +396,10 @@ def check_hierarchy(sizes: Sequence[int] | None, context_parallel_size: int) -> 
 
 
 def hierarchy_tables(table: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Divides each group in `table` into levels, from the innermost: one [groups, size] for each of `sizes`.
+    """Divides each group in `table` into levels and returns the rank table of each level, from the innermost.
 
-    table: [groups, ranks], int64. Ranks of a level's group differ only in their position on that level.
+    table: [groups, ranks], int64. Returns one [groups, size], int64, for each of `sizes`. The ranks of a level's group
+    differ only in their position on that level.
     """
     cut = table.view(len(table), *reversed(sizes))
     return [cut.movedim(cut.ndim - 1 - level, -1).reshape(-1, size) for level, size in enumerate(sizes)]
@@ -404,7 +411,7 @@ def _built(group: ProcessGroup | None) -> ProcessGroup:
 
 
 class _GroupMaker:
-    """Builds process groups. Kinds with equal ranks share one group, and therefore its connections."""
+    """Builds process groups. Kinds of groups with the same ranks share one group, and therefore its connections."""
 
     def __init__(self, timeout: timedelta, made: list[ProcessGroup], *, backend: str) -> None:
         self._timeout = timeout
@@ -413,7 +420,7 @@ class _GroupMaker:
         self._known: list[tuple[Tensor, ProcessGroup | None]] = []
 
     def for_backend(self, backend: str) -> "_GroupMaker":
-        """Returns the maker of groups with `backend`, which is this one if it has that backend."""
+        """Returns a maker of groups with `backend`: this maker if it uses that backend, otherwise a new one."""
         return self if backend == self._backend else _GroupMaker(self._timeout, self._made, backend=backend)
 
     def own_group(self, table: Tensor, name: str) -> ProcessGroup | None:
@@ -434,12 +441,12 @@ class _GroupMaker:
 
 
 def _backends() -> dict[str, str]:
-    """Returns the backend of each device type in the group of all ranks."""
+    """Returns the backend of the default group for each device type."""
     return dict(pair.split(":") for pair in dist.get_backend_config().split(","))
 
 
 def _mesh(grid: RankGenerator, groups: dict[str, ProcessGroup | None]) -> DeviceMesh:
-    """Returns the DeviceMesh of a grid, with these groups, by axis."""
+    """Returns the DeviceMesh of a grid, built from existing groups. groups: group of each axis, by name."""
     axes = [axis for axis in reversed(grid.axes) if axis in groups]
     ranks = grid.rank_tensor().view([grid.name_to_size[axis] for axis in axes])
     own = [group for axis in axes if (group := groups[axis]) is not None]
@@ -447,8 +454,8 @@ def _mesh(grid: RankGenerator, groups: dict[str, ProcessGroup | None]) -> Device
 
 
 def destroy_model_parallel() -> None:
-    """Destroys the groups, if there are any, except the default group of torch.distributed."""
-    # destroy_process_group() without arguments has already destroyed these, and must not be repeated.
+    """Destroys all groups from initialize_model_parallel, but not the default group of torch.distributed."""
+    # destroy_process_group() without arguments also destroys these groups, which must not be destroyed twice.
     if dist.is_initialized() and dist.group.WORLD is _REGISTRY.world:
         for group in reversed(_REGISTRY.made):
             dist.destroy_process_group(group)
@@ -458,7 +465,7 @@ def destroy_model_parallel() -> None:
 
 
 def is_initialized() -> bool:
-    """Returns whether initialize_model_parallel has run. An older name of model_parallel_is_initialized."""
+    """Returns whether initialize_model_parallel has run. Older name of model_parallel_is_initialized."""
     return EXISTING.groups is not None
 
 
@@ -468,30 +475,30 @@ def model_parallel_is_initialized() -> bool:
 
 
 def get_process_groups() -> ProcessGroupCollection:
-    """Returns all groups of this rank, for builders to pass on. Raises RuntimeError if there are none."""
+    """Returns all groups of this rank, which builders pass to components. Raises RuntimeError if there are none."""
     if EXISTING.groups is None:
         raise RuntimeError("process groups do not exist: call initialize_model_parallel() first")
     return EXISTING.groups
 
 
 def existing_process_groups() -> ProcessGroupCollection:
-    """Returns all groups of this rank; without model parallel groups, groups of a single rank."""
+    """Returns all groups of this rank, or single-rank groups if initialize_model_parallel has not run."""
     return EXISTING.groups or ProcessGroupCollection()
 
 
 def group_or_existing(group: ProcessGroup | None, kind: str = "tp") -> ProcessGroup:
-    """Returns `group`. None, as in Megatron, means the existing group of the field `kind` of ProcessGroupCollection.
+    """Returns `group`, or for None the existing group of kind `kind`, as in Megatron.
 
-    Without model parallel groups, None means this rank alone. Only functions that users call need this. Internal code
-    receives groups as arguments, and passes None of a collection through or_alone.
+    kind: field of ProcessGroupCollection. Without model parallel groups, None means this rank alone. Use this only in
+    functions that users call. Internal code receives groups as arguments and converts None with or_alone.
     """
     return or_alone(vars(existing_process_groups())[kind]) if group is None else group
 
 
 def add_sender(sender: Any, groups: Iterable[ProcessGroup | None]) -> None:
-    """Registers, by weak reference, an object that launches collectives over groups.
+    """Registers `sender`, by weak reference, as an object that launches collectives over `groups`.
 
-    None and groups of one rank are ignored.
+    Ignores None and groups of one rank.
     """
     _REGISTRY.senders[sender] = frozenset(group for group in groups if group is not None and group_size(group) > 1)
 
@@ -502,7 +509,7 @@ def remove_sender(sender: Any) -> None:
 
 
 def senders_beside(sender: Any, *, earlier: bool = False) -> list[Any]:
-    """Returns the other senders that share a group with this one; earlier: only those registered before it."""
+    """Returns the registered senders that share a group with `sender`. earlier: only senders registered before it."""
     found, own = [], _REGISTRY.senders.get(sender, frozenset())
     for other, groups in _REGISTRY.senders.items():
         if other is sender:
@@ -514,7 +521,7 @@ def senders_beside(sender: Any, *, earlier: bool = False) -> list[Any]:
 
 
 def get_device_mesh(kind: str) -> DeviceMesh:
-    """Returns the mesh of "dense" (pp, dp, cp, tp) or "expert" (pp, dp, ep, tp) layers, with the existing groups."""
+    """Returns the mesh of the existing groups of "dense" (pp, dp, cp, tp) or "expert" (pp, dp, ep, tp) layers."""
     get_process_groups()
     return _REGISTRY.meshes[kind]
 
@@ -522,17 +529,17 @@ def get_device_mesh(kind: str) -> DeviceMesh:
 def _group(name: str) -> ProcessGroup:
     group: ProcessGroup | None = vars(get_process_groups())[name]
     if group is None:
-        raise RuntimeError(f"this rank is in no {name} group")
+        raise RuntimeError(f"this rank is not in any {name} group")
     return group
 
 
 def _index(name: str) -> int:
-    """Returns this rank's index in a group, or the value of the set_ function."""
+    """Returns this rank's index in a group, or the value passed to the set_ function."""
     return _REGISTRY.indices[name] if name in _REGISTRY.indices else group_rank(_group(name))
 
 
 def _size(name: str) -> int:
-    """Returns the number of ranks in a group, or the value of the set_ function."""
+    """Returns the number of ranks in a group, or the value passed to the set_ function."""
     return _REGISTRY.sizes[name] if name in _REGISTRY.sizes else group_size(_group(name))
 
 
@@ -547,17 +554,17 @@ def _checked(name: str, check_initialized: bool) -> ProcessGroup | None:
     return _group(name) if check_initialized else vars(existing_process_groups())[name]
 
 
-# Getters of Megatron, by kind of parallelism: the group, the index of this rank in it, and its number of ranks.
-# check_initialized: raises RuntimeError if there is no such group, instead of returning None. partial_...: only the
-# ranks of this rank's instance of the distributed optimizer. with_gtp_remat, with_egtp_remat: also count the ranks of
-# generalised tensor parallelism, which is not supported, so both values mean the same ranks.
+# Megatron's getters for each kind of parallelism: the group, the index of this rank in it, and its number of ranks.
+# check_initialized: raises RuntimeError if the group does not exist, instead of returning None. partial_...: only the
+# ranks of this rank's instance of the distributed optimizer. with_gtp_remat, with_egtp_remat: no effect, because
+# generalised tensor parallelism is not supported.
 #
-# The set_ functions replace what the getters of indices and sizes return, for scripts that build the parts of other
-# ranks in one process; None ends that. They do not change groups.
+# The set_ functions override the indices and sizes that the getters return, for scripts that build the shards of
+# several ranks in one process. None removes the override. They do not change groups.
 
 
 def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """Returns the group of ranks that share one dense layer's weights."""
+    """Returns the group of ranks over which the weights of dense layers are split."""
     return _checked("tp", check_initialized)
 
 
@@ -567,41 +574,44 @@ def get_tensor_model_parallel_rank() -> int:
 
 
 def get_tensor_model_parallel_world_size() -> int:
-    """Returns the number of ranks that share one dense layer's weights."""
+    """Returns the number of ranks over which the weights of dense layers are split."""
     return _size("tp")
 
 
 def set_tensor_model_parallel_rank(rank: int | None) -> None:
-    """Sets the index in the tensor-parallel group, for code that calls the getters."""
+    """Overrides the tensor-parallel rank that the getters return."""
     _override(_REGISTRY.indices, "tp", rank)
 
 
 def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
-    """Sets the number of tensor-parallel ranks, for code that calls the getters."""
+    """Overrides the number of tensor-parallel ranks that the getters return."""
     _override(_REGISTRY.sizes, "tp", world_size)
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """Returns the global rank of the first rank of this tensor-parallel group."""
+    """Returns the global rank of the first rank in this rank's tensor-parallel group."""
     return dist.get_global_rank(_group("tp"), 0)
 
 
 def get_context_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """Returns the group of ranks that hold parts of the same sequences."""
+    """Returns the group of ranks over which each sequence is split."""
     return _checked("cp", check_initialized)
 
 
 def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int] | None:
-    """Returns the global ranks that hold parts of the same sequences."""
+    """Returns the global ranks of this rank's context-parallel group."""
     group = _checked("cp", check_initialized)
     return None if group is None else dist.get_process_group_ranks(group)
 
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[ProcessGroup] | None:
-    """Returns this rank's groups on each level of hierarchical_context_parallel_sizes, from the innermost."""
+    """Returns this rank's group on each level of hierarchical_context_parallel_sizes, from the innermost."""
     groups = list((get_process_groups() if check_initialized else existing_process_groups()).hcp)
     if check_initialized and not groups:
-        raise RuntimeError("there are no levels: pass hierarchical_context_parallel_sizes to initialize_model_parallel")
+        raise RuntimeError(
+            "context-parallel groups have no levels: pass hierarchical_context_parallel_sizes to "
+            "initialize_model_parallel"
+        )
     return groups or None
 
 
@@ -611,24 +621,25 @@ def get_context_parallel_rank() -> int:
 
 
 def get_context_parallel_world_size() -> int:
-    """Returns the number of parts of a sequence."""
+    """Returns the number of ranks over which each sequence is split."""
     return _size("cp")
 
 
 def get_data_parallel_group(
     with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
 ) -> ProcessGroup:
-    """Returns the group of ranks that hold copies of the same dense weights.
+    """Returns the group of ranks with copies of the same dense weights.
 
-    with_context_parallel: includes the ranks that hold other parts of the same sequences. partial_data_parallel
-    requires with_context_parallel, because shards are distributed over these ranks as well.
+    with_context_parallel: includes the context-parallel ranks, which process different parts of the same sequences.
+    partial_data_parallel: requires with_context_parallel, because optimizer shards are also distributed over
+    context-parallel ranks.
     """
     return _group(_data_kind(with_context_parallel, partial_data_parallel))
 
 
 def _data_kind(with_context_parallel: bool, partial_data_parallel: bool) -> str:
     if partial_data_parallel and not with_context_parallel:
-        raise ValueError("partial_data_parallel is set: requires with_context_parallel as well")
+        raise ValueError("partial_data_parallel requires with_context_parallel")
     if partial_data_parallel:
         return "intra_dp_cp"
     return "dp_cp" if with_context_parallel else "dp"
@@ -637,7 +648,7 @@ def _data_kind(with_context_parallel: bool, partial_data_parallel: bool) -> str:
 def get_data_parallel_group_gloo(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> ProcessGroup:
-    """Returns the group with the ranks of get_data_parallel_group and a CPU backend."""
+    """Returns a group with a CPU backend and the same ranks as get_data_parallel_group."""
     name = _data_kind(with_context_parallel, partial_data_parallel)
     return _built(host_group(_group(name), name))
 
@@ -650,7 +661,7 @@ def get_data_parallel_rank(
 
 
 def set_data_parallel_rank(rank: int | None) -> None:
-    """Sets the index in the data-parallel group, with and without sequence parts, for code that calls the getters."""
+    """Overrides the data-parallel rank that the getters return, with and without context parallelism."""
     for name in ("dp", "dp_cp"):
         _override(_REGISTRY.indices, name, rank)
 
@@ -658,54 +669,54 @@ def set_data_parallel_rank(rank: int | None) -> None:
 def get_data_parallel_world_size(
     with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
 ) -> int:
-    """Returns the number of data-parallel copies."""
+    """Returns the number of data-parallel replicas."""
     return _size(_data_kind(with_context_parallel, partial_data_parallel))
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
-    """Returns the global rank of the first rank of this data-parallel group."""
+    """Returns the global rank of the first rank in this rank's data-parallel group."""
     return dist.get_global_rank(get_data_parallel_group(with_context_parallel), 0)
 
 
 def get_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """Returns the group of ranks that together hold one copy of the dense weights: tensor x pipeline."""
+    """Returns the tensor x pipeline group, whose ranks together store one copy of the dense weights."""
     return _checked("mp", check_initialized)
 
 
 def get_model_parallel_src_rank() -> int:
-    """Returns the global rank of the first of the ranks that hold the same copy of the dense weights."""
+    """Returns the global rank of the first rank in this rank's tensor x pipeline group."""
     return dist.get_global_rank(_group("mp"), 0)
 
 
 def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """Returns the group of ranks that hold parts of the same microbatch: tensor x context."""
+    """Returns the tensor x context group, whose ranks process the same microbatch."""
     return _checked("tp_cp", check_initialized)
 
 
 def get_tensor_and_context_parallel_rank() -> int:
-    """Returns this rank's index among the ranks that hold parts of the same microbatch."""
+    """Returns this rank's index in its tensor x context group."""
     return _index("tp_cp")
 
 
 def get_tensor_and_context_parallel_world_size() -> int:
-    """Returns the number of ranks that hold parts of the same microbatch."""
+    """Returns the number of ranks that process the same microbatch, which is tensor x context."""
     return _size("tp_cp")
 
 
 def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> ProcessGroup | None:
-    """Returns the tensor x data group: a whole pipeline stage, with sequence parts if `with_context_parallel`."""
+    """Returns the tensor x data group; with_context_parallel: tensor x context x data, a whole pipeline stage."""
     return _checked("tp_dp_cp" if with_context_parallel else "tp_dp", check_initialized)
 
 
 def get_expert_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """Returns the group of ranks that hold different experts of the same layers."""
+    """Returns the group of ranks over which the experts of each layer are distributed."""
     return _checked("ep", check_initialized)
 
 
 def get_expert_model_parallel_src_rank() -> int:
-    """Returns the global rank of the first rank of this expert-parallel group."""
+    """Returns the global rank of the first rank in this rank's expert-parallel group."""
     return dist.get_global_rank(_group("ep"), 0)
 
 
@@ -715,49 +726,49 @@ def get_expert_model_parallel_rank() -> int:
 
 
 def get_expert_model_parallel_world_size() -> int:
-    """Returns the number of ranks over which the experts are distributed."""
+    """Returns the number of ranks over which the experts of each layer are distributed."""
     return _size("ep")
 
 
 def set_expert_model_parallel_rank(rank: int | None) -> None:
-    """Sets the index in the expert-parallel group, for code that calls the getters."""
+    """Overrides the expert-parallel rank that the getters return."""
     _override(_REGISTRY.indices, "ep", rank)
 
 
 def set_expert_model_parallel_world_size(world_size: int | None) -> None:
-    """Sets the number of expert-parallel ranks, for code that calls the getters."""
+    """Overrides the number of expert-parallel ranks that the getters return."""
     _override(_REGISTRY.sizes, "ep", world_size)
 
 
 def get_expert_tensor_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """Returns the group of ranks that share one expert's weights."""
+    """Returns the group of ranks over which the weights of each expert are split."""
     return _checked("expt_tp", check_initialized)
 
 
 def get_expert_tensor_parallel_rank() -> int:
-    """Returns this rank's index among the ranks that share one expert's weights."""
+    """Returns this rank's index in its expert-tensor-parallel group."""
     return _index("expt_tp")
 
 
 def get_expert_tensor_parallel_world_size() -> int:
-    """Returns the number of ranks that share one expert's weights."""
+    """Returns the number of ranks over which the weights of each expert are split."""
     return _size("expt_tp")
 
 
 def set_expert_tensor_parallel_rank(rank: int | None) -> None:
-    """Sets the index among the ranks that share one expert's weights, for code that calls the getters."""
+    """Overrides the expert-tensor-parallel rank that the getters return."""
     _override(_REGISTRY.indices, "expt_tp", rank)
 
 
 def set_expert_tensor_parallel_world_size(world_size: int | None) -> None:
-    """Sets the number of ranks that share one expert's weights, for code that calls the getters."""
+    """Overrides the number of expert-tensor-parallel ranks that the getters return."""
     _override(_REGISTRY.sizes, "expt_tp", world_size)
 
 
 def get_expert_data_parallel_group(
     check_initialized: bool = True, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> ProcessGroup | None:
-    """Returns the group of ranks that hold copies of the same expert weights."""
+    """Returns the group of ranks with copies of the same expert weights."""
     return _checked(_expert_data_kind(partial_expert_data_parallel), check_initialized)
 
 
@@ -766,28 +777,28 @@ def _expert_data_kind(partial_expert_data_parallel: bool) -> str:
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup:
-    """Returns the group with the ranks of get_expert_data_parallel_group and a CPU backend."""
+    """Returns a group with a CPU backend and the same ranks as get_expert_data_parallel_group."""
     name = _expert_data_kind(partial_expert_data_parallel)
     return _built(host_group(_group(name), name))
 
 
 def get_expert_data_parallel_rank(with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False) -> int:
-    """Returns this rank's index among the ranks that hold copies of the same expert weights."""
+    """Returns this rank's index in its expert-data-parallel group."""
     return _index(_expert_data_kind(partial_expert_data_parallel))
 
 
 def get_expert_data_parallel_world_size(with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False) -> int:
-    """Returns the number of copies of the expert weights."""
+    """Returns the number of ranks with copies of the same expert weights."""
     return _size(_expert_data_kind(partial_expert_data_parallel))
 
 
 def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """Returns the group of all ranks that together hold one whole distributed optimizer."""
+    """Returns the group of all ranks of this rank's distributed-optimizer instance."""
     return _checked("intra_dist_opt", check_initialized)
 
 
 def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """Returns the group of ranks with equal shards in all instances of the distributed optimizer.
+    """Returns the group of ranks that store the same shard in different distributed-optimizer instances.
 
     Raises RuntimeError if there is only one instance.
     """
@@ -795,26 +806,24 @@ def get_inter_distributed_optimizer_instance_group(check_initialized: bool = Tru
 
 
 def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """Returns the expert tensor x expert group: the ranks that together hold all experts of a layer."""
+    """Returns the expert-tensor x expert group, whose ranks together store all experts of a layer."""
     return _checked("tp_ep", check_initialized)
 
 
 def get_expert_tensor_and_model_parallel_rank() -> int:
-    """Returns this rank's index among the ranks that together hold all experts of a layer."""
+    """Returns this rank's index in its expert-tensor x expert group."""
     return _index("tp_ep")
 
 
 def get_expert_tensor_and_model_parallel_world_size() -> int:
-    """Returns the number of ranks that together hold all experts of a layer."""
+    """Returns the number of ranks that together store all experts of a layer."""
     return _size("tp_ep")
 
 
 def get_expert_tensor_model_pipeline_parallel_group(
     check_initialized: bool = True, with_egtp_remat: bool = False
 ) -> ProcessGroup | None:
-    """Returns the expert tensor x expert x pipeline group: the ranks that together hold one copy of all
-    expert weights.
-    """
+    """Returns the expert-tensor x expert x pipeline group, whose ranks together store one copy of the experts."""
     return _checked("tp_ep_pp", check_initialized)
 
 
@@ -834,12 +843,12 @@ def get_pipeline_model_parallel_world_size() -> int:
 
 
 def set_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Sets the pipeline stage, for code that calls the getters."""
+    """Overrides the pipeline stage that the getters return."""
     _override(_REGISTRY.indices, "pp", rank)
 
 
 def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
-    """Sets the number of pipeline stages, for code that calls the getters."""
+    """Overrides the number of pipeline stages that the getters return."""
     _override(_REGISTRY.sizes, "pp", world_size)
 
 
@@ -854,12 +863,12 @@ def get_pipeline_model_parallel_last_rank() -> int:
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
-    """Returns the global rank of the next stage; for the last stage, of the first."""
+    """Returns the global rank of the next pipeline stage. The first stage follows the last."""
     return _stage_at_distance(1)
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
-    """Returns the global rank of the previous stage. The stage before the first is the last."""
+    """Returns the global rank of the previous pipeline stage. The last stage precedes the first."""
     return _stage_at_distance(-1)
 
 
@@ -869,38 +878,38 @@ def _stage_at_distance(steps: int) -> int:
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
-    """Returns the number of model chunks per stage; None without virtual stages."""
+    """Returns the number of model chunks per stage, or None without virtual stages."""
     return _REGISTRY.virtual_size
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """Returns the index of the model chunk that is being built; None without virtual stages."""
+    """Returns the index of the model chunk that is being built, or None without virtual stages."""
     return _REGISTRY.virtual_rank
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Sets the index of the model chunk of this stage that is being built, for code that calls the getters."""
+    """Sets the index of the model chunk that is being built, which the getters return."""
     _REGISTRY.virtual_rank = rank
 
 
 def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
-    """Sets the number of model chunks per stage, for code that calls the getters."""
+    """Sets the number of model chunks per stage, which the getters return."""
     _REGISTRY.virtual_size = world_size
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Returns whether this rank reads the input tokens; with ignore_virtual=False, whether its chunk `vp_stage` does.
+    """Returns whether this rank is the first stage; with ignore_virtual=False, whether `vp_stage` is its first chunk.
 
-    vp_stage: None means the chunk of set_virtual_pipeline_model_parallel_rank.
+    vp_stage: index of a model chunk; None means the chunk set by set_virtual_pipeline_model_parallel_rank.
     """
     chunk = _chunk(vp_stage)
     return get_pipeline_model_parallel_rank() == 0 and (ignore_virtual or chunk in (None, 0))
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Returns whether this rank computes the loss; with ignore_virtual=False, whether its chunk `vp_stage` does.
+    """Returns whether this rank is the last stage; with ignore_virtual=False, whether `vp_stage` is its last chunk.
 
-    vp_stage: None means the chunk of set_virtual_pipeline_model_parallel_rank.
+    vp_stage: index of a model chunk; None means the chunk set by set_virtual_pipeline_model_parallel_rank.
     """
     chunk = _chunk(vp_stage)
     is_last_chunk = chunk is None or chunk + 1 == _REGISTRY.virtual_size
@@ -915,17 +924,16 @@ def _chunk(vp_stage: int | None) -> int | None:
 
 
 def get_embedding_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """Returns the group of the first and last stage, which share embedding weights. Raises RuntimeError on other
-    stages.
-    """
+    """Returns the group of the stages that share embedding weights. Raises RuntimeError on other stages."""
     return _checked("embd", check_initialized)
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Returns whether this rank is on a stage that may hold embedding weights.
+    """Returns whether this rank is on a stage that may store embedding weights.
 
-    With ignore_virtual=False, returns whether its chunk `vp_stage` may hold them: the first chunk on the first of these
-    stages, and the last chunk on the last. vp_stage: None means the chunk of set_virtual_pipeline_model_parallel_rank.
+    With ignore_virtual=False, returns whether the model chunk `vp_stage` may store them. The first of these stages
+    stores them in its first chunk, and the last stage in its last chunk. vp_stage: None means the chunk set by
+    set_virtual_pipeline_model_parallel_rank.
     """
     group = get_process_groups().embd
     if group is None or ignore_virtual:
@@ -946,9 +954,7 @@ def is_rank_in_position_embedding_group() -> bool:
 
 
 def get_all_ranks() -> str:
-    """Returns this rank's indices joined by "_", for file names: tensor, data, context, pipeline and
-    expert parallel.
-    """
+    """Returns this rank's tp, dp, cp, pp and ep indices joined by "_", for file names."""
     return "_".join(str(_index(name)) for name in ("tp", "dp", "cp", "pp", "ep"))
 
 
@@ -960,10 +966,10 @@ def create_group(
     use_local_synchronization: bool = False,
     group_desc: str | None = None,
 ) -> Any:
-    """Creates a group of torch.distributed, whose timeout update_pg_timeout also changes. Collective.
+    """Creates a group with torch.distributed.new_group and registers it for update_pg_timeout. Collective.
 
-    The arguments are those of torch.distributed.new_group. On ranks outside the group it returns
-    GroupMember.NON_GROUP_MEMBER. The caller destroys the group.
+    All arguments are passed to new_group. Returns GroupMember.NON_GROUP_MEMBER on ranks outside the group. The caller
+    must destroy the group.
     """
     group = dist.new_group(
         None if ranks is None else list(ranks),
@@ -989,9 +995,10 @@ def create_hierarchical_groups(
 ) -> tuple[list[ProcessGroup], list[ProcessGroup]]:
     """Builds the groups of all levels into which hierarchy_tables divides `ranks`. Collective.
 
-    hierarchical_group_sizes: from the innermost level. pg_options: one for each level. Returns the groups with `rank`,
-    one for each level, and the corresponding gloo groups, or none without create_gloo_process_groups; both are empty
-    for a rank that is not among `ranks`. Raises ValueError if the product of the sizes is not the number of ranks.
+    hierarchical_group_sizes: sizes of the levels, from the innermost. pg_options: options for each level. Returns a
+    list with the group of `rank` on each level, and a list of the corresponding gloo groups, which is empty without
+    create_gloo_process_groups. Both lists are empty if `rank` is not in `ranks`. Raises ValueError if the product of
+    the sizes is not the number of ranks.
     """
     if math.prod(hierarchical_group_sizes) != len(ranks):
         raise ValueError(
@@ -1013,9 +1020,9 @@ def create_hierarchical_groups(
 
 
 def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> None:
-    """Sets the timeout of collectives of `pg` that start from now on.
+    """Sets the timeout of later collectives over `pg`.
 
-    None means all groups: those of initialize_model_parallel and create_group, and the default group.
+    None means the default group and all groups from initialize_model_parallel and create_group.
     """
     default = [dist.group.WORLD] if dist.is_initialized() else []
     for group in [*default, *_REGISTRY.made, *_REGISTRY.others] if pg is None else [pg]:

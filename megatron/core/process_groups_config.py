@@ -1,4 +1,4 @@
-"""The process groups that components receive as an argument. parallel_state.py builds them."""
+"""ProcessGroupCollection, the process groups that components receive as an argument. parallel_state.py builds them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -10,7 +10,7 @@ from megatron.core.config_field import require_defaults
 
 # Megatron's groups for unsupported features. These names accept only None.
 _NO_GTP = "generalised tensor parallelism is not supported"
-_ONE_GROUP = "gathers use the group of the reductions here"
+_ONE_GROUP = "all-gathers use the same group as reductions here"
 _LACKING = {
     **dict.fromkeys(
         ("gtp_remat", "dp_cp_gtp_remat", "expt_gtp_remat", "expt_dp_gtp_remat", "tp_ep_pp_with_egtp_remat"), _NO_GTP
@@ -23,20 +23,23 @@ _LACKING = {
 class ProcessGroupCollection:
     """One process group per kind of parallelism, under Megatron's names.
 
-    None means a group of this rank alone, as group_size and group_rank interpret it. Groups of parallel_state are never
-    None except embd, pos_embd and inter_dist_opt, because torch.distributed interprets None as all ranks. Kinds with
-    the same ranks may share one group. Dense layers: tp tensor, cp context, dp data, pp pipeline; dp_cp, tp_cp, tp_dp
-    and tp_dp_cp are their products, mp is tensor x pipeline. Expert layers, over the same ranks: expt_tp tensor, ep
-    expert, expt_dp data; tp_ep and tp_ep_pp are their products with expt_tp first. embd: the first and last stage,
-    which share embedding weights; None on other stages. pos_embd: the first stage, which has position embeddings; None
-    on other stages. hcp: the levels into which a cp group is divided, from the innermost; empty without
-    hierarchical_context_parallel_sizes. Instances of the distributed optimizer: intra_dp_cp and intra_expt_dp are the
-    part of dp_cp and expt_dp inside this rank's instance, intra_dist_opt all of its ranks. inter_dist_opt has the ranks
-    with equal shards in all instances; None if there is one instance. tp_dp_cp_host and pp_host: the ranks of tp_dp_cp
-    and pp, for messages between hosts; None without a CPU backend.
+    None means a group of this rank alone, as in group_size and group_rank. parallel_state sets every group except embd,
+    pos_embd and inter_dist_opt, because torch.distributed interprets None as all ranks. Kinds with the same ranks may
+    share one group.
 
-    Groups are passed by name, and may be replaced later. Raises ValueError for a group that does not contain this rank,
-    and AttributeError for names that are not a field.
+    Dense layers use tp (tensor), cp (context), dp (data) and pp (pipeline). dp_cp, tp_cp, tp_dp and tp_dp_cp combine
+    them, and mp is tensor x pipeline. Expert layers divide the same ranks into expt_tp (tensor), ep (expert) and
+    expt_dp (data). tp_ep and tp_ep_pp combine them, where tp is expt_tp.
+
+    embd: the first and last stage, which share embedding weights; None on other stages. pos_embd: the first stage,
+    which stores the position embeddings; None on other stages. hcp: this rank's groups on the levels into which cp is
+    divided, from the innermost; empty without hierarchical_context_parallel_sizes. intra_dp_cp and intra_expt_dp: the
+    parts of dp_cp and expt_dp inside this rank's distributed-optimizer instance. intra_dist_opt: all ranks of the
+    instance. inter_dist_opt: the ranks with equal shards in all instances; None if there is one instance.
+    tp_dp_cp_host and pp_host: the ranks of tp_dp_cp and pp, for collectives on the CPU; None without a CPU backend.
+
+    Groups are passed by keyword and may be replaced later. Raises ValueError for a group that does not contain this
+    rank, and AttributeError for unknown names.
     """
 
     tp: ProcessGroup | None = None
@@ -68,7 +71,7 @@ class ProcessGroupCollection:
         vars(self).update({one.name: one.default for one in fields(self)})
         if unknown := kwargs.keys() - vars(self).keys() - _LACKING.keys():
             raise ValueError(
-                f"ProcessGroupCollection: unknown groups {', '.join(sorted(unknown))}: must be among "
+                f"ProcessGroupCollection got unknown groups {', '.join(sorted(unknown))}: must be among "
                 f"{', '.join(vars(self))}"
             )
         for name, group in kwargs.items():
@@ -85,16 +88,16 @@ class ProcessGroupCollection:
         # new_group returns this placeholder on ranks outside the new group.
         if group is GroupMember.NON_GROUP_MEMBER:
             raise ValueError(
-                f"ProcessGroupCollection.{name} is GroupMember.NON_GROUP_MEMBER, a group without this rank: pass a "
-                "group that includes this rank, or None for this rank alone"
+                f"ProcessGroupCollection.{name} is GroupMember.NON_GROUP_MEMBER: must be a group that includes this "
+                "rank, or None for this rank alone"
             )
         super().__setattr__(name, group)
 
     @classmethod
     def use_mpu_process_groups(cls, required_pgs: Iterable[str] | None = None) -> "ProcessGroupCollection":
-        """Builds a collection of parallel_state's groups; without such groups, a collection of this rank alone.
+        """Builds a collection of parallel_state's groups, or of this rank alone if there are no groups.
 
-        required_pgs: the fields to fill in; None means all. Raises ValueError for unknown names.
+        required_pgs: names of the groups to include; None means all. Raises ValueError for unknown names.
         """
         existing = vars(EXISTING.groups or cls())
         wanted = list(existing if required_pgs is None else required_pgs)
@@ -106,11 +109,11 @@ class ProcessGroupCollection:
     def setup_process_groups_for_ddp(
         pg_collection: "ProcessGroupCollection | None", config: Any, ddp_config: Any
     ) -> dict[str, ProcessGroup | None]:
-        """Returns the groups that gradients are reduced over, by field with `_group` appended.
+        """Returns the groups for gradient reductions, by field name with `_group` appended.
 
         pg_collection: None means parallel_state's groups. config: a ModelParallelConfig. ddp_config: a
-        DistributedDataParallelConfig. Raises ValueError unless the groups have the sizes of the configuration, or if
-        groups of optimizer instances are missing.
+        DistributedDataParallelConfig. Raises ValueError if a group's size differs from the configuration, or if groups
+        of optimizer instances are missing.
         """
         groups = pg_collection or EXISTING.groups or ProcessGroupCollection()
         sizes = {
@@ -118,7 +121,7 @@ class ProcessGroupCollection:
             "pp": ("pipeline_model_parallel_size", config.pipeline_model_parallel_size),
             "ep": ("expert_model_parallel_size", config.expert_model_parallel_size),
         }
-        # Scripts of Megatron-LM often leave it at 1, because its layers only use their groups.
+        # Megatron-LM scripts often leave this at 1, because Megatron's layers read the size from their groups.
         if config.tensor_model_parallel_size > 1:
             sizes["tp"] = "tensor_model_parallel_size", config.tensor_model_parallel_size
         require_group_sizes(groups, sizes)
@@ -135,11 +138,11 @@ class ProcessGroupCollection:
         """Returns the groups of an optimizer, by Megatron's names.
 
         These are dp_group, dp_cp_group, the groups of optimizer instances (intra_dp_cp_group, intra_expt_dp_group,
-        intra_dist_opt_group, inter_dist_opt_group), the groups whose ranks hold one copy of the weights (mp_group, and
-        expt_tp_pp_group for experts), and intra_dp_cp_group_gloo and intra_expt_dp_group_gloo for messages between
-        hosts, None unless use_gloo_process_groups. pg_collection: None means parallel_state's groups. model_chunks:
-        wrapped in DistributedDataParallel. Raises ValueError if groups of optimizer instances are missing, or for a
-        collection whose ranks have no CPU backend.
+        intra_dist_opt_group, inter_dist_opt_group), and the groups whose ranks together store one copy of the weights
+        (mp_group, and expt_tp_pp_group for experts). intra_dp_cp_group_gloo and intra_expt_dp_group_gloo have a CPU
+        backend, and are None unless use_gloo_process_groups is set. pg_collection: None means parallel_state's groups.
+        model_chunks: modules wrapped in DistributedDataParallel. Raises ValueError if groups of optimizer instances are
+        missing, or if a required group with a CPU backend does not exist.
         """
         groups = pg_collection or EXISTING.groups or ProcessGroupCollection()
         num_instances = model_chunks[0].ddp_config.num_distributed_optimizer_instances
@@ -152,15 +155,15 @@ class ProcessGroupCollection:
 
 
 def _instance_groups(groups: ProcessGroupCollection, *, num_instances: int) -> dict[str, ProcessGroup | None]:
-    """Returns the groups of optimizer instances. With one instance, missing groups are derived from others."""
+    """Returns the groups of optimizer instances. With one instance, dp_cp and expt_dp replace missing groups."""
     found = {name: vars(groups)[name] for name in ("intra_dp_cp", "intra_expt_dp", "intra_dist_opt", "inter_dist_opt")}
     if num_instances == 1:
         whole = {"intra_dp_cp": groups.dp_cp, "intra_expt_dp": groups.expt_dp}
         return found | {name: found[name] or group for name, group in whole.items()}
     if missing := [name for name in found if found[name] is None]:
         raise ValueError(
-            f"num_distributed_optimizer_instances is {num_instances}, but pg_collection lacks {', '.join(missing)}: "
-            "pass the groups of a layout with that many instances"
+            f"num_distributed_optimizer_instances is {num_instances}: requires the groups {', '.join(missing)} in "
+            "pg_collection"
         )
     return found
 
@@ -169,7 +172,7 @@ def _instance_groups(groups: ProcessGroupCollection, *, num_instances: int) -> d
 class _Existing:
     """The groups most recently built by parallel_state.
 
-    hosts: the group with the same ranks and a CPU backend, by group of the device. On CPU ranks they are the same.
+    hosts: maps each device group to the group with the same ranks and a CPU backend. On CPU ranks both are the same.
     """
 
     groups: ProcessGroupCollection | None = None
@@ -181,9 +184,9 @@ EXISTING: Final = _Existing()
 
 
 def host_group(group: ProcessGroup | None, name: str) -> ProcessGroup | None:
-    """Returns the group of the same ranks with a CPU backend; None, which means this rank alone, is returned unchanged.
+    """Returns the group with the same ranks as `group` and a CPU backend, or None for None.
 
-    name: the group's name, for the error. Raises ValueError if no such group was built.
+    name: name of the group, for the error message. Raises ValueError if no group with a CPU backend was built.
     """
     if group is None or group in EXISTING.hosts:
         return group and EXISTING.hosts[group]
@@ -197,7 +200,7 @@ def host_group(group: ProcessGroup | None, name: str) -> ProcessGroup | None:
 
 
 class _Alone(ProcessGroup):
-    """A process group of one rank, which sends nothing. Copies of a model share it."""
+    """Process group of one rank, which sends nothing. Copying or pickling it returns the same object."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]
@@ -209,7 +212,7 @@ class _Alone(ProcessGroup):
         return "ALONE"
 
 
-# This rank alone, for functions in which None means a group of parallel_state; see parallel_state.group_or_existing.
+# Group of this rank alone, for functions where None means a parallel_state group; see parallel_state.group_or_existing.
 ALONE: Final[ProcessGroup] = _Alone()
 
 
@@ -219,38 +222,38 @@ def or_alone(group: ProcessGroup | None) -> ProcessGroup:
 
 
 def require_group_sizes(groups: ProcessGroupCollection, sizes: Mapping[str, tuple[str, int]]) -> None:
-    """Raises ValueError unless groups have the configured sizes, whose divisibility has been checked.
+    """Raises ValueError unless the groups have the configured sizes.
 
-    sizes: (name in the configuration, value) by field of the collection.
+    sizes: maps a field of the collection to (configuration field, configured size).
     """
     for kind, (name, size) in sizes.items():
         ranks = group_size(vars(groups)[kind])
         if ranks != size:
             raise ValueError(
-                f"{name} is {size}, but pg_collection.{kind} has {ranks} ranks: pass the groups of a layout with "
-                "that size, or set that size in the configuration"
+                f"{name} is {size}, but pg_collection.{kind} has {ranks} ranks: the group and the configuration must "
+                "have the same size"
             )
 
 
 def levels_of_context(groups: ProcessGroupCollection, sizes: Sequence[int] | None) -> Sequence[ProcessGroup]:
-    """Returns the groups of the levels of context parallelism, from the innermost.
+    """Returns this rank's groups on the levels of hierarchical context parallelism, from the innermost.
 
-    sizes: hierarchical_context_parallel_sizes. Raises ValueError unless hcp has groups of these sizes.
+    sizes: hierarchical_context_parallel_sizes. Raises ValueError unless the groups in hcp have these sizes.
     """
     found = [group_size(group) for group in groups.hcp]
     if sizes is None or found != list(sizes):
         raise ValueError(
             f"hierarchical_context_parallel_sizes is {sizes}, but the groups of pg_collection.hcp have {found} ranks: "
-            "pass the groups of initialize_model_parallel with these sizes, or set the sizes in the configuration"
+            "the sizes must be equal"
         )
     return groups.hcp
 
 
 def group_size(group: ProcessGroup | None) -> int:
-    """Returns the number of ranks in `group`: 1 for None and ALONE."""
+    """Returns the number of ranks in `group`, which is 1 for None and ALONE."""
     return 1 if group is None else group.size()
 
 
 def group_rank(group: ProcessGroup | None) -> int:
-    """Returns the index of this rank in `group`: 0 for None and ALONE."""
+    """Returns the index of this rank in `group`, which is 0 for None and ALONE."""
     return 0 if group is None else group.rank()

@@ -1,6 +1,7 @@
-"""Validation of results, as called by loss functions written for Megatron-LM. Nothing inside megatron/ calls it.
+"""Result validation that loss functions written for Megatron-LM call. Nothing inside megatron/ calls it.
 
-Steps are not rerun to find a faulty device. --non-finite-policy determines the reaction to a loss that is not finite.
+Unlike in Megatron-LM, steps are not rerun to find a faulty device. --non-finite-policy determines the reaction to a
+loss that is not finite.
 """
 
 from collections.abc import Callable
@@ -25,9 +26,9 @@ class RerunStateMachine:
     ) -> None:
         """Raises RuntimeError if `rejection_func` rejects `result`, or prints a warning if `fatal` is False.
 
-        result: for example a loss, [], fp32. The error ends all ranks of a run. comparison_func and tolerance would
-        compare a repeated step: tolerance has no effect, comparison_func must be None. NOTE: reads the device if
-        rejection_func returns a tensor on it.
+        result: for example a loss, [], fp32. The error ends the run on all ranks. comparison_func: must be None,
+        because steps are not rerun and compared. tolerance: unused. NOTE: waits for the device if rejection_func
+        returns a device tensor.
         """
         require_defaults(
             "validate_result",
@@ -46,7 +47,7 @@ _CHECKS = RerunStateMachine()
 
 
 def get_rerun_state_machine() -> RerunStateMachine:
-    """Returns the checker of this process, which has no state."""
+    """Returns the RerunStateMachine of this process, which is stateless."""
     return _CHECKS
 
 

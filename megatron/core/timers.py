@@ -1,4 +1,4 @@
-"""Named timers with log levels, as in Megatron, and their times over ranks.
+"""Named timers with log levels, as in Megatron, and reports of their times on all ranks.
 
 megatron/training/meters/meters.py selects the timers that are logged.
 """
@@ -20,7 +20,7 @@ class Timer:
     """Accumulates the time between start and stop; `with timer:` calls both.
 
     On a GPU it records events in the stream, and only `elapsed` waits for them. barrier: waits for all ranks first, so
-    that all ranks start measuring together and exclude the delay of late ranks.
+    that the measured time excludes the delay of late ranks.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,8 +49,9 @@ class Timer:
         self._open.clear()
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
-        """Returns the seconds measured so far, including a running interval; `reset` restarts from zero. Waits for a
-        GPU.
+        """Returns the seconds measured so far, including a running interval.
+
+        Waits for the GPU. reset: restarts the sum from zero.
         """
         running = self._started is not None
         if running:
@@ -74,7 +75,7 @@ class Timer:
 
 
 class _OffTimer(Timer):
-    """A timer above the log level of the run, which measures nothing."""
+    """Timer that measures nothing, because its level is above the log level of the run."""
 
     def __init__(self, name: str, log_level: int) -> None:
         self._name, self._log_level = name, log_level
@@ -89,16 +90,14 @@ class _OffTimer(Timer):
         pass
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
-        raise ValueError(
-            f"timer {self._name} has level {self._log_level} and measures nothing: "
-            f"set --timing-log-level {self._log_level}"
-        )
+        raise ValueError(f"timer {self._name} is disabled: requires --timing-log-level {self._log_level}")
 
 
 class Timers:
-    """Timers by name, created on first use: `timers("forward-backward", log_level=1).start()`.
+    """Collection of named timers, created on first use: `timers("forward-backward", log_level=1).start()`.
 
-    Timers above `log_level` measure nothing. log_option: whether `log` prints "max", "minmax" or "all" times of ranks.
+    Timers above `log_level` measure nothing. log_option: whether `log` prints the maximum over ranks ("max"), the
+    minimum and maximum ("minmax") or the times of all ranks ("all").
     """
 
     def __init__(self, log_level: int = 0, log_option: str = "minmax", *, device: torch.device | None = None) -> None:
@@ -109,7 +108,7 @@ class Timers:
         self._paused = False
 
     def __call__(self, name: str, log_level: int | None = None) -> Timer:
-        """Returns the timer of that name. The first call sets its level; None means the highest level."""
+        """Returns the timer called `name`. The first call sets its level; None means the highest level."""
         if self._paused:
             return _OffTimer(name, MAX_LEVEL)
         if name not in self._timers:
@@ -121,7 +120,7 @@ class Timers:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Disables all timers inside the block, for evaluation, which shares code with the training step."""
+        """Disables all timers inside the block. Used for evaluation, which shares code with the training step."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -129,7 +128,10 @@ class Timers:
             self._paused = before
 
     def seconds_by_rank(self, names: Sequence[str], *, reset: bool = True) -> dict[str, list[float]]:
-        """Returns the seconds of each rank by timer, 0 for a missing one. Collective, with equal names on all ranks."""
+        """Returns the seconds of every rank, by timer name; 0 if a timer does not exist on a rank.
+
+        Collective: all ranks must pass the same names.
+        """
         own = [self._timers[name].elapsed(reset) if name in self._timers else 0.0 for name in names]
         rows = _gather_rows_sync(torch.tensor(own, dtype=torch.float64, device=self._device))
         return {name: [row[index] for row in rows] for index, name in enumerate(names)}
@@ -143,7 +145,10 @@ class Timers:
         reset: bool = True,
         barrier: bool = False,
     ) -> None:
-        """Prints the times of `names` over all ranks, divided by `normalizer`, on `rank` (None means 0). Collective."""
+        """Prints the times of the timers in `names` over all ranks, divided by `normalizer`. Collective.
+
+        rank: the rank that prints; None means 0.
+        """
         _wait_for_ranks(barrier)
         text = format_times(self.seconds_by_rank(names, reset=reset), self.log_option, normalizer=normalizer)
         if text and (not dist.is_initialized() or dist.get_rank() == (rank or 0)):
@@ -159,7 +164,10 @@ class Timers:
         reset: bool = True,
         barrier: bool = False,
     ) -> None:
-        """Writes the slowest rank's seconds as `NAME-time` to TensorBoard. Collective. writer: None on other ranks."""
+        """Writes the slowest rank's seconds to TensorBoard as `NAME-time`. Collective.
+
+        writer: None on ranks that do not write.
+        """
         _wait_for_ranks(barrier)
         for name, seconds in self.seconds_by_rank(names, reset=reset).items():
             if writer is not None:
@@ -167,7 +175,10 @@ class Timers:
 
 
 def format_times(seconds: dict[str, list[float]], log_option: str, *, normalizer: float = 1.0) -> str:
-    """Formats the lines that `Timers.log` prints: milliseconds of timers that ran on any rank; "" if there are none."""
+    """Formats the times of timers that ran on any rank, in milliseconds, as `Timers.log` prints them.
+
+    seconds: seconds of every rank, by timer name. Returns "" if no timer ran.
+    """
     ran = {name: [1000.0 * value / normalizer for value in values] for name, values in seconds.items() if any(values)}
     if not ran:
         return ""
@@ -189,7 +200,7 @@ def _wait_for_ranks(barrier: bool) -> None:
 
 
 def _gather_rows_sync(own: torch.Tensor) -> list[list[float]]:
-    """Returns one row for each rank; own: [timers], fp64. NOTE: reads the device, once per log interval."""
+    """Gathers one row of times from each rank. own: [timers], fp64. NOTE: reads the device once per log interval."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     rows = [own]
     if ranks > 1:

@@ -1,4 +1,4 @@
-"""Helpers that Megatron users import from this path; no others belong in this file."""
+"""Helpers that Megatron users import from this path. Other helpers do not belong in this file."""
 
 import logging
 from collections.abc import Mapping
@@ -18,9 +18,9 @@ from megatron.core.process_groups_config import group_rank, group_size
 
 
 class ModelWrapper(nn.Module):
-    """Base class of wrappers, which run another module and are not part of the model.
+    """Base class of wrappers such as DDP, which run a module but are not part of the model.
 
-    State dicts have the parameter names of the wrapped model.
+    State dicts use the parameter names of the wrapped model.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -28,46 +28,49 @@ class ModelWrapper(nn.Module):
         self.module = module
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the state of the model: tensors of any shape and dtype by name.
+        """Returns the state dict of the model: tensors of any shape and dtype, by name.
 
-        Within the state dict of an outer module, names have that module's prefix and include `module`.
+        If an outer module collects its state dict, the names include that module's prefix and `module`.
         """
-        # An outer module passes the destination, and loads this part under the name `module`.
+        # An outer module passes the destination, and later loads these entries under the name `module`.
         is_part = bool(args) or kwargs.get("destination") is not None
         return super().state_dict(*args, **kwargs) if is_part else self.module.state_dict(**kwargs)
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> Any:
-        """Returns `state_dict`, under the name that Megatron's scripts call."""
+        """Returns the result of `state_dict`. Megatron scripts call this name."""
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Loads a state dict of the model: tensors of any shape and dtype. Further arguments are those of torch."""
+        """Loads a state dict of the model: tensors of any shape and dtype. Further arguments are passed to torch."""
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
 
 class NotDivisibleError(ValueError, AssertionError):
-    """Error for a quotient with a remainder. Scripts catch it as the AssertionError that Megatron raises."""
+    """Raised if a division has a remainder. It is also an AssertionError, which Megatron raises and scripts catch."""
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
-    """Raises NotDivisibleError unless the quotient is exact."""
+    """Raises NotDivisibleError unless `numerator` is divisible by `denominator`."""
     if denominator <= 0 or numerator % denominator:
         raise NotDivisibleError(f"{numerator} is not divisible by {denominator}")
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """Returns the exact quotient. Raises NotDivisibleError, a ValueError, if there is a remainder."""
+    """Returns numerator / denominator as an integer. Raises NotDivisibleError if there is a remainder."""
     ensure_divisibility(numerator, denominator)
     return numerator // denominator
 
 
 def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
-    """Returns whether torch has at least this version; check_equality: whether the version itself is included."""
+    """Returns whether the torch version is at least `version`, or greater than it if check_equality is False."""
     return _is_min_version(torch.__version__, version, check_equality)
 
 
 def is_te_min_version(version: str, check_equality: bool = True) -> bool:
-    """Returns whether Transformer Engine is installed in at least this version; see is_torch_min_version."""
+    """Returns whether Transformer Engine is installed and its version is at least `version`.
+
+    check_equality: as in is_torch_min_version.
+    """
     try:
         installed = metadata.version("transformer_engine")
     except metadata.PackageNotFoundError:
@@ -82,22 +85,22 @@ def _is_min_version(installed: str, version: str, check_equality: bool) -> bool:
 
 
 def get_pg_size(group: ProcessGroup | None = None) -> int:
-    """Returns the number of ranks in `group`: 1 for None, and without torch.distributed."""
+    """Returns the number of ranks in `group`, or 1 for None or if torch.distributed is not initialized."""
     return group_size(group) if dist.is_initialized() else 1
 
 
 def get_pg_rank(group: ProcessGroup | None = None) -> int:
-    """Returns the index of this rank in `group`: 0 for None, and without torch.distributed."""
+    """Returns the index of this rank in `group`, or 0 for None or if torch.distributed is not initialized."""
     return group_rank(group) if dist.is_initialized() else 0
 
 
 def get_tensor_model_parallel_group_if_none(
     tp_group: ProcessGroup | None, is_expert: bool = False, check_initialized: bool = True
 ) -> ProcessGroup | None:
-    """Returns `tp_group`; None means parallel_state's tensor-parallel group, or with is_expert the experts' group.
+    """Returns `tp_group`, or parallel_state's tensor-parallel group if it is None.
 
-    check_initialized: raises RuntimeError if there is no such group, instead of returning None. Without
-    torch.distributed it returns `tp_group`.
+    is_expert: returns the expert-tensor-parallel group instead. check_initialized: raises RuntimeError if the group
+    does not exist, instead of returning None. Returns `tp_group` if torch.distributed is not initialized.
     """
     if tp_group is not None or not dist.is_initialized():
         return tp_group
@@ -106,16 +109,16 @@ def get_tensor_model_parallel_group_if_none(
 
 
 def log_single_rank(logger: logging.Logger, level: int, msg: object, *args: Any, rank: int = 0, **kwargs: Any) -> None:
-    """Logs on a single global rank; without torch.distributed, always. Further arguments are those of Logger.log."""
+    """Logs only on global rank `rank`, or always if torch.distributed is not initialized. args: as in Logger.log."""
     if not dist.is_initialized() or dist.get_rank() == rank:
         logger.log(level, msg, *args, **kwargs)
 
 
 def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> Tensor:
-    """Returns a tensor with the memory of `inp` that is not a view, so that the base of `inp` can be freed.
+    """Returns a tensor that shares the memory of `inp` but is not a view, so that the base of `inp` can be freed.
 
-    inp: any shape, any dtype; returned unchanged if it is not a view. keep_graph: gradients flow to `inp`; otherwise
-    the result is a leaf, with requires_grad.
+    inp: any shape, any dtype; returned unchanged if it is not a view. keep_graph: whether gradients flow to `inp`; if
+    False, the result is a leaf with requires_grad.
     """
     if inp._base is None:
         return inp
@@ -146,7 +149,7 @@ def unwrap_model(
 ) -> Any:
     """Returns the model, or each model of a list, without its wrappers.
 
-    module_instances: classes of wrappers, which hold the model as `module`; None means ModelWrapper and torch's
+    module_instances: wrapper classes, which store the model as `module`; None means ModelWrapper and torch's
     DistributedDataParallel.
     """
     if isinstance(model, list):
@@ -159,13 +162,13 @@ def unwrap_model(
 
 
 def get_attr_wrapped_model(model: nn.Module, attr: str, allow_none: bool = True, return_model_obj: bool = False) -> Any:
-    """Returns `attr` of the outermost wrapper that has it, or of the model; None if none has it.
+    """Returns the attribute `attr` of the outermost wrapper or model that defines it, or None if it is not found.
 
-    allow_none: whether a value of None is accepted. return_model_obj: returns the object that has the attribute
-    instead. Raises ValueError for a list of models.
+    allow_none: whether an attribute value of None is accepted. return_model_obj: returns the wrapper or model that
+    defines the attribute instead. Raises ValueError for a list of models.
     """
     if isinstance(model, list):
-        raise ValueError("get_attr_wrapped_model was given a list of models: pass one of them")
+        raise ValueError("get_attr_wrapped_model got a list of models: must be a single model")
     holder: Any = model
     while not hasattr(holder, attr) or (not allow_none and getattr(holder, attr) is None):
         if not isinstance(holder, (ModelWrapper, TorchDistributedDataParallel)):
@@ -180,10 +183,10 @@ def get_model_config(model: nn.Module) -> Any:
 
 
 class StragglerDetector:
-    """Marks the parts of a forward step in traces of torch's profiler, where Megatron-LM's scripts time them.
+    """Marks parts of a forward step in torch profiler traces, with the interface that Megatron-LM scripts use.
 
-    `with stimer(bdata=True):` around reading a batch, `with stimer:` around the model. --log-straggler measures the
-    ranks' times without these marks, so scripts need not contain them.
+    Use `with stimer(bdata=True):` around reading a batch and `with stimer:` around the model. --log-straggler does not
+    require these marks, so scripts may omit them.
     """
 
     def __init__(self) -> None:
@@ -191,7 +194,7 @@ class StragglerDetector:
         self._open: list[record_function] = []
 
     def __call__(self, bdata: bool = False) -> "StragglerDetector":
-        """Sets the name of the range that is entered next; bdata: whether it reads a batch."""
+        """Sets the name of the next range. bdata: whether the range covers reading a batch."""
         self._next = "batch" if bdata else "forward"
         return self
 

@@ -14,11 +14,11 @@ _STEPS_AT_ONCE = 4096
 
 
 class BlendedDataset(Dataset[dict[str, Any]]):
-    """A dataset of `size` samples, to which each dataset contributes its share by weight.
+    """Dataset of `size` samples that mixes several datasets in proportion to their weights.
 
-    After any number of samples each share is exact to within one sample. size: None means the total of the datasets.
-    config: unused. order: the result of blend_indices(weights, size), if known. Raises ValueError if a dataset has too
-    few samples.
+    After any number of samples, each dataset's contribution is within one sample of its share. size: None means the sum
+    of the dataset sizes. config: unused. order: the result of blend_indices(weights, size), if already computed. Raises
+    ValueError if a dataset has too few samples.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class BlendedDataset(Dataset[dict[str, Any]]):
 
     @property
     def dataset_index(self) -> np.ndarray:
-        """Number of the dataset of each sample: [size], int16, read-only."""
+        """Dataset number of each sample: [size], int16, read-only."""
         return self._dataset_index
 
     def __len__(self) -> int:
@@ -54,14 +54,14 @@ class BlendedDataset(Dataset[dict[str, Any]]):
 
 
 def blend_indices(weights: Sequence[float], size: int) -> BlendOrder:
-    """Returns the dataset of each of `size` samples (int16) and the sample's index in that dataset (int64).
+    """Returns the dataset number (int16) of each of `size` samples, and the index in that dataset (int64).
 
-    As in Megatron, each sample is from the dataset that is furthest behind its share, the first one on a tie. It takes
-    about a second per million samples, regardless of the number of datasets.
+    As in Megatron, each sample is taken from the dataset that is furthest behind its share; ties go to the first
+    dataset. Takes about a second per million samples, regardless of the number of datasets.
     """
     shares = np.asarray(weights, dtype=np.float64)
     shares = shares / shares.sum()
-    # inf excludes datasets without a share, which would otherwise win ties at 0 when all others have their shares.
+    # inf excludes datasets of weight 0, which would otherwise win ties at 0 when no dataset is behind its share.
     given, behind = np.where(shares > 0, 0.0, np.inf), np.empty(len(shares))
     dataset_index = np.empty(size, dtype=np.int16)
     for first in range(0, size, _STEPS_AT_ONCE):
@@ -77,7 +77,7 @@ def blend_indices(weights: Sequence[float], size: int) -> BlendOrder:
 
 
 def _number_within_each(dataset_index: np.ndarray, *, num_datasets: int) -> np.ndarray:
-    """Returns how many earlier samples are from the same dataset: [size], int64."""
+    """Returns, for each sample, the number of earlier samples from the same dataset: [size], int64."""
     counts = np.bincount(dataset_index, minlength=num_datasets)
     firsts = np.repeat(np.cumsum(counts) - counts, counts)
     numbers = np.empty(len(dataset_index), dtype=np.int64)

@@ -1,7 +1,7 @@
 """Builds training, validation and test datasets on all ranks, without races.
 
-One rank of the group builds first and fills the index cache, which the other ranks then read. If they do not see its
-files, because each node has its own cache folder, they also build, with identical results.
+One rank of the group builds first and fills the index cache, which the other ranks then read. If the files are not
+visible to them, because each node has a separate cache folder, they build identical indices themselves.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,15 +17,15 @@ from megatron.core.datasets.indexed_dataset import DataError
 from megatron.core.datasets.utils import DEFAULT_SPLIT, Blend, Split, split_documents
 from megatron.core.group_collectives import all_ranks_agree
 
-# Training, validation and test data; validation data is a list with multiple_validation_sets.
+# Training, validation and test data. With multiple_validation_sets, validation data is a list.
 Datasets = list[GPTDataset | BlendedDataset | list[GPTDataset] | None]
 
 
 class BlendedMegatronDatasetBuilder:
     """Megatron's builder: `BlendedMegatronDatasetBuilder(GPTDataset, sizes, is_built_on_rank, config).build()`.
 
-    sizes: number of samples of train, valid and test; None means one epoch, 0 no dataset. group: the ranks that call
-    `build`; None means all ranks.
+    sizes: numbers of train, valid and test samples; None means one epoch, and 0 means no dataset. group: the ranks that
+    call `build`; None means all ranks.
     """
 
     def __init__(
@@ -38,7 +38,9 @@ class BlendedMegatronDatasetBuilder:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         if len(sizes) != len(Split):
-            raise ValueError(f"sizes is {list(sizes)}: must be the numbers of samples of train, valid and test")
+            raise ValueError(
+                f"sizes is {list(sizes)}: must contain three numbers of samples, for train, valid and test"
+            )
         # The description of cached indices contains the split, so the default is filled in here.
         split = None if config.blend_per_split is not None else config.split or DEFAULT_SPLIT
         self.config = replace(config, split=split)
@@ -48,11 +50,13 @@ class BlendedMegatronDatasetBuilder:
         self.group = group
 
     def build(self) -> Datasets:
-        """Builds [train, valid, test]; None for size or weight 0, or if not built on this rank. Collective.
+        """Builds [train, valid, test]. Collective.
 
-        With multiple_validation_sets, the validation data of a blend is a list with a dataset of the full size for each
-        prefix. With full_validation its size is one epoch.
-        Raises on every rank if any rank fails: ValueError or OSError there, RemoteRankError on the others.
+        An entry is None if its size or weight is 0. All entries are None on ranks where is_built_on_rank() is False.
+        With multiple_validation_sets, the validation entry of a blend is a list with a dataset of the full size for
+        each prefix. With full_validation, validation datasets contain one epoch.
+
+        If any rank fails, every rank raises: ValueError or OSError on the failed ranks, RemoteRankError on the others.
         """
         datasets: Datasets = [None] * len(Split)
         is_first = not dist.is_initialized() or dist.get_rank(self.group) == 0
@@ -67,10 +71,10 @@ class BlendedMegatronDatasetBuilder:
     def build_generic_dataset(
         cls: Callable[..., Any], is_built_on_rank: Callable[[], bool], synchronize_ranks: bool, *args: Any
     ) -> Any:
-        """Returns cls(*args), or None if it is not built on this rank. Collective with synchronize_ranks.
+        """Returns cls(*args), or None if is_built_on_rank() is False. Collective if synchronize_ranks is set.
 
-        The first rank builds first, so that the others find its cached files. Without synchronize_ranks each rank
-        builds independently. Raises on every rank if any rank fails, like `build`.
+        With synchronize_ranks, the first rank builds before the others, which then find its cached files. If any rank
+        fails, every rank raises, as in `build`. Otherwise each rank builds independently.
         """
         if not synchronize_ranks:
             return cls(*args) if is_built_on_rank() else None
@@ -82,9 +86,7 @@ class BlendedMegatronDatasetBuilder:
         return built
 
     def _require_same_loss_masks(self, datasets: Datasets) -> None:
-        """Raises DataError on every rank if loss masks are missing on some ranks, which would otherwise
-        go unnoticed.
-        """
+        """Raises DataError on every rank if loss masks are missing on some ranks. Training would not detect this."""
         parts = [part for whole in datasets for part in _parts(whole)]
         mine = [part.has_loss_mask for part in parts if isinstance(part, GPTDataset)]
         found: list[list[bool]] = [mine]
@@ -95,8 +97,8 @@ class BlendedMegatronDatasetBuilder:
         without = [rank for rank, masks in enumerate(found) if masks and masks != [any(some) for some in zip(*built)]]
         if without:
             raise DataError(
-                f"ranks {', '.join(map(str, without))} lack loss masks that others have: PREFIX_loss_mask.bin and "
-                ".idx must be next to the data on every node, or on none"
+                f"ranks {', '.join(map(str, without))} found no loss masks, but other ranks did: "
+                "PREFIX_loss_mask.bin and .idx must be next to the data on every node, or on none"
             )
 
     def _build_splits(self) -> Datasets:
@@ -129,7 +131,7 @@ class BlendedMegatronDatasetBuilder:
     def _num_documents(self, prefix: str | None, corpus: TokenSequences) -> int:
         num_documents = self.cls.numel_low_level_dataset(corpus)
         if num_documents == 0:
-            raise ValueError(f"{prefix}.idx has no documents: must have at least one; the corpus is empty")
+            raise ValueError(f"{prefix}.idx has no documents: must have at least one")
         return num_documents
 
     def _split(self, prefix: str | None, corpus: TokenSequences) -> list[range | None]:
@@ -144,7 +146,7 @@ class BlendedMegatronDatasetBuilder:
             if size != 0 and documents is not None and len(documents) == 0:
                 raise ValueError(
                     f"--split {split} leaves no document for {part.name}: {prefix} has {num_documents} documents; "
-                    f"give {part.name} a larger share, or 0 for no {part.name} data"
+                    f"increase the share of {part.name}, or set it to 0 for no {part.name} data"
                 )
         return ranges
 
@@ -175,7 +177,7 @@ class BlendedMegatronDatasetBuilder:
         datasets = [self._build_one(split, sources[number], num_samples=int(counts[number])) for number in used]
         if len(used) < len(sources):
             order = blend_indices(weights, size)
-            # The shares of sources without samples are redistributed to the others, which may then need one more
+            # The shares of sources without samples are redistributed to the others, which may then require one more
             # sample.
             for place, count in enumerate(np.bincount(order[0], minlength=len(used)).tolist()):
                 if count > len(datasets[place]):
@@ -195,7 +197,10 @@ def _parts(whole: GPTDataset | BlendedDataset | list[GPTDataset] | None) -> Sequ
 
 
 def _sets_to_read(blend: Blend | None) -> tuple[Sequence[str | None], list[float] | None]:
-    """Returns prefixes and weights, without weights of 0, whose files need not exist. Prefix None means mock data."""
+    """Returns the prefixes and weights of a blend, without datasets of weight 0, whose files need not exist.
+
+    A prefix of None means mock data.
+    """
     if blend is None:
         return [None], None
     prefixes, weights = blend
@@ -207,7 +212,7 @@ def _sets_to_read(blend: Blend | None) -> tuple[Sequence[str | None], list[float
 
 @dataclass(frozen=True)
 class _Source:
-    """One corpus of a blend, and its documents in the part being built."""
+    """Corpus of a blend, with the range of its documents that belong to the split being built."""
 
     prefix: str | None
     corpus: TokenSequences

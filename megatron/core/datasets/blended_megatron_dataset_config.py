@@ -14,7 +14,7 @@ MOST_DATASETS = 32767
 
 
 class Vocabulary(Protocol):
-    """Interface of a tokenizer for datasets: ids 0 to vocab_size - 1, and eod at the end of a document."""
+    """Tokenizer interface that datasets require. Ids are 0 to vocab_size - 1, and eod marks the end of a document."""
 
     @property
     def name(self) -> str: ...
@@ -28,11 +28,11 @@ class Vocabulary(Protocol):
 
 @dataclass(kw_only=True)
 class BlendedMegatronDatasetConfig:
-    """Datasets to blend, and how samples are cut from them; the names are those of Megatron.
+    """Datasets to blend, and options of their samples, with Megatron's field names.
 
-    Two fields are derived from others. split_matrix: begin and end of train, valid and test as shares of the documents,
-    None for a part without documents; None with blend_per_split. mock: True if no blend is given, which selects mock
-    data.
+    Two fields are derived from others. split_matrix: (begin, end) of train, valid and test as fractions of the
+    documents, or None for a part without documents; None with blend_per_split. mock: True if no blend is given, which
+    selects mock data.
     """
 
     random_seed: int = config_field(1234, help="Random seed of all shuffles.")
@@ -42,10 +42,10 @@ class BlendedMegatronDatasetConfig:
         None, help="Blends of train, valid and test, None for no data; replaces blend and split."
     )
     multiple_validation_sets: bool | None = config_field(
-        None, help="Keep the validation datasets of a blend separate: a list of datasets instead of one."
+        None, help="Return the validation datasets of a blend as a list, instead of blending them."
     )
     full_validation: bool | None = config_field(
-        None, help="Use one epoch of the validation documents, whatever number of samples is requested."
+        None, help="Use one epoch of the validation documents, regardless of the requested number of samples."
     )
     split: str | None = config_field(None, help=f"Shares of train, valid and test documents; {DEFAULT_SPLIT} if None.")
     split_matrix: list[tuple[float, float] | None] | None = field(init=False, default=None)
@@ -57,7 +57,7 @@ class BlendedMegatronDatasetConfig:
     mock: bool = field(init=False, default=False)
     tokenizer: Vocabulary | None = config_field(None, help="Provides the vocabulary against which tokens are checked.")
     mid_level_dataset_surplus: float = no_effect_field(
-        0.005, why="the samples that a blend reads of each dataset are counted exactly, so no spare samples are needed"
+        0.005, why="the number of samples that a blend reads from each dataset is computed exactly, without a surplus"
     )
     allow_ambiguous_pad_tokens: bool | None = unsupported_field(
         False, why="samples are never padded, so no padding id is masked"
@@ -94,7 +94,7 @@ class BlendedMegatronDatasetConfig:
 
 
 def validate_blend(blend: Blend) -> None:
-    """Raises ValueError unless there is at least one dataset, and a weight for each or for none."""
+    """Raises ValueError unless a blend has at least one dataset, and weights for all datasets or for none."""
     prefixes, weights = blend
     if not 0 < len(prefixes) <= MOST_DATASETS:
         raise ValueError(f"blend has {len(prefixes)} datasets: must have 1 to {MOST_DATASETS}")
@@ -102,21 +102,22 @@ def validate_blend(blend: Blend) -> None:
         return
     if len(prefixes) != len(weights) or any(weight < 0 for weight in weights) or not 0 < sum(weights) < math.inf:
         raise ValueError(
-            f"blend has weights {weights} for {len(prefixes)} datasets: must have one weight above 0 for each"
+            f"blend has weights {weights} for {len(prefixes)} datasets: must have one weight for each, at least 0 and "
+            "not all 0"
         )
 
 
 def parse_and_normalize_split(split: str) -> list[float]:
-    """Parses --split into three shares with sum 1. Raises ValueError unless it has 1 to 3 numbers >= 0, not all 0."""
+    """Parses --split into three shares that sum to 1. Raises ValueError unless it is 1 to 3 numbers >= 0, not all 0."""
     return parse_split(split)
 
 
 def convert_split_vector_to_split_matrix(
     vector_a: Sequence[float], vector_b: Sequence[float] | None = None
 ) -> list[tuple[float, float] | None]:
-    """Returns begin and end of each part of a corpus, as shares of it; None for a part without documents.
+    """Returns (begin, end) of each part as fractions of the corpus, or None for a part without documents.
 
-    vector_a: shares of the parts, with sum 1. vector_b: shares of an earlier split of the corpus; each part is then
+    vector_a: shares of the parts, which sum to 1. vector_b: shares of an earlier split of the corpus; each part is then
     limited to the range that both splits assign to it.
     """
     ranges = [pairwise(accumulate(vector, initial=0.0)) for vector in (vector_a, vector_b or vector_a)]

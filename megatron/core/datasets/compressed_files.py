@@ -12,46 +12,47 @@ from typing import Any
 
 PeekableFile = io.BufferedReader | gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile
 
-# The library decompresses a piece at once, to thousands of times its size at most.
+# The library decompresses a whole piece in one call, to thousands of times its size at most.
 ZSTD_PIECE = 4 << 10
-# zstd's own limit. Files of `zstd --long=31` need it; a window is allocated only as large as its file says.
+# The maximum in zstd, which files from `zstd --long=31` require. The window is only as large as the file declares.
 ZSTD_MAX_WINDOW = 1 << 31
 
 
 def open_file(path: Path) -> PeekableFile:
-    """Opens a file for reading, decompressed if its suffix is one of COMPRESSIONS."""
+    """Opens a file for reading, and decompresses it if its suffix is in COMPRESSIONS."""
     opener = _OPENERS.get(path.suffix)
     return open(path, "rb") if opener is None else opener(path)
 
 
 @contextmanager
 def named_damage(path: Path) -> Iterator[None]:
-    """Turns the errors of damaged compressed files into ValueErrors that name the file."""
+    """Converts errors from damaged compressed files to ValueErrors that name the file."""
     try:
         yield
     except (EOFError, zlib.error, lzma.LZMAError) as error:
         raise ValueError(_damage(path, error)) from error
     except OSError as error:
-        if error.errno is not None:  # an error of the operating system, not of the content
+        if error.errno is not None:  # from the operating system, not caused by the content
             raise
         raise ValueError(_damage(path, error)) from error
 
 
 def _damage(path: Path, error: Exception) -> str:
     kind = {".gz": "gzip", ".bz2": "bzip2", ".zst": "zstd"}.get(path.suffix, path.suffix.removeprefix("."))
-    return f"{path} is cut short or no {kind} file: {error}"
+    return f"{path} is truncated or not a {kind} file: {error}"
 
 
 class _ZstdReader(io.RawIOBase):
-    """Reads the frames of a zstd file one after the other. Raises EOFError if the last one has no end, which the
-    library's own stream reader does not notice.
+    """Reads the frames of a zstd file in order.
+
+    Raises EOFError if the last frame is incomplete, which the library's stream reader does not detect.
     """
 
     def __init__(self, path: Path) -> None:
         try:
             import zstandard
         except ImportError as error:
-            raise ValueError(f"{path} needs the package zstandard: pip install 'megatron-stash[data]'") from error
+            raise ValueError(f"{path} requires the package zstandard: pip install 'megatron-stash[data]'") from error
         self._error: type[Exception] = zstandard.ZstdError
         self._decompressor = zstandard.ZstdDecompressor(max_window_size=ZSTD_MAX_WINDOW)
         self._file = open(path, "rb")
@@ -68,7 +69,7 @@ class _ZstdReader(io.RawIOBase):
                 self._compressed = self._file.read(ZSTD_PIECE)
             if not self._compressed:
                 if self._frame is not None:
-                    raise EOFError("the last frame has no end")
+                    raise EOFError("the last frame is incomplete")
                 return 0
             self._ready = memoryview(self._decompress())
         size = min(len(buffer), len(self._ready))

@@ -1,4 +1,4 @@
-"""Command-line fields of the data: paths, split and reading. Samples are created in gpt_dataset.py."""
+"""Command-line flags for data paths, splits and reading. Samples are created in gpt_dataset.py."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from megatron.core.datasets.utils import DEFAULT_SPLIT, Blend, get_blend_from_li
 
 @dataclass(kw_only=True)
 class DataConfig:
-    """Selects the data, and how it is split and read."""
+    """Selects the data, and controls how it is split and read."""
 
     cli_group: ClassVar[str] = "data and dataloader"
 
@@ -22,7 +22,7 @@ class DataConfig:
     )
     train_data_path: list[str] | None = config_field(
         None,
-        help="Like --data-path, for training only; --valid-data-path and --test-data-path name the other data.",
+        help="Like --data-path, for training only; --valid-data-path and --test-data-path select the other data.",
         nargs="*",
     )
     valid_data_path: list[str] | None = config_field(
@@ -40,7 +40,7 @@ class DataConfig:
     )
     data_cache_path: str | None = config_field(
         None,
-        help="Folder of the sample indices; default: cache/GPTDataset_indices in the folder of the data.",
+        help="Folder for cached sample indices; default: cache/GPTDataset_indices in the folder of the data.",
     )
     mmap_bin_files: bool = config_field(
         True,
@@ -74,18 +74,18 @@ class DataConfig:
         "iterators returned by the script's dataset provider.",
     )
     full_validation: bool = config_field(
-        False, help="Read every sample of the validation data once in each evaluation, instead of --eval-iters batches."
+        False, help="Read all validation samples once in each evaluation, instead of --eval-iters batches."
     )
     multiple_validation_sets: bool = config_field(
         False, help="Evaluate and log each validation dataset separately, instead of a blend of them."
     )
     validation_set_names: list[str] | None = config_field(
-        None, help="Names of the sets of --multiple-validation-sets in the log; default: the names of their files."
+        None, help="Names of the --multiple-validation-sets in the log; default: their file names."
     )
     create_attention_mask_in_dataloader: bool = config_field(
         True,
         flags=("--no-create-attention-mask-in-dataloader",),
-        help="With --reset-attention-mask, put the borders of documents into batches instead of S x S masks.",
+        help="With --reset-attention-mask, add document borders to batches instead of S x S masks.",
     )
 
     def __post_init__(self) -> None:
@@ -106,26 +106,26 @@ class DataConfig:
         sources += [] if self.data_args_path is None else [f"--data-args-path {self.data_args_path}"]
         sources += separate[:1]
         if len(sources) > 1:
-            raise ValueError(f"{sources[0]} contradicts {sources[1]}: give only one of them")
+            raise ValueError(f"{sources[0]} conflicts with {sources[1]}: give only one of them")
         if separate and self.split is not None:
-            raise ValueError(f"{separate[0]} contradicts --split {self.split}: no data is split, so drop --split")
+            raise ValueError(f"{separate[0]} conflicts with --split {self.split}: remove --split")
 
     def validate_validation(self) -> None:
         if self.full_validation and self.dataloader_type == "external":
             raise ValueError(
-                "--full-validation and --dataloader-type external are both given: the size of external validation "
-                "data is unknown, so drop --full-validation and give --eval-iters"
+                "--full-validation does not support --dataloader-type external, because the size of external data is "
+                "unknown; use --eval-iters"
             )
         names = self.validation_set_names
         if names is None:
             return
         if not self.multiple_validation_sets:
-            raise ValueError(f"--validation-set-names is {' '.join(names)} without --multiple-validation-sets: add it")
+            raise ValueError(f"--validation-set-names {' '.join(names)} requires --multiple-validation-sets")
         if len(set(names)) < len(names):
-            raise ValueError(f"--validation-set-names is {' '.join(names)}: must be different names")
+            raise ValueError(f"--validation-set-names is {' '.join(names)}: names must be unique")
 
     def paths_per_split(self) -> dict[str, list[str] | None]:
-        """Returns the values of the flags that name training, validation and test data separately, by flag."""
+        """Returns the values of --train-data-path, --valid-data-path and --test-data-path, by flag."""
         return {
             "--train-data-path": self.train_data_path,
             "--valid-data-path": self.valid_data_path,
@@ -133,12 +133,12 @@ class DataConfig:
         }
 
     def names_data(self) -> bool:
-        """Returns whether any flag names data."""
+        """Returns whether any flag selects data."""
         named = (self.data_path, self.data_args_path, *self.paths_per_split().values())
         return self.mock_data or any(one is not None for one in named)
 
     def read_blend(self) -> Blend | None:
-        """Returns the blend of --data-path, or of the file of --data-args-path. Raises OSError or ValueError."""
+        """Returns the blend in --data-path or in the file of --data-args-path. Raises OSError or ValueError."""
         if self.data_args_path is None:
             return get_blend_from_list(self.data_path)
         path = Path(self.data_args_path)
@@ -156,11 +156,11 @@ class DataConfig:
         return get_blend_from_list(words)
 
     def blend_per_split(self) -> list[Blend | None] | None:
-        """Returns the blends of training, validation and test data if they are named separately, otherwise None."""
+        """Returns the blends of train, valid and test if separate flags select them, otherwise None."""
         blends = [get_blend_from_list(words) for words in self.paths_per_split().values()]
         return blends if any(blend is not None for blend in blends) else None
 
 
 def words_of(flag: str, words: list[str]) -> str:
-    """Formats a flag and its values as on a command line."""
+    """Formats a flag and its values as they appear on a command line."""
     return " ".join([flag, *words])

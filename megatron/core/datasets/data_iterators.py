@@ -1,4 +1,4 @@
-"""Endless iterators over microbatches for the training loop, which can start after any number of consumed samples."""
+"""Endless iterators over microbatches, which can start after any number of consumed samples."""
 
 import multiprocessing
 import os
@@ -31,12 +31,12 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """The position at which reading starts, and the rows of this data-parallel rank.
+    """Options of the data iterators: start positions, batch size and data-parallel rank.
 
-    consumed_*: samples that all ranks together have consumed, from the checkpoint. Test data starts at 0. pin_memory:
-    returns pinned batches, for asynchronous copies to a GPU. create_attention_mask: converts document borders to masks.
-    dataloader_type: as in DataConfig. seed: random seed of the cyclic order. full_validation: reads validation data
-    from its first sample, in complete passes that each end with a padded round.
+    consumed_*: number of samples that all ranks together have consumed, from the checkpoint. Test data starts at 0.
+    pin_memory: returns pinned batches, for asynchronous copies to a GPU. create_attention_mask: converts document
+    borders to masks. dataloader_type: as in DataConfig. seed: random seed of the cyclic order. full_validation: reads
+    validation data from its first sample, in complete passes that each end with a padded round.
     """
 
     micro_batch_size: int
@@ -53,24 +53,25 @@ class BatchPlan:
 
     @property
     def samples_per_round(self) -> int:
-        """Samples of one micro-batch on every data-parallel rank."""
+        """Number of samples in one micro-batch, summed over all data-parallel ranks."""
         return self.micro_batch_size * self.dp_size
 
     def full_rounds(self, dataset: Dataset[Any]) -> int:
-        """Returns the number of micro-batches per rank that cover all samples of a dataset."""
+        """Returns the number of micro-batches per rank in one pass over all samples of a dataset."""
         return -(-len(dataset) // self.samples_per_round)  # type: ignore[arg-type]
 
 
 class DataIterator(Iterator[Batch]):
-    """Yields {tokens, labels, position_ids: [B, S] int64, loss_mask: [B, S] float32} on the CPU, without end.
+    """Endless iterator over the microbatches of this rank, on the CPU.
 
-    Datasets with reset_attention_mask add cu_seqlens, [n + 1] int32: the borders of documents within the B * S tokens
-    of the batch, row by row; or, with plan.create_attention_mask, attention_mask, [B, 1, S, S] bool.
+    Yields dicts with tokens, labels, position_ids: [B, S], int64, and loss_mask: [B, S], float32. Datasets with
+    reset_attention_mask add cu_seqlens: [n + 1], int32, the borders of documents within the B * S tokens of the batch,
+    row by row. With plan.create_attention_mask they add attention_mask: [B, 1, S, S], bool, instead.
 
     Batch k depends only on the dataset, `consumed_samples` and the rank, not on workers or on earlier reads. Reading
-    does not use global random generators. Worker processes start with the first `next`; `close` ends them. full_passes:
-    reads passes over the whole dataset, each with plan.full_rounds(dataset) batches, instead of an endless sequence of
-    samples. Samples that pad the last round have a loss_mask of 0.
+    does not use global random generators. Worker processes start at the first `next` and end at `close`. full_passes:
+    reads complete passes over the dataset, each with plan.full_rounds(dataset) batches, instead of a continuous
+    sequence of samples. Samples that pad the last round have a loss_mask of 0.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class DataIterator(Iterator[Batch]):
             # The default of Python 3.14 would import torch in each worker.
             multiprocessing_context="fork" if num_workers else None,
             # DataLoader draws a seed when iteration starts. Drawing it from the global generator would change the
-            # dropout masks of a resumed run, which starts iterating at another step.
+            # dropout masks of a resumed run, which starts iterating at a different step.
             generator=torch.Generator(),
         )
         self._pin_memory = plan.pin_memory
@@ -105,17 +106,17 @@ class DataIterator(Iterator[Batch]):
         return {key: tensor.pin_memory() for key, tensor in batch.items()} if self._pin_memory else batch
 
     def close(self) -> None:
-        """Ends the workers; a later `next` starts from consumed_samples."""
+        """Stops the worker processes. A later `next` restarts at consumed_samples."""
         self._batches = None
 
 
 class MegatronPretrainingSampler:
-    """Yields the sample numbers of each microbatch of this data-parallel rank, without end.
+    """Endless sampler of the sample numbers in each microbatch of this data-parallel rank.
 
-    Samples are read in dataset order, wrapping around at the end. Of each micro_batch_size * data_parallel_size
-    samples, rank r reads rows r * micro_batch_size to (r + 1) * micro_batch_size. A global batch therefore consists of
-    the samples from consumed_samples to consumed_samples + global batch size for any number of ranks and micro-batch
-    size, and a run that resumes with another layout trains on the same global batches.
+    Samples are read in dataset order, wrapping around at the end. From each group of micro_batch_size *
+    data_parallel_size samples, rank r reads rows r * micro_batch_size to (r + 1) * micro_batch_size. A global batch
+    therefore consists of the samples from consumed_samples to consumed_samples + global batch size for any number of
+    ranks and micro-batch size, and a run that resumes with a different layout trains on the same global batches.
     """
 
     def __init__(
@@ -150,20 +151,20 @@ class MegatronPretrainingSampler:
             begin += self._stride
 
     def _sample(self, number: int) -> int:
-        """Returns the sample at position `number` of the run, from 0."""
+        """Returns the index of the sample that is the run's `number`-th, counted from 0."""
         return number % self.total_samples
 
 
 class MegatronPretrainingRandomSampler(MegatronPretrainingSampler):
     """Yields micro-batches like MegatronPretrainingSampler, but in a different random order in each epoch.
 
-    The order of an epoch depends only on `seed`, the epoch's number and total_samples. It is the same on all ranks and
-    for every layout. No sample is skipped, and a micro-batch may span two epochs. One order is kept in memory,
-    total_samples int64.
+    The order of an epoch depends only on `seed`, the epoch number and total_samples. It is the same on all ranks and
+    for every layout. No sample is skipped, and a micro-batch may span two epochs. The order of one epoch is kept in
+    memory: [total_samples], int64.
     """
 
     def __init__(self, total_samples: int, consumed_samples: int, *, seed: int, **layout: int) -> None:
-        """Creates the sampler; layout: micro_batch_size, data_parallel_rank, data_parallel_size."""
+        """Creates the sampler. layout: micro_batch_size, data_parallel_rank and data_parallel_size."""
         super().__init__(total_samples, consumed_samples, **layout)
         self._seed = seed
         self._epoch: int | None = None
@@ -172,14 +173,14 @@ class MegatronPretrainingRandomSampler(MegatronPretrainingSampler):
     def _sample(self, number: int) -> int:
         epoch, place = divmod(number, self.total_samples)
         if epoch != self._epoch:
-            # RandomState, because its numbers are the same in all versions of NumPy.
+            # RandomState, because its random numbers are the same in all versions of NumPy.
             self._order = np.random.RandomState([self._seed, epoch]).permutation(self.total_samples)
             self._epoch = epoch
         return int(self._order[place])
 
 
 class _FullPassSampler(MegatronPretrainingSampler):
-    """Yields passes over all samples. A number of at least total_samples denotes a sample that pads a round."""
+    """Yields complete passes over all samples. Indices from total_samples upwards denote padding of the last round."""
 
     def __init__(self, total_samples: int, **layout: int) -> None:
         super().__init__(total_samples, 0, **layout)
@@ -205,14 +206,15 @@ def _sampler(
     return MegatronPretrainingSampler(total_samples, consumed_samples, **layout)
 
 
-# Validation data may consist of several sets. Iterators of --dataloader-type external yield whatever the script's do.
+# Validation data may consist of several sets. With --dataloader-type external, the script's iterators are used.
 DataIterators = tuple[Iterator[Any] | None, list[Iterator[Any] | None], Iterator[Any] | None]
 
 
 def stack_samples(samples: Sequence[Batch]) -> dict[str, np.ndarray]:
-    """Stacks samples with equal keys to a batch: each tensor [S, ...] to an array [B, S, ...] of the same dtype.
+    """Stacks samples with the same keys into a batch of arrays.
 
-    cu_seqlens of the samples, [n_i + 1], int32, are concatenated over the rows, [n + 1].
+    samples: tensors [S, ...], any dtype, by name. Returns arrays [B, S, ...], same dtype. cu_seqlens, [n_i + 1], int32,
+    are joined over the samples to [n + 1].
     """
     # Arrays, because workers send tensors as shared-memory files, which costs milliseconds per batch.
     columns = {key: [np.asarray(sample[key]) for sample in samples] for key in samples[0]}
@@ -227,7 +229,7 @@ def _stack_or_pass_on(
     if isinstance(samples, Exception):
         return samples
     batch = stack_samples(samples)
-    # Created for the whole batch, because masks of single samples would be written twice.
+    # Created for the whole batch, because the masks of single samples would have to be copied into the batch.
     if create_attention_mask and "cu_seqlens" in batch:
         batch["attention_mask"] = document_masks(batch.pop("cu_seqlens"), seq_length=batch["tokens"].shape[1])
     return batch
@@ -241,9 +243,10 @@ def build_train_valid_test_datasets(
     seed: int,
     group: dist.ProcessGroup | None = None,
 ) -> Datasets:
-    """Builds [train, valid, test] with `sizes` samples (None means one epoch, 0 no dataset). Collective over `group`.
+    """Builds the [train, valid, test] datasets that the data flags select. Collective over `group`.
 
-    Raises ValueError or OSError on every rank for a wrong file or flag.
+    sizes: number of samples of each dataset; None means one epoch, and 0 means no dataset. Raises ValueError or OSError
+    for an invalid file or flag. If any rank fails, every rank raises.
     """
     cls = MockGPTDataset if config.mock_data else GPTDataset
     with all_ranks_agree(group):  # the file of --data-args-path may be missing on one node
@@ -252,7 +255,7 @@ def build_train_valid_test_datasets(
 
 
 def gpt_dataset_config(config: DataConfig, tokenizer: Vocabulary, *, seed: int) -> GPTDatasetConfig:
-    """Builds the configuration of GPT datasets from these flags. Raises ValueError if the flags name no data."""
+    """Builds the GPTDatasetConfig from the data flags. Raises ValueError if no flag selects data."""
     if config.seq_length is None:
         raise ValueError("--seq-length is missing: must be the number of tokens per sample")
     if not config.names_data():
@@ -278,13 +281,12 @@ def gpt_dataset_config(config: DataConfig, tokenizer: Vocabulary, *, seed: int) 
 
 
 def build_data_iterators(datasets: Sequence[Any], plan: BatchPlan) -> DataIterators:
-    """Builds iterators over the [train, valid, test] datasets of build_train_valid_test_datasets or of a user's
-    provider.
+    """Builds iterators over [train, valid, test] datasets, as returned by a dataset provider.
 
-    valid: one dataset or a list of several; the second result has an iterator for each. None for each dataset that is
-    None. Validation continues at consumed_valid_samples of each set, so that successive evaluations use successive
-    samples, also in a resumed run; with plan.full_validation every evaluation reads all of them. With --dataloader-type
-    external the "datasets" are iterators, which are returned unchanged.
+    valid: one dataset, a list of datasets, or None; the second result contains one iterator for each dataset. The
+    iterator of a dataset that is None is None. Validation of each set continues at consumed_valid_samples, so that
+    successive evaluations use successive samples, also in a resumed run. With plan.full_validation, every evaluation
+    reads all samples. With --dataloader-type external, the "datasets" are iterators, which are returned unchanged.
     """
     train, valid, test = datasets
     return (
@@ -298,9 +300,7 @@ def build_data_iterators(datasets: Sequence[Any], plan: BatchPlan) -> DataIterat
 
 
 def validation_sets(valid: Any) -> list[Any]:
-    """Returns the validation sets of a provider as a list; the provider returns one dataset, a list of several, or
-    None.
-    """
+    """Returns the validation sets as a list. valid: one dataset, a list or tuple of datasets, or None."""
     if valid is None:
         return []
     return list(valid) if isinstance(valid, (list, tuple)) else [valid]
@@ -317,7 +317,7 @@ def _iterator(
 
 
 def _external_iterator(given: Any) -> Iterator[Any]:
-    """Returns a script's iterator unchanged, and creates an iterator of an iterable such as a DataLoader."""
+    """Returns a script's iterator unchanged, or creates an iterator over an iterable such as a DataLoader."""
     if not isinstance(given, Iterable) or isinstance(given, (list, tuple)):
         raise ValueError(
             f"--dataloader-type is external and the dataset provider returned {type(given).__name__}: must be an "
@@ -327,9 +327,9 @@ def _external_iterator(given: Any) -> Iterator[Any]:
 
 
 class _Samples(Dataset[Batch]):
-    """A dataset that returns its errors about data as values.
+    """Wraps a dataset and returns data errors as values instead of raising them.
 
-    DataLoader would turn an error in a worker into the text of a traceback, which hides the message.
+    If a worker raised the error, DataLoader would convert it to the text of a traceback, which hides the message.
     """
 
     def __init__(self, dataset: Dataset[Batch]) -> None:
@@ -343,12 +343,12 @@ class _Samples(Dataset[Batch]):
             return error
 
     def _padding(self) -> Batch:
-        """Returns a sample whose tokens are all masked, which fills the last round of a full pass."""
+        """Returns a sample with a loss_mask of 0, which pads the last round of a full pass."""
         sample = self.dataset[self._size - 1]
         if "loss_mask" not in sample:
             raise DataError(
                 f"--full-validation pads a validation set of {self._size} samples to whole micro-batches, but its "
-                "samples have no loss_mask to mark padding: add one, or use a set whose size is divisible"
+                "samples have no loss_mask to mark padding: add a loss_mask, or use a set whose size is divisible"
             )
         return {**sample, "loss_mask": torch.zeros_like(torch.as_tensor(sample["loss_mask"]))}
 
@@ -358,10 +358,10 @@ def _num_cores() -> int:
 
 
 class _PrepareWorker:
-    """Makes workers ignore signals that are sent to the whole job.
+    """Worker initialization that makes workers ignore signals sent to the whole job.
 
-    On Ctrl-C or SIGTERM the trainer finishes its step and saves, for which it needs its workers. They end with the
-    iterator, by a SIGTERM after `let_go`, or when the trainer process has ended for any reason.
+    On Ctrl-C or SIGTERM the trainer finishes its step and saves, for which it still requires its workers. They exit
+    with the iterator, on SIGTERM after `let_go`, or when the trainer process has ended for any reason.
     """
 
     def __init__(self) -> None:
@@ -372,8 +372,8 @@ class _PrepareWorker:
     def __call__(self, worker_id: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._on_terminate)
-        # Workers of DataLoader check for their parent only while they wait for work, and the thread of a queue can
-        # block the exit of a process forever.
+        # DataLoader workers check for their parent only while they wait for work, and the thread of a queue can block
+        # the exit of a process forever.
         if sys.platform == "linux":
             threading.Thread(target=self._end_with_trainer, daemon=True).start()
 
@@ -385,7 +385,7 @@ class _PrepareWorker:
             trainer = os.pidfd_open(self._trainer)
         except ProcessLookupError:
             os._exit(1)
-        # The descriptor is readable when the process has ended. The number may belong to another process by now.
+        # The descriptor is readable when the process has ended. Its process id may already have been reused.
         ended = select.poll()
         ended.register(trainer, select.POLLIN)
         if os.getppid() == self._trainer:

@@ -1,6 +1,6 @@
-"""Borders of documents within a sample, and the positions and masks of --reset-position-ids and --reset-attention-mask.
+"""Document borders within a sample, with the positions and masks for --reset-position-ids and --reset-attention-mask.
 
-A version for whole batches is in megatron/training/utils.py, for scripts that have only tokens.
+A version for whole batches is in megatron/training/utils.py, for scripts that only have tokens.
 """
 
 from collections.abc import Sequence
@@ -9,34 +9,40 @@ import numpy as np
 
 
 def document_starts(tokens: np.ndarray, eod: int) -> np.ndarray:
-    """Returns 0 and each position after an eod: [n], int64, ascending. tokens: [S], int64; an eod ends its document."""
+    """Returns the start position of each document in a sample: [n], int64, ascending.
+
+    tokens: [S], int64. A document starts at position 0 and after each eod.
+    """
     return np.concatenate([[0], np.flatnonzero(tokens[:-1] == eod) + 1])
 
 
 def restarted_positions(starts: np.ndarray, *, num_tokens: int) -> np.ndarray:
-    """Returns the position of each token in its document: [num_tokens], int64. starts: [n], int64."""
+    """Returns the position of each token within its document: [num_tokens], int64. starts: [n], int64."""
     return np.arange(num_tokens) - np.repeat(starts, np.diff(starts, append=num_tokens))
 
 
 def cumulative_lengths(starts: np.ndarray, *, num_tokens: int) -> np.ndarray:
-    """Returns `starts` ([n], int64) and the end, as variable-length attention expects them: [n + 1], int32."""
+    """Appends the end to `starts`, which yields the cu_seqlens of variable-length attention: [n + 1], int32.
+
+    starts: [n], int64.
+    """
     return np.append(starts, num_tokens).astype(np.int32)
 
 
 def join_cumulative_lengths(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Concatenates the cumulative lengths of samples: [n + 1], int32. parts: [n_i + 1], int32, each from 0 to S."""
+    """Joins the cumulative lengths of several samples: [n + 1], int32. parts: [n_i + 1], int32, each from 0 to S."""
     ends = np.cumsum([part[-1] for part in parts], dtype=np.int32)
     return np.concatenate([parts[0][:1], *(part[1:] + end - part[-1] for part, end in zip(parts, ends))])
 
 
 def document_masks(cu_seqlens: np.ndarray, *, seq_length: int) -> np.ndarray:
-    """Returns attention masks, True for later tokens and other documents: [B, 1, S, S], bool.
+    """Returns attention masks, which are True for later tokens and for other documents: [B, 1, S, S], bool.
 
-    cu_seqlens: [n + 1], int32, the borders within B samples of S = seq_length tokens, including those between samples.
+    cu_seqlens: [n + 1], int32, the borders within B samples of S = seq_length tokens, including sample borders.
     """
     masks = np.ones((int(cu_seqlens[-1]) // seq_length, 1, seq_length, seq_length), dtype=bool)
     places = np.arange(seq_length, dtype=np.int32)
-    # Writes only the blocks of documents, so most of the S x S bytes are written once and never read.
+    # Writes only the block of each document, so most of the S x S bytes are written once and never read.
     for begin, length in zip(cu_seqlens[:-1].tolist(), np.diff(cu_seqlens).tolist()):
         row, start = divmod(begin, seq_length)
         block = masks[row, 0, start : start + length, start : start + length]

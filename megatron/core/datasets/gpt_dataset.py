@@ -1,4 +1,4 @@
-"""Samples for next-token training, cut from indexed documents as gpt_indices.py determines."""
+"""GPT datasets: fixed-length samples for next-token training, read from indexed documents. Uses gpt_indices.py."""
 
 import os
 import zlib
@@ -32,10 +32,11 @@ from megatron.core.datasets.indexed_dataset import (
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
 
-# Number of tokens that are checked at startup, to detect data of another tokenizer. Training checks every sample.
+# Documents, and tokens per document, that are checked at startup to detect data from a different tokenizer. Training
+# checks every sample.
 _PROBED_DOCUMENTS = 64
 _PROBED_TOKENS = 65536
-# Incremented when gpt_indices.py returns other arrays for the same description, which invalidates old caches.
+# Incremented when gpt_indices.py returns different arrays for the same description, which invalidates old caches.
 _INDICES_VERSION = 1
 # The corpus of --mock-data.
 MOCK_DOCUMENTS = 20_000
@@ -43,11 +44,11 @@ MOCK_MEAN_LENGTH = 512
 MOCK_STRIDES = (1, 2, 3, 5)
 
 
-_MOCK = "synthetic documents have one distribution of lengths, see MockGPTLowLevelDataset"
+_MOCK = "synthetic documents have a fixed length distribution; see MockGPTLowLevelDataset"
 
 
 class TokenSequences(Protocol):
-    """The source of a GPTDataset, such as an IndexedDataset."""
+    """Interface of the data source of a GPTDataset, such as an IndexedDataset."""
 
     @property
     def sequence_lengths(self) -> np.ndarray: ...
@@ -57,7 +58,7 @@ class TokenSequences(Protocol):
 
 @dataclass(kw_only=True)
 class GPTDatasetConfig(BlendedMegatronDatasetConfig):
-    """Options of GPT samples at the borders of documents, which the tokenizer's eod marks."""
+    """Options of GPT samples, mainly at document borders, which the tokenizer's eod marks."""
 
     reset_position_ids: bool | None = config_field(None, help="Restart positions after each eod; None means no.")
     reset_attention_mask: bool | None = config_field(
@@ -68,13 +69,13 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     )
     create_attention_mask: bool = config_field(
         True,
-        help="Add S x S masks to samples. False: no masks, or with reset_attention_mask the borders of documents.",
+        help="Add S x S masks to samples. If False, add document borders with reset_attention_mask, otherwise nothing.",
     )
     drop_last_partial_validation_sequence: bool = unsupported_field(
         True, why="the tokens after the last whole sample are never read"
     )
     add_extra_token_to_sequence: bool = unsupported_field(
-        True, why="a sample of S inputs and S targets is cut from S + 1 tokens"
+        True, why="a sample of S inputs and S targets requires S + 1 tokens"
     )
     object_storage_cache_path: str | None = unsupported_field(
         None, why="object stores are not supported: mount them and give a path"
@@ -101,18 +102,20 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     def validate_document_borders(self) -> None:
         for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
             if vars(self)[name] and self.tokenizer is None:
-                raise ValueError(f"{name} is True without a tokenizer: requires one, whose eod ends documents")
+                raise ValueError(f"{name} is True: requires a tokenizer, whose eod marks the end of documents")
 
 
 class GPTDataset(MegatronDataset):
-    """Samples of fixed length from the documents `indexed_indices`, in an order determined by the seed.
+    """Dataset of fixed-length samples from the documents `indexed_indices`, in an order that depends on the seed.
 
-    Items: tokens [S] int64, labels [S] int64 (the next tokens), loss_mask [S] float32, position_ids [S] int64, and with
-    create_attention_mask attention_mask [1, S, S] bool (True means forbidden), else with reset_attention_mask
-    cu_seqlens [n + 1] int32. The pair PREFIX_loss_mask.bin/.idx selects the tokens that are learned; without it all
-    tokens are learned. num_samples: None means one epoch. len() may be slightly larger. Indices are cached on disk.
-    Raises ValueError if the documents are too short for one sample or contain tokens outside the tokenizer's
-    vocabulary, and OSError if the cache is not writable.
+    Each item contains tokens, labels (the next tokens) and position_ids: [S], int64, and loss_mask: [S], float32. With
+    create_attention_mask it also contains attention_mask: [1, S, S], bool, where True means masked out. Otherwise, with
+    reset_attention_mask, it contains cu_seqlens: [n + 1], int32. If the pair PREFIX_loss_mask.bin/.idx exists, it
+    selects the targets that contribute to the loss; otherwise all targets do.
+
+    num_samples: None means one epoch. len() may be slightly larger. Indices are cached on disk. Raises ValueError if
+    the documents are too short for one sample or contain tokens outside the tokenizer's vocabulary, and OSError if the
+    cache is not writable.
     """
 
     config: GPTDatasetConfig
@@ -147,7 +150,7 @@ class GPTDataset(MegatronDataset):
     def build_low_level_dataset(dataset_path: str | None, config: GPTDatasetConfig) -> TokenSequences:
         if dataset_path is None:
             raise ValueError(
-                "dataset_path is None: must be the prefix of a .bin/.idx pair; only MockGPTDataset needs none"
+                "dataset_path is None: must be the prefix of a .bin/.idx pair; only MockGPTDataset accepts None"
             )
         dataset = IndexedDataset(dataset_path, mmap=config.mmap_bin_files)
         if not np.issubdtype(dataset.index.dtype, np.integer):
@@ -157,7 +160,7 @@ class GPTDataset(MegatronDataset):
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: TokenSequences) -> int:
-        """Returns the number of documents to split: one per sequence."""
+        """Returns the number of documents, which is the number of sequences."""
         return len(low_level_dataset.sequence_lengths)
 
     @property
@@ -184,11 +187,11 @@ class GPTDataset(MegatronDataset):
 
     @property
     def has_loss_mask(self) -> bool:
-        """Whether the data has loss masks."""
+        """Whether loss masks exist for the data."""
         return self._learned is not None
 
     def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
-        """Returns tokens, labels, position_ids: [S], int64; loss_mask: [S], float32; and borders, see the class."""
+        """Returns a dict with tokens, labels, position_ids: [S], int64; loss_mask: [S], float32; see the class."""
         text = self.sample_tokens(idx)
         item = {
             "tokens": torch.from_numpy(text[:-1]),
@@ -208,13 +211,13 @@ class GPTDataset(MegatronDataset):
         return item
 
     def sample_tokens(self, idx: int) -> np.ndarray:
-        """Returns the tokens of sample `idx` and the next one: [S + 1], int64."""
+        """Returns the S tokens of sample `idx` and the token that follows: [S + 1], int64."""
         text = self._read(self.dataset, idx, dtype=np.int64)
         self._check_vocabulary(text)
         return text
 
     def _border_items(self, tokens: np.ndarray) -> dict[str, torch.Tensor]:
-        """Returns the items that depend on document borders in `tokens`, [S], int64; see the class."""
+        """Returns the entries of an item that depend on document borders; see the class. tokens: [S], int64."""
         num_tokens = len(tokens)
         starts = document_starts(tokens, self._eod)
         items = {}
@@ -266,14 +269,14 @@ class GPTDataset(MegatronDataset):
             self._check_vocabulary(np.asarray(self.dataset.get(int(document), 0, length), dtype=np.int64))
 
     def _check_vocabulary(self, tokens: np.ndarray) -> None:
-        # As unsigned numbers, negative tokens are the largest, so one pass finds both kinds.
+        # As unsigned integers, negative tokens become large, so one comparison detects both kinds of invalid tokens.
         if self._vocab_size is None or not len(tokens) or tokens.view(np.uint64).max() < self._vocab_size:
             return
         wrong = tokens[(tokens < 0) | (tokens >= self._vocab_size)][0]
         assert self.config.tokenizer is not None
         raise DataError(
             f"{self._where} contains token {wrong}: {self.config.tokenizer.name} has ids 0 to "
-            f"{self._vocab_size - 1}; the data was created with another tokenizer"
+            f"{self._vocab_size - 1}; the data was created with a different tokenizer"
         )
 
     def _load_or_build_indices(self) -> GPTIndices:
@@ -314,7 +317,7 @@ class GPTDataset(MegatronDataset):
         return Path(self.dataset_path).parent / "cache" / "GPTDataset_indices"
 
     def _description(self) -> Mapping[str, Any]:
-        """Returns everything that the indices depend on. Sizes and times detect rewritten files of the same name."""
+        """Returns all inputs of the indices. File sizes and times detect rewritten files with the same name."""
         assert self.dataset_path is not None
         idx = os.stat(get_idx_path(self.dataset_path))
         return {
@@ -332,11 +335,11 @@ class GPTDataset(MegatronDataset):
 
 
 class MockGPTLowLevelDataset:
-    """Synthetic documents that a model can learn. Each counts up from a random token with its own stride.
+    """Synthetic documents that a model can learn. Each document counts up from a random token by a random stride.
 
-    Ids wrap around, and a document ends with eod. Two tokens determine the stride, and so the rest of the document. Low
-    ids are more frequent as first tokens, so that token frequencies can be learned first. Equal tokenizers give equal
-    documents on every rank and in every run.
+    Ids wrap around, and a document ends with eod. Two tokens determine the stride, and therefore the rest of the
+    document. Low ids are more frequent as first tokens, so that a model can learn token frequencies first. Equal
+    tokenizers yield equal documents on every rank and in every run.
     """
 
     def __init__(self, tokenizer: Vocabulary, num_documents: int = MOCK_DOCUMENTS) -> None:
@@ -356,7 +359,7 @@ class MockGPTLowLevelDataset:
         return self.get(idx)
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> Any:
-        """Returns tokens of a document from `offset`: [length], int64; length None means up to its end."""
+        """Returns the tokens of document `idx` from `offset`: [length], int64. length: None means up to its end."""
         total = int(self.sequence_lengths[idx])
         end = total if length is None else offset + length
         words = (self._starts[idx] + self._strides[idx] * np.arange(offset, end)) % self._num_words
@@ -367,9 +370,9 @@ class MockGPTLowLevelDataset:
 
 
 class MockGPTDataset(GPTDataset):
-    """A GPTDataset of synthetic documents, without files. Requires config.tokenizer."""
+    """GPTDataset of synthetic documents, without files. Requires config.tokenizer."""
 
-    unnamed = "made-up data"
+    unnamed = "synthetic data"
 
     def __init__(
         self,
@@ -386,6 +389,6 @@ class MockGPTDataset(GPTDataset):
     def build_low_level_dataset(dataset_path: str | None, config: GPTDatasetConfig) -> TokenSequences:
         if config.tokenizer is None:
             raise ValueError(
-                "synthetic data requires a tokenizer in its configuration, because it is generated from its vocabulary"
+                "synthetic data requires a tokenizer in its configuration, because it is generated from the vocabulary"
             )
         return MockGPTLowLevelDataset(config.tokenizer)

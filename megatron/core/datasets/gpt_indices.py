@@ -1,25 +1,28 @@
-"""Three arrays that define a fixed, shuffled list of samples of a corpus; pure functions without files.
+"""Three index arrays that define a fixed, shuffled list of samples of a corpus. Pure functions, without files.
 
 A part of a corpus is read as one long stream: its documents in shuffled order, epoch after epoch. Sample i consists of
-the S + 1 tokens from stream position i * S; its last token is the first of sample i + 1. Orders and arrays are
+the S + 1 tokens from stream position i * S. Its last token is the first token of sample i + 1. Orders and arrays are
 identical to Megatron's for the same seed.
   document index [epochs * D]: the document at each place of the stream.
-  sample index [N + 1, 2]: (place, offset in that document) of stream position i * S.
-  shuffle index [N]: the sample that request i returns.
+  sample index [N + 1, 2]: (place, offset in the document at that place) of stream position i * S.
+  shuffle index [N]: the sample that is returned for index i of the dataset.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-# A last epoch with less than this share of its samples is shuffled separately, after all others. Otherwise its few
-# documents would be repeated early in training.
+# If less than this share of the last epoch's samples is used, the last epoch is shuffled separately and follows the
+# others. Otherwise its few documents would be repeated early in training.
 SEPARATE_EPOCH_BELOW = 0.80
 
 
 @dataclass(frozen=True)
 class GPTIndices:
-    """document: [epochs * D] int32, sample: [N + 1, 2] int32 or int64, shuffle: [N] uint32 or int64."""
+    """The three index arrays, which the top of this file describes.
+
+    document: [epochs * D], int32. sample: [N + 1, 2], int32 or int64. shuffle: [N], uint32 or int64.
+    """
 
     document: np.ndarray
     sample: np.ndarray
@@ -28,7 +31,11 @@ class GPTIndices:
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """Number of epochs and samples. num_samples_before_last: samples of all epochs except the last."""
+    """Number of epochs and samples of an index.
+
+    num_samples_before_last: samples of all epochs except the last. separate_last: whether the last epoch is shuffled
+    separately.
+    """
 
     num_epochs: int
     num_samples: int
@@ -37,7 +44,10 @@ class EpochPlan:
 
 
 def plan_epochs(tokens_per_epoch: int, seq_length: int, *, num_samples: int | None) -> EpochPlan:
-    """Returns the minimum number of epochs with at least `num_samples` samples; None means one epoch."""
+    """Plans the smallest number of epochs that yields at least `num_samples` samples. None means one epoch.
+
+    Raises ValueError if an epoch is too short for a sample.
+    """
     if tokens_per_epoch <= seq_length:
         raise ValueError(f"{tokens_per_epoch} tokens are too few for one sample of {seq_length} + 1 tokens")
     num_epochs = 1 if num_samples is None else -(-(num_samples * seq_length + 1) // tokens_per_epoch)
@@ -55,10 +65,10 @@ def plan_epochs(tokens_per_epoch: int, seq_length: int, *, num_samples: int | No
 def build_gpt_indices(
     lengths: np.ndarray, documents: np.ndarray, *, seq_length: int, num_samples: int | None, seed: int
 ) -> GPTIndices:
-    """Builds the indices of one part of a corpus. lengths: tokens of all documents; documents: [D], the part's
-    documents.
+    """Builds the index arrays of one part of a corpus.
 
-    Raises ValueError if one epoch is too short for a sample.
+    lengths: number of tokens of every document in the corpus, integers. documents: [D], integers, the documents of the
+    part. Raises ValueError if one epoch is too short for a sample.
     """
     plan = plan_epochs(int(lengths[documents].sum(dtype=np.int64)), seq_length, num_samples=num_samples)
     rng = np.random.RandomState(seed)
@@ -70,9 +80,9 @@ def build_gpt_indices(
 def check_gpt_indices(
     indices: GPTIndices, lengths: np.ndarray, *, documents: np.ndarray, seq_length: int, num_samples: int | None
 ) -> None:
-    """Raises ValueError for arrays whose shapes, types or ranges differ from the result of build_gpt_indices.
+    """Raises ValueError if shapes, dtypes or value ranges of `indices` do not match a result of build_gpt_indices.
 
-    Reads each element once. The order of elements is not checked, because that would require rebuilding them.
+    Reads each element once. Does not check the order of elements, because that would require rebuilding the arrays.
     """
     plan = plan_epochs(int(lengths[documents].sum(dtype=np.int64)), seq_length, num_samples=num_samples)
     if indices.sample.shape[1:] != (2,):
@@ -92,7 +102,10 @@ def check_gpt_indices(
 
 
 def build_document_index(documents: np.ndarray, plan: EpochPlan, *, rng: np.random.RandomState) -> np.ndarray:
-    """Returns [num_epochs * D], int32: epochs shuffled together, or the last one separately after the others."""
+    """Returns the documents of all epochs in shuffled order: [num_epochs * D], int32.
+
+    With plan.separate_last, the last epoch is shuffled separately and follows the others.
+    """
     parts = [plan.num_epochs - 1, 1] if plan.separate_last else [plan.num_epochs]
     shuffled = []
     for num_epochs in parts:
@@ -105,16 +118,17 @@ def build_document_index(documents: np.ndarray, plan: EpochPlan, *, rng: np.rand
 def build_sample_index(
     lengths: np.ndarray, document_index: np.ndarray, *, seq_length: int, num_samples: int
 ) -> np.ndarray:
-    """Returns (place, offset) of stream positions 0, S, 2S ...: [num_samples + 1, 2]. lengths: lengths of all
-    documents.
+    """Returns (place, offset) of the stream positions 0, S, 2S ...: [num_samples + 1, 2], int32 or int64.
+
+    lengths: number of tokens of every document in the corpus, integers. document_index: [places], integers.
     """
     ends = np.cumsum(lengths[document_index], dtype=np.int64)
     small = max(len(document_index), int(lengths.max(initial=0))) < np.iinfo(np.int32).max
     index = np.empty((num_samples + 1, 2), dtype=np.int32 if small else np.int64)
-    # Positions before the end of each document. An empty one has the count of the document before it, and is skipped.
+    # Number of positions before the end of each document. An empty document repeats the previous count and is skipped.
     counts = np.minimum(-(-ends // seq_length), num_samples + 1)
     places = np.repeat(np.arange(len(ends)), np.diff(counts, prepend=0))
-    # Megatron's first entry is the first document even if it is empty, which gives the same tokens.
+    # Megatron's first entry is the first document even if it is empty, which yields the same tokens.
     places[0] = 0
     index[:, 0] = places
     starts = ends - lengths[document_index]
@@ -123,7 +137,10 @@ def build_sample_index(
 
 
 def build_shuffle_index(plan: EpochPlan, *, rng: np.random.RandomState) -> np.ndarray:
-    """Returns [num_samples]: all samples shuffled together, or the last epoch's samples shuffled separately."""
+    """Returns all samples in shuffled order: [num_samples], uint32 or int64.
+
+    With plan.separate_last, the last epoch's samples are shuffled separately and follow the others.
+    """
     dtype = np.uint32 if plan.num_samples < np.iinfo(np.uint32).max - 1 else np.int64
     border = plan.num_samples_before_last if plan.separate_last else plan.num_samples
     order = np.arange(plan.num_samples, dtype=dtype)

@@ -1,7 +1,7 @@
-"""A cache of arrays on disk, found by a description of their inputs and rebuilt if damaged.
+"""Cache of arrays on disk, keyed by a description of their inputs and rebuilt if damaged.
 
-It needs no locks, because every file is written under a temporary name and renamed, and equal descriptions give equal
-arrays. Ranks, nodes and jobs may therefore race.
+The cache requires no locks, because every file is written under a temporary name and renamed, and equal descriptions
+yield equal arrays. Ranks, nodes and jobs may therefore write concurrently.
 """
 
 import hashlib
@@ -16,10 +16,10 @@ from megatron.core.files import file_crc32, replaced_file
 
 
 class IndexCache:
-    """The cached arrays of one description in `folder`.
+    """Cached arrays of one description, stored in `folder`.
 
-    Files: KEY-NAME.npy per array and KEY-manifest.json, written last, with the description, sizes and checksums.
-    trusted: whether files of the right sizes are used without reading them for checksums and `check`.
+    Files: KEY-NAME.npy for each array, and KEY-manifest.json with the description, sizes and checksums, written last.
+    trusted: uses files of the correct size without verifying checksums or calling `check`.
     """
 
     def __init__(self, folder: Path, *, label: str, description: Mapping[str, Any], trusted: bool = False) -> None:
@@ -32,9 +32,9 @@ class IndexCache:
     def load_or_build(
         self, build: Callable[[], Mapping[str, np.ndarray]], *, check: Callable[[Mapping[str, np.ndarray]], None]
     ) -> dict[str, np.ndarray]:
-        """Returns the cached arrays as read-only maps, after storing the result of `build()` if there are none.
+        """Returns the cached arrays as read-only memory maps. Calls `build` and stores its result if there are none.
 
-        check: raises ValueError for arrays that cannot be a result of `build`. Raises OSError if the folder is not
+        check: raises ValueError for arrays that `build` cannot have returned. Raises OSError if the folder is not
         writable.
         """
         arrays = self.load(check)
@@ -45,7 +45,7 @@ class IndexCache:
         return arrays
 
     def load(self, check: Callable[[Mapping[str, np.ndarray]], None]) -> dict[str, np.ndarray] | None:
-        """Returns the arrays; None if a file is missing, damaged, of another description, or rejected by `check`."""
+        """Returns the arrays, or None if a file is missing, damaged, from other inputs, or rejected by `check`."""
         try:
             facts_by_name = self._read_manifest()
             arrays = {name: self._load_array(name, facts) for name, facts in facts_by_name.items()}
@@ -57,7 +57,7 @@ class IndexCache:
             return None
 
     def holds_files(self) -> bool:
-        """Returns whether all files of the description exist with the right sizes. Does not read the arrays."""
+        """Returns whether all files of the description exist with the correct sizes. Does not read the arrays."""
         try:
             return all(self._array_path(name, facts).is_file() for name, facts in self._read_manifest().items())
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -72,15 +72,15 @@ class IndexCache:
             self._replace("manifest.json", lambda file: file.write(text.encode()))
         except OSError as error:
             raise OSError(
-                f"the index cache {self.folder} cannot be written ({error.strerror or error}): give a writable "
-                "folder with --data-cache-path"
+                f"the index cache {self.folder} cannot be written ({error.strerror or error}): set --data-cache-path "
+                "to a writable folder"
             ) from error
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{self.key}-{name}"
 
     def _read_manifest(self) -> dict[str, dict[str, int]]:
-        """Returns size and checksum of each array. Raises ValueError for another description."""
+        """Returns size and checksum of each array. Raises ValueError if the manifest's description differs."""
         manifest = json.loads(self._path("manifest.json").read_text())
         if manifest["description"] != self.description:
             raise ValueError("the cache belongs to other inputs")
@@ -88,7 +88,7 @@ class IndexCache:
         return facts_by_name
 
     def _array_path(self, name: str, facts: Mapping[str, int]) -> Path:
-        """Returns the path of an array's file. Raises ValueError if the file has another size."""
+        """Returns the path of an array's file. Raises ValueError if the file size differs from the manifest."""
         path = self._path(f"{name}.npy")
         if path.stat().st_size != facts["bytes"]:
             raise ValueError(f"{path} is damaged")

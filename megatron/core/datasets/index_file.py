@@ -20,7 +20,7 @@ _CHECK_ROWS = 1 << 22
 
 
 class DType(Enum):
-    """Element types of a .bin file; the value is the code stored in the .idx file."""
+    """Element types of a .bin file. The value is the code stored in the .idx file."""
 
     uint8 = 1
     int8 = 2
@@ -46,7 +46,7 @@ class DType(Enum):
 
     @staticmethod
     def optimal_dtype(cardinality: int | None) -> type[np.number]:
-        """Returns the dtype in which Megatron stores ids: uint16 below 65,500 ids, otherwise (or for None) int32."""
+        """Returns the dtype in which Megatron stores ids: uint16 for less than 65,500 ids, int32 for more or None."""
         return np.uint16 if cardinality is not None and cardinality < 65500 else np.int32
 
 
@@ -54,7 +54,8 @@ class DType(Enum):
 class SequenceIndex:
     """Contents of an .idx file.
 
-    lengths: [N], int32. pointers: [N], int64, in bytes. documents: [D + 1], int64. modes: [N], int8, or None.
+    lengths: [N], int32, elements of each sequence. pointers: [N], int64, byte offset of each sequence in the .bin file.
+    documents: [D + 1], int64, document borders. modes: [N], int8, or None.
     """
 
     dtype: type[np.number]
@@ -65,7 +66,7 @@ class SequenceIndex:
 
 
 def index_bytes(index: SequenceIndex) -> bytes:
-    """Returns the bytes of the .idx file of `index`."""
+    """Serializes `index` to the bytes of an .idx file."""
     fixed = _FIXED.pack(MAGIC, VERSION, DType.code_from_dtype(index.dtype), len(index.lengths), len(index.documents))
     parts = [index.lengths.astype("<i4"), index.pointers.astype("<i8"), index.documents.astype("<i8")]
     if index.modes is not None:
@@ -74,19 +75,19 @@ def index_bytes(index: SequenceIndex) -> bytes:
 
 
 def contiguous_pointers(lengths: np.ndarray, dtype: type[np.number]) -> np.ndarray:
-    """Returns the byte offsets of contiguous sequences: [N], int64. lengths: [N], integers."""
+    """Returns the byte offset of each sequence if all are stored contiguously: [N], int64. lengths: [N], integers."""
     ends = np.cumsum(lengths, dtype=np.int64) * DType.size(dtype)
     return np.concatenate([[0], ends[:-1]]).astype(np.int64) if len(ends) else ends
 
 
 def read_index(path: Path, *, multimodal: bool = False) -> SequenceIndex:
-    """Opens an .idx file; its arrays are views of a read-only memory map.
+    """Opens an .idx file. The returned arrays are views of a read-only memory map.
 
-    Raises OSError if the file cannot be read, ValueError if it is not a complete index.
+    Raises OSError if the file cannot be read, and ValueError if it is not a complete index.
     """
     found = path.stat().st_size
     if found < _FIXED.size:
-        raise ValueError(f"{path} has {found} bytes: an index has at least {_FIXED.size}; the file is truncated")
+        raise ValueError(f"{path} has {found} bytes: must have at least {_FIXED.size}; the file is truncated")
     buffer = np.memmap(path, mode="r", dtype=np.uint8)
     magic, version, code, num_sequences, num_borders = _FIXED.unpack(bytes(buffer[: _FIXED.size]))
     _check_header(path, magic, version=version, code=code)
@@ -102,7 +103,7 @@ def read_index(path: Path, *, multimodal: bool = False) -> SequenceIndex:
 
 def _check_header(path: Path, magic: bytes, *, version: int, code: int) -> None:
     if magic != MAGIC:
-        raise ValueError(f"{path} starts with {magic!r}: an index starts with {MAGIC!r}")
+        raise ValueError(f"{path} starts with {magic!r}: must start with {MAGIC!r}")
     if version != VERSION:
         raise ValueError(f"{path} has version {version}: must be {VERSION}")
     if code not in {dtype.value for dtype in DType}:
@@ -124,7 +125,7 @@ def _map_arrays(buffer: np.ndarray, dtype: type[np.number], *, num_sequences: in
 
 
 def check_index(index: SequenceIndex, idx_path: Path, *, bin_path: Path) -> None:
-    """Raises ValueError if a sequence is outside the .bin file, or a document border outside the sequences."""
+    """Raises ValueError if a sequence extends beyond the .bin file, or if document borders are invalid."""
     available = bin_path.stat().st_size
     size = DType.size(index.dtype)
     for start in range(0, len(index.lengths), _CHECK_ROWS):
@@ -135,8 +136,8 @@ def check_index(index: SequenceIndex, idx_path: Path, *, bin_path: Path) -> None
             row = int(bad.argmax())
             raise ValueError(
                 f"{idx_path}: sequence {start + row} has {lengths[row]} elements of {size} bytes at byte "
-                f"{pointers[row]}, but {bin_path} has {available} bytes; the .bin file is truncated or belongs to "
-                "another index"
+                f"{pointers[row]}, but {bin_path} has {available} bytes; the .bin file is truncated or belongs to a "
+                "different index"
             )
     borders = index.documents
     if len(borders) and (borders[0] != 0 or borders[-1] != len(index.lengths) or (np.diff(borders) < 0).any()):

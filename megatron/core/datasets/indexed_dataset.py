@@ -1,4 +1,4 @@
-"""Reader and writer of Megatron's .bin/.idx pairs, byte for byte, and of the loss masks that belong to tokens.
+"""Reader and writer of Megatron's .bin/.idx pairs, and of the loss masks of token datasets. The format is identical.
 
 The layout of the .idx file is in index_file.py. Samples are created in gpt_dataset.py.
 """
@@ -25,9 +25,9 @@ from megatron.core.datasets.index_file import (
 )
 
 # Reasons why Megatron's arguments that skip reading the .idx file are rejected.
-WITHOUT_INDEX = "a dataset is opened with its .idx file, which takes milliseconds"
+WITHOUT_INDEX = "the .idx file is always read, which takes milliseconds"
 
-_ON_DISK = "object stores are not supported: mount them and give a path"
+_ON_DISK = "object stores are not supported; mount the store and pass a path"
 
 # Chunk size for appending one pair to another.
 _COPY_BYTES = 1 << 22
@@ -36,7 +36,7 @@ __all__ = ["DType", "DataError", "IndexedDataset", "IndexedDatasetBuilder", "get
 
 
 class DataError(ValueError):
-    """Mismatch between the data and the settings of the run; the message says how to fix it."""
+    """Raised if the data does not match the settings of the run. The message explains how to fix it."""
 
 
 def get_bin_path(path_prefix: str) -> str:
@@ -48,11 +48,11 @@ def get_idx_path(path_prefix: str) -> str:
 
 
 class IndexedDataset(Dataset[Any]):
-    """The sequences of PREFIX.bin, located by PREFIX.idx.
+    """Dataset of the sequences in PREFIX.bin, whose positions PREFIX.idx lists.
 
-    mmap: maps the .bin file. Otherwise each sequence is read with one positioned read, which some file systems require.
-    Both return the same elements and are safe in forked and spawned workers. Raises OSError for a missing file,
-    ValueError for a damaged one.
+    mmap: maps the .bin file into memory. Otherwise each sequence is read with one positioned read, which some file
+    systems require. Both ways return the same elements and are safe in forked and spawned workers. Raises OSError for a
+    missing file, and ValueError for a damaged file.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class IndexedDataset(Dataset[Any]):
         sequences_per_dataset: None = None,
         dtype_code: None = None,
     ) -> None:
-        """Opens the files, also on repeated calls. The last four arguments must have their defaults."""
+        """Opens the files, or reopens them on repeated calls. The last four arguments must equal their defaults."""
         require_defaults("IndexedDataset", _ON_DISK, object_storage_config=(object_storage_config, None))
         require_defaults(
             "IndexedDataset",
@@ -123,7 +123,7 @@ class IndexedDataset(Dataset[Any]):
 
     @property
     def document_indices(self) -> np.ndarray:
-        """Borders of documents, in sequences: [D + 1], int64. The first is 0, the last the number of sequences."""
+        """Document borders as sequence numbers: [D + 1], int64, from 0 to the number of sequences."""
         return self.index.documents
 
     def get_document_indices(self) -> np.ndarray:
@@ -131,18 +131,19 @@ class IndexedDataset(Dataset[Any]):
         return self.document_indices
 
     def set_document_indices(self, document_indices: np.ndarray) -> None:
-        """Replaces the borders of documents in this object, not in the file. document_indices: [D + 1], integers."""
+        """Replaces the document borders in this object, but not in the file. document_indices: [D + 1], integers."""
         self.index = dataclasses.replace(self.index, documents=np.asarray(document_indices, dtype=np.int64))
 
     @property
     def sequence_modes(self) -> np.ndarray | None:
-        """Modes of the sequences: [N], int8; None for a dataset that is not multimodal."""
+        """Mode of each sequence: [N], int8; None if the dataset is not multimodal."""
         return self.index.modes
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> Any:
-        """Returns `length` elements of sequence `idx` from `offset` (None means up to its end), as a read-only array.
+        """Returns `length` elements of sequence `idx` from `offset`, as a read-only array.
 
-        Multimodal datasets return (array, mode). Raises IndexError outside the sequence.
+        length: None means up to the end of the sequence. Multimodal datasets return (array, mode). Raises IndexError if
+        the range exceeds the sequence.
         """
         total = int(self.index.lengths[idx])
         length = total - offset if length is None else length
@@ -155,7 +156,7 @@ class IndexedDataset(Dataset[Any]):
         return array if self.index.modes is None else (array, self.index.modes[idx])
 
     def __getitem__(self, idx: int | slice) -> Any:
-        """Returns sequence `idx`, or the sequences of a slice as a list; for multimodal datasets also the modes."""
+        """Returns sequence `idx`, or a list with the sequences of a slice. Multimodal datasets also return modes."""
         if isinstance(idx, (int, np.integer)):
             return self.get(int(idx))
         if not isinstance(idx, slice):
@@ -182,20 +183,20 @@ class _ReadBytes:
         self._file = open(path, "rb", buffering=0)
 
     def read(self, start: int, num_bytes: int) -> bytes:
-        # pread uses no file position, so forked workers can share the descriptor.
+        # pread does not use the file position, so forked workers can share the descriptor.
         data = os.pread(self._file.fileno(), num_bytes, start)
         while len(data) < num_bytes:
             more = os.pread(self._file.fileno(), num_bytes - len(data), start + len(data))
             if not more:
-                raise OSError(f"{self._path}: {num_bytes} bytes at {start} expected, found {len(data)}")
+                raise OSError(f"{self._path}: expected {num_bytes} bytes at offset {start}, found {len(data)}")
             data += more
         return data
 
 
 class IndexedDatasetBuilder:
-    """Writes a .bin/.idx pair. Both files get their final names only in `finalize`, the .idx last.
+    """Writes a .bin/.idx pair. `finalize` renames both files to their final names, the .idx file last.
 
-    An interrupted write therefore leaves only `*.partial-PID` files, which leaving a `with` block removes.
+    An interrupted write therefore leaves only `*.partial-PID` files, which are removed at the end of a `with` block.
     """
 
     def __init__(self, bin_path: str, dtype: type[np.number] = np.int32, multimodal: bool = False) -> None:
@@ -221,7 +222,7 @@ class IndexedDatasetBuilder:
         self._append(np.asarray(tensor), [len(tensor)], modes=[mode])
 
     def add_document(self, tensor: Any, lengths: Sequence[int], modes: Sequence[int] | None = None) -> None:
-        """Appends one document of several sequences. tensor: [sum(lengths)], the concatenated elements."""
+        """Appends one document with several sequences. tensor: [sum(lengths)], the concatenated elements."""
         self._append(np.asarray(tensor), lengths, modes=modes if modes is not None else [0] * len(lengths))
         self.end_document()
 
@@ -234,8 +235,8 @@ class IndexedDatasetBuilder:
     ) -> None:
         """Appends documents with one sequence each. documents: [L] each, integers or floats in the dtype's range.
 
-        modes: one for each document, 0 if None. eod_token: appended to each document. chunk_size: about this many
-        elements are written together.
+        modes: mode of each document; None means 0. eod_token: appended to each document. chunk_size: approximate number
+        of elements per write.
         """
         waiting: list[np.ndarray] = []
         num_waiting = 0
@@ -243,7 +244,7 @@ class IndexedDatasetBuilder:
         waiting_modes: list[int] = []
         end = self._elements([] if eod_token is None else [eod_token])
         for document in documents:
-            # Converted one by one, because the array of an empty list has another type.
+            # Converted one by one, because the array of an empty list has a different dtype.
             waiting.append(np.concatenate([self._elements(document), end]))
             waiting_modes.append(next(numbers))
             num_waiting += len(waiting[-1])
@@ -263,11 +264,11 @@ class IndexedDatasetBuilder:
         self.document_indices.extend(range(first, first + len(lengths)))
 
     def end_document(self) -> None:
-        """Ends a document, which consists of the sequences since the last border."""
+        """Ends the current document, which consists of all sequences since the previous document border."""
         self.document_indices.append(len(self.sequence_lengths))
 
     def add_index(self, path_prefix: str) -> None:
-        """Appends a whole .bin/.idx pair of the same dtype."""
+        """Appends all documents of a .bin/.idx pair. Raises ValueError if its dtype differs."""
         other = IndexedDataset(path_prefix, multimodal=self.multimodal)
         if np.dtype(other.index.dtype) != np.dtype(self.dtype):
             raise ValueError(
@@ -311,14 +312,14 @@ class IndexedDatasetBuilder:
         os.replace(partial_idx, final_idx)
 
     def discard(self) -> None:
-        """Removes files that are not finalized; does nothing after `finalize`."""
+        """Removes the unfinished .bin file. Does nothing after `finalize`."""
         self._file.close()
         self._partial_bin.unlink(missing_ok=True)
 
     def _append(self, array: np.ndarray, lengths: Sequence[int], *, modes: Sequence[int]) -> None:
         if len(array) != sum(lengths):
             raise ValueError(
-                f"{len(array)} elements for sequences of lengths {list(lengths)}, which sum to {sum(lengths)}"
+                f"got {len(array)} elements for sequences of lengths {list(lengths)}: must be {sum(lengths)} elements"
             )
         self._file.write(self._elements(array).tobytes())
         self.sequence_lengths.extend(int(length) for length in lengths)
@@ -334,7 +335,7 @@ class IndexedDatasetBuilder:
 
 
 def _exactly(array: np.ndarray, dtype: type[np.number], *, path: Path) -> np.ndarray:
-    # A plain cast wraps silently: ids up to 70,000 in uint16 would become wrong tokens.
+    # A plain cast wraps silently, so that an id of 70,000 in uint16 would become a wrong token.
     if np.can_cast(array.dtype, dtype) or not array.size or not np.issubdtype(dtype, np.integer):
         return array.astype(dtype)
     limits = np.iinfo(dtype)  # type: ignore[type-var]
@@ -348,9 +349,9 @@ def _exactly(array: np.ndarray, dtype: type[np.number], *, path: Path) -> np.nda
 def _what_to_give(path_prefix: str) -> str:
     prefix = path_prefix.removesuffix(".bin").removesuffix(".idx")
     if prefix != path_prefix and IndexedDataset.exists(prefix):
-        return f"give {prefix}, without the file extension"
+        return f"use {prefix}, without the file extension"
     if os.path.isdir(path_prefix):
-        return f"{path_prefix} is a folder; give the path of a .bin and .idx file, without file extension"
+        return f"{path_prefix} is a folder; use the path of a .bin and .idx file, without the file extension"
     return f"{path_prefix} must name a .bin and an .idx file"
 
 
@@ -364,16 +365,16 @@ def _flush_to_disk(file: BinaryIO) -> None:
 
 
 def loss_mask_prefix(path_prefix: str) -> str:
-    """Returns the prefix of the loss masks that belong to the tokens at `path_prefix`."""
+    """Returns the prefix of the loss-mask files for the tokens at `path_prefix`."""
     return path_prefix + "_loss_mask"
 
 
 def open_loss_mask(path_prefix: str | None, lengths: np.ndarray, *, mmap: bool) -> IndexedDataset | None:
-    """Opens the loss masks of the tokens at `path_prefix`; None if there are none.
+    """Opens the loss masks of the tokens at `path_prefix`, or returns None if there are none.
 
     Masks are a pair PREFIX_loss_mask.bin/.idx with one uint8 per token, in documents of the same lengths: 1 if the
-    token is learned as a target, else 0. lengths: [N] int32, lengths of the token documents. Raises DataError if the
-    masks do not match the tokens, FileNotFoundError if one file of the pair is missing.
+    token contributes to the loss as a target, otherwise 0. lengths: [N], int32, lengths of the token documents. Raises
+    DataError if the masks do not match the tokens, and FileNotFoundError if one file of the pair is missing.
     """
     if path_prefix is None:
         return None
@@ -390,12 +391,12 @@ def open_loss_mask(path_prefix: str | None, lengths: np.ndarray, *, mmap: bool) 
         document = int(different[0])
         raise DataError(
             f"{prefix}.idx: document {document} has {masks.sequence_lengths[document]} values for "
-            f"{lengths[document]} tokens of {path_prefix}.idx; the masks belong to other data, so create them again"
+            f"{lengths[document]} tokens of {path_prefix}.idx; the masks belong to other data and must be recreated"
         )
     return masks
 
 
 def check_loss_mask(mask: np.ndarray, where: str) -> None:
-    """Raises DataError for values other than 0 and 1. mask: [S] float32, read as uint8."""
+    """Raises DataError if a loss mask contains values other than 0 and 1. mask: [S], float32, read as uint8."""
     if mask.max(initial=0) > 1:
         raise DataError(f"the loss mask of {where} contains {int(mask.max())}: must be 0 or 1")

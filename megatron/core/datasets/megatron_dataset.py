@@ -1,4 +1,4 @@
-"""The base class of datasets that BlendedMegatronDatasetBuilder builds, for classes of scripts written for Megatron."""
+"""Base class of the datasets that BlendedMegatronDatasetBuilder builds, for dataset classes written for Megatron."""
 
 from abc import ABC, abstractmethod
 from typing import Any
@@ -12,9 +12,9 @@ from megatron.core.datasets.utils import Split
 
 
 class MegatronDataset(ABC, Dataset[dict[str, torch.Tensor]]):
-    """Samples from the documents `indices` of a low-level dataset; a subclass implements the four methods.
+    """Dataset of samples from the documents `indices` of a low-level dataset. Subclasses implement the four methods.
 
-    num_samples: the number of samples that the run needs; None means one epoch. index_split: the part of the corpus.
+    num_samples: number of samples that the run requires; None means one epoch. index_split: the part of the corpus.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Reads rows of Parquet and Arrow files, a few at a time, as the lines that they would be in a .jsonl file.
+"""Reads the rows of Parquet and Arrow files in small batches, and converts each row to a line of JSON.
 
-Needs pyarrow. Does not know what the rows are for: text_files.py yields documents.
+Requires pyarrow. text_files.py converts the lines to documents.
 """
 
 import itertools
@@ -14,17 +14,17 @@ from typing import Any
 
 PARQUET, ARROW = ".parquet", ".arrow"
 TABLE_SUFFIXES = (PARQUET, ARROW)
-BATCH_BYTES = 4 << 20  # decoded values in memory, about
+BATCH_BYTES = 4 << 20  # approximate size of the decoded values in memory
 MOST_BATCH_ROWS = 1024
 READ_SIZE = 1 << 20
-# Both formats of Arrow's files: with a table of contents, and a stream with an end mark.
+# The two Arrow formats: a file starts with the magic bytes, and a stream ends with an end mark.
 _ARROW_MAGIC = b"ARROW1"
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns to read. With `hold_chats` a column "tools" is read too, if there is one. flag: for error messages."""
+    """Columns to read. hold_chats: also reads a column "tools" if it exists. flag: named in error messages."""
 
     keys: tuple[str, ...]
     hold_chats: bool = False
@@ -33,7 +33,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Row:
-    """A row as a line of JSON, or the error that prevents it. number: in the file, counted from 1."""
+    """Row as a line of JSON, or the error that prevented its conversion. number: number in the file, from 1."""
 
     number: int
     line: bytes = b""
@@ -41,21 +41,23 @@ class Row:
 
 
 def check_columns(path: Path, columns: Columns) -> None:
-    """Raises ValueError unless a file can be opened and has the columns, with usable types."""
+    """Raises ValueError unless a file can be opened and contains the columns with supported types."""
     with _named_errors(path), _open(path) as file:
         _selected(file.schema_arrow if path.suffix == PARQUET else file.schema, path, columns)
 
 
 def read_rows(path: Path, columns: Columns, *, begin: int, end: int | None) -> Iterator[Row]:
-    """Yields the rows of a file in order; of a Parquet file those of the row groups that start in bytes `begin` to
-    `end` (None means the end of the file).
+    """Yields the rows of a file in order.
+
+    Of a Parquet file, yields only the rows of row groups that start in the byte range [begin, end). end: None means the
+    end of the file.
     """
     batches = _parquet_batches(path, columns, begin=begin, end=end)
     for first, batch in batches if path.suffix == PARQUET else _arrow_batches(path, columns):
         try:
             records = _records(batch, columns)
         except UnicodeDecodeError:
-            # Decodes row by row, so that only rows with wrong bytes are lost.
+            # Decodes row by row, so that only rows with invalid bytes are lost.
             for index in range(batch.num_rows):
                 yield _row_alone(batch.slice(index, 1), first + index, columns)
             continue
@@ -98,7 +100,7 @@ def _arrow_batches(path: Path, columns: Columns) -> Iterator[tuple[int, Any]]:
     with open(path, "rb") as file:
         file.seek(-len(_END_OF_STREAM), 2)
         if is_stream and file.read() != _END_OF_STREAM:
-            raise ValueError(f"{path} is cut short: the end mark of the Arrow stream is missing")
+            raise ValueError(f"{path} is truncated: the end mark of the Arrow stream is missing")
 
 
 def _start(row_group: Any) -> int:
@@ -119,7 +121,7 @@ def _rows_of(num_bytes: int, num_rows: int) -> int:
 
 
 def _selected(schema: Any, path: Path, columns: Columns) -> list[str]:
-    """Returns the names of the columns to read. Raises ValueError if one is missing or of an unusable type."""
+    """Returns the names of the columns to read. Raises ValueError if a column is missing or its type unsupported."""
     shown = ", ".join(map(repr, schema.names)) or "none"
     for key in columns.keys:
         if schema.names.count(key) != 1:
@@ -136,7 +138,7 @@ def _selected(schema: Any, path: Path, columns: Columns) -> list[str]:
 
 
 def _is_text(kind: Any) -> bool:
-    """Whether values of an Arrow type are strings. The type of a column that has only nulls says nothing."""
+    """Returns whether an Arrow type represents strings. Accepts the null type of columns that contain only nulls."""
     types = _import_pyarrow().types
     if types.is_dictionary(kind):
         return _is_text(kind.value_type)
@@ -161,15 +163,16 @@ def _row_alone(batch: Any, number: int, columns: Columns) -> Row:
 
 def _row(record: dict[str, Any], number: int, columns: Columns) -> Row:
     try:
-        # Chats may hold lone surrogates, which only escapes can express.
+        # Chats may contain lone surrogates, which can be written only as escapes.
         return Row(number, json.dumps(record, ensure_ascii=columns.hold_chats).encode())
     except TypeError as error:  # dates or bytes within a chat
         return Row(number, error=error)
 
 
 def _plain(value: Any, kind: Any) -> Any:
-    """Returns the value as it was before it became part of a table, where every object of a column has the keys of
-    all: without the keys that are null. Only a message's content may be null.
+    """Returns a value without the null keys that its table added.
+
+    In a table, every object of a column contains the keys of all objects. Only a message's content may be null.
     """
     pyarrow = _import_pyarrow()
     if value is None:
@@ -189,12 +192,12 @@ def _plain(value: Any, kind: Any) -> Any:
 
 @contextmanager
 def _open(path: Path) -> Iterator[Any]:
-    """Opens a Parquet file, or a reader of the batches of an Arrow file."""
+    """Opens a Parquet file, or the record batch reader of an Arrow file."""
     pyarrow = _import_pyarrow(path)
     if path.suffix == PARQUET:
         from pyarrow import parquet
 
-        # Reads single pages: without these options a whole column of a row group is in memory.
+        # Reads single pages. Without these options, a whole column of a row group would be in memory.
         options = {"buffer_size": READ_SIZE, "pre_buffer": False, "page_checksum_verification": True}
         with parquet.ParquetFile(path, **options) as file:
             yield file
@@ -208,22 +211,22 @@ def _open(path: Path) -> Iterator[Any]:
 
 @contextmanager
 def _named_errors(path: Path, place: str = "") -> Iterator[None]:
-    """Turns pyarrow's errors into ValueErrors that name the file."""
+    """Converts pyarrow errors to ValueErrors that name the file."""
     pyarrow = _import_pyarrow(path)
     try:
         yield
     except (pyarrow.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # of the operating system, not of the content
+        if isinstance(error, OSError) and error.errno is not None:  # from the operating system, not the content
             raise
         format_name = "Parquet" if path.suffix == PARQUET else "Arrow"
         text = " ".join(str(error).split())
-        raise ValueError(f"{path}{place} is damaged or no {format_name} file: {text}") from error
+        raise ValueError(f"{path}{place} is damaged or not in {format_name} format: {text}") from error
 
 
 def _import_pyarrow(path: Path | None = None) -> ModuleType:
     try:
         import pyarrow
     except ImportError as error:
-        raise ValueError(f"{path} needs the package pyarrow: pip install 'megatron-stash[data]'") from error
+        raise ValueError(f"{path} requires the package pyarrow: pip install 'megatron-stash[data]'") from error
     module: ModuleType = pyarrow
     return module

@@ -1,9 +1,9 @@
-"""Finds files of documents, yields their raw documents one at a time, and reports bad ones. Does not tokenize.
+"""Finds document files, yields their raw documents one at a time, and reports invalid ones. Does not tokenize.
 
-A line of a .jsonl or .json file is an object with a document under one of its keys, and so is a row of a Parquet or
-Arrow file, with the names of columns as keys. A .txt file is split at blank lines into documents of at least 4 KiB.
-Text without blank lines is split after the line that reaches 64 KiB. The concatenated documents of a .txt file equal
-the file. Files of text may be compressed.
+A line of a .jsonl or .json file is an object that stores a document under one of its keys. A row of a Parquet or Arrow
+file is such an object as well, with the column names as keys. A .txt file is split at blank lines into documents of at
+least 4 KiB. Text without blank lines is split after the line that reaches 64 KiB. The concatenated documents of a .txt
+file equal the file. Files other than tables may be compressed.
 """
 
 import glob
@@ -31,9 +31,10 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class RawDocument:
-    """Undecoded bytes of a document. line: counted from 1 after byte `begin` of the file; in a table, the row.
+    """Undecoded bytes of a document.
 
-    damage: the reason why a row could not be read, which then has no data.
+    line: line number, counted from 1 after byte `begin` of the file; in a table, the row number. damage: reason why a
+    row could not be read, in which case `data` is empty.
     """
 
     path: Path
@@ -45,7 +46,7 @@ class RawDocument:
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line without valid text, and the reason. line, begin: as in RawDocument."""
+    """Line or row whose text is invalid, with the reason. line, begin: as in RawDocument."""
 
     path: Path
     line: int
@@ -53,7 +54,7 @@ class BadLine:
     begin: int = 0
 
     def __str__(self) -> str:
-        """Returns the message with the line number in the whole file; reads the file up to `begin` to count lines."""
+        """Returns the message with the line number in the file. Reads the file up to `begin` to count its lines."""
         if is_table(self.path):
             return f"{self.path}: row {self.line}: {self.reason}"
         before = 0 if self.begin == 0 else 1 + _count_lines(self.path, self.begin - 1)
@@ -61,9 +62,9 @@ class BadLine:
 
 
 def find_text_files(inputs: Iterable[str]) -> list[Path]:
-    """Returns the files that are named, match a pattern, are inside a folder, or belong to a dataset of the hub.
+    """Returns all files for a list of files, patterns, folders and names of hub datasets.
 
-    Raises OSError or ValueError.
+    Raises OSError or ValueError if an input does not exist or is not supported.
     """
     files: list[Path] = []
     for name in inputs:
@@ -82,17 +83,17 @@ def find_text_files(inputs: Iterable[str]) -> list[Path]:
 
 
 def has_keys(path: Path) -> bool:
-    """Whether a file has one document per line or row, under keys; otherwise it is one text."""
+    """Returns whether each line or row of a file is an object with keys. Other files are plain text."""
     return _kind(path) in JSON_SUFFIXES or is_table(path)
 
 
 def is_table(path: Path) -> bool:
-    """Whether the documents of a file are rows."""
+    """Returns whether a file is a Parquet or Arrow table, whose documents are rows."""
     return path.suffix in TABLE_SUFFIXES
 
 
 def can_be_cut(path: Path) -> bool:
-    """Whether parts of a file can be read separately, which needs visible document borders and no compression."""
+    """Returns whether parts of a file can be read separately. This requires clear document borders in raw bytes."""
     return path.suffix in (*JSON_SUFFIXES, PARQUET)
 
 
@@ -105,10 +106,10 @@ def check_tables(files: Iterable[Path], columns: Columns) -> None:
 def read_raw_documents(
     path: Path, columns: Columns, *, begin: int = 0, end: int | None = None
 ) -> Iterator[RawDocument]:
-    """Yields the documents of a file that start in bytes `begin` to `end` (None means its end), in order.
+    """Yields the documents of a file that start in the byte range [begin, end), in order. end: None means its end.
 
-    Skips blank lines of a .jsonl file. begin, end: only for files that `can_be_cut`; a Parquet file is cut between row
-    groups. Raises ValueError for a damaged compressed file or table.
+    Skips blank lines of a .jsonl file. begin, end: only for files that `can_be_cut`; a Parquet file is split between
+    row groups. Raises ValueError for a damaged compressed file or table.
     """
     if is_table(path):
         for row in read_rows(path, columns, begin=begin, end=end):
@@ -124,7 +125,7 @@ def _read_lines(path: Path, *, begin: int, end: int | None) -> Iterator[RawDocum
         has_mark = file.read(len(_BYTE_ORDER_MARK)) == _BYTE_ORDER_MARK
     with open_file(path) as file:
         if begin > 0:
-            # The line that contains the previous byte belongs to the reader of the previous part, and may end there.
+            # The line that contains the previous byte belongs to the previous part, even if it ends at that byte.
             file.seek(begin - 1)
             position = begin - 1 + len(file.readline())
         else:
@@ -141,13 +142,16 @@ def _read_lines(path: Path, *, begin: int, end: int | None) -> Iterator[RawDocum
 
 
 def decode_document(raw: RawDocument, *, json_key: str) -> tuple[str, list[BadLine]]:
-    """Returns the text of a document without bad lines, and the bad lines."""
+    """Returns the text of a document without its invalid lines, and the list of invalid lines."""
     texts, bad_lines = decode_texts(raw, (json_key,))
     return texts[0], bad_lines
 
 
 def decode_texts(raw: RawDocument, keys: Sequence[str]) -> tuple[list[str], list[BadLine]]:
-    """Decodes several keys of a line as decode_document does. A text file has no keys, so `keys` must have length 1."""
+    """Returns the text under each key of a document, and the list of invalid lines.
+
+    A plain text file has no keys, so `keys` must then have length 1.
+    """
     if not has_keys(raw.path):
         text, bad_lines = _decode_text(raw)
         return [text], bad_lines
@@ -159,7 +163,7 @@ def decode_texts(raw: RawDocument, keys: Sequence[str]) -> tuple[list[str], list
 
 
 def decode_record(raw: RawDocument, keys: Sequence[str]) -> dict[str, Any]:
-    """Returns the object of a .jsonl line or of a row. Raises ValueError unless it is an object with `keys`."""
+    """Parses the object in a .jsonl line or table row. Raises ValueError if it is invalid or lacks one of `keys`."""
     if raw.damage:
         raise ValueError(raw.damage)
     try:
@@ -182,7 +186,7 @@ def _files_of(path: Path) -> list[Path]:
     if path.is_dir():
         inside = _files_inside(path)
         if not inside:
-            raise ValueError(f"{path} has no file that ends in {_suffixes()}")
+            raise ValueError(f"{path} contains no file that ends in {_suffixes()}")
         return inside
     if not path.is_file():
         is_pattern = glob.escape(str(path)) != str(path)
@@ -193,7 +197,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _files_inside(folder: Path) -> list[Path]:
-    """Returns the usable files of a folder and of those inside, in the order of their paths."""
+    """Returns the usable files of a folder and its subfolders, sorted by path."""
     saved = saved_dataset_files(folder)
     if saved is not None:
         return saved
@@ -212,11 +216,11 @@ def _is_usable(path: Path) -> bool:
 
 def _suffixes() -> str:
     texts = ", ".join(JSON_SUFFIXES + TEXT_SUFFIXES)
-    return f"{texts} (or such a suffix and {', '.join(COMPRESSIONS)}), {', '.join(TABLE_SUFFIXES)}"
+    return f"{texts} (optionally followed by {', '.join(COMPRESSIONS)}), {', '.join(TABLE_SUFFIXES)}"
 
 
 def _kind(path: Path) -> str:
-    """Returns the suffix without that of a compression."""
+    """Returns the suffix of a file, without a compression suffix."""
     return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
 
 
@@ -244,11 +248,11 @@ def _cut_text(file: PeekableFile, path: Path) -> Iterator[RawDocument]:
 
 
 def _read_piece(file: PeekableFile) -> bytes:
-    """Reads a line, or about 64 KiB of a longer one up to the end of a character."""
+    """Reads a line, or about 64 KiB of a longer line. Never ends within a UTF-8 character."""
     piece = file.readline(LONGEST_TEXT)
     if len(piece) < LONGEST_TEXT or piece.endswith(b"\n"):
         return piece
-    for _ in range(3):  # a UTF-8 character has at most 3 bytes after its first
+    for _ in range(3):  # a UTF-8 character has at most 3 bytes after the first
         following = file.peek(1)[:1]
         if not following or following[0] & 0xC0 != 0x80:
             break
@@ -279,7 +283,7 @@ def _text_of(record: dict[str, Any], key: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"half a surrogate pair at character {error.start} of {key!r}") from error
+        raise ValueError(f"unpaired surrogate at character {error.start} of {key!r}") from error
     return text
 
 

@@ -1,4 +1,4 @@
-"""Values of --data-path and --split: blends of datasets, and parts of a corpus. Reads no data."""
+"""Parses --data-path and --split into blends of datasets and parts of a corpus. Reads no data."""
 
 import math
 from enum import Enum
@@ -19,7 +19,7 @@ class Split(Enum):
 
 
 def compile_helpers() -> None:
-    """Does nothing, because torch computes the indices here; in Megatron Core it compiles C++ helpers."""
+    """Does nothing, because NumPy computes the indices here. Megatron Core compiles C++ helpers instead."""
 
 
 def get_blend_from_list(blend: list[str] | None) -> Blend | None:
@@ -49,7 +49,7 @@ def _as_number(word: str) -> float | None:
 
 
 def parse_split(split: str) -> list[float]:
-    """Parses --split into three shares with sum 1. Raises ValueError unless it has 1 to 3 numbers >= 0, not all 0."""
+    """Parses --split into three shares that sum to 1. Raises ValueError unless it is 1 to 3 numbers >= 0, not all 0."""
     try:
         # Launch scripts that keep their flags in arrays often include quotes: '99,1,0'.
         weights = [float(word) for word in split.strip("'\"").split(",")]
@@ -64,7 +64,7 @@ def parse_split(split: str) -> list[float]:
 
 
 def split_documents(split: str, num_documents: int) -> list[range | None]:
-    """Returns consecutive ranges of documents, one for each part, rounded to whole documents; None for weight 0."""
+    """Splits documents into one range for each part of --split. The range of a part with weight 0 is None."""
     ranges: list[range | None] = []
     begin = 0.0
     for share in parse_split(split):

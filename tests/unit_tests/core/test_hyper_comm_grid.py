@@ -31,7 +31,7 @@ def test_groups_along_axes_have_the_ranks_that_differ_there_alone() -> None:
     ("shape", "names", "offset", "message"),
     [
         ([2, 2], ["tp"], 0, r"dim_names is \['tp'\] and shape is \[2, 2\]"),
-        ([2, 2], ["tp", "tp"], 0, "one name for each axis, all different"),
+        ([2, 2], ["tp", "tp"], 0, "one name for each axis, without duplicates"),
         ([2, 0], ["tp", "dp"], 0, "sizes must be at least 1"),
         ([2, 2], ["tp", "dp"], 1, "rank_offset is 1: the grid must be within the 4 available ranks"),
     ],

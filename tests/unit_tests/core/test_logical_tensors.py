@@ -164,7 +164,7 @@ def test_identity_of_small_shapes(shape):
 
 
 def test_wrong_descriptions_are_refused():
-    with pytest.raises(ValueError, match="exceeds its stored tensor"):
+    with pytest.raises(ValueError, match="must be inside the logical tensor"):
         LogicalPiece("k", (2, 3), (3, 1), 0, (2, 3), (1, 0))
     with pytest.raises(ValueError, match="contiguous"):
         identity_piece("k", (3, 2)).view_of(torch.zeros(2, 3).t())
@@ -172,7 +172,7 @@ def test_wrong_descriptions_are_refused():
         identity_piece("k", (3, 2)).view_of(torch.zeros(4))
     model = GatedMLP()
     model.logical_pieces = lambda prefix: {"nothing": [identity_piece("x", (1,))]}
-    with pytest.raises(ValueError, match="does not have: nothing"):
+    with pytest.raises(ValueError, match="are not in the model: nothing"):
         model_logical_pieces(model)
 
 

@@ -134,7 +134,7 @@ def test_groups_can_be_replaced_by_name_alone() -> None:
             groups.cp = GroupMember.NON_GROUP_MEMBER
         with pytest.raises(ValueError, match="unknown groups etp, world: must be among tp, pp, dp"):
             ProcessGroupCollection(world=None, etp=None)
-        with pytest.raises(ValueError, match="dp_cp_ag is .*: gathers use the group of the reductions here; keep"):
+        with pytest.raises(ValueError, match="dp_cp_ag is .*: all-gathers use the same group as reductions here; keep"):
             groups.dp_cp_ag = existing.dp
 
 
@@ -170,9 +170,7 @@ def test_groups_of_gradients_and_of_the_optimizer_have_the_names_that_scripts_kn
         assert found["expt_tp_pp_group"] is existing.tp_ep_pp and found["inter_dist_opt_group"].size() == 2
         found = ProcessGroupCollection.setup_process_groups_for_optimizer(existing, chunks, False)
         assert found["intra_dp_cp_group_gloo"] is None
-        with pytest.raises(
-            ValueError, match="instances is 2, but pg_collection lacks intra_expt_dp, intra_dist_opt, in"
-        ):
+        with pytest.raises(ValueError, match="instances is 2: requires the groups intra_expt_dp, intra_dist_opt, in"):
             some = ProcessGroupCollection(dp_cp=existing.dp_cp, intra_dp_cp=existing.intra_dp_cp)
             ProcessGroupCollection.setup_process_groups_for_optimizer(some, chunks)
         with pytest.raises(ValueError, match="expert_model_parallel_size is 2, but pg_collection.ep has 1 ranks"):

@@ -54,7 +54,7 @@ def test_attributes_are_found_through_wrappers() -> None:
     assert get_attr_wrapped_model(wrapped, "hint", return_model_obj=True) is model
     assert get_attr_wrapped_model(wrapped, "hint", allow_none=False, return_model_obj=True) is None
     assert get_attr_wrapped_model(wrapped, "weight") is None
-    with pytest.raises(ValueError, match="was given a list"):
+    with pytest.raises(ValueError, match="got a list of models"):
         get_attr_wrapped_model([wrapped], "config")  # type: ignore[arg-type]
 
 

@@ -170,11 +170,11 @@ def test_bad_rows_are_skipped_named_and_counted(tmp_path: Path, capsys) -> None:
     "name, message",
     [
         ("a.parquet", "a.parquet has no column 'text'; its columns: 'body'. Choose with --json-keys"),
-        ("cut.parquet", "cut.parquet is damaged or no Parquet file: "),
-        ("cut.jsonl.zst", "cut.jsonl.zst is cut short or no zstd file: the last frame has no end"),
+        ("cut.parquet", "cut.parquet is damaged or not in Parquet format: "),
+        ("cut.jsonl.zst", "cut.jsonl.zst is truncated or not a zstd file: the last frame is incomplete"),
         (
             "a.csv",
-            "a.csv must end in .jsonl, .json, .txt (or such a suffix and .gz, .bz2, .xz, .zst), .parquet, .arrow",
+            "a.csv must end in .jsonl, .json, .txt (optionally followed by .gz, .bz2, .xz, .zst), .parquet, .arrow",
         ),
         ("a.parquet.gz", "a.parquet.gz must end in .jsonl"),
         ("*.avro", "*.avro matches no file"),

@@ -96,7 +96,7 @@ def test_ids_of_a_null_tokenizer_that_do_not_exist_are_bad_lines(tmp_path: Path,
     [
         (("--input", "none.jsonl", *BYTE_LEVEL), "none.jsonl does not exist"),
         (("--input", "", *BYTE_LEVEL), "an input is empty"),
-        (("--input", "cut.jsonl.gz", *BYTE_LEVEL), "cut.jsonl.gz is cut short or no gzip file"),
+        (("--input", "cut.jsonl.gz", *BYTE_LEVEL), "cut.jsonl.gz is truncated or not a gzip file"),
         (("--input", "a.jsonl", "--tokenizer-type", "NullTokenizer"), "requires --vocab-size"),
         (
             ("--input", "a.jsonl", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "x"),

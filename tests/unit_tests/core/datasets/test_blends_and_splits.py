@@ -102,10 +102,10 @@ def test_parts_named_apart_are_read_whole_each_by_its_own_blend(tmp_path: Path) 
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"train_data_path": ["a"], "split": "9,1"}, "--train-data-path a contradicts --split 9,1"),
-        ({"valid_data_path": ["a"], "data_path": ["b"]}, "--data-path b contradicts --valid-data-path a"),
-        ({"test_data_path": ["a"], "mock_data": True}, "--mock-data contradicts --test-data-path a"),
-        ({"data_args_path": "f", "data_path": ["b"]}, "--data-path b contradicts --data-args-path f"),
+        ({"train_data_path": ["a"], "split": "9,1"}, "--train-data-path a conflicts with --split 9,1"),
+        ({"valid_data_path": ["a"], "data_path": ["b"]}, "--data-path b conflicts with --valid-data-path a"),
+        ({"test_data_path": ["a"], "mock_data": True}, "--mock-data conflicts with --test-data-path a"),
+        ({"data_args_path": "f", "data_path": ["b"]}, "--data-path b conflicts with --data-args-path f"),
         ({"train_data_path": []}, "--train-data-path has no value"),
         ({"train_data_path": ["1", "a", "b", "c"]}, "must be WEIGHT PREFIX pairs"),
     ],
@@ -186,14 +186,14 @@ def test_a_split_that_says_nothing_is_refused(split: str) -> None:
 
 def test_a_part_without_documents_is_named(tmp_path: Path) -> None:
     write_corpus(tmp_path / "a", num_documents=40)
-    message = r"--split 969,30,1 leaves no document for test: .*a has 40 documents; give test a larger share, or 0"
+    message = r"--split 969,30,1 leaves no document for test: .*a has 40 documents; increase the share of test, or set it to 0"
     with pytest.raises(ValueError, match=message):
         build(dataset_config(tmp_path / "a", split=None), sizes=(10, 10, 10))
     assert build(dataset_config(tmp_path / "a", split=None), sizes=(10, 10, 0))[2] is None
 
 
 def test_contradictory_and_missing_sources_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--mock-data contradicts --data-path a"):
+    with pytest.raises(ValueError, match="--mock-data conflicts with --data-path a"):
         DataConfig(mock_data=True, data_path=["a"])
     with pytest.raises(ValueError, match="--data-path has no value"):
         DataConfig(data_path=[])

@@ -145,9 +145,9 @@ def test_masks_that_one_node_lacks_fail_every_rank(tmp_path: Path) -> None:
         documents = write_corpus(tmp_path / name)
     write_masks(tmp_path / "a", [document % 2 for document in documents])
     for outcome in launch_on_ranks(build_with_masks_on_one_rank, 3, str(tmp_path)):
-        assert isinstance(outcome.error, DataError) and "ranks 1 lack loss masks" in str(outcome.error)
+        assert isinstance(outcome.error, DataError) and "ranks 1 found no loss masks" in str(outcome.error)
 
 
 def test_borders_need_a_tokenizer() -> None:
-    with pytest.raises(ValueError, match="eod_mask_loss is True without a tokenizer"):
+    with pytest.raises(ValueError, match="eod_mask_loss is True: requires a tokenizer"):
         dataset_config(None, tokenizer=None, eod_mask_loss=True)

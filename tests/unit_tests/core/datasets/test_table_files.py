@@ -140,7 +140,7 @@ def test_a_table_that_is_cut_short_is_named(tmp_path: Path, suffix: str, size: i
     table = pa.table({"text": [f"document {number}" * 9 for number in range(99)]})
     path = (write_parquet if suffix == ".parquet" else write_arrow)(tmp_path / f"a{suffix}", table)
     path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(ValueError, match=rf"^{path} is (damaged or no \w+ file|cut short): "):
+    with pytest.raises(ValueError, match=rf"^{path} is (damaged or not in \w+ format|truncated): "):
         list(read_raw_documents(path, TEXT))
 
 
@@ -149,7 +149,7 @@ def test_an_arrow_stream_that_ends_between_batches_is_named(tmp_path: Path) -> N
     path.write_bytes(path.read_bytes()[:-8])
     found = read_raw_documents(path, TEXT)
     assert len(list(itertools.islice(found, 9))) == 9
-    with pytest.raises(ValueError, match="a.arrow is cut short: the end mark of the Arrow stream is missing"):
+    with pytest.raises(ValueError, match="a.arrow is truncated: the end mark of the Arrow stream is missing"):
         next(found)
 
 
@@ -163,7 +163,7 @@ def test_damage_within_a_parquet_file_is_named_with_its_row_group(tmp_path: Path
     found = read_raw_documents(path, TEXT)
     assert len(list(itertools.islice(found, 20))) == 20
     with pytest.raises(
-        ValueError, match=r"a.parquet: row group 2 \(rows from 21\) is damaged or no Parquet file: .*CRC"
+        ValueError, match=r"a.parquet: row group 2 \(rows from 21\) is damaged or not in Parquet format: .*CRC"
     ):
         next(found)
 
@@ -226,10 +226,12 @@ def test_frames_of_a_zstd_file_are_one_text(tmp_path: Path) -> None:
     assert [raw.data for raw in read_raw_documents(path, TEXT)] == lines
     for end in (1, 5, 400):
         path.write_bytes(b"".join(frames)[:-end])
-        with pytest.raises(ValueError, match="a.jsonl.zst is cut short or no zstd file: the last frame has no end"):
+        with pytest.raises(
+            ValueError, match="a.jsonl.zst is truncated or not a zstd file: the last frame is incomplete"
+        ):
             list(read_raw_documents(path, TEXT))
     path.write_bytes(frames[0][:-30] + b"damage" + frames[0][-24:])
-    with pytest.raises(ValueError, match="a.jsonl.zst is cut short or no zstd file: "):
+    with pytest.raises(ValueError, match="a.jsonl.zst is truncated or not a zstd file: "):
         list(read_raw_documents(path, TEXT))
     path.write_bytes(b"")
     assert list(read_raw_documents(path, TEXT)) == []
@@ -239,7 +241,7 @@ def test_frames_of_a_zstd_file_are_one_text(tmp_path: Path) -> None:
 def test_what_is_not_compressed_is_named(tmp_path: Path, suffix: str, kind: str) -> None:
     path = tmp_path / f"a.txt{suffix}"
     path.write_bytes(b"no compressed file, " * 9)
-    with pytest.raises(ValueError, match=f"^{path} is cut short or no {kind} file: "):
+    with pytest.raises(ValueError, match=f"^{path} is truncated or not a {kind} file: "):
         list(read_raw_documents(path, TEXT))
 
 
@@ -251,7 +253,9 @@ def test_a_missing_package_is_named_with_the_extra_that_has_it(tmp_path: Path, m
     monkeypatch.setitem(sys.modules, package, None)
     (tmp_path / "a.parquet").write_bytes(b"")
     (tmp_path / name).write_bytes(b"") if ":" not in name else None
-    with pytest.raises(ValueError, match=rf"{name} needs the package {package}: pip install 'megatron-stash\[data\]'"):
+    with pytest.raises(
+        ValueError, match=rf"{name} requires the package {package}: pip install 'megatron-stash\[data\]'"
+    ):
         for path in find_text_files([name if ":" in name else str(tmp_path / name)]):
             list(read_raw_documents(path, TEXT))
 
@@ -269,20 +273,20 @@ def test_saved_datasets_are_found_in_folders(tmp_path: Path) -> None:
     ]
     assert [text for path in files[2:] for text in read(path)[0]] == rows["text"][:]
     files[3].unlink()
-    with pytest.raises(FileNotFoundError, match="data-00001-of-00003.arrow does not exist, which .*state.json names"):
+    with pytest.raises(FileNotFoundError, match="data-00001-of-00003.arrow does not exist, but .*state.json lists it"):
         find_text_files([str(tmp_path / "texts" / "saved")])
     (files[3].parent / "state.json").write_text("{")
     with pytest.raises(ValueError, match="state.json is damaged"):
         find_text_files([str(files[3].parent)])
     (files[3].parent / "state.json").write_text("{}")
-    with pytest.raises(ValueError, match="state.json names no data files"):
+    with pytest.raises(ValueError, match="state.json lists no data files"):
         find_text_files([str(files[3].parent)])
 
 
 def test_a_dataset_of_several_splits_asks_for_one(tmp_path: Path) -> None:
     rows = datasets.Dataset.from_dict({"text": ["a"]})
     datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "d")
-    with pytest.raises(ValueError, match=rf"several splits: give one of them, {tmp_path}/d/train, {tmp_path}/d/test"):
+    with pytest.raises(ValueError, match=rf"several splits: must be one of {tmp_path}/d/train, {tmp_path}/d/test"):
         find_text_files([str(tmp_path / "d")])
     assert len(find_text_files([str(tmp_path / "d" / "train")])) == 1
 

@@ -51,7 +51,7 @@ def test_a_wrong_byte_costs_one_line_of_a_text_file(tmp_path: Path) -> None:
         (b"[1]", "a JSON list: must be an object with key 'text'"),
         (b'{"body": "a"}', "no key 'text'; found 'body'"),
         (b'{"text": 1}', "key 'text' is int: must be text"),
-        (b'{"text": "\\ud800"}', "half a surrogate pair at character 0 of 'text'"),
+        (b'{"text": "\\ud800"}', "unpaired surrogate at character 0 of 'text'"),
         (b"[" * 100_000, "JSON is nested too deeply"),
         (b'{"text": ' + b"1" * 5000 + b"}", "Exceeds the limit"),
     ],
@@ -78,5 +78,5 @@ def test_files_of_folders_come_sorted_and_others_are_refused(tmp_path: Path) -> 
     with pytest.raises(FileNotFoundError, match="none.txt does not exist"):
         find_text_files([str(tmp_path / "none.txt")])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="empty has no file that ends in"):
+    with pytest.raises(ValueError, match="empty contains no file that ends in"):
         find_text_files([str(tmp_path / "empty")])

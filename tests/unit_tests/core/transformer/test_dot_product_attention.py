@@ -136,7 +136,7 @@ def test_packed_attention_drops_out_in_training_only() -> None:
     [
         ([0, 9, 5, 32], "must start at 0 and increase"),
         ([1, 32], "must start at 0 and increase"),
-        ([0, 10, 20, 32], "from token 10 to 20: must end with its sample, and all samples have 16 tokens"),
+        ([0, 10, 20, 32], "from token 10 to 20: must not cross the end of a sample, and all samples have 16 tokens"),
         ([0, 16], "ends at 16: must end at micro-batch 2 x sequence 16"),
     ],
 )

@@ -35,11 +35,11 @@ def test_forms_that_scripts_of_megatron_give_mean_ours(given: dict[str, Any], he
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"params_dtype": "int8"}, "params_dtype is 'int8': must be a dtype of torch, or one of fp32, "),
-        ({"pipeline_dtype": 3}, "pipeline_dtype is 3: must be a dtype"),
+        ({"params_dtype": "int8"}, "params_dtype is 'int8': must be a torch dtype, or one of fp32, "),
+        ({"pipeline_dtype": 3}, "pipeline_dtype is 3: must be a torch dtype"),
         (
             {"pipeline_model_parallel_layout": [["decoder", "x"]]},
-            "contains 'x': must consist of embedding, decoder, mtp, loss",
+            "contains 'x': must consist of lists of embedding, decoder, mtp, loss",
         ),
         ({"pipeline_model_parallel_layout": 7}, "pipeline_model_parallel_layout is 7: must be letters"),
     ],
