@@ -1,7 +1,7 @@
-"""Device abstraction over CPU and GPU: devices, memory, streams, random numbers and graphs; re-exports only.
+"""Device abstraction for CPU and GPU: devices, memory, streams, random numbers and graphs. Only re-exports.
 
-Calls of torch.cuda belong here. The paged stash has its own calls, because it imports only pinned_memory and
-triton_compile.
+Calls to torch.cuda belong in this package. The paged stash calls torch.cuda directly, because it imports only
+pinned_memory and triton_compile.
 """
 
 from megatron.core.device.current import (

@@ -1,13 +1,13 @@
-"""CudaGraphs: captures GPU work as CUDA graphs of torch. It implements the GraphDevice of graphs/capture.py.
+"""CudaGraphs: captures GPU work as torch CUDA graphs. It implements GraphDevice of graphs/capture.py.
 
-Tests without a GPU replace torch.cuda by a stand-in.
+Tests without a GPU replace torch.cuda with a stub.
 
 [Note: broken captures] The GPU may abort a capture, for example at an operation that a graph cannot contain.
-capture_end then raises an error, and leaves three things behind. The first is the current stream, if torch.cuda.graph
-made it current. The second is the allocator's use of the memory pool, which torch ends only for an intact capture: the
-allocator would keep the memory for a graph that does not exist, and would stop checking events. The third is the
-registered generators, which raise at the next number drawn (up to torch 2.11 at least). The end of another capture
-releases them. It must not be empty, because torch warns of an empty capture.
+capture_end then raises an error and leaves three things to clean up. The first is the current stream, if
+torch.cuda.graph made it current. The second is the allocator's use of the memory pool, which torch ends only for an
+intact capture. The allocator would keep the memory for a graph that does not exist, and would stop checking events. The
+third is the registered generators, which raise an error at the next draw (up to torch 2.11 at least). A further capture
+releases them when it ends. That capture must not be empty, because torch warns about empty captures.
 """
 
 import enum
@@ -52,17 +52,17 @@ class _Tidying(enum.Enum):
 class CudaGraphs:
     """Captures the work of one GPU; see GraphDevice.
 
-    generators: returns the generators, in addition to the default one, that captured work uses. It is called for each
-    capture.
+    generators: function that returns the generators, other than the default one, that captured work uses. It is called
+    for each capture.
     """
 
     def __init__(self, device: torch.device, *, generators: Callable[[], Sequence[torch.Generator]] = tuple) -> None:
-        """Stores the device; raises ValueError if it is not a GPU."""
+        """Creates the capture stream and an empty pool on `device`. Raises ValueError if it is not a GPU."""
         if device.type != "cuda":
             raise ValueError(f"device is {device}: CUDA graphs require a GPU; use TapeGraphs() for tests without one")
         self._device, self._generators = device, generators
-        # The default stream cannot be captured. All captures use one other stream, because the allocator reuses memory
-        # freed by a capture in a later capture only on the same stream.
+        # The default stream cannot be captured. All captures use the same stream, because the allocator reuses memory
+        # freed by a capture in a later capture only on that stream.
         self._stream = torch.cuda.Stream(device)
         self._own_pool = _GraphPool()
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # graphs of all pools
@@ -73,7 +73,8 @@ class CudaGraphs:
     def on_capture_stream(self) -> Iterator[None]:
         """Runs its body on the capture stream, so that cuBLAS and other libraries create their workspaces for it.
 
-        Captures in the body belong to one step: together they wait for the GPU and empty the allocator's cache once.
+        Captures in the body belong to one step, so only the first one waits for the GPU and empties the allocator's
+        cache.
         """
         main = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(main)
@@ -83,11 +84,11 @@ class CudaGraphs:
                 yield
         finally:
             self._tidying = _Tidying.EACH
-            # After an error as well, because the next work uses the same memory.
+            # Also after an error, because later work uses the same memory.
             main.wait_stream(self._stream)
 
     def new_pool(self) -> _GraphPool:
-        """Returns an empty pool."""
+        """Creates an empty memory pool for captures."""
         return _GraphPool()
 
     @contextmanager
@@ -100,7 +101,7 @@ class CudaGraphs:
         pool = self._own_pool if pool is None else pool
         handle = pool.handle_for_capture()
         graph = self._new_graph()
-        # torch.cuda.graph would leave its own stream current: see [Note: broken captures].
+        # torch.cuda.graph would leave its stream current after an error; see [Note: broken captures].
         with torch.cuda.stream(self._stream), _no_collections():
             # "thread_local": threads of NCCL and of data loaders may still query the GPU.
             graph.capture_begin(handle, capture_error_mode="thread_local")
@@ -117,11 +118,11 @@ class CudaGraphs:
         return nullcontext()
 
     def _tidy_up(self) -> None:
-        """Frees unused device memory, which a graph's pool cannot request otherwise."""
+        """Frees the allocator's cached memory, which a graph's pool could not use otherwise."""
         if self._tidying is _Tidying.DONE:
             return
         if not self._graphs:
-            # Frees memory that only reference cycles hold, before graphs allocate theirs.
+            # Frees memory that only reference cycles keep alive, before graphs allocate memory.
             gc.collect()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
@@ -135,7 +136,7 @@ class CudaGraphs:
         return graph
 
     def _end(self, graph: torch.cuda.CUDAGraph, handle: Any) -> None:
-        """Ends a capture. Cleans up and raises RuntimeError if the GPU aborted it."""
+        """Ends a capture. If the GPU aborted it, cleans up and raises RuntimeError."""
         try:
             graph.capture_end()
         except RuntimeError:
@@ -152,7 +153,7 @@ class CudaGraphs:
         try:
             torch._C._cuda_endAllocateToPool(self._stream.device_index, handle)
         except RuntimeError:
-            # Some versions of torch have already done it.
+            # Some versions of torch have already ended it.
             return
         else:
             torch._C._cuda_releasePool(self._stream.device_index, handle)

@@ -1,6 +1,4 @@
-"""Memory of a device and of its host: sizes, usage and peaks, pinned buffers, and the recordings of
-torch's allocator.
-"""
+"""Device and host memory: sizes, current and peak use, pinned buffers, and recordings of torch's allocator."""
 
 import os
 import resource
@@ -14,10 +12,10 @@ from megatron.core.device.pinned_memory import pinned_bytes
 
 
 def memory_bytes(device: torch.device) -> dict[str, int]:
-    """Returns the memory in use now and its peaks since the start, by kind.
+    """Returns the current and peak memory use in bytes, by kind.
 
-    For a GPU, these are allocated and reserved bytes of torch's allocator. The resident set of the process is "rss" and
-    "peak_rss"; the former only on Linux.
+    For a GPU, these are the allocated and reserved bytes of torch's allocator. "rss" (only on Linux) and "peak_rss" are
+    the resident set of the process.
     """
     memory = {}
     if device.type == "cuda":
@@ -31,13 +29,13 @@ def memory_bytes(device: torch.device) -> dict[str, int]:
     if sys.platform == "linux":
         with open("/proc/self/statm", encoding="ascii") as stream:
             memory["rss"] = int(stream.read().split()[1]) * resource.getpagesize()
-    # The kernel counts the two separately, and its peak may be a few pages less than the current size.
+    # The kernel counts both values separately, and its peak may be a few pages less than the current size.
     memory["peak_rss"] = max(peak_memory_bytes(torch.device("cpu")), memory.get("rss", 0))
     return memory
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Returns the peak memory use: allocated bytes of a GPU, resident bytes of the process for the CPU."""
+    """Returns the peak memory use in bytes: allocated memory of a GPU, or resident memory of the process for a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # Linux counts ru_maxrss in KiB, macOS in bytes.
@@ -46,7 +44,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def total_memory_bytes(device: torch.device) -> int:
-    """Returns the size of a GPU's memory, or of this machine's for any other device."""
+    """Returns the memory size of a GPU in bytes, or of this machine for any other device."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -55,8 +53,8 @@ def total_memory_bytes(device: torch.device) -> int:
 def host_bytes(num_bytes: int, device: torch.device) -> torch.Tensor:
     """Allocates host memory for copies from and to `device`: [num_bytes], uint8, on the CPU, pinned for a GPU.
 
-    Intended for long-lived buffers, because its release waits for the device with a GPU, see [Note: end of pinned
-    memory] in pinned_memory.py. Raises PinnedMemoryError, a RuntimeError, if a GPU's memory cannot be pinned.
+    Intended for long-lived buffers, because the release of pinned memory waits for the device; see [Note: end of pinned
+    memory] in pinned_memory.py. Raises PinnedMemoryError, a RuntimeError, if the memory cannot be pinned.
     """
     # The host would wait for each copy from or to memory that is not pinned.
     if device.type == "cuda":
@@ -65,15 +63,15 @@ def host_bytes(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 class OffloadedMemory:
-    """Memory of tensors that was copied to the host and freed on its device, until `restore`.
+    """Copies the memory of tensors to the host and frees it on the device, until `restore`.
 
-    tensors: any shapes and dtypes, on one device; all views of their storages lose their memory until it is restored.
-    Work already launched on the current stream is completed first.
+    tensors: any shapes and dtypes, on one device. All views of their storages have no memory until `restore`. Work that
+    was already launched on the current stream is completed first.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
-        # An empty storage has address 0, and nothing to free.
+        # An empty storage has address 0 and no memory to free.
         self._held = [(one, _host_copy(one)) for one in storages.values() if one.nbytes()]
         for storage, copy in self._held:
             if copy.device != storage.device and storage.device.type == "cuda":
@@ -82,11 +80,11 @@ class OffloadedMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that were freed on the device."""
+        """Number of bytes that were freed on the device."""
         return sum(copy.nbytes for _, copy in self._held)
 
     def restore(self) -> None:
-        """Allocates the memory again, possibly at other addresses, and copies its contents back."""
+        """Reallocates the memory, possibly at different addresses, and copies its contents back."""
         for storage, copy in self._held:
             storage.resize_(copy.nbytes)
             _bytes_in(storage).copy_(copy)
@@ -102,18 +100,18 @@ def _bytes_in(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """Returns memory that torch's allocator caches to a GPU; does nothing on a CPU."""
+    """Releases the unused memory that torch's allocator caches on a GPU. Does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def start_cuda_profiler() -> None:
-    """Starts the recording of nsys, if it runs with --capture-range=cudaProfilerApi."""
+    """Starts recording in nsys, if it was launched with --capture-range=cudaProfilerApi."""
     torch.cuda.profiler.start()
 
 
 def stop_cuda_profiler() -> None:
-    """Ends the recording of nsys after all launched work has completed."""
+    """Stops recording in nsys after all launched work has completed."""
     torch.cuda.synchronize()
     torch.cuda.profiler.stop()
 
@@ -124,5 +122,5 @@ def start_cuda_memory_history() -> None:
 
 
 def cuda_memory_snapshot() -> dict[str, Any]:
-    """Returns the recorded actions, in the format of torch.cuda.memory._snapshot."""
+    """Returns the allocator's recorded actions, in the format of torch.cuda.memory._snapshot."""
     return torch.cuda.memory._snapshot()

@@ -4,16 +4,16 @@
 
 It is intended for buffers that live longer than a step: host pages of the stash, master weights and staging buffers of
 an optimizer on the host, host buffers of offloaded activations and of saves, and shards of FSDP2 on the host. Torch's
-own allocator (pin_memory=True) rounds sizes up to powers of two and keeps freed memory until the process ends. It suits
-buffers that are allocated in every step, such as batches and released gradient buckets, because it reuses them without
-a wait.
+allocator (pin_memory=True) rounds sizes up to powers of two and keeps freed memory until the process ends. That
+allocator suits buffers that are allocated in every step, such as batches and released gradient buckets, because it
+reuses their memory without waiting.
 
 [Note: end of pinned memory] The memory is unregistered and unmapped when the storage is deleted, that is, with the last
 tensor that uses it. Torch's allocators do not manage it, so neither record_stream nor a copy keeps it alive. Its
-release therefore waits for the device. A CUDA graph stores addresses but no tensors: the owner of the graph must keep a
+release therefore waits for the device. A CUDA graph stores addresses but no tensors. The owner of the graph must keep a
 tensor for as long as the graph may be replayed, as graphs of a stash keep the stash and its pool. CUDA forbids the wait
-and the unregistration during a capture. Memory whose last tensor is deleted in a capture stays registered until the
-process ends, with a warning.
+and the unregistration during a capture. Memory whose last tensor is deleted during a capture remains registered until
+the process ends, and a warning is issued.
 """
 
 import ctypes
@@ -33,12 +33,12 @@ _HUGE_PAGE_BYTES = 2**21
 
 
 class PinnedMemoryError(RuntimeError):
-    """Failure to map or register memory. No part of it is kept."""
+    """Raised if host memory cannot be mapped, registered or unregistered. A failed allocation leaves no memory."""
 
 
-@torch.inference_mode(False)  # tensors made in inference mode cannot be changed outside of it
+@torch.inference_mode(False)  # tensors created in inference mode cannot be changed outside of it
 def pinned_bytes(num_bytes: int, device: torch.device) -> Tensor:
-    """Maps zeroed memory that a GPU can address and copies can use asynchronously: [num_bytes], uint8, on the CPU.
+    """Allocates zeroed host memory for GPU kernels and asynchronous copies: [num_bytes], uint8, on the CPU.
 
     The size is rounded up to pages of the operating system. The memory is released with the last tensor that uses it,
     after a wait for the device; see [Note: end of pinned memory]. Raises PinnedMemoryError, a RuntimeError.
@@ -46,7 +46,7 @@ def pinned_bytes(num_bytes: int, device: torch.device) -> Tensor:
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     if not torch.cuda.is_available():
-        raise PinnedMemoryError(f"{num_bytes} bytes cannot be pinned for {device}: this process sees no GPU")
+        raise PinnedMemoryError(f"{num_bytes} bytes cannot be pinned for {device}: no GPU is visible to this process")
     mapping = _mapped(-(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
     view = (ctypes.c_ubyte * num_bytes).from_buffer(mapping)
     try:
@@ -63,7 +63,7 @@ def pinned_bytes(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def _mapped(num_bytes: int) -> mmap.mmap:
-    """Maps anonymous memory of whole pages. Registration touches and zeroes them, so nothing populates them here."""
+    """Maps anonymous memory of whole pages, without populating them, because registration touches and zeroes them."""
     try:
         mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -79,7 +79,7 @@ def _mapped(num_bytes: int) -> mmap.mmap:
 
 
 def _register(address: int, num_bytes: int, device: torch.device) -> None:
-    """Registers the bytes from an address on with the device's CUDA context."""
+    """Registers `num_bytes` bytes at `address` with the device's CUDA context."""
     with torch.cuda.device(device):
         runtime = torch.cuda.cudart()
         status = runtime.cudaHostRegister(address, num_bytes, _PORTABLE)
@@ -95,7 +95,7 @@ def _register(address: int, num_bytes: int, device: torch.device) -> None:
 
 
 def _take_pending_error(device: torch.device) -> str:
-    """Clears the runtime's last error and returns a note on it, if torch found one.
+    """Clears the runtime's last error and returns its text for a message, or "" if torch finds no error.
 
     A failed call leaves its error in the runtime, and the next launch that torch checks would raise it. Torch has no
     function that only clears the error, so a small kernel is launched to raise it.
@@ -110,7 +110,8 @@ def _take_pending_error(device: torch.device) -> str:
 def _return_sync(address: int, mapping: mmap.mmap, device: torch.device, process: int) -> None:
     """Unregisters memory that no tensor uses any longer. NOTE: waits for the device.
 
-    process: the process that mapped it. A forked process does not have the mapping, and may use the address otherwise.
+    process: id of the process that mapped the memory. A forked process does not inherit the mapping, and may use the
+    address for other memory.
     """
     # The addresses must not be reused before the memory is unregistered, even if an error is raised here.
     keep_until_exit = weakref.finalize(_return_sync, len, mapping)
@@ -119,8 +120,8 @@ def _return_sync(address: int, mapping: mmap.mmap, device: torch.device, process
         return
     if torch.cuda.is_current_stream_capturing():
         warnings.warn(
-            f"{_size(len(mapping))} of pinned memory lost their last tensor during a capture and stay allocated "
-            "until the process ends",
+            f"{_size(len(mapping))} of pinned memory remain allocated until the process ends, because their last "
+            "tensor was deleted during a CUDA graph capture",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -135,7 +136,7 @@ def _return_sync(address: int, mapping: mmap.mmap, device: torch.device, process
             f"{_size(len(mapping))} of pinned memory cannot be unregistered from {device}:"
             f" {runtime.cudaGetErrorString(status)} ({int(status)})"
         )
-    # The mapping cannot be closed here: it ends with the view, which is being deleted.
+    # The mapping cannot be closed here. It is closed with the view, which is being deleted.
     keep_until_exit.detach()
 
 

@@ -1,4 +1,4 @@
-"""Random numbers: seeds, the states of torch's generators, and streams in addition to the default one.
+"""Random numbers: seeds, states of torch's generators, and named streams in addition to the default stream.
 
 [Note: generators of a GPU] While a CUDA graph is captured, the bytes of a generator's state may be neither read nor
 written. However, one generator object may replace another: graphsafe_set_state makes the default generator share the
@@ -23,14 +23,14 @@ RngStates = dict[str, list[torch.Tensor]]
 
 
 def seed_all(seed: int) -> None:
-    """Seeds the generators of Python, numpy and torch, the last on all devices."""
+    """Seeds the generators of Python, NumPy and torch (on all devices)."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def rng_state_bytes(device: torch.device) -> list[torch.Tensor]:
-    """Returns the states of torch's default generators that `device` uses: each [N], uint8, on the CPU."""
+    """Returns the states of torch's default generators for the host and `device`: each [N], uint8, on the CPU."""
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
@@ -45,7 +45,7 @@ def set_rng_state_bytes(states: list[torch.Tensor], device: torch.device) -> Non
 
 
 class RandomStream:
-    """A random-number stream independent of torch's default one, on the host and, for a GPU, also on the device.
+    """Random-number stream that is independent of torch's default stream, on the host and, for a GPU, on the device.
 
     See [Note: generators of a GPU].
     """
@@ -67,11 +67,11 @@ class RandomStream:
             torch.set_rng_state(default)
 
     def state_bytes(self) -> list[torch.Tensor]:
-        """Returns the states: each [N], uint8, on the CPU. Not allowed while a CUDA graph is captured."""
+        """Returns the generator states: each [N], uint8, on the CPU. Not allowed while a CUDA graph is captured."""
         return [self._host] if self.gpu is None else [self._host, self.gpu.get_state()]
 
     def set_state_bytes(self, states: list[torch.Tensor]) -> None:
-        """Restores states of state_bytes: each [N], uint8, on the CPU. Not allowed while a CUDA graph is captured."""
+        """Restores the result of state_bytes: each [N], uint8, on the CPU. Not allowed during a CUDA graph capture."""
         self._host = states[0]
         if self.gpu is not None:
             self.gpu.set_state(states[1])
@@ -89,7 +89,7 @@ def _gpu_draws_from(generator: torch.Generator) -> Iterator[None]:
 
 
 class CudaRNGStatesTracker:
-    """Named random-number streams in addition to the default one, on a GPU or on the CPU."""
+    """Named random-number streams in addition to torch's default stream, on a GPU or on the CPU."""
 
     def __init__(self, use_cudagraphable_rng: bool = False, is_inference_rng_tracker: bool = False) -> None:
         """Creates a tracker without streams.
@@ -98,11 +98,11 @@ class CudaRNGStatesTracker:
         is_inference_rng_tracker is True.
         """
         if is_inference_rng_tracker:
-            raise ValueError("is_inference_rng_tracker is True: inference is not supported, must be False")
+            raise ValueError("is_inference_rng_tracker is True: must be False, because inference is not supported")
         self._streams: dict[str, RandomStream] = {}
 
     def is_initialized(self) -> bool:
-        """Returns whether there are streams."""
+        """Returns whether any stream has been added."""
         return bool(self._streams)
 
     def reset(self) -> None:
@@ -114,22 +114,22 @@ class CudaRNGStatesTracker:
         return {name: stream.state_bytes() for name, stream in self._streams.items()}
 
     def set_states(self, states: RngStates) -> None:
-        """Restores states of get_states: each [N], uint8, on the CPU. Existing streams of these names are reused."""
+        """Restores the result of get_states: each [N], uint8, on the CPU. Reuses existing streams of the same name."""
         self._streams = {name: self._streams.get(name) or RandomStream(0, default_device()) for name in states}
         for name, stream in self._streams.items():
             stream.set_state_bytes(states[name])
 
     def add(self, name: str, seed: int) -> None:
-        """Adds a stream. Raises ValueError if the name is taken."""
+        """Adds a stream with a seed. Raises ValueError if the name already exists."""
         if name in self._streams:
             raise ValueError(f"the random-number stream {name!r} already exists: reset the tracker first")
         self._streams[name] = RandomStream(seed, default_device())
 
     def generators(self) -> list[torch.Generator]:
-        """Returns the GPU generators of all streams in the order they were added; empty on the CPU.
+        """Returns the GPU generators of all streams in the order they were added. The list is empty on the CPU.
 
-        Each must be registered with CUDAGraph.register_generator_state before a graph is captured. A graph registers
-        the default generator itself.
+        Each generator must be registered with CUDAGraph.register_generator_state before a graph is captured. The graph
+        registers the default generator automatically.
         """
         return [stream.gpu for stream in self._streams.values() if stream.gpu is not None]
 
@@ -137,12 +137,12 @@ class CudaRNGStatesTracker:
     def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
         """Makes torch draw from the stream `name` inside the block.
 
-        This is allowed during the capture of a CUDA graph with which `generators` are registered. Raises ValueError if
-        there is no such stream.
+        Allowed during a CUDA graph capture if `generators` are registered with the graph. Raises ValueError if the
+        stream does not exist.
         """
         if name not in self._streams:
             raise ValueError(
-                f"there is no random-number stream {name!r}: call model_parallel_cuda_manual_seed, or add it"
+                f"there is no random-number stream {name!r}: call model_parallel_cuda_manual_seed() or add() first"
             )
         with self._streams[name].drawn():
             yield
@@ -150,5 +150,5 @@ class CudaRNGStatesTracker:
 
 @functools.cache
 def rng_tracker() -> CudaRNGStatesTracker:
-    """Returns the tracker of this process."""
+    """Returns the random-number stream tracker of this process."""
     return CudaRNGStatesTracker()

@@ -1,7 +1,7 @@
-"""Order and times of work on a device: synchronization, timestamps, and streams in addition to the main one.
+"""Ordering and timing of device work: synchronization, timestamps, and streams in addition to the main stream.
 
-A CPU has no streams: work completes before its call returns, and the classes below have nothing to wait for. On a GPU,
-times and synchronization have been tested, but the copies of CopyStream have not.
+A CPU has no streams. Work completes before its call returns, so the classes below never wait. On a GPU, times and
+synchronization have been tested, but the copies of CopyStream have not.
 
 [Note: memory across streams] The caching allocator reuses freed memory for the stream that allocated it, in the order
 of that stream. A tensor that another stream still uses must be recorded there (record_stream). Otherwise its memory is
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until a GPU has completed all launched work; returns immediately for a CPU."""
+    """Waits until a GPU has completed all launched work. Returns immediately for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -27,7 +27,7 @@ TimeMark = float | torch.cuda.Event
 
 
 def mark_time(device: torch.device) -> TimeMark:
-    """Returns the time at which the current stream of `device` reaches this call. Does not wait."""
+    """Returns a mark of the time at which the current stream of `device` reaches this call. Does not wait."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -36,7 +36,7 @@ def mark_time(device: torch.device) -> TimeMark:
 
 
 def seconds_between(start: TimeMark, end: TimeMark) -> float:
-    """Returns the seconds between two times of one device. Waits until a GPU has reached the later one."""
+    """Returns the seconds between two marks of the same device. Waits until a GPU has reached the later mark."""
     if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
         end.synchronize()
         return start.elapsed_time(end) / 1000.0
@@ -53,9 +53,9 @@ class CompletionMarks:
     def mark(self, works: Sequence[dist.Work], note: Callable[[TimeMark], None]) -> None:
         """Calls `note` with the time at which the last of `works` completes.
 
-        For a GPU it calls `note` immediately, with an event. For a CPU a thread of the backend calls it, once for each
-        work; the last call is the relevant one. The caller must keep the tensors of the works until it has waited for
-        the works.
+        For a GPU, calls `note` immediately, with an event. For a CPU, a thread of the backend calls `note` once for
+        each work, and the last call is the relevant one. The caller must keep the tensors of the works until it has
+        waited for the works.
         """
         if self._stream is not None:
             event = torch.cuda.Event(enable_timing=True)
@@ -70,22 +70,23 @@ class CompletionMarks:
 
 
 class CopyStream:
-    """A stream for copies that overlap with the main stream's work. Copies run in the order of their calls."""
+    """Stream for copies that overlap with the main stream's work. Copies run in the order of their calls."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> "torch.cuda.Event | None":
-        """Copies source to target: [N], uint8, one of them on the device.
+        """Starts a copy of `source` to `target`. Completes the copy immediately for a CPU.
 
-        Returns the event of the copy's end for host_waits_for and main_waits_for; None for a CPU.
+        target, source: same shape, any shape and dtype, one of them on the device. Returns the event of the copy's end
+        for host_waits_for and main_waits_for, or None for a CPU.
         """
         if self._stream is None:
             target.copy_(source)
             return None
-        # Otherwise the copy may read a source that the main stream has not written yet, or write to memory of a freed
-        # tensor that kernels of the main stream still read.
+        # Otherwise, the copy may read a source that the main stream has not written yet, or write to the memory of a
+        # freed tensor that kernels of the main stream still read.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -109,7 +110,7 @@ class CopyStream:
 
 
 class Writers:
-    """The streams that wrote the tensors of one collective.
+    """Records the streams that write the tensors of one collective, so that the collective can wait for them.
 
     Autograd runs a parameter's hook on the stream of its forward, so gradients of one bucket may be written on several
     streams. A collective waits only for the stream that launches it. Without `join`, it may send gradients before the
@@ -121,7 +122,7 @@ class Writers:
         self._streams: set[torch.cuda.Stream] = set()
 
     def note(self) -> None:
-        """Records that the current stream writes."""
+        """Records the current stream as a writer."""
         if self._device.type == "cuda":
             self._streams.add(torch.cuda.current_stream(self._device))
 
@@ -135,7 +136,7 @@ class Writers:
 
 
 class Arrival:
-    """The point at which one stream has waited for a collective, for which other streams can wait as well."""
+    """Event after one stream's wait for a collective, with which other streams can wait for the same collective."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -156,7 +157,7 @@ class Arrival:
         self._waited.clear()
 
     def wait(self) -> None:
-        """Makes the current stream wait as well, once for each stream. Does not block the host."""
+        """Makes the current stream wait for the collective, once for each stream. Does not block the host."""
         if self._event is not None:
             current = torch.cuda.current_stream(self._device)
             if current not in self._waited:
@@ -165,14 +166,14 @@ class Arrival:
 
 
 class SideStream:
-    """A stream on which one collective waits for another, so that the main stream does not wait."""
+    """Stream on which a collective can wait for an earlier collective without blocking the main stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @contextmanager
     def current(self) -> Iterator[bool]:
-        """Makes this stream current and yields True; on a CPU, where only the host can wait, yields False."""
+        """Makes this stream current and yields True. Yields False on a CPU, where only the host can wait."""
         if self._stream is None:
             yield False
         else:
@@ -181,9 +182,9 @@ class SideStream:
 
 
 def keep_for_current_stream(tensor: torch.Tensor) -> None:
-    """Keeps the memory of `tensor`, any shape and dtype, until the current stream's work so far has completed.
+    """Keeps the memory of `tensor` until the work launched so far on the current stream has completed.
 
-    For tensors that another stream allocated: see [Note: memory across streams].
+    tensor: any shape and dtype, allocated on a different stream; see [Note: memory across streams].
     """
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))

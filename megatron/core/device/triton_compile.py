@@ -1,4 +1,4 @@
-"""Descriptions of kernels that allow tests to compile them without a GPU. Contains no kernels.
+"""Descriptions of kernel launches, with which tests compile Triton kernels without a GPU. Contains no kernels.
 
 Each file of Triton kernels has a function compile_cases(), which yields at least one CompileCase for every kernel that
 it launches, and a function residencies() with the Residency that its launchers assume for each kernel.
@@ -15,11 +15,11 @@ _DIVISIBLE = ":16"
 
 @dataclass(frozen=True)
 class Residency:
-    """Resident programs of a kernel on one streaming multiprocessor, as its launcher's grid assumes.
+    """Number of programs of a kernel that are resident on one streaming multiprocessor, as its launcher assumes.
 
-    at_least: with fewer, programs that must run concurrently would wait. at_most: with more, multiprocessors would be
-    idle at the end of a grid of limited size; None means no limit. runs_beside: the kernel overlaps with expert
-    products, so it should leave registers for them.
+    at_least: minimum, below which programs that must run concurrently would wait. at_most: maximum, above which
+    multiprocessors would be idle at the end of a grid of limited size; None means no limit. runs_beside: whether the
+    kernel overlaps with expert GEMMs and should leave registers for them.
     """
 
     at_least: int = 1
@@ -29,7 +29,7 @@ class Residency:
 
 @dataclass(frozen=True)
 class CompileCase:
-    """One kernel with the arguments of a launch. options: num_warps and num_stages, if the launch sets them."""
+    """Kernel with the argument types of one launch. options: num_warps and num_stages, if the launch sets them."""
 
     name: str
     source: ASTSource
@@ -37,10 +37,10 @@ class CompileCase:
 
 
 def compile_case(kernel: Any, name: str, *, options: Mapping[str, int], **arguments: object) -> CompileCase:
-    """Returns the case of a kernel with arguments of these types.
+    """Builds the CompileCase of a kernel for a launch with the given argument types.
 
-    arguments: the type of each parameter, such as "*i64", "i64" or "*bf16:16", which is an address divisible by 16, or
-    a tuple of types. Values that are neither strings nor tuples are constexpr arguments.
+    arguments: type of each parameter, such as "*i64", "i64", "*bf16:16" (an address divisible by 16), or a tuple of
+    types. Values that are neither strings nor tuples are constexpr arguments.
     """
     constants = {key: value for key, value in arguments.items() if not isinstance(value, (str, tuple))}
     types = {key: "constexpr" if key in constants else value for key, value in arguments.items()}

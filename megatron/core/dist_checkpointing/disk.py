@@ -1,7 +1,7 @@
-"""Durable file operations, in an order that a kill or power failure cannot corrupt.
+"""Durable file operations, ordered so that a kill or power failure cannot corrupt a checkpoint.
 
-Every write of a save goes through this file, so that tests can kill a process at each of them. The files' contents are
-defined elsewhere.
+Every write of a save goes through this file, so that tests can kill a process at each write. The contents of the files
+are defined elsewhere.
 """
 
 import json
@@ -17,7 +17,7 @@ CHUNK_BYTES = 1 << 20
 
 
 class DurableFile:
-    """A new file, as a context manager: synced to disk if the body succeeds, and always closed. Raises OSError."""
+    """Context manager for a new file. Syncs it to disk if the body succeeds, and always closes it. Raises OSError."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -56,7 +56,7 @@ def write_file(path: Path, content: bytes) -> int:
 
 
 def replace_file(path: Path, content: bytes, *, temporary: Path) -> None:
-    """Replaces a small file through `temporary`: readers see the old or the new content, never a mix."""
+    """Replaces a small file atomically through `temporary`. Readers see the old or the new content, never a mix."""
     write_file(temporary, content)
     # Atomic on POSIX, unlike writing into the file that readers may have open.
     os.replace(temporary, path)
@@ -74,7 +74,7 @@ def hand_over(path: Path, content: bytes, *, temporary: Path) -> None:
 
 
 def json_bytes(name: str, value: Any, *, indent: int | None = 1) -> bytes:
-    """Encodes `value` as the content of a JSON file; raises ValueError naming the file if it is not serializable."""
+    """Encodes `value` as the content of the JSON file `name`. Raises ValueError if it is not serializable."""
     try:
         return json.dumps(value, indent=indent).encode()
     except TypeError as error:
@@ -102,7 +102,7 @@ def remove_tree(path: Path) -> None:
 
 
 def try_to_remove_tree(path: Path) -> None:
-    """Deletes a folder as far as the file system permits."""
+    """Deletes a folder and its contents, and ignores errors."""
     shutil.rmtree(path, ignore_errors=True)
 
 
@@ -114,7 +114,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Syncs a file's content, or a folder's names, to disk."""
+    """Syncs a file's content, or a folder's directory entries, to disk."""
     # A rename is durable only once the containing folder is on disk.
     descriptor = os.open(path, os.O_RDONLY)
     try:

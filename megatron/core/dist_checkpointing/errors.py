@@ -1,4 +1,4 @@
-"""CheckpointError, and a context that raises one rank's I/O error identically on every rank of a group.
+"""CheckpointError, and a context manager that raises one rank's I/O error on every rank of a group.
 
 Programming and user errors keep their type; see all_ranks_agree.
 """
@@ -12,15 +12,15 @@ from megatron.core.group_collectives import RemoteRankError, gather_objects
 
 
 class CheckpointError(OSError):
-    """Failure to write or read a checkpoint; every rank raises it with the same text."""
+    """Raised on every rank, with the same text, if a checkpoint cannot be written or read."""
 
 
 @contextmanager
 def one_error_everywhere(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Runs the body on each rank. If it raises OSError on any rank, all ranks raise CheckpointError with that text.
+    """Raises CheckpointError on every rank of `group` if the body raises OSError on any rank. Collective.
 
-    The text is from the lowest such rank. Other errors are handled as in all_ranks_agree. The body must not wait for
-    other ranks.
+    The text is `what`, followed by the error of the lowest rank with an OSError. Other errors are handled as in
+    all_ranks_agree. The body must not wait for other ranks. group: None means all ranks.
     """
     failure: Exception | None = None
     try:
@@ -39,5 +39,5 @@ def one_error_everywhere(what: str, group: dist.ProcessGroup | None) -> Iterator
 
 
 def every_rank(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Maps None to the default group of torch.distributed, or leaves None if that is not initialized."""
+    """Maps None to the default group if torch.distributed is initialized. Returns all other arguments unchanged."""
     return dist.group.WORLD if group is None and dist.is_initialized() else group

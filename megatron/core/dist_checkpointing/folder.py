@@ -1,11 +1,11 @@
-"""The folder of a checkpoint: atomic creation, recovery after a kill, and removal.
+"""Checkpoint folders: atomic creation, recovery after a kill, and removal.
 
 The contents are opaque to this file, except that the presence of a manifest means that a checkpoint is complete.
 
 [Note: Atomic folders] A save writes to `iter_0000100.incomplete-<id>`, which may be deleted at any time. One rename
 gives the folder its final name once everything in it is on disk. To replace a checkpoint, the old folder is renamed to
 `.replaced-<id>` just before. If the run is killed between the two renames, readers use the renamed folder and the next
-save restores it. One of the two names holds a complete checkpoint at any moment.
+save restores it. At any moment, one of the two names refers to a complete checkpoint.
 """
 
 import re
@@ -27,7 +27,7 @@ _ID = r"[0-9a-f]{12}"
 
 
 def new_id() -> str:
-    """Returns a fresh id for one save's temporary folders."""
+    """Returns a new random id for the temporary folders of a save."""
     return uuid.uuid4().hex[:12]
 
 
@@ -48,7 +48,7 @@ def refuse_foreign(folder: Path) -> None:
 
 
 def begin(temporary: Path, folder: Path) -> None:
-    """Cleans up after killed saves of `folder` and creates the temporary folder of a new one."""
+    """Cleans up after killed saves of `folder`, and creates the temporary folder of a new save."""
     refuse_foreign(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Restore before cleaning up, because the folder set aside may be the only complete checkpoint.
@@ -60,9 +60,9 @@ def begin(temporary: Path, folder: Path) -> None:
 
 
 def commit(temporary: Path, folder: Path) -> None:
-    """Renames the completed temporary folder to its final name, replacing only a checkpoint of that name.
+    """Renames the completed temporary folder to its final name, and replaces an existing checkpoint of that name.
 
-    Raises FileExistsError if anything else has appeared under that name since `begin`, possibly minutes ago.
+    Raises FileExistsError if anything other than a checkpoint has appeared under that name since `begin`.
     """
     refuse_foreign(folder)
     save_id = temporary.name.rpartition("-")[2]
@@ -71,7 +71,7 @@ def commit(temporary: Path, folder: Path) -> None:
     disk.sync(temporary)
     if folder.is_dir() and any(folder.iterdir()):
         disk.rename(folder, aside)
-    # From here on the new checkpoint is valid. The rename also replaces an empty folder of that name.
+    # From here on, the new checkpoint is valid. The rename also replaces an empty folder of that name.
     disk.rename(temporary, folder)
     disk.sync(folder.parent)
     if aside.exists():
@@ -82,9 +82,10 @@ def commit(temporary: Path, folder: Path) -> None:
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yields a folder to fill with content other than a checkpoint; it appears as `folder` after the body.
+    """Yields a temporary folder, which is renamed to `folder` after the body. For content other than a checkpoint.
 
-    The content is then on disk. `folder` must not exist before. If the body fails, nothing remains. Raises OSError.
+    The content is synced to disk before the rename. `folder` must not exist yet. If the body fails, nothing remains.
+    Raises OSError.
     """
     temporary = incomplete_folder(folder, new_id())
     disk.make_folder(temporary)
@@ -99,7 +100,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 def remove(folder: Path) -> None:
-    """Deletes a checkpoint; if killed midway, the next save removes the rest."""
+    """Deletes a checkpoint. If the process is killed midway, the next save removes the rest."""
     # Deletion takes time, and this name marks a half-deleted folder as removable.
     doomed = incomplete_folder(folder, new_id())
     disk.rename(find_checkpoint(folder), doomed)
@@ -107,12 +108,12 @@ def remove(folder: Path) -> None:
 
 
 def discard(temporary: Path) -> None:
-    """Removes the temporary folder of a failed save, as far as the file system allows."""
+    """Removes the temporary folder of a failed save, and ignores errors."""
     disk.try_to_remove_tree(temporary)
 
 
 def remove_incomplete(parent: Path, *, name: str) -> None:
-    """Deletes remains of killed saves in `parent` under names that match the pattern `name`."""
+    """Deletes what killed saves left in `parent`. name: regular expression for the names of the checkpoints."""
     pattern = re.compile(f"(?P<name>{name})(?P<kind>{re.escape(_INCOMPLETE)}|{re.escape(_REPLACED)}){_ID}")
     for entry in list(parent.iterdir()):
         match = pattern.fullmatch(entry.name)
@@ -125,9 +126,9 @@ def remove_incomplete(parent: Path, *, name: str) -> None:
 
 
 def find_checkpoint(folder: Path) -> Path:
-    """Returns the folder to read for `folder`: the folder itself, or the copy set aside by a killed replacement.
+    """Returns the folder that contains the checkpoint: `folder`, or the copy set aside by a killed replacement.
 
-    Raises ValueError if there is none or it is not complete.
+    Raises ValueError if there is no checkpoint or it is not complete.
     """
     if not folder.exists():
         aside = _aside(folder)
@@ -142,7 +143,7 @@ def find_checkpoint(folder: Path) -> Path:
 
 
 def _hint(folder: Path) -> str:
-    """Returns advice for another program's checkpoint, recognized by a characteristic file."""
+    """Returns advice if a characteristic file shows that Megatron wrote the checkpoint, otherwise ""."""
     for pattern, kind in _FOREIGN_FORMATS.items():
         if any(folder.glob(pattern)):
             return f"; Megatron wrote it: convert it with tools/checkpoint.py convert --from {kind} --to torch_dist"
@@ -150,7 +151,7 @@ def _hint(folder: Path) -> str:
 
 
 def is_complete(folder: Path) -> bool:
-    """Returns whether a complete checkpoint can be read for `folder`."""
+    """Returns whether find_checkpoint finds a complete checkpoint for `folder`."""
     try:
         find_checkpoint(folder)
     except ValueError:
@@ -159,12 +160,12 @@ def is_complete(folder: Path) -> bool:
 
 
 def name_of(entry: Path) -> str:
-    """Returns a checkpoint's name from its folder, which a killed replacement may have set aside."""
+    """Returns the name of the checkpoint in a folder, without the suffix that a killed replacement may have added."""
     return re.sub(f"{re.escape(_REPLACED)}{_ID}$", "", entry.name)
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replaces a small file so that readers see the old or the new text, never a mix."""
+    """Replaces a small file atomically. Readers see the old or the new text, never a mix."""
     disk.replace_file(path, text.encode(), temporary=path.with_name(f"{path.name}{_INCOMPLETE}{new_id()}"))
 
 

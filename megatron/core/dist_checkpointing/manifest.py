@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its files, the pieces inside each of them, and their checksums.
+"""The manifest of a checkpoint, which lists its files, the pieces inside each file, and their checksums.
 
 It is written last, so its presence means that all other files are complete. folder.py handles the folder itself.
 """
@@ -40,7 +40,7 @@ class Piece:
 
     @property
     def end(self) -> int:
-        """The first byte of the file after the piece."""
+        """Position of the first byte in the file after the piece."""
         return self.start + self.num_bytes
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Piece:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Piece":
-        """Decodes the result of to_json; raises KeyError, TypeError or ValueError for anything else."""
+        """Decodes the result of to_json. Raises KeyError, TypeError or ValueError for anything else."""
         box = Box(tuple(map(_count, value["offset"])), tuple(map(_count, value["shape"]))) if "shape" in value else None
         data = _count(value["data"]) if "data" in value else None
         piece = cls(value["key"], box, _count(value["start"]), _count(value["bytes"]), data, _count(value["crc32"]))
@@ -82,7 +82,7 @@ class FileEntry:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "FileEntry":
-        """Decodes the result of to_json; raises KeyError, TypeError or ValueError for anything else."""
+        """Decodes the result of to_json. Raises KeyError, TypeError or ValueError for anything else."""
         crc32 = _count(value["crc32"]) if "crc32" in value else None
         entry = cls(_count(value["bytes"]), crc32, tuple(map(Piece.from_json, value.get("pieces", ()))))
         ends = [0, *(piece.end for piece in entry.pieces)]
@@ -91,7 +91,7 @@ class FileEntry:
         return entry
 
     def checked_parts(self) -> Iterator[Piece | None]:
-        """Yields the parts that have their own checksum: the pieces, or None for the whole file."""
+        """Yields the parts that have a checksum: each piece, or None for the whole file."""
         yield from self.pieces if self.crc32 is None else (None,)
 
 
@@ -108,7 +108,7 @@ def write_manifest(folder: Path, files: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Returns the entries by file name; raises ValueError if the manifest is damaged or from a later format."""
+    """Returns the entries by file name. Raises ValueError if the manifest is damaged or has a newer format."""
     path = folder / MANIFEST_FILE
     body = read_json(path)
     if not isinstance(body, dict) or body.pop("crc32", None) != _crc32_of_json(body):
@@ -128,7 +128,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify_part(folder: Path, name: str, *, expected: FileEntry, part: Piece | None) -> None:
-    """Raises ValueError naming the file, and the tensor, if a part of it has changed since the save."""
+    """Raises ValueError, naming file and tensor, if the part of the file has changed since the save."""
     start, num_bytes = (0, expected.num_bytes) if part is None else (part.start, part.num_bytes)
     if range_crc32(folder / name, start, num_bytes=num_bytes) != (expected.crc32 if part is None else part.crc32):
         what = "its checksum does not match" if part is None else str(part)
@@ -154,7 +154,7 @@ def verify_file(folder: Path, name: str, *, expected: FileEntry) -> None:
 
 
 def verify_share(folder: Path, files: Manifest, *, rank: int, num_ranks: int) -> None:
-    """Raises ValueError if this rank's share of the bytes is damaged; together, the ranks' shares cover everything."""
+    """Raises ValueError if this rank's share of the files is damaged. The shares of all ranks cover all files."""
     parts = [(name, part) for name in sorted(files) for part in files[name].checked_parts()]
     sizes = [files[name].num_bytes if part is None else part.num_bytes for name, part in parts]
     begin, total, own = 0, max(1, sum(sizes)), []
@@ -172,12 +172,12 @@ def verify_share(folder: Path, files: Manifest, *, rank: int, num_ranks: int) ->
 
 
 def read_json(path: Path) -> Any:
-    """Reads a JSON file; raises ValueError naming the file if it is not JSON."""
+    """Reads a JSON file. Raises ValueError, naming the file, if it is not JSON."""
     return json_value(path.read_bytes(), path)
 
 
 def json_value(content: bytes, where: object) -> Any:
-    """Decodes JSON text; raises ValueError naming its source `where` if it is not JSON."""
+    """Decodes JSON text. Raises ValueError, naming the source `where`, if it is not JSON."""
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:

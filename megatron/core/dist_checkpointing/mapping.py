@@ -14,21 +14,22 @@ import torch
 from megatron.core.logical_tensors import Box, LogicalPiece, canonical_name, model_logical_pieces, views_of_range, whole
 from megatron.core.utils import divide
 
-# Rank of a copy among equal copies; the copy whose numbers are all 0 is the main one.
+# Number of a copy among equal copies. The copy whose numbers are all 0 is the main replica.
 ReplicaId = int | tuple[int, ...]
 
 
 @dataclasses.dataclass
 class ShardedTensor:
-    """A part of a logical tensor that this rank holds; one rank may hold several parts of one key.
+    """Part of a logical tensor that this rank stores. A rank may store several parts of one key.
 
-    The fields are those of Megatron-Core. key: name in the checkpoint, without rank, padding or bucket. data:
+    The fields are the same as in Megatron-Core. key: name in the checkpoint, without rank, padding or bucket. data:
     [*local_shape], `dtype`, any strides; a save reads it and a load fills it in place; None for an item created by
-    without_data. global_shape, global_offset: shape of the whole tensor and index of the part's first element; they
+    without_data. global_shape, global_offset: shape of the whole tensor, and index of the part's first element; both
     begin with `prepend_axis_num` axes that `data` lacks. axis_fragmentations: number of equal parts along each axis, or
-    None. replica_id: copies of the main replica are not written. allow_shape_mismatch: whether a load may read only the
-    elements that the stored tensor has. flattened_range: `data` is this range, [N], of the flattened part. allow_cast:
-    whether a load may convert from another floating-point dtype.
+    None. replica_id: number of this copy; only the main replica is written. allow_shape_mismatch: whether a load may
+    read only the elements that the stored tensor contains. flattened_range: range of the flattened part that `data`,
+    [N], contains; None means the whole part. allow_cast: whether a load may convert from a different floating-point
+    dtype.
     """
 
     key: str
@@ -54,17 +55,17 @@ class ShardedTensor:
         *,
         allow_cast: bool = False,
     ) -> "ShardedTensor":
-        """Builds the item of a box; data: [*box shape], any shape, dtype and strides."""
+        """Builds the item for a box of a tensor. data: [*box shape], any shape, dtype and strides."""
         local_shape = tuple(data.shape)
         return cls(key, data, data.dtype, local_shape, tuple(global_shape), tuple(global_offset), allow_cast=allow_cast)
 
     @classmethod
     def whole(cls, key: str, data: torch.Tensor, *, allow_cast: bool = False) -> "ShardedTensor":
-        """Builds the item of a tensor that this rank holds entirely; data: any shape, dtype and strides."""
+        """Builds the item for a tensor that this rank stores entirely. data: any shape, dtype and strides."""
         return cls.at(key, data, data.shape, (0,) * data.ndim, allow_cast=allow_cast)
 
     def with_data(self, key: str, data: torch.Tensor) -> "ShardedTensor":
-        """Builds the item of the same box under another key; data: [*local_shape], any dtype."""
+        """Builds the item for the same box under a different key. data: [*local_shape], any dtype."""
         return dataclasses.replace(self, key=key, data=data, dtype=data.dtype)
 
     @classmethod
@@ -78,13 +79,13 @@ class ShardedTensor:
         flattened_range: None = None,
         **init_kwargs: Any,
     ) -> "ShardedTensor":
-        """Builds the item of one of several equal parts; data: any shape and dtype.
+        """Builds the item for one of several equal parts of a tensor. data: any shape and dtype.
 
-        rank_offsets: (global axis, number of this part, number of parts) for each axis that is divided. init_kwargs:
-        additional fields. Raises ValueError for an axis or a part number out of range.
+        rank_offsets: (global axis, index of this part, number of parts) for each axis that is divided. init_kwargs:
+        additional fields. Raises ValueError if an axis or an index is out of range.
         """
         if flattened_range is not None:
-            raise ValueError(f"{key}: flattened_range is {flattened_range}: give the field to the constructor instead")
+            raise ValueError(f"{key}: flattened_range is {flattened_range}: pass it to the constructor instead")
         local_shape = tuple(data.shape)
         shape = [1] * prepend_axis_num + list(local_shape)
         offset, fragments = [0] * len(shape), [1] * len(shape)
@@ -92,7 +93,7 @@ class ShardedTensor:
             if not 0 <= axis < len(shape) or not 0 <= number < count or fragments[axis] != 1:
                 raise ValueError(
                     f"{key}: rank offset {(axis, number, count)} is invalid: must be an axis below {len(shape)}, "
-                    "given once, and the number of a part below the number of parts"
+                    "given once, and the index of a part below the number of parts"
                 )
             offset[axis], fragments[axis] = number * shape[axis], count
             shape[axis] *= count
@@ -110,7 +111,7 @@ class ShardedTensor:
         )
 
     def __post_init__(self) -> None:
-        # An out-of-bounds box would otherwise be written, and be noticed only as elements missing elsewhere.
+        # Otherwise, an out-of-bounds box would be written, and would be noticed only as elements missing elsewhere.
         self.validate_metadata_integrity()
 
     def validate_metadata_integrity(self) -> None:
@@ -134,12 +135,12 @@ class ShardedTensor:
 
     @property
     def box(self) -> Box:
-        """The window of the logical tensor that the part fills."""
+        """Window of the logical tensor that the part fills."""
         return Box(tuple(self.global_offset), (1,) * self.prepend_axis_num + tuple(self.local_shape))
 
     @property
     def stored_key(self) -> str:
-        """The name in the checkpoint."""
+        """Name in the checkpoint."""
         return self.key
 
     @property
@@ -153,28 +154,28 @@ class ShardedTensor:
         return self.axis_fragmentations is not None
 
     def local_chunk_offset_in_global(self) -> tuple[int, ...]:
-        """Returns the number of this part along each global axis. Raises ValueError if parts are not equal."""
+        """Returns the index of this part along each global axis. Raises ValueError if parts are not equal."""
         if not self.has_regular_grid:
-            raise ValueError(f"{self._describe()}: axis_fragmentations is None, so parts have no numbers")
+            raise ValueError(f"{self._describe()}: axis_fragmentations is None, so parts have no index")
         steps = [size or 1 for size in self.box.shape]
         if any(start % step for start, step in zip(self.global_offset, steps)):
             raise ValueError(f"{self._describe()}: the offset is not a multiple of the part's shape")
         return tuple(start // step for start, step in zip(self.global_offset, steps))
 
     def without_data(self) -> "ShardedTensor":
-        """Returns a copy without elements, which describes a part to load."""
+        """Returns a copy with data None, which describes a part to load."""
         return dataclasses.replace(self, data=None)  # type: ignore[arg-type]
 
     def init_data(self, device: torch.device | str, init_fn: Callable[..., torch.Tensor] = torch.empty) -> None:
-        """Allocates `data` on a device, [*local_shape] or a flat range, of `dtype`; does nothing if there is data."""
+        """Allocates `data` on `device`: [*local_shape] or a flat range, `dtype`. Does nothing if data exists."""
         if self.data is None:
             self.data = init_fn(self._data_shape, dtype=self.dtype, device=device)
 
     def narrow(self, dim: int, start: int, length: int) -> list["ShardedTensor"]:
-        """Returns the part `start` to `start + length` of `data` along `dim`, as if every rank narrowed its own part.
+        """Returns the part `start` to `start + length` of `data` along `dim`, as if every rank narrowed its part.
 
-        The list has one item: a view of the data, in a whole tensor that is smaller along that axis. Raises ValueError
-        for a flat range.
+        The list contains one item: a view of the data, in a whole tensor that is smaller along that axis. Raises
+        ValueError for a flat range.
         """
         if self.flattened_range is not None:
             raise ValueError(f"{self._describe()}: a flat range cannot be narrowed along an axis")
@@ -193,7 +194,7 @@ class ShardedTensor:
         return [narrowed]
 
     def boxes(self) -> list["ShardedTensor"]:
-        """Returns the elements as boxes with views of all their axes: one, or at most 2d - 1 for a flat range."""
+        """Splits the part into boxes whose data are views: one box, or at most 2d - 1 boxes for a flat range."""
         shape = self.box.shape
         if self.flattened_range is None:
             views = [(tuple(self.global_offset), self.data.detach()[(None,) * self.prepend_axis_num + (...,)])]
@@ -213,10 +214,10 @@ class ShardedTensor:
 
 @dataclasses.dataclass
 class ShardedObject:
-    """A small JSON value (numbers, strings, lists, dicts) stored under a key; a load replaces `data`.
+    """Small JSON value (numbers, strings, lists, dicts) stored under a key. A load replaces `data`.
 
-    global_shape, global_offset: position in a grid of objects of one key; without them the object is the only one.
-    Every rank that holds the same position must hold the same value, because only one copy is stored.
+    global_shape, global_offset: position in a grid of objects with the same key; by default, the object is the only
+    one. Ranks with the same position must provide the same value, because only one copy is stored.
     """
 
     key: str
@@ -236,12 +237,12 @@ class ShardedObject:
 
     @property
     def unique_key(self) -> str:
-        """The key with the position in the grid: key/shard_1.0_2.4."""
+        """Key with the position in the grid, for example key/shard_1.0_2.4."""
         return f"{self.key}/shard_{_dotted(self.global_offset)}_{_dotted(self.global_shape)}"
 
     @property
     def stored_key(self) -> str:
-        """The name in the checkpoint: the key of a single object, or the unique_key of one of several."""
+        """Name in the checkpoint: `key` for a single object, or `unique_key` for one of several."""
         return self.key if tuple(self.global_shape) == (1,) else self.unique_key
 
     @property
@@ -250,12 +251,12 @@ class ShardedObject:
         return _is_main(self.replica_id)
 
     def without_data(self) -> "ShardedObject":
-        """Returns a copy without the value, which describes an object to load."""
+        """Returns a copy with data None, which describes an object to load."""
         return dataclasses.replace(self, data=None)
 
     @classmethod
     def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> "ShardedObject":
-        """Returns the object with this unique_key, without a value."""
+        """Returns the object with this unique_key and data None. Raises ValueError for an invalid unique_key."""
         found = re.fullmatch(r"(.+)/shard_([\d.]*)_([\d.]*)", unique_key, flags=re.S)
         if found is None:
             raise ValueError(f"unique_key is {unique_key!r}: must end with /shard_OFFSET_SHAPE, as in /shard_1.0_2.4")
@@ -276,7 +277,7 @@ ShardedState = ShardedTensor | ShardedObject | Sequence["ShardedState"] | Mappin
 
 
 def flatten(state: ShardedState) -> Iterator[ShardedTensor | ShardedObject]:
-    """Yields the items of a nested state in order."""
+    """Yields the items of a nested state in order. Raises ValueError for anything that is not an item."""
     if isinstance(state, (ShardedTensor, ShardedObject)):
         yield state
     elif isinstance(state, (Mapping, Sequence)) and not isinstance(state, str):
@@ -289,9 +290,9 @@ def flatten(state: ShardedState) -> Iterator[ShardedTensor | ShardedObject]:
 def sharded_tensors(
     pieces: list[LogicalPiece], tensor: torch.Tensor, *, prefix: str = "", allow_cast: bool = False
 ) -> list[ShardedTensor]:
-    """Builds one ShardedTensor for each piece of `tensor`: [*parameter's shape], contiguous, any dtype.
+    """Builds one ShardedTensor for each piece of `tensor`, as views, so that a load fills `tensor`.
 
-    The boxes are views, so loading them fills `tensor`. prefix is prepended to each key ("optimizer.exp_avg.").
+    tensor: [*parameter's shape], contiguous, any dtype. prefix: prepended to each key ("optimizer.exp_avg.").
     """
     return [
         ShardedTensor.at(
@@ -304,11 +305,11 @@ def sharded_tensors(
 def range_tensors(
     pieces: Sequence[LogicalPiece], flat: torch.Tensor, *, start: int, prefix: str = "", allow_cast: bool = False
 ) -> list[ShardedTensor]:
-    """Builds the boxes of a flat range of a parameter, at most 2d - 1 for each piece.
+    """Builds ShardedTensors for a flat range of a parameter, at most 2d - 1 for each piece.
 
     pieces: all pieces of the parameter. flat: [N], any dtype, contiguous, begins at the parameter's element `start`.
-    The boxes are views, so loading them fills `flat`. Padding elements, which belong to no piece, and empty boxes are
-    skipped. prefix is prepended to each key.
+    The boxes are views, so a load fills `flat`. Padding elements, which belong to no piece, and empty boxes are
+    skipped. prefix: prepended to each key.
     """
     return [
         ShardedTensor.at(prefix + piece.key, view, piece.global_shape, offset, allow_cast=allow_cast)
@@ -318,7 +319,7 @@ def range_tensors(
 
 
 def model_sharded_tensors(model: torch.nn.Module, *, allow_cast: bool = False) -> list[ShardedTensor]:
-    """Builds the boxes of all parameters and persistent buffers: views, any shape and dtype, in named order."""
+    """Builds ShardedTensors for all parameters and persistent buffers of `model`: views, any shape and dtype."""
     pieces = model_logical_pieces(model)
     tensors = []
     # Detached, because `load` writes through these views and autograd must not record it.
@@ -328,8 +329,9 @@ def model_sharded_tensors(model: torch.nn.Module, *, allow_cast: bool = False) -
 
 
 class BoxesOfTensor(list[ShardedTensor]):
-    """The boxes of one tensor; a loaded state dict contains the tensor in their place. tensor: the tensor they are
-    views of.
+    """List of the boxes of one tensor. A loaded state dict contains the tensor in place of the list.
+
+    tensor: the tensor of which the boxes are views.
     """
 
     def __init__(self, boxes: Iterable[ShardedTensor], *, tensor: torch.Tensor) -> None:
@@ -338,9 +340,10 @@ class BoxesOfTensor(list[ShardedTensor]):
 
 
 def module_sharded_state(module: torch.nn.Module, *, prefix: str = "") -> dict[str, ShardedTensor | BoxesOfTensor]:
-    """Builds the boxes of a part of a model by name: views, any shape and dtype; a list where a parameter has several.
+    """Builds the sharded state of a module by name: views, any shape and dtype.
 
-    prefix: the module's full name with a trailing dot, prepended to the names and to the keys in the checkpoint.
+    A parameter with several boxes is represented by a BoxesOfTensor. prefix: the module's full name with a trailing
+    dot, prepended to the names and to the keys in the checkpoint.
     """
     pieces = model_logical_pieces(module)
     state: dict[str, ShardedTensor | BoxesOfTensor] = {}
@@ -355,7 +358,7 @@ def module_sharded_state(module: torch.nn.Module, *, prefix: str = "") -> dict[s
 
 
 def buffer_sharded_tensors(model: torch.nn.Module, *, allow_cast: bool = False) -> list[ShardedTensor]:
-    """Builds one whole box for each persistent buffer of `model`: any shape and dtype, in named order."""
+    """Builds one ShardedTensor for each persistent buffer of `model`: any shape and dtype."""
     tensors = []
     # state_dict omits non-persistent buffers, and lists a tied parameter under each of its names.
     seen = {canonical_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}

@@ -25,19 +25,19 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.logical_tensors import Box, BoxIndex, disjoint_parts, intersection
 
 Items = Sequence[ShardedTensor | ShardedObject]
-# Number of wrong keys that an error names; the remaining ones are only counted.
+# Number of invalid keys that an error names. The remaining keys are only counted.
 MAX_NAMED_KEYS = 4
 
 
 class ReplicaWriters(enum.Enum):
-    """Policy that selects the writer among the ranks that hold the same box."""
+    """Policy that selects the writer among the ranks that store the same box."""
 
     SPREAD = "the rank with the fewest bytes to write so far"
     FIRST = "the lowest rank"
 
 
 class HeldItems:
-    """Items that this rank holds. It offers each one whole; the coordinator removes overlaps and selects replicas."""
+    """Items that this rank stores and offers to write. The coordinator removes overlaps and selects replicas."""
 
     def __init__(self, items: Items):
         self._objects = {item.key: item.data for item in items if isinstance(item, ShardedObject)}
@@ -48,7 +48,7 @@ class HeldItems:
         self._places = {key: BoxIndex(tensor.box for tensor in held) for key, held in self._tensors.items()}
 
     def offers(self) -> list[WriteItem]:
-        """Returns one write item for each box and object that this rank holds."""
+        """Returns one write item for each box and object that this rank stores."""
         objects = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._objects]
         boxes = [_write_item(t.key, t.box, tensor=_tensor_metadata(t)) for held in self._tensors.values() for t in held]
         return objects + boxes
@@ -63,7 +63,7 @@ class HeldItems:
         if item.type == WriteItemType.BYTE_IO:
             return key, None, json_bytes(key, self._objects[key], indent=None)
         part = _item_box(item)
-        # The coordinator may have cut the box. Any local box that contains the part has the same bytes.
+        # The coordinator may have split the box. Any local box that contains the part stores the same values.
         near = (self._tensors[key][position] for position in self._places[key].overlapping(part))
         held = next(tensor for tensor in near if part.is_inside(tensor.box))
         return key, part, held.data.detach()[part.relative_to(held.box)]
@@ -78,7 +78,7 @@ def assign_writes(
     """
     written: list[list[WriteItem]] = [[] for _ in offers]
     stored: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    # Bytes assigned to each rank so far: the slowest rank determines the duration of the save.
+    # Bytes assigned to each rank so far. The slowest rank determines the duration of the save.
     num_bytes = [0] * len(offers)
     by_key: dict[str, list[tuple[int, WriteItem]]] = defaultdict(list)
     for rank, items in enumerate(offers):
@@ -88,7 +88,7 @@ def assign_writes(
     for key in sorted(by_key, key=lambda k: -(by_key[k][0][1].tensor_storage_size() or 0)):
         tensor = _agreed_metadata(key, by_key[key])
         if tensor is None:
-            # Objects are small and identical on all ranks: the first holder writes them.
+            # Objects are small and identical on all ranks, so the first rank with the object writes it.
             rank, item = by_key[key][0]
             stored[key] = BytesStorageMetadata()
             written[rank].append(item)
@@ -126,7 +126,7 @@ def _spread(
     num_bytes: list[int],
     replicas: ReplicaWriters,
 ) -> list[tuple[int, Box]]:
-    """Assigns each disjoint part to one of the ranks that hold it, as (rank, part). Adds the bytes to num_bytes."""
+    """Assigns each disjoint part to a rank that stores it. Returns (rank, part) pairs and updates num_bytes."""
     owners: dict[Box, list[int]] = defaultdict(list)
     for rank, item in offers:
         owners[_item_box(item)].append(rank)
@@ -148,7 +148,7 @@ def _spread(
 
 @dataclass(frozen=True)
 class Read:
-    """The elements shared by a requested box and a stored piece, and the name of the file that holds them."""
+    """Elements shared by a requested box and a stored piece, with the name of the piece's file."""
 
     tensor: ShardedTensor
     name: str
@@ -157,7 +157,7 @@ class Read:
 
 
 def plan_reads(items: Items, stored: dict[str, list[tuple[str, Piece]]]) -> list[Read]:
-    """Returns the reads that fill the tensors among `items`, in file order; `check_wanted` must be called first.
+    """Returns the reads that fill the tensors among `items`, in file order. `check_wanted` must be called first.
 
     Raises ValueError if the stored pieces do not fill a box exactly.
     """
@@ -169,7 +169,7 @@ def plan_reads(items: Items, stored: dict[str, list[tuple[str, Piece]]]) -> list
         held, windows = stored.get(tensor.key, []), []
         if tensor.key not in places:
             places[tensor.key] = BoxIndex(piece.box for _, piece in held if piece.box is not None)
-        # In most layouts a rank needs few of the stored boxes, and never opens the other files.
+        # In most layouts, a rank requires few of the stored boxes, and never opens the other files.
         for position in places[tensor.key].overlapping(tensor.box):
             name, piece = held[position]
             assert piece.box is not None, "overlapping boxes share elements"
@@ -185,7 +185,7 @@ def plan_reads(items: Items, stored: dict[str, list[tuple[str, Piece]]]) -> list
 
 
 def check_wanted(items: Items, metadata: Metadata) -> None:
-    """Raises ValueError, naming keys, unless the checkpoint holds every item with the same shape and dtype."""
+    """Raises ValueError, naming keys, unless the checkpoint stores every item with the same shape and dtype."""
     problems = [problem for item in items if (problem := _problem(item, metadata)) is not None]
     if problems:
         more = f"; and {len(problems) - MAX_NAMED_KEYS} more" if len(problems) > MAX_NAMED_KEYS else ""

@@ -3,9 +3,9 @@
 A save is collective and atomic. `load` and a blocking `save` are in serialization.py, data files in storage.py, and
 folders in folder.py.
 
-[Note: Parts] Background threads use no collectives, which belong to the training step. Each rank with anything to write
-publishes a small file, its part, next to its data file once that is on disk: the list of its pieces. Rank 0's thread
-waits for the parts of all ranks, combines them in the manifest and renames the folder.
+[Note: Parts] Background threads use no collectives, which belong to the training step. Each rank that writes anything
+publishes a small file, its part, as soon as its data file is on disk. The part lists the pieces in the data file. Rank
+0's thread waits for the parts of all ranks, combines them in the manifest and renames the folder.
 """
 
 import os
@@ -41,7 +41,7 @@ from megatron.core.logical_tensors import Box
 from megatron.core.process_groups_config import group_rank, group_size
 
 _POLL_SECONDS = 0.01
-_PART_SECONDS = 3600.0  # measured from the end of rank 0's own write; a killed rank never publishes its part
+_PART_SECONDS = 3600.0  # measured from the end of rank 0's write; a killed rank never publishes its part
 _ALIGNMENT = 64  # in bytes: suits every dtype, and achieves full copy speed
 # Size at which a stream starts a new data file, so that many files can be read in parallel.
 _FILE_BYTES = 16 << 30
@@ -58,12 +58,12 @@ def begin_save(
     on_commit: Callable[[], None] | None = None,
     replicas: ReplicaWriters = ReplicaWriters.SPREAD,
 ) -> "PendingSave":
-    """Starts writing the boxes and objects that all ranks of the group hold, and rank 0's `common` (JSON).
+    """Starts a save of the boxes and objects of all ranks in the group, and of rank 0's `common` (JSON).
 
     Collective. With `staging`, a thread writes a copy of this rank's share, and the state may change immediately.
-    Otherwise nothing is written before `finish`, and the state must not change until then. Raises CheckpointError on
+    Otherwise, nothing is written before `finish`, and the state must not change until then. Raises CheckpointError on
     every rank if the folder cannot be created. process_group: None means all ranks. on_commit: called on rank 0 when
-    the checkpoint is complete, by the thread if there is one; its errors make the save fail.
+    the checkpoint is complete, on the background thread if there is one. If it raises, the save fails.
     """
     target, group = Path(checkpoint_dir), every_rank(process_group)
     held = HeldItems(list(flatten(state)))
@@ -86,7 +86,7 @@ def begin_save(
                 summary = _Summary(disk.json_bytes(folders.COMMON_FILE, common), plan.metadata, plan.writers, on_commit)
             copies = contents if staging is None else _staged(contents, staging)
     except (ValueError, OSError, RuntimeError):
-        # All ranks raise, whichever failed. After other exceptions the next save removes the folder.
+        # All ranks raise, regardless of which rank failed. After other exceptions, the next save removes the folder.
         if rank == 0:
             folders.discard(temporary)
         raise
@@ -95,7 +95,7 @@ def begin_save(
 
 
 class PendingSave:
-    """A save in progress on this rank; every rank must call `finish`."""
+    """Save in progress on this rank. Every rank must call `finish`."""
 
     def __init__(self, writing: "_Writing", group: dist.ProcessGroup | None, *, what: str, in_background: bool) -> None:
         self._writing, self._group, self._what = writing, group, what
@@ -107,23 +107,23 @@ class PendingSave:
             self._thread.start()
 
     def is_done(self) -> bool:
-        """Returns whether this rank has finished its part or failed; on rank 0, whether the checkpoint is complete.
-        Local.
+        """Returns whether this rank's background thread has ended. Local.
+
+        The thread of rank 0 ends when the checkpoint is complete or the save has failed.
         """
         return self._thread is not None and not self._thread.is_alive()
 
     def ranks_are_done(self) -> bool:
-        """Returns whether `finish` would return without waiting: all ranks are done, or one has failed. Collective."""
+        """Returns whether `finish` would not wait, because all ranks are done or a rank has failed. Collective."""
         reports: list[tuple[bool, bool]] = [(self.is_done(), self._writing.error is not None)] * group_size(self._group)
         if len(reports) > 1:
             dist.all_gather_object(reports, reports[0], group=self._group)
         return all(done for done, _ in reports) or any(failed for _, failed in reports)
 
     def finish(self) -> None:
-        """Waits until the checkpoint is complete and on disk. Collective; a second call does nothing.
+        """Waits until the checkpoint is complete and on disk. Collective. A second call does nothing.
 
-        Raises CheckpointError on every rank if it cannot be written. The target folder is then as it was before the
-        save.
+        Raises CheckpointError on every rank if the checkpoint cannot be written. The target folder is then unchanged.
         """
         if self._is_finished:
             return
@@ -149,9 +149,9 @@ class PendingSave:
             raise
 
     def abandon(self, *, seconds: float) -> None:
-        """Ends this rank's thread when other ranks can no longer be consulted. Local.
+        """Stops this rank's thread without communicating with other ranks, for example after an error. Local.
 
-        Gives this rank's write, and the other ranks' parts, that many seconds to complete.
+        seconds: time to wait for this rank's write and for the parts of other ranks to complete.
         """
         if self._thread is not None:
             self._thread.join(seconds)
@@ -162,7 +162,7 @@ class PendingSave:
 
 @dataclass(frozen=True)
 class _Plan:
-    """This rank's writes; on rank 0 also the checkpoint's metadata and the ranks that write anything."""
+    """Writes of this rank. On rank 0, also the checkpoint's metadata and the ranks that write anything."""
 
     writes: list[WriteItem]
     metadata: Metadata | None
@@ -181,20 +181,20 @@ class _Summary:
 
 @dataclass
 class _Writing:
-    """Writes one rank's share of a save without collectives; `error` holds its first failure."""
+    """Writes one rank's share of a save without collectives. error: the exception that ended the write, or None."""
 
     target: Path
     temporary: Path
     rank: int = field(kw_only=True)
     contents: Sequence[_Content] = field(kw_only=True)
     staging: "StagingMemory | None" = field(kw_only=True)
-    summary: _Summary | None = field(kw_only=True)  # rank 0's
+    summary: _Summary | None = field(kw_only=True)  # only on rank 0
     error: BaseException | None = None
     written: threading.Event = field(default_factory=threading.Event)
     abandoned: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
-        """Runs all steps; the body of the background thread."""
+        """Runs all steps. This is the body of the background thread."""
         try:
             self.write()
             if self.error is None:
@@ -204,7 +204,7 @@ class _Writing:
             self.error = self.error or sys.exception()
 
     def write(self) -> None:
-        """Writes this rank's data file, and its part for rank 0. See [Note: Parts]."""
+        """Writes this rank's data file, then publishes its part for rank 0. See [Note: Parts]."""
         try:
             if self.staging is not None:
                 self.staging.host_waits_sync()
@@ -225,7 +225,7 @@ class _Writing:
             self.written.set()
 
     def commit(self) -> None:
-        """On rank 0: waits for the parts of all ranks, then turns the folder into a checkpoint."""
+        """Waits for the parts of all ranks and completes the checkpoint. Does nothing on ranks other than 0."""
         if self.summary is None:
             return
         try:
@@ -241,12 +241,12 @@ class _Writing:
             self.error = error
 
     def raise_error(self) -> None:
-        """Raises this rank's failure, if any."""
+        """Raises this rank's error if its write failed."""
         if self.error is not None:
             raise self.error
 
     def _wait_for_parts(self, writers: list[int]) -> Manifest | None:
-        """Returns the data files of all ranks once they are on disk; None if the save is abandoned first."""
+        """Waits for all data files and returns their manifest entries, or None if the save is abandoned first."""
         missing, deadline = set(writers), time.monotonic() + _PART_SECONDS
         while True:
             # Lists the folder, because a network file system may serve a stale negative lookup for a single name.
@@ -267,7 +267,7 @@ class _Writing:
 
 
 def _complete(temporary: Path, data: Manifest, *, metadata: Metadata, common: bytes) -> None:
-    """Adds the files that turn data files into a checkpoint, the manifest last."""
+    """Writes the files that complete a checkpoint after its data files: metadata, common values, and the manifest."""
     files = dict(data)
     files[METADATA_FILE] = write_metadata(temporary, metadata, files=data)
     files[folders.COMMON_FILE] = FileEntry(len(common), disk.write_file(temporary / folders.COMMON_FILE, common))
@@ -283,7 +283,7 @@ def _plan(
     temporary: Path,
     target: Path,
 ) -> _Plan:
-    """Plans the writes of all ranks; rank 0 also creates the temporary folder."""
+    """Plans the writes of all ranks. Rank 0 also creates the temporary folder. Collective."""
     offers = [held.offers()]
     if group_size(group) > 1:
         gathered: list[Any] | None = [None] * group_size(group) if group_rank(group) == 0 else None
@@ -308,7 +308,7 @@ def _staged(contents: list[_Content], staging: "StagingMemory") -> list[_Content
 
 
 def _on_host_sync(content: torch.Tensor | bytes) -> torch.Tensor | bytes:
-    """Returns an object's bytes, or a contiguous host tensor of any shape and dtype: the tensor itself or a copy."""
+    """Returns bytes unchanged, and a tensor of any shape and dtype as a contiguous host tensor, copied if necessary."""
     return content if isinstance(content, bytes) else content.cpu().contiguous()
 
 
@@ -320,9 +320,9 @@ def _part(temporary: Path, rank: int) -> Path:
 
 
 class StagingMemory:
-    """Host memory to which a save copies a rank's tensors, so that training may change them immediately.
+    """Host memory to which a save copies a rank's tensors, so that training may change the tensors immediately.
 
-    The memory is reused between saves, because allocating it costs several times as much as a copy. It is pinned if
+    The memory is reused between saves, because allocating it takes several times as long as a copy. It is pinned if
     there is a GPU. Only one save may use it at a time, from `copy` until its files are written.
     """
 
@@ -334,20 +334,21 @@ class StagingMemory:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the host allocation."""
+        """Size of the host allocation in bytes."""
         return self._memory.numel()
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Starts to copy `tensors`, any shape and dtype, to contiguous host memory.
+        """Starts copies of `tensors` to contiguous host memory, and returns the host tensors.
 
-        The copies may be read after `host_waits_sync`. Device work enqueued afterwards runs after the copies.
+        tensors: any shape and dtype. The copies may be read after `host_waits_sync`. Device work launched later runs
+        after the copies.
         """
         starts, size = [], 0
         for tensor in tensors:
             starts.append(size)
             size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         if size > self._memory.numel():
-            # Release the old memory first; no save reads it any more.
+            # Release the old memory first, which no save reads any more.
             self._memory = host_bytes(0, self._device)
             self._memory = host_bytes(size, self._device)
         copies = []
@@ -364,7 +365,7 @@ class StagingMemory:
         return copies
 
     def host_waits_sync(self) -> None:
-        """Waits for the copies. NOTE: call it only from a background thread, never from the training step."""
+        """Waits for the copies. NOTE: blocks, so call it only from a background thread, never in the training step."""
         self._stream.host_waits_for(self._last)
 
 
@@ -382,7 +383,7 @@ def save_stream(
     """Writes a checkpoint of `tensors` and `common` (JSON) from one process, one box at a time.
 
     tensors: [*box shape], any dtype and strides. Each box is released before the next one is requested, so that a
-    conversion holds one tensor at a time. `checkpoint_dir` appears atomically once everything is on disk, and is
+    conversion keeps only one tensor in memory. `checkpoint_dir` appears atomically once everything is on disk, and is
     unchanged after an error. with_zip_checksums: as in write_pieces. Raises ValueError if the boxes do not fill their
     tensors.
     """
@@ -419,7 +420,7 @@ class _Stream:
         self.is_over = False
 
     def until(self, num_bytes: int) -> Iterator[tuple[str, Box, torch.Tensor]]:
-        """Yields key, box and contiguous content of the next boxes, up to the one that exceeds num_bytes."""
+        """Yields key, box and contiguous content of the next boxes, until they reach `num_bytes` in total."""
         left = num_bytes
         while left > 0:
             tensor = next(self._tensors, None)
@@ -435,7 +436,7 @@ class _Stream:
             del content
 
     def metadata(self) -> Metadata:
-        """Returns the metadata of all tensors; raises ValueError if boxes overlap or omit elements."""
+        """Returns the metadata of all tensors. Raises ValueError if boxes overlap or omit elements."""
         for key, entry in self._stored.items():
             present = sum(chunk.sizes.numel() for chunk in entry.chunks)
             if present != entry.size.numel():
@@ -447,7 +448,7 @@ class _Stream:
         entry = self._stored.setdefault(tensor.key, TensorStorageMetadata(TensorProperties(dtype=dtype), size, []))
         if (entry.size, entry.properties.dtype) != (size, dtype):
             raise ValueError(
-                f"{tensor.key} is {list(entry.size)} of {entry.properties.dtype} at first, and {list(size)} of "
-                f"{dtype} later"
+                f"{tensor.key} is {list(entry.size)} of {entry.properties.dtype} in its first box, but {list(size)} of "
+                f"{dtype} in a later box"
             )
         entry.chunks.append(ChunkStorageMetadata(torch.Size(tensor.global_offset), tensor.data.shape))

@@ -1,9 +1,8 @@
-"""save, load, save_items, load_items, verify: collective, for any layout, with equal results on all ranks.
+"""Collective functions that save, load and verify checkpoints in any layout, with equal results on all ranks.
 
-A `process_group` of None means all ranks of torch.distributed, or this process alone if it is not initialized.
-Background saves are in saving.py, plans in planner.py, data files in storage.py, folders in folder.py and their
-manifest in manifest.py. save and load take Megatron-Core's arguments; they are thin wrappers of save_items and
-load_items.
+A `process_group` of None means all ranks, or this process alone if torch.distributed is not initialized. Background
+saves are in saving.py, plans in planner.py, data files in storage.py, folders in folder.py and manifests in
+manifest.py. save and load accept Megatron-Core's arguments and are thin wrappers of save_items and load_items.
 """
 
 import hashlib
@@ -59,7 +58,7 @@ from megatron.core.logical_tensors import Box
 from megatron.core.process_groups_config import group_rank, group_size
 
 _FEW_ELEMENTS = 1 << 16
-# Key of the plain values under which save stores its content_metadata.
+# Key in the plain values under which save stores its content_metadata.
 _CONTENT_METADATA = "content_metadata"
 # Key, box and dtype, which must be equal on two ranks for one to send its elements to the other.
 _Request = tuple[str, Box, str]
@@ -72,18 +71,18 @@ def save_items(
     common: dict[str, Any],
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Writes the boxes and objects that all ranks of the group hold, and rank 0's `common` (JSON), as a checkpoint.
+    """Saves the boxes and objects of all ranks in the group, and rank 0's `common` (JSON), as a checkpoint.
 
     Collective. `checkpoint_dir` appears, or is replaced, atomically once everything is on disk (see [Note: Atomic
-    folders]). After a failure, which all ranks report, it is unchanged. Boxes held by several ranks are written once.
-    process_group: None means all ranks.
+    folders]). After a failure, which all ranks report, it is unchanged. Boxes that several ranks store are written
+    once. process_group: None means all ranks.
     """
     begin_save(state, checkpoint_dir, common=common, process_group=process_group).finish()
 
 
 @dataclass(frozen=True)
 class VerifiedCheckpoint:
-    """A checkpoint that has passed `verify`: its files, metadata and stored pieces."""
+    """Files, metadata and stored pieces of a checkpoint that has passed `verify`."""
 
     folder: Path
     files: Manifest
@@ -92,9 +91,9 @@ class VerifiedCheckpoint:
 
     @classmethod
     def read(cls, folder: Path, files: Manifest) -> "VerifiedCheckpoint":
-        """Reads the contents of `folder`, whose files have passed their checksums.
+        """Reads the metadata in `folder`, whose files have passed their checksums.
 
-        Raises ValueError naming folder and tensor if manifest and metadata contradict each other.
+        Raises ValueError, naming folder and tensor, if manifest and metadata contradict each other.
         """
         _require(METADATA_FILE, files, folder=folder)
         metadata = read_metadata(folder)
@@ -105,7 +104,7 @@ class VerifiedCheckpoint:
 
     @property
     def common(self) -> dict[str, Any]:
-        """The JSON values saved with the tensors."""
+        """JSON values that were saved with the tensors."""
         return _read_common(self.folder)
 
     # Cached, because a comparison of checkpoints performs thousands of small loads.
@@ -115,12 +114,12 @@ class VerifiedCheckpoint:
         return _tensors_of(self.metadata)
 
     def open_file(self, name: str) -> AbstractContextManager[ReadsPieces]:
-        """Opens a data file, to read elements of the pieces in it. Raises OSError."""
+        """Opens a data file for reading its pieces. Raises OSError."""
         return PieceReader(self.folder / name)
 
 
 def verify(checkpoint_dir: str | Path, *, process_group: dist.ProcessGroup | None = None) -> VerifiedCheckpoint:
-    """Reads every file of a checkpoint once, shared among the ranks, and compares it with the manifest's checksums.
+    """Verifies the checksums of all files of a checkpoint. The ranks share the work, so each byte is read once.
 
     Collective. Raises ValueError on every rank, naming file and tensor, if anything is damaged or missing.
     process_group: None means all ranks.
@@ -130,7 +129,7 @@ def verify(checkpoint_dir: str | Path, *, process_group: dist.ProcessGroup | Non
         folder = folders.find_checkpoint(Path(checkpoint_dir))
         files = read_manifest(folder)
         verify_share(folder, files, rank=group_rank(group), num_ranks=group_size(group))
-    # After the checksums: every rank unpickles a file that one of them has verified.
+    # After the checksums, because every rank unpickles a file that one of the ranks has verified.
     with all_ranks_agree(group):
         return VerifiedCheckpoint.read(folder, files)
 
@@ -144,11 +143,12 @@ def load_items(
 ) -> dict[str, Any]:
     """Fills the tensors of `state` in place, replaces the data of its objects, and returns the saved `common`.
 
-    Collective. Ranks may hold other boxes than those saved, and any subset of the keys. The ranks first verify all
-    files together, unless `checkpoint` is already verified. Raises ValueError on every rank, with nothing changed, if a
-    file is damaged, or if a key is missing or has another shape or dtype (naming key, stored and requested). Each rank
-    reads only the elements it needs, a few MiB at a time. process_group: None means all ranks. replicas: boxes that all
-    ranks of this group need are read by one of them and broadcast to the others; None means this rank alone.
+    Collective. Ranks may request different boxes than were saved, and any subset of the keys. The ranks first verify
+    all files together, unless `checkpoint` is already verified. Raises ValueError on every rank, with nothing changed,
+    if a file is damaged, or if a key is missing or has a different shape or dtype (naming key, stored and requested
+    value). Each rank reads only the elements that it requests, a few MiB at a time. process_group: None means all
+    ranks. replicas: group in which boxes that all ranks request are read by one rank and broadcast to the others; None
+    means that each rank reads its boxes.
     """
     items, group = list(flatten(state)), every_rank(process_group)
     # All checks precede the first write to a tensor.
@@ -230,12 +230,12 @@ def load(
     verify_integrity: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """Returns the saved plain values, with the loaded data in place of the state dict's sharded items.
+    """Loads a nested state dict: the saved plain values, and loaded data in place of the sharded items.
 
-    Collective. Tensors with data are filled in place, others are allocated on the CPU. Plain values of the state dict
-    are not used. strict: see StrictHandling; RETURN_UNEXPECTED and RETURN_ALL return (state dict, missing keys,
-    unexpected keys). verify_integrity: no effect, because checksums are always verified. Raises ValueError on every
-    rank, with nothing changed, like load_items.
+    Collective. Tensors with data are filled in place. Other tensors are allocated on the CPU. Plain values of the given
+    state dict are not used. strict: see StrictHandling; RETURN_UNEXPECTED and RETURN_ALL return (state dict, missing
+    keys, unexpected keys). verify_integrity: no effect, because checksums are always verified. Raises ValueError on
+    every rank, with nothing changed, like load_items.
     """
     require_defaults(
         "dist_checkpointing.load",
@@ -270,10 +270,10 @@ def load(
 def _report_keys(folder: Path, strict: StrictHandling, *, unexpected: set[str], missing: set[str]) -> None:
     problems = []
     if unexpected:
-        problems.append(f"it lacks {_some(unexpected)}")
+        problems.append(f"the checkpoint lacks {_some(unexpected)}")
     if missing:
         problems.append(f"no item requests {_some(missing)}")
-    text = f"checkpoint {folder} has other keys than the state dict: {'; '.join(problems)}"
+    text = f"the keys of checkpoint {folder} and of the state dict differ: {'; '.join(problems)}"
     if (unexpected and strict.raises) or (missing and strict is StrictHandling.RAISE_ALL):
         raise ValueError(text)
     if problems and strict.logs and (not dist.is_initialized() or dist.get_rank() == 0):
@@ -286,13 +286,13 @@ def _some(keys: set[str]) -> str:
 
 
 def load_content_metadata(checkpoint_dir: str | Path) -> dict[str, Any] | None:
-    """Returns the content_metadata with which a checkpoint was saved, or None; not collective."""
+    """Returns the content_metadata that was saved with a checkpoint, or None. Not collective."""
     metadata: dict[str, Any] | None = load_common(checkpoint_dir).get(_CONTENT_METADATA)
     return metadata
 
 
 def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
-    """Returns the plain values of a saved state dict; not collective."""
+    """Returns the plain values of a saved state dict. Not collective."""
     return {key: value for key, value in load_common(checkpoint_dir).items() if key != _CONTENT_METADATA}
 
 
@@ -300,14 +300,14 @@ def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
 
 
 def load_common(checkpoint_dir: str | Path) -> dict[str, Any]:
-    """Returns the `common` of a checkpoint after verifying that file; not collective."""
+    """Returns the `common` values of a checkpoint after verifying their file. Not collective."""
     folder = folders.find_checkpoint(Path(checkpoint_dir))
     _verify_one(folder, folders.COMMON_FILE)
     return _read_common(folder)
 
 
 def list_tensors(checkpoint_dir: str | Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Returns global shape and dtype of every stored tensor by key; not collective."""
+    """Returns global shape and dtype of every stored tensor, by key. Not collective."""
     folder = folders.find_checkpoint(Path(checkpoint_dir))
     _verify_one(folder, METADATA_FILE)
     return _tensors_of(read_metadata(folder))
@@ -320,19 +320,19 @@ class StreamReader:
         self._checkpoint = checkpoint
 
     def fill(self, tensors: list[ShardedTensor]) -> None:
-        """Fills `tensors`: any shape, dtype and strides; raises ValueError if a key, shape or dtype does not match."""
+        """Fills `tensors`: any shape, dtype and strides. Raises ValueError if a key, shape or dtype does not match."""
         check_wanted(tensors, self._checkpoint.metadata)
         with torch.no_grad():
             read_tensors(self._checkpoint, plan_reads(tensors, self._checkpoint.pieces))
 
 
 def read_tensors(checkpoint: VerifiedCheckpoint, reads: list[Read]) -> None:
-    """Executes `reads`, which are sorted by file."""
+    """Executes `reads`, which must be sorted by file. Fills their tensors in place."""
     for name, in_file in groupby(reads, key=lambda read: read.name):
         in_one = list(in_file)
         with checkpoint.open_file(name) as reader:
             read_one = partial(_read_one, checkpoint, reader=reader)
-            # Starting threads takes as long as reading this much.
+            # Starting threads takes as long as reading this many elements.
             if sum(read.window.volume for read in in_one) < _FEW_ELEMENTS:
                 deque(map(read_one, in_one), maxlen=0)
                 continue
@@ -358,9 +358,7 @@ def _read_objects(checkpoint: VerifiedCheckpoint, objects: list[ShardedObject]) 
 def _read_common(folder: Path) -> dict[str, Any]:
     values = read_json(folder / folders.COMMON_FILE)
     if not isinstance(values, dict):
-        raise ValueError(
-            f"{folder / folders.COMMON_FILE} is corrupt: it contains a {type(values).__name__}, must be a dict"
-        )
+        raise ValueError(f"{folder / folders.COMMON_FILE} is corrupt: must contain a dict, got {type(values).__name__}")
     return values
 
 
@@ -390,7 +388,8 @@ def _require(name: str, files: Manifest, *, folder: Path) -> None:
 class SharedReads:
     """Assignment of reads to the ranks of a group.
 
-    own: tensors that this rank reads, for itself or for others. sent: (reader, target), in the same order on all ranks.
+    own: tensors that this rank reads, for itself or for other ranks. sent: (rank that reads, target) for each box that
+    is broadcast, in the same order on all ranks.
     """
 
     own: list[ShardedTensor]
@@ -398,7 +397,7 @@ class SharedReads:
 
 
 def share_reads(tensors: Sequence[ShardedTensor], group: dist.ProcessGroup | None) -> SharedReads:
-    """Distributes reads of boxes that all ranks of `group` need evenly over these ranks. Collective over `group`.
+    """Distributes the reads of boxes that all ranks of `group` request evenly over the ranks. Collective over `group`.
 
     tensors: any shape and dtype.
     """
@@ -421,7 +420,7 @@ def share_reads(tensors: Sequence[ShardedTensor], group: dist.ProcessGroup | Non
 
 
 def send_shared(reads: SharedReads, group: dist.ProcessGroup | None) -> None:
-    """Broadcasts the shared boxes from their readers. Collective over `group`, after all ranks have read their own."""
+    """Broadcasts the shared boxes from the ranks that read them. Collective over `group`, after all ranks have read."""
     for reader, tensor in reads.sent:
         target = tensor.data.detach()
         message = target.contiguous()

@@ -1,6 +1,6 @@
 """SpreadTensor: a tensor whose boxes are distributed over ranks, in a form that torch.distributed.checkpoint accepts.
 
-The elements belong to the owner of a SpreadTensor. This framework's own checkpoint format is in serialization.py.
+The owner of a SpreadTensor stores the elements. This framework's checkpoint format is in serialization.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ _Parts = tuple[tuple[int, ...], torch.dtype, list[tuple[tuple[int, ...], torch.T
 
 @dataclass(frozen=True)
 class HeldBox:
-    """A box of a tensor and a function that reads its elements: [*box shape], the tensor's dtype, a view or a copy."""
+    """Box of a tensor. read: returns its elements, [*box shape], the tensor's dtype, as a view or a copy."""
 
     box: Box
     read: Callable[[], torch.Tensor]
@@ -31,13 +31,12 @@ class HeldBox:
 
 
 class SpreadTensor(torch.Tensor):
-    """The size of a tensor of any floating dtype, and this rank's disjoint boxes of it.
+    """Placeholder for a tensor of any floating dtype, of which this rank stores disjoint boxes.
 
-    torch.distributed.checkpoint saves it box by box, reading from the owner at that moment. A load fills host memory
-    separate from the owner's: a load that fails midway has changed nothing, and the caller passes the filled tensor to
-    the owner. Replicas have equal boxes, of which one is written. A pickle or deep copy contains the elements
-    themselves. The class derives from torch.Tensor because the planner ignores other classes. It supports no
-    computation.
+    torch.distributed.checkpoint saves it box by box, and reads the elements from the owner at that moment. A load fills
+    separate host memory, so that a load that fails midway changes nothing. The caller passes the filled tensor to the
+    owner. Replicas store equal boxes, of which only one is written. A pickle or deep copy contains the elements. The
+    class derives from torch.Tensor because the planner ignores other classes. It supports no computation.
     """
 
     # Keyed by offset, which is unique for disjoint non-empty boxes.
@@ -62,7 +61,7 @@ class SpreadTensor(torch.Tensor):
 
     @property
     def boxes(self) -> list[Box]:
-        """This rank's boxes, which are disjoint and not empty."""
+        """Boxes of this rank, which are disjoint and not empty."""
         return [one.box for one in self._held.values()]
 
     def read(self, box: Box) -> torch.Tensor:
@@ -111,7 +110,7 @@ class SpreadTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Rejects computation, because this rank holds only some boxes; any shape and dtype."""
+        """Rejects computation, because this rank stores only some boxes. Raises RuntimeError."""
         # The stager of async_save first calls new_empty, then copies the attributes.
         if func is torch.ops.aten.new_empty.default:
             return SpreadTensor(args[1], dtype=args[0].dtype)
@@ -135,5 +134,5 @@ def _same(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-# Lets torch.load(weights_only=True) read pickled SpreadTensors; the function only constructs tensors.
+# Allows torch.load(weights_only=True) to read pickled SpreadTensors. The function only constructs tensors.
 torch.serialization.add_safe_globals([_with_elements])

@@ -1,4 +1,4 @@
-"""Nested state dicts in Megatron-Core's format: sharded items among plain values, and their conversion for checkpoints.
+"""Nested state dicts in Megatron-Core's format, which mix sharded items and plain values, and their conversion.
 
 A checkpoint stores the items under their keys, and the plain values as one JSON value (`common`).
 """
@@ -18,7 +18,7 @@ _ABSENT = object()
 
 @dataclass
 class SplitState:
-    """The items of a state dict in order, and its plain values."""
+    """Items of a state dict, in order, and its plain values."""
 
     items: list[Item] = field(default_factory=list)
     plain: dict[str, Any] = field(default_factory=dict)
@@ -38,7 +38,7 @@ def split_state(state: Mapping[str, Any]) -> SplitState:
 
 
 def split_items(state: Any) -> list[Item]:
-    """Returns the items of a nested state in order, ignoring its other values."""
+    """Returns the items of a nested state in order, and ignores its other values."""
     if isinstance(state, (ShardedTensor, ShardedObject)):
         return [state]
     if isinstance(state, (Mapping, list, tuple)):
@@ -108,7 +108,7 @@ def _joined(value: Any, plain: Any, *, absent: set[str]) -> Any:
 
 
 def written_items(items: list[Item]) -> list[Item]:
-    """Returns the boxes and objects that this rank offers to write, which are its main replicas."""
+    """Returns the boxes and objects that this rank offers to write: its main replicas."""
     written: list[Item] = []
     for item in items:
         item.validate_metadata_integrity()
@@ -124,7 +124,7 @@ def written_items(items: list[Item]) -> list[Item]:
 
 
 def read_boxes(item: ShardedTensor, stored_shape: tuple[int, ...]) -> list[ShardedTensor]:
-    """Returns the boxes to read for an item. Its data is allocated on the CPU if it has none.
+    """Returns the boxes to read for an item. Allocates the item's data on the CPU if it is None.
 
     stored_shape: global shape in the checkpoint. With allow_shape_mismatch, the elements beyond it keep their values.
     """

@@ -57,7 +57,7 @@ _SHARED_BYTES = 1 << 18
 # Number of pieces, including the last one written, whose checksums may be pending.
 _PIECES_AHEAD = 5
 StoredPieces = dict[str, list[tuple[str, Piece]]]
-# Dtypes with plain contiguous elements; quantized ones also have a scale.
+# Dtypes with plain contiguous elements. Quantized dtypes also have a scale.
 _PLAIN_DTYPE = re.compile(r"torch\.(b?float\w+|complex\d+|u?int(8|16|32|64)|bool)")
 
 
@@ -65,12 +65,12 @@ _PLAIN_DTYPE = re.compile(r"torch\.(b?float\w+|complex\d+|u?int(8|16|32|64)|bool
 
 
 def data_file(rank: int) -> str:
-    """Returns the name of the file that a rank writes, which follows torch.distributed.checkpoint."""
+    """Returns the name of the data file that a rank writes, as in torch.distributed.checkpoint."""
     return f"__{rank}_0.distcp"
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Returns the memory of a host tensor without a copy: any shape and dtype, contiguous."""
+    """Returns the memory of a contiguous host tensor without a copy. tensor: any shape and dtype."""
     # view(-1) would fail, because the stride of a dimension of size 1 is arbitrary.
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # [elements], same dtype
     return flat.view(torch.uint8).numpy().data
@@ -83,12 +83,12 @@ def write_pieces(
     helper: Executor | None = None,
     with_zip_checksums: bool = False,
 ) -> FileEntry:
-    """Writes key, box and content of each piece to a new file and syncs it to disk; raises OSError.
+    """Writes pieces to a new file, syncs it to disk and returns its manifest entry. Raises OSError.
 
-    Content: the bytes of an object, or a tensor: [*box shape], any dtype, contiguous, on the host. helper: an executor
-    that computes checksums of large pieces while this thread writes; None computes them on this thread.
-    with_zip_checksums: whether torch.save's own format has correct checksums, for other programs; requires a copy of
-    each tensor in memory.
+    contents: key, box and content of each piece. The content is the bytes of an object, or a tensor: [*box shape], any
+    dtype, contiguous, on the host. helper: executor that computes the checksums of large pieces while this thread
+    writes; None computes them on this thread. with_zip_checksums: whether the zip format of torch.save contains correct
+    checksums, for other programs; requires a copy of each tensor in memory.
     """
     pieces: list[Piece] = []
     sums: list[Callable[[], int]] = []
@@ -113,7 +113,7 @@ def write_pieces(
             # A host copy stays in memory until its checksum is computed.
             if len(sums) >= _PIECES_AHEAD:
                 sums[-_PIECES_AHEAD]()
-            # Released before the iterator produces the next one.
+            # Released before the iterator produces the next content.
             del content
     summed = tuple(replace(piece, crc32=checksum()) for piece, checksum in zip(pieces, sums, strict=True))
     return FileEntry(file.num_bytes, pieces=summed)
@@ -142,7 +142,7 @@ def _crc32(parts: tuple[bytes | memoryview, ...]) -> int:
 
 
 class _Recorder(io.RawIOBase):
-    """A file that records the output of torch.save except for the elements, which torch.save skips with a seek."""
+    """File that records the output of torch.save except for the elements, which torch.save skips with a seek."""
 
     def __init__(self) -> None:
         self.before, self.after = bytearray(), bytearray()
@@ -161,7 +161,7 @@ class _Recorder(io.RawIOBase):
 
 
 def _frame(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
-    """Returns the bytes that torch.save writes before and after the elements of such a tensor."""
+    """Returns the bytes that torch.save writes before and after the elements of a tensor of this shape and dtype."""
     recorder = _Recorder()
     # The elements are written and checksummed in one pass here. Torch's readers ignore the checksums in the frame.
     with skip_data():
@@ -180,10 +180,10 @@ def read_object(path: Path, piece: Piece) -> bytes:
 
 
 class ReadsPieces(Protocol):
-    """Reads elements of an open file's pieces; several threads may read."""
+    """Interface of an open data file. Several threads may read its pieces."""
 
     def read(self, piece: Piece, window: Box, *, dtype: torch.dtype, target: torch.Tensor) -> None:
-        """Fills `target` with the elements of `window`, a box inside the piece's box that is stored as `dtype`.
+        """Fills `target` with the elements of `window`, a box inside the piece's box. dtype: stored dtype.
 
         target: [*window shape], any strides, dtype and device; filled in place, with conversion.
         """
@@ -191,7 +191,7 @@ class ReadsPieces(Protocol):
 
 
 class PieceReader:
-    """An open data file, as a context manager; several threads may read from it."""
+    """Context manager for an open data file. Several threads may read from it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -204,7 +204,7 @@ class PieceReader:
         self._file.close()
 
     def read(self, piece: Piece, window: Box, *, dtype: torch.dtype, target: torch.Tensor) -> None:
-        """Reads the elements of `window`, a box inside the piece's box, stored as `dtype`.
+        """Fills `target` with the elements of `window`, a box inside the piece's box. dtype: stored dtype.
 
         target: [*window shape], any strides, dtype and device; filled in place, with conversion.
         """
@@ -217,7 +217,7 @@ class PieceReader:
             stored = load_allowed(content, f"{self._path}: {piece}")  # [*stored box]
             expected = piece.box.shape, dtype, torch.strided
             if not isinstance(stored, torch.Tensor) or (stored.shape, stored.dtype, stored.layout) != expected:
-                raise ValueError(f"{self._path} is corrupt: {piece} holds a different tensor")
+                raise ValueError(f"{self._path} is corrupt: {piece} contains a different tensor")
             target.copy_(stored[tuple(slice(o, o + n) for o, n in zip(corner, window.shape, strict=True))])
         elif target.ndim == 0:
             self._fill(piece.data_start, (1,), dtype=dtype, corner=(0,), target=target.view(1))
@@ -227,7 +227,10 @@ class PieceReader:
     def _fill(
         self, start: int, stored: tuple[int, ...], *, dtype: torch.dtype, corner: tuple[int, ...], target: torch.Tensor
     ) -> None:
-        """Fills `target`: [*window], from stored elements of shape `stored` that begin at byte `start`."""
+        """Fills `target`, [*window], from a stored box of shape `stored` that begins at byte `start` of the file.
+
+        corner: index of the window's first element in the stored box.
+        """
         row_bytes = math.prod(stored[1:]) * dtype.itemsize
         begin = start + corner[0] * row_bytes
         whole_rows = tuple(target.shape[1:]) == stored[1:]
@@ -247,7 +250,7 @@ class PieceReader:
                 part.copy_(rows[(slice(0, len(part)), *columns)])
 
     def _read_into(self, start: int, target: torch.Tensor) -> None:
-        """Fills `target` from byte `start`: any shape and dtype, contiguous, on the host."""
+        """Fills `target` from byte `start` of the file. target: any shape and dtype, contiguous, on the host."""
         left = bytes_of(target)
         while len(left):
             # seek and read cannot be used, because several threads share this open file.
@@ -258,10 +261,10 @@ class PieceReader:
 
 
 def load_allowed(source: Path | IO[bytes], where: object, *, allowed: Sequence[Any] = (), mmap: bool = False) -> Any:
-    """Reads the output of torch.save with an allow-list: tensors, plain values and the classes in `allowed`.
+    """Loads the output of torch.save if it contains only tensors, plain values and the classes in `allowed`.
 
-    No code named in the file is run. Raises ValueError naming the source `where` if the file is damaged or refers to
-    anything else. mmap: tensors stay on disk.
+    Runs no other code that the file names. Raises ValueError, naming the source `where`, if the file is damaged or
+    refers to anything else. mmap: maps tensors from the file instead of reading them.
     """
     try:
         with torch.serialization.safe_globals(list(allowed)):
@@ -286,14 +289,15 @@ def load_allowed(source: Path | IO[bytes], where: object, *, allowed: Sequence[A
 def check_records(archive: zipfile.ZipFile) -> None:
     """Reads all records of a torch.save archive, which verifies their checksums.
 
-    Raises BadZipFile, ValueError, or another zipfile error for damage, and ValueError for another byte order.
+    Raises BadZipFile, ValueError or a different zipfile error if the archive is damaged, and ValueError if its byte
+    order is not little-endian.
     """
     for record in archive.infolist():
         with archive.open(record) as data:
             while data.read(_READ_BYTES):
                 pass
         if record.filename.endswith("/byteorder") and archive.read(record) != b"little":
-            raise ValueError("it was written by a machine with another byte order")
+            raise ValueError("it was written by a machine with a different byte order")
 
 
 # The metadata file.
@@ -313,7 +317,7 @@ def write_metadata(folder: Path, metadata: Metadata, *, files: Manifest) -> File
 
 
 def read_metadata(folder: Path, *, stand_ins: Mapping[tuple[str, str], type] | None = None) -> Metadata:
-    """Reads the metadata of the checkpoint in `folder`; raises ValueError if the file is not what torch writes.
+    """Reads the metadata of the checkpoint in `folder`. Raises ValueError if the file is not in torch's format.
 
     stand_ins: replacements, by module and name, for classes that another program's metadata refers to.
     """
@@ -340,7 +344,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         super().__init__(content)
         self._stand_ins = stand_ins
 
-    # A pickle can call anything it names; metadata needs a handful of classes.
+    # A pickle can call anything that it names, but metadata requires only a handful of classes.
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in self._stand_ins:
             return self._stand_ins[module, name]
@@ -353,7 +357,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def check_metadata(metadata: object) -> Metadata:
-    """Returns `metadata` if each of its entries describes a tensor or an object; raises ValueError otherwise."""
+    """Returns `metadata` if each of its entries describes a tensor or an object. Raises ValueError otherwise."""
     if type(metadata) is not Metadata or not isinstance(vars(metadata).get("state_dict_metadata"), dict):
         raise ValueError(f"it contains a {type(metadata).__name__} that lists no tensors")
     for key, entry in metadata.state_dict_metadata.items():
@@ -375,10 +379,10 @@ def _check_tensor(key: str, entry: TensorStorageMetadata) -> None:
 
 
 def stored_pieces(files: Manifest, metadata: Metadata) -> StoredPieces:
-    """Returns file and piece of every stored item, by key; metadata: as returned by read_metadata.
+    """Returns the (file name, piece) pairs of every key. metadata: as returned by read_metadata.
 
-    Files and metadata must have passed their checksums. Raises ValueError if they contradict each other, because a
-    piece exceeds its tensor or its file, or elements are missing.
+    Files and metadata must have passed their checksums. Raises ValueError if they are inconsistent: a piece exceeds its
+    tensor or its file, or elements are missing.
     """
     pieces = [(name, piece) for name, entry in files.items() for piece in entry.pieces]
     if not pieces:
@@ -387,7 +391,7 @@ def stored_pieces(files: Manifest, metadata: Metadata) -> StoredPieces:
     by_key: StoredPieces = {key: [] for key in metadata.state_dict_metadata}
     for name, piece in pieces:
         if piece.key not in by_key:
-            raise ValueError(f"{name} holds {piece}, which the metadata does not list")
+            raise ValueError(f"{name} contains {piece}, which the metadata does not list")
         by_key[piece.key].append((name, piece))
     for key, held in by_key.items():
         entry = metadata.state_dict_metadata[key]
@@ -402,10 +406,10 @@ def _check_pieces(entry: TensorStorageMetadata, held: list[tuple[str, Piece]], *
     box, itemsize, num_elements = whole(tuple(entry.size)), entry.properties.dtype.itemsize, 0
     for name, piece in held:
         if piece.box is None or len(piece.box.shape) != len(box.shape) or not piece.box.is_inside(box):
-            raise ValueError(f"{name} holds {piece}, which is not part of a tensor of {list(entry.size)}")
+            raise ValueError(f"{name} contains {piece}, which is not part of a tensor of {list(entry.size)}")
         begin = piece.start if piece.data_start is None else piece.data_start
         if begin < piece.start or begin + piece.box.volume * itemsize > piece.end:
-            raise ValueError(f"{name} has no room for the elements of {piece} in its {piece.num_bytes} bytes")
+            raise ValueError(f"{name} reserves {piece.num_bytes} bytes for {piece}: too few for its elements")
         num_elements += piece.box.volume
     if num_elements != math.prod(entry.size):
         raise ValueError(f"only {num_elements} elements of {key} are stored, out of {math.prod(entry.size)}")

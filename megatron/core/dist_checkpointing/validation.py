@@ -1,4 +1,4 @@
-"""StrictHandling: the reaction of `load` to keys that only the state dict or only the checkpoint has."""
+"""StrictHandling: the reaction of `load` to keys that exist only in the state dict or only in the checkpoint."""
 
 import enum
 
@@ -29,7 +29,7 @@ class StrictHandling(enum.Enum):
 
     @property
     def logs(self) -> bool:
-        """Whether keys are printed."""
+        """Whether keys that do not match are logged as a warning."""
         return self in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL)
 
     @property
@@ -39,5 +39,5 @@ class StrictHandling(enum.Enum):
 
     @property
     def minds_missing(self) -> bool:
-        """Whether missing keys are reported as well."""
+        """Whether missing keys are reported in addition to unexpected keys."""
         return self in (StrictHandling.LOG_ALL, StrictHandling.RAISE_ALL, StrictHandling.RETURN_ALL)

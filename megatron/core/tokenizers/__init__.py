@@ -1,4 +1,4 @@
-"""Tokenizers with one small interface; re-exports only."""
+"""Tokenizers with a common interface. This module only re-exports."""
 
 from megatron.core.tokenizers.build import TokenizerConfig, build_tokenizer
 from megatron.core.tokenizers.megatron_tokenizer import MegatronTokenizer

@@ -1,4 +1,4 @@
-"""The tokenizer flags of the command line, and the tokenizer that they select."""
+"""Tokenizer flags of the command line, and build_tokenizer, which builds the tokenizer that they select."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -40,14 +40,14 @@ class TokenizerConfig:
 
     vocab_size: int | None = config_field(
         None,
-        help="Number of token ids of the model, including the end of document, before padding; default: the "
-        "tokenizer's number. NullTokenizer requires it, and TikTokenizer truncates its vocabulary to it.",
+        help="Number of token ids of the model, including the end of document, before padding; default: the number of "
+        "ids of the tokenizer. NullTokenizer requires it, and TikTokenizer truncates its vocabulary to it.",
         at_least=1,
     )
     tokenizer_type: str | None = config_field(
         None,
-        help="Type of tokenizer. ByteLevelTokenizer needs no file, NullTokenizer reads ids, GPT2BPETokenizer reads "
-        "--vocab-file and --merge-file and is the default if both are given, the others read --tokenizer-model.",
+        help="Type of tokenizer. ByteLevelTokenizer requires no file. NullTokenizer reads ids. GPT2BPETokenizer reads "
+        "--vocab-file and --merge-file and is the default if both are given. The others read --tokenizer-model.",
         choices=AVAILABLE,
     )
     tokenizer_model: str | None = config_field(
@@ -79,22 +79,22 @@ class TokenizerConfig:
             if flag not in needs and value is not None:
                 reads = " and ".join(name for name in needs if name in _FILES) or "no file"
                 raise ValueError(
-                    f"{flag} {value} contradicts --tokenizer-type {self.tokenizer_type}, which reads {reads}"
+                    f"{flag} {value} conflicts with --tokenizer-type {self.tokenizer_type}, which reads {reads}"
                 )
         if self.null_tokenizer_eod_id is not None and self.tokenizer_type != "NullTokenizer":
-            raise ValueError(f"--null-tokenizer-eod-id contradicts --tokenizer-type {self.tokenizer_type}")
+            raise ValueError(f"--null-tokenizer-eod-id conflicts with --tokenizer-type {self.tokenizer_type}")
 
 
 def build_tokenizer(config: TokenizerConfig) -> BaseTokenizer:
-    """Builds the tokenizer. Raises ValueError or OSError for a wrong type, file or vocab_size.
+    """Builds the tokenizer that `config` selects. Raises ValueError or OSError for an invalid type, file or vocab_size.
 
-    An error may occur on this rank only, if other nodes have the file, so it should be called within `all_ranks_agree`.
+    Should be called within `all_ranks_agree`, because a file may be missing on this node only.
     """
     tokenizer = _build(config)
     if config.vocab_size is not None and config.vocab_size < tokenizer.vocab_size:
         raise ValueError(
-            f"--vocab-size is {config.vocab_size}: {tokenizer.name} has {tokenizer.vocab_size} ids; give at least "
-            "as many, or omit the flag"
+            f"--vocab-size is {config.vocab_size}: {tokenizer.name} has {tokenizer.vocab_size} ids; increase the "
+            "flag to at least that number, or omit it"
         )
     return tokenizer
 

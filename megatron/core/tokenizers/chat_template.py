@@ -1,4 +1,4 @@
-"""Renders chats as text with Jinja templates, and finds the characters that the assistant wrote.
+"""Renders chats as text with Jinja templates, and determines which characters the assistant wrote.
 
 Templates use the dialect of transformers: {% generation %} marks the assistant's text, and raise_exception() rejects a
 conversation. Templates run in a sandbox. This file does not tokenize.
@@ -26,22 +26,22 @@ _ERRORS_OF_TEMPLATES = (TypeError, ValueError, ArithmeticError, LookupError, Att
 
 
 class ChatTemplateError(ValueError):
-    """Error for an invalid template, or a conversation that the template cannot render."""
+    """Raised for an invalid template, or for a conversation that the template cannot render."""
 
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """A conversation as text. spans: (begin, end) of the assistant's text, in characters and in order."""
+    """Conversation rendered as text. spans: (begin, end) of the assistant's text, in characters and in order."""
 
     text: str
     spans: list[tuple[int, int]]
 
 
 class ChatTemplate:
-    """A compiled template.
+    """Compiled Jinja template that renders conversations.
 
-    names: special tokens that the template may use, such as bos_token and eos_token. Raises ChatTemplateError for
-    invalid Jinja, or without the package jinja2.
+    names: texts of special tokens that the template may use, such as bos_token and eos_token. Raises ChatTemplateError
+    if the template is not valid Jinja or the package jinja2 is missing.
     """
 
     def __init__(self, source: str, names: Mapping[str, str]) -> None:
@@ -124,7 +124,9 @@ def _to_json(value: Any, **settings: Any) -> str:
 def _without_marks(text: str) -> RenderedChat:
     pieces = re.split(f"({_BEGIN}|{_END})", text)
     if pieces[1::2] != [_BEGIN, _END] * (len(pieces) // 4):
-        raise ChatTemplateError("the template contains U+FDD0 or U+FDD1, which are not characters, or nests generation")
+        raise ChatTemplateError(
+            "the template contains U+FDD0 or U+FDD1, which are not characters, or nests {% generation %} blocks"
+        )
     spans = []
     begin = 0
     for number, piece in enumerate(pieces[::2]):

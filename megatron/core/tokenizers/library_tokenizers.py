@@ -1,4 +1,4 @@
-"""Tokenizers based on Hugging Face's `tokenizers` library, from local files: no downloads, no remote code."""
+"""Tokenizers based on Hugging Face's `tokenizers` library. Reads only local files and runs no remote code."""
 
 import json
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>")
 
 
 class LibraryTokenizer(BaseTokenizer):
-    """Wraps a tokenizer of the library; subclasses determine the special ids. name: used in error messages."""
+    """Wraps a tokenizer of the library. Subclasses determine the special ids. name: used in error messages."""
 
     def __init__(self, tokenizer: Tokenizer, *, name: str) -> None:
         self.name = name
         self._tokenizer = tokenizer
         self._vocab: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-        # Ids may have gaps, and the model needs a row for the highest id.
+        # Ids may have gaps, and the model requires a row for the highest id.
         self.vocab_size = max(self._vocab.values(), default=-1) + 1
 
     def tokenize(self, text: str) -> list[int]:
@@ -43,11 +43,12 @@ class LibraryTokenizer(BaseTokenizer):
 
 
 class HuggingFaceTokenizer(LibraryTokenizer):
-    """The tokenizer of a tokenizer.json, or of the folder that contains one.
+    """Tokenizer from a tokenizer.json file, or from a folder that contains one.
 
-    Special ids are those of a tokenizer_config.json in the same folder, or otherwise the first of the usual names in
-    the vocabulary. As in transformers, `tokenize` adds the special tokens that tokenizer.json configures, such as a
-    leading <s>, and never the end of document. Raises ValueError without an end-of-document token.
+    tokenizer_config.json in the same folder defines the special ids. Without an entry there, the first of the usual
+    names in the vocabulary is used. As in transformers, `tokenize` adds the special tokens that tokenizer.json
+    configures, such as a leading <s>, and never the end of document. Raises ValueError if there is no end-of-document
+    token.
     """
 
     def __init__(self, path: str) -> None:
@@ -74,9 +75,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
 
     @property
     def chat_template(self) -> str | None:
-        """The template of chat_template.jinja in the same folder, or otherwise the default one of
-        tokenizer_config.json.
-        """
+        """Chat template in chat_template.jinja in the same folder, or else the default in tokenizer_config.json."""
         file = self._path.with_name("chat_template.jinja")
         if file.is_file():
             return read_template(file)
@@ -86,7 +85,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         return found if isinstance(found, str) else None
 
     def tokenize_marked(self, text: str, spans: Sequence[tuple[int, int]]) -> MarkedTokens:
-        """Tokenizes the whole text in one call, as transformers does. Tokens with a character of a span are marked."""
+        """Tokenizes the whole text in one call, like transformers. Marks tokens that contain a character of a span."""
         found = self._tokenizer.encode(text, add_special_tokens=False)
         marks = [False] * len(found.ids)
         remaining = list(reversed(spans))
@@ -133,9 +132,9 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 class GPT2BPETokenizer(LibraryTokenizer):
-    """Byte-level BPE of GPT-2 from a vocab.json and a merges.txt.
+    """GPT-2's byte-level BPE tokenizer from a vocab.json and a merges.txt.
 
-    The id of <|endoftext|> ends documents; the same characters within a text are tokenized as text.
+    The id of <|endoftext|> ends documents. The characters <|endoftext|> within a text are tokenized as text.
     """
 
     bos: int | None = None

@@ -1,4 +1,4 @@
-"""MegatronTokenizer.from_pretrained, with which scripts written for Megatron Core build one of our tokenizers."""
+"""MegatronTokenizer.from_pretrained, with which scripts written for Megatron Core build a tokenizer."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from typing import Any
 from megatron.core.tokenizers.build import TokenizerConfig, build_tokenizer
 from megatron.core.tokenizers.tokenizer import BaseTokenizer, NullTokenizer
 
-# Libraries in a tokenizer's metadata, and the tokenizer type that reads the files of each.
+# Library in a tokenizer's metadata -> tokenizer type that reads its files.
 _KINDS = {
     "byte-level": "ByteLevelTokenizer",
     "huggingface": "HuggingFaceTokenizer",
@@ -33,13 +33,13 @@ class MegatronTokenizer:
         vocab_file: str | None = None,
         merges_file: str | None = None,
     ) -> BaseTokenizer:
-        """Builds the tokenizer of a file, folder or number of ids; see TokenizerConfig for the files of each type.
+        """Builds a tokenizer from files or from a number of ids; see TokenizerConfig for the files of each type.
 
         metadata_path: a dictionary, or a JSON file containing one, whose "library" is byte-level, huggingface,
         megatron, null-text, sentencepiece or tiktoken; None reads tokenizer_metadata.json next to the tokenizer.
         vocab_size: for null-text, the number of ids without the end of document, which is added. vocab_file,
-        merges_file: for megatron, whose tokenizer is GPT-2's. Raises ValueError for another library, for files that a
-        library does not read, and for missing files; OSError for a file that cannot be read.
+        merges_file: for megatron, which selects GPT-2's tokenizer. Raises ValueError for an unknown library, for files
+        that the library does not read, and for missing files. Raises OSError for a file that cannot be read.
         """
         library = _library_of(tokenizer_path, metadata_path)
         if library in _NULL:

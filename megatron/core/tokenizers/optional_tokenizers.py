@@ -16,8 +16,8 @@ from megatron.core.tokenizers.tokenizer import PIP_EXTRA, BaseTokenizer
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 NUM_SPECIAL_TOKENS = 1000
 LARGEST_VOCAB = 1 << 17
-# Splits text before merging, as Megatron's pattern "v2": words by their capitals, single digits, punctuation with the
-# line ends after it, blanks.
+# Splits text before merging, like Megatron's pattern "v2": into words, also at capital letters, single digits,
+# punctuation with the line ends that follow, and blanks.
 _LOWER, _UPPER = r"\p{Ll}\p{Lm}\p{Lo}\p{M}", r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}"
 PATTERN = "|".join(
     (
@@ -35,13 +35,16 @@ _MANY_BLANKS = re.compile(rf"(\s{{{_MOST_BLANKS}}})")
 
 
 class SentencePieceTokenizer(BaseTokenizer):
-    """Uses a .model file, whose </s> ends documents. The characters </s> within a text are tokenized as text."""
+    """SentencePiece tokenizer from a .model file.
+
+    The id of </s> ends documents. The characters </s> within a text are tokenized as text.
+    """
 
     def __init__(self, path: str, *, kind: str = "SentencePieceTokenizer") -> None:
         self.name = f"{kind} {path}"
         self._model = _read_sentencepiece(path, kind=kind)
         self.vocab_size = self._model.get_piece_size()
-        # The library returns -1 for a piece that the model does not have.
+        # The library returns -1 for a piece that is not in the model.
         bos, eos, pad = (
             None if token < 0 else token for token in (self._model.bos_id(), self._model.eos_id(), self._model.pad_id())
         )
@@ -57,7 +60,7 @@ class SentencePieceTokenizer(BaseTokenizer):
         return ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Returns the text of ids. Control pieces such as <s> and </s> have none."""
+        """Returns the text of token ids. Control pieces such as <s> and </s> produce no text."""
         text: str = self._model.decode(self._checked(ids))
         return text
 
@@ -67,14 +70,14 @@ class SentencePieceTokenizer(BaseTokenizer):
 
     @functools.cached_property
     def special_tokens(self) -> dict[str, int]:
-        """The control pieces of the model. Cached, because all pieces are tested."""
+        """Control pieces of the model, with their ids. Cached, because all pieces must be tested."""
         return {
             self._model.id_to_piece(token): token for token in range(self.vocab_size) if self._model.is_control(token)
         }
 
 
 class Llama2Tokenizer(SentencePieceTokenizer):
-    """SentencePiece with <s> at the start of every document."""
+    """SentencePiece tokenizer that adds <s> at the start of every document."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path, kind="Llama2Tokenizer")
@@ -103,10 +106,11 @@ def _read_sentencepiece(path: str, *, kind: str) -> Any:
 
 
 class TikTokenizer(BaseTokenizer):
-    """Uses the ranks of a file plus 1000 as ids. The file contains Megatron's JSON list or OpenAI's .tiktoken lines.
+    """tiktoken tokenizer from a vocabulary file. Ids are the ranks in the file plus 1000.
 
-    vocab_size: number of ids, including special tokens; the last ranks of a larger file are dropped. None means all, up
-    to 2**17 as in Megatron. The characters of a special token within a text are tokenized as text.
+    The file is Megatron's JSON list, or lines in OpenAI's .tiktoken format. vocab_size: number of ids, including
+    special tokens; the last ranks of a larger file are dropped. None means all, up to 2**17 as in Megatron. The
+    characters of a special token within a text are tokenized as text.
     """
 
     def __init__(self, path: str, vocab_size: int | None = None) -> None:
@@ -137,7 +141,7 @@ class TikTokenizer(BaseTokenizer):
         return {text: token for token, text in enumerate((*SPECIAL_TOKENS, *fillers))}
 
     def tokenize(self, text: str) -> list[int]:
-        """Returns the ids of a text. Splits runs of 100,000 blanks, because longer ones can crash the library."""
+        """Returns the ids of a text. Splits runs of blanks every 100,000, because longer runs can crash the library."""
         if len(text) <= _MOST_BLANKS:
             return self._encode(text)
         return list(itertools.chain.from_iterable(map(self._encode, _MANY_BLANKS.split(text))))
@@ -147,7 +151,7 @@ class TikTokenizer(BaseTokenizer):
         return ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Returns the text of ids, with U+FFFD for invalid UTF-8."""
+        """Returns the text of token ids, with U+FFFD for invalid UTF-8."""
         text: str = self._encoding.decode(self._checked(ids), errors="replace")
         return text
 
@@ -158,7 +162,10 @@ class TikTokenizer(BaseTokenizer):
 
 
 def _read_ranks(path: Path) -> list[bytes]:
-    """Reads the bytes of each rank. Raises OSError, or ValueError for an unknown format or a missing rank or byte."""
+    """Returns the token bytes of each rank in a vocabulary file.
+
+    Raises OSError, or ValueError for an unknown format, a missing rank or a missing single byte.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: --tokenizer-model must be a .json or .tiktoken vocabulary")
     data = path.read_bytes()

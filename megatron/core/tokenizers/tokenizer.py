@@ -1,4 +1,4 @@
-"""The interface of tokenizers, the base class of this package's tokenizers, and the two that need no other library."""
+"""Tokenizer interface, base class of this package's tokenizers, and the two tokenizers that require no library."""
 
 import functools
 import itertools
@@ -14,19 +14,19 @@ NUM_BYTES = 256
 
 
 class Tokenizer(Protocol):
-    """The tokenizer interface that the framework uses. Ids are in [0, vocab_size); `name` is used in error messages."""
+    """Tokenizer interface that the framework uses. Ids are in [0, vocab_size). Error messages contain `name`."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, including special ids, excluding the padding of the model's vocabulary."""
+        """Number of ids, including special ids but not the padding of the model's vocabulary."""
         ...
 
     @property
     def eod(self) -> int:
-        """The id that ends a document."""
+        """Id that ends a document."""
         ...
 
     @property
@@ -41,21 +41,21 @@ class Tokenizer(Protocol):
 
 
 def vocab_size_with_padding(vocab_size: int, *, divisible_by: int, tensor_parallel_size: int = 1) -> int:
-    """Rounds `vocab_size` up so that each tensor-parallel rank has a multiple of `divisible_by` rows."""
+    """Rounds `vocab_size` up so that each tensor-parallel rank stores a multiple of `divisible_by` rows."""
     multiple = divisible_by * tensor_parallel_size
     return -(-vocab_size // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class MarkedTokens:
-    """Token ids, and whether each is in one of the marked spans of the text."""
+    """Token ids of a text. marks: for each token, whether it is in one of the marked spans of the text."""
 
     ids: list[int]
     marks: list[bool]
 
 
 class BaseTokenizer(ABC):
-    """Implements the names that scripts use, and special tokens within text, on top of three methods.
+    """Base class that provides Megatron's tokenizer methods and handles special tokens within text.
 
     Subclasses set the fields below and implement tokenize, detokenize and vocab.
     """
@@ -77,11 +77,11 @@ class BaseTokenizer(ABC):
     @property
     @abstractmethod
     def vocab(self) -> dict[str, int]:
-        """Ids of all tokens by their readable text."""
+        """Id of each token, by its readable text."""
 
     @functools.cached_property
     def inv_vocab(self) -> dict[int, str]:
-        """Readable texts of all tokens by id."""
+        """Readable text of each token, by its id."""
         return {token: text for text, token in self.vocab.items()}
 
     @property
@@ -107,10 +107,10 @@ class BaseTokenizer(ABC):
         return {name: texts[token] for name, token in ids.items() if token in texts}
 
     def tokenize_marked(self, text: str, spans: Sequence[tuple[int, int]]) -> MarkedTokens:
-        """Tokenizes a rendered chat: converts special tokens in the text to their ids and adds none.
+        """Tokenizes a rendered chat. Converts special tokens in the text to their ids, and adds no special tokens.
 
         spans: (begin, end) in characters, in order. Pieces between special tokens and span borders are tokenized
-        separately, as in generation, where the tokens of the answer follow those of the prompt.
+        separately, as in generation, where the tokens of the answer follow the tokens of the prompt.
         """
         borders = [0, *itertools.chain.from_iterable(spans), len(text)]
         ids: list[int] = []
@@ -152,7 +152,7 @@ class BaseTokenizer(ABC):
 
 
 class ByteLevelTokenizer(BaseTokenizer):
-    """Tokenizes text as its UTF-8 bytes: ids 0 to 255, and 256 at the end of a document. Has no bos and pad ids."""
+    """Tokenizer whose ids 0 to 255 are UTF-8 bytes. Id 256 ends a document, and there are no bos and pad ids."""
 
     name = "ByteLevelTokenizer"
     vocab_size = NUM_BYTES + 1
@@ -165,7 +165,7 @@ class ByteLevelTokenizer(BaseTokenizer):
         return list(text.encode())
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Decodes ids, with U+FFFD for invalid UTF-8: generated text or a cut prompt may end within a character."""
+        """Decodes ids, with U+FFFD for invalid UTF-8, because a generated text may end within a character."""
         pieces = bytearray()
         for token in self._checked(ids):
             pieces += END_OF_TEXT.encode() if token == self.eod else bytes([token])
@@ -181,9 +181,9 @@ class ByteLevelTokenizer(BaseTokenizer):
 
 
 class NullTokenizer(BaseTokenizer):
-    """Reads text that consists of token ids, as decimal numbers.
+    """Tokenizer for text that consists of token ids, written as decimal numbers.
 
-    vocab_size: number of ids, including the end of document, which is the last id unless `eod_id` is given.
+    vocab_size: number of ids, including the end of document. eod_id: id of the end of document; None means the last id.
     """
 
     bos: int | None = None
@@ -200,7 +200,7 @@ class NullTokenizer(BaseTokenizer):
         self.eod = eod
 
     def tokenize(self, text: str) -> list[int]:
-        """Returns the ids in a text. Raises ValueError with the first word that is not an id."""
+        """Returns the ids in a text. Raises ValueError naming the first word that is not an id."""
         ids = []
         for word in text.split():
             if not (word.isascii() and word.isdigit()) or int(word) >= self.vocab_size:

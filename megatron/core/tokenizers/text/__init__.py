@@ -1,1 +1,1 @@
-"""Megatron Core's import path of text tokenizers; ours are in megatron.core.tokenizers."""
+"""Megatron Core's import path for text tokenizers. The implementations are in megatron.core.tokenizers."""

@@ -186,7 +186,7 @@ def test_a_split_that_says_nothing_is_refused(split: str) -> None:
 
 def test_a_part_without_documents_is_named(tmp_path: Path) -> None:
     write_corpus(tmp_path / "a", num_documents=40)
-    message = r"--split 969,30,1 leaves no document for test: .*a has 40 documents; increase the share of test, or set it to 0"
+    message = r"--split 969,30,1 leaves no document for test: .*a has 40 documents; increase the share of test"
     with pytest.raises(ValueError, match=message):
         build(dataset_config(tmp_path / "a", split=None), sizes=(10, 10, 10))
     assert build(dataset_config(tmp_path / "a", split=None), sizes=(10, 10, 0))[2] is None

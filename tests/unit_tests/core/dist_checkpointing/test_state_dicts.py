@@ -113,7 +113,7 @@ def test_strict_says_what_happens_with_other_keys(
     save({"a": ShardedTensor.whole("a", WEIGHT), "b": ShardedTensor.whole("b", WEIGHT)}, tmp_path / "c")
     asked = {"a": ShardedTensor.whole("a", torch.zeros(3, 4)), "c": ShardedTensor.whole("c", torch.zeros(3, 4))}
     if strict.raises:
-        with pytest.raises(ValueError, match="it lacks c"):
+        with pytest.raises(ValueError, match="the checkpoint lacks c"):
             load(asked, tmp_path / "c", strict=strict)
         return
     loaded = load(asked, tmp_path / "c", strict=strict)
@@ -122,7 +122,7 @@ def test_strict_says_what_happens_with_other_keys(
         assert unexpected == {"c"} and missing == ({"b"} if strict is StrictHandling.RETURN_ALL else set())
     assert loaded.keys() == {"a"} and torch.equal(loaded["a"], WEIGHT)
     printed = capsys.readouterr().out
-    assert ("it lacks c" in printed) == strict.logs
+    assert ("the checkpoint lacks c" in printed) == strict.logs
     assert ("no item requests b" in printed) == (strict is StrictHandling.LOG_ALL)
 
 

@@ -70,7 +70,7 @@ def test_a_checkpoint_whose_folder_was_made_meanwhile_leaves_nothing(tmp_path: P
         (halves("a", torch.ones(4, 2)) * 2, r"a: boxes contain 16 elements of \[4, 2\]"),
         (
             [*halves("a", torch.ones(4, 2)), *halves("a", torch.ones(4, 3))],
-            r"a is \[4, 2\] of torch.float32 at first, and \[4, 3\]",
+            r"a is \[4, 2\] of torch.float32 in its first box, but \[4, 3\]",
         ),
     ],
 )

@@ -147,8 +147,8 @@ def test_unusable_files_are_named(tmp_path: Path, content: str | None, error: ty
         ({"tokenizer_type": "Unheard"}, "tokenizer_type is 'Unheard': must be one of ByteLevelTokenizer"),
         ({"tokenizer_type": "NullTokenizer"}, "NullTokenizer requires --vocab-size"),
         ({"tokenizer_type": "HuggingFaceTokenizer"}, "requires --tokenizer-model"),
-        ({"tokenizer_type": "ByteLevelTokenizer", "tokenizer_model": "a"}, "--tokenizer-model a contradicts"),
-        ({"tokenizer_type": "ByteLevelTokenizer", "null_tokenizer_eod_id": 1}, "--null-tokenizer-eod-id contradicts"),
+        ({"tokenizer_type": "ByteLevelTokenizer", "tokenizer_model": "a"}, "--tokenizer-model a conflicts with"),
+        ({"tokenizer_type": "ByteLevelTokenizer", "null_tokenizer_eod_id": 1}, "--null-tokenizer-eod-id conflicts with"),
         ({"tokenizer_type": "ByteLevelTokenizer", "vocab_size": 200}, "--vocab-size is 200: ByteLevel.* has 257 ids"),
         (
             {"tokenizer_type": "NullTokenizer", "vocab_size": 9, "null_tokenizer_eod_id": 9},
@@ -179,7 +179,7 @@ def test_tokenizers_are_built_from_their_metadata(tmp_path: Path) -> None:
     assert (null.vocab_size, null.eod) == (10, 9)
     (tmp_path / "tokenizer_metadata.json").write_text('{"library": "byte-level"}')
     for path in (str(tmp_path), str(tmp_path / "any.json")):
-        with pytest.raises(ValueError, match="contradicts --tokenizer-type ByteLevelTokenizer"):
+        with pytest.raises(ValueError, match="conflicts with --tokenizer-type ByteLevelTokenizer"):
             build(path)
     assert build(metadata_path=tmp_path / "tokenizer_metadata.json").tokenize("a") == [97]
     for metadata, message in (

@@ -1,1 +1,1 @@
-"""Megatron Core's import path of build_tokenizer(args)."""
+"""Megatron Core's import path for build_tokenizer(args)."""

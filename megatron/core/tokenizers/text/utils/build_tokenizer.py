@@ -1,4 +1,4 @@
-"""Provides build_tokenizer(args), with which recent scripts of Megatron-LM build the tokenizer of the command line."""
+"""build_tokenizer(args), with which recent Megatron-LM scripts build the tokenizer that the command line selects."""
 
 import argparse
 import dataclasses
@@ -8,10 +8,10 @@ from megatron.core.tokenizers.tokenizer import BaseTokenizer
 
 
 def build_tokenizer(args: argparse.Namespace) -> BaseTokenizer:
-    """Builds the tokenizer that the parsed arguments select; see TokenizerConfig. get_tokenizer() returns the run's
-    tokenizer.
+    """Builds the tokenizer that the parsed arguments select; see TokenizerConfig.
 
-    Raises ValueError or OSError for a wrong type, file or vocab_size.
+    get_tokenizer() returns the existing tokenizer of a run instead. Raises ValueError or OSError for an invalid type,
+    file or vocab_size.
     """
     names = {field.name for field in dataclasses.fields(build.TokenizerConfig)}
     return build.build_tokenizer(
