@@ -148,7 +148,10 @@ def test_unusable_files_are_named(tmp_path: Path, content: str | None, error: ty
         ({"tokenizer_type": "NullTokenizer"}, "NullTokenizer requires --vocab-size"),
         ({"tokenizer_type": "HuggingFaceTokenizer"}, "requires --tokenizer-model"),
         ({"tokenizer_type": "ByteLevelTokenizer", "tokenizer_model": "a"}, "--tokenizer-model a conflicts with"),
-        ({"tokenizer_type": "ByteLevelTokenizer", "null_tokenizer_eod_id": 1}, "--null-tokenizer-eod-id conflicts with"),
+        (
+            {"tokenizer_type": "ByteLevelTokenizer", "null_tokenizer_eod_id": 1},
+            "--null-tokenizer-eod-id conflicts with",
+        ),
         ({"tokenizer_type": "ByteLevelTokenizer", "vocab_size": 200}, "--vocab-size is 200: ByteLevel.* has 257 ids"),
         (
             {"tokenizer_type": "NullTokenizer", "vocab_size": 9, "null_tokenizer_eod_id": 9},
