@@ -15,7 +15,7 @@ from typing import Any
 
 
 class _Unset(enum.Enum):
-    """Marker for a FieldSpec whose flag has the field's default."""
+    """Marker for a FieldSpec whose flag uses the field's default."""
 
     UNSET = "unset"
 

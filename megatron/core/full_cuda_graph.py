@@ -265,7 +265,7 @@ def _check_reports(reports: list[Any]) -> None:
     for leaf in tree_leaves(reports):
         if not isinstance(leaf, torch.Tensor):
             raise ValueError(
-                f"the loss function reports {leaf!r}, which each replay would report unchanged: report only tensors"
+                f"the loss function reports {leaf!r}, which would be the same in every replay: must report only tensors"
             )
 
 

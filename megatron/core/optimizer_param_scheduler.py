@@ -17,7 +17,7 @@ WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
 
 @dataclass(kw_only=True)
 class OptimizerParamSchedulerConfig:
-    """Settings of the schedule, in iterations or in samples. The command line allows only one of the two units."""
+    """Settings of the learning-rate and weight-decay schedules. A run uses either iterations or samples."""
 
     cli_group: ClassVar[str] = "learning rate and weight decay"
 

@@ -299,8 +299,8 @@ def initialize_model_parallel(
     default_embedding_ranks and default_position_embedding_ranks. create_gloo_process_groups: also creates data-parallel
     groups with a CPU backend, if the default group has one.
 
-    Other arguments belong to unsupported features. Before any group is built, raises ValueError for non-default values
-    of these and for incompatible sizes, and RuntimeError if called twice.
+    Other arguments belong to unsupported features and must be left at their defaults. Raises ValueError for these
+    arguments and for incompatible sizes, before any group is built, and RuntimeError if called twice.
     """
     require_defaults(
         "initialize_model_parallel",
@@ -504,7 +504,7 @@ def add_sender(sender: Any, groups: Iterable[ProcessGroup | None]) -> None:
 
 
 def remove_sender(sender: Any) -> None:
-    """Removes an object that add_sender registered."""
+    """Unregisters an object that add_sender registered. Does nothing for other objects."""
     _REGISTRY.senders.pop(sender, None)
 
 
@@ -631,8 +631,8 @@ def get_data_parallel_group(
     """Returns the group of ranks with copies of the same dense weights.
 
     with_context_parallel: includes the context-parallel ranks, which process different parts of the same sequences.
-    partial_data_parallel: requires with_context_parallel, because optimizer shards are also distributed over
-    context-parallel ranks.
+    partial_data_parallel: includes only ranks of this rank's distributed-optimizer instance; requires
+    with_context_parallel, because optimizer shards are also distributed over context-parallel ranks.
     """
     return _group(_data_kind(with_context_parallel, partial_data_parallel))
 

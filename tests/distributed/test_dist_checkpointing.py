@@ -164,7 +164,7 @@ def load_other_model_on_one_rank(folder):
 
 def test_a_key_missing_for_one_rank_is_told_to_all(tmp_path):
     for text in run_on_ranks(load_other_model_on_one_rank, 3, tmp_path / "c"):
-        assert "checkpoint is from another model: lm_head is not in it" in text
+        assert "checkpoint is from a different model: lm_head is not in it" in text
 
 
 def save_where_no_folder_can_be(folder):

@@ -176,7 +176,7 @@ class GPTDataset(MegatronDataset):
 
     @property
     def shuffle_index(self) -> np.ndarray:
-        """Position of each sample in the stream of documents: [samples], uint32 or int64, read-only."""
+        """Number of the stream's sample that each index returns: [samples], uint32 or int64, read-only."""
         return self._gpt_indices.shuffle
 
     def __len__(self) -> int:

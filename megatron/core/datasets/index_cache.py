@@ -83,7 +83,7 @@ class IndexCache:
         """Returns size and checksum of each array. Raises ValueError if the manifest's description differs."""
         manifest = json.loads(self._path("manifest.json").read_text())
         if manifest["description"] != self.description:
-            raise ValueError("the cache belongs to other inputs")
+            raise ValueError("the cache was built from different inputs")
         facts_by_name: dict[str, dict[str, int]] = manifest["arrays"]
         return facts_by_name
 

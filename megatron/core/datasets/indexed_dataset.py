@@ -1,4 +1,4 @@
-"""Reader and writer of Megatron's .bin/.idx pairs, and of the loss masks of token datasets. The format is identical.
+"""Reader and writer of Megatron's .bin/.idx pairs, with byte-identical files, and reader of the tokens' loss masks.
 
 The layout of the .idx file is in index_file.py. Samples are created in gpt_dataset.py.
 """
@@ -127,7 +127,7 @@ class IndexedDataset(Dataset[Any]):
         return self.index.documents
 
     def get_document_indices(self) -> np.ndarray:
-        """Returns document_indices: [D + 1], int64."""
+        """Returns document_indices: [D + 1], int64. Megatron scripts call this name."""
         return self.document_indices
 
     def set_document_indices(self, document_indices: np.ndarray) -> None:

@@ -24,7 +24,7 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns to read. hold_chats: also reads a column "tools" if it exists. flag: named in error messages."""
+    """Columns to read. hold_chats: they contain chats, so a column "tools" is also read. flag: for error messages."""
 
     keys: tuple[str, ...]
     hold_chats: bool = False

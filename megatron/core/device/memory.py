@@ -65,8 +65,8 @@ def host_bytes(num_bytes: int, device: torch.device) -> torch.Tensor:
 class OffloadedMemory:
     """Copies the memory of tensors to the host and frees it on the device, until `restore`.
 
-    tensors: any shapes and dtypes, on one device. All views of their storages have no memory until `restore`. Work that
-    was already launched on the current stream is completed first.
+    tensors: any shapes and dtypes, on one device. Views of their storages are unusable until `restore`. Work that was
+    already launched on the current stream is completed first.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Layout-independent checkpoints in the format of torch.distributed.checkpoint; this module only re-exports."""
+"""Layout-independent checkpoints in the format of torch.distributed.checkpoint. This module only re-exports."""
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.mapping import (

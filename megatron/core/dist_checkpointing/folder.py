@@ -32,7 +32,7 @@ def new_id() -> str:
 
 
 def incomplete_folder(folder: Path, save_id: str) -> Path:
-    """Returns the temporary folder that a save writes to before `folder` appears."""
+    """Returns the path of the temporary folder that a save fills before it is renamed to `folder`."""
     return folder.with_name(f"{folder.name}{_INCOMPLETE}{save_id}")
 
 

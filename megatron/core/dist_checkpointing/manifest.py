@@ -87,7 +87,7 @@ class FileEntry:
         entry = cls(_count(value["bytes"]), crc32, tuple(map(Piece.from_json, value.get("pieces", ()))))
         ends = [0, *(piece.end for piece in entry.pieces)]
         if entry.crc32 is None and [*(piece.start for piece in entry.pieces), entry.num_bytes] != ends:
-            raise ValueError("its pieces leave gaps that no checksum covers")
+            raise ValueError("its pieces do not cover the whole file, so parts have no checksum")
         return entry
 
     def checked_parts(self) -> Iterator[Piece | None]:
@@ -115,7 +115,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise ValueError(f"{path} is corrupt: its checksum does not match")
     version = body.get("version")
     if version not in range(1, FORMAT_VERSION + 1):
-        raise ValueError(f"{path} has format version {version}: this program reads 1 to {FORMAT_VERSION}")
+        raise ValueError(f"{path} has format version {version}: must be 1 to {FORMAT_VERSION}")
     try:
         files = {name: FileEntry.from_json(entry) for name, entry in body["files"].items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -189,7 +189,7 @@ def check_wanted(items: Items, metadata: Metadata) -> None:
     problems = [problem for item in items if (problem := _problem(item, metadata)) is not None]
     if problems:
         more = f"; and {len(problems) - MAX_NAMED_KEYS} more" if len(problems) > MAX_NAMED_KEYS else ""
-        raise ValueError(f"the checkpoint is from another model: {'; '.join(problems[:MAX_NAMED_KEYS])}{more}")
+        raise ValueError(f"the checkpoint is from a different model: {'; '.join(problems[:MAX_NAMED_KEYS])}{more}")
 
 
 def _problem(item: ShardedTensor | ShardedObject, metadata: Metadata) -> str | None:

@@ -194,7 +194,7 @@ class _Writing:
     abandoned: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
-        """Runs all steps. This is the body of the background thread."""
+        """Writes and commits this rank's share. This is the body of the background thread."""
         try:
             self.write()
             if self.error is None:

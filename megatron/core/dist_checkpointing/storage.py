@@ -359,7 +359,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 def check_metadata(metadata: object) -> Metadata:
     """Returns `metadata` if each of its entries describes a tensor or an object. Raises ValueError otherwise."""
     if type(metadata) is not Metadata or not isinstance(vars(metadata).get("state_dict_metadata"), dict):
-        raise ValueError(f"it contains a {type(metadata).__name__} that lists no tensors")
+        raise ValueError(f"it contains a {type(metadata).__name__} without a list of tensors")
     for key, entry in metadata.state_dict_metadata.items():
         if not isinstance(key, str) or not isinstance(entry, (TensorStorageMetadata, BytesStorageMetadata)):
             raise ValueError(f"{key!r:.80} is neither a tensor nor an object")
@@ -418,12 +418,12 @@ def _check_pieces(entry: TensorStorageMetadata, held: list[tuple[str, Piece]], *
 def _pieces_of_metadata(files: Manifest, metadata: Metadata) -> list[tuple[str, Piece]]:
     stored = vars(metadata).get("storage_data")
     if not isinstance(stored, dict):
-        raise ValueError("the metadata does not locate the tensors")
+        raise ValueError("the metadata does not contain the positions of the tensors")
     pieces = []
     for index, info in stored.items():
         is_index = isinstance(index, MetadataIndex) and isinstance(index.fqn, str)
         if not is_index or not isinstance(info, _StorageInfo):
-            raise ValueError(f"{index!r:.80} is stored as {info!r:.80}")
+            raise ValueError(f"the storage entry of {index!r:.80} is invalid: {info!r:.80}")
         place = vars(info)
         name, start, num_bytes = place.get("relative_path"), place.get("offset", -1), place.get("length", -1)
         if name not in files or not _is_shape((start, num_bytes)) or start + num_bytes > files[name].num_bytes:

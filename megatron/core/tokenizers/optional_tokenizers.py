@@ -141,7 +141,7 @@ class TikTokenizer(BaseTokenizer):
         return {text: token for token, text in enumerate((*SPECIAL_TOKENS, *fillers))}
 
     def tokenize(self, text: str) -> list[int]:
-        """Returns the ids of a text. Splits runs of blanks every 100,000, because longer runs can crash the library."""
+        """Returns the ids of a text. Splits long runs of blanks into runs of 100,000, which the library can process."""
         if len(text) <= _MOST_BLANKS:
             return self._encode(text)
         return list(itertools.chain.from_iterable(map(self._encode, _MANY_BLANKS.split(text))))

@@ -51,5 +51,5 @@ def test_a_manifest_of_a_later_format_is_refused_by_number(tmp_path, monkeypatch
     monkeypatch.setattr(manifest, "FORMAT_VERSION", 3)
     manifest.write_manifest(tmp_path, {})
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="format version 3: this program reads 1 to 2"):
+    with pytest.raises(ValueError, match="format version 3: must be 1 to 2"):
         manifest.read_manifest(tmp_path)

@@ -103,7 +103,7 @@ def test_a_float_dtype_is_converted_only_where_asked(tmp_path):
 def test_another_model_is_named_and_nothing_is_loaded(tmp_path, other, message):
     save_value(tmp_path / "c", 3)
     state = state_of(-1)
-    with pytest.raises(ValueError, match=f"checkpoint is from another model: .*{message}"):
+    with pytest.raises(ValueError, match=f"checkpoint is from a different model: .*{message}"):
         load_items([state, other], tmp_path / "c")
     assert (state["weight"].data == -1).all() and state["rest"][1].data["python"][0] == -1
 
