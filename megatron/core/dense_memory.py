@@ -38,7 +38,7 @@ def check_dense(name: str, param: nn.Parameter) -> None:
     if param.numel() and not is_dense(param):
         raise ValueError(
             f"{name} has shape {tuple(param.shape)} and strides {param.stride()}: must be dense and without "
-            "overlaps (contiguous, channels_last, transposed); convert it with .data = .data.contiguous()"
+            "overlaps (contiguous, channels_last, transposed); convert it with param.data = param.data.contiguous()"
         )
 
 
@@ -71,8 +71,8 @@ def _check_apart(named: Iterable[tuple[str, torch.Tensor]]) -> None:
             if (tensor.requires_grad or other.requires_grad) and _share_bytes(tensor, other):
                 raise ValueError(
                     f"{name} and {other_name} share memory, and would no longer share it in training: must be one "
-                    "nn.Parameter under both names (b.weight = a.weight), or have separate memory (.data = "
-                    ".data.clone())"
+                    "nn.Parameter under both names (b.weight = a.weight), or have separate memory (param.data = "
+                    "param.data.clone())"
                 )
 
 

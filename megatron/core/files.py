@@ -38,7 +38,7 @@ def file_crc32(path: Path) -> int:
 
 
 def range_crc32(path: Path, start: int, *, num_bytes: int) -> int:
-    """Returns the CRC-32 of `num_bytes` bytes from offset `start`, or up to the end of the file if it is shorter."""
+    """Returns the CRC-32 of `num_bytes` bytes from offset `start`, or of the rest of a shorter file."""
     checksum, left = 0, num_bytes
     buffer = memoryview(bytearray(min(_CHUNK_BYTES, num_bytes)))
     # Unbuffered: all reads reuse the same memory, which avoids further page faults.

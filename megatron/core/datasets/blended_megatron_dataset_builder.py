@@ -22,10 +22,11 @@ Datasets = list[GPTDataset | BlendedDataset | list[GPTDataset] | None]
 
 
 class BlendedMegatronDatasetBuilder:
-    """Megatron's builder: `BlendedMegatronDatasetBuilder(GPTDataset, sizes, is_built_on_rank, config).build()`.
+    """Builds training, validation and test datasets, with Megatron's interface.
 
-    sizes: numbers of train, valid and test samples; None means one epoch, and 0 means no dataset. group: the ranks that
-    call `build`; None means all ranks.
+    Usage: `BlendedMegatronDatasetBuilder(GPTDataset, sizes, is_built_on_rank, config).build()`. sizes: numbers of
+    train, valid and test samples; None means one epoch, and 0 means no dataset. group: the ranks that call `build`;
+    None means all ranks.
     """
 
     def __init__(

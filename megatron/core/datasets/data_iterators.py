@@ -151,7 +151,7 @@ class MegatronPretrainingSampler:
             begin += self._stride
 
     def _sample(self, number: int) -> int:
-        """Returns the index of the sample that is the run's `number`-th, counted from 0."""
+        """Returns the dataset index of sample `number` of the run. Samples of a run are counted from 0."""
         return number % self.total_samples
 
 

@@ -78,7 +78,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
         True, why="a sample of S inputs and S targets requires S + 1 tokens"
     )
     object_storage_cache_path: str | None = unsupported_field(
-        None, why="object stores are not supported: mount them and give a path"
+        None, why="object stores are not supported; mount the store and pass a path"
     )
     # No effect, because a sample is the same for every layout, and is split over ranks after it is read.
     data_parallel_size: int = 1

@@ -131,14 +131,14 @@ def change_metadata(folder, change):
 
 def test_pieces_with_gaps_are_no_checksum_of_a_file():
     piece = {"key": "w", "start": 4, "bytes": 8, "crc32": 1}
-    with pytest.raises(ValueError, match="pieces leave gaps"):
+    with pytest.raises(ValueError, match="pieces do not cover the whole file"):
         FileEntry.from_json({"bytes": 12, "pieces": [piece]})
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: vars(m).update(state_dict_metadata=None), "lists no tensors"),
+        (lambda m: vars(m).update(state_dict_metadata=None), "without a list of tensors"),
         (lambda m: m.state_dict_metadata.update(w=1), "'w' is neither a tensor nor an object"),
         (lambda m: m.state_dict_metadata.update({3: None}), "3 is neither"),
         (lambda m: vars(m.state_dict_metadata["w"]).update(size=(4, -3)), "w has the size"),
