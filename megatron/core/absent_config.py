@@ -419,5 +419,5 @@ class AbsentOptimizerFields:
     grad_norm_skip_threshold: float = unsupported_field(
         float("inf"), why="steps with a large gradient norm are clipped by clip_grad, not skipped"
     )
-    barrier_with_L1_time: bool = no_effect_field(False, why="it only adds to the times that are logged")
+    barrier_with_L1_time: bool = no_effect_field(False, why="it only affects the times that are logged")
     config_logger_dir: str = unsupported_field("", why=_LOGS_CONFIG)

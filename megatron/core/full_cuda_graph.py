@@ -59,7 +59,7 @@ class FullCudaGraphWrapper:
     1. The first cuda_graph_warmup_steps training steps run eagerly.
     2. The next step is captured, for its number of microbatches and the shapes of its batches, and then replayed.
     3. Each later step of a captured kind copies its batches into the static inputs and replays the graph. Losses and
-       gradients are bit-identical to those of eager passes.
+       gradients are bit-identical to eager passes.
     4. A step of a new kind runs eagerly, and the next one of that kind is captured. The same happens after a change of
        a participant's fingerprint, which drops all graphs. The max_graphs most recently used graphs are kept.
     5. Passes with forward_only=True always run eagerly, even between replays.
@@ -193,7 +193,7 @@ class FullCudaGraphWrapper:
         return _Plan.WARM_UP if any_cold else _Plan.CAPTURE
 
     def _count_warm_up(self, key: Hashable) -> None:
-        # A new kind of step needs one warm-up step, which compiles kernels and grows tables.
+        # A new kind of step requires one warm-up step, which compiles kernels and grows tables.
         self._steps_to_warm_up = max(0, self._steps_to_warm_up - 1)
         self._warm[key] = None
         if len(self._warm) > _MAX_WARM_KEYS:

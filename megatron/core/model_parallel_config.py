@@ -128,7 +128,7 @@ class PipelineConfig:
     """Distribution of layers over pipeline stages, and communication between stages.
 
     By default all stages and chunks have the same number of layers; transformer/pipeline_split.py computes it.
-    pipeline_dtype: dtype of the tensors sent between stages, equal to that of the hidden states; None means
+    pipeline_dtype: dtype of the tensors sent between stages, equal to the dtype of hidden states; None means
     hidden_dtype.
     """
 

@@ -160,7 +160,8 @@ def param_group_override_to_tuple(
 def get_canonical_lr_for_logging(param_groups: Sequence[dict[str, Any]]) -> float | None:
     """Returns the learning rate of the first group that follows the schedule without overrides or a multiplier.
 
-    Returns the learning rate of the first group if there is no such group, and None if there are no groups.
+    If all groups have overrides or multipliers, returns the learning rate of the first group. Returns None if there are
+    no groups.
     """
     own = ("max_lr", "min_lr")
     plain = [group for group in param_groups if group.get("lr_mult", 1.0) == 1.0 and not any(group.get(n) for n in own)]

@@ -13,7 +13,7 @@ _STATE, _SPLITS = "state.json", "dataset_dict.json"
 
 
 def saved_dataset_files(folder: Path) -> list[Path] | None:
-    """Returns the files of a dataset that `save_to_disk` wrote, or None if the folder contains no such dataset.
+    """Returns the files of a dataset that `save_to_disk` wrote, or None if the folder is not such a dataset.
 
     Raises ValueError if the folder contains several splits or is damaged, and FileNotFoundError if a file is missing.
     """

@@ -29,7 +29,7 @@ WITHOUT_INDEX = "the .idx file is always read, which takes milliseconds"
 
 _ON_DISK = "object stores are not supported; mount the store and pass a path"
 
-# Chunk size for appending one pair to another.
+# Chunk size for appending a pair.
 _COPY_BYTES = 1 << 22
 
 __all__ = ["DType", "DataError", "IndexedDataset", "IndexedDatasetBuilder", "get_bin_path", "get_idx_path"]
@@ -107,7 +107,7 @@ class IndexedDataset(Dataset[Any]):
         return os.path.exists(get_idx_path(path_prefix)) and os.path.exists(get_bin_path(path_prefix))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Another process opens its own map or file descriptor.
+        # A process that unpickles the dataset opens a new map or file descriptor.
         return IndexedDataset, (self.path_prefix, self.multimodal, self.mmap), self.index.documents
 
     def __setstate__(self, document_indices: np.ndarray) -> None:

@@ -1,7 +1,7 @@
 """Finds document files, yields their raw documents one at a time, and reports invalid ones. Does not tokenize.
 
 A line of a .jsonl or .json file is an object that stores a document under one of its keys. A row of a Parquet or Arrow
-file is such an object as well, with the column names as keys. A .txt file is split at blank lines into documents of at
+file is treated as an object whose keys are the column names. A .txt file is split at blank lines into documents of at
 least 4 KiB. Text without blank lines is split after the line that reaches 64 KiB. The concatenated documents of a .txt
 file equal the file. Files other than tables may be compressed.
 """

@@ -114,7 +114,7 @@ class CudaGraphs:
         pool.graphs.add(graph)
 
     def capturing_together(self) -> AbstractContextManager[None]:
-        """Does nothing, because a GPU keeps the memory that a capture allocated."""
+        """Does nothing, because memory that a capture allocates on a GPU remains reserved for its graph."""
         return nullcontext()
 
     def _tidy_up(self) -> None:

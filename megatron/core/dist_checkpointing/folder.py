@@ -113,7 +113,7 @@ def discard(temporary: Path) -> None:
 
 
 def remove_incomplete(parent: Path, *, name: str) -> None:
-    """Deletes what killed saves left in `parent`. name: regular expression for the names of the checkpoints."""
+    """Deletes temporary folders of killed saves in `parent`. name: regular expression for names of checkpoints."""
     pattern = re.compile(f"(?P<name>{name})(?P<kind>{re.escape(_INCOMPLETE)}|{re.escape(_REPLACED)}){_ID}")
     for entry in list(parent.iterdir()):
         match = pattern.fullmatch(entry.name)

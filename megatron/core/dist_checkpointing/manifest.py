@@ -100,7 +100,7 @@ Manifest = dict[str, FileEntry]
 
 def write_manifest(folder: Path, files: Manifest) -> None:
     """Writes the manifest, which completes a checkpoint."""
-    # The manifest certifies the other files and contains its own checksum.
+    # The manifest certifies the other files, and also contains a checksum of itself.
     entries = {name: files[name].to_json() for name in sorted(files)}
     body = {"version": FORMAT_VERSION, "files": entries}
     content = disk.json_bytes(MANIFEST_FILE, body | {"crc32": _crc32_of_json(body)}, indent=None)

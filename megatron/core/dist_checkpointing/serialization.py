@@ -397,7 +397,7 @@ class SharedReads:
 
 
 def share_reads(tensors: Sequence[ShardedTensor], group: dist.ProcessGroup | None) -> SharedReads:
-    """Distributes the reads of boxes that all ranks of `group` request evenly over the ranks. Collective over `group`.
+    """Assigns each box that all ranks of `group` request to one reading rank, and balances the bytes. Collective.
 
     tensors: any shape and dtype.
     """

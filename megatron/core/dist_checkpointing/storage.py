@@ -110,7 +110,7 @@ def write_pieces(
             else:
                 sums.append(_write_parts(file, (content,), helper=helper))
             pieces.append(Piece(key, box, start, file.num_bytes - start, data_start, None))
-            # A host copy stays in memory until its checksum is computed.
+            # A host copy remains in memory until its checksum is computed.
             if len(sums) >= _PIECES_AHEAD:
                 sums[-_PIECES_AHEAD]()
             # Released before the iterator produces the next content.
