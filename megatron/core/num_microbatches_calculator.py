@@ -61,7 +61,7 @@ class BatchSchedule:
         raise AssertionError("the last phase has no end")
 
     def _phases(self, consumed: int = 0) -> Iterator[tuple[int, int | None]]:
-        """Yields (size, number of steps after `consumed` samples) pairs. The last size is unlimited, with None steps."""
+        """Yields (size, number of steps after `consumed` samples) pairs; None steps for the last, unlimited size."""
         for size, following in zip_longest(self.sizes, self.starts[1:]):
             # Zero steps if a larger batch has already passed the whole phase.
             steps = None if following is None else max(0, -(-(following - consumed) // size))
