@@ -132,10 +132,6 @@ class AbsentLayerFields:
     no_rope_freq: int | list[int] | None = unsupported_field(
         None, why="all layers use the same position embedding here"
     )
-    qk_l2_norm: bool = unsupported_field(False, why="queries and keys use the norm of qk_layernorm here")
-    no_rope_freq: int | list[int] | None = unsupported_field(
-        None, why="rotary embeddings are applied in every layer here"
-    )
     flash_attention_version: int | None = unsupported_field(None, why="attention_backend chooses the kernel here")
     test_mode: bool = unsupported_field(False, why="layers have no test mode here")
     mtp_use_repeated_layer: bool = unsupported_field(False, why="each predicted token has its own layer here")
