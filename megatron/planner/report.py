@@ -23,7 +23,7 @@ from megatron.planner.fit import Fit, Planner, fit_of, with_change
 from megatron.planner.layout_search import Advice, Found
 from megatron.planner.page import page
 from megatron.planner.plan import NOT_PLANNED, BufferLayout, ForwardStep, Plan, RankPlan, pipeline_number_of, plan_run
-from megatron.planner.step_time import ASSUMPTIONS, StageTime, StepTime, ranks_per_node, run_time
+from megatron.planner.step_time import ASSUMPTIONS, STASH_ASSUMPTION, StageTime, StepTime, ranks_per_node, run_time
 from megatron.planner.work import link_bytes, message_seconds
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.compute.devices import Device, planned_device
@@ -77,7 +77,7 @@ def print_plan(
     fit = fit_of(plan, device)
     if not fit.fits:
         fit = with_change(fit, plan, args, planner)
-    lines = [*plan_lines(plan, args), *([] if step is None else time_lines(step)), fit.line]
+    lines = [*plan_lines(plan, args), *([] if step is None else time_lines(step, plan)), fit.line]
     if not fit.fits:
         lines.append(_OTHER_LAYOUTS)
     if args.tensorboard_dir is not None:
@@ -207,7 +207,13 @@ def _host_lines(plan: Plan, *, unit: str, size: int) -> list[str]:
     ]
 
 
-def time_lines(step: StepTime) -> list[str]:
+def assumptions(plan: Plan) -> tuple[str, ...]:
+    """Returns the assumptions of the estimated time of a step."""
+    has_stash = any(stage.pages or stage.host_pages for stage in plan.stages)
+    return (*ASSUMPTIONS, STASH_ASSUMPTION) if has_stash else ASSUMPTIONS
+
+
+def time_lines(step: StepTime, plan: Plan) -> list[str]:
     """Formats the estimated step as printed lines."""
     split = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in step.split().items())
     mfu = "" if step.mfu is None else f", MFU {100 * step.mfu:.1f}%"
@@ -220,7 +226,7 @@ def time_lines(step: StepTime) -> list[str]:
         f"passes of stage {step.stages.index(slowest)}, which waits the least: forward {_seconds(slowest.forward)}, "
         f"recompute {_seconds(slowest.recompute)}, backward {_seconds(slowest.backward)}; by kind "
         + ", ".join(f"{kind} {_seconds(seconds)}" for kind, seconds in kinds),
-        *(f"assumed: {assumption}" for assumption in ASSUMPTIONS),
+        *(f"assumed: {assumption}" for assumption in assumptions(plan)),
     ]
 
 
@@ -253,7 +259,7 @@ def plan_document(
         "step": None if step is None else _step(step),
         "schedule": [] if step is None else _schedule(step),
         "notes": notes(plan, device),
-        "assumptions": list(ASSUMPTIONS),
+        "assumptions": list(assumptions(plan)),
     }
 
 

@@ -37,6 +37,8 @@ ASSUMPTIONS = (
     "messages do not share links; nodes hold consecutive ranks, with one network port per rank",
     "all ranks of a stage take the same time; no step waits for data",
 )
+# Shown in addition if the stash has pages.
+STASH_ASSUMPTION = "copies to and from the stash's pages are not included; tools/plan_stash.py estimates them"
 # Messages of losses and norms count as messages of the optimizer.
 _SCALAR_PHASES = (AGREEMENT, STATISTICS)
 _PIPELINE_GROUP = "pp"

@@ -15,7 +15,7 @@ from megatron.planner.fit import fit_of
 from megatron.planner.page import page
 from megatron.planner.plan import BufferLayout, Plan, RankPlan, pipeline_number_of
 from megatron.planner.report import links_lines, plan_document, print_plan, time_lines, write_plan
-from megatron.planner.step_time import run_time
+from megatron.planner.step_time import STASH_ASSUMPTION, run_time
 from megatron.planner.work import ChunkWork, Kernel, Kernels, Traffic, Unit
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.command_line.errors import CommandLineError
@@ -202,10 +202,13 @@ def test_lines_split_a_step_by_cause() -> None:
     plan, args, device = _plan(4), _args(4), planned_device({})
     step = run_time(plan, args, device=device)
     assert step is not None and step.tokens_per_second == pytest.approx(8 * 8 * 4096 / step.seconds)
-    first, split, passes, *assumed = time_lines(step)
+    first, split, passes, *assumed = time_lines(step, plan)
     assert re.fullmatch(r"estimated step on H100: .* m?s, .* tokens/s, .* TFLOP/s a device, MFU .*%", first), first
     assert re.search("compute .* exposed communication .* bubble .* optimizer", split), split
     assert "which waits the least: forward" in passes and all(line.startswith("assumed: ") for line in assumed)
+    assert assumed[-1] == f"assumed: {STASH_ASSUMPTION}"
+    without = replace(plan, stages=[replace(stage, host_pages=0) for stage in plan.stages])
+    assert time_lines(step, without) == [first, split, passes, *assumed[:-1]]
     untrained = replace(plan, stages=[replace(stage, chunks=()) for stage in plan.stages])
     assert run_time(untrained, args, device=device) is None
     text = page(plan_document(untrained, args, device=device, step=None, fit=fit_of(untrained, device)))
