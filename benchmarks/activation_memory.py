@@ -1,9 +1,9 @@
-"""Measures the savings and costs of recompute and offloading of activations, on the layers of the CPU-figures model.
+"""Measures the savings and costs of activation recompute and offloading, on the layers of the model for CPU benchmarks.
 
     python benchmarks/activation_memory.py [--rounds 5] [--json FILE]
 
 For each setting it reports the bytes saved for backward on the device after a forward of the layers, counted tensor by
-tensor; the bytes in host buffers; and the CPU seconds of forward and backward, as the median over rounds of the
+tensor; the bytes in host buffers; and the CPU time of forward and backward, as the median over rounds of the
 ratio to the plain model. All settings are interleaved in one process with one thread.
 """
 
@@ -51,17 +51,17 @@ UNFUSED = {"attention_backend": AttnBackend.unfused}
 
 
 def full(method: str, layers: int) -> dict[str, Any]:
-    """Returns settings that recompute whole layers."""
+    """Returns the settings that recompute whole layers."""
     return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
 
 
 def selective(*modules: str) -> dict[str, Any]:
-    """Returns settings that recompute parts of layers."""
+    """Returns the settings that recompute parts of layers."""
     return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
 
 
 def offload(*modules: str) -> dict[str, Any]:
-    """Returns settings that offload parts of layers."""
+    """Returns the settings that offload parts of layers."""
     return {
         "fine_grained_activation_offloading": True,
         "offload_modules": list(modules),
@@ -101,7 +101,10 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
 
 @dataclass
 class Row:
-    """One setting of one model. waiting, host: bytes. seconds: CPU seconds of each round."""
+    """One setting of one model.
+
+    waiting: bytes saved for backward. host: bytes in host buffers. seconds: CPU seconds of each round.
+    """
 
     model: str
     setting: str
@@ -125,7 +128,7 @@ class Row:
 
 
 def build(model: str, setting: str, *, fields: dict[str, Any]) -> Row:
-    """Builds the layers with one setting, warms them up and counts their bytes."""
+    """Builds the layers with one setting, runs a warm-up step and counts their bytes."""
     config = TransformerConfig(**{**LAYERS, **fields})
     block = TransformerBlock(config, get_gpt_decoder_block_spec(config), post_layer_norm=False)
     row = Row(model, setting, 0, 0, [], block, RotaryEmbedding(HIDDEN // HEADS, SEQUENCE))
@@ -133,7 +136,7 @@ def build(model: str, setting: str, *, fields: dict[str, Any]) -> Row:
     with LiveBytes() as made:
         output = row.forward()
     offloader = block.arrangement.offloader
-    # The output belongs to later layers, and the input to earlier ones.
+    # Does not count the output, which later layers save, and the input, which earlier layers save.
     row.waiting = made.total() - output.nbytes
     row.host = offloader.buffers.lent_bytes if offloader else 0
     output.sum().backward()
@@ -142,10 +145,10 @@ def build(model: str, setting: str, *, fields: dict[str, Any]) -> Row:
 
 
 def main() -> None:
-    """Measures and prints the table."""
+    """Measures all settings and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds per setting (default: 5)")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     keep_cpu_heap()
@@ -167,7 +170,7 @@ def main() -> None:
 
 
 def figures_of(row: Row, *, plain: Row) -> dict[str, Any]:
-    """Compares a row with the plain row of its model."""
+    """Returns a row's results relative to the plain row of its model."""
     return {
         "model": row.model,
         "setting": row.setting,

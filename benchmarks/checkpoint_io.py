@@ -3,13 +3,13 @@ concurrent save slows down training steps.
 
     python benchmarks/checkpoint_io.py [--rounds 8] [--megabytes 240] [--steps 12] [--folder DIR] [--json FILE]
 
-Runs one process with one training thread. Sides are interleaved round by round, and take turns at being first. Figures
-are medians of wall time. Both saves end with the bytes on disk (fsync). Loads are from the page cache, and from disk
-after the kernel was asked to drop the file. Ours verifies every byte before it changes anything, and fills existing
-tensors; torch.load creates new ones.
+Runs one process with one training thread. Sides are interleaved round by round and alternate in which one runs first.
+Results are medians of wall time. Both saves end with the bytes on disk (fsync). Loads are from the page cache, and from
+disk after the kernel was asked to drop the file. Our load verifies every byte before it changes anything, and fills
+existing tensors; torch.load creates new tensors.
 
-Then measures stretches of training steps, half of them with a save that starts before the first step. Reports their
-additional time, including the copy made by the first step, relative to a stretch without a save. Also reports it in
+Then measures series of training steps, half of them with a save that starts before the first step. Reports the
+additional time, including the copy made in the first step, relative to a series without a save. Also reports the
 processor time of the training thread, which depends less on other programs on the machine.
 """
 
@@ -34,8 +34,8 @@ from benchmarks.gpu.record import Target, report_targets, write_record  # noqa: 
 from megatron.core.device import prepare_device  # noqa: E402
 from megatron.core.dist_checkpointing import ShardedTensor, StagingMemory, begin_save, load_items, save_items  # noqa: E402
 
-BANDWIDTH_TARGET = 0.8  # rounds of torch.save
-SLOWDOWN_TARGET = 0.05  # steps of a stretch
+BANDWIDTH_TARGET = 0.8  # relative to torch.save
+SLOWDOWN_TARGET = 0.05  # relative to steps without a save
 _TENSORS = 60
 Times = dict[str, list[float]]
 
@@ -78,14 +78,14 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8, help="counted rounds per side (default: 8)")
     parser.add_argument("--megabytes", type=int, default=240, help="size of the state (default: 240)")
-    parser.add_argument("--steps", type=int, default=12, help="training steps in a stretch (default: 12)")
+    parser.add_argument("--steps", type=int, default=12, help="training steps in a series (default: 12)")
     parser.add_argument("--folder", type=Path, help="folder on the disk to measure (default: the temporary folder)")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     return parser.parse_args()
 
 
 def measure_files(folder: Path, *, megabytes: int, rounds: int) -> Times:
-    """Measures the seconds of each round by side."""
+    """Measures the seconds of each round of each side."""
     width = int((megabytes * 1e6 / 4 / _TENSORS) ** 0.5)
     tensors = {f"layers.{index}.weight": torch.randn(width, width) for index in range(_TENSORS)}
     state = [ShardedTensor.whole(name, tensor) for name, tensor in tensors.items()]
@@ -109,11 +109,11 @@ def measure_files(folder: Path, *, megabytes: int, rounds: int) -> Times:
     names = list(sides)
     swapped = [name for pair in zip(names[1::2], names[::2], strict=True) for name in pair]
     for number in range(rounds + 1):
-        # The second of two sides finds a disk and memory that the first has just used, so each side takes both
-        # positions.
+        # The second side of a pair runs on a disk and memory that the first has just used, so each side runs in
+        # both positions.
         for name in names if number % 2 else swapped:
             if name.endswith("save"):
-                # Neither side overwrites its previous files, and none pays for pending writes of others.
+                # Neither side overwrites its previous files or waits for another side's pending writes.
                 file.unlink(missing_ok=True) if name == "torch save" else shutil.rmtree(ours, ignore_errors=True)
                 os.sync()
             if name.endswith("disk"):
@@ -126,7 +126,7 @@ def measure_files(folder: Path, *, megabytes: int, rounds: int) -> Times:
 
 
 def drop_from_cache(files: list[Path]) -> None:
-    """Asks the kernel to read the files from disk next time."""
+    """Asks the kernel to drop the files from the page cache."""
     for file in files:
         descriptor = os.open(file, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -134,7 +134,7 @@ def drop_from_cache(files: list[Path]) -> None:
 
 
 def measure_steps(folder: Path, *, megabytes: int, steps: int, rounds: int) -> Times:
-    """Measures the seconds of stretches of steps alone and during a save, of the copy, and of the save until commit."""
+    """Measures the seconds of series of steps, alone and during a save, and of the copy and the whole save."""
     width = int((megabytes * 1e6 / 4 / 3 / 8) ** 0.5)  # weights and two moments of eight layers
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(8)))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

@@ -1,18 +1,18 @@
 """Compiles every Triton kernel for sm_80, sm_90 and sm_100 without a GPU, and reads its resources from machine code.
 
-    python benchmarks/compiled_kernels.py [--hot]
+    python benchmarks/compiled_kernels.py [--hot | --only KERNEL ... | --page]
 
 Writes benchmarks/results/compiled_kernels.csv (the whole matrix, which takes about half an hour on one core; --hot
 recompiles only the hot shapes) and docs/compiled_kernels.md (its worst cases, hot shapes and misses).
 kernel_launches.py defines the launches of the matrix. Needs no GPU: Triton includes ptxas, cuobjdump and nvdisasm.
 
 [Note: occupancy]
-The number of programs that an SM runs at once is limited by registers, shared memory, tensor memory and threads. From
+The number of programs resident on an SM is limited by registers, shared memory, tensor memory and threads. From
 the tables "Technical Specifications per Compute Capability" of the CUDA C++ Programming Guide: each of the three
 architectures has 65,536 registers, 2048 threads and 32 blocks per SM, and 164, 228 and 228 KiB of shared memory, of
-which a block takes 1 KiB in addition to its own. Registers of a thread are allocated in units of 8, i.e. 256 for each
-warp, and warps in groups of four, one for each quarter of an SM; shared memory in units of 128 bytes. sm_100 has 512
-columns of tensor memory per SM.
+which 1 KiB is reserved for each block. Registers of a thread are allocated in units of 8, i.e. 256 for each
+warp, and warps in groups of four, one for each quarter of an SM. Shared memory is allocated in units of 128 bytes.
+sm_100 has 512 columns of tensor memory per SM.
 """
 
 import argparse
@@ -50,7 +50,7 @@ PAGE = ROOT / "docs/compiled_kernels.md"
 REGISTERS, THREADS, BLOCKS, TENSOR_COLUMNS = 65536, 2048, 32, 512
 SHARED_BYTES = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
 RESERVED_BYTES = 1024  # shared memory reserved for each block
-# Tensor-core instructions of each architecture at full rate. sm_90 and sm_100 also run older ones at a lower rate.
+# Tensor-core instructions of each architecture at full rate. sm_90 and sm_100 run older ones at a lower rate.
 TENSOR_CORES = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
 PRODUCTS = ("grouped_gemm_kernel", "weight_grad_kernel")
 
@@ -61,9 +61,10 @@ class Facts:
 
     registers: registers per thread. stack: bytes per thread, including spills. spills: number of STL and LDL
     instructions. shared: dynamic shared memory of a program in bytes. tensor_columns: columns of tensor memory. loads,
-    stores: widest access to global memory, in bits. asynchronous: instructions that copy global to shared memory.
-    tensor: tensor-core instructions by name. programs: number that an SM runs at once. All of these are read from the
-    machine code (SASS). ptx_loads, ptx_stores, ptx_tensor: the same for PTX, the input of ptxas.
+    stores: widest access to global memory, in bits. asynchronous: number of instructions that copy global to shared
+    memory. tensor: tensor-core instructions by name. programs: number of programs resident on an SM. All of these are
+    read or computed from the machine code (SASS). ptx_loads, ptx_stores, ptx_tensor: the same for PTX, the input of
+    ptxas.
     """
 
     warps: int
@@ -83,7 +84,7 @@ class Facts:
 
 
 def occupancy(architecture: int, *, registers: int, warps: int, shared: int, tensor_columns: int = 0) -> int:
-    """Returns the number of programs that an SM runs at once. See [Note: occupancy]."""
+    """Returns the number of programs that are resident on an SM at the same time. See [Note: occupancy]."""
     registers_of_warp = -(-registers // 8) * 8 * 32
     # Each quarter of an SM has a quarter of the registers.
     warps_that_fit = REGISTERS // 4 // registers_of_warp * 4
@@ -95,7 +96,7 @@ def occupancy(architecture: int, *, registers: int, warps: int, shared: int, ten
 
 
 def compile_launch(launch: Launch, architecture: int) -> Facts:
-    """Compiles the kernel of a launch and reads its machine code."""
+    """Compiles the kernel of a launch and reads its resources from the machine code."""
     target = GPUTarget("cuda", architecture, 32)
     compiled: Any = triton.compile(launch.case.source, target=target, options=dict(launch.case.options))
     with tempfile.TemporaryDirectory() as folder:
@@ -103,7 +104,7 @@ def compile_launch(launch: Launch, architecture: int) -> Facts:
         path.write_bytes(compiled.asm["cubin"])
         usage = _run("cuobjdump", "--dump-resource-usage", path)
         instructions = machine_instructions(_run("nvdisasm", "-c", path))
-    # Functions that are not inlined have their own lines. The kernel's registers are enough for them.
+    # Functions that are not inlined have separate lines. The kernel's registers include theirs.
     most = {name: max(map(int, re.findall(rf"{name}:(\d+)", usage))) for name in ("REG", "STACK", "LOCAL")}
     warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
     columns = getattr(compiled.metadata, "tmem_size", 0) or 0
@@ -136,7 +137,7 @@ def ptx_facts(ptx: str) -> dict[str, Any]:
 
 
 def _tensor_instructions(names: Iterable[str], pattern: str) -> str:
-    """Returns matching instructions with their counts. Names of machine code are cut off at the first dot."""
+    """Returns the matching instructions with their counts. Names of machine instructions end at the first dot."""
     short = (name if name.islower() else name.partition(".")[0] for name in names)
     counts = Counter(name for name in short if re.match(pattern, name))
     return " ".join(f"{name} {count}" for name, count in sorted(counts.items()))
@@ -152,7 +153,7 @@ def machine_instructions(listing: str) -> list[str]:
 
 
 def _bits(name: str) -> int:
-    """Returns the width of a memory access from the instruction's name; 32 if the name has none."""
+    """Returns the width of a memory access from the instruction's name; 32 if the name does not contain it."""
     parts = name.split(".")
     widths = {"128": 128, "64": 64, "U16": 16, "S16": 16, "U8": 8, "S8": 8}
     return next((widths[part] for part in parts if part in widths), 32)
@@ -163,7 +164,7 @@ def _bits(name: str) -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """One launch as compiled for one architecture. hot: whether it is one of the hot shapes."""
+    """One launch, compiled for one architecture. hot: whether it belongs to the hot shapes."""
 
     hot: bool
     kernel: str
@@ -174,19 +175,19 @@ class Row:
     facts: Facts
 
     def residency(self) -> Residency:
-        """The number of resident programs that the launcher assumes."""
+        """Returns the number of resident programs that the launcher assumes."""
         module = kernel_launches.kernels()[self.kernel]
         residency: Residency = module.residencies(self.facts.warps)[self.kernel]
         return residency
 
     def misses(self) -> list[str]:
-        """Returns the kinds of assumptions that fail, as keys of MISSES."""
+        """Returns the violated assumptions, as keys of MISSES."""
         return [kind for kind, miss in MISSES.items() if miss.holds_not(self)]
 
 
 @dataclass(frozen=True)
 class Miss:
-    """A kind of failed assumption. words: description for the page."""
+    """A kind of violated assumption. words: its description on the page."""
 
     words: str
     holds_not: Callable[[Row], bool]
@@ -212,21 +213,21 @@ def _fills_processor(row: Row) -> bool:
 
 MISSES = {
     "spills": Miss("registers spilled to memory", lambda row: row.facts.stack + row.facts.spills > 0),
-    "programs": Miss("an SM runs fewer (or more) programs at once than the launcher assumes", _has_wrong_residency),
+    "programs": Miss("fewer (or more) programs are resident on an SM than the launcher assumes", _has_wrong_residency),
     "fills the SM": Miss(
-        "runs concurrently with matrix products, but a program takes more than a quarter of an SM's registers",
+        "runs concurrently with GEMMs, but a program occupies more than a quarter of an SM's registers",
         _fills_processor,
     ),
     "narrow": Miss(
-        "moves less than 16 bytes at a time although 16 divides every row",
+        "accesses less than 16 bytes at a time although the row size is a multiple of 16 bytes",
         lambda row: row.can_be_wide and min(row.facts.loads, row.facts.stores) < 128,
     ),
     "no tensor cores": Miss(
-        "a product in half precision without its architecture's tensor-core instruction",
+        "a half-precision GEMM without its architecture's tensor-core instruction",
         lambda row: _is_half_product(row) and TENSOR_CORES[row.architecture] not in row.facts.tensor,
     ),
     "lost by ptxas": Miss(
-        "accesses narrower than in PTX, or tensor-core instructions of PTX missing from machine code",
+        "memory accesses are narrower than in PTX, or tensor-core instructions of PTX are missing",
         lambda row: (
             row.facts.loads < row.facts.ptx_loads
             or row.facts.stores < row.facts.ptx_stores
@@ -234,14 +235,14 @@ MISSES = {
         ),
     ),
     "no async copies": Miss(
-        "a product in half precision whose operands pass through registers",
+        "a half-precision GEMM whose operands pass through registers",
         lambda row: _is_half_product(row) and row.facts.asynchronous == 0,
     ),
 }
 
 
 def rows_of(launches: Iterable[Launch], *, hot: bool, architectures: Sequence[int] = ARCHITECTURES) -> list[Row]:
-    """Compiles launches for architectures."""
+    """Compiles the launches for each architecture."""
     return [
         Row(
             hot,
@@ -257,7 +258,7 @@ def rows_of(launches: Iterable[Launch], *, hot: bool, architectures: Sequence[in
 
 
 def _dtype(launch: Launch) -> str:
-    """Returns the dtype of the kernel's first argument that is not an integer's address; "" if there is none."""
+    """Returns the dtype of the kernel's first floating-point argument, or "" if there is none."""
     types = [str(kind).removeprefix("*") for kind in launch.case.source.signature.values()]
     return next((kind for kind in types if kind.startswith(("bf", "fp"))), "")
 
@@ -269,9 +270,9 @@ _LAUNCH = ("hot", "kernel", "name", "dtype", "can_be_wide")
 
 
 def write_table(rows: Iterable[Row], path: Path = TABLE) -> None:
-    """Writes rows as CSV, with all architectures of a launch in one line.
+    """Writes the rows as CSV, with one line per launch for all architectures.
 
-    The second line names the content of a cell.
+    The second line of the file names the values in a cell.
     """
     lines = io.StringIO()
     writer = csv.writer(lines, lineterminator="\n")
@@ -284,7 +285,7 @@ def write_table(rows: Iterable[Row], path: Path = TABLE) -> None:
 
 
 def read_table(path: Path = TABLE) -> list[Row]:
-    """Reads the output of write_table."""
+    """Reads the rows that write_table wrote."""
     records = csv.DictReader(path.read_text().splitlines()[2:])
     return [_row(record, architecture) for record in records for architecture in ARCHITECTURES]
 
@@ -304,12 +305,12 @@ def _row(record: dict[str, str], architecture: int) -> Row:
 
 
 def table_version(path: Path = TABLE) -> str:
-    """Returns the Triton version with which the table was made."""
+    """Returns the Triton version that compiled the table."""
     return path.read_text().partition("\n")[0].removeprefix("# Triton ")
 
 
 def page_of(rows: Sequence[Row], version: str) -> str:
-    """Returns the documentation page. version: version of Triton."""
+    """Returns the text of docs/compiled_kernels.md. version: Triton version."""
     matrix, hot = [row for row in rows if not row.hot], [row for row in rows if row.hot]
     launches = len({(row.kernel, row.name) for row in matrix})
     kernels = list(dict.fromkeys(row.kernel for row in matrix))
@@ -394,7 +395,7 @@ def _worst_table(rows: Sequence[Row]) -> list[str]:
 
 
 def misses_by_kind(rows: Iterable[Row]) -> Counter[tuple[str, str, str, int]]:
-    """Counts the rows with misses by kind, kernel, dtype and architecture."""
+    """Counts the violated assumptions by kind, kernel, dtype and architecture."""
     return Counter((kind, row.kernel, row.dtype, row.architecture) for row in rows for kind in row.misses())
 
 
@@ -413,10 +414,8 @@ def _misses_table(rows: Sequence[Row]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hot", action="store_true", help="compile only the hot shapes, and keep the matrix")
-    parser.add_argument(
-        "--only", nargs="+", help="compile only these kernels of the matrix, and keep the rows of the others"
-    )
+    parser.add_argument("--hot", action="store_true", help="recompile only the hot shapes")
+    parser.add_argument("--only", nargs="+", help="recompile only the hot shapes and these kernels of the matrix")
     arguments = parser.parse_args()
     hot = rows_of(kernel_launches.hot(), hot=True)
     known: dict[tuple[str, str], list[Row]] = defaultdict(list)

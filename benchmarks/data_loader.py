@@ -2,8 +2,8 @@
 
     python benchmarks/data_loader.py [--json FILE]
 
-Trains nothing. The time is the CPU time of this process, which reads without workers and with one thread, so that
-other programs on the machine matter little and a figure describes a single core.
+Trains nothing. Times are the CPU time of this process, which reads without workers and with one thread. Results
+therefore depend little on other programs on the machine and describe a single core.
 """
 
 import argparse
@@ -49,10 +49,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures every option with and without loss masks in the corpus, prints a line each, and writes JSON."""
+    """Measures every option, with and without loss masks in the corpus. Prints one line for each and writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--tokens", type=int, default=20_000_000, help="size of the corpus")
+    parser.add_argument("--tokens", type=int, default=20_000_000, help="size of the corpus (default: 20 million)")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def write_corpus(prefix: Path, *, num_tokens: int, with_masks: bool) -> str:
-    """Writes a corpus of documents of uneven lengths, each ended by eod, and returns its prefix."""
+    """Writes a corpus of documents of random lengths, each ending with eod, and returns its prefix."""
     rng = np.random.default_rng(0)
     lengths = 1 + rng.exponential(MEAN_DOCUMENT, num_tokens // MEAN_DOCUMENT).astype(np.int64)
     tokens = rng.integers(0, VOCABULARY.eod, lengths.sum()).astype(np.uint16)

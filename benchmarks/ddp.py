@@ -2,14 +2,14 @@
 
     python benchmarks/ddp.py [--rounds 8] [--steps 3] [--only NAME ...] [--json FILE]
 
-The model, the batch and the two processes are those of train_step.py. The sides are the plain model under torch's DDP
-(the base of all ratios), ZeroRedundancyOptimizer and FSDP2; and ours with all-reduce and with the distributed
-optimizer, each with and without overlap. For our sides with overlap it also reports the share of the communication that
-fits under backward and ran there, from the event log (median over steps, worst rank), and the time relative to the same
-mode without overlap.
+Model, batch and the two processes are the same as in train_step.py. The sides are the plain model under torch's DDP
+(the base of all ratios), ZeroRedundancyOptimizer and FSDP2, and ours with all-reduce and with the distributed
+optimizer, each with and without overlap. For our sides with overlap it also reports the time relative to the same mode
+without overlap, and the share of hidden communication from the event log: communication that ran during backward,
+relative to the largest possible amount (median over steps, worst rank).
 
 Peaks are resident memory since the imports. Ours keeps freed memory in glibc's heap, including holes, like
-pretrain_gpt.py; torch's sides return it to the kernel.
+pretrain_gpt.py. torch's sides return it to the kernel.
 """
 
 import argparse
@@ -47,7 +47,7 @@ from megatron.training.training import run_step  # noqa: E402
 
 OVERLAP = ("--overlap-grad-reduce", "--ddp-bucket-size", "2000000")
 SHARDED = ("--use-distributed-optimizer",)
-# The side without overlap with which each side is compared.
+# For each side with overlap, the same mode without overlap.
 WITHOUT = {
     "ours, overlap": "ours",
     "ours, sharded, overlap": "ours, sharded",
@@ -56,7 +56,7 @@ WITHOUT = {
 
 
 def main() -> None:
-    """Measures and prints the table."""
+    """Measures the sides and prints the table."""
     options = parse_options()
     os.environ["OMP_NUM_THREADS"] = "1"
     chosen = {name: build for name, build in builds().items() if not options.only or name in options.only}
@@ -91,7 +91,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=8, help="counted rounds per side (default: 8)")
     parser.add_argument("--steps", type=int, default=3, help="steps per round (default: 3)")
     parser.add_argument("--only", nargs="+", default=[], choices=[*builds()], help="sides to run, including the base")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args()
     if options.only and "plain DDP" not in options.only:
         parser.error(f"--only is {options.only}: must include 'plain DDP', the base of the ratios")
@@ -99,10 +99,9 @@ def parse_options() -> argparse.Namespace:
 
 
 def overlap_figures(measured: dict[str, list[Measurement]]) -> dict[str, dict[str, float]]:
-    """Returns, for each side with overlap, the hidden share of the communication that fits, and CPU and wall time
-    ratios.
+    """Returns, for each side with overlap, the hidden share of the communication and the time ratios.
 
-    The ratios are relative to the same side without overlap.
+    CPU and wall time are relative to the same side without overlap.
     """
     figures: dict[str, dict[str, float]] = {}
     for name, without in WITHOUT.items():
@@ -116,14 +115,14 @@ def overlap_figures(measured: dict[str, list[Measurement]]) -> dict[str, dict[st
 
 
 def build_observed(*flags: str) -> Callable[[], float | None]:
-    """Builds our side with a log of every step's events. Its figure is the hidden share of the communication."""
+    """Builds our side with an event log of every step. Its result is the hidden share of the communication."""
     run = build_run(*flags)
     log = EventLog(run.device)
     for order in {chunk.launch_order for chunk in run.model if isinstance(chunk, DistributedDataParallel)}:
         order.observe(log)
 
     def step() -> float | None:
-        # Begins when this one ends.
+        # The recorded step begins when this step ends.
         log.record_next_step()
         run_step(run)
         noted = log.take_sync()
@@ -133,7 +132,7 @@ def build_observed(*flags: str) -> Callable[[], float | None]:
 
 
 def build_zero_redundancy() -> Callable[[], None]:
-    """Builds torch's DDP with its sharded optimizer around fused AdamW."""
+    """Builds torch's DDP with ZeroRedundancyOptimizer around fused AdamW."""
     dist.init_process_group("gloo")
     torch.manual_seed(1234)
     config = PlainConfig()
@@ -143,7 +142,7 @@ def build_zero_redundancy() -> Callable[[], None]:
 
 
 def build_fsdp2() -> Callable[[], None]:
-    """Builds torch's fully_shard, layer by layer, with fused AdamW on the shards."""
+    """Builds torch's FSDP2, applied layer by layer, with fused AdamW on the shards."""
     dist.init_process_group("gloo")
     torch.manual_seed(1234)
     config = PlainConfig()

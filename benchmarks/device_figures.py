@@ -1,9 +1,9 @@
 """Measures this machine for plans: `python benchmarks/device_figures.py --output mine.yaml` writes an entry "cpu".
 
-Measures matrix products, copies too large for any cache, and the minimum time of a torch operation with one thread, and
-all-reduces over gloo, large and small, with two processes. Figures of one thread are the fastest of the rounds, those
-of messages the median. Peaks are the measured rates of products, so that the shares of products and memory are 1. Plan
-with it by setting MEGATRON_DEVICES=mine.yaml MEGATRON_PLAN_DEVICE=cpu.
+With one thread, measures matrix multiplications, copies too large for any cache, and the minimum time of a torch
+operation. With two processes, measures large and small all-reduces over gloo. Single-thread results are the fastest of
+the rounds, and all-reduce results the median. Peaks are the measured rates, so that the attainable shares of compute
+and memory are 1. To plan with the entry, set MEGATRON_DEVICES=mine.yaml MEGATRON_PLAN_DEVICE=cpu.
 """
 
 import argparse
@@ -30,7 +30,7 @@ _MESSAGE_ELEMENTS = 1 << 22
 
 
 def main() -> None:
-    """Measures, prints and writes the entry."""
+    """Measures the machine, and prints and writes the entry."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="rounds of each measurement (default: 7)")
     parser.add_argument("--output", type=Path, required=True, help="file to write")
@@ -42,14 +42,14 @@ def main() -> None:
     }
     entry = {"cpu": figures}
     options.output.write_text(yaml.safe_dump(entry, sort_keys=False), encoding="utf-8")
-    devices_of_file(options.output)  # reports here what a plan would reject
+    devices_of_file(options.output)  # raises errors that a plan would raise
     print(options.output.read_text(encoding="utf-8"), end="")
 
 
 def measured(rounds: int) -> dict[str, Any]:
-    """Returns the figures by the fields of an entry."""
+    """Returns the results by the field names of an entry."""
     messages = {size: _all_reduce_seconds(size, rounds) for size in ("large", "small")}
-    # Each of two ranks sends the whole tensor, half by half.
+    # Each of the two ranks sends the whole tensor, in two halves.
     rate = _MESSAGE_ELEMENTS * 4 / messages["large"] / 1e9
     latency = messages["small"] * 1e6
     return {

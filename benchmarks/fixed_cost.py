@@ -2,18 +2,18 @@
 
     python benchmarks/fixed_cost.py [--rows tiny usual ...] [--rounds 30] [--json FILE]
 
-Two processes with one thread each train the model of train_step.py, in the sizes of the row. *plain* is torch's DDP,
-fused AdamW and clipping around a loop over experts. *grouped* is the same with a grouped matrix product, and a glibc
-heap that keeps its memory, like ours (unlike megatron-core's). All sides of a row take turns. The rows are:
+Two processes with one thread each train the model of train_step.py in the sizes of the row. *plain* is torch's DDP,
+fused AdamW and clipping around a loop over experts. *grouped* is the same with grouped GEMMs and a glibc
+heap that keeps freed memory, like ours (unlike megatron-core's). All sides of a row take turns. The rows are:
 
 - tiny: 1 layer, hidden 64, sequence 64, where a step is mostly fixed cost
-- usual: 4 layers, hidden 256, sequence 256; *limit*: only its products and copies, at the machine's best rate
+- usual: 4 layers, hidden 256, sequence 256; *limit*: only its GEMMs and copies, at the machine's best rate
 - experts 32: the usual sizes with 32 experts
 - EP 2: the usual sizes, each rank with half of the experts; grouped exchanges rows by hand
 - bf16: ours in bf16, with the distributed optimizer and without
 - fsdp2: torch's fully_shard around the plain model and ours with --use-torch-fsdp2
 - stash 1.25, stash 2: ours with 12 layers and experts over both ranks: dropless, with static buffers of that factor,
-  and also with a stash
+and also with a stash
 - stash copy: stash_copy.py's table; dry run: seconds and peak memory of a plan of 16,384 ranks
 
 --megatron-core DIR adds megatron-core to the rows tiny and usual, from a folder that
@@ -47,7 +47,7 @@ SHARDED, STASH = "--use-distributed-optimizer", "--moe-paged-stash"
 FSDP2 = ("--use-torch-fsdp2", "--no-gradient-accumulation-fusion")
 COMMANDS = {
     "stash copy": ("benchmarks/stash_copy.py",),
-    # The size in the README.
+    # The plan in the README.
     "dry run": (
         *("pretrain_gpt.py", "--model", "deepseek-v3", "--dry-run", "--world-size", "16384"),
         *("--pipeline-model-parallel-size", "16", "--expert-model-parallel-size", "64"),
@@ -64,7 +64,10 @@ TINY_SEQUENCE = 64
 
 @dataclass(frozen=True)
 class Row:
-    """Sides by name, and the base of the ratios. steps: steps per round, most of which take less than a second."""
+    """The sides of one row by name.
+
+    base: side that ratios are relative to. steps: steps per round, most of which take less than a second.
+    """
 
     base: str
     sides: dict[str, Build]
@@ -72,7 +75,7 @@ class Row:
 
 
 def main() -> None:
-    """Measures and prints a table for each row."""
+    """Measures the rows and prints a table for each."""
     options = parse_options()
     os.environ["OMP_NUM_THREADS"] = "1"
     figures, measured = {}, {}
@@ -91,7 +94,7 @@ def main() -> None:
 
 
 def rows(megatron_core: Path | None = None) -> dict[str, Row]:
-    """Returns the rows by name. megatron_core: the folder of its package, which adds sides."""
+    """Returns the rows by name. megatron_core: folder of the megatron-core package, which adds sides."""
     tiny = [
         *("--num-layers", "1", "--hidden-size", "64", "--moe-ffn-hidden-size", "128"),
         *("--seq-length", str(TINY_SEQUENCE), "--max-position-embeddings", str(TINY_SEQUENCE)),
@@ -132,14 +135,14 @@ def rows(megatron_core: Path | None = None) -> dict[str, Row]:
 
 
 def stash_row(*flags: str, factor: str) -> Row:
-    """Returns sides with balanced routing: dropless, static buffers, and static buffers with a stash."""
+    """Returns a row with balanced routing: dropless, static buffers, and static buffers with a stash."""
     flags = (*flags, "--num-layers", "12", "--moe-router-force-load-balancing")
     static = partial(build_ours, *flags, "--moe-expert-rank-capacity-factor", factor)
     return Row("static", {"dropless": partial(build_ours, *flags), "static": static, "stash": partial(static, STASH)})
 
 
 def plain_sides(config: PlainConfig, *, sequence: int = SEQUENCE) -> dict[str, Build]:
-    """Returns plain and grouped, in the sizes of `config`."""
+    """Returns the sides plain and grouped in the sizes of `config`."""
     return {
         "plain": partial(build_plain, config, sequence=sequence),
         "grouped": partial(build_plain, replace(config, grouped=True), sequence=sequence, keeps_heap=True),
@@ -147,7 +150,7 @@ def plain_sides(config: PlainConfig, *, sequence: int = SEQUENCE) -> dict[str, B
 
 
 def megatron_core_sides(folder: Path | None, config: PlainConfig, *, sequence: int) -> dict[str, Build]:
-    """Returns megatron-core with all-reduce and with its distributed optimizer; none without its folder."""
+    """Returns megatron-core with all-reduce and with its distributed optimizer; none if `folder` is None."""
     if folder is None:
         return {}
     build = partial(build_megatron_core, str(folder), config, sequence=sequence, micro_batch=MICRO_BATCH)
@@ -158,16 +161,16 @@ def megatron_core_sides(folder: Path | None, config: PlainConfig, *, sequence: i
 
 
 def our_sides(*flags: str) -> dict[str, Build]:
-    """Returns ours with all-reduce, and with the distributed optimizer."""
+    """Returns this framework with all-reduce and with the distributed optimizer."""
     return {"ours": partial(build_ours, *flags), "ours, ZeRO-1": partial(build_ours, *flags, SHARDED)}
 
 
 def build_limit(config: PlainConfig, *, tokens: int) -> Callable[[], None]:
-    """Builds a lower limit: a step's floating-point operations as square products, and its least memory traffic as
-    copies.
+    """Builds a lower bound: a step's floating-point operations as square GEMMs, its minimum memory traffic as copies.
 
-    Both write to allocated memory. In units of the weights' size, fused Adam reads four and writes three. Messages
-    read and write the gradients once. A copy reads and writes, so these are nine copies of half the size.
+    Both write to allocated memory. In units of the weights' size, fused Adam reads four and writes three, and
+    communication reads and writes the gradients once. A copy both reads and writes, so the traffic equals nine copies
+    of half the size.
     """
     dist.init_process_group("gloo")
     side = 1024
@@ -186,9 +189,9 @@ def build_limit(config: PlainConfig, *, tokens: int) -> Callable[[], None]:
 
 
 def operations_of_step(config: PlainConfig, *, tokens: int, sequence: int) -> int:
-    """Counts the floating-point operations of a step's products, forward and backward, with causal attention as half.
+    """Counts the floating-point operations of a step's GEMMs, forward and backward, with causal attention as half.
 
-    Backward needs twice the operations of forward, and nothing is recomputed.
+    Backward requires twice the operations of forward, and nothing is recomputed.
     """
     hidden = config.hidden_size
     experts = config.topk * 3 * hidden * config.ffn_hidden_size
@@ -197,7 +200,7 @@ def operations_of_step(config: PlainConfig, *, tokens: int, sequence: int) -> in
 
 
 def run_command(script: str, *flags: str, shows_output: bool) -> dict[str, float]:
-    """Runs a script, and prints and returns its wall seconds and peak memory."""
+    """Runs a script. Prints and returns its wall time in seconds and peak memory."""
     print(f"\n{script}", flush=True)
     started_at = time.perf_counter()
     output = None if shows_output else subprocess.DEVNULL
@@ -215,17 +218,17 @@ def parse_options() -> argparse.Namespace:
     """Parses the command line of this benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [*rows(), *COMMANDS]
-    parser.add_argument("--rows", nargs="+", default=names, choices=names, help="only these rows")
+    parser.add_argument("--rows", nargs="+", default=names, choices=names, help="rows to measure (default: all)")
     parser.add_argument("--rounds", type=int, default=30, help="counted rounds per side (default: 30)")
     parser.add_argument("--megatron-core", type=Path, metavar="DIR", help="folder of megatron-core's package")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error(f"--rounds is {options.rounds}: must be at least 1")
     if options.json is not None and not options.json.parent.is_dir():
         parser.error(f"--json is {options.json}: {options.json.parent} is not a folder")
     if options.megatron_core is not None and not (options.megatron_core / "megatron" / "core").is_dir():
-        parser.error(f"--megatron-core is {options.megatron_core}: it has no megatron/core")
+        parser.error(f"--megatron-core is {options.megatron_core}: it does not contain megatron/core")
     return options
 
 

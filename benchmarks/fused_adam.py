@@ -2,15 +2,15 @@
 
     python benchmarks/fused_adam.py [--ranks 2 4] [--rounds 6] [--steps 2] [--only NAME ...] [--json FILE]
 
-The model has 50 million parameters in fp32, with clipping. gloo processes have one thread each. Sides are interleaved
-round by round, and measured in all ranks' processor time and the worst rank's time and peak resident memory since the
-imports. Ratios are relative to DDP, the first line. Sides run in groups of at most 16 processes, each with its own DDP.
-All sides use torch's default allocator. The side in bf16 also computes in bf16, which is slower on most CPUs. DeepSpeed
-takes part if it is installed.
+The model has 50 million parameters in fp32 and uses clipping. gloo processes have one thread each. Sides are
+interleaved round by round. Reports the processor time of all ranks, and the worst rank's wall time and peak resident
+memory since the imports, relative to DDP, the first line. Sides run in groups of at most 16 processes, each with a
+separate DDP side. All sides use torch's default allocator. The bf16 side also computes in bf16, which is slower on most
+CPUs. DeepSpeed is included if it is installed.
 
-The memory of tensors follows below each table, counted operator by operator in separate processes without timing: bytes
+Below each table follows the memory of tensors, counted operator by operator in separate processes without timing: bytes
 per parameter of the worst rank between steps, and the peak within a step, including activations. The targets of our
-default settings come last, PASS or FAIL each, with exit status 1 if one fails.
+default settings come last, each PASS or FAIL. The exit status is 1 if one fails.
 """
 
 import argparse
@@ -69,11 +69,11 @@ LIMITS = {"cpu x": 1.0, "net x": 0.85}
 
 
 def main() -> None:
-    """Measures, prints the tables and the targets."""
+    """Measures the sides and prints the tables and the targets."""
     options = parse_options()
     os.environ["OMP_NUM_THREADS"] = "1"
     if importlib.util.find_spec("deepspeed") is None:
-        print(f"{DEEPSPEED} is left out, because the package deepspeed is not installed")
+        print(f"{DEEPSPEED} is skipped, because the package deepspeed is not installed")
     record: dict[str, Any] = {}
     targets: list[Target] = []
     for ranks in options.ranks:
@@ -83,7 +83,7 @@ def main() -> None:
         live = count_memory({BASE: build_reference, **chosen}, ranks=ranks)
         record[f"{ranks} ranks"] = {"figures": figures, "live_bytes_a_parameter": live, "rounds": rounds}
         targets += [Target(f"{kind}, {ranks} ranks", figures[OURS][kind], limit) for kind, limit in LIMITS.items()]
-        # Parameters, and two moments and a gradient over the ranks, because fp32 parameters are updated in place. The
+        # Parameters, plus two moments and a gradient sharded over the ranks: fp32 parameters are updated in place. The
         # memory of three buckets is kept for reuse.
         law = 4 + 12 / ranks + 3 * BUCKET_BYTES / NUM_PARAMS
         targets.append(Target(f"live bytes between steps over the formula's, {ranks} ranks", live[OURS][0] / law, 1.02))
@@ -103,14 +103,14 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--only", nargs="+", default=[], choices=[*builds()], help="sides in addition to the base and ours"
     )
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     return parser.parse_args()
 
 
 def measure(
     chosen: Mapping[str, Build], *, ranks: int, options: argparse.Namespace
 ) -> tuple[dict[str, dict[str, float]], list[dict[str, Any]]]:
-    """Prints a table for each group of sides. Returns ratios by side, and each group's rounds."""
+    """Measures the sides in groups and prints a table for each. Returns ratios by side, and each group's rounds."""
     figures: dict[str, dict[str, float]] = {}
     rounds: list[dict[str, Any]] = []
     for group in groups_of([*chosen], size=max(1, MOST_PROCESSES // ranks - 1)):
@@ -125,7 +125,7 @@ def measure(
 
 
 def count_memory(chosen: Mapping[str, Build], *, ranks: int) -> dict[str, tuple[float, float]]:
-    """Prints and returns live bytes per parameter between steps, and the peak within a step, of the worst rank."""
+    """Prints and returns the worst rank's live bytes per parameter, between steps and at the peak within a step."""
     width = max(map(len, chosen)) + 2
     print(" " * width + f"{'at rest, bytes per parameter':>30}{'most in a step':>20}")
     found: dict[str, tuple[float, float]] = {}
@@ -141,7 +141,7 @@ def count_memory(chosen: Mapping[str, Build], *, ranks: int) -> dict[str, tuple[
 
 
 def live_bytes(build: Build, *, rank: int, ranks: int, port: int) -> tuple[float, float]:
-    """Returns one rank's live bytes per parameter between steps, and the peak within a step (see count_memory)."""
+    """Returns one rank's live bytes per parameter between steps, and at the peak within a step (see count_memory)."""
     join_ranks(rank, ranks=ranks, port=port)
     with PeakBytes() as held:
         step = build()
@@ -175,7 +175,7 @@ def builds() -> dict[str, Build]:
 
 
 def build_model() -> PlainModel:
-    """Builds the model of every side, in a new process group."""
+    """Joins a process group and builds the model that all sides use."""
     dist.init_process_group("gloo")
     return seeded_model()
 
@@ -193,13 +193,13 @@ def build_reference() -> Callable[[], None]:
 
 
 def build_zero_redundancy() -> Callable[[], None]:
-    """Builds torch's DDP with its sharded optimizer around AdamW."""
+    """Builds torch's DDP with ZeroRedundancyOptimizer around AdamW."""
     model = nn.parallel.DistributedDataParallel(build_model())
     return torch_step(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, fused=True, **RATES))
 
 
 def build_fsdp2() -> Callable[[], None]:
-    """Builds torch's fully_shard, layer by layer, with AdamW on the shards."""
+    """Builds torch's FSDP2, applied layer by layer, with AdamW on the shards."""
     model = build_model()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.layers:
@@ -209,7 +209,7 @@ def build_fsdp2() -> Callable[[], None]:
 
 
 def torch_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Returns a step that uses torch's clipping."""
+    """Returns a function that runs a step with torch's clipping."""
 
     def step() -> None:
         loss_of(model).backward()
@@ -221,13 +221,13 @@ def torch_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[
 
 
 def build_ours(**settings: Any) -> Callable[[], None]:
-    """Builds this framework's optimizer around the bare model. settings: in addition to the rates."""
+    """Builds this framework's optimizer around the bare model. settings: further arguments of the optimizer."""
     model = build_model()
     return our_step(model, DistributedFusedAdam(model.parameters(), **RATES, **settings))
 
 
 def build_taken_over() -> Callable[[], None]:
-    """Builds our side without the whole gradients of a first backward, from whose order buckets are otherwise built."""
+    """Builds our side with init_params, so that no first backward with whole gradients determines the buckets."""
     model = build_model()
     optimizer = DistributedFusedAdam(model.parameters(), **RATES)
     optimizer.init_params()
@@ -235,7 +235,7 @@ def build_taken_over() -> Callable[[], None]:
 
 
 def build_remainders() -> Callable[[], None]:
-    """Builds bf16 parameters, which are communicated as such, with an optimizer that keeps their fp32 remainders."""
+    """Builds bf16 parameters, communicated in bf16, with an optimizer that stores their fp32 remainders."""
     model = build_model().bfloat16()
     settings: dict[str, Any] = {"store_params": False, "store_param_remainders": True}
     optimizer = DistributedFusedAdam(model.parameters(), param_sync_dtype=torch.bfloat16, **RATES, **settings)
@@ -243,7 +243,7 @@ def build_remainders() -> Callable[[], None]:
 
 
 def our_step(model: nn.Module, optimizer: DistributedFusedAdam) -> Callable[[], None]:
-    """Returns a step that uses the optimizer's own clipping."""
+    """Returns a function that runs a step with the optimizer's clipping."""
 
     def step() -> None:
         loss_of(model).backward()
@@ -255,7 +255,7 @@ def our_step(model: nn.Module, optimizer: DistributedFusedAdam) -> Callable[[], 
 
 
 def build_zero1() -> Callable[[], None]:
-    """Builds this framework's wrapper and sharded optimizer, with overlapped reductions."""
+    """Builds this framework's DDP wrapper and sharded optimizer, with overlapped reductions."""
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=6_000_000
     )
@@ -272,12 +272,12 @@ def build_zero1() -> Callable[[], None]:
 
 
 def build_deepspeed() -> Callable[[], None]:
-    """Builds DeepSpeed's ZeRO-2, which does its own clipping, around AdamW."""
+    """Builds DeepSpeed's ZeRO-2 around AdamW. DeepSpeed clips the gradients."""
     import deepspeed
 
     deepspeed.init_distributed("gloo")
     model = seeded_model()
-    # The same number of elements as in DDP's buckets and ours.
+    # The same number of elements as in the buckets of DDP and of our optimizer.
     buckets = {"reduce_bucket_size": 25 * 2**18, "allgather_bucket_size": 25 * 2**18}
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -296,7 +296,7 @@ def build_deepspeed() -> Callable[[], None]:
 
 
 def loss_of(model: nn.Module) -> torch.Tensor:
-    """Returns the loss of a sequence of random tokens: scalar, the model's dtype."""
+    """Returns the loss for a sequence of random tokens, [], in the model's dtype."""
     tokens = torch.randint(MODEL.vocab_size, (1, SEQUENCE + 1))
     loss = model(tokens[:, :-1], tokens[:, 1:])
     assert isinstance(loss, torch.Tensor)

@@ -1,4 +1,4 @@
-"""Counts, operator by operator, the bytes that the expert layers of a process hold for backward during training steps.
+"""Counts, operator by operator, the bytes that a process's expert layers save for backward during training steps.
 
 Counts real memory, not formulas: live storages allocated in forward, allocated pages of a pool, and buffers to which
 rows were restored. The caller decides which steps run.
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.paged_stash.page_layout import Held, split_tensors
 
-# By address: a weak reference, and the bytes.
+# By address of the storage: a weak reference and the size in bytes.
 _Storages = dict[int, tuple[StorageWeakRef, int]]
 
 
@@ -35,7 +35,7 @@ class HeldBytes:
     """Bytes at one moment.
 
     rows, wire, index: live storages of that Kind. pages: all allocated pages. restored: buffers of restored rows. live:
-    bytes of the rows in pages. tensors: number of tensors that have pages.
+    bytes of the rows in pages. tensors: number of tensors stored in pages.
     """
 
     rows: int = 0
@@ -48,7 +48,7 @@ class HeldBytes:
 
     @property
     def activations(self) -> int:
-        """Returns the bytes of the experts' activations, in any kind of memory."""
+        """Bytes of the experts' activations in any kind of memory."""
         return self.rows + self.pages + self.restored
 
 
@@ -57,9 +57,9 @@ class Peaks:
     """Peaks over the steps inside an ExpertBytes.
 
     held: when activations were largest, between forwards of expert layers, so that only tensors saved for backward
-    count. wire: peak of that kind, including forwards. working_set: the largest group's whole buffers whose rows went
-    into pages. excess_pages: maximum of pages in use minus the pages that live bytes fill, minus one for each tensor
-    (at most 0 by the memory law). page_bytes, high_water: those of the pool; 0 without one.
+    count. wire: peak of that kind, including forwards. working_set: whole buffers of the largest group whose rows were
+    stashed. excess_pages: maximum of the pages in use minus the pages that live bytes fill, minus one for each tensor
+    (at most 0 by the memory law). page_bytes, high_water: page size and peak pages of the pool; 0 without a pool.
     """
 
     held: HeldBytes = HeldBytes()
@@ -73,8 +73,8 @@ class Peaks:
 class ExpertBytes(TorchDispatchMode):
     """Attributes operators' results to the expert layer whose forward runs, and counts them while they are alive.
 
-    Surrounds whole steps. Bytes grow in forwards of expert layers and when rows are restored, and shrink anywhere, so
-    they are counted after these two events.
+    Must surround whole steps. Bytes grow in forwards of expert layers and when rows are restored, and shrink anywhere,
+    so they are counted after these two events.
     """
 
     def __init__(self, layers: Iterable[MoELayer]) -> None:
@@ -126,7 +126,7 @@ class ExpertBytes(TorchDispatchMode):
         self._scopes.pop()
 
     def _leave_layer(self, output: Any) -> None:
-        """Ends a layer's forward. Its output is the next layer's input."""
+        """Ends a layer's forward. Does not count its output, which is the next layer's input."""
         self._leave()
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor):
@@ -182,18 +182,18 @@ def _address(tensor: Tensor) -> int:
 
 
 def _alive(storages: _Storages) -> int:
-    """Returns the bytes of live storages and removes the others."""
+    """Returns the bytes of live storages and removes expired ones."""
     for address in [address for address, (reference, _) in storages.items() if reference.expired()]:
         del storages[address]
     return sum(num_bytes for _, num_bytes in storages.values())
 
 
 def _in_use(storages: _Storages) -> int:
-    """Returns the bytes of buffers that are referenced elsewhere, because buffers stay alive on the CPU."""
+    """Returns the bytes of buffers that are referenced elsewhere, because buffers themselves stay alive on the CPU."""
     _alive(storages)
     total = 0
     for reference, num_bytes in storages.values():
         storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-        # One reference is the buffer's own, and one is that of the object created here.
+        # One reference belongs to the buffer, and one to the object created here.
         total += num_bytes if torch._C._storage_Use_Count(storage._cdata) > 2 else 0
     return total

@@ -1,9 +1,9 @@
-"""Records the launches of every Triton kernel without a GPU: the matrix of all choices of the launchers, and hot
+"""Records the launches of every Triton kernel without a GPU: the matrix of all choices of the launchers, and the hot
 shapes.
 
-Launchers run on CPU tensors whose memory is never touched, with a recorder instead of each kernel. Triton's own binder
-then determines the signature, the constants and the divisibilities of the launch, so that a case is exactly the one
-that a GPU would compile. Neither compiles nor measures; compiled_kernels.py does.
+Launchers run on CPU tensors whose memory is never accessed, with a recorder instead of each kernel. Triton's own binder
+then determines the signature, the constants and the divisibilities of the launch, so that a case is exactly what
+a GPU would compile. Neither compiles nor measures; compiled_kernels.py does.
 
 Shapes: C rows of the buffers, e experts, H hidden, F ffn, T tokens, K choices, W elements in a row.
 """
@@ -54,9 +54,9 @@ MODULES: tuple[ModuleType, ...] = (
 )
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 EXPERTS = (1, 8, 32, 128, 256)
-PAGES = tuple(16 * block for block in (128, 256, 512, 1024, 2048, 4096))  # bytes; a block for each
+PAGES = tuple(16 * block for block in (128, 256, 512, 1024, 2048, 4096))  # in bytes; each selects a different BLOCK
 ROWS, TOKENS = 4096, 2048
-# Kernels that move rows or pages without arithmetic, or with one addition.
+# Kernels that copy rows or pages, or add rows.
 MOVING = ("copy_kernel", "gather_kernel", "sum_kernel")
 # Options of a launch that are not arguments of its kernel.
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
@@ -66,8 +66,8 @@ _OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 class Launch:
     """One recorded launch.
 
-    module: that of the kernel's launcher. key: equal for launches that share a compiled kernel. can_be_wide: whether it
-    moves rows or pages that start at multiples of 16 bytes, so that 16 bytes can move at a time.
+    module: module of the kernel's launcher. key: equal for launches that share a compiled kernel. can_be_wide: whether
+    it moves rows or pages that start at multiples of 16 bytes, so that 16 bytes can be accessed at a time.
     """
 
     module: ModuleType
@@ -78,12 +78,12 @@ class Launch:
 
     @property
     def kernel_name(self) -> str:
-        """Returns the name of the kernel's function."""
+        """Name of the kernel's function."""
         return str(self.kernel.__name__)
 
 
 class _Recorder:
-    """Replaces a kernel, and records its launches instead of running them."""
+    """Replaces a kernel and records its launches instead of running them."""
 
     def __init__(self, kernel: JITFunction, into: list[tuple[JITFunction, tuple[Any, ...], dict[str, Any]]]) -> None:
         self._kernel, self._into = kernel, into
@@ -97,7 +97,7 @@ class _Recorder:
 
 @functools.cache
 def kernels() -> Mapping[str, ModuleType]:
-    """Returns the launched kernels and the modules of their launchers."""
+    """Returns the module of the launcher for each launched kernel."""
     return {name: module for module in MODULES for name in module.residencies(num_warps=4)}
 
 
@@ -112,7 +112,7 @@ def _recording() -> Iterator[list[tuple[JITFunction, tuple[Any, ...], dict[str, 
 
 
 def launches(name: str, launcher: Callable[[], Any], *, can_be_wide: bool = False) -> list[Launch]:
-    """Runs a launcher and returns its launches under this name."""
+    """Runs a launcher and returns the launches that it made. name: name of the launches."""
     with _recording() as records:
         launcher()
     found = [_launch(name, *record) for record in records]
@@ -140,7 +140,7 @@ def _launch(name: str, kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[
 
 
 def distinct(found: Iterator[Launch]) -> list[Launch]:
-    """Returns the first of the launches that share a compiled kernel."""
+    """Returns one launch per compiled kernel, the first one found."""
     by_key: dict[tuple[Any, ...], Launch] = {}
     for launch in found:
         by_key.setdefault(launch.key, launch)
@@ -148,7 +148,7 @@ def distinct(found: Iterator[Launch]) -> list[Launch]:
 
 
 def _empty(*shape: int, dtype: torch.dtype, is_aligned: bool = True) -> Tensor:
-    """Returns memory that is never touched, at a multiple of 16 bytes, or one element beyond."""
+    """Returns memory that is never accessed, aligned to 16 bytes, or shifted by one element."""
     if is_aligned:
         return torch.empty(shape, dtype=dtype)
     return torch.empty(torch.Size(shape).numel() + 1, dtype=dtype)[1:].view(shape)
@@ -159,7 +159,7 @@ def _empty(*shape: int, dtype: torch.dtype, is_aligned: bool = True) -> Tensor:
 
 @dataclass(frozen=True)
 class Product:
-    """Sizes of a grouped product [C, inner] x [e, inner, outer]. is_stored: whether rows of weights are contiguous."""
+    """Sizes of a grouped GEMM [C, inner] x [e, inner, outer]. is_stored: whether rows of weights are contiguous."""
 
     dtype: str
     experts: int
@@ -182,29 +182,29 @@ class Product:
         )
 
     def forward(self) -> None:
-        """Launches the product."""
+        """Launches the grouped GEMM."""
         x, weight, offsets, out = self.operands()
         triton_grouped_gemm.grouped_gemm(x, weight, offsets=offsets, out=out)
 
     def added(self) -> None:
-        """Launches the scaled and accumulated product of low-rank adapters."""
+        """Launches the scaled and accumulated GEMM of low-rank adapters."""
         x, weight, offsets, out = self.operands()
         triton_grouped_gemm.add_low_rank(out, x, weight=weight, offsets=offsets, scale=2.0)
 
     def weight_grad(self) -> None:
-        """Launches the gradient of the weights, which has their strides."""
+        """Launches the weight gradient, with the strides of the weights."""
         x, weight, offsets, grad = self.operands()
         triton_grouped_gemm.grouped_gemm_weight_grad(x, grad, offsets=offsets, out=weight)
 
     def added_weight_grad(self) -> None:
-        """Launches the gradient of the weights that is scaled and accumulated into fp32 memory."""
+        """Launches the weight gradient, scaled and accumulated into fp32 memory."""
         x, weight, offsets, grad = self.operands()
         main_grad = torch.empty_like(weight, dtype=torch.float32)
         triton_grouped_gemm.grouped_gemm_weight_grad(x, grad, offsets=offsets, out=main_grad, scale=0.5, is_added=True)
 
 
 def activation(dtype: str, ffn: int, *, form: ActivationForm, scale: str | None) -> None:
-    """Launches the activation and its gradient. scale: dtype of the rows' weights, or None."""
+    """Launches an activation and its gradient. scale: dtype of the rows' weights, or None."""
     element = DTYPES[dtype]
     gate_up, act = (_empty(ROWS, width, dtype=element) for width in (ffn * (2 if form.activation.is_gated else 1), ffn))
     weights = None if scale is None else torch.empty(ROWS, dtype=DTYPES[scale])
@@ -223,7 +223,7 @@ def activation(dtype: str, ffn: int, *, form: ActivationForm, scale: str | None)
 
 
 def biases(dtype: str, experts: int, width: int, *, scale: str | None) -> None:
-    """Launches the addition of biases and its gradients. scale: dtype of the rows' weights, or None."""
+    """Launches the addition of biases and their gradients. scale: dtype of the rows' weights, or None."""
     element = DTYPES[dtype]
     values, bias = _empty(ROWS, width, dtype=element), _empty(experts, width, dtype=element)
     weights = None if scale is None else torch.empty(ROWS, dtype=DTYPES[scale])
@@ -235,7 +235,7 @@ def biases(dtype: str, experts: int, width: int, *, scale: str | None) -> None:
 
 
 def backward_of(grad: Tensor, *, experts: int = 32) -> None:
-    """Launches the kernels that accept a gradient of any strides. grad: [C, W], float dtype."""
+    """Launches the kernels that accept gradients with any strides. grad: [C, W], float dtype."""
     width = grad.shape[1]
     offsets, num_rows = torch.empty(experts, dtype=torch.int32), torch.empty(1, dtype=torch.int64)
     gate_up, bias = (
@@ -258,7 +258,7 @@ def backward_of(grad: Tensor, *, experts: int = 32) -> None:
 
 
 def rows_moved(dtype: str, width: int, *, is_aligned: bool = True, topk: int = 8) -> None:
-    """Launches the gather of tokens' rows into a buffer and their sum per token."""
+    """Launches the gather of tokens' rows into a buffer, and their sum per token."""
     tokens, rows = (_empty(size, width, dtype=DTYPES[dtype], is_aligned=is_aligned) for size in (TOKENS, ROWS))
     source, slots = torch.empty(ROWS, dtype=torch.int32), torch.empty(TOKENS, topk, dtype=torch.int32)
     triton_rows.gather_rows(tokens, source, num_rows=torch.empty(1, dtype=torch.int64), out=rows)
@@ -266,7 +266,10 @@ def rows_moved(dtype: str, width: int, *, is_aligned: bool = True, topk: int = 8
 
 
 def choice(experts: int, *, topk: int = 8, dtype: str = "fp32", is_row: bool = True) -> None:
-    """Launches the gradient of logits. is_row: whether the gradient of scores is one row, as for a balancing loss."""
+    """Launches the gradient of the logits.
+
+    is_row: whether the gradient of the scores is one row, as for a balancing loss.
+    """
     topk, element = min(topk, experts), {**DTYPES, "fp64": torch.float64}[dtype]
     weights, scores = (torch.empty(TOKENS, width, dtype=element) for width in (topk, experts))
     grad_scores = torch.empty(experts, dtype=element).expand(TOKENS, -1) if is_row else torch.empty_like(scores)
@@ -275,7 +278,7 @@ def choice(experts: int, *, topk: int = 8, dtype: str = "fp32", is_row: bool = T
 
 
 def order(experts: int, *, topk: int = 8, dtype: torch.dtype = torch.int64, is_aligned: bool = True) -> None:
-    """Launches the order of slots by expert, and the search for the experts of received rows."""
+    """Launches the kernels that order slots by expert and find the experts of received rows."""
     indices = _empty(TOKENS, topk, dtype=dtype, is_aligned=is_aligned)
     sizes = {"first_expert": 0, "num_experts": experts, "num_parts": 1, "rows_per_part": ROWS, "alignment": 1}
     triton_rows.order_slots(indices, **sizes)
@@ -283,7 +286,7 @@ def order(experts: int, *, topk: int = 8, dtype: torch.dtype = torch.int64, is_a
 
 
 def stash(page_bytes: int, num_tensors: int) -> None:
-    """Launches the four operators of a page pool for a group of tensors. page_bytes: size of a page."""
+    """Launches the four operators of a page pool for a group of tensors. page_bytes: page size."""
     layout = PoolLayout(page_bytes, device_pages=64, host_pages=64)
     row_bytes = 4096
     specs = [
@@ -309,7 +312,7 @@ def stash(page_bytes: int, num_tensors: int) -> None:
     triton_kernels.release(ring, ends[1], **state)
 
 
-# Storage of masters, moments and parameters: name -> (masters, each moment, dtypes of gradient and parameters).
+# Storage formats by name: (masters, each moment, dtype of gradients, dtype of parameters or None if they are masters).
 ADAM_FORMS: Mapping[str, tuple[str, str, str, str | None]] = {
     "fp32": ("fp32", "fp32", "fp32", None),
     "fp32, gradients in bf16": ("fp32", "fp32", "bf16", None),
@@ -331,7 +334,7 @@ _ALL_DTYPES = {**DTYPES, "fp64": torch.float64}
 
 
 def adam(form: str, *, is_divided: bool = True, can_skip: bool = True, is_decoupled: bool = True) -> None:
-    """Launches a step of Adam over one flat range in a form of ADAM_FORMS."""
+    """Launches a step of Adam over one flat range. form: a storage format in ADAM_FORMS."""
     main, moment, grad, out = ADAM_FORMS[form]
     numel = 1 << 20
     number = torch.empty((), dtype=torch.float32)
@@ -364,11 +367,11 @@ def _stored(kind: str, numel: int) -> StoredFloats:
 
 
 def matrix() -> list[Launch]:
-    """Returns all launches that the launchers can choose, each compiled kernel once.
+    """Returns all launches that the launchers can choose, one per compiled kernel.
 
-    Axes are crossed if they interact: dtype, sizes that 16 divides or not, optional arguments, layout of
-    weights, and the constants COUNT, BLOCK and GROUPS. Alignment of addresses and of the number of rows is varied on
-    the cases of one GROUPS, and strides of gradients on one case of each kernel that accepts any.
+    Axes are crossed if they interact: dtype, sizes that are or are not multiples of 16, optional arguments, layout of
+    weights, and the constants COUNT, BLOCK and GROUPS. Alignment of addresses and of the number of rows is varied for
+    one value of GROUPS, and strides of gradients for one case of each kernel that accepts any strides.
     """
     found = (
         _products(),
@@ -428,7 +431,7 @@ def _biases() -> Iterator[Launch]:
 
 def _strided_grads() -> Iterator[Launch]:
     for dtype in DTYPES:
-        # As for a sum, whose gradient is one number, and for a transposed output.
+        # Gradients of a sum, an expanded number, and of a transposed output.
         grads = {
             "one gradient": torch.empty(1, 1, dtype=DTYPES[dtype]).expand(ROWS, 2048),
             "gradient by columns": torch.empty(2048, ROWS, dtype=DTYPES[dtype]).t(),
@@ -465,7 +468,7 @@ def _stashes() -> Iterator[Launch]:
 
 
 def _adams() -> Iterator[Launch]:
-    # Decoupled decay, a divisor and a flag that skips the update act independently.
+    # Decoupled decay, a divisor and a flag that skips the update are independent.
     flags = ((True, True, True), (False, False, True), (True, True, False), (False, False, False))
     for form, (is_divided, can_skip, is_decoupled) in itertools.product(ADAM_FORMS, flags):
         kinds = {"divided": is_divided, "can skip": can_skip, "decoupled": is_decoupled}
@@ -479,7 +482,10 @@ def _adams() -> Iterator[Launch]:
 
 @dataclass(frozen=True)
 class HotModel:
-    """An MoE model as one rank runs it in bf16. experts: those of that rank. page_tokens: moe_paged_stash_page_size."""
+    """An MoE model as run by one rank in bf16.
+
+    experts: number of the rank's experts. page_tokens: moe_paged_stash_page_size.
+    """
 
     name: str
     hidden: int
@@ -489,10 +495,10 @@ class HotModel:
     page_tokens: int
 
     def launches(self) -> Iterator[Launch]:
-        """Yields the launches of a static MoE layer with the stash: forward, recomputation and backward."""
+        """Yields the launches of a static MoE layer with a stash: forward, recomputation and backward."""
         fc1 = Product("bf16", self.experts, self.hidden, 2 * self.ffn)
         fc2 = Product("bf16", self.experts, self.ffn, self.hidden)
-        # Gradients of rows are products with the transposed weights.
+        # Gradients of rows are GEMMs with the transposed weights.
         back1 = Product("bf16", self.experts, 2 * self.ffn, self.hidden, is_stored=False)
         back2 = Product("bf16", self.experts, self.hidden, self.ffn, is_stored=False)
         for name, product in {"fc1": fc1, "fc2": fc2, "fc1 backward": back1, "fc2 backward": back2}.items():
@@ -521,7 +527,7 @@ HOT_ADAM = ("bf16 with remainders, gradients in fp32", "scaled fp16 states of bf
 
 
 def hot() -> list[Launch]:
-    """Returns the launches of HOT_MODELS and of their optimizer, each compiled kernel once."""
+    """Returns the launches of HOT_MODELS and of their optimizers, one per compiled kernel."""
     models = itertools.chain.from_iterable(model.launches() for model in HOT_MODELS)
     steps = itertools.chain.from_iterable(launches(f"Adam: {form}", functools.partial(adam, form)) for form in HOT_ADAM)
     return distinct(itertools.chain(models, steps))

@@ -1,6 +1,6 @@
 """Counts the memory of tensors that were created in a block of code and are still alive at its end.
 
-Model-independent.
+Independent of the model.
 """
 
 from collections.abc import Callable
@@ -13,9 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Records the memory of every result inside the block. Afterwards `total` returns the bytes still held by any
-    owner.
-    """
+    """Records the memory of every result in its body. `total` returns the bytes that are still alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +23,7 @@ class LiveBytes(TorchDispatchMode):
         arguments = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)]
         known = {_address(leaf) for leaf in arguments}
         results = func(*args, **(kwargs or {}))
-        # A view allocates nothing. Neither does an in-place write, or an argument that is given other memory.
+        # A view allocates nothing. Neither does an in-place write, or replacing the storage of an argument.
         known.update(map(_address, arguments))
         for leaf in tree_leaves(results):
             is_memory = isinstance(leaf, torch.Tensor) and leaf.device.type != "meta"
@@ -34,13 +32,13 @@ class LiveBytes(TorchDispatchMode):
         return results
 
     def total(self) -> int:
-        """Returns the bytes that are currently alive."""
+        """Returns the number of bytes that are currently alive."""
         storages = (torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self._made.values())
         return sum(storage.nbytes() for storage in storages if storage is not None)
 
 
 class PeakBytes(LiveBytes):
-    """Works like LiveBytes, and counts after every operator."""
+    """A LiveBytes that also tracks the peak, counting after every operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +53,7 @@ class PeakBytes(LiveBytes):
         return results
 
     def peak_of(self, call: Callable[[], object]) -> int:
-        """Returns the peak of live bytes during the call."""
+        """Runs `call` and returns the peak number of live bytes."""
         self._peak = self.total()
         call()
         return self._peak

@@ -1,8 +1,8 @@
 """Provides the megatron-core side of fixed_cost.py on CPUs, from a separate folder, because both packages share a name.
 
 megatron-core requires CUDA in a few places: for the device of its buffers, which becomes the CPU, and for random
-states, which are not needed here. Its model uses its local layer spec (SequentialMLP, because its grouped product needs
-a GPU). The optimizers use torch's fused AdamW, which its own code selects without Apex and Transformer Engine.
+states, which are not needed here. Its model uses its local layer spec (SequentialMLP, because its grouped GEMM requires
+a GPU). The optimizers use torch's fused AdamW, which megatron-core selects without Apex and Transformer Engine.
 """
 
 import os
@@ -27,12 +27,13 @@ ROOT = Path(__file__).resolve().parent.parent
 def build_megatron_core(
     folder: str, config: PlainConfig, *, sequence: int, micro_batch: int, sharded: bool
 ) -> Callable[[], None]:
-    """Builds megatron-core's DDP around its GPTModel, with its optimizer, optionally sharded, and a step without
-    schedules.
+    """Builds megatron-core's GPTModel with its DDP and optimizer. Returns a step without a schedule.
+
+    sharded: use the distributed optimizer.
     """
     use_megatron_core(folder)
-    warnings.simplefilter("ignore")  # every package that it can run without
-    # Imported by name, because a type checker finds our package under it.
+    warnings.simplefilter("ignore")  # it warns about every missing optional package
+    # Imported by name, because a type checker would find our package under these names.
     rng, moe_utils, parallel_state, distributed, gpt, specs, optimizers, transformer = (
         import_module(f"megatron.core.{name}")
         for name in (
@@ -44,7 +45,7 @@ def build_megatron_core(
     parallel_state.initialize_model_parallel()
     tracker = SimpleNamespace(fork=lambda *_: nullcontext(), is_initialized=lambda: True)
     vars(rng).update(_CUDA_RNG_STATE_TRACKER=tracker, _CUDA_RNG_STATE_TRACKER_INITIALIZED=True)
-    # megatron-core's marker for "not installed", which it forgets to set.
+    # megatron-core's marker for "not installed", which it does not set.
     vars(moe_utils)["te_general_gemm"] = None
     torch.manual_seed(1234)
     settings = transformer.TransformerConfig(
@@ -107,7 +108,7 @@ def use_megatron_core(folder: str) -> None:
         del sys.modules[name]
     # Its folder has no __init__.py, so a package of that name anywhere on the path would take precedence.
     sys.path[:] = [folder, *(place for place in sys.path if Path(place or os.curdir).resolve() != ROOT)]
-    # A package without an __init__.py has no file, so inspect would fail on it if it has already seen our package's.
+    # A package without an __init__.py has no __file__, so inspect would fail if it has already seen our package's.
     import_module("megatron").__file__ = str(Path(folder) / "megatron")
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
     # Its optimizers and its clipping accept only CUDA tensor types.
@@ -122,7 +123,7 @@ def use_megatron_core(folder: str) -> None:
 
 
 def on_cpu(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wraps a torch factory function, of any shape and dtype, to allocate on the CPU when CUDA is requested."""
+    """Wraps a torch factory function, any shape and dtype, to allocate on the CPU when CUDA is requested."""
 
     @wraps(function)
     def make(*args: Any, device: Any = None, **keywords: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Draws lines of stash_memory.py: bytes held over the capacity factor, a panel for each skew. Measures nothing."""
+"""Draws the results of stash_memory.py: bytes over the capacity factor, a panel for each skew. Measures nothing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,10 @@ _PANEL, _LEFT, _TOP, _HIGH, _GAP = 230, 52, 86, 220, 34
 
 @dataclass(frozen=True)
 class _Scale:
-    """Coordinates in a panel: factors up to most_factor, MiB up to most_mib. left: its edge in the drawing."""
+    """Maps factors and MiB to coordinates in a panel.
+
+    left: left edge of the panel. most_factor, most_mib: ends of the axes.
+    """
 
     left: float
     most_factor: float
@@ -37,7 +40,7 @@ class _Scale:
 
 
 def drawing(lines: Sequence[Line], *, layout: str) -> str:
-    """Returns the SVG of one layout's lines. Raises ValueError for a layout without lines."""
+    """Returns the SVG for one layout. Raises ValueError if no line has that layout."""
     own = [line for line in lines if line["layout"] == layout]
     if not own:
         raise ValueError(f"layout is {layout!r}: must be one of {sorted({line['layout'] for line in lines})}")
@@ -108,7 +111,7 @@ def _curve(lines: Sequence[Line], kind: str, *, scale: _Scale) -> list[str]:
 
 
 def _mib(line: Line) -> float:
-    """Returns the MiB of a line. Pages count with the pool's size, whether a step fills them or not."""
+    """Returns the MiB of a line. Pages count with the pool's size, whether or not a step fills them."""
     held: int = line["held_bytes"] - line["at_peak_pages"] + max(line["arena_bytes"], line["at_peak_pages"])
     return held / 2**20
 

@@ -3,7 +3,7 @@
     python benchmarks/mup_transfer.py [--steps 80] [--json benchmarks/results/mup_transfer_cpu.json]
 
 Trains a 2-layer GPT on a random process of tokens, whose next token depends on the last two, once for each width
-and learning rate. Prints the loss of the last steps. The models at the first width are the same.
+and learning rate. Prints the mean loss of the last steps. At the first width, both parametrisations are the same.
 """
 
 import argparse
@@ -34,7 +34,7 @@ KEPT_STEPS = 20
 
 
 def main() -> None:
-    """Trains, prints and writes."""
+    """Trains all models, prints the losses and writes them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--widths", type=int, nargs="+", default=[32, 64, 128, 256])
     parser.add_argument("--steps", type=int, default=80)
@@ -58,9 +58,10 @@ def main() -> None:
 
 
 def last_loss(width: int, rate: float, *, steps: int, base: int | None) -> float:
-    """Returns the mean loss of the last steps. base: hidden size of the base model; None without the parametrisation.
+    """Trains a model and returns the mean loss of the last steps.
 
-    A non-finite loss counts as that of an untrained model.
+    base: hidden size of the base model; None without the parametrisation. A non-finite loss counts as the loss of an
+    untrained model.
     """
     config = TransformerConfig(
         num_layers=2,
@@ -98,7 +99,7 @@ def last_loss(width: int, rate: float, *, steps: int, base: int | None) -> float
 
 
 class TokenProcess:
-    """Sequences whose next token is drawn from scores that depend on the two preceding tokens."""
+    """Token sequences whose next token is drawn from scores that depend on the two preceding tokens."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(11)
@@ -106,7 +107,7 @@ class TokenProcess:
         self.second = 2 * torch.randn(VOCAB, VOCAB, generator=generator)
 
     def batch(self, step: int) -> torch.Tensor:
-        """Returns [BATCH, LENGTH + 1], int64, always the same for the same step."""
+        """Returns the batch of a step, [BATCH, LENGTH + 1], int64. Equal steps return equal batches."""
         generator = torch.Generator().manual_seed(1000 + step)
         tokens = [torch.randint(VOCAB, (BATCH,), generator=generator) for _ in range(2)]
         while len(tokens) <= LENGTH:

@@ -3,15 +3,16 @@
     python benchmarks/optimizer_in_backward.py [--ranks 2] [--rounds 20] [--json FILE]
 
 First counts the peak bytes of tensors in a step of linear layers, operator by operator, without timing: gloo
-processes, fp32, a bucket of four layers; for the worst rank, in bytes per parameter, including activations. `held` is
-the policy exact. Messages count while gloo's threads hold them, which varies; targets are for one rank, without any.
+processes, fp32, a bucket of four layers. Reports the worst rank in bytes per parameter, including activations. `held`
+is the policy exact. Tensors of collectives count while gloo's threads reference them, which varies. Targets are
+therefore for one rank, without collectives.
 
-Then measures the milliseconds of AdamW over 300 parameters of 2048 elements with one thread, for the possible
-implementations of an optimizer in backward: an optimizer for each parameter, stepped in its hook; one foreach or fused
-optimizer for the group; ours for a flat bucket, with the norm of its gradients. Every round runs all of them, and
-ratios are medians over rounds.
+Then measures the milliseconds of AdamW over 300 parameters of 2048 elements with one thread, for possible
+implementations of an optimizer in backward: a separate optimizer for each parameter, stepped in its hook; one foreach
+or fused optimizer for the group; ours for a flat bucket, including the norm of its gradients. Every round runs all of
+them, and ratios are medians over rounds.
 
-The targets come last, PASS or FAIL each, with exit status 1 if one fails.
+The targets come last, each PASS or FAIL. The exit status is 1 if one fails.
 """
 
 import argparse
@@ -52,7 +53,7 @@ MODES: dict[str, dict[str, bool]] = {
     "ZeRO-1": {"use_distributed_optimizer": True},
     "ZeRO-2": {"use_distributed_optimizer": True, "shard_gradients": True},
 }
-# Settings of the optimizer by the columns of the table.
+# Settings of the optimizer for each column of the table.
 WAYS: dict[str, dict[str, object]] = {
     "after backward": {"clip_grad": 1.0},
     "in backward": {"clip_grad": 0.0, "optimizer_in_backward": True},
@@ -63,18 +64,18 @@ EACH, FLAT = "optimizer of each parameter", "flat bucket"
 
 
 def main() -> None:
-    """Measures, prints the tables and the targets."""
+    """Measures memory and update times, and prints the tables and the targets."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks for which memory is counted (default: 2)")
     parser.add_argument("--rounds", type=int, default=20, help="counted rounds per update (default: 20)")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     alone, memory = count_memory(1), count_memory(options.ranks)
     costs, figures = time_updates(options.rounds)
     print()
     buckets = 2 * 4 * LAYERS_A_BUCKET / LAYERS
-    # The gradient of a layer is created before it is in its bucket.
+    # The gradient of one layer exists in addition to its bucket.
     law = 4 + 8 + buckets + 4 / LAYERS
     targets = [Target(f"{FLAT} over {EACH}", figures[FLAT], 0.1)]
     for mode, most in alone.items():
@@ -94,7 +95,7 @@ def main() -> None:
 
 
 def count_memory(ranks: int) -> dict[str, dict[str, float]]:
-    """Prints and returns the peak within a step, by mode and way, in bytes per parameter of the worst rank."""
+    """Prints and returns the worst rank's peak within a step, in bytes per parameter, by mode and way."""
     print(f"\n{ranks} rank{'s' * (ranks > 1)}, peak within a step, bytes per parameter")
     print(" " * 10 + "".join(f"{way:>18}" for way in WAYS))
     found: dict[str, dict[str, float]] = {}
@@ -112,7 +113,7 @@ def count_memory(ranks: int) -> dict[str, dict[str, float]]:
 
 
 def most_in_a_step(mode: str, way: str, *, rank: int, ranks: int, port: int) -> int:
-    """Returns the peak bytes of one rank within a step."""
+    """Returns one rank's peak bytes within a step."""
     join_ranks(rank, ranks=ranks, port=port)
     dist.init_process_group("gloo")
     with PeakBytes() as held:
@@ -136,7 +137,7 @@ def most_in_a_step(mode: str, way: str, *, rank: int, ranks: int, port: int) -> 
 def wrap_and_build(
     module: nn.Module, settings: dict[str, object], *, way: dict[str, object]
 ) -> tuple[DistributedDataParallel, MegatronOptimizer]:
-    """Wraps the model and builds its optimizer. settings: for the wrapper. way: for the optimizer."""
+    """Wraps the model and builds its optimizer. settings: of the wrapper. way: settings of the optimizer."""
     releases = bool(way.get("optimizer_in_backward"))
     ddp_config = DistributedDataParallelConfig(release_gradients=releases, **settings)  # type: ignore[arg-type]
     model = DistributedDataParallel(ModelParallelConfig(), ddp_config, module)
@@ -146,7 +147,7 @@ def wrap_and_build(
 
 
 def time_updates(rounds: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Prints and returns the medians in milliseconds, and the ratios to the first, by name."""
+    """Prints and returns the median milliseconds, and the ratios to the first implementation, by name."""
     torch.set_num_threads(1)
     updates = {
         EACH: update_each(),
@@ -172,7 +173,7 @@ def time_updates(rounds: int) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def update_each() -> Callable[[], float]:
-    """Returns an update in which each parameter's hook steps its own optimizer."""
+    """Returns an update with a separate optimizer for each parameter, as stepped in hooks."""
     params = small_params()
     optimizers = [torch.optim.AdamW([param], lr=1e-3) for param in params]
 
@@ -188,7 +189,7 @@ def update_each() -> Callable[[], float]:
 
 
 def update_group(**implementation: bool) -> Callable[[], float]:
-    """Returns an update with one optimizer after all gradients are complete."""
+    """Returns an update with one optimizer for all parameters, after all gradients are complete."""
     params = small_params()
     optimizer = torch.optim.AdamW(params, lr=1e-3, **implementation)  # type: ignore[arg-type]
 
@@ -203,11 +204,11 @@ def update_group(**implementation: bool) -> Callable[[], float]:
 
 
 def update_flat() -> Callable[[], float]:
-    """Returns this framework's update of a wrapped module's bucket in backward, and the end of the step."""
+    """Returns this framework's update of a bucket in backward, including the end of the step."""
     model, optimizer = wrap_and_build(nn.ParameterList(small_params()), {}, way=WAYS["in backward"])
     params = list(model.parameters())
     spent = [0.0]
-    # The hook runs just before the update, so the time after backward is that of the update and the step.
+    # The hook runs just before the update, so the time since then includes only the update and the end of the step.
     model.register_bucket_ready_hook(lambda bucket: spent.__setitem__(0, time.perf_counter()))
 
     def update() -> float:
@@ -221,12 +222,12 @@ def update_flat() -> Callable[[], float]:
 
 
 def small_params() -> list[nn.Parameter]:
-    """Returns parameters of shape SMALL_SHAPE, fp32."""
+    """Returns NUM_SMALL random parameters of shape SMALL_SHAPE, fp32."""
     return [nn.Parameter(torch.randn(SMALL_SHAPE)) for _ in range(NUM_SMALL)]
 
 
 def give_gradients(params: list[nn.Parameter]) -> None:
-    """Assigns random gradients. params: any shape and dtype."""
+    """Assigns gradients of ones to the parameters."""
     for param in params:
         param.grad = torch.ones_like(param)
 

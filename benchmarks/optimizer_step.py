@@ -1,10 +1,10 @@
-"""Compares AdamW over flat ranges and in other forms with torch.optim's over separate parameters, interleaved in one
-process.
+"""Compares AdamW over flat ranges, in several forms, with torch.optim's AdamW over separate parameters, interleaved in
+one process.
 
     python benchmarks/optimizer_step.py [--parameters 300] [--elements 65536] [--rounds 15] [--json FILE]
 
 Prints nanoseconds of CPU time per parameter element and the ratio to torch's fused AdamW, as medians over the rounds.
-The flat step is that of MegatronOptimizer, without gradient reduction and norm.
+The flat step is MegatronOptimizer's, without gradient reduction and norm.
 """
 
 import argparse
@@ -42,7 +42,7 @@ FORMS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measures the steps and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parameters", type=int, default=300)
     parser.add_argument("--elements", type=int, default=65536, help="elements per parameter")
@@ -65,7 +65,7 @@ def main() -> None:
     table = {
         name: {
             "ns_per_element": statistics.median(times[1:]) * 1e9 / (shape[0] * shape[1]),
-            # Ratios per round, so that a slow moment of the machine affects both sides.
+            # Ratios per round, so that a temporarily slow machine affects both sides.
             "ratio": statistics.median(own / other for own, other in zip(times[1:], base)),
         }
         for name, times in seconds.items()
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def torch_step(shape: tuple[int, int], **kind: Any) -> Callable[[], object]:
-    """Returns a step of torch.optim.AdamW over this number of parameters and elements."""
+    """Returns a step of torch.optim.AdamW over parameters of shape (number, elements)."""
     parameters = [nn.Parameter(torch.randn(shape[1])) for _ in range(shape[0])]
     for parameter in parameters:
         parameter.grad = torch.randn(shape[1])
@@ -87,7 +87,7 @@ def torch_step(shape: tuple[int, int], **kind: Any) -> Callable[[], object]:
 
 
 def flat_step(shape: tuple[int, int], dtype: torch.dtype, *, settings: dict[str, Any]) -> Callable[[], object]:
-    """Returns the same step with a MegatronOptimizer's rules, with masters written back into the parameters."""
+    """Returns the same step by a MegatronOptimizer, including copying masters back to the parameters."""
     own = dict(settings)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -99,7 +99,7 @@ def flat_step(shape: tuple[int, int], dtype: torch.dtype, *, settings: dict[str,
     for buffer in wrapped.all_buffers:
         buffer.grad_data.normal_()
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-4, clip_grad=0.0, **own), [wrapped])
-    # Without the norm, which torch's step does not compute either.
+    # Omits the norm, which torch's step does not compute either.
     return lambda: optimizer._update(GradScale(1.0))
 
 

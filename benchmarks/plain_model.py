@@ -1,6 +1,6 @@
-"""Implements the reference model of the CPU figures in plain PyTorch, without imports from this project.
+"""Implements the reference model of the CPU benchmarks in plain PyTorch, without imports from this project.
 
-Experts run one after another, or as one grouped matrix product. Grouped experts may be spread over ranks.
+Experts run one after another, or as one grouped GEMM. Grouped experts may be spread over ranks.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, kw_only=True)
 class PlainConfig:
-    """Sizes of the model. The defaults are those of the CPU figures."""
+    """Sizes of the model. The defaults are the sizes of the CPU benchmarks."""
 
     num_layers: int = 4
     hidden_size: int = 256
@@ -24,14 +24,14 @@ class PlainConfig:
     vocab_size: int = 8192
     rotary_base: float = 10000.0
     norm_epsilon: float = 1e-5
-    # One grouped matrix product per MoE layer instead of a loop over experts.
+    # Use grouped GEMMs instead of a loop over experts.
     grouped: bool = False
-    # Each rank of the default group holds a part of the experts. Requires `grouped`.
+    # Shard the experts over the ranks of the default group. Requires `grouped`.
     expert_parallel: bool = False
 
 
 class PlainAttention(nn.Module):
-    """Causal self-attention with rotary positions. Rows of `qkv` are per head a query, a key and a value."""
+    """Causal self-attention with rotary positions. Rows of `qkv` are ordered by head: query, key, value."""
 
     def __init__(self, config: PlainConfig) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class PlainAttention(nn.Module):
         self.proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Maps x, [B, S, H], with cos and sin, [S, D], float, to [B, S, H]."""
+        """Applies attention to x, [B, S, H]. cos, sin: [S, D], float. Returns [B, S, H]."""
         batch, seq, hidden = x.shape
         qkv = self.qkv(x).view(batch, seq, self.num_heads, 3, self.width)
         q, k, v = (t.transpose(1, 2) for t in qkv.unbind(dim=3))  # [B, N, S, D]
@@ -50,7 +50,7 @@ class PlainAttention(nn.Module):
 
 
 class PlainExpert(nn.Module):
-    """SwiGLU feed-forward layer. Rows of fc1 are gate over up."""
+    """SwiGLU feed-forward layer. The rows of fc1 are the gate's rows, then up's."""
 
     def __init__(self, config: PlainConfig) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class PlainExpert(nn.Module):
         self.fc2 = nn.Linear(config.ffn_hidden_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps x, [R, H], float, to [R, H]."""
+        """Applies the expert to x, [R, H], float. Returns [R, H]."""
         gate, up = self.fc1(x).chunk(2, dim=-1)
         return self.fc2(F.silu(gate) * up)
 
@@ -73,7 +73,7 @@ class PlainMoE(nn.Module):
         self.experts = nn.ModuleList(PlainExpert(config) for _ in range(config.num_experts))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps x, [B, S, H], float, to [B, S, H]."""
+        """Applies the layer to x, [B, S, H], float. Returns [B, S, H]."""
         tokens = x.reshape(-1, x.shape[-1])
         scores, chosen = self.router(tokens).topk(self.topk, dim=-1)
         weights = scores.softmax(dim=-1)
@@ -86,7 +86,7 @@ class PlainMoE(nn.Module):
 
 
 class PlainGroupedMoE(nn.Module):
-    """PlainMoE with rows ordered by expert. fc1: [E, 2 * F, H], fc2: [E, H, F], for this rank's experts."""
+    """PlainMoE with rows sorted by expert. fc1: [E, 2 * F, H] and fc2: [E, H, F], for this rank's experts."""
 
     def __init__(self, config: PlainConfig) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class PlainGroupedMoE(nn.Module):
             nn.init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps x, [B, S, H], float, to [B, S, H]."""
+        """Applies the layer to x, [B, S, H], float. Returns [B, S, H]."""
         tokens = x.reshape(-1, x.shape[-1])
         scores, chosen = self.router(tokens).topk(self.config.topk, dim=-1)
         weights = scores.softmax(dim=-1).flatten()
@@ -114,21 +114,25 @@ class PlainGroupedMoE(nn.Module):
         return torch.zeros_like(tokens).index_add(0, token, rows * weights[order, None]).view(x.shape)
 
     def experts(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Runs this rank's experts. rows: [R, H], float, ordered by expert; counts: [E], int64, rows of each. Returns
-        [R, H].
+        """Runs this rank's experts on rows sorted by expert and returns [R, H].
+
+        rows: [R, H], float. counts: number of rows of each expert, [E], int64.
         """
         ends = counts.cumsum(0, dtype=torch.int32)
         gate, up = F.grouped_mm(rows, self.fc1.transpose(1, 2), offs=ends).chunk(2, dim=-1)
         return F.grouped_mm(F.silu(gate) * up, self.fc2.transpose(1, 2), offs=ends)
 
     def experts_of_all_ranks(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Runs the experts of all ranks. rows: [R, H], float, ordered by expert; counts: [E], int64. Returns [R, H]."""
+        """Exchanges rows so that each rank runs its experts, and returns [R, H].
+
+        rows: [R, H], float, sorted by expert. counts: number of rows of each expert, [E], int64.
+        """
         sent = counts.view(self.ranks, -1)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent)
         splits = received.sum(1).tolist(), sent.sum(1).tolist()
         arrived = ExchangedRows.apply(rows, *splits)
-        # They are received rank by rank, and for each rank expert by expert.
+        # Rows are received rank by rank, and sorted by expert for each rank.
         expert = torch.arange(sent.shape[1]).repeat(self.ranks).repeat_interleave(received.flatten())
         order = expert.argsort(stable=True)
         results = self.experts(arrived[order], received.sum(0))
@@ -137,11 +141,14 @@ class PlainGroupedMoE(nn.Module):
 
 
 class ExchangedRows(torch.autograd.Function):
-    """Exchanges rows of all ranks; backward sends gradients the other way."""
+    """Exchanges rows between all ranks. Backward exchanges the gradients in the opposite direction."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, received: list[int], sent: list[int]) -> Tensor:
-        """Maps rows, [sum(sent), H], float, to [sum(received), H]. received, sent: rows from and to each rank."""
+        """Exchanges rows, [sum(sent), H], float. Returns [sum(received), H].
+
+        received, sent: numbers of rows from and to each rank.
+        """
         ctx.received, ctx.sent = received, sent
         result = rows.new_empty(sum(received), rows.shape[1])
         dist.all_to_all_single(result, rows.contiguous(), received, sent)
@@ -149,7 +156,7 @@ class ExchangedRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Maps grad, [sum(received), H], float, to [sum(sent), H]."""
+        """Exchanges grad, [sum(received), H], float. Returns [sum(sent), H]."""
         result = grad.new_empty(sum(ctx.sent), grad.shape[1])
         dist.all_to_all_single(result, grad.contiguous(), ctx.sent, ctx.received)
         return result, None, None
@@ -166,13 +173,13 @@ class PlainLayer(nn.Module):
         self.moe = PlainGroupedMoE(config) if config.grouped else PlainMoE(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Maps x, [B, S, H], with cos and sin, [S, D], float, to [B, S, H]."""
+        """Applies the layer to x, [B, S, H]. cos, sin: [S, D], float. Returns [B, S, H]."""
         x = x + self.attention(self.attention_norm(x), cos, sin)
         return x + self.moe(self.moe_norm(x))
 
 
 class PlainModel(nn.Module):
-    """Model with untied embedding and output layer. Called with labels, it returns the mean loss."""
+    """Decoder model with untied embedding and output layer. Its forward returns the mean loss."""
 
     def __init__(self, config: PlainConfig) -> None:
         super().__init__()
@@ -183,9 +190,9 @@ class PlainModel(nn.Module):
         self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        """Returns the mean loss, a scalar. input_ids, labels: [B, S], int64."""
+        """Returns the mean loss, [], float. input_ids, labels: [B, S], int64."""
         x = self.embedding(input_ids)
-        # Like x, because weights may only be read in their own module while gathers of new values are pending.
+        # Like x and not like a weight: while gathers are pending, weights may only be read in their module's forward.
         cos, sin = rotary_tables(self.config, input_ids.shape[1], like=x)
         for layer in self.layers:
             x = layer(x, cos, sin)
@@ -194,7 +201,7 @@ class PlainModel(nn.Module):
 
 
 def rotary_tables(config: PlainConfig, seq_length: int, *, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns cos and sin, each [S, D], with dtype and device of `like`."""
+    """Returns cos and sin, each [S, D], with the dtype and device of `like`."""
     width = config.hidden_size // config.num_heads
     frequencies = config.rotary_base ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
     angles = torch.outer(torch.arange(seq_length, dtype=torch.float64), frequencies).repeat(1, 2)
@@ -202,8 +209,9 @@ def rotary_tables(config: PlainConfig, seq_length: int, *, like: Tensor) -> tupl
 
 
 def rotate(x: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the halves of each head against each other. x: [B, N, S, D]; cos, sin: [S, D], float. Returns [B, N, S,
-    D].
+    """Rotates the two halves of each head against each other. Returns the shape and dtype of x.
+
+    x: [B, N, S, D], float. cos, sin: [S, D], float.
     """
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin

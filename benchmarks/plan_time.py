@@ -1,7 +1,7 @@
-"""Compares the step time that a plan estimates for this machine with the measured one.
+"""Compares the step time that a plan estimates for this machine with the measured step time.
 
-Run `python benchmarks/plan_time.py`. Uses the model and the two processes of train_step.py, and the same without
-experts. The machine's figures are those of the entry "cpu" (MEGATRON_DEVICES; device_figures.py measures them). Prints
+Run `python benchmarks/plan_time.py`. Uses the model and the two processes of train_step.py, and the same model without
+experts. The machine is described by the entry "cpu" (MEGATRON_DEVICES; device_figures.py measures it). Prints
 medians over rounds and estimate / measured.
 """
 
@@ -31,17 +31,17 @@ _OF_EXPERTS = ("--num-experts", "--moe-router-topk", "--moe-ffn-hidden-size", "-
 
 
 def main() -> None:
-    """Measures and prints the table."""
+    """Measures both models and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8, help="counted rounds (default: 8)")
     parser.add_argument("--steps", type=int, default=3, help="steps per round (default: 3)")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     builds = {"experts": build_ours, "dense": build_dense}
-    # Ranks wait for each other, so that other load of the machine affects both.
+    # Ranks wait for each other, so that other load on the machine affects both.
     sides = [start_side(name, build, ranks=RANKS) for name, build in builds.items()]
     rounds = run_rounds(sides, rounds=options.rounds, steps=options.steps)
-    # Wall time includes other load of the machine. CPU time includes neither that nor a rank's waits.
+    # Wall time depends on other load on the machine. CPU time does not, and excludes a rank's waits.
     print("           estimate s   wall s   cpu s of a rank   estimate / wall   estimate / cpu")
     for name, flags in (("experts", FLAGS.split()), ("dense", dense_flags())):
         estimate = estimated_seconds(flags)
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def dense_flags() -> list[str]:
-    """Returns FLAGS without experts, with the feed-forward width that a token uses in the MoE model."""
+    """Returns FLAGS without experts, with a feed-forward width equal to a token's in the MoE model."""
     words = FLAGS.split()
     kept, at = [], 0
     while at < len(words):
@@ -66,7 +66,7 @@ def dense_flags() -> list[str]:
 
 
 def build_dense() -> Callable[[], None]:
-    """Builds a step of the model without experts."""
+    """Builds a training step of the model without experts."""
     args = start_processes(argv=dense_flags())
     run = setup_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
     setup_data(run, pretrain_gpt.train_valid_test_datasets_provider, num_workers=0)

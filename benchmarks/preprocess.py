@@ -1,4 +1,4 @@
-"""Compares the speed of tools/preprocess_data.py with the tokenizer's own, interleaved in one run on one core.
+"""Compares the speed of tools/preprocess_data.py with the tokenizer alone, interleaved in one run on one core.
 
     python benchmarks/preprocess.py [--rounds 9] [--megabytes 2] [--json FILE]
 
@@ -28,11 +28,11 @@ if str(ROOT) not in sys.path:
 
 from megatron.tools import preprocess_data, python_corpus, train_tokenizer  # noqa: E402
 
-TARGET = 0.9  # share of the tokenizer's own documents per second
+TARGET = 0.9  # documents per second relative to the tokenizer alone
 
 
 def main() -> None:
-    """Measures and prints the table."""
+    """Measures the sides and prints the table."""
     options = parse_options()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
@@ -52,12 +52,12 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="counted rounds per side (default: 9)")
     parser.add_argument("--megabytes", type=float, default=2, help="size of the text (default: 2)")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     return parser.parse_args()
 
 
 def make_sides(folder: Path, megabytes: float) -> tuple[dict[str, Callable[[], object]], int, int]:
-    """Returns the measured sides by name, the number of documents, and the bytes of their text."""
+    """Returns the measured sides by name, the number of documents, and the size of their text in bytes."""
     text, model = folder / "text.jsonl", folder / "tokenizer.json"
     python_corpus.main(["--output", str(text), "--max-bytes", str(int(megabytes * 1e6))])
     train_tokenizer.main(["--input", str(text), "--output", str(model), "--vocab-size", "4096"])
@@ -74,7 +74,7 @@ def make_sides(folder: Path, megabytes: float) -> tuple[dict[str, Callable[[], o
 
 
 def report(rounds: dict[str, list[float]], *, options: argparse.Namespace, num_documents: int, num_bytes: int) -> None:
-    """Prints the table, and writes it as JSON if requested."""
+    """Prints the table and, if requested, writes it as JSON."""
     medians = {name: statistics.median(seconds) for name, seconds in rounds.items()}
     print(f"{num_documents} documents, {num_bytes / 1e6:.1f} MB, {options.rounds} rounds, CPU seconds of one core")
     print(f"{'':20} {'documents/s':>12} {'MB/s':>8} {'of encode':>10}")

@@ -1,7 +1,7 @@
-"""Measures implementations side by side: each side is a few single-threaded processes that step in turns.
+"""Measures implementations side by side: each side is a few single-threaded processes, and the sides step in turns.
 
-Independent of the content of a step. While one side steps, the others wait. Ratios pair the rounds, so that drift of
-the machine cancels.
+Independent of the content of a step. While one side steps, the others wait. Ratios are computed per round, so that
+drift of the machine cancels.
 """
 
 import json
@@ -24,15 +24,18 @@ import torch.distributed as dist
 from benchmarks.source import commit_of_tree
 from megatron.core.device import peak_memory_bytes
 
-# A step of one rank. It may return one figure between 0 and 1.
+# A step of one rank. It may return a result between 0 and 1.
 Step = Callable[[], float | None]
-# Builds the model on one rank, and returns its step.
+# Builds the model on one rank and returns its step.
 Build = Callable[[], Step]
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Means over a round's steps, in seconds; peak_bytes since the process started; median of the steps' figures."""
+    """Means over a round's steps in seconds, peak memory, and the median of the steps' results.
+
+    peak_bytes: since the process started. figure: None if the steps return no result.
+    """
 
     cpu_seconds: float
     wall_seconds: float
@@ -49,8 +52,9 @@ class Side:
     processes: list[Any]
 
     def measure(self, steps: int) -> Measurement:
-        """Runs `steps` on all ranks. Returns CPU seconds summed over ranks, and time, memory and figure of the worst
-        rank.
+        """Runs `steps` steps on all ranks and returns the measurement of the round.
+
+        CPU seconds are summed over ranks. Time, memory and figure are the worst rank's.
         """
         for connection in self.connections:
             connection.send(steps)
@@ -63,7 +67,7 @@ class Side:
         )
 
     def stop(self) -> None:
-        """Ends the processes."""
+        """Ends the side's processes."""
         for connection in self.connections:
             connection.send(0)
         for process in self.processes:
@@ -73,7 +77,7 @@ class Side:
 def run_rounds(sides: list[Side], *, rounds: int, steps: int) -> dict[str, list[Measurement]]:
     """Measures each side once per round, after a warm-up round, and ends the processes. Returns results by side.
 
-    The order alternates between rounds, so that being first is no advantage.
+    The order alternates between rounds, so that no side benefits from being first.
     """
     measured: dict[str, list[Measurement]] = {side.name: [] for side in sides}
     for number in range(rounds + 1):
@@ -90,7 +94,7 @@ def run_rounds(sides: list[Side], *, rounds: int, steps: int) -> dict[str, list[
 
 
 def ratios(ours: list[Measurement], plain: list[Measurement]) -> dict[str, float]:
-    """Returns medians over the rounds of ours / plain; for peaks the ratio of the last round."""
+    """Returns medians over the rounds of ours / plain, and for peaks the ratio of the last round."""
     return {
         "cpu x": statistics.median(o.cpu_seconds / p.cpu_seconds for o, p in zip(ours, plain, strict=True)),
         "wall x": statistics.median(o.wall_seconds / p.wall_seconds for o, p in zip(ours, plain, strict=True)),
@@ -99,7 +103,7 @@ def ratios(ours: list[Measurement], plain: list[Measurement]) -> dict[str, float
 
 
 def print_table(measured: Mapping[str, list[Measurement]], *, base: str) -> dict[str, dict[str, float]]:
-    """Prints medians of each side and its ratios to the side `base`; returns the ratios by side."""
+    """Prints medians of each side and ratios to the side `base`. Returns the ratios by side."""
     width = max(map(len, measured)) + 2
     columns = ("cpu s/step", "wall s/step", "peak MiB", "cpu x", "wall x", "net x")
     print(" " * width + "".join(f"{column:>13}" for column in columns))
@@ -114,7 +118,7 @@ def print_table(measured: Mapping[str, list[Measurement]], *, base: str) -> dict
 
 
 def write_record(path: Path, figures: object, *, measured: Mapping[str, list[Measurement]]) -> None:
-    """Writes figures, rounds and conditions as JSON."""
+    """Writes results, rounds and conditions as JSON."""
     record = {"figures": figures, "rounds": {k: [asdict(m) for m in v] for k, v in measured.items()}, **context()}
     path.write_text(json.dumps(record, indent=1) + "\n")
 
@@ -129,7 +133,7 @@ def free_port() -> int:
 def start_side(name: str, build: Build, *, ranks: int, packages: Sequence[str] = ()) -> Side:
     """Starts the ranks of one implementation. `build` must be importable, because processes are spawned.
 
-    packages: imported before memory is counted, like torch.
+    packages: imported before the memory baseline is taken, like torch.
     """
     context = multiprocessing.get_context("spawn")
     port = free_port()
@@ -140,7 +144,7 @@ def start_side(name: str, build: Build, *, ranks: int, packages: Sequence[str] =
             target=serve,
             args=(build, theirs),
             kwargs={"rank": rank, "ranks": ranks, "port": port, "packages": packages},
-            # Ends with this process, which may have failed because of another side.
+            # Ends with this process, which may fail because of a different side.
             daemon=True,
         )
         process.start()
@@ -152,7 +156,7 @@ def start_side(name: str, build: Build, *, ranks: int, packages: Sequence[str] =
 def serve(
     build: Build, connection: Connection, *, rank: int, ranks: int, port: int, packages: Sequence[str] = ()
 ) -> None:
-    """Runs one rank: builds, then runs the requested numbers of steps until 0."""
+    """Runs one rank: builds the model, then runs the requested numbers of steps until 0 arrives."""
     join_ranks(rank, ranks=ranks, port=port)
     for package in packages:
         import_module(package)
@@ -173,7 +177,7 @@ def serve(
 
 
 def join_ranks(rank: int, *, ranks: int, port: int) -> None:
-    """Makes this single-threaded process a rank as torchrun would start it."""
+    """Sets this process up as a single-threaded rank, as torchrun would start it."""
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)

@@ -1,6 +1,6 @@
-"""Names the version of the files that a measurement belongs to.
+"""Identifies the version of the files that a measurement belongs to.
 
-Does not import torch, so that it works if torch fails.
+Does not import torch, so that it works even if torch fails.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ _FILES = ("pretrain_gpt.py", "tests/harness.py", "tests/conftest.py")
 def commit_of_tree() -> str:
     """Returns the commit of these files.
 
-    In a copy without a repository, returns the variable COMMIT, or an empty text.
+    In a copy without a repository, returns the variable COMMIT or an empty string.
     """
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
         return os.environ.get("COMMIT", "")
@@ -26,9 +26,7 @@ def commit_of_tree() -> str:
 
 
 def digest_of_files() -> str:
-    """Returns a digest of the Python files that checks on a GPU run, which is the same for equal files, committed or
-    not.
-    """
+    """Returns a digest of the Python files that GPU checks run. It depends only on contents, committed or not."""
     found = hashlib.blake2b(digest_size=8)
     paths = [path for part in _PARTS for path in (ROOT / part).rglob("*.py")]
     for path in sorted([*paths, *(ROOT / name for name in _FILES)]):

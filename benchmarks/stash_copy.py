@@ -3,13 +3,14 @@
     python benchmarks/stash_copy.py [--rounds 25] [--json benchmarks/results/stash_copy_cpu.json]
 
 A group contains the tensors that an expert layer saves: x, gate_up of twice its width, and act. 15/16 of their rows are
-live, and a page holds 64 rows of x. The pool has room for two groups, so the plain copies use two sets of buffers in
-turn. Stash, restore and plain copies are interleaved. The figures, stash x and restore x, are medians over rounds of
-copy_'s seconds / our seconds: the rate as a share of copy_'s. A round under the profiler must allocate nothing. The
-order of free pages in the pool's ring is that of
-  new       a reset: a tensor's pages are consecutive
-  step      a step in which 64 groups of other sizes used the pool, as under pipeline parallelism
-  shuffled  a random permutation, the worst case: hardly any two pages are consecutive
+live, and a page stores 64 rows of x. The pool has space for two groups, so the plain copies alternate between two sets
+of buffers. Stash, restore and plain copies are interleaved. The results, stash x and restore x, are medians over rounds
+of copy_'s seconds / our seconds, i.e. the rate relative to copy_'s. A round under the profiler must not allocate. The
+order of free pages in the pool's ring is
+
+new       as after a reset: a tensor's pages are consecutive
+step      as after a step in which 64 groups of other sizes used the pool, as under pipeline parallelism
+shuffled  a random permutation, the worst case: hardly any two pages are consecutive
 
 benchmarks/gpu/stash_copy.py measures the same on a GPU, for other sizes.
 """
@@ -64,7 +65,7 @@ class Bench:
 
     @property
     def live_bytes(self) -> int:
-        """Returns the bytes that one stash, restore or copy moves."""
+        """Number of bytes that one stash, restore or copy moves."""
         return sum(buffer.nbytes for buffer in self.buffers[0])
 
     def stash(self, _turn: int) -> None:
@@ -82,8 +83,9 @@ class Bench:
             target[: buffer.nbytes].view(buffer.dtype).copy_(buffer, non_blocking=True)
 
     def round(self, turn: int, timed: Callable[[Callable[[int], None], int], None]) -> None:
-        """Runs each operation once, with plain copies first in every other turn. timed(verb, turn) has to call
-        verb(turn).
+        """Runs each operation once. Plain copies run first in every other round.
+
+        timed: called as timed(verb, turn); must call verb(turn).
         """
         verbs = [(self.copy_in, self.stash), (self.copy_out, self.restore)]
         self.pool.plan(self.group, self.num_rows)
@@ -94,7 +96,7 @@ class Bench:
 
 
 def build(width: int, dtype: torch.dtype, *, num_bytes: int, order: str, device: str, tier: str) -> Bench:
-    """Builds a bench for x of this width in bytes and groups of num_bytes. All memory has been touched."""
+    """Builds a bench with groups of num_bytes. width: of x, in bytes. Touches all memory once."""
     max_rows = num_bytes // (4 * width) * 16 // 15
     num_rows = num_bytes // (4 * width) - 3  # the last page is not full
     widths = ((width, Priority.INPUT), (2 * width, Priority.GATE_UP), (width, Priority.ACT))
@@ -121,7 +123,7 @@ def build(width: int, dtype: torch.dtype, *, num_bytes: int, order: str, device:
 
 
 def age(pool: PagePool, specs: list[TensorSpec]) -> None:
-    """Sends GROUPS_OF_STEP groups through the pool, each with about a tenth of these rows, up to 9 at the same time."""
+    """Sends GROUPS_OF_STEP groups through the pool, each with about a tenth of these rows and at most 9 at a time."""
     numbers = random.Random(1)
     waiting: list[PageGroup] = []
     for _ in range(GROUPS_OF_STEP):
@@ -140,7 +142,7 @@ def leave(pool: PagePool, group: PageGroup) -> None:
 
 
 def check_no_allocation(bench: Bench) -> None:
-    """Raises AssertionError naming the operators that allocated in plan, stash, restore and release."""
+    """Raises AssertionError naming the operators that allocated during plan, stash, restore and release."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         bench.round(0, lambda verb, turn: verb(turn))
     allocated = [(event.name, event.cpu_memory_usage) for event in seen.events() if event.cpu_memory_usage]
@@ -148,7 +150,7 @@ def check_no_allocation(bench: Bench) -> None:
 
 
 def measure_cpu(bench: Bench, rounds: int) -> dict[str, Any]:
-    """Returns figures over these rounds, in CPU seconds with one thread and in wall seconds with two.
+    """Returns the results over these rounds, in CPU seconds with one thread and in wall seconds with two.
 
     Raises AssertionError if the steady state allocates.
     """
@@ -177,7 +179,7 @@ def figures_of(seconds: dict[str, list[float]], live_bytes: int) -> dict[str, An
 
 
 def main_cpu(rounds: int) -> list[dict[str, Any]]:
-    """Measures widths x dtypes, widths x orders, then sizes at one width, all with one thread and with two."""
+    """Measures widths x dtypes, widths x orders, then sizes at one width, all with one thread and with two threads."""
     keep_cpu_heap()
     cases = [(w, d, GROUP_BYTES, "step") for w in WIDTHS for d in DTYPES]
     cases += [(w, torch.float32, GROUP_BYTES, order) for order in ("new", "shuffled") for w in WIDTHS]
@@ -203,10 +205,10 @@ def main_cpu(rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measures, prints, and writes the requested files."""
+    """Measures the cases, prints the table and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=25, help="counted rounds per case (default: 25)")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args()
     record = {"rows": main_cpu(options.rounds), "rounds": options.rounds, **machine()}
     if options.json is not None:

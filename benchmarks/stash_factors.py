@@ -1,18 +1,20 @@
-"""Measures the capacity and page factors that freshly initialised routers need step by step, and simulates other pools.
+"""Measures the capacity and page factors that freshly initialised routers require in each step, and simulates pools.
 
     python benchmarks/stash_factors.py [--only SHAPE ...] [--steps 150] [--folder DIR] [--json FILE]
 
-Trains six small models with the routers of published ones, on the text included in Python. Two processes share the
+Trains six small models with the routers of published models, on the text included in Python. Two processes share the
 experts, with buffers that no routing can exceed (c 2) and a paged stash of factor 1.1. --record-routing records the
 tokens of each expert. From this routing, which does not depend on pages, stash_plan computes the factors that the worst
-rank needed in each step, and simulates pools of other sizes. It also simulates eight ranks that share the experts, with
-microbatches from the same steps. The simulation of the run's own pool must match the run's counters in each step.
+rank required in each step, and simulates pools of other sizes. It also simulates eight ranks that share the experts,
+with microbatches from the same steps. The simulation of the run's own pool must match the run's counters in each step.
 
-First table, for steps 1 to 10, 11 to 50 and later ones, as median / p99 / maximum:
-  rows        --moe-expert-rank-capacity-factor needed
-  pages       --moe-paged-stash-buffer-size-factor-cuda needed to hold every tensor
-  -m          the multiple of the measured need, given as a negative factor, with which the later steps would have had
-              all pages: fresh, in a run that measured its first step, and resumed from a checkpoint of step 50
+First table, for steps 1 to 10, 11 to 50 and later steps, as median / p99 / maximum:
+
+rows        --moe-expert-rank-capacity-factor required
+pages       --moe-paged-stash-buffer-size-factor-cuda required to store every tensor
+-m          the multiple of the measured requirement, given as a negative factor, with which the later steps would have
+            had all pages: fresh, in a run that measured its first step, and resumed from a checkpoint of step 50
+
 Second table: percentages of all acts and of all gate_ups that are recomputed, by the device's factor.
 """
 
@@ -51,7 +53,7 @@ from megatron.training.callbacks.routing_trace import read_routing  # noqa: E402
 RANKS = 2
 MORE_RANKS = 8
 FACTORS = (0.9, 1.0, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.4, 1.5, 1.75, 2.0)
-# First and last step of each part of a run, from 1.
+# First and last step of each part of a run, starting at 1.
 PARTS = {"1-10": (1, 10), "11-50": (11, 50), "later": (51, None)}
 RESUMED_AT = 50
 FLAGS = f"""
@@ -67,17 +69,20 @@ FLAGS = f"""
 
 @dataclass(frozen=True)
 class Shape:
-    """Flags of a model, and its batch: samples of a rank's microbatch, and microbatches per step."""
+    """Flags of a model and its batch.
+
+    micro_batch: samples of a rank's microbatch. num_microbatches: microbatches per step.
+    """
 
     flags: str
     micro_batch: int
     num_microbatches: int
 
     def batch(self, ranks: int) -> list[str]:
-        """Returns the flags of a step on that many ranks.
+        """Returns the batch flags of a step on that many ranks.
 
-        It has as many microbatches as on RANKS ranks, and at least one per rank. If that is more than recorded, the
-        simulation draws them from those of the step.
+        It has as many microbatches as on RANKS ranks, and at least one per rank. If these are more than were recorded,
+        the simulation draws them from the microbatches of the step.
         """
         num_microbatches = max(1, self.num_microbatches * RANKS // ranks)
         size = ranks * self.micro_batch * num_microbatches
@@ -146,7 +151,7 @@ def main() -> None:
 
 
 def measure(name: str, workspace: Workspace, *, steps: int) -> dict[str, Any]:
-    """Trains a shape, unless the folder has its run, and returns its figures by number of ranks that share experts."""
+    """Trains a shape, unless the folder contains its run, and returns results by number of ranks that share experts."""
     shape, out = SHAPES[name], workspace.folder / name.partition(":")[0]
     trace = out / "routing.jsonl.gz"
     flags = [*shlex.split(FLAGS + shape.flags), *tokenizer_flags(workspace), "--data-path", workspace.tokens]
@@ -155,10 +160,10 @@ def measure(name: str, workspace: Workspace, *, steps: int) -> dict[str, Any]:
         train([*words, *shape.batch(RANKS), "--save", str(out), "--record-routing", str(trace)])
     recorded = sum(1 for _ in read_routing(trace))
     if recorded != steps:
-        raise ValueError(f"--steps is {steps}, but {trace} has {recorded}: use that number, or another --folder")
+        raise ValueError(f"--steps is {steps}, but {trace} has {recorded}: use that number, or a different --folder")
     found = {}
     for ranks in (RANKS, MORE_RANKS):
-        # A rank may receive all rows, so that no step overflows.
+        # The capacity lets a rank receive all rows, so that no step overflows.
         sizes = ["--expert-model-parallel-size", str(ranks), "--moe-expert-rank-capacity-factor", str(ranks)]
         run, spans = planned([*words, *shape.batch(ranks), *sizes], trace, ranks=ranks)
         if ranks == RANKS:
@@ -168,7 +173,7 @@ def measure(name: str, workspace: Workspace, *, steps: int) -> dict[str, Any]:
 
 
 def train(words: Sequence[str]) -> None:
-    """Runs pretrain_gpt.py on RANKS processes of one thread."""
+    """Runs pretrain_gpt.py on RANKS single-threaded processes."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     subprocess.run(
         [*torchrun, str(ROOT / "pretrain_gpt.py"), *words, "--log-interval", "50"],
@@ -178,7 +183,7 @@ def train(words: Sequence[str]) -> None:
 
 
 def planned(words: Sequence[str], trace: Path, *, ranks: int) -> tuple[PlannedRun, list[RoutingSpan]]:
-    """Returns a run with these flags on that many ranks, and its steps from a recorded routing."""
+    """Returns a planned run with these flags on that many ranks, and its steps from a recorded routing."""
     args = validate_args(parse_args(argv=[*words, "--dry-run", "--world-size", str(ranks)]))
     run = planned_run(args, pretrain_gpt.model_provider)
     spans, _ = traced_spans(read_routing(trace), run, num_groups=run.ranks.num_groups, seed=args.seed)
@@ -186,7 +191,7 @@ def planned(words: Sequence[str], trace: Path, *, ranks: int) -> tuple[PlannedRu
 
 
 def check_simulation(logged: Mapping[str, Series], simulated: Walk) -> None:
-    """Raises AssertionError unless the simulation of the run's own pool matches the run's recomputation in each step.
+    """Raises AssertionError unless the simulated recomputation matches the run's in each step, for the run's pool.
 
     logged: the run's series by name.
     """
@@ -197,7 +202,7 @@ def check_simulation(logged: Mapping[str, Series], simulated: Walk) -> None:
 
 
 def figures_of(run: PlannedRun, spans: Sequence[RoutingSpan]) -> dict[str, Any]:
-    """Returns the figures of both tables."""
+    """Returns the results for both tables."""
     needs = needs_of_steps(run, spans)
     recomputed = {}
     for factor in FACTORS:
@@ -212,7 +217,7 @@ def figures_of(run: PlannedRun, spans: Sequence[RoutingSpan]) -> dict[str, Any]:
 
 
 def by_part(needed: np.ndarray) -> dict[str, dict[str, float]]:
-    """Returns median, p99 and maximum of the steps of each part. needed: [S], fp64; the last part may be missing."""
+    """Returns median, p99 and maximum over the steps of each part. needed: [S], fp64; the last part may be missing."""
     found = {}
     for part, (first, last) in PARTS.items():
         values = needed[first - 1 : last].tolist()
@@ -232,7 +237,7 @@ def num_groups(run: PlannedRun) -> int:
 
 
 def recomputed_shares(simulated: Walk, *, groups: int) -> dict[str, dict[str, float]]:
-    """Returns the shares of recomputed acts and gate_ups on the rank with the most, and of steps that have any.
+    """Returns the fractions of recomputed acts and gate_ups on the worst rank, and of steps with any.
 
     groups: expert groups that a rank stashes in a step. Also counts attempts that overflowed.
     """
@@ -255,14 +260,14 @@ def recomputed_shares(simulated: Walk, *, groups: int) -> dict[str, dict[str, fl
 
 
 def learned_multiples(run: PlannedRun, spans: Sequence[RoutingSpan]) -> dict[str, dict[str, float]]:
-    """Returns the pages that later steps needed over the measured need, on the worst rank.
+    """Returns the pages that later steps required over the measured requirement, on the worst rank.
 
     fresh: only the first step is measured. resumed: all steps up to RESUMED_AT are measured, over all ranks.
     """
     (span,), (stage,) = spans, walk(run, run.flags, spans=spans, grows=False).stages
     ranks = run.ranks
     capacity = run.flags.moe_expert_rank_capacity_factor
-    assert capacity is not None, "FLAGS contain it"
+    assert capacity is not None, "FLAGS set it"
     needs = run.needs(run.flags, 0, num_microbatches=run.num_microbatches, max_rows=ranks.max_rows(capacity))
     # Layer -> [S, N], fp64.
     shares = {layer: rows.max(axis=0) / ranks.balanced_rows for layer, rows in span.rows.items()}
@@ -280,7 +285,7 @@ def learned_multiples(run: PlannedRun, spans: Sequence[RoutingSpan]) -> dict[str
 
 
 def print_tables(shapes: dict[str, Any]) -> None:
-    """Prints the factors that steps needed, then the tensors that pools of each size recompute."""
+    """Prints the factors that steps required, then the tensors that pools of each size recompute."""
     rows = {f"{name}, {ranks}": found for name, by_ranks in shapes.items() for ranks, found in by_ranks.items()}
     columns = [f"{what} {part}" for what in ("rows", "pages") for part in PARTS] + ["-m fresh", "-m resumed"]
     print(f"\n{'shape, ranks':38}" + "".join(f"{column:>20}" for column in columns))
@@ -303,11 +308,11 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", default=[], help="shapes whose name contains one of these words")
     parser.add_argument("--steps", type=int, default=150, help="steps to train (default: 150)")
     parser.add_argument("--folder", type=Path, help="folder for text, tokens and runs, which are reused if they exist")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args()
     for text in options.only:
         if not any(text in name for name in SHAPES):
-            parser.error(f"--only has {text!r}, which no shape has in its name; shapes: {'; '.join(SHAPES)}")
+            parser.error(f"--only is {text!r}, which no shape name contains; shapes: {'; '.join(SHAPES)}")
     return options
 
 

@@ -1,24 +1,25 @@
-"""Counts a rank's bytes of the experts' activations at the peak of a training step, for a stash and its alternatives.
+"""Counts a rank's bytes of expert activations at the peak of a training step, with a stash and with its alternatives.
 
     python benchmarks/stash_memory.py [--only TEXT ...] [--json FILE] [--plot FILE.svg]
     python benchmarks/stash_memory.py --read FILE --plot FILE.svg
 
 Every line is a separate run of the code of pretrain_gpt.py: 8 layers of 16 experts, top-2, fp32, over 8 processes that
 are pipeline stages times ranks of experts. A forced routing gives the experts of rank 0 a multiple of the balanced
-number of rows, which is also the smallest sufficient c (*needs*). The line is that of the rank that holds most.
-  dropless  buffers of the number of received rows, for which the host waits
-  static    buffers of c times the balanced number of rows; no c below `needs`, which would lose rows
-  stash     static, and pages for the peak need of steps so far plus 10 %
-  rungs     static, and half of the pages of that peak: tensors without pages are recomputed
+number of rows, which is also the smallest sufficient c (*needs*). The line describes the rank with the most bytes.
 
-*held*, MiB: x, routing weights, gate_up and act of all passes whose backward is still to come, at the moment between
+dropless  buffers of the number of received rows, for which the host waits
+static    buffers of c times the balanced number of rows; no c below `needs`, which would lose rows
+stash     static, and pages for the peak requirement of steps so far plus 10 %
+rungs     static, and half of the pages of that peak: tensors without pages are recomputed
+
+*held*, MiB: x, routing weights, gate_up and act of all passes whose backward has not run yet, at the moment between
 two forwards of expert layers when they are largest: buffers, allocated pages, and buffers of restored rows. Additional
-memory of a forward in progress is not counted, nor are gradients. *live*: rows in the pages. *arena*: the pool's pages.
-*sets*: buffers outside of pages, in units of the largest group's; the law allows 1 + prefetch. Reported separately:
-*index*, integers that the dispatch keeps at that moment; *wire*, the maximum of its buffers in any forward; *dropped*,
-recomputed tensors; *rss*, the growth of a process's resident memory in the steps, at its peak, which differs between
-the lines of a layout only by the experts' part. glibc keeps freed memory in all of them, including holes, as configured
-by pretrain_gpt.py.
+memory of a forward in progress and gradients are not counted. *live*: rows in the pages. *arena*: the pool's pages.
+*sets*: buffers outside of pages, in units of the largest group's buffers; the law allows 1 + prefetch. Reported
+separately: *index*, integers that the dispatch stores at that moment; *wire*, the maximum of its buffers in any
+forward; *dropped*, recomputed tensors; *rss*, the growth of a process's resident memory in the steps, at its peak,
+which differs between the lines of a layout only by the experts' part. glibc keeps freed memory in all of them,
+including holes, as configured by pretrain_gpt.py.
 
 Asserted for every rank of every run: pages in use <= live bytes / page + 1 for each tensor, at all times; buffers
 outside of pages <= 1 + prefetch working sets at the peak.
@@ -78,13 +79,13 @@ KINDS = {
     "stash": f"{STASH} {FACTOR} -1.1",
     "rungs": f"{STASH} {FACTOR} -0.5",
 }
-# Share of the tokens whose first choice is expert 0.
+# Fraction of the tokens whose first choice is expert 0.
 SKEWS = {"balanced": 0.0, "half hot": 0.5, "one hot": 1.0}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Number of stages and of model chunks per stage. All ranks of a stage share the experts."""
+    """Numbers of pipeline stages and of model chunks per stage. All ranks of a stage share the experts."""
 
     stages: int
     chunks: int = 1
@@ -97,12 +98,12 @@ class Layout:
 
     @property
     def microbatches(self) -> int:
-        """Returns a number of microbatches that reaches the steady state of the schedule."""
+        """Number of microbatches, large enough for the schedule's steady state."""
         return 2 * self.stages
 
     @property
     def flags(self) -> list[str]:
-        """Returns the layout as flags of pretrain_gpt.py."""
+        """Flags of pretrain_gpt.py for the layout."""
         sizes = {
             "--pipeline-model-parallel-size": self.stages,
             "--expert-model-parallel-size": self.expert_ranks,
@@ -118,7 +119,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Case:
-    """One run. capacity: c; None for dropless."""
+    """One run. capacity: capacity factor c; None for dropless."""
 
     layout: Layout
     skew: str
@@ -127,13 +128,13 @@ class Case:
 
     @property
     def argv(self) -> list[str]:
-        """Returns the command line of pretrain_gpt.py."""
+        """Command line of pretrain_gpt.py."""
         factor = [] if self.capacity is None else ["--moe-expert-rank-capacity-factor", str(self.capacity)]
         return [*FLAGS.split(), *self.layout.flags, *factor, *KINDS[self.kind].split()]
 
     @property
     def factor_needed(self) -> float:
-        """Returns the rows of the fullest rank over the balanced number."""
+        """Rows of the fullest rank over the balanced number."""
         own = EXPERTS // self.layout.expert_ranks
         chosen = forced_choices(SKEWS[self.skew], num_tokens=EXPERTS * SEQUENCE)
         return float((chosen < own).float().mean()) * self.layout.expert_ranks
@@ -153,10 +154,10 @@ CAPACITIES = {
 
 
 def all_cases() -> list[Case]:
-    """Returns all runs whose buffers have room for the rows."""
+    """Returns all runs whose buffers are large enough for the rows."""
     cases = []
     for layout, capacities in CAPACITIES.items():
-        # Differences between skews show without a pipeline.
+        # All skews are only needed without a pipeline.
         for skew in SKEWS if layout.stages == 1 else ("balanced", "one hot"):
             found = [Case(layout, skew, kind, c) for c in capacities for kind in ("static", "stash", "rungs")]
             cases.append(Case(layout, skew, "dropless", None))
@@ -165,9 +166,9 @@ def all_cases() -> list[Case]:
 
 
 def forced_choices(hot_share: float, *, num_tokens: int) -> Tensor:
-    """Returns the experts of each token: expert 0 and another one for the first hot_share of the tokens, else in turn.
+    """Returns the experts of each token, [T, K], int64.
 
-    Returns [T, K], int64.
+    The first hot_share of the tokens use expert 0 and one other expert. The rest use all experts in turn.
     """
     tokens = torch.arange(num_tokens)
     in_turn = (tokens.unsqueeze(1) * TOPK + torch.arange(TOPK)) % EXPERTS
@@ -176,7 +177,7 @@ def forced_choices(hot_share: float, *, num_tokens: int) -> Tensor:
 
 
 def force_routing(router: nn.Module, hot_share: float) -> None:
-    """Replaces the router's choices. The weights stay, with their gradients."""
+    """Replaces the router's choices. Routing weights and their gradients are unchanged."""
 
     def choose(router: nn.Module, inputs: Any, chosen: Routing) -> Routing:
         forced = forced_choices(hot_share, num_tokens=len(chosen.indices)).to(chosen.indices.device)
@@ -187,7 +188,10 @@ def force_routing(router: nn.Module, hot_share: float) -> None:
 
 @dataclass(frozen=True)
 class RankFigures:
-    """One rank's measurements. arena_bytes: those of the pool's device pages. dropped: tensors recomputed in a step."""
+    """One rank's measurements.
+
+    arena_bytes: size of the pool's device pages. dropped: tensors recomputed in a step. voids: discarded attempts.
+    """
 
     peaks: Peaks
     arena_bytes: int
@@ -196,17 +200,17 @@ class RankFigures:
     rss_bytes: int
 
     def check_memory_law(self) -> None:
-        """Raises AssertionError if more is held than rows, page tails and working sets account for."""
+        """Raises AssertionError if more memory is in use than rows, page tails and working sets account for."""
         peaks, held = self.peaks, self.peaks.held
-        assert peaks.excess_pages <= 0, f"{peaks.excess_pages} pages more than live rows fill, and one for each tensor"
-        # The rows of x, weights, gate_up and act are restored to whole words of 64 bytes.
+        assert peaks.excess_pages <= 0, f"{peaks.excess_pages} pages more than live rows fill plus one per tensor"
+        # Buffers of restored rows of x, weights, gate_up and act are rounded up to 64 bytes.
         outside, allowed = held.rows + held.restored, (1 + PREFETCH) * (peaks.working_set + 4 * RESTORE_ALIGNMENT)
         assert self.arena_bytes == 0 or outside <= allowed, f"{outside} bytes outside of pages, {allowed} allowed"
         assert held.pages <= self.arena_bytes, f"{held.pages} bytes of pages in a pool of {self.arena_bytes}"
 
 
 def train(case: Case) -> RankFigures:
-    """Runs training steps, the last of which is measured, as a rank of torchrun."""
+    """Runs training steps as a rank of torchrun, and measures the last one."""
     args = start_processes(argv=case.argv)
     run = setup_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
     setup_data(run, pretrain_gpt.train_valid_test_datasets_provider, num_workers=0)
@@ -222,7 +226,7 @@ def train(case: Case) -> RankFigures:
 
 
 def run_rank(case: Case, connection: Connection, *, rank: int, port: int) -> None:
-    """Runs one process of a case, and sends its figures."""
+    """Runs one process of a case and sends its results."""
     torch.set_num_threads(1)
     sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.layout.ranks, "MASTER_PORT": port}
     os.environ.update({name: str(size) for name, size in sizes.items()}, MASTER_ADDR="127.0.0.1")
@@ -232,7 +236,7 @@ def run_rank(case: Case, connection: Connection, *, rank: int, port: int) -> Non
 
 
 def figures_of(run: TrainingRun, peaks: Peaks, *, rss: int) -> RankFigures:
-    """Returns the figures of this rank's last step."""
+    """Returns the results of this rank's last step."""
     step = None if run.expert_memory is None else run.expert_memory.last_step
     if step is None or step.layout is None:
         return RankFigures(peaks, arena_bytes=0, dropped=0, voids=0, rss_bytes=rss)
@@ -242,7 +246,7 @@ def figures_of(run: TrainingRun, peaks: Peaks, *, rss: int) -> RankFigures:
 
 
 def measure(case: Case) -> list[RankFigures]:
-    """Runs a case in separate processes, and returns the figures of each rank."""
+    """Runs a case in separate processes, checks the memory law and returns the results of each rank."""
     context, port = get_context("forkserver"), free_port()
     ranks = []
     for rank in range(case.layout.ranks):
@@ -260,7 +264,7 @@ def measure(case: Case) -> list[RankFigures]:
 
 
 def line_of(case: Case, ranks: list[RankFigures]) -> dict[str, Any]:
-    """Returns the figures of the rank that holds most, and maxima over ranks."""
+    """Returns a table line: the results of the rank with the most bytes, and maxima over ranks."""
     most = max(ranks, key=lambda one: one.peaks.held.activations)
     held = most.peaks.held
     return {
@@ -294,7 +298,7 @@ def print_line(line: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Measures and prints the table."""
+    """Measures or reads the lines, and prints the table."""
     options = parse_options()
     os.environ["OMP_NUM_THREADS"] = "1"
     print(
@@ -315,18 +319,18 @@ def main() -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    """Parses the command line of this benchmark. --read draws the figures of an earlier run."""
+    """Parses the command line of this benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--only",
         nargs="+",
         default=[],
-        help='runs whose names contain this text, for example "pp1 ep8, one hot, stash c6"',
+        help='runs whose names contain all of these texts, for example "pp1 ep8" "one hot"',
     )
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="also draw bytes held over the capacity factor")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="also draw memory over the capacity factor")
     parser.add_argument(
-        "--read", type=Path, metavar="FILE", help="measure nothing, and use the figures of an earlier --json"
+        "--read", type=Path, metavar="FILE", help="measure nothing, and use the results of an earlier --json"
     )
     return parser.parse_args()
 

@@ -4,16 +4,19 @@ with alternatives.
     python benchmarks/stash_step.py [--rounds 9] [--layers 8] [--device cuda] [--json FILE]
     python benchmarks/stash_step.py --hidden 1024 --ffn 512 --tokens 512    more FLOPs for each saved byte
 
-The experts of a layer get T x K rows on average. The numbers are skewed, and assigned to other layers in every round.
-  dynamic    buffers of the R live rows; the host has to know R before it can continue
-  static     buffers of C = 2 x T x K rows, of which R are live
-  full       static, and a stash with as many device pages as the live rows need; some act is still recomputed,
-             because its reserve assumes C rows in later layers
-  60%        static, and a stash with 60% of these pages: tensors without pages are recomputed
-  60% host   the same, and host pages for the rest
-  host       static, and a stash with host pages only
-In a round all ways run one after the other on the same rows. Gradients of all except `dynamic` have to be bitwise
-equal. Prints the bytes saved for backward (allocated in forward and still held after it; pages at their high water),
+The experts of a layer receive T x K rows on average. The numbers are skewed, and shuffled over the layers in every
+round.
+
+dynamic    buffers of the R live rows; the host has to read R before it can continue
+static     buffers of C = 2 x T x K rows, of which R are live
+full       static, and a stash with as many device pages as the live rows require; some act is still recomputed,
+           because its reserve assumes C rows in later layers
+60%        static, and a stash with 60% of these pages: tensors without pages are recomputed
+60% host   the same, and host pages for the rest
+host       static, and a stash with host pages only
+
+In a round all variants run one after the other on the same rows. Gradients of all except `dynamic` must be bitwise
+equal. Prints the bytes saved for backward (allocated in forward and still alive after it; pages at their high water),
 and the time of a step as a ratio, the median over rounds: CPU seconds of the process, on other devices wall time.
 """
 
@@ -57,7 +60,7 @@ SHORT = 0.6
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a layer: T tokens, H, F."""
+    """Sizes of a layer. tokens: T. hidden: H. ffn: F."""
 
     tokens: int = 1024
     hidden: int = 256
@@ -65,12 +68,12 @@ class Sizes:
 
     @property
     def mean_rows(self) -> int:
-        """Mean number of rows of its experts."""
+        """Mean number of rows of a layer's experts."""
         return self.tokens * TOPK
 
     @property
     def capacity(self) -> int:
-        """C, the rows of a buffer."""
+        """Number of rows of a buffer, C."""
         return 2 * self.mean_rows
 
     @property
@@ -81,7 +84,10 @@ class Sizes:
 
 @dataclass
 class Rows:
-    """A layer's routing. tokens: [C], int64; weights: [C], float; offsets: [E], int32; num_rows: [1], int64."""
+    """A layer's routing.
+
+    tokens: [C], int64. weights: [C], float. offsets: [E], int32. num_rows: [1], int64. live: num_rows on the host.
+    """
 
     tokens: Tensor
     weights: Tensor
@@ -95,19 +101,19 @@ class Rows:
 
 
 class ExpertLayer(nn.Module):
-    """Gathers rows, runs the experts in a context, and adds their results to the tokens."""
+    """Gathers rows, runs the experts in the stash's context, and adds their results to the tokens."""
 
     def __init__(self, name: str, sizes: Sizes) -> None:
         super().__init__()
         self.name = name
         hidden, ffn = sizes.hidden, sizes.ffn
         self.weight1 = nn.Parameter(torch.randn(EXPERTS, hidden, 2 * ffn) * hidden**-0.5)
-        # Small, because nothing between the layers limits the growth of the tokens.
+        # Small, because no norm between the layers limits the growth of the activations.
         self.weight2 = nn.Parameter(torch.randn(EXPERTS, ffn, hidden) * ffn**-0.5 / 8)
 
     def forward(self, hidden: Tensor, rows: Rows, *, stash: PagedStash | None) -> Tensor:
-        """Maps hidden, [T, H], parameter dtype, to the same."""
-        # Beyond the live rows experts leave arbitrary bytes, including in gradients.
+        """Applies the layer to hidden, [T, H], parameter dtype. Returns the same shape and dtype."""
+        # Experts leave arbitrary bytes beyond the live rows, including in gradients.
         live = (torch.arange(len(rows.tokens), device=hidden.device) < rows.num_rows)[:, None]
         x = hidden.index_select(0, rows.tokens).where(live, 0)
         with self._context(rows, stash) as group:
@@ -128,7 +134,7 @@ class ExpertLayer(nn.Module):
 
 @dataclass
 class Way:
-    """One way to run the layers, and its results in each round. stash, pool: both or neither."""
+    """One variant, and its results in each round. stash and pool are both given or both None."""
 
     name: str
     is_padded: bool = True
@@ -140,7 +146,7 @@ class Way:
 
     @staticmethod
     def with_pool(name: str, device: torch.device, *, device_pages: int, host_pages: int) -> "Way":
-        """Creates the way with a stash over its own pool."""
+        """Creates a variant with a stash and a separate pool."""
         pool = PagePool(device, PoolLayout(PAGE_BYTES, device_pages, host_pages))
         return Way(name, stash=PagedStash(pool), pool=pool)
 
@@ -157,7 +163,7 @@ class Bench:
         self.layers = nn.ModuleList(ExpertLayer(f"layer {number}", sizes) for number in range(layers)).to(device, dtype)
         self.hidden = torch.randn(sizes.tokens, sizes.hidden, device=device, dtype=dtype, requires_grad=True)
         self.grad = torch.randn(sizes.tokens, sizes.hidden, device=device, dtype=dtype)
-        # Log-normal with mean 1, cut off at C. All rounds have the same numbers, each in another order of layers.
+        # Log-normal with mean 1, limited to C. All rounds have the same numbers, in a different order of layers.
         logarithms = torch.randn(layers, generator=self.generator) * SKEW - SKEW**2 / 2
         self.live = [min(sizes.capacity, int(sizes.mean_rows * share)) for share in logarithms.exp().tolist()]
 
@@ -168,9 +174,9 @@ class Bench:
         ]
 
     def step(self, way: Way, routing: list[Rows]) -> list[Tensor]:
-        """Times forward and backward, then counts bytes between them in a second step.
+        """Times forward and backward, then counts the bytes between them in a second step.
 
-        Returns gradients: [as each parameter and the input], their dtype.
+        Returns the gradients of the parameters and the input, in their shapes and dtypes.
         """
         routing = routing if way.is_padded else [rows.without_padding() for rows in routing]
         parameters = [*self.layers.parameters(), self.hidden]
@@ -183,7 +189,7 @@ class Bench:
         with LiveBytes() as made:
             output = self._forward(way, routing)
         way.bytes_outside.append(made.total() - output.nbytes)
-        # Runs backward, so that the stash sees a normal step.
+        # Runs backward so that, for the stash, this is a normal step.
         torch.autograd.grad(output, parameters, self.grad)
         if way.stash is not None:
             way.stash.reset()
@@ -221,7 +227,7 @@ def _read_sync(counters: Tensor) -> list[int]:
 
 
 def ways_of(bench: Bench) -> list[Way]:
-    """Returns the compared ways."""
+    """Returns the variants to compare."""
     need = bench.pages_needed()
     short, rest = int(SHORT * need), need - int(SHORT * need)
     return [
@@ -235,9 +241,9 @@ def ways_of(bench: Bench) -> list[Way]:
 
 
 def measure(bench: Bench, ways: list[Way], *, rounds: int) -> None:
-    """Runs rounds of all ways, after one round of warm-up in which stashes learn the order of a step.
+    """Runs rounds of all variants, after a warm-up round in which stashes learn the order of a step.
 
-    Raises SystemExit if a padded way's gradients differ from static's.
+    Raises SystemExit if a padded variant's gradients differ from static's.
     """
     for number in range(rounds + 1):
         routing = bench.draw()
@@ -248,7 +254,7 @@ def measure(bench: Bench, ways: list[Way], *, rounds: int) -> None:
                 continue
             gradients = bench.step(way, routing)
             if way.is_padded and not all(map(torch.equal, gradients, expected)):
-                raise SystemExit(f"{way.name}, round {number}: gradients differ from those of static")
+                raise SystemExit(f"{way.name}, round {number}: gradients differ from static's")
             del gradients
         for way in ways if number == 0 else ():
             way.seconds.clear()
@@ -257,7 +263,7 @@ def measure(bench: Bench, ways: list[Way], *, rounds: int) -> None:
 
 
 def figures_of(way: Way, ways: dict[str, Way]) -> dict[str, Any]:
-    """Returns a way's line: medians of times over rounds, and maxima of bytes and counts."""
+    """Returns the table line of a variant: medians of times over rounds, and maxima of bytes and counts."""
     figures: dict[str, Any] = {"way": way.name}
     for other in ("dynamic", "static", "full"):
         ratios = [mine / theirs for mine, theirs in zip(way.seconds, ways[other].seconds, strict=True)]
@@ -274,19 +280,19 @@ def figures_of(way: Way, ways: dict[str, Way]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures and prints the table."""
+    """Measures the variants and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="counted rounds (default: 9)")
     parser.add_argument("--layers", type=int, default=8, help="expert layers (default: 8)")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="cpu (default) or cuda")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     for name, default in vars(Sizes()).items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"size of a layer (default: {default})")
     options = parser.parse_args()
     torch.set_num_threads(1)
     keep_cpu_heap()
     if options.device.type != "cpu":
-        # A GPU accumulates the gradients of tokens in any order, and gradients have to be bitwise equal.
+        # By default a GPU accumulates the gradients of tokens in any order, but gradients must be bitwise equal.
         use_deterministic_kernels()
     sizes = Sizes(options.tokens, options.hidden, options.ffn)
     bench = Bench(options.layers, options.device, sizes=sizes)

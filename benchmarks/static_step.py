@@ -1,12 +1,17 @@
-"""Compares static expert buffers with dropless ones, and a paged stash with static buffers, interleaved.
+"""Compares static expert buffers with dropless buffers, and a paged stash with static buffers, interleaved.
 
     python benchmarks/static_step.py [--rounds 30] [--steps 1] [--only LAYOUT ...] [--json FILE]
 
 Prints CPU seconds, wall time and peak memory, and each side over the first one as medians over the rounds. The model is
-that of train_step.py. The layouts are one layer in one process; a training step of two ranks that both have all
-experts, and of two that share them, with either dispatcher; the latter with two microbatches and a stash, with pages
-for everything and for half; and one with and without --record-routing, with the meters and log of a run on both sides.
-With a single expert rank a buffer has room for all rows at any factor, so none is missing.
+the same as in train_step.py. The layouts are:
+
+- one layer in one process
+- a training step of two ranks that both have all experts
+- a training step of two ranks that share the experts, with either dispatcher
+- the same with two microbatches and a stash, with pages for everything and for half
+- the same with and without --record-routing, with the meters and log of a run on both sides
+
+With a single expert rank a buffer is large enough for all rows at any factor, so no row is lost.
 """
 
 import argparse
@@ -34,16 +39,16 @@ from megatron.training.training import run_step  # noqa: E402
 
 BASE = "dropless"
 TRACE = Path(tempfile.gettempdir()) / "static_step_routing.jsonl"
-# Number of passes of the layer that count as one step of a side.
+# Number of forward and backward passes of the layer in one step of a side.
 PASSES = 10
 FACTOR = "--moe-expert-rank-capacity-factor"
 STASH, PAGES = "--moe-paged-stash", "--moe-paged-stash-buffer-size-factor-cuda"
-# A routing similar to that of a trained router. A routing that loses rows would save their time.
+# A routing similar to a trained router's. A routing that loses rows would save their time.
 BALANCED = "--moe-router-force-load-balancing"
 
 
 def main() -> None:
-    """Measures and prints a table for each layout."""
+    """Measures each layout and prints a table."""
     options = parse_options()
     os.environ["OMP_NUM_THREADS"] = "1"
     figures, measured = {}, {}
@@ -61,7 +66,7 @@ def main() -> None:
 
 
 def layouts() -> dict[str, tuple[int, dict[str, Build]]]:
-    """Returns for each layout the ranks, and the sides by name, the base first."""
+    """Returns, for each layout, the number of ranks and the sides by name, with the base first."""
     found: dict[str, tuple[int, dict[str, Build]]] = {
         "layer": (1, sides_of(build_layer, factors=("1.25",))),
         "training step": (RANKS, sides_of(build_ours, factors=("1.25",))),
@@ -90,13 +95,13 @@ def layouts() -> dict[str, tuple[int, dict[str, Build]]]:
 
 
 def sides_of(build: Callable[..., Callable[[], None]], *flags: str, factors: tuple[str, ...]) -> dict[str, Build]:
-    """Returns the base and a side for each factor, each with the flags."""
+    """Returns the base and a side for each factor. flags: for all sides."""
     static: dict[str, Build] = {f"static {factor}": partial(build, *flags, FACTOR, factor) for factor in factors}
     return {BASE: partial(build, *flags), **static}
 
 
 def build_logged(*flags: str) -> Callable[[], None]:
-    """Builds a training step with its meters and callbacks, as in a run. flags: in addition to train_step.py's."""
+    """Builds a training step with its meters and callbacks, as in a run. flags: added to train_step.py's."""
     run = build_run(*flags)
     run.callbacks.on_train_start(RunStart(iteration=0, train_iters=1))
 
@@ -108,7 +113,7 @@ def build_logged(*flags: str) -> Callable[[], None]:
 
 
 def build_layer(*flags: str) -> Callable[[], None]:
-    """Builds forward and backward of one layer in one process. flags: in addition to train_step.py's."""
+    """Builds forward and backward of one layer in one process. flags: added to train_step.py's."""
     config = core_transformer_config_from_args(start_processes(argv=[*FLAGS.split(), *flags]))
     layer = build_module(get_mlp_module_spec(False, config.num_moe_experts, config.moe_grouped_gemm), config=config)
     generator = torch.Generator().manual_seed(1)
@@ -131,8 +136,8 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30, help="counted rounds per side (default: 30)")
     parser.add_argument("--steps", type=int, default=1, help="steps per round (default: 1)")
-    parser.add_argument("--only", nargs="+", default=[], choices=[*layouts()], help="only these layouts")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--only", nargs="+", default=[], choices=[*layouts()], help="layouts to measure (default: all)")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     return parser.parse_args()
 
 

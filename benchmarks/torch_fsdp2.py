@@ -2,10 +2,10 @@
 
     python benchmarks/torch_fsdp2.py [--ranks 2] [--rounds 5] [--steps 2] [--json FILE]
 
-The model, losses and clipping are those of fused_adam.py: 52 million parameters, fp32, single-threaded gloo processes,
-sharded layer by layer. Sides are interleaved round by round, and measured in all ranks' processor time and the worst
-rank's time and peak resident memory since the imports. The targets come last, PASS or FAIL each, with exit status 1 if
-one fails.
+Model, losses and clipping are the same as in fused_adam.py: 52 million parameters, fp32, single-threaded gloo
+processes, sharded layer by layer. Sides are interleaved round by round. Reports the processor time of all ranks, and
+the worst rank's wall time and peak resident memory since the imports. The targets come last, each PASS or FAIL. The
+exit status is 1 if one fails.
 """
 
 import argparse
@@ -36,7 +36,7 @@ LIMITS = {"cpu x": 1.02, "wall x": 1.02, "net x": 1.02}
 
 
 def main() -> None:
-    """Measures, prints the table and the targets."""
+    """Measures the sides, and prints the table and the targets."""
     options = parse_options()
     os.environ["OMP_NUM_THREADS"] = "1"
     builds: dict[str, Build] = {
@@ -61,12 +61,12 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: 2)")
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds per side (default: 5)")
     parser.add_argument("--steps", type=int, default=2, help="steps per round (default: 2)")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     return parser.parse_args()
 
 
 def build_ours(*, reshard_after_forward: bool = True) -> Callable[[], None]:
-    """Builds this framework's wrapper and optimizer."""
+    """Builds this framework's FSDP2 wrapper and optimizer."""
     settings = TorchFullyShardedDataParallelConfig(reshard_after_forward=reshard_after_forward)
     model = TorchFullyShardedDataParallel(ModelParallelConfig(), settings, build_model())
     optimizer = get_megatron_optimizer(OptimizerConfig(clip_grad=1.0, **RATES), [model])

@@ -34,7 +34,7 @@ from megatron.training.training import run_step  # noqa: E402
 
 RANKS = 2
 SEQUENCE, MICRO_BATCH = 256, 4
-# Options of PlainGroupedMoE.
+# Suffixes of the names of PlainGroupedMoE's expert weights.
 EXPERT_WEIGHTS = (".fc1", ".fc2")
 FLAGS = f"""
 --num-layers 4 --hidden-size 256 --num-attention-heads 4 --num-experts 8 --moe-router-topk 2
@@ -48,10 +48,10 @@ FLAGS = f"""
 
 
 def main() -> None:
-    """Measures and prints the table."""
+    """Measures both sides and prints the table."""
     options = parse_options()
     os.environ["OMP_NUM_THREADS"] = "1"
-    # pretrain_gpt.py makes glibc keep its heap. A plain script has torch's default, unless requested otherwise.
+    # pretrain_gpt.py makes glibc keep its heap. A plain script uses torch's default, unless requested otherwise.
     plain = partial(build_plain, keeps_heap=options.plain_keeps_heap)
     sides = [start_side("plain", plain, ranks=RANKS), start_side("ours", build_ours, ranks=RANKS)]
     rounds = run_rounds(sides, rounds=options.rounds, steps=options.steps)
@@ -69,9 +69,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--plain-keeps-heap",
         action="store_true",
-        help="also give the plain side our allocator setting (glibc keeps memory)",
+        help="apply our allocator setting (glibc keeps memory) to the plain side as well",
     )
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     return parser.parse_args()
 
 
@@ -91,7 +91,7 @@ def build_plain(
     torch.manual_seed(1234)
     plain = PlainModel(config)
     if config.expert_parallel:
-        # torch's DDP averages the gradients that it reduces, and leaves the experts to their ranks.
+        # torch's DDP averages the gradients that it reduces, and ignores the experts, which differ between ranks.
         experts = [name for name, _ in plain.named_parameters() if name.endswith(EXPERT_WEIGHTS)]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(plain, experts)
     model = DistributedDataParallel(plain)
@@ -102,7 +102,7 @@ def build_plain(
 def plain_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, config: PlainConfig, sequence: int = SEQUENCE
 ) -> Callable[[], None]:
-    """Returns the step of any wrapper of the plain model, whose forward returns the loss."""
+    """Returns a training step for any wrapper of the plain model whose forward returns the loss."""
 
     def step() -> None:
         tokens = torch.randint(config.vocab_size, (MICRO_BATCH, sequence + 1))
@@ -120,7 +120,7 @@ def plain_step(
 
 
 def clip_with_parallel_experts(model: nn.Module) -> None:
-    """Clips to the norm over all ranks. Averages the experts' gradients, which DDP has left as sums over ranks."""
+    """Clips to the norm over all ranks. First averages the experts' gradients, which DDP leaves as sums over ranks."""
     grads: dict[bool, list[torch.Tensor]] = {True: [], False: []}
     for name, param in model.named_parameters():
         assert param.grad is not None
@@ -141,7 +141,7 @@ def build_run(*flags: str) -> TrainingRun:
 
 
 def build_ours(*flags: str) -> Callable[[], None]:
-    """Builds the complete step of pretrain_gpt.py, including data and statistics. flags: in addition to FLAGS."""
+    """Builds the complete training step of pretrain_gpt.py, including data and statistics. flags: added to FLAGS."""
     run = build_run(*flags)
 
     def step() -> None:

@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 3 examples/ddp_cnn.py
     torchrun --nproc-per-node 3 examples/ddp_cnn.py --overlap --steps 50
 
-With --overlap each bucket of gradients is reduced during backward, otherwise all at its end. Losses have the same
-digits either way, because sums over ranks are in rank order (deterministic_mode). Rank 0 prints the losses, and the
-number of steps in which each bucket was in flight before the next one was complete.
+With --overlap each bucket of gradients is reduced during backward, otherwise all buckets at its end. Losses are bitwise
+equal either way, because sums over ranks are in rank order (deterministic_mode). Rank 0 prints the losses, and the
+number of steps in which each bucket was in flight before the next bucket was complete.
 """
 
 import argparse
@@ -40,7 +40,7 @@ class CNN(nn.Module):
         self.classify = nn.Linear(32 * (PIXELS // 8) ** 2, CLASSES)
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """Maps pictures, [B, 3, PIXELS, PIXELS], fp32, to logits, [B, CLASSES], fp32."""
+        """Returns the logits, [B, CLASSES], fp32. pictures: [B, 3, PIXELS, PIXELS], fp32."""
         for convolution in self.convolutions:
             pictures = F.max_pool2d(torch.relu(convolution(pictures)), 2)
         return self.classify(pictures.flatten(1))
@@ -58,7 +58,7 @@ def random_pictures(step: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def train_step(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, *, step: int) -> Tensor:
-    """Runs one step of several microbatches. Returns the mean loss of this rank, [], fp32."""
+    """Runs one step of several microbatches. Returns this rank's mean loss, [], fp32."""
     pictures, labels = random_pictures(step, dist.get_rank() if dist.is_initialized() else 0)
     ddp.zero_grad_buffer()
     *first, last = zip(pictures.chunk(MICROBATCHES), labels.chunk(MICROBATCHES))
@@ -67,7 +67,7 @@ def train_step(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, *
     losses.append(_backward(ddp, last))
     ddp.finish_grad_sync()
     for param in ddp.parameters():
-        # torch's optimizer reads this attribute; the mean over ranks is in the buffer.
+        # torch's optimizer reads param.grad, but the mean over ranks is in the buffer.
         param.grad = param.main_grad
     optimizer.step()
     return torch.stack(losses).sum()
@@ -81,7 +81,7 @@ def _backward(ddp: DistributedDataParallel, batch: tuple[Tensor, Tensor]) -> Ten
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains on the processes that torchrun started, or on this one."""
+    """Trains on the processes that torchrun started, or on a single process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--overlap", action="store_true", help="reduce gradients during backward")
     parser.add_argument("--steps", type=int, default=30)

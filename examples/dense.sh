@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# Trains a small dense GPT (RoPE, RMSNorm, SwiGLU, grouped queries) in one process, saves it and continues a prompt.
+# Trains a small dense GPT (RoPE, RMSNorm, SwiGLU, grouped-query attention) in one process, saves it and continues a
+# prompt.
 #
-#   examples/dense.sh                  made-up data
-#   examples/dense.sh text.txt         your text (.txt or .jsonl), one token a byte
-#   examples/dense.sh text.txt --bf16  further flags go to pretrain_gpt.py and win over those below
+#   examples/dense.sh                  mock data
+#   examples/dense.sh text.txt         your text (.txt or .jsonl), one token per byte
+#   examples/dense.sh text.txt --bf16  further flags are passed to pretrain_gpt.py and override the flags below
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
 OUT=${OUT:-$(mktemp -d)}
 mkdir -p "$OUT"
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # more threads cost more than they give at this size
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # more threads are slower at this size
 
 if [ -f "${1:-}" ]; then
     "$PYTHON" "$ROOT/tools/preprocess_data.py" --input "$1" --output-prefix "$OUT/tokens" \
@@ -22,7 +23,7 @@ else
     PROMPT="10 12 14 "
 fi
 
-# A warm-up for any number of steps, unless another is given.
+# Default warm-up, which fits any number of steps.
 [[ " $* " == *" --lr-warmup-"* ]] || set -- "$@" --lr-warmup-fraction 0.1
 
 FLAGS=(

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # Trains a small mixture-of-experts GPT (8 experts, top-2, every second layer dense) on two processes.
-# The log shows the router's losses beside the model's; --moe-aux-loss-coeff 0 shows what they are for.
+# The log shows the router's losses in addition to the model's loss. Compare with --moe-aux-loss-coeff 0.
 #
-#   examples/moe.sh                    made-up data
-#   examples/moe.sh text.txt           your text (.txt or .jsonl), one token a byte
-#   examples/moe.sh text.txt --bf16    further flags go to pretrain_gpt.py and win over those below
+#   examples/moe.sh                    mock data
+#   examples/moe.sh text.txt           your text (.txt or .jsonl), one token per byte
+#   examples/moe.sh text.txt --bf16    further flags are passed to pretrain_gpt.py and override the flags below
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
 OUT=${OUT:-$(mktemp -d)}
 mkdir -p "$OUT"
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # more threads cost more than they give at this size
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # more threads are slower at this size
 
 if [ -f "${1:-}" ]; then
     "$PYTHON" "$ROOT/tools/preprocess_data.py" --input "$1" --output-prefix "$OUT/tokens" \
@@ -21,7 +21,7 @@ else
     DATA=(--mock-data --tokenizer-type NullTokenizer --vocab-size 256)
 fi
 
-# A warm-up for any number of steps, unless another is given.
+# Default warm-up, which fits any number of steps.
 [[ " $* " == *" --lr-warmup-"* ]] || set -- "$@" --lr-warmup-fraction 0.1
 
 PROCESSES=${PROCESSES:-2}

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Trains a mixture of experts on 8 ranks: attention split over 2 ranks with the sequence, experts spread over 4, whole.
-# slurm.sh and kubernetes.yaml start this same command on two machines; only LAUNCH differs.
+# Trains a mixture of experts on 8 ranks: tensor and sequence parallelism over 2 ranks, expert parallelism over 4.
+# slurm.sh and kubernetes.yaml start the same command on two machines; only LAUNCH differs.
 #
-#   examples/moe_8ranks.sh                        one machine, 8 processes, made-up data
-#   examples/moe_8ranks.sh --bf16 --save folder   further flags go to pretrain_gpt.py and win over those below
+#   examples/moe_8ranks.sh                        one machine, 8 processes, mock data
+#   examples/moe_8ranks.sh --bf16 --save folder   further flags are passed to pretrain_gpt.py and override those below
 #
-# LAUNCH: torchrun's words. RANKS: how many it starts, for the plan of memory. DATA: flags that name data and tokenizer.
+# LAUNCH: arguments of torchrun. RANKS: number of ranks, for the memory plan. DATA: flags for data and tokenizer.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
@@ -13,10 +13,10 @@ LAUNCH=${LAUNCH:---standalone --nproc-per-node 8}
 DATA=${DATA:---mock-data --tokenizer-type NullTokenizer --vocab-size 256}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-# A warm-up for any number of steps, unless another is given.
+# Default warm-up, which fits any number of steps.
 [[ " $* " == *" --lr-warmup-"* ]] || set -- "$@" --lr-warmup-fraction 0.1
 
-# Both hold several words.
+# DATA and LAUNCH contain several words.
 # shellcheck disable=SC2206
 FLAGS=(
     --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 4 --expert-tensor-parallel-size 1

@@ -36,14 +36,14 @@ SEQUENCE, MICRO_BATCH, MICRO_BATCHES, VOCABULARY = 32, 2, 8, 128
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains on sequences in which each token is the previous one plus one."""
+    """Trains on sequences in which each token is the previous token plus one."""
     options = parse_options(argv)
     prepare_device(default_device())
     dist.init_process_group()
     parallel_state.initialize_model_parallel(
         options.tensor, options.pipeline, expert_model_parallel_size=options.expert_parallel
     )
-    # One seed for the weights, which are equal in all layouts; this call separates the ranks' dropout.
+    # The first seed makes the weights equal in all layouts. The second call gives each rank a separate dropout seed.
     torch.manual_seed(1234)
     model_parallel_cuda_manual_seed(1234)
     ddp_config = DistributedDataParallelConfig(
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def build_config(options: argparse.Namespace) -> TransformerConfig:
-    """Returns the model's settings. Its layout is that of the groups."""
+    """Returns the model's configuration, with the same layout as the process groups."""
     return TransformerConfig(
         num_layers=4,
         hidden_size=64,
@@ -95,7 +95,7 @@ def build_config(options: argparse.Namespace) -> TransformerConfig:
 
 
 def build_model(config: TransformerConfig) -> nn.Module:
-    """Builds this rank's stage."""
+    """Builds this rank's pipeline stage."""
     experts = config.num_moe_experts
     return GPTModel(
         config=config,
@@ -109,9 +109,9 @@ def build_model(config: TransformerConfig) -> nn.Module:
 
 
 def microbatches(step: int, count: int) -> Iterator[Tensor]:
-    """Yields this rank's tokens of a step: `count` times [B, S + 1], int64.
+    """Yields this rank's `count` microbatches of a step, each [B, S + 1], int64.
 
-    Ranks of one replica read the same tokens.
+    Ranks of one model replica read the same tokens.
     """
     first = parallel_state.get_data_parallel_rank() * count
     for number in range(first, first + count):
@@ -121,9 +121,10 @@ def microbatches(step: int, count: int) -> Iterator[Tensor]:
 
 
 def forward_step(data_iterator: Iterator[Tensor], model: nn.Module) -> tuple[Tensor, Any]:
-    """Runs one microbatch.
+    """Runs forward for one microbatch.
 
-    Returns the stage's output, [S, B, H], or on the last stage its losses, [B, S], fp32, with their mean.
+    Returns the stage's output, [S, B, H], or on the last stage the losses, [B, S], fp32, and a function that returns
+    their mean.
     """
     tokens = next(data_iterator)
     positions = torch.arange(SEQUENCE, device=tokens.device).expand(MICRO_BATCH, -1)
@@ -132,7 +133,10 @@ def forward_step(data_iterator: Iterator[Tensor], model: nn.Module) -> tuple[Ten
 
 
 def report_step(step: int, reports: list[dict[str, Tensor]], *, grad_norm: float) -> None:
-    """Prints the mean of the reports' losses, each [] fp32. The last stage has them, and its first rank prints."""
+    """Prints the mean of the reported losses, each [] fp32.
+
+    Only the last pipeline stage has losses, and its first rank prints.
+    """
     if not parallel_state.is_pipeline_last_stage():
         return
     loss = torch.stack([report["loss"] for report in reports]).mean()
@@ -143,15 +147,13 @@ def report_step(step: int, reports: list[dict[str, Tensor]], *, grad_norm: float
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the command line."""
+    """Parses the command line of this example."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel size, with sequence parallelism")
     parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages")
-    parser.add_argument(
-        "--expert-parallel", type=int, default=1, help="number of ranks over which the experts are spread"
-    )
-    parser.add_argument("--experts", type=int, help="experts per layer; unset: a dense model")
-    parser.add_argument("--sharded", action="store_true", help="shard the optimizer over the replicas")
+    parser.add_argument("--expert-parallel", type=int, default=1, help="number of ranks that share the experts")
+    parser.add_argument("--experts", type=int, help="number of experts per layer; unset: a dense model")
+    parser.add_argument("--sharded", action="store_true", help="shard the optimizer states over the replicas")
     parser.add_argument("--steps", type=int, default=10, help="number of optimizer steps")
     return parser.parse_args(argv)
 

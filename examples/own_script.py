@@ -1,11 +1,11 @@
-"""A custom training script: another model, another loss, a flag and a callback around pretrain().
+"""A custom training script: a different model, a different loss, a flag and a callback around pretrain().
 
-    python examples/own_script.py --mock-data                  (everything else has a default below)
+    python examples/own_script.py --mock-data                  (all other flags have defaults below)
     torchrun --nproc-per-node 2 examples/own_script.py --mock-data --label-smoothing 0.2
-    torchrun --nproc-per-node 4 examples/own_script.py --mock-data --tensor-model-parallel-size 2 \
+    torchrun --nproc-per-node 4 examples/own_script.py --mock-data --tensor-model-parallel-size 2 \\
         --pipeline-model-parallel-size 2
 
-pretrain_gpt.py is the script that most runs need; this one shows which parts can be replaced.
+Most runs only need pretrain_gpt.py. This script shows which parts of it can be replaced.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from megatron.training.callbacks import Callback, StepReport  # noqa: E402
 from megatron.training.errors import exit_on_user_error  # noqa: E402
 from pretrain_gpt import get_batch, train_valid_test_datasets_provider  # noqa: E402
 
-# Used if the command line and --config leave a flag at None. Flags with their own default keep it.
+# Used for flags that the command line and --config leave at None. Flags with a different default keep it.
 DEFAULTS = {
     "num_layers": 2,
     "hidden_size": 64,
@@ -51,9 +51,9 @@ DEFAULTS = {
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the flags of this script, which appear next to Megatron's in --help, --config and get_args()."""
+    """Adds the flags of this script, which then also work in --help, --config and get_args()."""
     group = parser.add_argument_group("own script")
-    group.add_argument("--label-smoothing", type=float, default=0.1, help="Share of the target spread over all tokens.")
+    group.add_argument("--label-smoothing", type=float, default=0.1, help="Target probability spread over all tokens.")
     return parser
 
 
@@ -65,7 +65,7 @@ def model_provider(pre_process: bool = True, post_process: bool = True, *, vp_st
     """
     args = get_args()
     if args.num_experts is not None:
-        raise ValueError(f"--num-experts is {args.num_experts}: the layers of this script are dense; leave it out")
+        raise ValueError(f"--num-experts is {args.num_experts}: the layers of this script are dense; omit it")
     config = core_transformer_config_from_args(args)
     config.activation_func = squared_relu
     layer = get_gpt_layer_local_spec()
@@ -79,16 +79,16 @@ def model_provider(pre_process: bool = True, post_process: bool = True, *, vp_st
         pre_process=pre_process,
         post_process=post_process,
         vp_stage=vp_stage,
-        # The loss below reads all columns of the vocabulary, not those of one tensor-parallel rank.
+        # The loss below reads all columns of the vocabulary, not only one tensor-parallel rank's columns.
         parallel_output=False,
         position_embedding_type="rope",
     )
 
 
 def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: nn.Module) -> tuple[Tensor, Any]:
-    """Runs one microbatch. Returns logits, [B, S, V], in the parameters' dtype, and the loss function.
+    """Runs forward for one microbatch. Returns logits, [B, S, V], in the parameters' dtype, and the loss function.
 
-    Pipeline stages before the last return hidden states instead, and those that read no tokens have an empty batch.
+    Pipeline stages before the last return hidden states instead. Stages that read no tokens have an empty batch.
     """
     batch = get_batch(data_iterator, next(model.parameters()).device)
     logits = model(batch.get("tokens"), batch.get("position_ids"), None)
@@ -96,10 +96,10 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: nn.Mo
 
 
 def smoothed_loss(labels: Tensor, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the mean loss, a scalar in fp32, and the values to log. labels: [B, S], int64; logits: [B, S, V], any
-    float.
+    """Returns the mean loss, [], fp32, and the values to log.
 
-    If sequences are split over context-parallel ranks, it is this rank's share of their mean.
+    labels: [B, S], int64. logits: [B, S, V], any float dtype. If sequences are split over context-parallel ranks, the
+    loss is this rank's part of their mean.
     """
     vocabulary = get_tokenizer().vocab_size  # without the padding columns
     flat = logits[..., :vocabulary].flatten(0, 1).float()
@@ -117,7 +117,7 @@ class BestAccuracy(Callback):
         self.best: StepReport | None = None
 
     def on_step_end(self, report: StepReport) -> None:
-        """Compares the step with the best one."""
+        """Compares the step with the best step so far."""
         if self.best is None or report.losses["accuracy"] > self.best.losses["accuracy"]:
             self.best = report
 
@@ -129,7 +129,7 @@ class BestAccuracy(Callback):
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Trains with the flags of `argv`, or of the command line."""
+    """Trains with the flags of `argv`. None means the process's command line."""
     with exit_on_user_error():
         pretrain(
             train_valid_test_datasets_provider,

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Trains a small mixture of experts whose buffers have a fixed size, with the paged stash: first with room to spare,
-# then with the sizes that the first run's report says were needed. Both have the same losses.
+# Trains a small mixture of experts with fixed-size buffers and the paged stash: first with larger buffers than
+# necessary, then with the sizes that the first run's report recommends. Both runs have the same losses.
 #
-#   examples/paged_stash.sh                         made-up data, two processes that share the experts
-#   examples/paged_stash.sh --moe-router-topk 4     further flags go to both runs
+#   examples/paged_stash.sh                         mock data, two processes that share the experts
+#   examples/paged_stash.sh --moe-router-topk 4     further flags are passed to both runs
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
 OUT=${OUT:-$(mktemp -d)}
 mkdir -p "$OUT"
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # more threads cost more than they give at this size
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # more threads are slower at this size
 
-train() { # name of the run, then its flags
+train() { # name of the run, flags
     echo "Run: $*"
     "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 2 "$ROOT/pretrain_gpt.py" \
         --num-layers 6 --hidden-size 64 --num-attention-heads 4 --expert-model-parallel-size 2 \
@@ -30,4 +30,4 @@ grep -o '"[^"]*factor needed at p99.9[^"]*"' "$OUT/report.html"
 train small --moe-expert-rank-capacity-factor 1.25 --moe-paged-stash-buffer-size-factor-cuda 0.7 "$@"
 losses() { grep -o '"iteration": [0-9]*, "lm_loss": [^,]*' "$OUT/$1/steps.jsonl"; }
 diff <(losses spacious) <(losses small)
-echo "All $(losses small | wc -l) losses are equal, bit for bit: $OUT"
+echo "All $(losses small | wc -l) losses are bitwise equal: $OUT"

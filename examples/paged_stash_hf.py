@@ -3,13 +3,14 @@
     python examples/paged_stash_hf.py                                      most pages on the host
     python examples/paged_stash_hf.py --device-pages 0.8 --host-pages 0    all on the device: saves nothing
 
-Needs transformers 5. The stash is the folder megatron/core/transformer/moe/paged_stash, and benchmarks/live_bytes.py
+Requires transformers 5. The stash is the folder megatron/core/transformer/moe/paged_stash, and benchmarks/live_bytes.py
 measures memory.
 
-With experts_implementation="grouped_mm" a layer's experts work on one buffer of T x K rows: T tokens with K experts
-each. No row of it is padding, so device pages alone save nothing here, because they hold the same bytes. The benefit of
-the stash for this model is the host tier: rows without a device page are kept in host memory, and are restored before
-their layer's backward. If buffers have padding, pages themselves save memory (examples/paged_stash_pytorch.py).
+With experts_implementation="grouped_mm" a layer's experts compute on one buffer of T x K rows: T tokens with K experts
+each. None of the rows is padding, so device pages alone save nothing here, because they store the same bytes. The
+benefit of the stash for this model is the host tier: rows without a device page are stored in host memory, and are
+restored before their layer's backward. If buffers contain padding, device pages also save memory
+(examples/paged_stash_pytorch.py).
 """
 
 import argparse
@@ -51,7 +52,7 @@ CONFIG = Qwen3MoeConfig(
 
 
 def use_stash(model: nn.Module, stash: PagedStash) -> None:
-    """Runs every layer's experts in a context of the stash. The model's names and weights stay unchanged."""
+    """Runs every layer's experts in a context of the stash. Names and weights of the model do not change."""
     for name, module in model.named_modules():
         if isinstance(module, Qwen3MoeExperts):
             module.forward = partial(stashed_forward, stash, name, experts=module.forward)
@@ -60,16 +61,20 @@ def use_stash(model: nn.Module, stash: PagedStash) -> None:
 def stashed_forward(
     stash: PagedStash, name: str, *inputs: Tensor, experts: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Runs the experts. inputs: hidden states [T, H], any float dtype; experts and weights, [T, K]. Returns [T, H]."""
-    rows = inputs[1].numel()  # T x K, all of them live
+    """Runs the experts in a context of the stash and returns their output, [T, H].
+
+    inputs: hidden states, [T, H], any float dtype; expert indices and weights, [T, K].
+    """
+    rows = inputs[1].numel()  # T x K, all live
     with stash.context(name, rows, max_rows=rows):
         return experts(*inputs)
 
 
 @dataclass
 class Run:
-    """Results by step: the loss; bytes allocated in forward and still held after it, without pages; the pool's
-    counters.
+    """Results by step.
+
+    bytes_outside: bytes allocated in forward and still alive after it, without pages. counters: counters of the pool.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -88,13 +93,13 @@ def train(steps: int, device: str, *, pool: PagePool | None = None) -> Run:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     run = Run()
     for _ in range(steps):
-        # Texts that count upwards from a random start.
+        # Sequences that count upwards from a random number.
         ids = (torch.randint(CONFIG.vocab_size, (BATCH, 1)) + torch.arange(SEQUENCE)) % CONFIG.vocab_size
         with LiveBytes() as made:
             loss = model(input_ids=ids.to(device), labels=ids.to(device)).loss
         run.losses.append(loss.item())
         run.bytes_outside.append(made.total())
-        # Checked before backward, because some of these rows are indices, which must not be read if they were lost.
+        # Checked before backward, because some rows are indices, which must not be used if they were lost.
         if stash is not None and stash.is_void_sync():
             raise SystemExit("Pages ran out: increase --device-pages or --host-pages")
         loss.backward()
@@ -116,19 +121,29 @@ def compare(plain: Run, stashed: Run, *, page_bytes: int) -> None:
         stash = f"{outside:6.2f} + {device:5.2f} = {outside + device:5.2f} ({(outside + device) / before:4.0%})"
         print(f"{step:4} {stashed.losses[step]:10.6f} | {before:28.2f} | {stash} | {host:10.2f}")
     if stashed.losses != plain.losses:
-        raise SystemExit(f"The losses differ; without the stash they are {plain.losses}")
-    print(f"All {len(plain.losses)} losses are bitwise equal to those without the stash.")
-    print("Every row is live, so the bytes that left the device are on the host, and device pages alone save nothing.")
+        raise SystemExit(f"The losses differ. Without the stash they are {plain.losses}")
+    print(f"All {len(plain.losses)} losses are bitwise equal to the losses without the stash.")
+    print("Every row is live, so all saved device memory is now in host pages. Device pages alone would save nothing.")
 
 
 def main() -> None:
-    """Trains without and with the stash, and compares the two."""
+    """Trains without and with the stash, and compares the losses and the memory."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--page-bytes", type=int, default=4096)
-    parser.add_argument("--device-pages", type=float, default=0.2, help="device tier / bytes of the plain run (0.2)")
-    parser.add_argument("--host-pages", type=float, default=0.6, help="host tier / bytes of the plain run (0.6)")
+    parser.add_argument(
+        "--device-pages",
+        type=float,
+        default=0.2,
+        help="size of the device tier / saved bytes of the plain run (default: 0.2)",
+    )
+    parser.add_argument(
+        "--host-pages",
+        type=float,
+        default=0.6,
+        help="size of the host tier / saved bytes of the plain run (default: 0.6)",
+    )
     options = parser.parse_args()
     # This model accumulates some gradients in an order that depends on threads, so its losses differ between runs.
     use_deterministic_kernels()

@@ -4,13 +4,14 @@
     python examples/paged_stash_pytorch.py --device-pages 0.25    fewer: the rest is recomputed
     python examples/paged_stash_pytorch.py --device-pages 0.1 --host-pages 0.5
 
-The stash is the folder megatron/core/transformer/moe/paged_stash, which needs only torch; benchmarks/live_bytes.py
+The stash is the folder megatron/core/transformer/moe/paged_stash, which requires only torch. benchmarks/live_bytes.py
 measures memory.
 
 The experts compute on buffers of C rows regardless of the routing: no shape depends on a value, and no number is read
-from the device. R of the rows are live. Autograd would save all C for backward. The stash saves R, in pages; only the
-layer whose backward comes next keeps its buffers. In backward the rows of two layers at a time are restored to buffers
+from the device. R of the rows are live. Autograd would save all C for backward. The stash saves R, in pages. Only the
+layer whose backward runs next keeps its buffers. In backward the rows of two layers at a time are restored to buffers
 of C. In the first step the order of layers is unknown, and only x gets pages: the rest is recomputed.
+
 Shapes: T tokens, H hidden, F ffn, E experts, at most K of them per token, C = T x K rows, R <= C live rows.
 """
 
@@ -49,7 +50,7 @@ Context = Callable[..., AbstractContextManager[Any]]
 
 
 class MoELayer(nn.Module):
-    """MoE layer in which a token uses as many of its K best experts as are needed for half of the probability."""
+    """MoE layer in which a token uses its best experts until they have half of the probability, at most K."""
 
     def __init__(self, name: str, *, context: Context) -> None:
         super().__init__()
@@ -60,14 +61,14 @@ class MoELayer(nn.Module):
         self.weight2 = nn.Parameter(torch.randn(E, F, H) * F**-0.5)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Maps hidden, [T, H], fp32, to the same shape and dtype."""
+        """Applies the layer to hidden, [T, H], fp32. Returns the same shape and dtype."""
         tokens = self.norm(hidden)
         weights, experts = (tokens @ self.router).softmax(dim=-1).topk(K)  # [T, K]
         wanted = weights.cumsum(dim=-1) - weights < 0.5
         # Rows are sorted by expert. Unused rows come last, beyond R.
         experts, order = experts.where(wanted, E).flatten().sort(stable=True)
         offsets = torch.searchsorted(experts, torch.arange(E, device=experts.device), right=True).int()
-        # Gather and sum add a token's rows in a fixed order in forward and backward. Atomic adds would change bits.
+        # Gather and sum add a token's rows in a fixed order in forward and backward. Atomic adds would not.
         x = tokens[:, None].expand(T, K, H).flatten(0, 1)[order]
         # Beyond R the experts leave arbitrary bytes, including in gradients, so they are zeroed before and after the
         # experts.
@@ -77,17 +78,18 @@ class MoELayer(nn.Module):
         return hidden + y[order.argsort()].view(T, K, H).sum(dim=1)
 
     def run_experts(self, x: Tensor, weights: Tensor, *, offsets: Tensor) -> Tensor:
-        """Runs the experts. x: [C, H], weights: [C], fp32; offsets: [E], int32, the ends of each expert's rows. Returns
-        [C, H].
+        """Runs the experts and returns [C, H].
+
+        x: [C, H], fp32. weights: [C], fp32. offsets: end of each expert's rows, [E], int32.
         """
         num_rows = offsets[-1:].long()  # R
         with self.context(self.name, num_rows, max_rows=C) as group:
-            # Three functions that read no row beyond R in forward or backward, where the stash restores nothing.
+            # These functions read no row beyond R in forward or backward, because the stash restores no rows there.
             gate_up = grouped_gemm(x, self.weight1, offsets=offsets)
             act = gated_activation(gate_up, weights, num_rows=num_rows)
             y = grouped_gemm(act, self.weight2, offsets=offsets)
             if group is not None:
-                # Without marks every tensor needs pages. These two can be dropped: first act, then gate_up.
+                # Without marks every tensor requires pages. These two can be recomputed: first act, then gate_up.
                 again = recompute_act(num_rows)
                 group.mark(act, priority=Priority.ACT, recompute=again, sources=(gate_up, weights))
                 again = recompute_gate_up(self.weight1, offsets)
@@ -97,8 +99,9 @@ class MoELayer(nn.Module):
 
 @dataclass
 class Run:
-    """Results by step: the loss; bytes allocated in forward and still held after it, without pages; the pool's
-    counters.
+    """Results by step.
+
+    bytes_outside: bytes allocated in forward and still alive after it, without pages. counters: counters of the pool.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -125,7 +128,7 @@ def train(steps: int, device: str, *, pool: PagePool | None = None) -> Run:
         if stash is not None:
             counters, is_void = stash.pool.counters.tolist(), stash.is_void_sync()
             stash.reset()
-            if is_void:  # These gradients are wrong: skip such a step, or repeat it with a larger pool.
+            if is_void:  # These gradients are wrong: skip the step, or repeat it with a larger pool.
                 raise SystemExit("Pages ran out for x: increase --device-pages or --host-pages")
             run.counters.append(counters)
         optimizer.step()
@@ -146,18 +149,28 @@ def compare(plain: Run, stashed: Run, *, page_bytes: int) -> None:
         stash = f"{outside:6.2f} + {device:5.2f} = {outside + device:5.2f} ({(outside + device) / before:4.0%})"
         print(f"{step:4} {stashed.losses[step]:10.6f} | {before:28.2f} | {stash} | {host:10.2f} | {again}")
     if stashed.losses != plain.losses:
-        raise SystemExit(f"The losses differ; without the stash they are {plain.losses}")
-    print(f"All {len(plain.losses)} losses are bitwise equal to those without the stash.")
+        raise SystemExit(f"The losses differ. Without the stash they are {plain.losses}")
+    print(f"All {len(plain.losses)} losses are bitwise equal to the losses without the stash.")
 
 
 def main() -> None:
-    """Trains without and with the stash, and compares the two."""
+    """Trains without and with the stash, and compares the losses and the memory."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--page-bytes", type=int, default=4096)
-    parser.add_argument("--device-pages", type=float, default=0.6, help="device tier / bytes of the plain run (0.6)")
-    parser.add_argument("--host-pages", type=float, default=0.0, help="host tier / bytes of the plain run (0)")
+    parser.add_argument(
+        "--device-pages",
+        type=float,
+        default=0.6,
+        help="size of the device tier / saved bytes of the plain run (default: 0.6)",
+    )
+    parser.add_argument(
+        "--host-pages",
+        type=float,
+        default=0.0,
+        help="size of the host tier / saved bytes of the plain run (default: 0)",
+    )
     options = parser.parse_args()
     plain = train(options.steps, options.device)
     pages = max(plain.bytes_outside) / options.page_bytes

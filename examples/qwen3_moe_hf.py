@@ -6,17 +6,17 @@ its Trainer.
     torchrun --nproc-per-node 2 examples/qwen3_moe_hf.py --from /tmp/counting --steps 5
     torchrun --nproc-per-node 2 examples/qwen3_moe_hf.py --optimizer fused_adam --no-stash
 
-The module is transformers', and so are the names of its weights. --optimizer selects how its gradients and Adam's
-states are sharded:
+The module is transformers' module, with the same weight names. --optimizer selects how its gradients and Adam's states
+are sharded:
 
     zero2        DistributedDataParallel with sharded gradients, and distributed_fused_adam (default)
     zero1        DistributedDataParallel with whole gradients, reduced once per step, and a sharded Adam
     fused_adam   only the class DistributedFusedAdam, sharded like zero2. It reduces gradients itself, so the module is
                  not wrapped; a wrapper would look for gradients that are already released
 
-In all three modes gradients are reduced during backward. The experts' saved tensors are kept in a paged stash
+In all three modes gradients are reduced during backward. The experts' saved tensors are stored in a paged stash
 (paged_stash_hf.py describes its benefit for this model). --check trains plain PyTorch on one process with AdamW and the
-whole batch, and ends with an error if a loss has a relative difference above 1e-4.
+whole batch, and fails if a loss has a relative difference above 1e-4.
 """
 
 import argparse
@@ -53,10 +53,10 @@ PAGE_BYTES = 4096
 
 @dataclass(frozen=True)
 class Trainer:
-    """The parts of a model and its optimizer that a step needs.
+    """The model and optimizer functions that a training step uses.
 
-    forward: the module or its wrapper. adds_up: context around all microbatches but the last. step: clips and updates,
-    and returns the global gradient norm. gather: makes every weight current.
+    forward: the module or its wrapper. adds_up: context for all microbatches but the last. step: clips and updates, and
+    returns the global gradient norm. gather: waits until every weight is up to date.
     """
 
     model: Qwen3MoeForCausalLM
@@ -68,8 +68,9 @@ class Trainer:
 
 
 def under_ddp(model: Qwen3MoeForCausalLM, *, is_zero2: bool) -> Trainer:
-    """Wraps the model so that gradients are reduced bucket by bucket, with the optimizer that updates this rank's
-    share.
+    """Wraps the model with DistributedDataParallel and builds a sharded optimizer.
+
+    is_zero2: shard the gradients as well. Gradients are reduced bucket by bucket.
     """
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
@@ -95,13 +96,13 @@ def under_ddp(model: Qwen3MoeForCausalLM, *, is_zero2: bool) -> Trainer:
         _, norm, _ = optimizer.step()
         return float(norm or 0.0)
 
-    # Sharded gradients are reduced in every backward, because none of them stays whole.
+    # Sharded gradients are reduced in every backward, because no rank keeps whole gradients.
     adds_up = nullcontext if is_zero2 else ddp.no_sync
     return Trainer(model, ddp, optimizer.zero_grad, adds_up, step, partial(ddp.wait_params, model.parameters()))
 
 
 def under_fused_adam(model: Qwen3MoeForCausalLM) -> Trainer:
-    """Builds the optimizer that reduces gradients during backward by itself. The module is not wrapped."""
+    """Builds DistributedFusedAdam, which reduces gradients during backward. The module is not wrapped."""
     optimizer = DistributedFusedAdam(decay_groups(model), lr=LR, bucket_cap_mb=0.2, overlap_param_sync=True)
 
     def step() -> float:
@@ -113,7 +114,7 @@ def under_fused_adam(model: Qwen3MoeForCausalLM) -> Trainer:
 
 
 def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Returns parameter groups in which matrices decay and norms do not, as with get_megatron_optimizer."""
+    """Returns parameter groups with weight decay for matrices but not for norms, as get_megatron_optimizer does."""
     params = list(model.parameters())
     return [
         {"params": [param for param in params if param.dim() > 1], "weight_decay": DECAY},
@@ -129,7 +130,7 @@ TRAINERS: dict[str, Callable[[Qwen3MoeForCausalLM], Trainer]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains on the processes that torchrun started, or on this one."""
+    """Trains on the processes that torchrun started, or on a single process."""
     options = parse_options(argv)
     device = default_device()
     prepare_device(device)
@@ -163,32 +164,41 @@ def main(argv: Sequence[str] | None = None) -> None:
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line of this example."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--from", dest="source", type=Path, help="folder with a Qwen3-MoE model; default: a tiny one")
-    parser.add_argument("--save", type=Path, help="folder to save to, for from_pretrained")
+    parser.add_argument(
+        "--from", dest="source", type=Path, help="folder with a Qwen3-MoE model; default: a tiny random model"
+    )
+    parser.add_argument("--save", type=Path, help="folder to save the model to, for from_pretrained")
     parser.add_argument("--optimizer", choices=TRAINERS, default="zero2")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--batch", type=int, default=12, help="texts per step, over all processes (default: 12)")
     parser.add_argument("--micro-batch", type=int, default=2, help="texts per backward (default: 2)")
     parser.add_argument("--sequence", type=int, default=64, help="tokens per text (default: 64)")
-    parser.add_argument("--bf16", action="store_true", help="weights in bf16, with fp32 masters")
+    parser.add_argument("--bf16", action="store_true", help="use bf16 weights with fp32 masters")
     parser.add_argument("--no-stash", action="store_true", help="do not use a stash for the experts")
-    parser.add_argument("--device-pages", type=float, default=0.1, help="device tier / bytes saved for backward (0.1)")
-    parser.add_argument("--host-pages", type=float, default=0.7, help="host tier / bytes saved for backward (0.7)")
+    parser.add_argument(
+        "--device-pages",
+        type=float,
+        default=0.1,
+        help="size of the device tier / bytes saved for backward (default: 0.1)",
+    )
+    parser.add_argument(
+        "--host-pages", type=float, default=0.7, help="size of the host tier / bytes saved for backward (default: 0.7)"
+    )
     parser.add_argument("--check", action="store_true", help="compare losses with plain PyTorch on one process")
     options = parser.parse_args(argv)
     if options.batch % (options.micro_batch * rank_and_size()[1]):
         parser.error(f"--batch {options.batch} must be a multiple of --micro-batch x processes")
     if options.check and options.bf16:
-        parser.error("--check compares in fp32: leave out --bf16")
+        parser.error("--check compares in fp32: omit --bf16")
     if options.source and not (options.source / "config.json").is_file():
-        parser.error(f"--from {options.source} must be a folder with a config.json")
+        parser.error(f"--from is {options.source}: must be a folder with a config.json")
     return options
 
 
 def build_model(options: argparse.Namespace) -> Qwen3MoeForCausalLM:
-    """Builds the same weights on all ranks, fp32 or bf16, on the CPU.
+    """Builds the model on the CPU in fp32 or bf16, with the same weights on all ranks.
 
-    Raises SystemExit if a folder has another model.
+    Raises SystemExit if the folder contains a different kind of model.
     """
     dtype = torch.bfloat16 if options.bf16 else torch.float32
     torch.manual_seed(1234)
@@ -196,20 +206,20 @@ def build_model(options: argparse.Namespace) -> Qwen3MoeForCausalLM:
         return Qwen3MoeForCausalLM(CONFIG).to(dtype)
     config = Qwen3MoeConfig.get_config_dict(options.source)[0]
     if config.get("model_type") != "qwen3_moe":
-        raise SystemExit(f"--from {options.source} has a {config.get('model_type')}: must be a qwen3_moe")
-    # One buffer for all experts' rows, whose number does not depend on the routing.
+        raise SystemExit(f"--from {options.source} contains a {config.get('model_type')} model: must be qwen3_moe")
+    # grouped_mm uses one buffer for all experts, with a number of rows that does not depend on the routing.
     return Qwen3MoeForCausalLM.from_pretrained(options.source, dtype=dtype, experts_implementation="grouped_mm")
 
 
 def build_stash(model: Qwen3MoeForCausalLM, options: argparse.Namespace) -> PagedStash:
-    """Builds a stash around the experts of every layer. Its pool is sized by the saved bytes of one text, times
-    --micro-batch.
+    """Builds a stash for the experts of every layer.
 
-    Raises SystemExit if that is less than a page.
+    Its pool is sized by the saved bytes of one text, times --micro-batch. Raises SystemExit if that is less than a
+    page.
     """
     ids = texts(model, step=0, options=options)[:1]
     with LiveBytes() as made:
-        # Assigned to a name, so that it is alive when it is counted.
+        # Assigned to a name so that the saved tensors are alive when they are counted.
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     pages = made.total() * options.micro_batch / PAGE_BYTES
     del loss
@@ -225,8 +235,9 @@ def build_stash(model: Qwen3MoeForCausalLM, options: argparse.Namespace) -> Page
 def train_step(
     trainer: Trainer, stash: PagedStash | None, *, step: int, options: argparse.Namespace
 ) -> tuple[Tensor, float]:
-    """Runs one step of several microbatches. Returns this rank's mean loss and the global gradient norm, each [],
-    fp32.
+    """Runs one step of several microbatches.
+
+    Returns this rank's mean loss, [], fp32, and the global gradient norm.
     """
     rank, ranks = rank_and_size()
     own = texts(trainer.model, step=step, options=options).chunk(ranks)[rank]
@@ -240,9 +251,9 @@ def train_step(
 
 
 def _backward(trainer: Trainer, ids: Tensor, *, stash: PagedStash | None, share: float) -> Tensor:
-    """Runs forward and backward. ids: [M, S], int64. Returns this share of the microbatch's loss, [], fp32."""
+    """Runs forward and backward. Returns `share` times the microbatch's loss, [], fp32. ids: [M, S], int64."""
     loss = trainer.forward(input_ids=ids, labels=ids, use_cache=False).loss * share
-    # Checked before backward, because some of these rows are indices, which must not be read if they were lost.
+    # Checked before backward, because some rows are indices, which must not be used if they were lost.
     if stash is not None and stash.is_void_sync():
         raise SystemExit("Pages ran out: increase --device-pages or --host-pages")
     loss.backward()
@@ -250,9 +261,9 @@ def _backward(trainer: Trainer, ids: Tensor, *, stash: PagedStash | None, share:
 
 
 def texts(model: Qwen3MoeForCausalLM, *, step: int, options: argparse.Namespace) -> Tensor:
-    """Returns all texts of a step, [B, S], int64, on the model's device, the same on any number of processes.
+    """Returns all texts of a step, [B, S], int64, on the model's device. They are the same for any number of processes.
 
-    They count upwards from a random start. Replace them by your own.
+    The texts count upwards from a random number. Replace them by your data.
     """
     vocabulary = model.config.vocab_size
     first = torch.randint(vocabulary, (options.batch, 1), generator=torch.Generator().manual_seed(step))
@@ -265,14 +276,14 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def mean_over_ranks(loss: Tensor) -> float:
-    """Averages the ranks' losses. loss: [], fp32, different on each rank."""
+    """Returns the mean of the ranks' losses. loss: [], fp32, different on each rank."""
     if dist.is_initialized():
         dist.all_reduce(loss)
     return loss.item() / rank_and_size()[1]
 
 
 def report(step: int, *, loss: float, norm: float, stash: PagedStash | None, device: torch.device) -> None:
-    """Prints a step on rank 0: loss, gradient norm, this device's peak so far, and the peak of pages in use."""
+    """Prints a step on rank 0: loss, gradient norm, the device's peak memory so far, and the peak of pages in use."""
     if rank_and_size()[0]:
         return
     memory = f"peak {peak_memory_bytes(device) / 1e6:.1f} MB"
@@ -295,7 +306,7 @@ def report_footprint(stash: PagedStash) -> None:
 
 
 def save(model: Qwen3MoeForCausalLM, folder: Path) -> None:
-    """Writes a folder for from_pretrained, and tests it by continuing a text."""
+    """Saves the model for from_pretrained, loads it and continues a text with it."""
     model.save_pretrained(folder)
     loaded = Qwen3MoeForCausalLM.from_pretrained(folder)
     written = loaded.generate(torch.arange(8)[None], max_new_tokens=8, do_sample=False, pad_token_id=0)
@@ -303,7 +314,7 @@ def save(model: Qwen3MoeForCausalLM, folder: Path) -> None:
 
 
 def compare(losses: Sequence[float], options: argparse.Namespace) -> None:
-    """Trains plain PyTorch on this process. Raises SystemExit if a loss differs."""
+    """Trains plain PyTorch on this process. Raises SystemExit if a loss differs by more than the tolerance."""
     model = build_model(options).to(default_device())
     optimizer = torch.optim.AdamW(decay_groups(model), lr=LR)
     for step, loss in enumerate(losses):
@@ -315,7 +326,7 @@ def compare(losses: Sequence[float], options: argparse.Namespace) -> None:
         expected.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
-    print(f"All {len(losses)} losses equal those of plain PyTorch with AdamW, within {TOLERANCE}.", flush=True)
+    print(f"All {len(losses)} losses agree with plain PyTorch and AdamW within {TOLERANCE}.", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Shows that a run that stops and resumes is the run that never stopped: same losses and gradient norms, bit for bit,
-# with dropout on. Further flags go to pretrain_gpt.py: examples/resume.sh --bf16
+# Shows that a run that is stopped and resumed is identical to an uninterrupted run: losses and gradient norms are
+# bitwise equal, including with dropout. Further flags are passed to pretrain_gpt.py: examples/resume.sh --bf16
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
 OUT=${OUT:-$(mktemp -d)}
 mkdir -p "$OUT"
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # more threads cost more than they give at this size
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # more threads are slower at this size
 
 train() {
     "$PYTHON" "$ROOT/pretrain_gpt.py" \
@@ -17,12 +17,12 @@ train() {
         --lr 1e-3 --lr-decay-style cosine \
         --train-iters 20 --log-interval 5 --eval-iters 0 "$@"
 }
-# A warm-up for any number of steps, unless another is given.
+# Default warm-up, which fits any number of steps.
 [[ " $* " == *" --lr-warmup-"* ]] || set -- "$@" --lr-warmup-fraction 0.25
-# Everything that steps.jsonl has of a step but its time.
+# The fields of each step in steps.jsonl, without times.
 numbers() { sed 's/, "seconds".*//' "$1/steps.jsonl"; }
 
-echo "== 20 steps without a stop"
+echo "== 20 steps without interruption"
 train --save "$OUT/whole" "$@"
 echo "== the same, stopped after step 3 ..."
 train --save "$OUT/parts" --exit-interval 3 "$@"
@@ -30,4 +30,4 @@ echo "== ... and resumed"
 train --save "$OUT/parts" --load "$OUT/parts" "$@"
 
 diff <(numbers "$OUT/whole") <(numbers "$OUT/parts")
-echo "All $(numbers "$OUT/parts" | wc -l) steps are equal, bit for bit: $OUT"
+echo "All $(numbers "$OUT/parts" | wc -l) steps are bitwise equal: $OUT"

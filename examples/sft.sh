@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Trains a small GPT on chats: a template writes them as text, loss masks leave the loss to the assistant's tokens,
-# whole chats are packed into samples that attention and positions do not cross. Then it answers a question.
+# Trains a small GPT on chats: a template formats them as text, loss masks restrict the loss to the assistant's tokens,
+# and whole chats are packed into samples without attention between chats. Then the model answers a question.
 #
-#   examples/sft.sh                     made-up chats: counting from a number
-#   examples/sft.sh chats.jsonl         yours: {"messages": [{"role": "user", "content": "..."}, ...]} a line
-#   examples/sft.sh chats.jsonl --bf16  further flags go to pretrain_gpt.py and win over those below
+#   examples/sft.sh                     generated chats that count up from a number
+#   examples/sft.sh chats.jsonl         your chats, one {"messages": [{"role": "user", "content": "..."}, ...]} per line
+#   examples/sft.sh chats.jsonl --bf16  further flags are passed to pretrain_gpt.py and override the flags below
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
 OUT=${OUT:-$(mktemp -d)}
 mkdir -p "$OUT"
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # more threads cost more than they give at this size
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # more threads are slower at this size
 SEQUENCE=${SEQUENCE:-64}
 
 if [ -f "${1:-}" ]; then
@@ -24,7 +24,7 @@ else
             "{\"role\": \"assistant\", \"content\": \"$((n + 1)) $((n + 2)) $((n + 3))\"}]}"
     done >"$CHATS"
 fi
-# What lies between {% generation %} and {% endgeneration %} is learned.
+# The loss includes the text between {% generation %} and {% endgeneration %}.
 cat >"$OUT/template.jinja" <<'TEMPLATE'
 {% for message in messages %}{% if message.role == 'assistant' %}A:{% generation %}{{ message.content }}
 {% endgeneration %}{% else %}Q:{{ message.content }} {% endif %}{% endfor %}
@@ -34,7 +34,7 @@ TEMPLATE
     --tokenizer-type ByteLevelTokenizer --chat-key messages --chat-template "$OUT/template.jinja" \
     --pack-length "$SEQUENCE"
 
-# A warm-up for any number of steps, unless another is given.
+# Default warm-up, which fits any number of steps.
 [[ " $* " == *" --lr-warmup-"* ]] || set -- "$@" --lr-warmup-fraction 0.1
 
 "$PYTHON" "$ROOT/pretrain_gpt.py" \

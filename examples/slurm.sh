@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The command of moe_8ranks.sh on two machines with four GPUs each: sbatch examples/slurm.sh [further flags]
+# Runs moe_8ranks.sh on two machines with four GPUs each: sbatch examples/slurm.sh [further flags]
 #
-# /checkpoints stands for a folder that both machines see. Before its time is up the job saves, requeues itself and goes
-# on from there, until the last iteration. The times and signals: docs/faults.md, "Under Slurm and Kubernetes".
+# /checkpoints stands for a folder that both machines share. Before its time limit the job saves and requeues itself,
+# and then resumes, until the last iteration. docs/faults.md explains this under "Under Slurm and Kubernetes".
 #SBATCH --job-name=moe
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -14,20 +14,20 @@
 #SBATCH --open-mode=append
 set -euo pipefail
 
-# One torchrun a node; they find each other, and who is first, at this address.
+# One torchrun per node. They rendezvous at this address.
 read -r FIRST < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 GPUS_PER_NODE=${SLURM_GPUS_ON_NODE:-4}
 export LAUNCH="--nnodes $SLURM_JOB_NUM_NODES --nproc-per-node $GPUS_PER_NODE --rdzv-backend c10d --rdzv-id $SLURM_JOB_ID --rdzv-endpoint $FIRST:${MASTER_PORT:-29500}"
 export RANKS=$((SLURM_JOB_NUM_NODES * GPUS_PER_NODE))
-# From SIGTERM until torchrun kills its ranks. More than a step and a save take, and less than the 120 s of --signal.
+# Time from SIGTERM until torchrun kills its ranks: longer than a step and a save, shorter than the 120 s of --signal.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-110}
 
-# After a SIGTERM torchruns end with 1 at slightly different times: --kill-on-bad-exit=1 would kill the slower ones in
-# their save. --wait ends what hangs after another node's part has ended.
+# After a SIGTERM torchruns exit with 1 at slightly different times: --kill-on-bad-exit=1 would kill the slower ones
+# while they save. --wait ends tasks that hang after another node's task has ended.
 STATUS=0
 examples/attempt.py --signals-reach-command /checkpoints/moe srun --kill-on-bad-exit=0 --wait=60 \
     examples/moe_8ranks.sh --bf16 --save /checkpoints/moe --load /checkpoints/moe --save-interval 50 --exit-signal-handler "$@" ||
     STATUS=$?
-# 75: unfinished, with a newer checkpoint than at the start. --requeue alone is for nodes that fail and for preemption.
+# 75: unfinished, with a newer checkpoint than at the start. --requeue alone only covers node failures and preemption.
 ((STATUS != 75)) || scontrol requeue "$SLURM_JOB_ID"
 exit "$STATUS"

@@ -4,8 +4,9 @@
     examples/supervise.py [--max-failures N] torchrun ... pretrain_gpt.py ... --save DIR --save-interval 100
 
 torchrun --max-restarts survives the death of a rank. This supervisor also survives the death of torchrun, whose ranks
-may live on, and its own: when restarted with the same --save, it ends the remaining processes of the previous run, and
-continues from the last checkpoint. Run one supervisor per machine. Needs only Linux (/proc) and Python.
+may continue to run, and of the supervisor: when restarted with the same --save, it kills the remaining processes of the
+previous run and continues from the last checkpoint. Run one supervisor per machine. Requires only Linux (/proc) and
+Python.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from types import FrameType
 MARK = "SUPERVISED_RUN"  # in the environment of all processes that the command starts
 COUNT = "SUPERVISOR_RESTART_COUNT"  # tells pretrain_gpt.py to continue from --save
 TRACKER = "latest_checkpointed_iteration.txt"
-TERMINATE_SECONDS = 30.0  # for the command to save and end after a SIGTERM
+TERMINATE_SECONDS = 30.0  # time within which processes must end after a SIGKILL
 
 
 def main(words: Sequence[str]) -> int:
@@ -40,14 +41,14 @@ def main(words: Sequence[str]) -> int:
     args = parser.parse_args(words)
     if args.max_failures < 1:
         parser.error(f"--max-failures is {args.max_failures}: must be 1 or more")
-    # argparse keeps the word that separates its options from the command.
+    # argparse keeps the `--` that separates its options from the command.
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     folder = save_folder(command)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         sys.exit(f"supervise.py: --save {folder} cannot be written: {error}")
-    # The lock ends with this process, in whatever way it ends, because child processes do not inherit it.
+    # The lock is released however this process ends, because child processes do not inherit it.
     with (folder / f"supervisor.{socket.gethostname()}.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -58,19 +59,19 @@ def main(words: Sequence[str]) -> int:
 
 
 def save_folder(command: Sequence[str]) -> Path:
-    """Returns the folder of --save in the command, or ends the process if there is none."""
+    """Returns the folder of --save in the command. Exits if there is none."""
     for word, following in zip(command, [*command[1:], ""]):
         if word == "--save" and following:
             return Path(following)
         if word.startswith("--save="):
             return Path(word.partition("=")[2])
-    sys.exit("supervise.py: the command needs --save DIR, from which a restart continues")
+    sys.exit("supervise.py: the command must contain --save DIR, from which a restart continues")
 
 
 class Supervisor:
     """Runs the command in a loop.
 
-    State that must outlive this process is in `folder`: the mark of its processes, and the number of starts.
+    State that must outlive this process is stored in `folder`: the mark of its processes and the number of starts.
     """
 
     def __init__(self, command: Sequence[str], folder: Path, *, max_failures: int) -> None:
@@ -105,7 +106,7 @@ class Supervisor:
                 return code
 
     def state(self) -> tuple[str, int]:
-        """Returns the mark of this run's processes and the number of starts by this supervisor or a previous one."""
+        """Returns the mark of this run's processes, and the number of starts including those of a killed supervisor."""
         try:
             known = json.loads(self.state_file.read_text())
             mark, starts = str(uuid.UUID(known["mark"])), int(known["starts"])
@@ -115,8 +116,8 @@ class Supervisor:
         return mark, starts
 
     def start_once(self, mark: str, starts: int) -> int:
-        """Runs the command to its end, and returns its exit code."""
-        # Written before there is anything to end, so that the next supervisor finds all processes.
+        """Runs the command until it ends, and returns its exit code."""
+        # Written before the process starts, so that the next supervisor finds all processes.
         temporary = self.state_file.with_suffix(".tmp")
         temporary.write_text(json.dumps({"mark": mark, "starts": starts + 1}))
         temporary.replace(self.state_file)
@@ -130,26 +131,26 @@ class Supervisor:
         return self.process.wait()
 
     def progress(self) -> str:
-        """Returns the text that names the latest checkpoint in the folder."""
+        """Returns the name of the latest checkpoint from the tracker file, or "" if there is none."""
         try:
             return (self.folder / TRACKER).read_text().strip()
         except OSError:
             return ""
 
     def end(self, number: int, _frame: FrameType | None) -> None:
-        """Forwards a signal. The command is not restarted."""
+        """Forwards a signal to the command, which is then not restarted."""
         self.told_to_end = True
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(number)
 
 
 def end_marked(mark: str) -> None:
-    """Ends every process with the mark in its environment, which only processes of a previous start have."""
+    """Kills every process whose environment contains the mark, i.e. the remaining processes of an earlier start."""
     found = marked(mark)
     if not found:
         return
     say(f"ending processes of an earlier start: {', '.join(map(str, sorted(found)))}")
-    # Not SIGTERM: the remaining processes would save, although others of their run are gone.
+    # Not SIGTERM, because the remaining processes would save although other ranks of their run have ended.
     deadline = time.monotonic() + TERMINATE_SECONDS
     while found and time.monotonic() < deadline:
         for process in found:
@@ -162,13 +163,16 @@ def end_marked(mark: str) -> None:
 
 
 def marked(mark: str) -> list[int]:
-    """Returns processes of this user whose environment has the mark. A reused process id has another environment."""
+    """Returns this user's processes whose environment contains the mark.
+
+    A reused process id is not mistaken for one of them, because its environment differs.
+    """
     wanted, own = f"{MARK}={mark}".encode(), os.getpid()
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal() or int(entry.name) == own:
             continue
-        # Environments of other users cannot be read, and processes may end meanwhile. Zombies need not be ended.
+        # Other users' environments cannot be read, and processes may end meanwhile. Zombies do not have to be killed.
         with contextlib.suppress(OSError):
             if wanted in (entry / "environ").read_bytes().split(b"\0"):
                 found.append(int(entry.name))
@@ -176,7 +180,7 @@ def marked(mark: str) -> list[int]:
 
 
 def say(text: str) -> None:
-    """Prints a line to the log of the caller."""
+    """Prints a line with the time to standard error."""
     print(f"[supervise {datetime.now():%Y-%m-%d %H:%M:%S}] {text}", file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Reads the CUDA graphs requested by a command line, for tools that examine it without a GPU."""
+"""Parses the CUDA graph flags of a command line, for tools that check graph capture without a GPU."""
 
 import argparse
 import atexit
@@ -44,9 +44,9 @@ class Asked:
 
 
 def asked_of(argv: Sequence[str]) -> tuple[Asked, list[str]]:
-    """Returns the requested graphs, and the other settings as a file.
+    """Returns the requested CUDA graphs, and the remaining settings as the words `--config FILE`.
 
-    The graph flags are split off, because a machine without a GPU rejects them.
+    The graph flags are removed from FILE, because argument validation rejects them on a machine without a GPU.
     """
     args, table = parse_args(argv=argv), flag_table()
     impl = "local" if args.cuda_graph_impl == "local" else Asked.impl
@@ -61,20 +61,23 @@ def asked_of(argv: Sequence[str]) -> tuple[Asked, list[str]]:
 
 
 def refusals_of_flags(args: argparse.Namespace, asked: Asked) -> list[str]:
-    """Returns the reasons why the flags rule out the requested graphs. Afterwards `args` requests them."""
+    """Sets the requested graph flags in `args` and returns the reasons why other flags rule out these graphs."""
     asked.give_to(args)
     return [*check_graphs(args)]
 
 
 def failures_of(graph: StepGraph) -> list[str]:
-    """Returns the errors that aborted a capture."""
+    """Returns the errors that aborted the captures of a step graph."""
     if isinstance(graph, CudaGraphManager):
         return [f"{name} failed: {failure}" for name, failure in graph.failures.items()]
     return [] if graph.failure is None else [f"the passes failed: {graph.failure}"]
 
 
 def send_as_a_gpu_does(model: Sequence[nn.Module]) -> None:
-    """Makes all-to-all dispatchers send padded rows, as on a GPU. On the CPU the host would read the number of rows."""
+    """Makes all-to-all dispatchers send padded rows, as on a GPU.
+
+    On the CPU they would otherwise read the number of rows on the host.
+    """
     for module in (module for chunk in model for module in chunk.modules()):
         dispatcher = vars(module).get("token_dispatcher")
         if isinstance(dispatcher, MoEStaticAlltoAllTokenDispatcher):
@@ -82,7 +85,7 @@ def send_as_a_gpu_does(model: Sequence[nn.Module]) -> None:
 
 
 def leave_files_alone(args: argparse.Namespace) -> None:
-    """Selects mock data, and disables loading and writing of files."""
+    """Selects mock data and clears every flag that would load or write files."""
     for name in (*_DATA, *_WRITTEN):
         vars(args)[name] = None
     args.mock_data, args.log_progress, args.profile, args.record_memory_history = True, False, False, False

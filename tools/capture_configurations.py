@@ -1,6 +1,7 @@
-"""Lists the configurations of the table in docs/cuda_graphs.md, as small as possible, with their expected results.
+"""Lists the configurations of the table in docs/cuda_graphs.md with their expected results.
 
-Used by write_capture_table.py and by the test that examines each of them. graph_safety decides what a graph can hold.
+Each model is as small as possible. Used by write_capture_table.py and by the test that checks every configuration.
+graph_safety decides what a graph can capture.
 """
 
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ ROUTER: Flags = {
     "moe-router-enable-expert-bias": True,
 }
 JITTER: Flags = {"moe-input-jitter-eps": 0.1}
-# The features of these models combined, with window attention or no experts in some layers.
+# The combined features of the two models, with sliding-window attention or dense MLPs in some layers.
 GPT_OSS: Flags = {
     "disable-bias-linear": None,
     "swiglu": None,
@@ -119,10 +120,11 @@ FLEX: Flags = STATIC | EP | {"moe-token-dispatcher-type": "flex", "bf16": True}
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """One row of the table. flags: added to those of `base`. is_whole: whether one graph can hold the whole iteration.
+    """One row of the table.
 
-    modules: parts of a layer that --cuda-graph-impl local can capture. needs_gpu: it does not run on the CPU, so only
-    its flags are examined, and its modules are unknown.
+    flags: added to the flags of `base`. is_whole: whether one graph can capture the whole iteration. modules: parts of
+    a layer that --cuda-graph-impl local can capture. needs_gpu: the configuration does not run on the CPU, so only its
+    flags are checked and its modules are unknown.
     """
 
     base: Flags
@@ -134,7 +136,7 @@ class Configuration:
 
     @property
     def argv(self) -> list[str]:
-        """Returns the command line without a request for graphs of the forward and backward passes."""
+        """Command line without flags that request graphs of the forward and backward passes."""
         return words_of({**self.base, "global-batch-size": 2 * self.ranks, **self.flags})
 
 

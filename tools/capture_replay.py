@@ -1,11 +1,11 @@
-"""Trains the first steps of a command line twice on the CPU, eagerly and with tapes instead of CUDA graphs, and
-compares the results bit for bit. Used by `check_capture.py --replay`. core/graphs/ defines tapes.
+"""Trains the first steps of a command line twice on the CPU, eagerly and with tapes instead of CUDA graphs, and checks
+that the results are bitwise equal. Used by `check_capture.py --replay`. Tapes are defined in core/graphs/.
 
-Finds host values that change between steps, which the examination of a single step cannot find: a graph would keep
-using the captured number, list or flag. Both runs use --deterministic-mode.
+Finds host values that change between steps, which checking a single step cannot find: a graph would keep using the
+number, list or flag that it captured. Both runs use --deterministic-mode.
 
-Compares the reports of the steps, and at the end parameters, buffers and optimizer states. Ignores state that is only
-on the host, or in other tensors.
+Compares the report of every step, and the final parameters, buffers and optimizer states. Does not compare other host
+state or other tensors.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ from megatron.training.run import TrainingRun
 from megatron.training.setup import setup_data, setup_run
 from megatron.training.training import run_step
 
-# Fields in which two equal runs may differ.
+# Fields that may differ between two equivalent runs.
 _OF_THE_MACHINE = frozenset({"seconds", "memory", "held", "notes", "stash"})
 
 
@@ -41,8 +41,8 @@ _OF_THE_MACHINE = frozenset({"seconds", "memory", "held", "notes", "stash"})
 class _Trained:
     """One rank's results of a run.
 
-    steps: reports as text, in which NaN equals NaN. state: digests of parameters, buffers and optimizer tensors, and
-    the optimizer's numbers, by name. failures: reasons why there are no graphs.
+    steps: step reports as text, in which NaN equals NaN. state: digests of parameters, buffers and optimizer tensors,
+    and the optimizer's numbers, by name. failures: reasons why no graphs were captured.
     """
 
     steps: list[dict[str, str]]
@@ -65,9 +65,9 @@ class _CountedTapes(TapeGraphs):
 
 
 def differences_of_replay(argv: Sequence[str], num_steps: int) -> list[str]:
-    """Returns the first difference of each rank between training with and without graphs; empty if there is none.
+    """Returns each rank's first difference between training with and without graphs; empty if there is none.
 
-    Collective. num_steps: replayed steps, which follow the warm-up steps.
+    Collective. num_steps: number of replayed steps after the warm-up steps.
     """
     eager, replayed = _train(argv, num_steps, tapes=None), _train(argv, num_steps, tapes=_CountedTapes())
     found = []
@@ -87,7 +87,7 @@ def _first_difference(own: _Trained, expected: _Trained) -> list[str]:
 
 
 def _train(argv: Sequence[str], num_steps: int, *, tapes: _CountedTapes | None) -> list[_Trained]:
-    """Trains the run, with tapes if given, and returns the results of each rank."""
+    """Trains the run and returns the results of each rank. tapes: replace CUDA graphs; None trains eagerly."""
     asked, rest = asked_of(argv)
     with ErrorBroadcast(describe=message_for_other_ranks, leave=leave_process_group) as broadcast:
         # On the CPU, other kernels for experts in fp32 need the row offsets on the host.
@@ -115,7 +115,7 @@ def _comparable(report: StepReport) -> dict[str, str]:
 
 
 def state_of(run: TrainingRun) -> dict[str, str]:
-    """Returns digests of parameters, buffers and the optimizer's tensors, and its numbers as text. Collective."""
+    """Returns digests of parameters, buffers and optimizer tensors, and the optimizer's numbers as text. Collective."""
     named: dict[str, Tensor] = {}
     for index, chunk in enumerate(run.model):
         if isinstance(chunk, DistributedDataParallel):

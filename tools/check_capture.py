@@ -1,13 +1,13 @@
-"""Checks without a GPU whether one CUDA graph can hold a training step: `python tools/check_capture.py` with the flags
-of pretrain_gpt.py. With --optimizer-cuda-graph it includes the optimizer step, and with --cuda-graph-impl local it
-checks the parts of layers named by --cuda-graph-modules. Exit status: 0 if capture works, 1 if not; all reasons are
-printed. With --replay N it also trains N more steps with tapes, which behave like graphs, and compares the results
+"""Checks without a GPU whether one CUDA graph can capture a training step: `python tools/check_capture.py` with flags
+of pretrain_gpt.py. With --optimizer-cuda-graph the graph includes the optimizer step. With --cuda-graph-impl local the
+tool checks the parts of layers named by --cuda-graph-modules. Exit status: 0 if capture works, 1 if not. All reasons
+are printed. With --replay N it also trains N more steps with tapes, which behave like graphs, and compares the results
 (capture_replay.py).
 
-Trains two steps on mock tokens and examines the third as if it were captured. Loads and writes no files. Start it with
-torchrun if the layout needs several processes. Sizes do not matter for capture: if the model is too large for this
-machine, append smaller sizes, because the last occurrence of a flag counts. Everything runs on the CPU. Where code
-chooses by device, the CPU's choice is examined, except for the transfer of expert rows.
+Trains two steps on mock tokens and checks the third as if it were captured. Loads and writes no files. Start it with
+torchrun if the layout needs several processes. Model size does not affect capture: if the model is too large for this
+machine, append flags with smaller sizes, because the last occurrence of a flag counts. Everything runs on the CPU.
+Where code branches on the device, the CPU branch is checked, except for the transfer of expert rows.
 """
 
 import argparse
@@ -61,7 +61,7 @@ from megatron.training.step.step_runner import StepRunner
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints the result for the command line `argv`, by default the process's own, and exits with its status."""
+    """Checks the command line `argv`, prints the result and exits with its status. None means sys.argv."""
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     parser.add_argument("--replay", type=int, default=0)
     own, argv = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
@@ -82,7 +82,7 @@ def _say(verdict: str, found: Sequence[str]) -> None:
 
 
 def breaks_of(argv: Sequence[str]) -> list[str]:
-    """Returns the flags and operations, with their lines, that prevent the requested graphs on any rank. Collective."""
+    """Returns the flags and source lines of operations that prevent the requested graphs on any rank. Collective."""
     asked, rest = asked_of(argv)
     with ErrorBroadcast(describe=message_for_other_ranks, leave=leave_process_group) as broadcast:
         args = start_processes(argv=rest, broadcast=broadcast)
@@ -104,7 +104,7 @@ def breaks_of(argv: Sequence[str]) -> list[str]:
 
 @dataclass
 class LintedGraphs:
-    """A GraphDevice that captures nothing: it runs the passes and collects operations that a graph cannot hold."""
+    """A GraphDevice that captures nothing: runs the passes eagerly and collects what a graph cannot capture."""
 
     regions: list[Region] = field(default_factory=list)
     _may_be_together: bool = False
@@ -120,7 +120,7 @@ class LintedGraphs:
 
     @contextmanager
     def capturing(self, pool: None = None) -> Iterator["LintedGraphs"]:
-        """Runs its body as a new region and collects operations that a graph cannot hold."""
+        """Runs its body as a new region and collects operations that a graph cannot capture."""
         earlier = self.regions[-1] if self._are_together else None
         with collect_refusals(get_cuda_rng_tracker().generators(), goes_on_with=earlier) as region:
             self.regions.append(region)
@@ -129,7 +129,7 @@ class LintedGraphs:
 
     @contextmanager
     def capturing_together(self) -> Iterator[None]:
-        """Lets each region in its body use the tensors of the previous one."""
+        """Lets each region in its body use the tensors of the preceding region."""
         self._may_be_together = True
         try:
             yield
@@ -137,10 +137,10 @@ class LintedGraphs:
             self._may_be_together = self._are_together = False
 
     def replay(self) -> None:
-        """Does nothing, because the passes already ran instead of being captured."""
+        """Does nothing, because the passes ran eagerly when they were captured."""
 
     def breaks(self, steps: StepRunner) -> list[str]:
-        """Returns the findings. Must be called after the results have been used."""
+        """Returns the operations that prevent capture. Must be called after the results of the passes were used."""
         assert steps.graph is not None and self.regions, "no step was examined"
         failures = failures_of(steps.graph)
         steps.graph.drop_graphs()
@@ -150,7 +150,7 @@ class LintedGraphs:
 
 
 def _setup(args: argparse.Namespace) -> tuple[StepRunner, MegatronOptimizer, LintedGraphs]:
-    """Sets up the run as pretrain does, without checkpoints, logs and data."""
+    """Sets up the run as pretrain does, but without checkpoints, logs and data."""
     publish_tokenizer(setup_tokenizer(args))
     timers = Timers(0, "minmax", device=default_device())
     publish_timers(timers)
@@ -175,7 +175,7 @@ def _setup(args: argparse.Namespace) -> tuple[StepRunner, MegatronOptimizer, Lin
 
 
 def _made_up_batches(args: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
-    """Returns this rank's microbatches of one step as data iterators."""
+    """Returns this rank's mock microbatches of one step; empty on stages that read no data."""
     leave_files_alone(args)
     groups, count = get_process_groups(), get_num_microbatches()
     plan = BatchPlan(

@@ -65,7 +65,7 @@ _OF_TARGET = {
     "--target-optimizer": (_CORE,),
     "--target-padded-vocab-size": (_CORE,),
 }
-# Arguments in a checkpoint that describe how it was trained.
+# Stored arguments that describe how the checkpoint was trained.
 _LAYOUT = (
     "world_size",
     "tensor_model_parallel_size",
@@ -78,7 +78,7 @@ _LAYOUT = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command and returns its exit status. Raises SystemExit after printing one line for a user error."""
+    """Runs a command and returns its exit status. Prints one line for a user error and raises SystemExit."""
     options = parse_options(argv)
     try:
         with exit_on_user_error():
@@ -94,8 +94,8 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     """Parses the command line of this tool."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_inspect(commands.add_parser("inspect", help="show the content of a checkpoint", allow_abbrev=False))
-    _add_verify(commands.add_parser("verify", help="compare all data with its checksums", allow_abbrev=False))
+    _add_inspect(commands.add_parser("inspect", help="show the contents of a checkpoint", allow_abbrev=False))
+    _add_verify(commands.add_parser("verify", help="verify the checksums of all data", allow_abbrev=False))
     _add_diff(
         commands.add_parser("diff", help="show the tensors that differ between two checkpoints", allow_abbrev=False)
     )
@@ -221,15 +221,19 @@ def _diff(options: argparse.Namespace) -> int:
 def _summary_of(found: Sequence[TensorDifference]) -> str:
     # Tensors that exist on one side only, or have different shapes, have no numeric difference. 0 would mean equal
     # values.
+    # values.
     by_value, words = [one for one in found if not one.what], f"{len(found)} tensors differ"
     if not by_value:
-        return f"{words}, none of them only in its values"
+        return f"{words}, all of them in shape or dtype or on one side only"
     worst = max(by_value, key=lambda one: one.largest)
     return f"{words}; the largest difference is {worst.largest:.3e}, in {worst.key}"
 
 
 def _print_values(console: Console, a: VerifiedCheckpoint, *, other: VerifiedCheckpoint) -> None:
-    """Prints differences other than tensors. Arguments often differ, so they do not change the exit status."""
+    """Prints differences of values that are not tensors.
+
+    Arguments often differ between checkpoints, so these differences do not change the exit status.
+    """
     x, y = (
         {**one.common, **{f"args.{name}": value for name, value in values_named("args", one.common).items()}}
         for one in (a, other)
@@ -247,11 +251,11 @@ def _prune(options: argparse.Namespace) -> None:
         if not options.dry_run:
             folders.remove(folder)
         print(f"{'would delete' if options.dry_run else 'deleted'} {folder}")
-    print(f"{len(gone)} {'would go' if options.dry_run else 'deleted'}; left: {', '.join(map(str, stay))}")
+    print(f"{len(gone)} {'would be deleted' if options.dry_run else 'deleted'}; kept: {', '.join(map(str, stay))}")
 
 
 def _require_positive(counts: dict[str, int | None]) -> None:
-    """Raises ValueError for a number that is not positive. counts: by flag, None if absent."""
+    """Raises ValueError for a number below 1. counts: values by flag, None for absent flags."""
     for flag, value in counts.items():
         if value is not None and value < 1:
             raise ValueError(f"{flag} is {value}: must be at least 1")
@@ -277,7 +281,9 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load", type=Path, required=True, help="folder of checkpoints, or of a model of transformers")
     parser.add_argument("--save", type=Path, required=True, help="folder for the converted checkpoint")
     parser.add_argument("--ckpt-step", type=int, help="iteration to convert; default: the latest")
-    parser.add_argument("--vocab-size", type=int, help="number of tokens of the tokenizer, if the files lack it")
+    parser.add_argument(
+        "--vocab-size", type=int, help="vocabulary size of the tokenizer, if the files do not contain it"
+    )
     parser.add_argument(
         "--model-config", type=Path, help=f"YAML file with the model's flags, for --from {_CORE} without arguments"
     )
@@ -290,12 +296,14 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     of_hub = parser.add_argument_group(f"--from {_HUB} and --to {_HUB}")
     of_hub.add_argument("--dtype", choices=tuple(DTYPES), help="dtype of the converted weights; default: unchanged")
     of_hub.add_argument(
-        "--hf-reference", type=Path, help="folder whose config.json and tokenizer accompany the model; default: its own"
+        "--hf-reference",
+        type=Path,
+        help="folder from which config.json and tokenizer are copied; default: written from the checkpoint",
     )
     of_hub.add_argument(
         "--verify",
         action="store_true",
-        help="compare logits of both models in fp32 on random tokens; needs transformers",
+        help="compare logits of both models in fp32 on random tokens; requires transformers",
     )
     of_target = parser.add_argument_group(f"layout and format of --to {_LEGACY} and --to {_CORE}")
     of_target.add_argument("--target-tensor-parallel-size", type=int, default=1, help="default: 1")
@@ -335,17 +343,17 @@ def _convert(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
 
 
 def _require_taken(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Raises ValueError for an option that this conversion ignores."""
+    """Raises ValueError for an option that this conversion would ignore."""
     sides = (("--from", options.source, _OF_SOURCE), ("--to", options.target, _OF_TARGET))
     for side, found, taken in sides:
         for flag, formats in taken.items():
             name = flag[2:].replace("-", "_")
             value = vars(options)[name]
             if found not in formats and value != parser.get_default(name):
-                raise ValueError(f"{flag} is {value}: needs {side} {' or '.join(formats)}, but {side} is {found}")
+                raise ValueError(f"{flag} is {value}: requires {side} {' or '.join(formats)}, but {side} is {found}")
     for flag, value in (("--dtype", options.dtype), ("--verify", options.verify)):
         if value and _HUB not in (options.source, options.target):
-            raise ValueError(f"{flag} is {value}: needs --from {_HUB} or --to {_HUB}")
+            raise ValueError(f"{flag} is {value}: requires --from {_HUB} or --to {_HUB}")
 
 
 def _convert_hub(options: argparse.Namespace) -> int:
@@ -372,7 +380,7 @@ def _convert_hub(options: argparse.Namespace) -> int:
 
 def _convert_core(options: argparse.Namespace) -> None:
     if options.target != _CANONICAL:
-        raise ValueError(f"--from {_CORE} needs --to {_CANONICAL}, but --to is {options.target}")
+        raise ValueError(f"--from {_CORE} requires --to {_CANONICAL}, but --to is {options.target}")
     result = from_megatron_core(
         options.load,
         options.save,
@@ -392,7 +400,7 @@ def _convert_core(options: argparse.Namespace) -> None:
 
 def _write_core(options: argparse.Namespace) -> None:
     if options.source != _CANONICAL:
-        raise ValueError(f"--to {_CORE} needs --from {_CANONICAL}, but --from is {options.source}")
+        raise ValueError(f"--to {_CORE} requires --from {_CANONICAL}, but --from is {options.source}")
     target = CoreTarget(
         tensor=options.target_tensor_parallel_size,
         expert=options.target_expert_parallel_size,
@@ -407,7 +415,7 @@ def _write_core(options: argparse.Namespace) -> None:
 def _convert_files(options: argparse.Namespace) -> None:
     if options.source == options.target:
         raise ValueError(
-            f"--from and --to are both {options.source}: must differ; {_CANONICAL} already loads in any layout"
+            f"--from and --to are both {options.source}: must differ; {_CANONICAL} can be loaded in any layout"
         )
     if options.source == _CORE:
         return _convert_core(options)
@@ -415,7 +423,7 @@ def _convert_files(options: argparse.Namespace) -> None:
         return _write_core(options)
     if options.target == _SAFETENSORS:
         if options.source != _CANONICAL:
-            raise ValueError(f"--to {_SAFETENSORS} needs --from {_CANONICAL}, but --from is {options.source}")
+            raise ValueError(f"--to {_SAFETENSORS} requires --from {_CANONICAL}, but --from is {options.source}")
         folder = _export_safetensors(options)
     elif options.target == _CANONICAL:
         folder = to_canonical(options.load, options.save, step=options.ckpt_step, vocab_size=options.vocab_size)
@@ -434,9 +442,9 @@ def _convert_files(options: argparse.Namespace) -> None:
 
 
 def _export_safetensors(options: argparse.Namespace) -> Path:
-    """Writes the weights of a checkpoint under their stored names, without layout and padding; returns the folder.
+    """Writes the weights of a checkpoint under their stored names, without layout and padding, and returns the folder.
 
-    Files are named as on the Hugging Face hub. One tensor is in memory at a time.
+    Files are named as on the Hugging Face Hub. Only one tensor is in memory at a time.
     """
     found = checkpoint_of_load(options.load, options.ckpt_step)
     with new_folder(options.save) as temporary:

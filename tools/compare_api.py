@@ -1,19 +1,19 @@
 """Compares this project's public API with Megatron-LM's, name by name: `python -m tools.compare_api [MODULE ...]`.
 
-megatron_api.txt holds Megatron-LM's names with their parameters and defaults. Each of its lines is one name: a
-function, a constructor, a method, a property, a dataclass field, or a class without a signature. A name is
+megatron_api.txt lists Megatron-LM's names with their parameters and defaults, one name per line: a function, a
+constructor, a method, a property, a dataclass field, or a class without a signature. A name is
 
-- the same, if ours takes its parameters in the same order, with the same keywords and the same defaults. Ours may
+- the same, if ours accepts its parameters in the same order, with the same keywords and the same defaults. Ours may
   have additional parameters after them, if they have defaults;
 - thin, if it exists but a call that is valid in Megatron-LM may fail here: the table names the parameter;
-- missing, if there is nothing under that name.
+- missing, if nothing has that name here.
 
 "Same" compares no annotations, no return values and no behaviour. A property, and a default that is computed
 (default_factory, or an expression that is not a literal), only have to exist.
 
-Names of unsupported features (inference, FP8 ...) are left out of the percentages, even if they are defined here
-only to reject them. A configuration field gives the reason itself (unsupported_field in megatron/core/config_field.py);
-megatron_api_unsupported.yaml gives it for all other names.
+Names of unsupported features (inference, FP8 ...) are not counted in the percentages, even if they are defined here
+only to reject them. A configuration field states the reason itself (unsupported_field in
+megatron/core/config_field.py). megatron_api_unsupported.yaml states it for all other names.
 """
 
 import argparse
@@ -41,7 +41,7 @@ UNKNOWN = object()  # a default that is not a literal in megatron_api.txt matche
 
 
 class Verdict(enum.Enum):
-    """Whether a public name of Megatron-LM has the same, a thinner or no counterpart here."""
+    """Whether this project has the same name, a thinner version of it, or no such name."""
 
     SAME = "same"
     THIN = "thin"
@@ -62,9 +62,9 @@ class Parameter:
 
 @dataclass(frozen=True)
 class PublicName:
-    """One line of megatron_api.txt.
+    """One name of megatron_api.txt.
 
-    module: as it is imported. owner: the class of a member, or "". kind: function, class, method, property or field.
+    module: import path. owner: class of a member, or "". kind: function, class, method, property or field.
     """
 
     module: str
@@ -75,16 +75,16 @@ class PublicName:
 
     @property
     def path(self) -> str:
-        """The text that patterns of an Unsupported are matched against: module.owner.name."""
+        """The dotted path module.owner.name, which the patterns of an Unsupported are matched against."""
         return ".".join(part for part in (self.module, self.owner, self.name) if part)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result for a name.
+    """The result of comparing one name.
 
-    why: the difference, or the reason why it is missing; "" for the same. unsupported: the reason why the feature is
-    unsupported, or "". no_effect: the reason why a configuration field accepts every value without an effect, or "".
+    why: the difference, or the reason why the name is missing; "" if it is the same. unsupported: why the feature is
+    unsupported, or "". no_effect: why a configuration field accepts every value without an effect, or "".
     """
 
     name: PublicName
@@ -96,14 +96,14 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Unsupported:
-    """An unsupported feature, and the patterns of the names that only exist for it."""
+    """An unsupported feature with the patterns of the names that exist only for it."""
 
     why: str
     names: tuple[str, ...]
 
 
 def read_names(text: str) -> list[PublicName]:
-    """Reads the names of a file in the format of megatron_api.txt."""
+    """Parses text in the format of megatron_api.txt."""
     names: list[PublicName] = []
     module = owner = ""
     for line in text.splitlines():
@@ -215,7 +215,7 @@ def compare_all(names: Sequence[PublicName] | None = None) -> list[Comparison]:
 
 
 def compare(name: PublicName) -> Comparison:
-    """Looks a name up in this project and compares its parameters. Import errors of existing modules are raised."""
+    """Looks up a name in this project and compares its parameters. Raises import errors of modules that exist."""
     owner = _owner(name)
     if owner is None:
         return Comparison(name, Verdict.MISSING, "its module or class does not exist here", _why_unsupported(name))
@@ -230,11 +230,11 @@ def compare(name: PublicName) -> Comparison:
 
 
 def _owner(name: PublicName) -> object | None:
-    """Returns the module or class that defines a name, or None if there is none."""
+    """Returns the module or class that should define a name, or None if it does not exist."""
     try:
         module = importlib.import_module(name.module)
     except ModuleNotFoundError as error:
-        # An existing module that imports something missing is broken, not missing.
+        # A module that exists but fails to import another one is broken, not missing.
         if error.name is None or not f"{name.module}.".startswith(f"{error.name}."):
             raise
         return None
@@ -242,7 +242,7 @@ def _owner(name: PublicName) -> object | None:
 
 
 def config_metadata(name: PublicName) -> Mapping[str, Any] | None:
-    """Returns the metadata of a configuration field of this project (config_field.py), or None for any other name."""
+    """Returns the metadata of a configuration field of this project (config_field.py), or None for other names."""
     owner = _owner(name) if name.kind == "field" else None
     if not (inspect.isclass(owner) and is_dataclass(owner)):
         return None
@@ -286,7 +286,7 @@ def _our_parameters(value: object, has_self: bool) -> list[inspect.Parameter]:
     found = list(inspect.signature(value).parameters.values())  # type: ignore[arg-type]
     if has_self:
         found = found[1:]
-    # megatron_api.txt leaves out every first parameter named cls, even if it is an argument of the call.
+    # megatron_api.txt omits every first parameter named cls, even if callers pass it.
     return found[1:] if found and found[0].name == "cls" else found
 
 
@@ -308,7 +308,7 @@ def _parameter_differences(theirs: Sequence[Parameter], ours: Sequence[inspect.P
                 differences.append(f"no {their.name}")
         elif not their.keyword_only and (index >= len(positions) or positions[index] != their.name):
             keyword = mine.kind is inspect.Parameter.KEYWORD_ONLY
-            differences.append(f"{their.name} is {'by keyword only' if keyword else 'at another position'}")
+            differences.append(f"{their.name} is {'keyword-only' if keyword else 'at a different position'}")
         else:
             differences += _default_differences(their, mine.default)
     known = {their.name for their in theirs}
@@ -326,7 +326,7 @@ def _needed(ours: Sequence[inspect.Parameter]) -> Iterator[str]:
 def _default_differences(their: Parameter, mine: object) -> list[str]:
     has_none = mine is MISSING or mine is inspect.Parameter.empty
     if their.default is NO_DEFAULT:
-        return []  # a default here where Megatron-LM has none is no obstacle
+        return []  # a default that Megatron-LM lacks breaks no call
     if has_none:
         return [f"{their.name} has no default"]
     if their.default is UNKNOWN or mine is UNKNOWN or _same_value(their.default, mine):
@@ -343,13 +343,13 @@ def _same_value(theirs: object, mine: object) -> bool:
 
 
 def counts(comparisons: Sequence[Comparison]) -> dict[Verdict, int]:
-    """Counts the results, without the names of unsupported features."""
+    """Counts the comparisons by verdict, without names of unsupported features."""
     found = Counter(comparison.verdict for comparison in comparisons if not comparison.unsupported)
     return {verdict: found[verdict] for verdict in Verdict}
 
 
 def main() -> None:
-    """Prints one line for each name that is not the same, and the counts."""
+    """Prints one line for each name that is not the same, followed by the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modules", nargs="*", help="for example 'megatron.core.optimizer*'; default: all")
     parser.add_argument("--unsupported", action="store_true", help="include the names of unsupported features")
@@ -366,7 +366,7 @@ def main() -> None:
     here = sum(found.values())
     shares = ", ".join(f"{verdict.value} {count}" for verdict, count in found.items())
     absent = len(comparisons) - here
-    print(f"{len(comparisons)} names, {absent} of them of unsupported features. The other {here}: {shares}")
+    print(f"{len(comparisons)} names, of which {absent} belong to unsupported features. The other {here}: {shares}")
     if here:
         print(f"same: {100 * found[Verdict.SAME] / here:.1f}%")
 

@@ -2,7 +2,7 @@
 steps.jsonl.
 
 Exit status: 0 if no common step differs by more than --rtol (0: bitwise), 1 if one does or there is no common step, 2
-if a log cannot be read. Fields of time and memory are not compared.
+if a log cannot be read. Time and memory are not compared.
 """
 
 import argparse
@@ -20,7 +20,7 @@ if not __package__:  # run by its path, as in a clone without installation
 
 from megatron.tools.run_log import TIMINGS, RunLog, Series, read_run
 
-# In the order in which a step computes them, because a difference in one field explains those in later ones.
+# In the order in which a step computes them, because a difference in one field explains differences in later fields.
 CAUSES = ("consumed_samples", "global_batch_size", "learning_rate", "weight_decay", "loss_scale", "lm_loss")
 LAST = ("grad_norm", "num_zeros", "params_norm", "skipped", "validation_loss", "test_loss")
 NUM_INTERVALS = 8
@@ -29,10 +29,10 @@ NOT_SET = "not set"
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of one field over the steps that both runs have.
+    """The difference of one field over the steps that both runs contain.
 
-    steps: [n] int64; a, b: values, [n] float64; parted: [n] bool, true if the bits differ; relative: [n] float64, |a -
-    b| / max(|a|, |b|), infinite if only one of them is a number.
+    steps: [n] int64. a, b: values, [n] float64. parted: [n] bool, true where the values are not bitwise equal.
+    relative: [n] float64, |a - b| / max(|a|, |b|), infinite if only one of them is a number.
     """
 
     name: str
@@ -44,12 +44,12 @@ class Difference:
 
     @property
     def first(self) -> int | None:
-        """The first step whose values differ in their bits."""
+        """The first step whose values are not bitwise equal, or None."""
         return int(self.steps[self.parted.argmax()]) if self.parted.any() else None
 
     @property
     def largest(self) -> float:
-        """The largest relative difference; 0 without common steps."""
+        """The largest relative difference, or 0 without common steps."""
         return float(self.relative.max(initial=0.0))
 
 
@@ -90,7 +90,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
 
 
 def compare(a: RunLog, b: RunLog) -> list[Difference]:
-    """Returns each field that both logs have, in the order in which a step computes them, without fields of time."""
+    """Compares all fields that occur in both logs, except times, in the order in which a step computes them."""
     common = [name for name in a.series if name in b.series and not name.startswith(TIMINGS)]
     return [_difference(name, a.series[name], other=b.series[name]) for name in sorted(common, key=_place_in_step)]
 
@@ -114,7 +114,7 @@ def _difference(name: str, one: Series, *, other: Series) -> Difference:
 
 
 def headline(a: RunLog, b: RunLog, *, differences: list[Difference]) -> str:
-    """Describes where the runs diverge: one sentence, and a line for each field that differs there."""
+    """Describes where the runs diverge: one sentence, followed by a line for each field that differs at that step."""
     common = np.intersect1d(a.steps, b.steps)
     if not common.size:
         return "The logs have no step in common."
@@ -135,7 +135,7 @@ def headline(a: RunLog, b: RunLog, *, differences: list[Difference]) -> str:
 
 
 def print_sizes(console: Console, differences: list[Difference]) -> None:
-    """Prints the largest relative difference of each field, then how the difference of the loss grows over the run."""
+    """Prints the largest relative difference of each field, and how the difference of the loss grows over the run."""
     parted = [one for one in differences if one.parted.any()]
     if not parted:
         return
@@ -158,7 +158,7 @@ def print_sizes(console: Console, differences: list[Difference]) -> None:
 
 
 def print_only_in_one(console: Console, runs: dict[str, RunLog]) -> None:
-    """Prints steps and fields that only one log has, and the number of unreadable lines."""
+    """Prints the steps and fields that only one log contains, and the number of unreadable lines."""
     for name, other_name in (("A", "B"), ("B", "A")):
         run, other = runs[name], runs[other_name]
         only = np.setdiff1d(run.steps, other.steps)
@@ -172,7 +172,7 @@ def print_only_in_one(console: Console, runs: dict[str, RunLog]) -> None:
 
 
 def steps_text(steps: np.ndarray) -> str:
-    """Formats steps as text. steps: [n], int64, increasing."""
+    """Formats step numbers as ranges. steps: [n], int64, increasing."""
     if not steps.size:
         return "no steps"
     pieces = np.split(steps, np.flatnonzero(np.diff(steps) > 1) + 1)
@@ -182,7 +182,7 @@ def steps_text(steps: np.ndarray) -> str:
 
 
 def print_records(console: Console, records: dict[str, dict[str, Any]]) -> None:
-    """Prints differences of flags, environment and model in run.json."""
+    """Prints how flags, environment and model differ between the two run.json files."""
     missing = [name for name, record in records.items() if not record]
     if missing:
         console.print(f"No run.json in {' and '.join(missing)}: flags and environment are not compared.")

@@ -1,7 +1,7 @@
-"""Converts weights between Megatron's older checkpoints, with one file per rank, and canonical checkpoints.
+"""Converts weights between canonical checkpoints and Megatron's legacy checkpoints, which store one file per rank.
 
-megatron.training.checkpointing.legacy presents their tensors under native keys, and --load also uses it directly.
-Writes each rank's file through the part of the model that this rank would build, which knows its shards.
+megatron.training.checkpointing.legacy presents legacy tensors under native keys, and --load also uses it directly.
+To write a rank's file, this module builds the part of the model that the rank would build, which knows its shards.
 """
 
 import argparse
@@ -38,13 +38,13 @@ from megatron.training.checkpointing.megatron_objects import SAMPLE_COUNTS, json
 from megatron.training.checkpointing.run_values import args_to_json, check_arguments, load_run_values, model_arguments
 from megatron.training.gpt_builder import parts_of_gpt
 
-# Arguments of a layout that determine others in LAYOUT.
+# Arguments from which other arguments in LAYOUT are derived.
 _SOURCES_OF_LAYOUT = (
     "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank",
     "expert_tensor_parallel_size",
 )
-# Arguments in a file that are not copied, because they belong to the conversion or to the other program.
+# Stored arguments that are not copied, because they belong to the conversion or to the program that wrote the file.
 _OWN = ("load", "save", "rank", "world_size", "local_rank", "ckpt_format", "params_dtype", "moe_grouped_gemm")
 
 
@@ -59,17 +59,17 @@ class TargetLayout:
 
 
 def to_canonical(load: Path, save: Path, *, step: int | None = None, vocab_size: int | None = None) -> Path:
-    """Writes the weights of older files as a canonical checkpoint; returns its folder.
+    """Writes the weights of a legacy checkpoint as a canonical checkpoint and returns its folder.
 
-    vocab_size: number of tokens of the tokenizer, if the arguments in the files lack it. Raises ValueError naming a
-    file, tensor or argument that is missing or does not fit, and the folder if it exists; OSError if a file cannot be
-    read or written.
+    vocab_size: vocabulary size of the tokenizer, if the arguments in the files do not contain it. Raises ValueError
+    naming the file, tensor or argument that is missing or does not fit, or the folder if it exists already. Raises
+    OSError if a file cannot be read or written.
     """
     files = LegacyFiles.open(find_legacy(load, step=step))
     first = files.first
     folder = iteration_folder(save, first.iteration)
     if folder.exists():
-        # The folder may belong to a run with optimizer states, which older files lack.
+        # The folder may belong to a run with optimizer states, which legacy files do not contain.
         raise ValueError(f"--save is {save}: {folder} already exists and is not overwritten; give a new folder")
     args = _args_of_files(files, vocab_size)
     checkpoint = as_checkpoint(files, args, parts_of_gpt)
@@ -79,14 +79,17 @@ def to_canonical(load: Path, save: Path, *, step: int | None = None, vocab_size:
 
 
 def find_legacy(folder: Path, *, step: int | None) -> Path:
-    """Returns the folder of an iteration; None means the tracker's. Raises ValueError if the tracker names none."""
+    """Returns the folder of an iteration. step: iteration; None means the one in the tracker file.
+
+    Raises ValueError if the tracker file is missing or invalid.
+    """
     if step is not None:
         found = iteration_folder(folder, step)
     else:
         text = read_tracker(folder)
         if text is None:
             raise ValueError(
-                f"--load is {folder}: it has no {TRACKER_FILE}; give the parent folder of iter_..., or --ckpt-step"
+                f"--load is {folder}: it contains no {TRACKER_FILE}; give the parent folder of iter_..., or --ckpt-step"
             )
         iteration = iteration_of_text(text)
         if text == RELEASE:
@@ -94,15 +97,17 @@ def find_legacy(folder: Path, *, step: int | None) -> Path:
         elif iteration is not None:
             found = iteration_folder(folder, iteration)
         else:
-            raise ValueError(f"{folder / TRACKER_FILE} holds {text[:40]!r}: must be an iteration number or {RELEASE!r}")
+            raise ValueError(
+                f"{folder / TRACKER_FILE} contains {text[:40]!r}: must be an iteration number or {RELEASE!r}"
+            )
     return found
 
 
 def from_canonical(load: Path, save: Path, *, layout: TargetLayout, step: int | None = None) -> Path:
-    """Writes the weights of a canonical checkpoint as older files of a layout; returns their folder.
+    """Writes the weights of a canonical checkpoint as legacy files of a layout and returns their folder.
 
-    Raises ValueError if the model does not fit the layout or files of this iteration exist; OSError if one cannot be
-    written. Leaves no files after an error.
+    Raises ValueError if the model does not fit the layout or files of this iteration exist, and OSError if a file
+    cannot be written. Leaves no files after an error.
     """
     found = checkpoint_of_load(load, step)
     run = load_run_values(found.path)
@@ -127,21 +132,21 @@ def from_canonical(load: Path, save: Path, *, layout: TargetLayout, step: int | 
 
 
 def common_of_weights(args: argparse.Namespace, found: Mapping[str, Any], *, iteration: int) -> dict[str, Any]:
-    """Returns the common part of a checkpoint with weights only. found: arguments of the program that trained them."""
+    """Returns the common part of a weights-only checkpoint. found: arguments of the run that trained the weights."""
     values, stored = values_without_state(found, iteration=iteration), args_to_json(args)
     stored |= {name: value for name, value in values["args"].items() if name in stored and name not in _OWN}
     return {**values, "args": stored}
 
 
 def _parts_of_rank(args: argparse.Namespace, rank: LegacyRank) -> list[GPTModel]:
-    """Builds the part of the model that a rank's file contains, without allocating memory."""
+    """Builds the model chunks that a rank's file contains, without allocating memory."""
     place = {"tensor": rank.tensor, "pipeline": rank.pipeline, "expert": rank.expert}
     layout = {name: vars(args)[name] for name in LAYOUT}
     return parts_of_gpt(args, padded_vocab_size=args.padded_vocab_size, layout=layout, **place)
 
 
 def _filled(part: nn.Module, source: Path, args: argparse.Namespace, *, layout: TargetLayout) -> dict[str, Tensor]:
-    """Returns the tensors of a part of the model, any shape and dtype, from a checkpoint, by Megatron's names."""
+    """Loads the tensors of a part of the model from a checkpoint and returns them by Megatron's names."""
     state = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in tensors_of(part).items()}
     logical = model_logical_pieces(part)
     wanted = [
@@ -164,7 +169,7 @@ def _args_of_files(files: LegacyFiles, vocab_size: int | None) -> argparse.Names
     args = model_args(stored)
     args.unpadded_vocab_size = vocab_size or stored.get("vocab_size")
     if args.unpadded_vocab_size is None:
-        raise ValueError(f"{file.path} does not contain the number of tokens of the tokenizer: give --vocab-size")
+        raise ValueError(f"{file.path} does not contain the tokenizer's vocabulary size: give --vocab-size")
     args.padded_vocab_size = files.vocabulary_rows(num_tokens=args.unpadded_vocab_size)
     return args
 
@@ -184,10 +189,10 @@ def _args_for_layout(stored: Mapping[str, Any], layout: TargetLayout) -> argpars
 
 
 def model_args(stored: Mapping[str, Any]) -> argparse.Namespace:
-    """Returns model arguments for one process with sequential experts, because every format has names for them."""
+    """Returns model arguments for one process with sequential experts, whose names every format can express."""
     args = parse_args(argv=[])
     vars(args).update(model_arguments(stored, here=vars(args)))
     args.params_dtype, args.moe_grouped_gemm = torch.float32, False
-    # Validated flags derive it from others.
+    # Validation derives it from other flags.
     args.virtual_pipeline_model_parallel_size = None
     return args

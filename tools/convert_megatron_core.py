@@ -35,8 +35,9 @@ from megatron.training.gpt_builder import whole_gpt
 
 @dataclass(frozen=True)
 class Converted:
-    """A written checkpoint. num_left: number of stored entries that it lacks. has_state: whether it has optimizer
-    state.
+    """A written checkpoint.
+
+    num_left: number of stored entries that were not converted. has_state: whether it contains optimizer state.
     """
 
     folder: Path
@@ -47,11 +48,11 @@ class Converted:
 def from_megatron_core(
     load: Path, save: Path, *, step: int | None = None, vocab_size: int | None = None, model_config: Path | None = None
 ) -> Converted:
-    """Writes weights, and optimizer state if its step count is stored, as a canonical checkpoint.
+    """Converts weights, and optimizer state if its step count is stored, to a canonical checkpoint.
 
-    vocab_size: number of tokens of the tokenizer, if the arguments lack it. model_config: a YAML file with the
-    model's flags, if common.pt has no arguments. Raises ValueError naming a file, tensor or argument that is missing or
-    does not fit.
+    vocab_size: vocabulary size of the tokenizer, if the arguments do not contain it. model_config: YAML file with the
+    model's flags, if common.pt contains no arguments. Raises ValueError naming the file, tensor or argument that is
+    missing or does not fit.
     """
     files = MegatronCoreFiles.open(find_megatron_core(load, step=step))
     folder = save / RELEASE if files.iteration is None else iteration_folder(save, files.iteration)
@@ -79,7 +80,11 @@ def _common(args: argparse.Namespace, files: MegatronCoreFiles, values: dict[str
 
 
 def find_megatron_core(folder: Path, *, step: int | None) -> Path:
-    """Returns `folder` if it is a checkpoint, else that of an iteration in it; None means the tracker's."""
+    """Returns `folder` if it is a checkpoint itself, else the folder of iteration `step` in it.
+
+    step: None means the iteration in the tracker file. Raises ValueError if the folder is not in Megatron-Core's
+    format.
+    """
     if step is None and (folder / MEGATRON_CORE_FILE).is_file():
         return folder
     found = checkpoint_of_load(folder, step)
@@ -99,7 +104,7 @@ def _args_of_files(
     elif files.args is not None:
         found = files.args
     else:
-        raise ValueError(f"{where} has no arguments: give --model-config, a YAML file with the flags of the model")
+        raise ValueError(f"{where} contains no arguments: give --model-config, a YAML file with the flags of the model")
     stored = json_values(found)
     try:
         check_arguments(stored)
@@ -110,7 +115,7 @@ def _args_of_files(
         raise ValueError(f"{files.folder} has no {EMBEDDING}")
     tokens = vocab_size or stored.get("vocab_size")
     if tokens is None:
-        raise ValueError(f"{where} does not contain the number of tokens of the tokenizer: give --vocab-size")
+        raise ValueError(f"{where} does not contain the tokenizer's vocabulary size: give --vocab-size")
     rows = vocabulary_rows(files, num_tokens=tokens)
     args.padded_vocab_size, args.unpadded_vocab_size = rows, tokens
     return args

@@ -1,7 +1,7 @@
 """Adapts the documentation's pages, written for GitHub, to the site that mkdocs builds. A hook in mkdocs.yml.
 
-Three things differ. The site holds docs/ alone, so links to other files lead to the pages of the repository. Headings
-get the anchors that they have on GitHub. A link whose text is the name of a page gets the title of that page.
+Three things differ. The site contains only docs/, so links to other files lead to the repository's pages. Headings
+get the same anchors as on GitHub. A link whose text is the file name of a page shows that page's title instead.
 """
 
 import re
@@ -14,19 +14,19 @@ LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[)#])")
 
 
 def on_config(config: Any) -> Any:
-    """Sets GitHub's rule for anchors; mkdocs calls it once per build."""
+    """Makes mkdocs use GitHub's rule for heading anchors. Called by mkdocs once per build."""
     config["mdx_configs"].setdefault("toc", {})["slugify"] = anchor
     return config
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """Returns a page's text with links for the site; mkdocs calls it for each page."""
+    """Returns a page's Markdown with its links adapted to the site. Called by mkdocs for each page."""
     titled = with_titles(markdown, titles=dict(nav_titles(config["nav"])))
     return with_repository_links(titled, folder=Path(page.file.abs_src_path).parent, repo_url=config["repo_url"])
 
 
 def nav_titles(nav: Any) -> Iterator[tuple[str, str]]:
-    """Yields file name and title of each page in mkdocs' navigation."""
+    """Yields the file name and title of each page in mkdocs' navigation."""
     for entry in nav:
         for title, target in entry.items():
             if isinstance(target, str):
@@ -36,7 +36,7 @@ def nav_titles(nav: Any) -> Iterator[tuple[str, str]]:
 
 
 def with_titles(markdown: str, *, titles: dict[str, str]) -> str:
-    """Returns the text in which `[page.md](page.md)` has the page's title instead of its file name."""
+    """Replaces the text of links `[page.md](page.md)` by the page's title."""
 
     def to_title(found: re.Match[str]) -> str:
         return f"[{titles.get(found[1], found[1])}]"
@@ -45,14 +45,11 @@ def with_titles(markdown: str, *, titles: dict[str, str]) -> str:
 
 
 def with_repository_links(markdown: str, *, folder: Path, repo_url: str) -> str:
-    """Returns the text in which relative links to files outside docs/ are links to the repository's pages.
+    """Replaces relative links to files outside docs/ by links to the repository.
 
-    Args:
-        folder: The folder of the page.
-        repo_url: Address of the repository.
+    Args: folder: The folder of the page. repo_url: Address of the repository.
 
-    Raises:
-        ValueError: If the target of a link does not exist.
+    Raises: ValueError: If the target of a link does not exist.
     """
 
     def to_site(found: re.Match[str]) -> str:
@@ -60,7 +57,7 @@ def with_repository_links(markdown: str, *, folder: Path, repo_url: str) -> str:
         if "://" in found[1] or target.is_relative_to(ROOT / "docs"):
             return found[1]
         if not target.exists():
-            raise ValueError(f"{folder.name}: link to {found[1]}, which does not exist")
+            raise ValueError(f"{folder.name}: broken link to {found[1]}")
         kind = "tree" if target.is_dir() else "blob"
         return f"{repo_url.rstrip('/')}/{kind}/HEAD/{target.relative_to(ROOT).as_posix()}"
 
@@ -68,5 +65,5 @@ def with_repository_links(markdown: str, *, folder: Path, repo_url: str) -> str:
 
 
 def anchor(heading: str, separator: str = "-") -> str:
-    """Returns the anchor of a heading's text by GitHub's rule: lower case, without punctuation, spaces as dashes."""
+    """Returns a heading's anchor by GitHub's rule: lower case, no punctuation, spaces replaced by dashes."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", separator)

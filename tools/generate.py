@@ -31,7 +31,7 @@ TOKENIZER_DESTS = tuple(flag.dest for flag in flags_of_class(TokenizerConfig, {}
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Prints the prompt and its continuation."""
+    """Prints the prompt followed by its continuation."""
     options = parse_options(argv)
     with exit_on_user_error():
         check_options(options)
@@ -39,12 +39,12 @@ def main(argv: list[str] | None = None) -> None:
         model, tokenizer = load_model(options.load, step=options.ckpt_step, moved=moved)
         prompt = tokenizer.tokenize(options.prompt) or [tokenizer.eod]
         generator = torch.Generator().manual_seed(options.seed)
-        # A vocabulary may be padded: ids that the tokenizer lacks have no text.
+        # The vocabulary may be padded. Ids outside the tokenizer's vocabulary have no text.
         num_ids = min(model.unpadded_vocab_size, tokenizer.vocab_size)
         tokens = list(
             continue_tokens(model, prompt, num_ids=num_ids, options=options, eod=tokenizer.eod, generator=generator)
         )
-        # Decodes all tokens together, because the text of a token can depend on the previous one, for example a space.
+        # Decodes all tokens together, because a token's text, for example a space, can depend on the previous token.
         continuation = tokenizer.detokenize(prompt + tokens)[len(tokenizer.detokenize(prompt)) :]
         print(options.prompt + continuation)
 
@@ -76,7 +76,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Raises ValueError naming the option, its value and valid values."""
+    """Raises ValueError naming an invalid option, its value and the valid values."""
     if options.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens is {options.max_new_tokens}: must be at least 1")
     if not 0 <= options.seed < 2**63:
@@ -95,7 +95,7 @@ def check_options(options: argparse.Namespace) -> None:
 def load_model(folder: str, *, step: int | None, moved: dict[str, str | None]) -> tuple[GPTModel, Tokenizer]:
     """Returns the checkpoint's model in fp32 and evaluation mode, and its tokenizer.
 
-    moved: new paths of the tokenizer's files, by flag; None if they did not move. Raises ValueError without a
+    moved: new paths of tokenizer files by flag, None for files that did not move. Raises ValueError if there is no
     checkpoint.
     """
     found = checkpoint_of_load(Path(folder), step)
@@ -106,7 +106,7 @@ def load_model(folder: str, *, step: int | None, moved: dict[str, str | None]) -
         if name in stored:
             vars(args)[name] = stored[name]
     for name in TOKENIZER_DESTS:
-        # Old checkpoints lack newer tokenizer flags.
+        # Old checkpoints do not contain newer tokenizer flags.
         vars(args)[name] = moved.get(name) or stored.get(name)
     args.params_dtype = torch.float32
     tokenizer = build_tokenizer(config_from_args(TokenizerConfig, args))
@@ -131,7 +131,7 @@ def continue_tokens(
     eod: int,
     generator: torch.Generator,
 ) -> Iterator[int]:
-    """Yields new token ids, below num_ids, until the end of the document or --max-new-tokens."""
+    """Yields new token ids below num_ids until the end of the document or --max-new-tokens."""
     device = next(model.parameters()).device
     tokens = list(prompt)
     for _ in range(options.max_new_tokens):
@@ -146,14 +146,14 @@ def continue_tokens(
 
 
 def sample(logits: torch.Tensor, *, options: argparse.Namespace, generator: torch.Generator) -> int:
-    """Returns one token id. logits: [V], fp32, on the CPU. Applies temperature, then top-k, then top-p."""
+    """Samples one token id, applying temperature, then top-k, then top-p. logits: [V], fp32, on the CPU."""
     if options.temperature == 0:
         return int(logits.argmax())
     probs, order = torch.softmax(logits / options.temperature, dim=-1).sort(descending=True, stable=True)
     if options.top_k is not None:
         probs[options.top_k :] = 0
     if options.top_p is not None:
-        # Keeps a token if the more likely ones do not reach top_p, so that the most likely token always stays.
+        # Keeps a token if the more likely tokens do not reach top_p, so that the most likely token is always kept.
         probs[(probs / probs.sum()).cumsum(dim=-1) - probs / probs.sum() >= options.top_p] = 0
     return int(order[torch.multinomial(probs, 1, generator=generator)])
 

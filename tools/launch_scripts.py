@@ -1,18 +1,18 @@
-"""Reads the command that a launch script runs, without running the script: bash, or a model_config.yaml.
+"""Extracts the command that a launch script runs, without running the script: bash, or a model_config.yaml.
 
 Bash is parsed by tree-sitter. This module evaluates the subset that launch scripts use: variables, arrays, expansions
-with defaults, arithmetic, `if`, `case`, `for`, functions, `eval` and `bash -c`. Nothing is executed. A variable from
-outside of the script therefore stays unknown unless the caller gives its value, and so does the output of a command.
+with defaults, arithmetic, `if`, `case`, `for`, functions, `eval` and `bash -c`. Nothing is executed. Variables set
+outside the script are therefore unknown unless the caller gives their values, and so is the output of commands.
 
 [Note: words and strings] A node is converted to a text by _string, or to the words of an argument by _words. Both are
-needed because an unquoted expansion, or an array, may yield no word or several.
+needed because an unquoted expansion or an array may yield no word or several words.
 
 - _words: a list. Arrays (_array, in quotes _quoted_array) yield their elements; other unquoted expansions are split at
-  blanks after _string; everything else is one word.
+blanks after _string; everything else is one word.
 - _string: one text, by kind of node. Quotes and concatenations join their parts (_joined). ${...} is a variable's value
-  (_expanded_text), changed by the operator after the name (_apply_operator), whose default may contain expansions
-  (_default_text). An array becomes one text, joined by blanks.
-- A variable without a value stays ${NAME} in both. In conditions, _known makes it empty.
+(_expanded_text), changed by the operator after the name (_apply_operator), whose default may contain expansions
+(_default_text). The elements of an array are joined by blanks.
+- A variable without a value remains ${NAME} in both. In conditions, _known makes it empty.
 """
 
 import ast
@@ -32,29 +32,29 @@ from tree_sitter import Language, Node, Parser
 
 BASH: Final = Language(tree_sitter_bash.language())
 
-# A recursive function, or a loop over a long list, must not keep the reader busy forever.
+# Limits that stop a recursive function or a loop over a long list.
 _MOST_COMMANDS = 10_000
 _MOST_CALLS = 50
 
 
-# Variables that a cluster sets to other values on each node, or for each job.
+# Variables that a cluster sets differently on each node or for each job.
 _OF_EACH_NODE = frozenset(
     "RANK NODE_RANK LOCAL_RANK MASTER_ADDR MASTER_PORT SLURM_NODEID SLURM_PROCID OMPI_COMM_WORLD_RANK".split()
 )
 
 
 class ScriptError(ValueError):
-    """Raised for a script that cannot be read, or that has no training command."""
+    """Raised for a script that cannot be read or that contains no training command."""
 
 
 @dataclass(frozen=True)
 class Launch:
     """A training command of a script.
 
-    launcher: words before the program, such as torchrun's. program: the training script; "" if a file gives only flags.
-    words: the program's flags. environment: variables that the script exports. unknown: names of variables without a
-    value that are part of the command, which appear in words as ${NAME}. line: from 1. doubts: constructs before the
-    command that could not be followed and may have changed it, each with its line.
+    launcher: words before the program, such as torchrun's. program: the training script; "" if a file contains only
+    flags. words: the program's flags. environment: variables that the script exports. unknown: names of variables
+    without a value that are part of the command and appear in words as ${NAME}. line: line number, starting at 1.
+    doubts: constructs before the command that could not be followed and may have changed it, each with its line.
     """
 
     launcher: tuple[str, ...]
@@ -68,7 +68,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Script:
-    """The content of a launch script.
+    """The training commands of a launch script.
 
     launches: training commands in order of execution. notes: constructs that could not be followed, with their lines.
     """
@@ -80,8 +80,8 @@ class Script:
 def read_script(text: str, values: Mapping[str, str], *, name: str) -> Script:
     """Reads a bash script or, if `name` ends in .yaml or .yml, a model_config.yaml.
 
-    values: variables from outside; positional parameters are named 1, 2 ... Raises ScriptError for text that is
-    neither, and if no training command is found.
+    values: variables set outside the script; positional parameters are named 1, 2 ... Raises ScriptError for a text
+    that is neither, and if no training command is found.
     """
     if name.endswith((".yaml", ".yml")):
         return _read_model_config(text, values, name=name)
@@ -115,7 +115,7 @@ def _read_model_config(text: str, values: Mapping[str, str], *, name: str) -> Sc
     if flags is None:
         flags = {key: value for key, value in content.items() if str(key).startswith("--")}
     if not isinstance(flags, dict) or not flags:
-        raise ScriptError(f"{name}: MODEL_ARGS must be a mapping of flags (--num-layers: 12), but has none")
+        raise ScriptError(f"{name}: MODEL_ARGS must be a mapping of flags to values, such as --num-layers: 12")
     environment = {key: str(value) for key, value in (content.get("ENV_VARS") or {}).items()}
     known = {**environment, **values}
     unknown: dict[str, None] = {}
@@ -157,7 +157,7 @@ class _FunctionEnds(Exception):
 
 
 class _LoopEnds(Exception):
-    """Raised when a loop's body calls break or continue. goes_on: whether the next iteration follows."""
+    """Raised when a loop's body calls break or continue. goes_on: whether the loop continues."""
 
     def __init__(self, *, goes_on: bool) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class _LoopEnds(Exception):
 
 
 class _BashReader:
-    """Follows a script's commands and collects the training commands."""
+    """Evaluates a script's commands and collects the training commands."""
 
     def __init__(self, values: Mapping[str, str]) -> None:
         self.variables: dict[str, str | list[str]] = dict(values)
@@ -283,7 +283,7 @@ class _BashReader:
                     return
 
     def _holds(self, condition: Sequence[Node]) -> bool:
-        # Of several commands the last determines the result.
+        # The last of several commands determines the result.
         return bool(condition) and self._is_true(condition[-1])
 
     def _case(self, node: Node) -> None:
@@ -313,7 +313,7 @@ class _BashReader:
         self.functions[_text(name)] = body
 
     def _list(self, node: Node) -> None:
-        # A test has its own result. Every other command is assumed to succeed.
+        # Only tests are evaluated. Every other command is assumed to succeed.
         left, right = node.named_children[0], node.named_children[-1]
         if left.type == "test_command":
             notes = len(self.notes)
@@ -387,7 +387,7 @@ class _BashReader:
             self._set_positional(arguments[int(count) :])
 
     def _positional_keys(self) -> list[str]:
-        """Returns the names of the positional parameters in order, without $0, the script's name."""
+        """Returns the names of the positional parameters in order, except $0, the script's name."""
         return sorted((key for key in self.variables if key.isdigit() and key != "0"), key=int)
 
     def _positional(self) -> list[str]:
@@ -512,7 +512,7 @@ class _BashReader:
         if kind in ("string", "concatenation", "translated_string"):
             return self._joined(node)
         text = _text(node)
-        # Outside quotes, a backslash keeps the next character, and one before a line break joins lines.
+        # Outside quotes, a backslash escapes the next character, and before a line break it joins lines.
         return re.sub(r"\\(.)", r"\1", text.replace("\\\n", ""), flags=re.DOTALL)
 
     def _joined(self, node: Node) -> str:
@@ -548,7 +548,7 @@ class _BashReader:
         return self._apply_operator(name, value, change, node)
 
     def _apply_operator(self, name: str, value: str | None, change: str, node: Node) -> str:
-        """Applies the operator after a name in ${...}: a default, or a prefix or suffix to remove."""
+        """Applies the operator after a name in ${...}: a default value, or a prefix, suffix or text to replace."""
         for mark, empty_counts in ((":-", True), (":=", True), ("-", False), ("=", False)):
             if change.startswith(mark):
                 if value is None or (empty_counts and not value):
@@ -650,7 +650,7 @@ def _text(node: Node) -> str:
 
 
 def _changes_commands(node: Node) -> bool:
-    """Tells whether a statement assigns a variable, ends the script, or runs or defines something that may do so."""
+    """Returns whether a statement assigns a variable, ends the script, or runs or defines something that may do so."""
     if node.type in ("variable_assignment", "function_definition", "declaration_command"):
         return True
     if node.type == "command_name" and _text(node) not in _HARMLESS_COMMANDS:
@@ -659,14 +659,14 @@ def _changes_commands(node: Node) -> bool:
 
 
 def _parts_of_if(node: Node) -> tuple[list[Node], list[Node]]:
-    """Returns the commands before `then` and those after it, with the elif and else clauses of an if."""
+    """Returns the commands before `then`, and the commands and elif/else clauses after it."""
     then = next(index for index, child in enumerate(node.children) if child.type == "then")
     before, after = node.children[:then], node.children[then:]
     return [child for child in before if child.is_named], [child for child in after if child.is_named]
 
 
 def _known(text: str) -> str:
-    """Replaces variables without a value by empty text in a condition, as bash does."""
+    """Removes variables without a value from a condition, as bash does."""
     return re.sub(r"\$\{\w+\}", "", text)
 
 
@@ -692,7 +692,7 @@ _CUTS: Final[dict[str, Callable[[str, str], str]]] = {
     "%%": partial(_cut_suffix, choose=min),
     "%": partial(_cut_suffix, choose=max),
 }
-# Commands within a condition's branch that change no later command.
+# Commands in a conditional branch that do not affect later commands.
 _HARMLESS_COMMANDS = frozenset(
     ("mkdir", "echo", "printf", "rm", "cp", "ln", "touch", "chmod", "wget", "curl", "cat", "ls", "test", "[")
 )

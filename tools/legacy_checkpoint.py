@@ -1,6 +1,6 @@
-"""Writes Megatron-LM's older checkpoint format, with one file per tensor-, pipeline- and expert-parallel rank.
+"""Writes Megatron-LM's legacy checkpoint format, with one file per tensor-, pipeline- and expert-parallel rank.
 
-megatron/training/checkpointing/legacy_files.py describes and reads it. convert_legacy.py knows the layouts.
+megatron/training/checkpointing/legacy_files.py describes and reads the format. convert_legacy.py handles the layouts.
 """
 
 import argparse
@@ -24,7 +24,8 @@ def write_legacy(
 ) -> None:
     """Writes one rank's file.
 
-    chunks: as in LegacyFile, any shape and dtype. args: arguments that Megatron reads from it.
+    chunks: tensors of each model chunk by name, as in LegacyFile, any shape and dtype. args: arguments that Megatron
+    reads from the file.
     """
     models = (
         {"model": dict(chunks[0])} if len(chunks) == 1 else {f"model{i}": dict(one) for i, one in enumerate(chunks)}
@@ -40,10 +41,10 @@ def write_legacy(
 
 
 def to_legacy_names(chunk: Mapping[str, Tensor], facts: ChunkFacts, *, fused: bool) -> dict[str, Tensor]:
-    """Returns tensors of any shape and dtype by Megatron's names. Inverse of legacy_files.to_names_here.
+    """Renames tensors of any shape and dtype to Megatron's names. Inverse of legacy_files.to_names_here.
 
-    fused: names of Transformer Engine's layers, with norms inside the next linear layer and experts numbered in one
-    module.
+    fused: use the names of Transformer Engine's layers, whose norms are part of the next linear layer and whose experts
+    are numbered inside one module.
     """
     found: dict[str, Tensor] = {}
     for name, tensor in chunk.items():
@@ -62,7 +63,7 @@ def _fused_name(inner: str, *, prefix: str, chunk: Mapping[str, Tensor]) -> str:
     if expert := _EXPERT.fullmatch(inner):
         return f"mlp.experts.linear_{expert[2]}.{expert[3]}{expert[1]}"
     for linear, norm in FUSED_NORMS.items():
-        # The norms before a router, and before the two projections of latent attention, stay separate.
+        # The norms before a router, and before the two projections of latent attention, remain separate.
         if inner.startswith(f"{norm}.") and f"{prefix}{linear}.weight" in chunk:
             return f"{linear}.layer_norm_{inner.removeprefix(norm + '.')}"
     return inner

@@ -1,6 +1,6 @@
 """Merges the low-rank adapters of a checkpoint into its weights, one tensor at a time.
 
-megatron/core/transformer/lora.py defines adapters.
+megatron/core/transformer/lora.py defines the adapters.
 """
 
 import re
@@ -17,14 +17,14 @@ from megatron.tools.stored_checkpoints import NOT_WEIGHTS, checkpoint_of_load
 from megatron.training.checkpointing.folder import RELEASE, carry_companions, complete_iterations, write_release_tracker
 from megatron.training.checkpointing.run_values import load_run_values
 
-# Weights of a linear layer: whole, split into gate and up, or into queries, keys and values.
+# Names of a linear layer's weights: whole, split into gate and up, or split into queries, keys and values.
 _WEIGHT = re.compile(r"(.+\.)weight(?:\.(gate|up|q|k|v))?")
 
 
 def merge_adapters(load: Path, save: Path, *, step: int | None = None) -> Path:
-    """Writes a checkpoint to start from, with adapters merged into the weights; returns its folder.
+    """Writes a checkpoint to start from, with the adapters merged into the weights, and returns its folder.
 
-    Raises ValueError if there is no checkpoint, it has no adapters, or `save` already holds checkpoints.
+    Raises ValueError if there is no checkpoint, it has no adapters, or `save` already contains checkpoints.
     """
     found = checkpoint_of_load(load, step)
     common = load_run_values(found.path)
@@ -32,10 +32,10 @@ def merge_adapters(load: Path, save: Path, *, step: int | None = None) -> Path:
     if arguments.get("lora_rank") is None:
         raise ValueError(f"--load is {load}: its checkpoint has no adapters to merge")
     if complete_iterations(save) or (save / RELEASE).exists():
-        raise ValueError(f"--save is {save}: it already holds checkpoints; give a new folder")
+        raise ValueError(f"--save is {save}: it already contains checkpoints; give a new folder")
     merged = _Merged(dist_checkpointing.verify(found.path), arguments["lora_alpha"] / arguments["lora_rank"])
     contents = {"optimizer": False, "rng": False}
-    # Other LoRA settings have no meaning without adapters.
+    # The remaining LoRA settings are meaningless without adapters.
     others = {name: value for name, value in arguments.items() if not name.startswith("lora_")}
     values = {**common, "args": {**others, "lora_rank": None}, "contents": contents, "frozen": []}
     values = {name: value for name, value in values.items() if name not in ("optimizer", "scheduler")}
@@ -52,7 +52,7 @@ class _Merged:
         self._kinds, self._reader, self._scale = checkpoint.tensors, StreamReader(checkpoint), scale
 
     def tensors(self) -> Iterator[ShardedTensor]:
-        """Yields the merged weights one at a time: any shape, the stored dtype."""
+        """Yields the merged weights one at a time, any shape, in the stored dtype."""
         for key in self._kinds:
             if not key.startswith(NOT_WEIGHTS) and not is_adapter(key):
                 yield ShardedTensor.whole(key, self._with_adapter(key))
@@ -72,7 +72,7 @@ class _Merged:
     def _of_heads(self, rows: Tensor, part: str, *, prefix: str) -> Tensor:
         """Splits rows [(q + 2) G D, r] by group into queries, key and value.
 
-        Returns [G, q, D, r], and [G, D, r] for key and value.
+        Returns [G, q, D, r] for queries, and [G, D, r] for key and value, in the dtype of `rows`.
         """
         groups, queries, width = self._kinds[f"{prefix}weight.q"][0][:3]
         by_group = rows.view(groups, queries + 2, width, -1)

@@ -1,5 +1,5 @@
-"""Splits the input into partitions that are encoded one after the other, and keeps finished ones in a folder for the
-next run.
+"""Splits the input into partitions that are encoded one after the other, and stores finished partitions in a folder so
+that an interrupted run can be continued.
 
 Does not encode them.
 """
@@ -24,7 +24,7 @@ PLAN, LOCK = "plan.json", "lock"
 
 @dataclass(frozen=True)
 class Piece:
-    """The documents of a file that start in bytes `begin` to `end`; None means the end of the file."""
+    """The documents of a file that start in bytes `begin` to `end`. end: None means the end of the file."""
 
     path: Path
     begin: int = 0
@@ -32,7 +32,7 @@ class Piece:
 
 
 def cut(files: Sequence[Path], count: int) -> list[list[Piece]]:
-    """Returns `count` partitions of about the same size in bytes, in the order of the files. Some may be empty.
+    """Splits files into `count` partitions of about the same size in bytes, in file order. Some may be empty.
 
     Compressed, .txt and .arrow files cannot be split. They belong to the partition in which they start.
     """
@@ -53,16 +53,15 @@ def cut(files: Sequence[Path], count: int) -> list[list[Piece]]:
 
 
 def documents(pieces: Sequence[Piece], columns: Columns) -> Iterator[RawDocument]:
-    """Yields the documents of a partition, in order."""
+    """Yields the documents of a partition in order."""
     for piece in pieces:
         yield from read_raw_documents(piece.path, columns, begin=piece.begin, end=piece.end)
 
 
 class Workspace:
-    """A folder of finished partitions, each with a .bin/.idx pair for every name. Only one process may use it at a
-    time.
+    """A folder of finished partitions with a .bin/.idx pair for every name. Only one process may use it at a time.
 
-    Opening it removes partitions that were made with another `plan` (any JSON value).
+    Opening it removes partitions that were made with a different `plan` (any JSON value).
     """
 
     def __init__(self, folder: Path, plan: dict[str, Any], *, names: Sequence[str]) -> None:
@@ -76,7 +75,7 @@ class Workspace:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = open(self.folder / LOCK, "w", encoding="utf-8")
         try:
-            # Workers would inherit flock, and may briefly outlive a killed parent.
+            # lockf, because workers would inherit a flock and may briefly outlive a killed parent.
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._lock.close()
@@ -92,21 +91,21 @@ class Workspace:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._lock is not None
-        # Drops results that the next run would discard or does not need.
+        # Deletes results that the next run would discard or does not need.
         if kind is None or not self.finished() or issubclass(kind, ValueError):
             shutil.rmtree(self.folder)
         self._lock.close()
 
     def prefix(self, part: str, name: str) -> str:
-        """Returns the prefix of the .bin and .idx of one output of a partition."""
+        """Returns the path prefix of the .bin and .idx files of one output of a partition."""
         return str(self.folder / f"{part}.{name}")
 
     def finish(self, number: int, facts: dict[str, Any]) -> None:
-        """Marks a partition with complete files as finished."""
+        """Marks a partition whose files are complete as finished, and stores its facts."""
         self._store(f"{number}.json", facts)
 
     def finished(self) -> dict[int, dict[str, Any]]:
-        """Returns the facts of each finished partition in order, unless its files have already been published."""
+        """Returns the facts of finished, not yet published partitions by number, in order."""
         numbers = sorted(int(path.stem) for path in self.folder.glob("[0-9]*.json"))
         return {number: self._stored(f"{number}.json") for number in numbers if self._is_whole(str(number))}
 
@@ -123,11 +122,11 @@ class Workspace:
 
 
 def publish(pairs: Sequence[tuple[str, str]], *, stale: Sequence[str] = ()) -> None:
-    """Moves .bin/.idx pairs, given as (from, to) prefixes, to their names.
+    """Moves .bin/.idx pairs to their final names. pairs: (from, to) prefixes.
 
     The last pair becomes readable last, and no pair before its .bin exists. Between the first and the last move no pair
-    under these names is readable, so that old and new files never mix. stale: prefixes of pairs to delete, because they
-    do not fit the new ones.
+    is readable under its final name, so that old and new files never mix. stale: prefixes of pairs to delete, because
+    they do not match the new ones.
     """
     # The pair that becomes readable last becomes unreadable first.
     for prefix in (*(target for _, target in reversed(pairs)), *stale):

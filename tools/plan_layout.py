@@ -1,8 +1,8 @@
 """Finds parallel layouts for a model: python tools/plan_layout.py --model deepseek-v3 --gpus 2048 --memory 80GB
 
 Compares the possible layouts on a number of GPUs by memory and estimated step time without building the whole model,
-then plans the best ones like --dry-run. Further flags are those of pretrain_gpt.py; sizes among them are fixed. See
-docs/planning.md.
+then plans the best layouts like --dry-run. Further flags are those of pretrain_gpt.py. Parallel sizes among them are
+fixed. See docs/planning.md.
 """
 
 import argparse
@@ -31,13 +31,13 @@ from megatron.training.errors import exit_on_user_error
 
 _FRONT_SIZE = 12
 _SECONDS_BETWEEN_LINES = 10
-# A size below this, without a unit, probably lacks its unit.
+# A number below this without a unit was probably meant to have one.
 _LEAST_BYTES = 1_000_000
 _NOT_COUNTED = "temporary buffers, such as logits and messages, and for memory cached by the allocator"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints the Pareto-optimal layouts and the flags of the fastest. Exits with 1 if no layout fits."""
+    """Prints the Pareto-optimal layouts and the flags of the fastest ones. Exits with status 1 if no layout fits."""
     with exit_on_user_error():
         own, words = _parser().parse_known_args(argv)
         device = planned_device() if own.device is None else device_of_name(own.device, source="--device")
@@ -72,12 +72,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _check_others(own: argparse.Namespace, words: Sequence[str]) -> None:
-    """Raises CommandLineError early for an unwritable file and for flags of other plans."""
+    """Raises CommandLineError before the search for an unwritable --json file and for flags of single-layout plans."""
     for flag in ("--world-size", "--dry-run"):
         if any(word.partition("=")[0] == flag for word in words):
             raise CommandLineError(
-                f"{flag} belongs to pretrain_gpt.py's plan of a single layout: leave it out, because --gpus sets "
-                "the ranks"
+                f"{flag} applies to pretrain_gpt.py's plan of a single layout: omit it, because --gpus sets "
+                "the number of ranks"
             )
     folder = Path(own.json or "").parent
     if not folder.is_dir():
@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--gpus", type=int, metavar="N", help="Number of ranks of the run; required.")
-    parser.add_argument("--memory", metavar="SIZE", help="Memory of a GPU, such as 80GB; unset: that of the device.")
+    parser.add_argument("--memory", metavar="SIZE", help="Memory of a GPU, such as 80GB; unset: the device's memory.")
     parser.add_argument(
         "--keep-free", metavar="SIZE", help="Memory to reserve for uncounted allocations; unset: a tenth."
     )
@@ -153,12 +153,12 @@ class _Progress:
 def _print_found(
     found: Found, own: argparse.Namespace, *, memory: int, kept: int, progress: _Progress
 ) -> list[dict[str, Any]]:
-    """Prints the table, and the flags of the first layouts that also fit according to a plan of whole stages."""
+    """Prints the table, and the flags of the first layouts that a dry run of all stages confirms."""
     if not found.front:
         assert found.nearest is not None, "the search raises an error if there is none"
         over = found.nearest.num_bytes - (memory - kept)
         print(
-            f"no layout fits: the smallest one needs {bytes_in_words(over)} more on a rank of stage "
+            f"no layout fits: the smallest one requires {bytes_in_words(over)} more on a rank of stage "
             f"{found.nearest.fullest}"
         )
         print("\n".join(table_lines([found.nearest])))
@@ -184,9 +184,9 @@ def _print_found(
 
 
 def _dry_run(advice: Advice, world_size: int) -> dict[str, Any]:
-    """Plans the fullest stage, and the last one, whose logits may need more.
+    """Plans the fullest stage, and the last stage, whose logits may require more memory.
 
-    Returns the memory of the fullest stage, its difference from the estimate, and the larger peak of the two.
+    Returns the memory of the fullest stage, its difference from the estimate, and the larger peak of the two stages.
     """
     words = [*advice.words, "--dry-run", "--world-size", str(world_size)]
     args = validate_args(parse_args(argv=words))
@@ -199,15 +199,17 @@ def _dry_run(advice: Advice, world_size: int) -> dict[str, Any]:
     )
     planned = next(one.total for one in plan.stages if one.stage == stage)
     quick, peak = advice.stages[stage].total, max(plan.stages, key=lambda one: one.peak)
-    words_of = "the same" if planned == quick else f"{planned - quick:+,} bytes ({100 * (planned / quick - 1):+.2f}%)"
+    words_of = (
+        "as estimated" if planned == quick else f"{planned - quick:+,} bytes ({100 * (planned / quick - 1):+.2f}%)"
+    )
     return {
         "stage": stage,
         "bytes": planned,
         "difference": planned - quick,
         "peak": peak.peak,
         "peak_stage": peak.stage,
-        "words": f"stage {stage}: {bytes_in_words(planned)}, {words_of}; with temporary buffers at most "
-        f"{bytes_in_words(peak.peak)}, on stage {peak.stage}",
+        "words": f"stage {stage}: {bytes_in_words(planned)}, {words_of}; at most "
+        f"{bytes_in_words(peak.peak)} with temporary buffers, on stage {peak.stage}",
     }
 
 

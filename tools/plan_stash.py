@@ -1,9 +1,10 @@
 """Plans the paged stash before a run: `python tools/plan_stash.py FLAGS OF pretrain_gpt.py --world-size 64 --trace
 FILE`, or `--skew dirichlet:0.3` without a recorded trace.
 
-FLAGS are those of the run, including presets and --config; --moe-paged-stash and its factors may be omitted. FILE is a
-trace that --record-routing wrote in a run of the same model, in any layout. Reports how often pages would run out for
-various factors and page sizes, sufficient flags, the cost of spilling and recomputation, and whether stashing pays off.
+FLAGS are the flags of the run, including presets and --config. --moe-paged-stash and its factors may be omitted. FILE
+is a trace that --record-routing wrote in a run of the same model, in any layout. Reports how often pages would run out
+for various factors and page sizes, sufficient flags, the cost of spilling and recomputation, and whether the stash
+pays off.
 """
 
 import argparse
@@ -44,7 +45,7 @@ _EXIT_USAGE = 2
 
 @dataclass(frozen=True)
 class Routing:
-    """The routing of the steps to plan. source: its origin. guesses: sentences about assumptions."""
+    """The routing of the steps to plan. source: where it comes from. guesses: sentences about assumptions."""
 
     spans: list[RoutingSpan]
     source: str
@@ -52,7 +53,7 @@ class Routing:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the plan. Returns the exit status, 2 for flags or a trace that cannot be planned."""
+    """Prints the plan and returns the exit status: 2 for flags or a trace that cannot be planned, else 0."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         args = read_flags(words)
@@ -75,13 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_flags(words: Sequence[str]) -> argparse.Namespace:
-    """Returns the validated arguments of the run and of the plan.
-
-    Raises ValueError for a run that cannot be planned.
-    """
+    """Parses and validates the flags of the run and of the plan. Raises ValueError for a run that cannot be planned."""
     args = parse_args(_add_flags, argv=[*words, "--dry-run"])
     if args.num_experts is None:
-        raise ValueError("--num-experts is not given: a paged stash needs a model with experts")
+        raise ValueError("--num-experts is not given: a paged stash requires a model with experts")
     _check_plan_flags(args)
     args.capacity_is_given = args.moe_expert_rank_capacity_factor is not None
     args.moe_paged_stash = True
@@ -90,9 +88,9 @@ def read_flags(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _check_plan_flags(args: argparse.Namespace) -> None:
-    """Raises ValueError naming a flag of the plan with an invalid value."""
+    """Raises ValueError naming an invalid flag of the plan and its value."""
     if args.trace is None and args.skew is None:
-        raise ValueError("no routing: give --trace FILE that --record-routing wrote, or --skew such as dirichlet:0.3")
+        raise ValueError("no routing: give --trace FILE, written by --record-routing, or --skew such as dirichlet:0.3")
     if args.trace is not None and args.skew is not None:
         raise ValueError(f"--trace is {args.trace} and --skew is {args.skew}: give only one of them")
     if not 0 < args.wanted_probability <= 1:
@@ -123,7 +121,7 @@ def _as_list(value: float | list[float] | None) -> list[Any]:
 
 
 def stash_plan(args: argparse.Namespace) -> StashPlan:
-    """Returns the plan for validated arguments."""
+    """Plans the paged stash for validated arguments."""
     run = planned_run(args, pretrain_gpt.model_provider)
     routing = _routing(args, run)
     needs = needs_of_steps(run, routing.spans)
@@ -135,7 +133,7 @@ def stash_plan(args: argparse.Namespace) -> StashPlan:
     machine = Machine.of(device, flags.params_dtype)
     if args.host_gb_s is not None:
         machine = replace(machine, host_bytes=args.host_gb_s * 1e9)
-    # If no group saves rows for backward, there is nothing to choose.
+    # If no group saves rows for backward, there are no factors to choose.
     stashes = bool(needs.pages.any())
     best = recommended(run, needs, spans=routing.spans, flags=flags, wanted=args.wanted_probability) if stashes else {}
     chosen = best.get(StepLevel.DEVICE) or outlook(run, flags, spans=routing.spans)
@@ -186,7 +184,7 @@ def _left_out(run: PlannedRun, groups: int) -> list[str]:
 
 
 def _table(args: argparse.Namespace, run: PlannedRun, *, spans: Sequence[RoutingSpan]) -> list[Outlook]:
-    """Returns the outlook for each page size, host factor and device factor."""
+    """Returns the outlook for each combination of page size, host factor and device factor."""
     flags, given = run.flags, run.flags.moe_paged_stash_page_size
     # The page size with which one page holds a whole buffer.
     rows = run.ranks.max_rows(flags.moe_expert_rank_capacity_factor or 1.0)
@@ -212,7 +210,7 @@ def _table(args: argparse.Namespace, run: PlannedRun, *, spans: Sequence[Routing
         if factor or host
     ]
     if not tried:
-        raise ValueError("--plan-factors and --plan-host-factors have only 0: one of them must have a factor above 0")
+        raise ValueError("--plan-factors and --plan-host-factors are all 0: at least one factor must be above 0")
     return [outlook(run, one, spans=spans) for one in tried]
 
 
@@ -230,13 +228,13 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=float,
         default=0.999,
         metavar="P",
-        help="Share of the steps that must stay at or below a level.",
+        help="Fraction of the steps that must not exceed a level.",
     )
     group.add_argument(
         "--plan-steps", type=int, default=1000, metavar="N", help="Number of steps to generate with --skew."
     )
     group.add_argument(
-        "--plan-groups", type=int, metavar="N", help="Number of groups that share experts to simulate in each stage."
+        "--plan-groups", type=int, metavar="N", help="Number of groups sharing experts to simulate in each stage."
     )
     group.add_argument("--plan-factors", type=float, nargs="+", metavar="F", help="Factors of device pages to try.")
     group.add_argument("--plan-host-factors", type=float, nargs="+", metavar="F", help="Factors of host pages to try.")
@@ -245,7 +243,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--host-gb-s",
         type=float,
         metavar="X",
-        help="Rate of copies between device and host in one direction, in 10^9 bytes per second; unset: that of "
+        help="Rate of copies between device and host in one direction, in 10^9 bytes per second; unset: the rate of "
         "the planned device in configs/devices.yaml.",
     )
     group.add_argument("--json", metavar="FILE", help="Also write the plan to this JSON file.")

@@ -11,13 +11,13 @@ _USUAL_LOWEST_EPHEMERAL = 32768
 
 
 def free_port() -> int:
-    """Returns a free port that the system will not assign before a server listens on it.
+    """Returns a free port that the system will not assign to other connections before a server listens on it.
 
-    A port assigned by the system for port 0 is free again after it was read. Until the ranks have started, it could
-    become the port of another run's connection, and ranks of both runs would connect to each other.
+    A port that the system assigns for port 0 is free again once it was read. Until the ranks have started, another
+    run's connection could be assigned that port, and ranks of both runs would connect to each other.
     """
     span = _lowest_ephemeral() - _LOWEST
-    # Concurrent processes start at different ports. Not `random`, which tests may have seeded.
+    # Concurrent processes should start at different ports. Does not use `random`, which tests may have seeded.
     begin = secrets.randbelow(span)
     for turn in range(span):
         port = _LOWEST + (begin + turn) % span
@@ -27,7 +27,7 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
-    raise OSError(f"every port from {_LOWEST} to {_LOWEST + span - 1} of this machine is taken")
+    raise OSError(f"every port from {_LOWEST} to {_LOWEST + span - 1} of this machine is in use")
 
 
 def _lowest_ephemeral() -> int:

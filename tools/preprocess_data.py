@@ -1,6 +1,6 @@
 """Tokenizes text into token files: `python tools/preprocess_data.py --input corpus.jsonl --output-prefix my ...`.
 
-Writes PREFIX_text_document.bin and .idx, with the same bytes for any number of workers and partitions.
+Writes PREFIX_text_document.bin and .idx. Their bytes do not depend on the number of workers and partitions.
 """
 
 import argparse
@@ -53,21 +53,24 @@ from megatron.tools.token_chunks import (
 TOKENIZER_FIELDS = {field.name: spec for field in fields(TokenizerConfig) if (spec := field_spec(field)) is not None}
 NAMED_BAD_LINES = 10
 COUNT_WORDS = {
-    "empty": "empty ones left out",
-    "without an answer": "chats without an answer left out",
-    "cut": "longer chats cut",
-    "too long": "longer chats left out",
-    "filling": "tokens of filling",
+    "empty": "empty documents skipped",
+    "without an answer": "chats without an answer skipped",
+    "cut": "longer chats truncated",
+    "too long": "longer chats skipped",
+    "filling": "padding tokens",
 }
-# Number of chats that are packed together. A few thousand fill documents to 99%.
+# Number of chats that are packed together. With a few thousand, documents are filled to 99%.
 WINDOW = 4096
-# Increase it when equal input and settings give different bytes, so that older finished partitions are not used.
+# Increase this when equal input and settings produce different bytes, so that older finished partitions are not used.
 VERSION = 1
 
 
 @dataclass
 class Summary:
-    """Counts of the processed input, by the names of COUNT_WORDS. first_bad: positions of some of the bad lines."""
+    """Counts of the processed input.
+
+    counts: further counts, by the names of COUNT_WORDS. first_bad: positions of the first bad lines.
+    """
 
     num_documents: int = 0
     num_tokens: int = 0
@@ -83,21 +86,24 @@ class Summary:
         self.first_bad += other.first_bad[: NAMED_BAD_LINES - len(self.first_bad)]
 
     def add_chunk(self, chunk: EncodedChunk) -> None:
-        # Finding the number of a line may need its file.
+        # Only for the lines that are shown, because finding the number of a line may require reading its file.
         named = [str(line) for line in chunk.bad_lines[: NAMED_BAD_LINES - len(self.first_bad)]]
         self.add(Summary(len(chunk.lengths[0]), chunk.num_tokens, len(chunk.bad_lines), dict(chunk.counts), named))
 
 
 @dataclass(frozen=True)
 class Chat:
-    """tokens and mask: [L] integers; the mask is 1 for tokens in the loss."""
+    """A tokenized chat. tokens and mask: [L] integers; the mask is 1 for tokens in the loss."""
 
     tokens: np.ndarray
     mask: np.ndarray
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 0 even if lines were skipped, 1 if nothing could be written."""
+    """Preprocesses the input and returns the exit status.
+
+    Returns 0 even if lines were skipped, 1 if nothing could be written, and 130 if interrupted.
+    """
     options = parse_options(argv)
     # Disables the threads that the tokenizers library would start in each worker process.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -110,11 +116,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except BrokenProcessPool:
-        print("error: a worker process was killed (memory?): try fewer --workers", file=sys.stderr)
+        print("error: a worker process was killed (out of memory?): try fewer --workers", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         kept = workspace_folder(options).exists()
-        print(f"interrupted: {'the same command continues' if kept else 'nothing was written'}", file=sys.stderr)
+        print(f"interrupted: {'run the same command to continue' if kept else 'nothing was written'}", file=sys.stderr)
         return 130
     prefixes = [f"{options.output_prefix}_{name}" for name in settings.names]
     report(summary, prefixes, is_packed=options.pack_length is not None, seconds=time.perf_counter() - start)
@@ -125,9 +131,14 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help=INPUT_HELP)
-    add("--json-keys", nargs="+", metavar="KEY", help="keys of the texts in lines or rows, a pair of files each (text)")
-    add("--chat-key", metavar="KEY", help="key of chats in lines or rows: writes tokens and loss masks")
-    add("--chat-template", metavar="FILE", help="Jinja template of chats (default: that of the tokenizer)")
+    add(
+        "--json-keys",
+        nargs="+",
+        metavar="KEY",
+        help="keys of texts in lines or rows; each writes a pair of files (text)",
+    )
+    add("--chat-key", metavar="KEY", help="key of the chats in lines or rows; writes tokens and loss masks")
+    add("--chat-template", metavar="FILE", help="Jinja template of the chats (default: the tokenizer's)")
     add("--pack-length", type=int, metavar="TOKENS", help="pack whole chats into documents of this length")
     for name, spec in TOKENIZER_FIELDS.items():
         flag, kind = "--" + name.replace("_", "-"), str if spec.at_least is None else int
@@ -135,9 +146,9 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add("--append-eod", action="store_true", help="end every document with the end-of-document token")
     add("--output-prefix", required=True, help="writes PREFIX_KEY_document.bin and .idx")
     add("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
-    add("--partitions", type=int, default=1, help="parts of the input; a stopped run continues with the next (1)")
-    add("--keep-sequential-samples", action="store_true", help="as always: documents keep their order")
-    add("--log-interval", type=int, help="accepted for old scripts: progress is not printed")
+    add("--partitions", type=int, default=1, help="parts of the input, after each of which a run can continue (1)")
+    add("--keep-sequential-samples", action="store_true", help="accepted: documents always keep their order")
+    add("--log-interval", type=int, help="accepted for compatibility: no progress lines are printed")
     add("--split-sentences", action="store_true", help=argparse.SUPPRESS)
     add("--keep-newlines", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -148,34 +159,34 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
 
 
 def wrong_options(options: argparse.Namespace) -> str | None:
-    """Returns error messages for the command line."""
+    """Returns an error message for the command line, or None if it is valid."""
     for name in ("workers", "partitions", "pack_length"):
         value = vars(options)[name]
         if value is not None and value < 1:
             return f"--{name.replace('_', '-')} is {value}: must be at least 1"
     if not options.output_prefix:
-        return "--output-prefix is empty: give the path that the names of the files begin with"
+        return "--output-prefix is empty: give the path prefix of the written files"
     if options.split_sentences or options.keep_newlines:
-        return "sentences are for BERT, which is not trained here: remove --split-sentences and --keep-newlines"
+        return "--split-sentences and --keep-newlines are for BERT, which is not supported: remove them"
     if options.chat_key is None and (options.chat_template or options.pack_length):
-        return "--chat-template and --pack-length are for chats: give their key with --chat-key"
+        return "--chat-template and --pack-length apply only to chats: give the key of the chats with --chat-key"
     if options.chat_key is not None and options.json_keys is not None:
-        return f"--chat-key {options.chat_key} contradicts --json-keys: a run makes chats or texts"
+        return f"--chat-key {options.chat_key} contradicts --json-keys: give only one of them"
     return wrong_keys(options.json_keys or [options.chat_key or "text"])
 
 
 def wrong_keys(keys: Sequence[str]) -> str | None:
-    """Returns error messages for the keys of texts or chats."""
+    """Returns an error message for the keys of texts or chats, or None if they are valid."""
     unusable = next((key for key in keys if not key or "/" in key), None)
     if unusable is not None:
-        return f"the key {unusable!r} becomes a part of file names: must be a word without /"
+        return f"the key {unusable!r} is used in file names: must not be empty or contain /"
     if len(set(keys)) < len(keys):
         return f"--json-keys {' '.join(keys)} names a key twice"
     return None
 
 
 def encode_settings(options: argparse.Namespace) -> EncodeSettings:
-    """Returns the settings of the workers. Raises ValueError or OSError for an unusable tokenizer or template."""
+    """Returns the settings for the workers. Raises ValueError or OSError for an unusable tokenizer or template."""
     tokenizer = tuple((name, vars(options)[name]) for name in TOKENIZER_FIELDS)
     if options.chat_key is None:
         return EncodeSettings(tokenizer, options.append_eod, tuple(options.json_keys or ("text",)))
@@ -188,7 +199,7 @@ def encode_settings(options: argparse.Namespace) -> EncodeSettings:
 
 
 def chat_template(options: argparse.Namespace, tokenizer_fields: tuple[tuple[str, Any], ...]) -> str:
-    """Returns the text of --chat-template, or the tokenizer's own template."""
+    """Returns the text of --chat-template, or of the tokenizer's chat template."""
     tokenizer = tokenizer_for(tokenizer_fields)
     if options.tokenizer_type == "NullTokenizer":
         raise ValueError("--chat-key contradicts --tokenizer-type NullTokenizer, which reads ids, not text")
@@ -203,15 +214,16 @@ def chat_template(options: argparse.Namespace, tokenizer_fields: tuple[tuple[str
 
 
 def preprocess(options: argparse.Namespace, settings: EncodeSettings) -> Summary:
-    """Encodes all input into PREFIX_*.bin and .idx. Raises ValueError or OSError, and then leaves these files
-    unchanged.
+    """Encodes all input into PREFIX_*.bin and .idx and returns the counts.
+
+    Raises ValueError or OSError without changing existing files.
     """
-    # Built before workers are forked, which inherit it.
+    # Built before the workers are forked, so that they inherit it.
     tokenizer_for(settings.tokenizer)
     files = find_text_files(options.input)
     text_file = next((path for path in files if not has_keys(path)), None)
     if text_file is not None and len(settings.names) > 1:
-        raise ValueError(f"{text_file} has no keys: --chat-key and several --json-keys need .jsonl files or tables")
+        raise ValueError(f"{text_file} has no keys: --chat-key and several --json-keys require .jsonl files or tables")
     check_tables(files, settings.columns)
     plan = plan_of(options, settings, files=files)
     with Workspace(workspace_folder(options), plan, names=settings.names) as space, progress_bar(files) as advance:
@@ -226,7 +238,7 @@ def preprocess(options: argparse.Namespace, settings: EncodeSettings) -> Summary
             merge(space, settings, options=options, summary=summary)
         outputs = {name: f"{options.output_prefix}_{name}" for name in settings.names}
         stale = [loss_mask_prefix(path) for path in outputs.values()]
-        # Loss masks first: tokens without masks would all count in the loss.
+        # Loss masks first, because without masks all tokens would count in the loss.
         publish(
             [(space.prefix(part, name), path) for name, path in reversed(outputs.items())],
             stale=[path for path in stale if path not in outputs.values()],
@@ -239,7 +251,7 @@ def workspace_folder(options: argparse.Namespace) -> Path:
 
 
 def plan_of(options: argparse.Namespace, settings: EncodeSettings, *, files: Iterable[Path]) -> dict[str, Any]:
-    """Returns everything that determines the tokens, as JSON."""
+    """Returns all inputs that determine the tokens, as JSON values."""
     return {
         "version": VERSION,
         "settings": asdict(settings),
@@ -250,7 +262,7 @@ def plan_of(options: argparse.Namespace, settings: EncodeSettings, *, files: Ite
 
 
 def tokenizer_files(options: argparse.Namespace) -> list[Path]:
-    """Returns the files of the tokenizer."""
+    """Returns the files that the tokenizer reads."""
     given = [Path(path) for path in (options.tokenizer_model, options.vocab_file, options.merge_file) if path]
     inside = [path for folder in given if folder.is_dir() for path in folder.glob("*.json")]
     beside = [path.with_name("tokenizer_config.json") for path in given if path.is_file()]
@@ -265,7 +277,7 @@ def encode_partitions(
     options: argparse.Namespace,
     advance: Callable[[int], None],
 ) -> Summary:
-    """Encodes unfinished partitions, and returns the sum over all."""
+    """Encodes the unfinished partitions and returns the counts over all partitions."""
     finished = space.finished()
     if finished:
         print(f"continuing: {len(finished)} of {len(partitions)} partitions are done", file=sys.stderr)
@@ -289,7 +301,7 @@ def encode_pieces(
     workers: int,
     advance: Callable[[int], None],
 ) -> Summary:
-    """Writes the pairs of one partition."""
+    """Writes the .bin/.idx pairs of one partition and returns its counts."""
     summary = Summary()
     encode = functools.partial(encode_chunk, settings)
     with ExitStack() as stack:
@@ -308,7 +320,7 @@ def encode_pieces(
 
 
 def merge(space: Workspace, settings: EncodeSettings, *, options: argparse.Namespace, summary: Summary) -> None:
-    """Merges the pairs of all partitions into one, "merged", and packs them if requested."""
+    """Merges the .bin/.idx pairs of all partitions into the pair "merged", and packs chats if requested."""
     with ExitStack() as stack:
         builders = {
             name: stack.enter_context(IndexedDatasetBuilder(get_bin_path(space.prefix("merged", name)), dtype=dtype))
@@ -333,7 +345,7 @@ def pack(
     settings: EncodeSettings,
     summary: Summary,
 ) -> None:
-    """Adds packed documents to the builders of tokens and masks, which `summary` then counts."""
+    """Packs chats into documents, adds them to the builders of tokens and masks, and updates `summary`."""
     tokenizer = tokenizer_for(settings.tokenizer)
     fill = tokenizer.eod if tokenizer.pad is None else tokenizer.pad
     counts: Counter[str] = Counter()
@@ -344,13 +356,13 @@ def pack(
         masks.add_concatenated(document.mask, [length])
         summary.num_documents += 1
     if summary.num_documents == 0:
-        raise ValueError(f"--pack-length is {length}: no chat has an answer that begins within it")
+        raise ValueError(f"--pack-length is {length}: no chat has an answer that begins within this length")
     summary.num_tokens = summary.num_documents * length
     summary.counts |= counts
 
 
 def stored_chats(space: Workspace, names: Sequence[str], *, count: int) -> Iterator[Chat]:
-    """Yields the chats of all partitions, in order."""
+    """Yields the chats of all partitions in order."""
     for number in range(count):
         tokens, masks = (IndexedDataset(space.prefix(str(number), name)) for name in names)
         for index in range(len(tokens)):
@@ -360,8 +372,7 @@ def stored_chats(space: Workspace, names: Sequence[str], *, count: int) -> Itera
 def packed(chats: Iterable[Chat], *, length: int, fill: int, counts: Counter[str]) -> Iterator[Chat]:
     """Yields documents of exactly `length` tokens: whole chats, then `fill` tokens with mask 0.
 
-    Longer chats are truncated, and dropped if nothing in the rest is in the loss. `counts` counts both, and the tokens
-    and fill tokens.
+    Longer chats are truncated, or dropped if no token in the loss remains. `counts` counts both, and the fill tokens.
     """
     window: list[Chat] = []
     for chat in itertools.chain(chats, [None]):
@@ -374,12 +385,12 @@ def packed(chats: Iterable[Chat], *, length: int, fill: int, counts: Counter[str
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Returns groups of indices whose lengths sum to at most `capacity`: best-fit decreasing.
+    """Returns groups of indices whose lengths sum to at most `capacity`, by best-fit decreasing.
 
     Groups are ordered by their first index, and indices in a group increase. No length may exceed the capacity.
     """
     groups: list[list[int]] = []
-    open_groups: list[tuple[int, int]] = []  # (room left, group), sorted
+    open_groups: list[tuple[int, int]] = []  # (space left, group), sorted
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         place = bisect.bisect_left(open_groups, (lengths[index], -1))
         if place < len(open_groups):
@@ -415,7 +426,7 @@ def _joined(chats: list[Chat], length: int, *, fill: int, counts: Counter[str]) 
 
 @contextmanager
 def terminate_as_interrupt() -> Iterator[None]:
-    """Makes SIGTERM, which batch systems send to end a job, clean up like Ctrl-C."""
+    """Makes SIGTERM, which batch systems send to end a job, trigger the same cleanup as Ctrl-C."""
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -425,7 +436,7 @@ def terminate_as_interrupt() -> Iterator[None]:
 
 @contextmanager
 def progress_bar(files: Iterable[Path]) -> Iterator[Callable[[int], None]]:
-    """Shows a progress bar over the bytes of `files` if standard error is a terminal; yields its update function."""
+    """Shows a progress bar over the bytes of `files` if standard error is a terminal. Yields its update function."""
     console = Console(stderr=True)
     total = sum(path.stat().st_size for path in files)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
@@ -443,15 +454,15 @@ def nothing_found(summary: Summary, inputs: list[str]) -> str:
 
 
 def report(summary: Summary, prefixes: list[str], *, is_packed: bool, seconds: float) -> None:
-    """Prints one line with the written files and the flag that reads them, and skipped lines to standard error."""
+    """Prints a summary line with the --data-path flag that reads the files, and skipped lines to standard error."""
     for line in summary.first_bad:
         print(f"skipped {line}", file=sys.stderr)
     if summary.num_bad:
-        print(f"skipped {summary.num_bad:,} bad lines in all", file=sys.stderr)
+        print(f"skipped {summary.num_bad:,} bad lines in total", file=sys.stderr)
     if is_packed and summary.counts.get("eod inside"):
         print(
-            f"note: {summary.counts['eod inside']:,} chats have the end-of-document token inside, where "
-            "--reset-attention-mask would cut them: give the tokenizer an eos_token that its template does not write",
+            f"note: {summary.counts['eod inside']:,} chats contain the end-of-document token, at which "
+            "--reset-attention-mask would split them: give the tokenizer an eos_token that its template does not write",
             file=sys.stderr,
         )
     found = [(summary.counts.get(name, 0), words) for name, words in COUNT_WORDS.items()]

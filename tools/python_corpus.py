@@ -1,8 +1,8 @@
 """Writes the text that every Python installation contains as a corpus: `python tools/python_corpus.py --output
 corpus.jsonl`.
 
-Documents: modules of the standard library, topics of the language reference, documentation of modules written in C.
-Downloads nothing. Other Python versions give different, similar text.
+Documents: modules of the standard library, topics of the language reference, docstrings of modules written in C.
+Downloads nothing. Other Python versions produce a different, similar corpus.
 """
 
 import argparse
@@ -29,14 +29,14 @@ TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 
 @dataclass(frozen=True)
 class Document:
-    """A text and its source."""
+    """A text and the name of its source."""
 
     source: str
     text: str
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Writes the corpus and returns the exit status."""
     options = parse_options(argv)
     path = Path(options.output)
     try:
@@ -54,7 +54,10 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
     parser.add_argument("--output", required=True, metavar="FILE", help="the .jsonl file to write")
     parser.add_argument(
-        "--max-bytes", type=int, default=DEFAULT_MAX_BYTES, help=f"stop before more text ({DEFAULT_MAX_BYTES:,})"
+        "--max-bytes",
+        type=int,
+        default=DEFAULT_MAX_BYTES,
+        help=f"maximum size of the text in bytes (default: {DEFAULT_MAX_BYTES:,})",
     )
     options = parser.parse_args(argv)
     if options.max_bytes < 1:
@@ -63,7 +66,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
 
 
 def all_documents() -> Iterator[Document]:
-    """Yields reference topics and C modules, then the library, then its tests. Later ones are dropped first."""
+    """Yields reference topics and C modules, then the library, then its tests. The last documents are dropped first."""
     yield from (Document(f"topic {name}", text) for name, text in sorted(topics.topics.items()))
     yield from builtin_documents()
     library = Path(sysconfig.get_path("stdlib"))
@@ -73,7 +76,7 @@ def all_documents() -> Iterator[Document]:
 
 
 def builtin_documents() -> Iterator[Document]:
-    """Yields the docstrings of modules written in C, which have no source file."""
+    """Yields one document per module written in C, which has no source file, with its docstrings."""
     for name in sorted(sys.builtin_module_names):
         module = importlib.import_module(name)
         members = sorted(vars(module).items())
@@ -87,8 +90,9 @@ def _has_own_doc(member: object) -> bool:
 
 
 def shuffled_paths(library: Path) -> list[Path]:
-    """Returns all source files relative to `library`, sorted by hashes of their names: the same order on every
-    machine.
+    """Returns all source files relative to `library`, sorted by hashes of their names.
+
+    The order is the same on every machine.
     """
     files = (file.relative_to(library) for file in library.rglob("*.py"))
     kept = (file for file in files if not LEFT_OUT & set(file.parts) and file.as_posix() not in LEFT_OUT_FILES)
@@ -96,7 +100,7 @@ def shuffled_paths(library: Path) -> list[Path]:
 
 
 def source_documents(library: Path, files: Iterable[Path]) -> Iterator[Document]:
-    """Yields modules in UTF-8. A few test modules of the library intentionally are not."""
+    """Yields the source files that are UTF-8. A few test modules of the library intentionally are not."""
     for file in files:
         try:
             text = (library / file).read_bytes().decode()
@@ -106,7 +110,7 @@ def source_documents(library: Path, files: Iterable[Path]) -> Iterator[Document]
 
 
 def unique(documents: Iterable[Document]) -> Iterator[Document]:
-    """Yields documents without empty and repeated texts."""
+    """Yields the documents without empty and repeated texts."""
     seen = set()
     for document in documents:
         digest = _digest(document.text.strip())
@@ -131,12 +135,12 @@ def take(documents: Iterable[Document], *, max_bytes: int) -> list[Document]:
 
 def shuffled(documents: Iterable[Document]) -> list[Document]:
     """Returns documents sorted by hashes of their sources, so that every part of the corpus has a similar mix."""
-    # A different hash than in shuffled_paths: if text was dropped, only files with low hashes of that one remain.
+    # Hashes differ from those in shuffled_paths: if text was dropped, only files with low hashes of that kind remain.
     return sorted(documents, key=lambda document: _digest(f"order {document.source}"))
 
 
 def write(documents: Iterable[Document], path: Path) -> None:
-    """Writes JSON lines, under a temporary name until they are complete."""
+    """Writes the documents as JSON lines. The file has a temporary name until it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     with open(partial, "w", encoding="utf-8", newline="\n") as file:

@@ -1,7 +1,7 @@
 """`make train`: prepares text and a tokenizer, trains a mixture-of-experts GPT on two processes, and generates text.
 
-Runs commands that a user could type, in order, and skips those with existing results. Prints a line for each stage,
-and lines of training steps. --dry-run of the training shows what its page of the plan holds.
+Runs commands that a user could type, in order, and skips those whose results exist. Prints a line for each stage, and
+lines of training steps. `--dry-run` of the training command prints the contents of its plan page.
 """
 
 import argparse
@@ -30,14 +30,14 @@ IMPORTED_FROM = Path(str(megatron.__file__)).resolve().parents[1]  # a clone, or
 MIN_DOCUMENTS = 3  # one each for training, validation and test
 VOCAB_SIZE = 4096
 INTERRUPTED = 130  # exit code by shell convention
-# Tokens of a test document that the trained model continues, and that it adds.
+# Number of tokens of a test document in the prompt, and number of tokens that the trained model generates.
 PROMPT_TOKENS, NEW_TOKENS = 64, 120
-# Columns of a stage's name.
+# Width of a stage's name in characters.
 NAME_WIDTH = 10
 
 NUM_EXPERTS = 8
-# Chosen by the loss after equal CPU time: AdamW and Muon, 2 to 4 layers, hidden sizes 96 and 128, 8 and 16 experts.
-# More steps of a small model gain more than a larger model. With 4096 tokens most words are whole.
+# Best loss after equal CPU time among: AdamW and Muon, 2 to 4 layers, hidden sizes 96 and 128, 8 and 16 experts.
+# More steps of a small model help more than a larger model. With 4096 tokens most words are single tokens.
 MODEL = f"""
 --num-layers 4 --hidden-size 128 --num-attention-heads 4 --group-query-attention --num-query-groups 2
 --num-experts {NUM_EXPERTS} --moe-router-topk 2 --moe-ffn-hidden-size 128 --moe-grouped-gemm
@@ -48,7 +48,7 @@ MODEL = f"""
 --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0
 --seq-length 256 --max-position-embeddings 256
 """
-# Part of the training time that the planned steps fill; evaluations, saves and what the plan leaves out have the rest.
+# Fraction of the training time for the planned steps. The rest is for evaluation, saving and unplanned work.
 PLANNED_SHARE = 0.7
 MIN_STEPS, NUM_LINES, NUM_EVALUATIONS = 100, 20, 4
 SCHEDULE = """
@@ -61,41 +61,41 @@ SCHEDULE = """
 
 @dataclass(frozen=True)
 class Workspace:
-    """The files of one corpus: `folder` has the text, the tokenizer, the tokens and the run."""
+    """The files of one corpus. `folder` contains the text, the tokenizer, the tokens and the run."""
 
     folder: Path
     texts: tuple[Path, ...]
 
     @property
     def is_own(self) -> bool:
-        """Whether the text is written into the folder, not given by the user."""
+        """Whether the text is written into the folder rather than given by the user."""
         return self.texts[0].parent == self.folder
 
     @property
     def tokenizer(self) -> Path:
-        """The trained tokenizer."""
+        """Path of the trained tokenizer."""
         return self.folder / "tokenizer.json"
 
     @property
     def tokens(self) -> Path:
-        """Prefix of the .bin/.idx pair."""
+        """Path prefix of the .bin/.idx pair."""
         return self.folder / "tokens_text_document"
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of checkpoints, log and TensorBoard files."""
+        """Folder of checkpoints, logs and TensorBoard files."""
         return self.folder / "checkpoints"
 
 
 def main() -> None:
-    """Runs every command. Skips one whose result exists, and resumes training."""
+    """Runs every command, skipping those whose results exist, and resumes training."""
     options = parse_options()
     workspace = make_workspace(options.data)
     prepare(workspace)
     split = split_of(num_documents(workspace))
     train(workspace, split=split, minutes=options.minutes, processes=options.processes)
     prompt = held_out_passage(workspace, split=split)
-    stage("sample", "a passage of a test document, and the continuation by the trained model (|):")
+    stage("sample", "a passage of a test document, and its continuation by the trained model (|):")
     sample = (
         "megatron.tools.generate",
         "--load",
@@ -109,17 +109,19 @@ def main() -> None:
     if find_spec("plotly") and find_spec("jinja2"):
         output_of("megatron.tools.report", workspace.checkpoints)
         stage("report", f"{shown(workspace.checkpoints / 'report.html')}")
-    stage("run", f"{shown(workspace.checkpoints)}; the same command trains on from here")
+    stage("run", f"{shown(workspace.checkpoints)}; run the same command to continue training")
 
 
 def parse_options() -> argparse.Namespace:
-    """Parses the options that `make train` passes on."""
+    """Parses the options that `make train` passes."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument(
         "--data", help=f"{INPUT_HELP} (preprocess_data.py --input); default: the text that Python ships"
     )
-    parser.add_argument("--minutes", type=int, default=4, help="training time of this call (4)")
-    parser.add_argument("--processes", type=int, default=2, help="processes that torchrun starts")
+    parser.add_argument("--minutes", type=int, default=4, help="training time of this call in minutes (default: 4)")
+    parser.add_argument(
+        "--processes", type=int, default=2, help="number of processes that torchrun starts (default: 2)"
+    )
     options = parser.parse_args()
     for name in ("minutes", "processes"):
         if vars(options)[name] < 1:
@@ -128,7 +130,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def make_workspace(data: str | None) -> Workspace:
-    """Returns the workspace of this corpus: runs/<name of the corpus> in the current folder."""
+    """Returns the corpus's workspace, runs/<name of the corpus> in the current folder."""
     if data is None:
         folder = Path.cwd() / "runs" / "python"
         return Workspace(folder, (folder / "text.jsonl",))
@@ -143,7 +145,7 @@ def make_workspace(data: str | None) -> Workspace:
 
 
 def prepare(workspace: Workspace) -> None:
-    """Creates text, tokenizer and tokens."""
+    """Creates the text, the tokenizer and the tokens, unless they exist."""
     workspace.folder.mkdir(parents=True, exist_ok=True)
     check_source(workspace)
     if workspace.is_own:
@@ -160,13 +162,13 @@ def prepare(workspace: Workspace) -> None:
 
 
 def check_source(workspace: Workspace) -> None:
-    """Raises SystemExit if tokens and checkpoints in the folder are of another text with the same name."""
+    """Raises SystemExit if the folder's tokens and checkpoints were made from a different text of the same name."""
     if workspace.is_own:
         return
     record = workspace.folder / "source.txt"
     source = "".join(f"{text}, {text.stat().st_size} bytes\n" for text in workspace.texts)
     if not record.exists() or not workspace.checkpoints.exists():
-        # Nothing is trained yet: files of an earlier text are replaced.
+        # Nothing has been trained yet, so files of an earlier text are replaced.
         if not record.exists() or record.read_text() != source:
             for made in (workspace.tokenizer, *workspace.folder.glob("tokens_*")):
                 made.unlink(missing_ok=True)
@@ -179,12 +181,10 @@ def check_source(workspace: Workspace) -> None:
 
 
 def split_of(num_documents: int) -> str:
-    """Returns the shares of --split with 3% and 1% of the documents for validation and test, at least one document
-    each.
-    """
+    """Returns the value of --split: 3% of the documents for validation, 1% for test, and at least one for each."""
     if num_documents < MIN_DOCUMENTS:
         raise SystemExit(
-            f"error: DATA has {num_documents} documents (a .txt is cut at blank lines, after 4 KiB or more): must "
+            f"error: DATA has {num_documents} documents (a .txt is split at blank lines into 4 KiB or more): must "
             f"be at least {MIN_DOCUMENTS}, for training, validation and test; give more text"
         )
     valid, test = max(1, round(0.03 * num_documents)), max(1, round(0.01 * num_documents))
@@ -197,7 +197,7 @@ def num_documents(workspace: Workspace) -> int:
 
 
 def train(workspace: Workspace, *, split: str, minutes: int, processes: int) -> None:
-    """Trains for `minutes` or less, from the latest checkpoint if there is one."""
+    """Trains for up to `minutes`, from the latest checkpoint if there is one."""
     flags = (
         *shlex.split(MODEL + SCHEDULE),
         *("--expert-model-parallel-size", gcd(processes, NUM_EXPERTS)),
@@ -206,7 +206,7 @@ def train(workspace: Workspace, *, split: str, minutes: int, processes: int) -> 
         *("--save", workspace.checkpoints, "--tensorboard-dir", workspace.checkpoints),
     )
     trained = steps_trained(workspace)
-    # The number of steps does not change a plan; it is chosen by the plan's time of a step.
+    # The plan does not depend on the number of steps, which is chosen by the planned step time.
     dry_run = ("--dry-run", "--world-size", processes, "--train-iters", MIN_STEPS)
     output_of("pretrain_gpt", *flags, *dry_run, MEGATRON_PLAN_DEVICE="here")
     plan = json.loads((workspace.checkpoints / "plan.json").read_text())
@@ -228,31 +228,34 @@ def train(workspace: Workspace, *, split: str, minutes: int, processes: int) -> 
 
 
 def steps_trained(workspace: Workspace) -> int:
-    """Returns the step of the latest checkpoint; 0 without one."""
+    """Returns the step of the latest checkpoint, or 0 if there is none."""
     latest = workspace.checkpoints / "latest_checkpointed_iteration.txt"
     return int(latest.read_text()) if latest.exists() else 0
 
 
 def planned_steps(plan: dict[str, Any], *, minutes: int) -> int:
-    """Returns the number of steps that fit into `minutes` by the plan, so that the learning rate reaches its end."""
+    """Returns the number of steps that fit into `minutes` by the plan, so that the learning-rate decay completes."""
     steps = int(60 * minutes * PLANNED_SHARE / plan["step"]["seconds"])
     return max(MIN_STEPS, steps // MIN_STEPS * MIN_STEPS)
 
 
 def plan_words(plan: dict[str, Any]) -> str:
-    """Describes memory and step time of a plan for this machine."""
+    """Describes the memory and step time of a plan for this machine."""
     device, world = plan["device"], plan["world_size"]
     needed = max(stage["peak"] for stage in plan["stages"])
     have = f"{'the machine' if device['name'] == 'cpu' else device['name']}'s {device['memory_gib']:.1f}"
     seconds = plan["step"]["seconds"]
-    return f"each of {world} processes needs {needed / 2**30:.2f} GiB of {have}, about {seconds:.2g} s a step"
+    return f"each of {world} processes needs {needed / 2**30:.2f} GiB of {have}, about {seconds:.2g} s per step"
 
 
 def held_out_passage(workspace: Workspace, *, split: str) -> str:
-    """Returns whole lines from a third of the way into the first test document; part of a line if that is all."""
+    """Returns whole lines of the first test document, starting a third of the way in.
+
+    Returns part of a line if the passage contains no whole line.
+    """
     tokens = IndexedDataset(str(workspace.tokens))
     _, _, documents = split_documents(split, num_documents(workspace))
-    assert documents is not None, "split_of gives each split a document"
+    assert documents is not None, "split_of assigns at least one document to each split"
     first = int(tokens.document_indices[documents[0]])
     start = int(tokens.sequence_lengths[first]) // 3
     length = min(PROMPT_TOKENS, max(1, start))
@@ -265,35 +268,35 @@ def held_out_passage(workspace: Workspace, *, split: str) -> str:
 
 
 def indented(text: str, *, prompt: str) -> str:
-    """Indents a prompt and its continuation, which begins on a new line and has a bar before each line."""
+    """Indents a prompt and its continuation. The continuation begins on a new line, with a bar before each line."""
     given = [f"    {line}" for line in prompt.rstrip("\n").split("\n")]
     added = [f"  | {line}" for line in text.removeprefix(prompt).rstrip().split("\n")]
     return "\n".join([*given, *added])
 
 
 def tokenizer_flags(workspace: Workspace) -> list[object]:
-    """Returns the flags of the tokenizer."""
+    """Returns the flags that select the trained tokenizer."""
     return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", workspace.tokenizer]
 
 
 def stage(name: str, result: str) -> None:
-    """Prints the line of a stage."""
+    """Prints the result line of a stage."""
     print(f"{name:<{NAME_WIDTH}} {result}", flush=True)
 
 
 def shown(path: Path) -> Path:
-    """Returns a path relative to the working directory if it is below."""
+    """Returns a path relative to the working directory if it is inside it."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def run(*command: object, capture: bool = False, **variables: str) -> str:
-    """Runs a Python module with its arguments. If it fails, exits with the same code.
+    """Runs a Python module with its arguments. Exits with its exit code if it fails.
 
-    capture: returns its standard output instead of showing it. variables: of its environment.
+    capture: return its standard output instead of showing it. variables: additional environment variables.
     """
     path = os.pathsep.join(filter(None, (str(IMPORTED_FROM), os.environ.get("PYTHONPATH"))))
-    # Safe path: the current folder may have modules of the same names, for example a clone of Megatron-LM.
+    # Safe path: the current folder may contain modules of the same names, for example a clone of Megatron-LM.
     ours = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
     process = subprocess.Popen(
         [sys.executable, "-m", *map(str, command)],
@@ -304,7 +307,7 @@ def run(*command: object, capture: bool = False, **variables: str) -> str:
     try:
         output, _ = process.communicate()
     except KeyboardInterrupt:
-        # The program received the signal too. It cleans up, and training saves.
+        # The program also received the signal. It cleans up, and training saves a checkpoint.
         process.wait()
         raise SystemExit(INTERRUPTED) from None
     if process.returncode:
@@ -315,12 +318,12 @@ def run(*command: object, capture: bool = False, **variables: str) -> str:
 
 
 def output_of(*command: object, **variables: str) -> str:
-    """Runs a program as `run` does, and returns its standard output."""
+    """Runs a program like `run` and returns its standard output."""
     return run(*command, capture=True, **variables)
 
 
 def last_line(*command: object) -> str:
-    """Runs a program and returns the last line that it prints, with paths below the working directory shortened."""
+    """Runs a program and returns the last line that it prints, with paths relative to the working directory."""
     line = output_of(*command).rstrip().rpartition("\n")[2]
     return line.replace(f"{Path.cwd()}/", "")
 

@@ -1,9 +1,8 @@
-"""Writes an HTML page about a run that opens without a network: `python tools/report.py RUN_DIR [RUN_DIR ...]`.
-With --serve it serves a page that follows the run instead.
+"""Writes a self-contained HTML page about a run: `python tools/report.py RUN_DIR [RUN_DIR ...]`.
 
-RUN_DIR is the folder that the run had as --tensorboard-dir or --save. Several runs are drawn into the same figures. The
-run may still be in progress. report_figures.py and report_sections.py choose the figures and tables, and
-report_page.html.jinja and report_page.js draw them.
+With --serve it instead serves a page that follows the run. RUN_DIR is the run's --tensorboard-dir or --save folder.
+Several runs are drawn into the same figures. The run may still be in progress. report_figures.py and report_sections.py
+select the figures and tables, and report_page.html.jinja and report_page.js draw them.
 """
 
 import argparse
@@ -30,11 +29,14 @@ TEMPLATE = Path(__file__).with_name("report_page.html.jinja")
 # In the order of execution.
 LIVE_SCRIPTS = (FOLDER / "plots.js", TEMPLATE.with_name("report_page.js"), TEMPLATE.with_name("report_live.js"))
 DEFAULT_PORT = 8000
-RECENT_SHARE = 0.02  # share of the last steps in the mean loss of the summary
+RECENT_SHARE = 0.02  # fraction of the steps, at the end, whose mean loss is in the summary
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 1 without a log, without a package that pages need, or without a port to serve on."""
+    """Writes or serves the report and returns the exit status.
+
+    Returns 1 if there is no log, a package that pages require is missing, or the port cannot be used.
+    """
     options = parse_options(argv)
     try:
         require_packages()
@@ -69,9 +71,9 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     )
     options = parser.parse_args(argv)
     if not options.serve and (options.port is not None or options.host is not None):
-        parser.error("--port and --host need --serve")
+        parser.error("--port and --host require --serve")
     if options.serve and options.output is not None:
-        parser.error("--serve writes no file: --output can only be given without it")
+        parser.error("--serve does not support --output, because it writes no file")
     options.port = DEFAULT_PORT if options.port is None else options.port
     if not 0 <= options.port < 2**16:
         parser.error(f"--port is {options.port}: must be from 0 to 65535")
@@ -97,9 +99,9 @@ def serve(places: Sequence[Path], *, host: str, port: int) -> None:
 
 
 def live_assets() -> dict[str, Asset]:
-    """Returns the fixed parts of a live page by path. Only its content changes."""
+    """Returns the static assets of a live page by path."""
     library = plotly_script().encode()
-    # Named by its version, so that browsers may cache it.
+    # Named by a hash of its content, so that browsers may cache it.
     plotly = f"/plotly-{hashlib.sha256(library).hexdigest()[:12]}.js"
     scripts = "".join(path.read_text(encoding="utf-8") for path in LIVE_SCRIPTS)
     frame = render(TEMPLATE, title="Run report", script_paths=[plotly, "/page.js"])
@@ -111,7 +113,7 @@ def live_assets() -> dict[str, Asset]:
 
 
 def page(runs: Sequence[RunLog]) -> str:
-    """Returns the whole HTML page, which needs no other file."""
+    """Returns the whole HTML page, which does not depend on other files."""
     return render(TEMPLATE, title="Run report", script_paths=[], content=page_content(runs))
 
 
@@ -148,7 +150,7 @@ def _about(run: RunLog, name: str) -> dict[str, Any]:
 
 
 def facts(run: RunLog) -> list[tuple[str, str]]:
-    """Returns the names and values of a run's summary, without unknown ones."""
+    """Returns the names and values of a run's summary, without unknown values."""
     flags, model = run.record.get("flags") or {}, run.record.get("model") or {}
     environment = run.record.get("environment") or {}
     found: list[tuple[str, str | None]] = [
@@ -226,7 +228,7 @@ def _duration(run: RunLog) -> str | None:
 
 
 def _large(number: Any) -> str | None:
-    """Formats a number with three digits and a word: 47.2 billion."""
+    """Formats a number with three digits and a word, for example 47.2 billion."""
     if not isinstance(number, int):
         return None
     for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
@@ -249,7 +251,10 @@ def _skipped(run: RunLog) -> str | None:
 
 
 def _flag_rows(runs: Sequence[RunLog]) -> list[dict[str, Any]]:
-    """Returns flags with each run's value: first those that differ between runs, then those not at their default."""
+    """Returns the flags with each run's value, ordered by how much they tell.
+
+    Flags that differ between runs come first, then non-default flags, then the rest.
+    """
     rows = _rows([run.record.get("flags") or {} for run in runs])
     defaults = {flag.dest: yaml_of_value(flag.default) for flag in flag_table().flags}
     for row in rows:

@@ -1,4 +1,4 @@
-"""Builds the report's figures as plain values: the table of figures, and lines and heat maps of logged fields.
+"""Builds the report's figures as plain values: the list of figures, and lines and heat maps of logged fields.
 
 report_page.js draws them with plotly, and run_log.py reads the log.
 """
@@ -17,7 +17,7 @@ MAX_POINTS = 1200  # points of a line, more than its width in pixels
 MEDIAN_POINTS = 300
 SMOOTHED_FROM = 60  # minimum number of steps of a noisy line with a running median
 MAX_LINES_OF_LAYERS = 8  # more layers are drawn as a heat map
-PERPLEXITY_LIMIT = 20.0  # as in the log: exp of at most this
+PERPLEXITY_LIMIT = 20.0  # as in the log: upper bound of the exponent
 DASHES = ("solid", "dash", "dot", "dashdot")
 MAX_DASHED_FIELDS = 3
 GIB = 1 / 2**30
@@ -25,11 +25,12 @@ GIB = 1 / 2**30
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure. fields: (name in the log, label); a name that ends with a slash means all names with this prefix.
+    """One figure.
 
-    axis: title and unit. scale: multiplier of logged values. noisy: drawn pale, below its running median. mean: the
-    running mean replaces the median, which is uninformative for counts that are mostly 0. from_zero: the axis starts at
-    0. steps: drawn as a step function. occurring: fields that are always 0 have no line.
+    fields: (name in the log, label); a name that ends with a slash selects all names with this prefix. axis: title and
+    unit. scale: multiplier of logged values. noisy: drawn pale, below its running median. mean: draw the running mean
+    instead of the median, which is uninformative for counts that are mostly 0. from_zero: the axis starts at 0. steps:
+    drawn as a step function. occurring: omit fields that are always 0.
     """
 
     id: str
@@ -114,7 +115,7 @@ FIGURES = (
     Figure(
         *("tflops", "Speed", "Arithmetic rate", "TFLOP/s per device"),
         (("tflops", "TFLOP/s"),),
-        "Floating-point operations of the model, without recomputation.",
+        "Floating-point operations of the model, excluding recomputation.",
         noisy=True,
     ),
     Figure(
@@ -126,7 +127,7 @@ FIGURES = (
     Figure(
         *("timers", "Speed", "Parts of a step", "milliseconds per step"),
         (("timers/", ""),),
-        "On the slowest rank, by timer. Nested timers count in both.",
+        "On the slowest rank, by timer. A nested timer also counts in the timer around it.",
         from_zero=True,
     ),
     Figure(
@@ -135,7 +136,7 @@ FIGURES = (
         "Working time, excluding waits for gradients.",
     ),
     Figure(
-        *("hidden-share", "Communication", "Communication hidden under backward", "% of what fits"),
+        *("hidden-share", "Communication", "Communication hidden under backward", "% of the possible"),
         (("overlap/hidden_share", "hidden"),),
         "Reduction time before the end of backward, as a share of the largest possible. On rank 0.",
         scale=100.0,
@@ -176,7 +177,7 @@ FIGURES = (
         steps=True,
     ),
     Figure(
-        *("stash-pages", "Expert memory", "Pages held", "pages"),
+        *("stash-pages", "Expert memory", "Pages in use", "pages"),
         (
             ("stash/device_high_water", "device, peak"),
             ("stash/device_pages", "device, pool size"),
@@ -210,19 +211,19 @@ FIGURES = (
         from_zero=True,
     ),
 )
-# Fields that figures show in another way, or that are not quantities.
+# Fields that are shown in other figures, or that are not quantities.
 SHOWN = ("iteration", "skipped", "consumed_samples", "rank_times/", "overlap/", "stash/")
 
 
 def make_figures(runs: Sequence[RunLog]) -> list[dict[str, Any]]:
-    """Returns the figures that at least one run has values for, in the order of the page."""
+    """Returns the figures for which at least one run has values, in page order."""
     found = [_draw(figure, runs) for figure in _figures_for(runs)]
     found += _layer_figures(runs)
     return [figure for figure in found if figure["traces"]]
 
 
 def _figures_for(runs: Sequence[RunLog]) -> Iterator[Figure]:
-    """Yields FIGURES, without a loss scale that never changes, and a figure for each field that no figure shows."""
+    """Yields the FIGURES, except a constant loss scale, and a figure for each field that no other figure shows."""
     scaled = any(_varies(run, "loss_scale") or _varies(run, "skipped") for run in runs)
     yield from (figure for figure in FIGURES if figure.id != "loss-scale" or scaled)
     shown = tuple(name for figure in FIGURES for name, _ in figure.fields) + SHOWN
@@ -249,14 +250,14 @@ def _draw(figure: Figure, runs: Sequence[RunLog]) -> dict[str, Any]:
         prefix = f"{run_names(runs)[index]}: " if len(runs) > 1 else ""
         for name, label in _fields_of(figure, run):
             place = fields.index((name, label))
-            # Several runs: one color per run, one dash style per field. There are too few dash styles for many fields.
+            # Several runs: one color per run and one dash style per field, if there are enough dash styles.
             colors_fields = len(runs) == 1 or len(fields) > MAX_DASHED_FIELDS
             color, number = (place, index) if colors_fields else (index, place)
             style = {"name": prefix + label, "color": color, "dash": DASHES[number % len(DASHES)]}
             traces += _lines(_values(figure, run.series[name]), style=style, figure=figure)
         if figure.id in ("loss", "loss-scale"):
             traces += _skipped(figure, run, style={"name": f"{prefix}skipped", "color": index if prefix else 3})
-    # Even a single line needs a legend if the figure can have several.
+    # Even a single line needs a legend if the figure can show several.
     named = len(figure.fields) > 1 or figure.fields[0][0].endswith("/")
     options = {
         "log": figure.log,
@@ -274,7 +275,7 @@ def _draw(figure: Figure, runs: Sequence[RunLog]) -> dict[str, Any]:
 
 
 def _late_range(traces: list[dict[str, Any]]) -> list[float] | None:
-    """Returns the range of a long run without its first 1% of steps, which would dominate the axis."""
+    """Returns the axis range of a long run without its first 1% of steps, which would dominate the axis."""
     last = max((trace["x"][-1] for trace in traces), default=0)
     pairs = [pair for trace in traces for pair in zip(trace["x"], trace["y"])]
     late = [value for step, value in pairs if value is not None and step > last / 100]
@@ -289,8 +290,8 @@ def _frame(figure: Figure) -> dict[str, Any]:
 
 
 def run_names(runs: Sequence[RunLog]) -> list[str]:
-    """Returns a name for each run: the shortest distinct suffix of its folder."""
-    # A folder has one steps.jsonl, but may have several console logs.
+    """Returns a name for each run: the shortest suffix of its folder that differs between runs."""
+    # A folder contains one steps.jsonl, but may contain several console logs.
     paths = [run.path.absolute() for run in runs]
     parts = [(path.parent if path.name == LOG_NAME else path).parts for path in paths]
     # The last part alone is often just "checkpoints".
@@ -320,7 +321,7 @@ def _values(figure: Figure, series: Series) -> Series:
 
 
 def _lines(series: Series, *, style: dict[str, Any], figure: Figure) -> list[dict[str, Any]]:
-    """Returns a line. A noisy line of many steps is pale and has its running median or mean in the legend."""
+    """Returns the traces of a line. A noisy line with many steps is pale, and the legend shows its running average."""
     thin = thinned(series)
     mode = "lines+markers" if len(thin.steps) <= 40 else "lines"
     if not figure.noisy or len(series.steps) < SMOOTHED_FROM:
@@ -331,7 +332,7 @@ def _lines(series: Series, *, style: dict[str, Any], figure: Figure) -> list[dic
 
 
 def _skipped(figure: Figure, run: RunLog, *, style: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns a cross for each step that was skipped or has no finite loss, at the last value before it."""
+    """Returns crosses at steps that were skipped or have no finite loss, at the height of the last finite value."""
     line, skipped = run.series.get(figure.fields[0][0]), run.series.get("skipped")
     if line is None:
         return []
@@ -347,8 +348,7 @@ def _skipped(figure: Figure, run: RunLog, *, style: dict[str, Any]) -> list[dict
 
 
 def thinned(series: Series) -> Series:
-    """Returns at most MAX_POINTS points: the minimum and maximum of each interval of steps, so that spikes stay
-    visible.
+    """Returns at most MAX_POINTS points: the minimum and maximum of each interval, so that spikes remain visible.
 
     Interval lengths are powers of 2. New steps change only the last interval, until the length doubles.
     """
@@ -389,17 +389,17 @@ def _power_of_2(at_least: float) -> int:
 
 
 def points(series: Series) -> dict[str, list[Any]]:
-    """Returns x and y of a line, with a gap for values that are not finite."""
+    """Returns the x and y values of a line, with gaps for values that are not finite."""
     return {"x": series.steps.tolist(), "y": [_short(value) for value in series.values.tolist()]}
 
 
 def _short(value: float) -> float | None:
-    """Rounds to seven digits, more than a screen can show."""
+    """Rounds to seven digits, more than a screen can resolve."""
     return float(f"{value:.7g}") if math.isfinite(value) else None
 
 
 def _layer_figures(runs: Sequence[RunLog]) -> list[dict[str, Any]]:
-    """Returns the router's losses by layer, with one figure per run."""
+    """Returns the figures of the router's losses by layer, separately for each run."""
     figures = []
     for index, run in enumerate(runs):
         of_run = f" ({run_names(runs)[index]})" if len(runs) > 1 else ""
@@ -412,7 +412,10 @@ def _layer_figures(runs: Sequence[RunLog]) -> list[dict[str, Any]]:
 
 
 def layer_table_figure(table: LayerTable, frame: dict[str, Any], *, bound: Series | None = None) -> dict[str, Any]:
-    """Returns few layers as lines, with a dotted one for `bound`, or many as a heat map. frame: common fields."""
+    """Draws a table by layer: lines for few layers, with a dotted line for `bound`, or a heat map for many.
+
+    frame: common fields of the figure.
+    """
     means, steps = table.means(), _centres(table)
     if len(table.layers) > MAX_LINES_OF_LAYERS:
         rows = [[_short(value) for value in row] for row in means.T.tolist()]
@@ -433,9 +436,9 @@ def _centres(table: LayerTable) -> np.ndarray:
 
 
 def expert_loads(run: RunLog) -> dict[str, Any] | None:
-    """Returns the load of each expert relative to an even share for the heat maps, or None without experts in the log.
+    """Returns each expert's load relative to an even share, for the heat maps, or None without experts in the log.
 
-    shares: [layers, experts] of each bin as 16-bit integers in base64. units: value of the integer 1 in each bin.
+    shares: [layers, experts] of each bin, as 16-bit integers in base64. units: value of the integer 1 in each bin.
     """
     table = run.expert_load
     if not table.sums:

@@ -1,5 +1,5 @@
 "use strict";
-// Keeps the page of a running run up to date: asks the server for the changes since the version that is shown.
+// Keeps the page of a run in progress up to date: requests changes since the displayed version from the server.
 const EVERY_MS = 2000, PATIENCE_MS = 15000;
 const status = document.getElementById("live");
 const visible = new IntersectionObserver(seen, {rootMargin: "300px"});
@@ -74,7 +74,7 @@ function tell(problem) {
 async function ask() {
   const query = version === null ? "" : "?since=" + encodeURIComponent(version);
   const response = await fetch("content.json" + query, {cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS)});
-  if (!response.ok) throw new Error(`the server answers ${response.status}`);
+  if (!response.ok) throw new Error(`the server returned status ${response.status}`);
   const answer = await response.json();
   if (answer.version !== version) {
     known = "content" in answer ? answer.content : applied(known, answer.changes);
@@ -92,7 +92,7 @@ async function follow() {
   try {
     if (!document.hidden || version === null) await ask();
   } catch (error) {
-    problem = `no answer from the server (${error.message}): the page shows the last answer; retrying`;
+    problem = `no answer from the server (${error.message}): the page shows the last data received; retrying`;
     version = null;
   }
   tell(problem);

@@ -3,7 +3,7 @@
 // changes (report_live.js), refresh() updates them in place. Fetches nothing.
 let content = null;
 let figures = new Map(), loads = [], stepRange = [0, 1];
-// Okabe and Ito's colors, which color-blind readers tell apart; lighter on a dark page.
+// Okabe and Ito's colors, which color-blind readers can distinguish; lighter on a dark page.
 const LIGHT = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#5d3a9b", "#7f7f7f", "#56b4e9", "#8c6d31", "#a50f15"];
 const DARK = ["#56b4e9", "#ff8c42", "#2fc79a", "#e29cc4", "#f0c04a", "#b79cff", "#a8b0ba", "#8fb8ff", "#c9b27c", "#ff6b6b"];
 const main = document.querySelector("main");
@@ -38,11 +38,11 @@ function chosen(id, initial) {
   return choices.get(id);
 }
 
-// Names that users chose are shown as they are: plotly would take parts of them for markup.
+// Escapes names chosen by users, because plotly would interpret parts of them as markup.
 function plain(text) { return text.replace(/[&<>]/g, letter => ({"&": "&amp;", "<": "&lt;", ">": "&gt;"})[letter]); }
 
 function layout(axes, id) {
-  // zoomAll keeps the range of steps; everything else that the reader set stays as long as uirevision does.
+  // zoomAll preserves the range of steps. All other settings of the reader are preserved while uirevision is unchanged.
   const revision = axes.x.title === "step" ? {uirevision: Math.random()} : {};
   return themed({
     showlegend: axes.legend ?? false, hovermode: axes.hover ?? "x unified",
@@ -120,7 +120,7 @@ function drawLines(figure, log) {
   }));
   const y = {title: figure.axis, type: log ? "log" : "linear", exponentformat: "power", minexponent: 6, separatethousands: true};
   if (log) Object.assign(y, {dtick: spread(figure) > 30 ? 1 : spread(figure) > 5 ? "D2" : "D1", tickformat: "~g"});
-  // The scale of a constant line would have no meaning.
+  // The scale of a constant line would be meaningless.
   else if (figure.fromZero || spread(figure) === 1) y.rangemode = "tozero";
   else if (figure.range) y.range = figure.range;
   const shown = traces.filter(trace => trace.showlegend);
@@ -254,7 +254,7 @@ function addLoads(grid, index, name) {
   });
 }
 
-// names(): of the slider's positions; their number may grow.
+// names(): labels of the slider's positions, whose number may grow.
 function slider(card, word, names, {get, set}) {
   const row = add(card, "div", {className: "controls"});
   const input = add(row, "input", {type: "range", min: 0, ariaLabel: word});
@@ -345,8 +345,8 @@ function addTimeline(grid, index, name) {
     id: "timeline" + ofRun, title: () => `Buckets of step ${timeline().step}` + ofRun, wide: true,
     height: Math.min(900, 160 + 26 * timeline().rows.length),
     note: "Time 0 is the end of the previous step's reductions. Ready: the bucket's last gradient (or its update) is " +
-          "computed, its collective is not launched yet. The dotted line is the end of backward. Each launch should come " +
-          "before the next bucket is ready. Agree: ranks that finished backward wait for the others.",
+          "computed, but its collective is not launched yet. The dotted line is the end of backward. Each launch should " +
+          "be before the next bucket is ready. Agree: ranks that have finished backward wait for the others.",
     draw: () => {
       const {rows, backward_end} = timeline(), names = rows.map(row => plain(row.name));
       return {
@@ -382,13 +382,13 @@ function addStashes(grid) {
   });
 }
 
-// Pages along the schedule: pages held by each layer after each pass, stacked.
+// Pages in use by each layer after each pass of the schedule, stacked.
 function addStashTimelines(grid, index, name) {
   const ofRun = name ? ` (${name})` : "", timeline = () => content.stashes[index].timeline;
   for (const tier of ["device", "host"].filter(tier => timeline()[tier + "_pages"] > 0)) {
     addPlot(grid, {
       id: `stash-${tier}` + ofRun, wide: true, height: 380,
-      title: `Pages held along the schedule, ${tier}` + ofRun,
+      title: `Pages in use along the schedule, ${tier}` + ofRun,
       note: () => `After each forward and backward pass of the expert layers of rank ${timeline().rank}, whose pool was the ` +
             `fullest, in the fullest step so far, logged at step ${timeline().step}. Peak: ` +
             `${Math.max(...heldPages(timeline(), tier).totals).toLocaleString("en")} of ` +
@@ -398,7 +398,7 @@ function addStashTimelines(grid, index, name) {
   }
 }
 
-// Returns the pages held after each pass, by layer and in total.
+// Returns the pages in use after each pass, by layer and in total.
 function heldPages(timeline, tier) {
   const layers = [...new Set(timeline.passes.map(Math.abs))].sort((one, other) => one - other);
   const places = range(timeline.passes.length + 1), held = layers.map(() => places.map(() => 0));
@@ -415,7 +415,7 @@ function drawPages(timeline, tier) {
   const tint = index => layers.length <= 8 ? color(index) : `hsl(${Math.round(210 + 300 * index / layers.length) % 360} 60% 55%)`;
   return {
     traces: [
-      // A layer whose backward directly follows its forward never holds pages.
+      // A layer whose backward directly follows its forward never uses pages.
       ...layers.map((layer, index) => ({
         x: places, y: held[index], name: `layer ${layer}`, type: "scatter", mode: "lines", stackgroup: "pages",
         line: {width: 0.5, color: tint(index), shape: "hv"}, fillcolor: tint(index), hoverinfo: layers.length > 8 ? "skip" : undefined,

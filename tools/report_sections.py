@@ -1,4 +1,4 @@
-"""Builds report sections with their own tables and figures: communication, memory, and expert memory.
+"""Builds the report sections with separate tables and figures: communication, memory, and expert memory.
 
 The plan is the plan.json that --dry-run writes to --tensorboard-dir.
 """
@@ -25,7 +25,7 @@ KINDS = {
     "host_pages": "stash pages, host memory",
     "host_states": "masters and moments, host memory",
 }
-# Categories that are not on the device. Older plans have no host_states.
+# Categories that are not on the device. Older plans do not contain host_states.
 HOST = ("host_pages", "host_states")
 ACTIVATIONS, REST = "activations", "rest"
 LABELS = {**KINDS, ACTIVATIONS: "activations at their peak", REST: "other, up to the peak"}
@@ -34,7 +34,7 @@ SIZES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
 Bytes = dict[str, int]
 QUANTILE = 0.999
 STASH_SECTION = "Expert memory"
-# Flag, the field with the factor in use, and the field with the factor that a step needed.
+# Flag, the field with the factor in use, and the field with the factor that a step required.
 FACTORS = (
     ("moe_expert_rank_capacity_factor", "stash/capacity_factor", "stash/capacity_factor_needed"),
     ("moe_paged_stash_buffer_size_factor_cuda", "stash/pool_factor", "stash/pool_factor_needed"),
@@ -45,7 +45,7 @@ FACTORS = (
 
 
 def timeline(run: RunLog) -> dict[str, Any] | None:
-    """Returns the transfers of the last logged step in milliseconds, or None without readable ones."""
+    """Returns the transfers of the last logged step in milliseconds, or None if the log contains no valid ones."""
     try:
         rows = [
             {
@@ -67,11 +67,11 @@ def timeline(run: RunLog) -> dict[str, Any] | None:
 
 
 class ForeignPlanError(ValueError):
-    """Raised for a plan.json that is unreadable or belongs to another run."""
+    """Raised for a plan.json that is unreadable or belongs to a different run."""
 
 
 def memory_section(run: RunLog) -> dict[str, Any] | None:
-    """Returns rows of a table and bytes by category for each stage, or None if neither the log nor a plan has any."""
+    """Returns the table rows and each stage's bytes by category, or None if neither the log nor a plan contains any."""
     notes, plan = [], None
     path = run.path.with_name(PLAN_NAME)
     measured = _measured(run)
@@ -79,8 +79,8 @@ def memory_section(run: RunLog) -> dict[str, Any] | None:
         plan = read_plan(path, run)
     except FileNotFoundError:
         notes.append(
-            f"There is no {PLAN_NAME} next to the log, so there is no prediction: --dry-run --world-size N with "
-            "the flags of the run writes one to --tensorboard-dir."
+            f"There is no {PLAN_NAME} next to the log, so there is no prediction. --dry-run --world-size N with "
+            "the flags of the run writes a plan to --tensorboard-dir."
         )
     except ForeignPlanError as error:
         notes.append(f"{path} is ignored: {error}.")
@@ -107,7 +107,10 @@ def memory_section(run: RunLog) -> dict[str, Any] | None:
 
 
 def read_plan(path: Path, run: RunLog) -> dict[str, Any]:
-    """Returns the plan of this run. Raises FileNotFoundError, and ForeignPlanError if it is not a plan of this run."""
+    """Returns the plan of this run.
+
+    Raises FileNotFoundError if there is none, and ForeignPlanError if it is not a plan of this run.
+    """
     try:
         plan = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
@@ -131,12 +134,12 @@ def read_plan(path: Path, run: RunLog) -> dict[str, Any]:
     }
     for name, (planned, found) in sizes.items():
         if found is not None and planned != found:
-            raise ForeignPlanError(f"it is from another run: {planned} {name}, but this run has {found}")
+            raise ForeignPlanError(f"it belongs to a different run: {planned} {name}, but this run has {found}")
     return dict(plan)
 
 
 def _planned_stages(plan: dict[str, Any]) -> dict[int, Bytes]:
-    """Returns bytes by category, by stage number."""
+    """Returns the planned bytes by category for each stage number."""
     found = {}
     for stage in plan["stages"]:
         memory = stage["memory"]
@@ -148,13 +151,13 @@ def _planned_stages(plan: dict[str, Any]) -> dict[int, Bytes]:
 
 
 def _planned_time(plan: dict[str, Any]) -> tuple[float, str] | None:
-    """Returns the estimated seconds of a step and the device, or None for a plan of a run that does not train."""
+    """Returns the estimated seconds per step and the device, or None if the planned run does not train."""
     step = plan["step"]
     return None if step is None else (float(step["seconds"]), str(step["device"]))
 
 
 def _measured(run: RunLog) -> dict[int, Bytes]:
-    """Returns the maximum over each stage's ranks by stage number; empty without readable values in the log."""
+    """Returns the measured bytes of each stage, maximum over its ranks; empty if the log contains no valid values."""
     try:
         return {int(stage): _sizes(sizes) for stage, sizes in run.held.get("stages", {}).items()}
     except (TypeError, ValueError, AttributeError, OverflowError):
@@ -173,7 +176,7 @@ def _sizes(record: dict[str, Any]) -> Bytes:
 
 
 def _with_rest(sizes: Bytes | None) -> Bytes | None:
-    """Adds the allocated bytes that no category accounts for: activations, messages, temporary buffers."""
+    """Adds the allocated bytes that belong to no category: activations, communication and temporary buffers."""
     if sizes is None or "peak_allocated" not in sizes:
         return sizes
     persistent = sum(sizes.get(kind, 0) for kind in KINDS if kind not in HOST)
@@ -193,7 +196,7 @@ def _rows(run: RunLog, predicted: dict[int, Bytes], *, measured: dict[int, Bytes
     for name, label in PEAKS.items():
         held = max((sizes[name] for sizes in measured.values() if name in sizes), default=None)
         if held is not None:
-            # The resident memory includes Python and libraries, which no plan predicts, so it gets no difference.
+            # The resident memory includes Python and libraries, which no plan predicts, so no difference is shown.
             all_kinds = max(map(_on_device, predicted.values()), default=None) if name == "peak_allocated" else None
             rows.append(_row(label, planned=all_kinds, held=held, first=first.get(name)))
     return rows
@@ -235,7 +238,7 @@ def _time_rows(run: RunLog, planned: tuple[float, str] | None) -> list[dict[str,
 
 
 def bytes_text(size: int | None) -> str:
-    """Formats bytes with four digits and a unit; empty for None."""
+    """Formats bytes with four digits and a unit. None becomes an empty string."""
     if size is None:
         return ""
     unit, divisor = next((one for one in SIZES if size >= one[1]), SIZES[-1])
@@ -246,7 +249,7 @@ def bytes_text(size: int | None) -> str:
 
 
 def stash_section(run: RunLog) -> dict[str, Any] | None:
-    """Returns lines of text and the page occupancy of the last logged step; None without expert buffers."""
+    """Returns lines of text and the page occupancy of the last logged step, or None without expert buffers."""
     lines = [
         line
         for flag, given, needed in FACTORS
@@ -258,7 +261,7 @@ def stash_section(run: RunLog) -> dict[str, Any] | None:
 
 
 def _levels_line(run: RunLog) -> str | None:
-    """Returns how often steps reached each recompute level, or None if the log has no counts."""
+    """Describes how often steps reached each recompute level, or returns None if the log contains no counts."""
     words = {
         "spilled_pages": "pages spilled to the host",
         "dropped_act": "act recomputed",
@@ -280,26 +283,26 @@ def _levels_line(run: RunLog) -> str | None:
 
 
 def _factor_line(run: RunLog, flag: str, *, given: str, needed: str) -> str | None:
-    """Returns the value of the flag that suffices for all but one step in a thousand."""
+    """Describes the value of a flag that suffices for all but one step in a thousand, or returns None without data."""
     if needed not in run.series or given not in run.series:
         return None
     peaks = run.series[needed].values.tolist()
     factor = rounded_up(factor_at(QUANTILE, peaks))
     in_use = float(run.series[given].values[-1])
     if in_use == 0:
-        # Without pages on the device the need is that of the host, whose factor is not logged.
+        # Without device pages, the required factor applies to host pages, whose factor is not logged.
         flag = flag.replace("_cuda", "_cpu")
     value = (run.record.get("flags") or {}).get(flag)
     you_gave = f"buffers have {in_use:.4g}" if value is None else f"you gave {value:g}"
     if value is not None and in_use != 0 and not math.isclose(value, in_use, rel_tol=5e-3):
-        you_gave += f", which came to {in_use:.4g}"
+        you_gave += f", the buffers have {in_use:.4g}"
     few = "" if len(peaks) * (1 - QUANTILE) >= 1 - 1e-6 else "; the maximum of these few steps"
     name = flag.replace("_", "-")
     return f"--{name}: factor needed at p99.9: {factor:.2f} (of {len(peaks):,} steps; {you_gave}{few})"
 
 
 def _occupancy(run: RunLog) -> dict[str, Any] | None:
-    """Returns the pages in use along the schedule and the pool sizes, or None without a readable logged step."""
+    """Returns the pages in use along the schedule and the pool sizes, or None without a valid logged step."""
     try:
         pool = run.stash.pool
         timeline = pool["timeline"]
@@ -315,7 +318,7 @@ def _occupancy(run: RunLog) -> dict[str, Any] | None:
 
 
 def rows_figures(runs: Sequence[RunLog]) -> list[dict[str, Any]]:
-    """Returns a figure for each run: rows of each layer's fullest forward relative to the balanced case."""
+    """Returns a figure for each run: the rows of each layer's fullest forward, relative to balanced routing."""
     figures = []
     for index, run in enumerate(runs):
         if not run.stash.rows.sums:
@@ -326,7 +329,7 @@ def rows_figures(runs: Sequence[RunLog]) -> list[dict[str, Any]]:
             "section": STASH_SECTION,
             "title": f"Live rows by layer{of_run}",
             "axis": "rows / balanced rows",
-            "note": "For the fullest forward of each layer on any rank since the previous log line. The capacity "
+            "note": "The fullest forward of each layer on any rank since the previous log line. The capacity "
             "of the buffers is the capacity factor.",
         }
         figures.append(layer_table_figure(run.stash.rows, frame, bound=run.series.get("stash/capacity_factor")))

@@ -1,6 +1,6 @@
-"""Serves the live page of a running run with Python's standard library: a few fixed paths, and no files from disk.
+"""Serves the live page of a run in progress with Python's standard library: a few fixed paths, and no files from disk.
 
-report.py computes the content of the page. This module sends it, and then the changes since the version of a page.
+report.py computes the content of the page. This module first sends all of it, and then changes since a page's version.
 """
 
 import errno
@@ -23,9 +23,9 @@ from urllib.parse import parse_qs, urlsplit
 
 from megatron.tools.run_log import RunFollower, RunLog
 
-MAX_VERSIONS = 4  # a page that missed more gets the whole content
-MIN_SECONDS = 1.0  # between two reads of the logs, for any number of pages
-SHARE_OF_TIME = 0.2  # maximum share of the server's time for reading and computing
+MAX_VERSIONS = 4  # a page with an older version receives the whole content
+MIN_SECONDS = 1.0  # minimum time between two reads of the logs, for any number of pages
+SHARE_OF_TIME = 0.2  # maximum fraction of the server's time spent on reading and computing
 IDLE_SECONDS = 30.0  # connections without a request are closed after this time
 HEADERS = {
     # The page loads only from this server; plotly needs inline styles.
@@ -40,7 +40,7 @@ HEADERS = {
 class LiveReport:
     """The content of a live page, in versions. Thread-safe.
 
-    content_of: returns the page's content for runs. clock: monotonic seconds.
+    content_of: computes the page's content from runs. clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -53,15 +53,16 @@ class LiveReport:
         self._followers = [RunFollower(place) for place in places]
         self._content_of, self._clock = content_of, clock
         self._lock = threading.Lock()
-        # Distinguishes versions of this server from those of an earlier one on the same port.
+        # Distinguishes versions of this server from versions of an earlier server on the same port.
         self._name, self._number = secrets.token_hex(4), 0
         self._contents: dict[str, dict[str, Any]] = {}  # by version, the latest last
         self._changes: dict[str, Any] = {}  # by version: changes to the latest, shared by all pages
         self._next_update_at = 0.0
 
     def answer(self, since: str | None) -> dict[str, Any]:
-        """Returns {"version", "content"} if version `since` is unknown, else {"version", "changes"}; changes: None if
-        none.
+        """Returns the changes since a version, or the whole content if `since` is unknown.
+
+        Returns {"version", "content"} or {"version", "changes"}, with changes None if there are none.
         """
         with self._lock:
             self._update()
@@ -73,7 +74,7 @@ class LiveReport:
             return {"version": version, "changes": self._changes[since]}
 
     def close(self) -> None:
-        """Closes the logs."""
+        """Closes the logs of all runs."""
         with self._lock:
             for follower in self._followers:
                 follower.close()
@@ -103,7 +104,7 @@ class LiveReport:
 
 @dataclass(frozen=True)
 class Asset:
-    """The response for a path. is_fixed: never changes under this path, and may be cached."""
+    """The response for a path. is_fixed: it never changes under this path, so browsers may cache it."""
 
     body: bytes
     kind: str
@@ -116,7 +117,7 @@ class ReportServer(ThreadingHTTPServer):
     daemon_threads = True  # a slow reader does not delay the shutdown
 
     def __init__(self, address: tuple[str, int], live: LiveReport, *, assets: Mapping[str, Asset]) -> None:
-        """Starts listening. Raises ValueError naming --port or --host if the server cannot listen there."""
+        """Starts listening. Raises ValueError naming --port or --host if the server cannot listen on it."""
         host, port = address
         self.live, self.assets = live, assets
         try:
@@ -130,7 +131,7 @@ class ReportServer(ThreadingHTTPServer):
             if error.errno == errno.EADDRINUSE:
                 words = f"--port is {port}: another program listens on it; give another port, or 0 for any free port"
             elif error.errno == errno.EACCES:
-                words = f"--port is {port}: not allowed ({error.strerror}); give 0 or a port from 1024 on"
+                words = f"--port is {port}: not allowed ({error.strerror}); give 0 or a port of at least 1024"
             else:
                 words = f"--host is {host}: {error.strerror}; give a name or address of this machine"
             raise ValueError(words) from error
@@ -140,7 +141,7 @@ class ReportServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """The page's address for a browser on this machine."""
+        """URL of the page for a browser on this machine."""
         address = ipaddress.ip_address(str(self.server_address[0]))
         name = "localhost" if address.is_unspecified else f"[{address}]" if address.version == 6 else str(address)
         return f"http://{name}:{self.server_address[1]}/"
@@ -151,10 +152,10 @@ class ReportServer(ThreadingHTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def is_own_name(self, host: str) -> bool:
-        """Tells whether the Host header of a request names this machine.
+        """Returns whether the Host header of a request names this machine.
 
-        A foreign page could read responses through a domain that resolves to this address (DNS rebinding). IP addresses
-        are safe. Any port is accepted, because ssh -L changes it.
+        A foreign page could otherwise read responses through a domain that resolves to this address (DNS rebinding). IP
+        addresses are safe. Any port is accepted, because ssh -L changes it.
         """
         try:
             name = urlsplit(f"//{host}").hostname
@@ -169,13 +170,13 @@ class ReportServer(ThreadingHTTPServer):
         return address.is_loopback or not self.is_loopback
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Ignores viewers that disconnect in the middle of a response."""
+        """Ignores clients that disconnect in the middle of a response."""
         if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Handles one connection."""
+    """Handles the requests of one connection."""
 
     server: ReportServer
     protocol_version = "HTTP/1.1"
@@ -212,7 +213,7 @@ class _Handler(BaseHTTPRequestHandler):
         if status is HTTPStatus.METHOD_NOT_ALLOWED:
             self.send_header("Allow", "GET")
         if status is not HTTPStatus.OK:
-            # The rest of a rejected request must not be parsed as the next one.
+            # The rest of a rejected request must not be parsed as the next request.
             self.send_header("Connection", "close")
         self.end_headers()
         if self.command != "HEAD":
@@ -222,7 +223,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(Asset(f"{status.value} {status.phrase}: {words}\n".encode(), "text/plain"), status)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Logs nothing: each page sends a request every 2 seconds."""
+        """Logs nothing, because each page sends a request every 2 seconds."""
 
 
 def serve_until_signal(server: ReportServer) -> None:
@@ -242,7 +243,7 @@ def serve_until_signal(server: ReportServer) -> None:
 
 
 def changes(old: Any, new: Any) -> list[Any] | None:
-    """Returns the changes that turn the JSON value `old` into `new`; None if they are equal.
+    """Returns the changes that turn the JSON value `old` into `new`, or None if they are equal.
 
     ["=", value] replaces the value. ["{", {key: change}] changes an object with the same keys. ["[", {index: change},
     [items]] changes a list and appends items. applied() in report_live.js applies them.

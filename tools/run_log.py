@@ -18,7 +18,7 @@ import numpy as np
 
 LOG_NAME = "steps.jsonl"
 RECORD_NAME = "run.json"
-# Fields that depend on the machine and the time, which differ between any two runs. A name that ends with a slash is a
+# Fields that depend on the machine and the time and differ between any two runs. A name that ends with a slash is a
 # group.
 TIMINGS = (
     "seconds",
@@ -35,9 +35,9 @@ TIMINGS = (
 MAX_BINS = 128
 # Bytes before the read position that a follower compares. A difference means that the file was replaced.
 TAIL_BYTES = 256
-# Counters of the recompute levels that a step reached, mildest first.
+# Counters of the recompute levels that steps reached, from mild to severe.
 LEVEL_COUNTERS = ("spilled_pages", "dropped_act", "dropped_gate_up", "void_steps")
-# Megatron-LM's console log: the line of a step, the line of an evaluation, and fields with another name or unit.
+# Megatron-LM's console log: the line of a step, the line of an evaluation, and fields with a different name or unit.
 STEP_LINE = re.compile(r"iteration +(\d+)/ *\d+ *\|(.*)")
 EVALUATION_LINE = re.compile(r"(validation|test) loss at iteration (\d+).*?lm loss value: +(\S+)")
 CONSOLE_NAMES = {
@@ -49,7 +49,7 @@ CONSOLE_NAMES = {
 
 @dataclass(frozen=True)
 class Series:
-    """The values of one field. steps: [n] int64, increasing; values: [n] float64."""
+    """The values of one field over the steps. steps: [n] int64, increasing. values: [n] float64."""
 
     steps: np.ndarray
     values: np.ndarray
@@ -57,7 +57,7 @@ class Series:
 
 @dataclass
 class LayerTable:
-    """Values by layer, averaged over bins of the same number of steps, so that a long run stays small.
+    """Values by layer, averaged over bins with equal numbers of steps, so that a long run remains small.
 
     sums: one array per bin, [layers] or [layers, experts], float64. counts: number of steps in each bin. first_steps,
     last_steps: ends of each bin.
@@ -71,9 +71,9 @@ class LayerTable:
     steps_per_bin: int = 1
 
     def add(self, step: int, rows: Mapping[str, Any]) -> None:
-        """Adds a step; ignores one with other layers or experts than before.
+        """Adds a step. Ignores a step whose layers or experts differ from earlier steps.
 
-        Raises ValueError or TypeError for rows that are not numbers, or of different lengths.
+        Raises ValueError or TypeError for rows that are not numbers or differ in length.
         """
         layers = sorted(map(int, rows))
         values = np.array([rows[str(layer)] for layer in layers], dtype=np.float64)
@@ -94,11 +94,11 @@ class LayerTable:
             self._halve()
 
     def means(self) -> np.ndarray:
-        """Returns the means of the bins, [bins, layers] or [bins, layers, experts], float64."""
+        """Returns the mean of each bin, [bins, layers] or [bins, layers, experts], float64."""
         return np.stack([total / count for total, count in zip(self.sums, self.counts)])
 
     def _halve(self) -> None:
-        """Merges pairs of bins. A last bin without a partner keeps growing."""
+        """Merges pairs of bins. A last bin without a partner continues to grow."""
         starts = range(0, len(self.sums), 2)
         self.sums = [np.sum(self.sums[start : start + 2], axis=0) for start in starts]
         self.counts = [sum(self.counts[start : start + 2]) for start in starts]
@@ -111,7 +111,8 @@ class LayerTable:
 class StashLog:
     """Logged usage of expert buffers and pages.
 
-    Contains the rows relative to the balanced case by layer, and the last pool with a timeline, with its iteration.
+    rows: rows relative to balanced routing, by layer. pool: the last logged pool with a timeline. pool_step: its
+    iteration.
     """
 
     rows: LayerTable = field(default_factory=LayerTable)
@@ -123,12 +124,11 @@ class StashLog:
 class RunLog:
     """A run as recorded in its files.
 
-    series: by field; a field of a nested object has a name such as "memory/allocated".
-    overlap: communication of the last logged step, with its iteration.
-    held: the last logged bytes by category that ranks hold (training/meters/memory.py).
-    stash: fields of the stash that are not series of numbers.
-    per_layer: by loss. expert_load: tokens per expert.
-    record: run.json, empty if there is none. num_unreadable: lines that are not JSON objects with an iteration.
+    series: values by field; a field of a nested object has a name such as "memory/allocated". expert_load: tokens per
+    expert. per_layer: values by layer for each loss. overlap: communication of the last logged step, with its
+    iteration. held: last logged bytes on the ranks by category (training/meters/memory.py). stash: fields of the stash
+    that are not series of numbers. record: contents of run.json, empty if there is none. num_unreadable: number of
+    lines that are not JSON objects with an iteration.
     """
 
     path: Path
@@ -148,13 +148,13 @@ class RunLog:
 
     @property
     def steps(self) -> np.ndarray:
-        """Iterations that have a line of a training step, [n] int64."""
+        """Iterations with a logged training step, [n] int64."""
         empty = Series(np.zeros(0, np.int64), np.zeros(0))
         return self.series.get("lm_loss", self.series.get("consumed_samples", empty)).steps
 
 
 def read_run(place: Path) -> RunLog:
-    """Returns the run of a folder, of its parent folder, or of a log file. Raises ValueError if there is none."""
+    """Reads the run of a folder, of its parent folder, or of a log file. Raises ValueError if there is none."""
     path = find_log(place)
     reader = LogReader()
     with path.open("rb") as file:
@@ -164,9 +164,9 @@ def read_run(place: Path) -> RunLog:
 
 
 def find_log(place: Path) -> Path:
-    """Returns the log of a run, given the log itself, --tensorboard-dir, --save, or the parent folder of one of these.
+    """Returns the path of a run's log. place: the log itself, --tensorboard-dir, --save, or the parent folder of these.
 
-    Raises ValueError if there is none, or more than one.
+    Raises ValueError if there is no log or more than one.
     """
     if place.is_file():
         return place
@@ -180,12 +180,12 @@ def find_log(place: Path) -> Path:
         return below[0]
     if below:
         names = ", ".join(str(log.parent) for log in below)
-        raise ValueError(f"{place} holds {len(below)} runs: give one of {names}")
-    raise ValueError(f"{place} has no {LOG_NAME}: give the folder that a run had as --tensorboard-dir or --save")
+        raise ValueError(f"{place} contains {len(below)} runs: give one of {names}")
+    raise ValueError(f"{place} contains no {LOG_NAME}: give the --tensorboard-dir or --save folder of a run")
 
 
 def _logs_of_checkpoints(folder: Path) -> Iterator[Path]:
-    """Yields the logs that the checkpoints of `folder` name, oldest first."""
+    """Yields the log paths recorded in the checkpoints of `folder`, oldest first."""
     for common in sorted(folder.glob("iter_*/common.json")):
         named = json.loads(common.read_text(encoding="utf-8")).get("args", {}).get("tensorboard_dir")
         if named:
@@ -213,9 +213,9 @@ class LogReader:
     num_unreadable: int = 0
 
     def run(self, path: Path) -> RunLog:
-        """Returns the run of the lines read so far, with its run.json. Raises ValueError if there were none.
+        """Returns the run from the lines read so far, with its run.json. path: path of the log.
 
-        path: path of the log.
+        Raises ValueError if no step or evaluation was read.
         """
         series = {name: _rising(steps, values) for name, (steps, values) in self.columns.items()}
         if not series:
@@ -233,7 +233,7 @@ class LogReader:
         )
 
     def read_line(self, line: bytes) -> None:
-        """Reads a line of steps.jsonl, including its line end if it has one."""
+        """Parses a line of steps.jsonl. line: includes the line end, unless the line is still being written."""
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
@@ -247,7 +247,7 @@ class LogReader:
         try:
             self._add_step(record, step=step)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-            self.num_unreadable += 1  # a field of another shape; the fields before it are used
+            self.num_unreadable += 1  # a field of unexpected shape; the fields before it are used
 
     def _add_step(self, record: dict[str, Any], *, step: int) -> None:
         for name, value in record.items():
@@ -268,7 +268,7 @@ class LogReader:
                     self.overlap = {"iteration": step, **value}
 
     def _add_stash(self, record: dict[str, Any], *, step: int) -> None:
-        """Adds the stash's fields, which hold the factors that each step since the previous line needed."""
+        """Adds the stash's fields, including the factors that each step since the previous line required."""
         pool = record["pool"] or {}
         by_step = {"capacity_factor_needed": record["factors_needed"], "pool_factor_needed": pool.get("factors_needed")}
         by_step |= self._level_counts(record)
@@ -284,7 +284,7 @@ class LogReader:
         if pool:
             live = pool["live_bytes"] + pool["tail_bytes"]
             self._add("stash/tail_share", pool["tail_bytes"] / live if live else 0.0, step=step)
-            # Lines in between have no timeline if no step was fuller.
+            # A line has no timeline if no step since the previous timeline was fuller.
             if pool["timeline"] is not None:
                 self.stash.pool, self.stash.pool_step = pool, step
 
@@ -297,7 +297,7 @@ class LogReader:
         return {f"rungs/{name}": counts.get(name) or [0] * record["steps"] for name in LEVEL_COUNTERS}
 
     def read_console_line(self, line: bytes) -> None:
-        """Reads the line of a step or an evaluation, and ignores all other lines."""
+        """Parses the line of a step or an evaluation. Ignores all other lines."""
         text = line.decode("utf-8", errors="replace")
         if step := STEP_LINE.search(text):
             for field_text in step[2].split("|"):
@@ -325,12 +325,11 @@ class LogReader:
 
 
 class RunFollower:
-    """Follows the log of a running run, given its folder or log, which need not exist yet.
+    """Follows the log of a run in progress, given its folder or log, which may not exist yet.
 
     Lines count once they are complete. A run that is resumed or rewound replaces its log by one without the later
-    lines. Then the file has another inode, is shorter, or has other bytes before the read position, and is read from
-    its start. problem: the reason why there is nothing to show, or "". num_starts: number of times that a log was read
-    from its start.
+    lines. The file then has a different inode, is shorter, or differs before the read position, and is read from the
+    start. problem: the reason why there is nothing to show, or "". num_starts: how often a log was read from its start.
     """
 
     def __init__(self, place: Path) -> None:
@@ -343,7 +342,7 @@ class RunFollower:
         self._offset, self._tail = 0, b""
 
     def update(self) -> bool:
-        """Reads new lines. Returns whether there were any, or the problem changed."""
+        """Reads new lines. Returns whether there were any or `problem` changed."""
         before = self.problem
         try:
             path = find_log(self.place)
@@ -357,21 +356,21 @@ class RunFollower:
         return starts_over or num_lines > 0 or self.problem != before
 
     def run(self) -> RunLog:
-        """Returns the run read so far. Raises ValueError before the first step."""
+        """Returns the run read so far. Raises ValueError before the first logged step."""
         return self._reader.run(self._path)
 
     def close(self) -> None:
-        """Closes the file; the next update reads from the start."""
+        """Closes the log. The next update reads it from the start."""
         if self._file is not None:
             self._file.close()
         self._file = None
 
     def _open(self, path: Path) -> bool:
-        """Opens the log unless it is the open one. Returns whether it opened it."""
+        """Opens the log unless the same file is already open. Returns whether it opened the log."""
         if self._file is not None and path == self._path and self._is_same(self._file):
             return False
         self.close()
-        # The inode of an open file is not reused, so a new file of this name has another one.
+        # The inode of an open file is not reused, so a new file of this name has a different inode.
         self._file, self._path = path.open("rb"), path
         self._reader, self._offset, self._tail = LogReader(), 0, b""
         self.num_starts += 1
@@ -385,8 +384,8 @@ class RunFollower:
         return file.read(len(self._tail)) == self._tail
 
     def _read_lines(self) -> int:
-        """Reads the complete lines after the read position. Returns their number."""
-        assert self._file is not None, "opened before"
+        """Reads the complete lines after the read position and returns their number."""
+        assert self._file is not None, "_open was called before"
         self._file.seek(self._offset)
         read = self._reader.read_line if self._path.suffix == ".jsonl" else self._reader.read_console_line
         num_lines = 0
@@ -401,7 +400,7 @@ class RunFollower:
 
 
 def _number(value: Any) -> float | None:
-    """Returns a number, also from "NaN", "Infinity" and "-Infinity" as text, or None if it is not a number."""
+    """Converts a value to float, including texts such as "NaN" and "-Infinity". Returns None for other texts."""
     try:
         return float(value)
     except ValueError:
@@ -409,7 +408,7 @@ def _number(value: Any) -> float | None:
 
 
 def _rising(steps: "array[int]", values: "array[float]") -> Series:
-    """Returns the series in increasing order. Of two lines of the same step the later one counts."""
+    """Returns the series sorted by step. If a step has several lines, the last one counts."""
     all_steps, all_values = np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64)
     if np.all(np.diff(all_steps) > 0):
         return Series(all_steps, all_values)

@@ -1,6 +1,6 @@
 """Reads and writes the safetensors files of a folder, one tensor at a time: one file, or shards and their index.
 
-Reading needs the package safetensors. Does not interpret the tensors.
+Reading requires the package safetensors. Does not interpret the tensors.
 """
 
 import json
@@ -46,17 +46,17 @@ class TensorKind:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of the elements."""
+        """Size of the elements in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class TensorFiles:
-    """The tensors of a folder's safetensors files: `kinds` by name, and their values one at a time."""
+    """The tensors in a folder's safetensors files. `kinds` describes them by name, and read() returns one."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads the headers only.
+        """Reads only the headers.
 
-        Raises ValueError naming a missing or damaged file, or a file whose tensors differ from the index.
+        Raises ValueError naming a file that is missing, damaged or does not match the index.
         """
         self.folder = folder
         self.kinds: dict[str, TensorKind] = {}
@@ -73,25 +73,25 @@ class TensorFiles:
                     self.kinds[name], self._paths[name] = TensorKind(shape, _DTYPES[code]), path
         for name, file in index.items():
             if name not in self._paths:
-                raise ValueError(f"{folder / file} has no {name}, which {INDEX_FILE} lists for this file")
+                raise ValueError(f"{folder / file} does not contain {name}, which {INDEX_FILE} lists for this file")
 
     def read(self, name: str) -> torch.Tensor:
-        """Returns a tensor on the host, of any shape and dtype, as described by `kinds`.
+        """Returns a tensor on the host, any shape and dtype, as described by `kinds`.
 
-        Its memory is a private mapping of the file: pages are read on first use, and writes do not reach the file.
+        Its memory is a private mapping of the file: pages are read on first use, and writes do not change the file.
         """
         with _opened(self._paths[name]) as tensors:
             return cast(torch.Tensor, tensors.get_tensor(name))
 
     def have_same(self, name: str, other: str) -> bool:
-        """Tells whether two tensors have the same shape, dtype and bytes."""
+        """Returns whether two tensors have the same shape, dtype and bytes."""
         if self.kinds[name] != self.kinds[other]:
             return False
         one, two = (self.read(key).reshape(-1).view(torch.uint8) for key in (name, other))
         return torch.equal(one, two)
 
     def file_of(self, name: str) -> Path:
-        """Returns the file of a tensor."""
+        """Returns the file that contains a tensor."""
         return self._paths[name]
 
 
@@ -106,9 +106,9 @@ def write_tensor_files(
 ) -> None:
     """Writes the tensors of `kinds` to an existing folder, as one file or as shards of at most max_shard_bytes.
 
-    read: returns a tensor of any shape and dtype, as described by `kinds`. It is called just before the tensor is
-    written, so that one tensor is in memory at a time. metadata: additional entries of the index. always_index: write
-    an index for a single file too.
+    read: returns a tensor, any shape and dtype, as described by `kinds`. It is called just before the tensor is
+    written, so that only one tensor is in memory at a time. metadata: additional entries of the index. always_index:
+    write an index even for a single file.
     """
     shards = _shards(kinds, max_shard_bytes)
     numbered = always_index or len(shards) > 1
@@ -128,7 +128,7 @@ def write_tensor_files(
 
 @contextmanager
 def new_folder(save: Path) -> Iterator[Path]:
-    """Yields a temporary folder, which becomes --save at the end of the body and is removed if the body fails.
+    """Yields a temporary folder, which is renamed to `save` after the body, or removed if the body fails.
 
     Raises ValueError if `save` exists.
     """
@@ -140,12 +140,12 @@ def new_folder(save: Path) -> Iterator[Path]:
 
 
 def _opened(path: Path) -> Any:
-    """Returns safetensors' handle of a file, to be used in a `with` statement."""
+    """Opens a file with safetensors. The result is a context manager."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise ValueError(
-            "safetensors files need a package: pip install 'safetensors>=0.4', or this project's extra safetensors"
+            "safetensors is not installed: pip install 'safetensors>=0.4', or this project's extra safetensors"
         ) from error
     try:
         return safe_open(path, framework="pt")
@@ -160,7 +160,7 @@ def _file_names(folder: Path, index: Mapping[str, str]) -> list[str]:
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         found = sorted(path.name for path in folder.glob("*.safetensors")) or "none"
-        raise ValueError(f"{folder} has no {', '.join(missing)}; its safetensors files: {found}")
+        raise ValueError(f"{folder} does not contain {', '.join(missing)}; its safetensors files: {found}")
     return names
 
 
@@ -179,7 +179,7 @@ def _index(folder: Path) -> dict[str, str]:
 
 
 def _shards(kinds: Mapping[str, TensorKind], max_bytes: int) -> list[list[str]]:
-    """Returns the names of each shard, in order. A shard has at most max_bytes, or a single tensor."""
+    """Returns the tensor names of each shard, in order. A shard has at most max_bytes, or a single larger tensor."""
     shards: list[list[str]] = []
     room = 0
     for name, kind in kinds.items():
@@ -192,10 +192,10 @@ def _shards(kinds: Mapping[str, TensorKind], max_bytes: int) -> list[list[str]]:
 
 
 def _write_file(path: Path, kinds: Mapping[str, TensorKind], *, read: Callable[[str], torch.Tensor]) -> None:
-    """Writes one file: the length of the header, the header in JSON, and the tensors without gaps.
+    """Writes one file: the length of the header, the header as JSON, and the tensors without gaps.
 
-    The library needs all tensors of a file in memory: 2050 MiB for a file of 2 GiB with tensors of 32 MiB, for which
-    this function needs 35 MiB. A shard has 5 GB by default.
+    The library requires all tensors of a file in memory: 2050 MiB for a file of 2 GiB with tensors of 32 MiB, where
+    this function requires 35 MiB. A shard has 5 GB by default.
     """
     # Wide elements first, so that each tensor is aligned for readers that map the file.
     order = sorted(kinds, key=lambda name: -kinds[name].dtype.itemsize)
@@ -213,7 +213,7 @@ def _write_file(path: Path, kinds: Mapping[str, TensorKind], *, read: Callable[[
             tensor = read(name)
             assert (tuple(tensor.shape), tensor.dtype) == (kinds[name].shape, kinds[name].dtype), name
             file.write(bytes_of(tensor))
-            # Freed before the next one is created.
+            # Freed before the next tensor is created.
             del tensor
         file.flush()
         os.fsync(file.fileno())

@@ -1,9 +1,9 @@
 """Checks that a change leaves all results bitwise equal: `python tools/same_losses.py BASE_COMMIT` trains with two
 versions.
 
-The base is that commit; the head is this working tree, or the commit of --head. Both run the small cases of
+The base is that commit, and the head is this working tree or the commit of --head. Both run the small cases of
 tools/gate/cases.py at the same time, with the same Python. All logged and saved values must be bitwise equal, also when
-both resume a checkpoint of the base. Exit status: 0 if so, 1 if not, 2 if a commit cannot be read.
+both resume a checkpoint of the base. Exit status: 0 if they are, 1 if not, 2 if a commit cannot be read.
 """
 
 import argparse
@@ -38,7 +38,7 @@ BASE, HEAD = "base", "head"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Runs the cases with both versions, prints a table and returns the exit status."""
     options = parse_options(argv)
     cases = list(dict.fromkeys(case for text in options.only or [""] for case in cases_named(text)))
     started_at = time.monotonic()
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_table(cases, verdicts, seconds=seconds)
     num_same = sum(verdict.is_same for verdict in verdicts)
     minutes = (time.monotonic() - started_at) / 60
-    print(f"{num_same} of {len(cases)} cases equal those in {options.base} ({minutes:.1f} minutes)")
+    print(f"{num_same} of {len(cases)} cases are equal to {options.base} ({minutes:.1f} minutes)")
     return int(num_same < len(cases))
 
 
@@ -75,13 +75,13 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
         "--only",
         action="append",
         metavar="TEXT",
-        help="only the case with this name, or all cases whose names contain it; repeatable",
+        help="run only the case with this name, or all cases whose names contain it; repeatable",
     )
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="new folder for the runs, which is kept")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="new folder for the runs, kept afterwards")
     options = parser.parse_args(argv)
     for text in options.only or ():
         if not any(cases_named(text)):
-            parser.error(f"--only is {text!r}: no case has that in its name")
+            parser.error(f"--only is {text!r}: no case name contains it")
     if options.keep is not None:
         options.keep = options.keep.resolve()
         if options.keep.exists():
@@ -90,7 +90,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def verdict_on(case: Case, folder: Path, *, base: str, head: str) -> Verdict:
-    """Compares a case's runs in these trees: first those from scratch, then those from the base's checkpoint."""
+    """Compares a case's runs in two trees: the runs from scratch, then the runs from the base's checkpoint."""
     if case.is_new:
         return judge_new(*(main_folder(case, tree, folder=folder) for tree in (base, head)))
     verdict = judge(*(main_folder(case, tree, folder=folder) for tree in (base, head)))
@@ -103,14 +103,14 @@ def verdict_on(case: Case, folder: Path, *, base: str, head: str) -> Verdict:
 
 
 def seconds_of(place: Path) -> float:
-    """Returns the seconds that the run in a folder took, or 0 if there was none."""
+    """Returns the duration of the run in a folder in seconds, or 0 if there was none."""
     result = place / RESULT
     content: Mapping[str, float] = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
     return content.get("seconds", 0.0)
 
 
 def print_table(cases: Sequence[Case], verdicts: Sequence[Verdict], *, seconds: Sequence[float]) -> None:
-    """Prints a line for each case."""
+    """Prints a row for each case."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for title in ("case", "ranks", "seconds", "result"):
         table.add_column(title, overflow="fold")

@@ -1,7 +1,7 @@
-"""Checks that the gate notices faults: inserts each fault of tools/gate/faults.yaml into a copy of the committed HEAD.
+"""Checks that the gate detects faults: inserts each fault of tools/gate/faults.yaml into a copy of the committed HEAD.
 
-Runs the cases named by the fault with that copy and with a correct one. One of them must differ. Exit status: 0 if
-every fault was noticed, 1 if one was not, 2 if one cannot be inserted or its cases do not exist.
+Runs the cases named by the fault with this copy and with an unchanged one. At least one case must differ. Exit status:
+0 if every fault was detected, 1 if one was not, 2 if a fault cannot be inserted or its cases do not exist.
 """
 
 import argparse
@@ -33,14 +33,14 @@ SOUND = "sound"
 
 @dataclass(frozen=True)
 class GateFault(Fault):
-    """A fault that the gate must notice. cases: names of gate cases, at least one of which must differ."""
+    """A fault that the gate must detect. cases: names of gate cases, at least one of which must differ."""
 
     cases: tuple[str, ...]
 
     def chosen_cases(self) -> list[Case]:
-        """Returns the named cases.
+        """Returns the cases named by the fault.
 
-        Raises ValueError for one that does not exist or is new and therefore not compared.
+        Raises ValueError for a case that does not exist, or is new and therefore not compared.
         """
         by_name = {case.name: case for case in CASES}
         unknown = [name for name in self.cases if name not in by_name]
@@ -53,13 +53,13 @@ class GateFault(Fault):
 
 
 def read_faults(path: Path = FAULTS) -> list[GateFault]:
-    """Reads the faults of a file; raises TypeError for an entry with unknown or missing keys."""
+    """Reads the faults of a YAML file. Raises TypeError for an entry with unknown or missing keys."""
     entries = yaml.safe_load(path.read_text(encoding="utf-8"))
     return [GateFault(**{**entry, "cases": tuple(entry["cases"])}) for entry in entries]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Runs the seeded faults through the gate and returns the exit status."""
     options = parse_options(argv)
     faults = [fault for fault in read_faults() if fault.is_named(options.only)]
     with ends_on_signals(), tempfile.TemporaryDirectory(prefix="seeded_faults_") as place:
@@ -95,17 +95,23 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--head", default="HEAD", metavar="COMMIT", help="version into which faults are inserted")
     parser.add_argument(
-        "--only", action="append", metavar="TEXT", help="only faults with this in name, kind or file; repeatable"
+        "--only",
+        action="append",
+        metavar="TEXT",
+        help="run only faults whose name, kind or file contains this; repeatable",
     )
     options = parser.parse_args(argv)
     for text in options.only or ():
         if not any(fault.is_named([text]) for fault in read_faults()):
-            parser.error(f"--only is {text!r}: no fault has that in its name, kind or file")
+            parser.error(f"--only is {text!r}: no fault's name, kind or file contains it")
     return options
 
 
 def faulty_tree(fault: GateFault, sound: Path, *, name: str) -> Tree:
-    """Copies the sound tree to its sibling folder `name` and adds the fault. Raises ValueError if it does not fit."""
+    """Copies the sound tree to its sibling folder `name` and inserts the fault.
+
+    Raises ValueError if the fault cannot be inserted or its cases do not exist.
+    """
     folder = sound.with_name(name)
     shutil.copytree(sound, folder, ignore=shutil.ignore_patterns("tests", "docs", "benchmarks", "__pycache__"))
     fault.put_into(folder)
@@ -113,19 +119,22 @@ def faulty_tree(fault: GateFault, sound: Path, *, name: str) -> Tree:
 
 
 def noticed(tree: Tree, folder: Path) -> tuple[str, Verdict]:
-    """Returns the first case that differs from the sound tree, with its verdict, or all their names if none does."""
+    """Returns the first case that differs from the sound tree, with its verdict.
+
+    If no case differs, returns the names of all cases and the verdict of the first one.
+    """
     verdicts = [(case.name, verdict_on(case, folder, base=SOUND, head=tree.name)) for case in tree.cases]
     different = [(name, verdict) for name, verdict in verdicts if is_difference(verdict)]
     return different[0] if different else (", ".join(name for name, _ in verdicts), verdicts[0][1])
 
 
 def is_difference(verdict: Verdict) -> bool:
-    """Tells whether both runs succeeded and differ. A run that fails would be noticed without the gate."""
+    """Returns whether both runs succeeded and differ. A failing run would be noticed without the gate."""
     return not verdict.is_same and not verdict.is_failure
 
 
 def print_table(faults: Sequence[GateFault], found: Sequence[tuple[str, Verdict]]) -> None:
-    """Prints a line for each fault."""
+    """Prints a row for each fault."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for title in ("fault", "kind", "case", "result"):
         table.add_column(title, overflow="fold")

@@ -1,6 +1,6 @@
 """Shows a pipeline schedule: `python tools/show_schedule.py --stages 4 --microbatches 8` prints it, --svg draws it.
 
-Assumes that a forward takes 1, a backward 2, and communication no time.
+Assumes that a forward pass takes 1, a backward pass 2, and communication no time.
 """
 
 import argparse
@@ -25,7 +25,7 @@ _UNIT, _ROW, _LEFT, _TOP = 22, 30, 74, 44
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Checks and shows the schedule of the command line. Exits with a one-line error for an impossible one."""
+    """Validates and shows the schedule of the command line. Exits with a one-line error for an impossible schedule."""
     options = _parser().parse_args(argv)
     try:
         check_options(options)
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Raises ValueError for impossible numbers."""
+    """Raises ValueError for an invalid number of stages, chunks or microbatches, or an invalid stage."""
     for name in ("stages", "chunks", "microbatches"):
         if vars(options)[name] < 1:
             raise ValueError(f"--{name} is {vars(options)[name]}: must be at least 1")
@@ -65,16 +65,16 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def caption(spans: Spans, num_microbatches: int) -> str:
-    """Returns a one-line description of the drawing."""
+    """Returns a one-line description of the schedule."""
     length = max(span.end for stage in spans for span in stage.values())
     return (
-        f"{len(spans)} stages, {num_microbatches} micro-batches: {length:g} forwards long, "
+        f"{len(spans)} stages, {num_microbatches} micro-batches: {length:g} forward passes long, "
         f"{100 * bubble_share(spans):.1f}% idle"
     )
 
 
 def as_text(spans: Spans) -> str:
-    """Formats one line per stage with one column per unit of time.
+    """Formats the schedule with one line per stage and one column per unit of time.
 
     A column shows F or B, the chunk if there are several, and the microbatch.
     """
@@ -90,9 +90,9 @@ def as_text(spans: Spans) -> str:
 
 
 def as_svg(spans: Spans, pipeline: Pipeline, *, title: str) -> str:
-    """Returns an SVG with one row per stage.
+    """Draws the schedule as SVG, with one row per stage.
 
-    Forwards are blue, backwards green, later chunks darker, and lines show transfers.
+    Forward passes are blue and backward passes green, later chunks are darker, and lines show transfers.
     """
     length = max(span.end for stage in spans for span in stage.values())
     width, height = _LEFT + length * _UNIT + 16, _TOP + len(spans) * _ROW + 72
@@ -124,7 +124,7 @@ def _box(stage: int, *, action: Action, span: Span) -> str:
 
 
 def _line(spans: Spans, pipeline: Pipeline, *, stage: int, action: Action) -> str:
-    """Returns a line from the end of a pass to the start of the pass on the next row that needs its output."""
+    """Draws a line from the end of a pass to the start of the pass on an adjacent stage that requires its output."""
     target = pipeline.target(stage, action)
     # Omits lines from the last stage back to the first, which would cross all rows.
     if target is None or abs(target.stage - stage) != 1:
@@ -138,7 +138,7 @@ def _line(spans: Spans, pipeline: Pipeline, *, stage: int, action: Action) -> st
 
 
 def _axis(length: float, *, y: int) -> list[str]:
-    """Returns the time axis."""
+    """Draws the time axis."""
     parts = [f'<path d="M{_LEFT} {y}H{_LEFT + length * _UNIT:g}" stroke="#888"/>']
     step = next(step * 10**power for power in range(9) for step in (1, 2, 5) if length <= 15 * step * 10**power)
     for time in range(0, int(length) + 1, step):
@@ -147,7 +147,7 @@ def _axis(length: float, *, y: int) -> list[str]:
             f'<path d="M{x} {y}v4" stroke="#888"/><text x="{x}" y="{y + 15}" text-anchor="middle">{time}</text>'
         )
     middle = _LEFT + length * _UNIT / 2
-    return [*parts, f'<text x="{middle:g}" y="{y + 30}" text-anchor="middle">time, in forwards of a chunk</text>']
+    return [*parts, f'<text x="{middle:g}" y="{y + 30}" text-anchor="middle">time, in forward passes of a chunk</text>']
 
 
 def _legend(num_chunks: int, *, y: int) -> list[str]:
@@ -182,12 +182,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--group-size", type=int, help="consecutive micro-batches of a chunk; default: the number of stages"
     )
-    parser.add_argument("--forward-only", action="store_true", help="show an evaluation")
+    parser.add_argument("--forward-only", action="store_true", help="show an evaluation, without backward passes")
     parser.add_argument(
         "--no-overlap", action="store_true", help="post receives only when they are needed (with --steps)"
     )
     parser.add_argument("--steps", type=int, metavar="STAGE", help="print the list of actions that this stage executes")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw an SVG into this file")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the schedule as SVG to this file")
     return parser
 
 

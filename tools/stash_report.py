@@ -1,4 +1,4 @@
-"""Reports a plan of the paged stash as text, as JSON and as an HTML page. tools/plan_stash.py creates the plan."""
+"""Formats a plan of the paged stash as text, JSON and an HTML page. tools/plan_stash.py creates the plan."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from megatron.training.command_line.config_builder import with_flag_names
 from megatron.training.command_line.flags import flag_table
 
 _TEMPLATE = Path(__file__).with_name("stash_report.html.jinja")
-# Names of the recompute levels: in printed tables, on the page, and as goals not to exceed.
+# Names of the recompute levels in printed tables and on the page, and as goals that steps must not exceed.
 HEADINGS = {
     StepLevel.DEVICE: "device",
     StepLevel.HOST: "spills",
@@ -64,8 +64,8 @@ _TIMES = {
 class StashPlan:
     """A plan of the paged stash.
 
-    given: the run with its own flags, which grows. table: the outlook with other factors. recommended: the sufficient
-    flags by recompute level. costs: costs of the recommended flags, by stage.
+    given: the run with the given flags, whose buffers grow. table: the outlook with other factors. recommended:
+    sufficient flags for each recompute level. costs: costs of the recommended flags by level and stage.
     """
 
     run: PlannedRun
@@ -84,7 +84,7 @@ class StashPlan:
 
 
 def as_text(plan: StashPlan) -> str:
-    """Returns the plan as text for a terminal."""
+    """Formats the plan for a terminal."""
     run, steps = plan.run, len(plan.needs.rows)
     head = [
         f"plan of the paged stash: {len(run.stages)} stages, {len(run.layers)} MoE layers, {run.ranks.num_sharing} "
@@ -100,7 +100,7 @@ def as_text(plan: StashPlan) -> str:
 
 
 def as_json(plan: StashPlan) -> dict[str, Any]:
-    """Returns the plan's figures as JSON values."""
+    """Returns the plan's values as JSON values."""
     return {
         "routing": plan.source,
         "notes": plan.guesses,
@@ -129,7 +129,7 @@ def as_json(plan: StashPlan) -> dict[str, Any]:
 
 
 def as_page(plan: StashPlan) -> str:
-    """Returns the plan as an HTML page. Raises MissingPackageError without the packages that pages need."""
+    """Returns the plan as an HTML page. Raises MissingPackageError if a package required by pages is missing."""
     run, steps = plan.run, len(plan.needs.rows)
     verdict, *reasons = plan.reasons
     return render(
@@ -157,7 +157,7 @@ def as_page(plan: StashPlan) -> str:
 
 
 def paste(flags: StashFlags) -> str:
-    """Returns the flags of a stash as command-line words."""
+    """Returns the stash's flags as command-line text."""
     return (
         f"--moe-paged-stash --moe-expert-rank-capacity-factor {flags.moe_expert_rank_capacity_factor:g} "
         f"--moe-paged-stash-page-size {flags.moe_paged_stash_page_size} "
@@ -170,7 +170,7 @@ def needs_note(plan: StashPlan) -> str:
     """Returns a note if there are too few steps for the wanted probability, else an empty string."""
     if len(plan.needs.rows) * (1 - plan.wanted) >= 1 - 1e-6:
         return ""
-    return f"of {len(plan.needs.rows):,} steps p{100 * plan.wanted:g} is the maximum; more steps give a better estimate"
+    return f"with {len(plan.needs.rows):,} steps p{100 * plan.wanted:g} is the maximum; more steps are more precise"
 
 
 def _needs_lines(plan: StashPlan) -> list[str]:
@@ -180,7 +180,7 @@ def _needs_lines(plan: StashPlan) -> list[str]:
 
 
 def _needs_rows(plan: StashPlan, shares: Sequence[float]) -> list[list[str]]:
-    """Returns each flag with the values that suffice for these shares of the steps."""
+    """Returns a row for each flag with the values that suffice for the given fractions of the steps."""
     needs = {
         "--moe-expert-rank-capacity-factor": plan.needs.rows,
         "--moe-paged-stash-buffer-size-factor-cuda": plan.needs.pages,
@@ -201,12 +201,12 @@ def _given_lines(plan: StashPlan) -> list[str]:
             cells.append([str(number), *map(str, _stage_numbers(stage))])
     steps = len(walk.levels)
     lines = [f"with these flags: {paste(plan.run.flags)}", *_columns(cells)]
-    lines.append("maxima over ranks; the last two columns count tensors in the worst step")
+    lines.append("maxima over ranks; the last two columns are the numbers of tensors in the worst step")
     if walk.discards.any():
         grown = f"rows to {walk.capacity_factor:.3g} x"
         for name, factor in (("device", walk.grown.device_factor), ("host", walk.grown.host_factor)):
             grown += f", pages of the {name} to {factor:.3g} x" if factor is not None else ""
-        lines.append(f"discarded steps: {int(walk.discards.sum()):,} in {steps:,}; the run grows: {grown}")
+        lines.append(f"discarded steps: {int(walk.discards.sum()):,} of {steps:,}; the run grows {grown}")
     if walk.ended_at is not None:
         lines.append(f"--moe-paged-stash-overflow-policy error ends the run in step {walk.ended_at + 1}")
     return lines
@@ -243,7 +243,7 @@ def _table_lines(table: Sequence[Outlook]) -> list[str]:
             ]
         )
     factor = table[0].flags.moe_expert_rank_capacity_factor if table else None
-    title = f"share of steps by level of the worst rank, with --moe-expert-rank-capacity-factor {factor:g}:"
+    title = f"fraction of steps by the worst rank's level, with --moe-expert-rank-capacity-factor {factor:g}:"
     return [title, *_columns(cells)] if table else []
 
 
@@ -257,13 +257,13 @@ def _recommended_lines(plan: StashPlan) -> list[str]:
         )
         lines.append(f"  {paste(one.flags)}")
     if not plan.recommended:
-        lines.append("none: no factor achieves it")
+        lines.append("none: no factor is sufficient")
     return lines
 
 
 def _cost_lines(plan: StashPlan) -> list[str]:
     lines = [
-        f"costs per step on the rank and stage with the highest, ms ({plan.device} of configs/devices.yaml, "
+        f"costs per step in ms, on the rank and stage with the highest cost ({plan.device} of configs/devices.yaml, "
         f"{plan.host_gb_s:g} GB/s to the host; estimates):"
     ]
     cells = [
@@ -285,7 +285,7 @@ def _cost_lines(plan: StashPlan) -> list[str]:
         spilling = [one for one in of_stages if one.spill > 0]
         if spilling:
             late = [str(one.stage) for one in spilling if not one.hides_spill]
-            products = "the experts' own products"
+            products = "the experts' GEMMs"
             lines.append(
                 f"spilling is hidden by {products}"
                 if not late
@@ -297,7 +297,7 @@ def _cost_lines(plan: StashPlan) -> list[str]:
 
 
 def _stage_numbers(stage: StageSteps) -> list[int]:
-    """Returns the pages and the peak of pages in use on each tier, and the numbers of recomputed tensors."""
+    """Returns the pages and peak pages in use of each tier, and the numbers of recomputed tensors."""
     layouts = [layout for of_step in stage.layouts for layout in of_step]
     return [
         max(layout.device_pages for layout in layouts),
@@ -310,7 +310,7 @@ def _stage_numbers(stage: StageSteps) -> list[int]:
 
 
 def _levels(plan: StashPlan) -> dict[str, Any] | None:
-    """Returns a figure for each page size, by factor of host pages."""
+    """Returns, for each factor of host pages, figures with a panel for each page size."""
     if not plan.table:
         return None
     used = [level for level in StepLevel if any(one.shares[level] for one in plan.table)]
@@ -357,7 +357,7 @@ def _recommended(plan: StashPlan) -> list[dict[str, str]]:
 
 
 def _memory(plan: StashPlan) -> dict[str, Any] | None:
-    """Returns a figure of the stage that holds the most, without a stash and with the recommended flags."""
+    """Returns a figure of the stage with the most memory, without a stash and with each level's recommended flags."""
     stages = {level: max(of, key=lambda one: one.footprint.static_bytes) for level, of in plan.costs.items() if of}
     if not stages:
         return None
@@ -388,7 +388,7 @@ def _cost_bars(plan: StashPlan) -> Figure | None:
 
 
 def _largest_times(stages: Sequence[StageCosts]) -> dict[str, float]:
-    """Returns milliseconds by the names of _TIMES."""
+    """Returns the largest times over the stages in milliseconds, by the names of _TIMES."""
     columns = {
         "experts forward": [one.forward for one in stages],
         "experts backward": [one.backward for one in stages],
@@ -401,7 +401,7 @@ def _largest_times(stages: Sequence[StageCosts]) -> dict[str, float]:
 
 
 def _spills(plan: StashPlan) -> Figure | None:
-    """Returns the time of each configuration's one-way spills. The limit is the shorter of the experts' passes."""
+    """Returns the one-way spill time of each configuration. The limit is the shorter of the experts' two passes."""
     spilling = [one for one in [*plan.table, *plan.recommended.values()] if one.spilled_bytes]
     stages = next(iter(plan.costs.values()), [])
     if not spilling or not stages:
@@ -420,7 +420,7 @@ def _spills(plan: StashPlan) -> Figure | None:
 
 
 def _stage(stage: StageSteps) -> dict[str, Any]:
-    """Returns the counters of the ranks in each step."""
+    """Returns the page sizes and counters of a stage's ranks in each step."""
     return {
         "page_bytes": stage.page_bytes,
         "balanced_pages": stage.balanced_pages,

@@ -1,6 +1,6 @@
 """Finds, verifies and compares checkpoints on disk, and selects checkpoints to delete.
 
-Needs no process group and no model. tools/checkpoint.py is the command line.
+Requires no process group and no model. tools/checkpoint.py is the command line.
 """
 
 import math
@@ -33,24 +33,27 @@ from megatron.training.checkpointing.folder import (
 
 # Prefixes of checkpoint entries that are not weights of the model.
 NOT_WEIGHTS = ("optimizer.", "rng.")
-# Bytes of each of two tensors that are compared at a time.
+# Number of bytes of each tensor that are compared at a time.
 _WINDOW_BYTES = 64 << 20
 
 
 def named_checkpoint(path: Path, step: int | None) -> Path:
-    """Returns `path` if it is a checkpoint, else that of --ckpt-step in the folder `path`, or the latest one."""
+    """Returns `path` if it is a checkpoint, else the checkpoint of --ckpt-step, or the latest, in the folder `path`.
+
+    Raises ValueError if there is none.
+    """
     if step is None and (path / MANIFEST_FILE).is_file():
         return path
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder: give a checkpoint, or the folder that --save wrote")
     found = find_checkpoint(str(path), step=step)
     if found is None:
-        raise ValueError(f"{path} holds no checkpoint")
+        raise ValueError(f"{path} contains no checkpoint")
     return found.path
 
 
 def checkpoint_of_load(load: Path, step: int | None) -> FoundCheckpoint:
-    """Returns the checkpoint of --ckpt-step in the folder of --load, or the latest.
+    """Returns the checkpoint of --ckpt-step, or the latest, in the folder of --load.
 
     Raises ValueError if there is none.
     """
@@ -61,7 +64,10 @@ def checkpoint_of_load(load: Path, step: int | None) -> FoundCheckpoint:
 
 
 def checkpoints_in(path: Path, step: int | None) -> list[Path]:
-    """Returns `path` if it is a checkpoint, else that of --ckpt-step, or all in the folder `path`, oldest first."""
+    """Returns `path` if it is a checkpoint, else the checkpoints in the folder `path`, oldest first.
+
+    step: return only the checkpoint of this iteration. Raises ValueError if there is none.
+    """
     if step is not None or (path / MANIFEST_FILE).is_file():
         return [named_checkpoint(path, step)]
     iterations = set(complete_iterations(path))
@@ -70,12 +76,12 @@ def checkpoints_in(path: Path, step: int | None) -> list[Path]:
     every = sorted(iterations if tracked is None else iterations | {tracked})
     release = [path / "release"] if (path / "release" / MANIFEST_FILE).is_file() else []
     if not every and not release:
-        raise ValueError(f"{path} holds no checkpoint")
+        raise ValueError(f"{path} contains no checkpoint")
     return release + [iteration_folder(path, iteration) for iteration in every]
 
 
 def tracked_iteration(root: Path) -> int | None:
-    """Returns the iteration in a folder's tracker file, if there is one."""
+    """Returns the iteration in a folder's tracker file, or None."""
     return iteration_of_text(read_tracker(root) or "")
 
 
@@ -83,7 +89,7 @@ def tracked_iteration(root: Path) -> int | None:
 
 
 def damages(folder: Path) -> Iterator[str]:
-    """Yields everything that is damaged or missing in a checkpoint, by file and tensor. Reads all data."""
+    """Describes each damaged or missing file and tensor of a checkpoint. Reads all data."""
     try:
         folder = folders.find_checkpoint(folder)
         files = read_manifest(folder)
@@ -113,18 +119,18 @@ def _damages_of_file(folder: Path, name: str, *, entry: FileEntry) -> Iterator[s
 
 
 def all_tensors(checkpoint: VerifiedCheckpoint) -> Iterator[ShardedTensor]:
-    """Yields the tensors, of any shape and in the stored dtype, one in memory at a time."""
+    """Yields the stored tensors, any shape, in the stored dtype, with only one in memory at a time."""
     reader = StreamReader(checkpoint)
     for key, (shape, dtype) in checkpoint.tensors.items():
         tensor = ShardedTensor.whole(key, torch.empty(shape, dtype=dtype))
         reader.fill([tensor])
         yield tensor
-        del tensor  # otherwise it would live until the next torch.empty has returned
+        del tensor  # would otherwise remain allocated until the next torch.empty has returned
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A stored tensor and its pieces."""
+    """A stored tensor and the pieces of files that contain it."""
 
     key: str
     shape: tuple[int, ...]
@@ -138,18 +144,18 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of its elements."""
+        """Size of its elements in bytes."""
         return self.num_elements * self.dtype.itemsize
 
     @property
     def part(self) -> str:
-        """The part of the checkpoint that it belongs to: weights, generators, or an optimizer state."""
+        """Part of the checkpoint that the tensor belongs to: weights, generators, or an optimizer state."""
         words = self.key.split(".")
         return {"optimizer": ".".join(words[:2]), "rng": "rng"}.get(words[0], "weights")
 
 
 def stored_tensors(checkpoint: VerifiedCheckpoint) -> list[StoredTensor]:
-    """Returns all tensors of a checkpoint by key."""
+    """Returns all tensors of a checkpoint, sorted by key."""
     return [
         StoredTensor(key, shape, dtype, tuple(checkpoint.pieces[key]))
         for key, (shape, dtype) in sorted(checkpoint.tensors.items())
@@ -157,7 +163,10 @@ def stored_tensors(checkpoint: VerifiedCheckpoint) -> list[StoredTensor]:
 
 
 def opened(folder: Path) -> VerifiedCheckpoint:
-    """Returns a checkpoint whose files exist with their sizes. Verifies the checksums of small files only."""
+    """Opens a checkpoint after checking that its files exist with the right sizes.
+
+    Verifies the checksums of small files only.
+    """
     folder = folders.find_checkpoint(folder)
     files = read_manifest(folder)
     for name, entry in files.items():
@@ -168,7 +177,7 @@ def opened(folder: Path) -> VerifiedCheckpoint:
 
 
 def values_named(name: str, common: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values below a name in the JSON part; empty if the entry has another type."""
+    """Returns the dict stored under a name in the JSON part, or an empty dict if there is none."""
     found = common.get(name)
     return found if isinstance(found, dict) else {}
 
@@ -178,10 +187,11 @@ def values_named(name: str, common: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """The difference of a tensor in two checkpoints. what: describes it, unless only values differ.
+    """The difference of one tensor between two checkpoints.
 
-    num_different: number of different elements (a complex one counts twice); largest: largest absolute difference;
-    relative: to the larger value.
+    what: describes a difference other than values, else "". num_different: number of different elements (a complex
+    element counts twice). largest: largest absolute difference. relative: largest difference relative to the larger
+    value.
     """
 
     key: str
@@ -193,7 +203,7 @@ class TensorDifference:
 
 
 def differences(a: VerifiedCheckpoint, b: VerifiedCheckpoint, *, ignored: list[str]) -> Iterator[TensorDifference]:
-    """Yields every tensor that is not bitwise equal in both. ignored: patterns of keys to skip."""
+    """Yields a difference for each tensor that is not bitwise equal in both. ignored: patterns of keys to skip."""
     in_a, in_b = a.tensors, b.tensors
     for key in sorted(in_a.keys() | in_b.keys()):
         if any(fnmatchcase(key, pattern) for pattern in ignored):
@@ -201,7 +211,7 @@ def differences(a: VerifiedCheckpoint, b: VerifiedCheckpoint, *, ignored: list[s
         if key not in in_a or key not in in_b:
             yield TensorDifference(key, f"only in {'A' if key in in_a else 'B'}")
         elif in_a[key] != in_b[key]:
-            yield TensorDifference(key, f"A has {_words(*in_a[key])}, B {_words(*in_b[key])}")
+            yield TensorDifference(key, f"{_words(*in_a[key])} in A, {_words(*in_b[key])} in B")
         else:
             difference = _difference(key, a, other=b)
             if difference.num_different:
@@ -222,7 +232,7 @@ def _difference(key: str, a: VerifiedCheckpoint, *, other: VerifiedCheckpoint) -
         if not parted.any():
             continue
         x, y = one.double(), two.double()
-        # NaNs with equal bits are equal. NaN on one side only is an infinite difference.
+        # Bit-identical NaNs are equal. NaN on one side only is an infinite difference.
         apart = torch.where(parted, (x - y).abs(), 0.0).nan_to_num(nan=torch.inf)
         scale = torch.maximum(x.abs(), y.abs())
         share = torch.where(parted & (apart > 0), apart / scale, 0.0).nan_to_num(nan=torch.inf)
@@ -238,18 +248,18 @@ def _to_host_sync(value: torch.Tensor) -> Any:
 
 
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """Views a complex tensor as real, [*shape, 2]. Returns any other tensor unchanged, of any shape and dtype."""
+    """Views a complex tensor as real, [*shape, 2]. Returns a tensor of any other dtype and any shape unchanged."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns tensor, of any shape and real dtype, as integers of the same size and shape."""
+    """Views a tensor, any shape and real dtype, as integers of the same size and shape."""
     widths = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.view(widths[tensor.dtype.itemsize])
 
 
 def _windows(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yields offsets and shapes of groups of rows of a tensor of `shape`."""
+    """Yields the offset and shape of consecutive groups of rows of a tensor of `shape`."""
     if not shape:
         yield (), ()
         return
@@ -273,15 +283,16 @@ def _read(
 
 
 def removable(root: Path, *, keep_latest: int, keep_interval: int | None) -> tuple[list[int], list[int]]:
-    """Returns iterations to delete and to keep: the latest ones, the tracked one, and every `keep_interval`-th.
+    """Returns the iterations to delete and to keep.
 
-    Raises ValueError if something would be deleted while the newest is damaged, or if there is none.
+    Keeps the latest ones, the tracked one, and every multiple of `keep_interval`. Raises ValueError if there is no
+    complete checkpoint, or if iterations would be deleted while the newest is damaged.
     """
     if (root / MANIFEST_FILE).is_file():
         raise ValueError(f"{root} is a single checkpoint: give its parent folder")
     iterations = complete_iterations(root)
     if not iterations:
-        raise ValueError(f"{root} holds no complete checkpoint")
+        raise ValueError(f"{root} contains no complete checkpoint")
     stay = set(iterations[-keep_latest:])
     stay |= {one for one in iterations if keep_interval is not None and one % keep_interval == 0}
     stay |= {one for one in iterations if one == tracked_iteration(root)}

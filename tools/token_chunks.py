@@ -1,6 +1,6 @@
 """Tokenizes raw documents in chunks, on several processes. Reads and writes no files.
 
-EncodeSettings selects the output: the text of one or several keys, or chats with their loss masks.
+EncodeSettings selects the output: texts of one or several keys, or chats with their loss masks.
 """
 
 import functools
@@ -24,43 +24,43 @@ from megatron.core.tokenizers.chat_template import ChatTemplate
 from megatron.core.tokenizers.library_tokenizers import LibraryTokenizer
 from megatron.core.tokenizers.tokenizer import BaseTokenizer
 
-CHUNK_BYTES = 256 << 10  # bytes of text, for one worker at a time
+CHUNK_BYTES = 256 << 10  # size of the text that a worker encodes at a time
 CHUNKS_IN_FLIGHT = 4  # per worker: bounds memory, and keeps workers busy during a slow chunk
-# Alternative names of the parts of a message in data sets.
+# Alternative names of roles in data sets.
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 
 
 @dataclass(frozen=True)
 class EncodeSettings:
-    """Settings of a worker. Small, because they are sent with every chunk."""
+    """Settings of a worker. They are small, because they are sent with every chunk."""
 
     tokenizer: tuple[tuple[str, Any], ...]  # fields of the tokenizer's TokenizerConfig
     append_eod: bool
     json_keys: tuple[str, ...]
-    chat_template: str | None = None  # the only key then holds chats
+    chat_template: str | None = None  # if given, the only key contains chats
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the outputs, as endings of the prefix: tokens of each key, or tokens and loss masks of chats."""
+        """Names of the outputs, which follow the prefix: tokens of each key, or tokens and loss masks of chats."""
         documents = tuple(f"{key}_document" for key in self.json_keys)
         return documents if self.chat_template is None else (*documents, loss_mask_prefix(documents[0]))
 
     @property
     def columns(self) -> Columns:
-        """Columns of tables to read."""
+        """Table columns to read."""
         is_chat = self.chat_template is not None
         return Columns(self.json_keys, hold_chats=is_chat, flag="--chat-key" if is_chat else "--json-keys")
 
     @property
     def dtypes(self) -> tuple[type[np.number], ...]:
-        """Element types of `names`."""
+        """Element types of the outputs in `names`."""
         tokens = DType.optimal_dtype(tokenizer_for(self.tokenizer).vocab_size)
         return tuple(np.uint8 if name.endswith("_loss_mask") else tokens for name in self.names)
 
 
 @dataclass
 class EncodedChunk:
-    """Encoded consecutive documents: an array for each of the settings' names, all with the same `lengths`."""
+    """Consecutive encoded documents: for each of the settings' names, the concatenated values and their lengths."""
 
     arrays: list[np.ndarray] = field(default_factory=list)
     lengths: list[list[int]] = field(default_factory=list)
@@ -71,7 +71,7 @@ class EncodedChunk:
 
 
 def chunks(documents: Iterable[RawDocument]) -> Iterator[list[RawDocument]]:
-    """Yields the documents in order, in lists of about 256 KiB."""
+    """Groups the documents, in order, into lists of about 256 KiB."""
     chunk: list[RawDocument] = []
     size = 0
     for document in documents:
@@ -87,7 +87,10 @@ def chunks(documents: Iterable[RawDocument]) -> Iterator[list[RawDocument]]:
 def map_in_order(
     encode: Callable[[list[RawDocument]], EncodedChunk], items: Iterable[list[RawDocument]], *, workers: int
 ) -> Iterator[EncodedChunk]:
-    """Maps over processes. Yields results in the order of the items, and reads only a few items ahead."""
+    """Applies `encode` to the items in worker processes and yields the results in the order of the items.
+
+    Reads only a few items ahead.
+    """
     if workers == 1:
         yield from map(encode, items)
         return
@@ -103,8 +106,8 @@ def map_in_order(
 
 
 def follow_parent() -> None:
-    """Makes a worker ignore signals to the whole job, and end when its parent has ended for any reason."""
-    # Ctrl-C reaches every process of the terminal. Only the parent reacts, and ends the pool.
+    """Makes a worker ignore signals sent to the whole job, and exit when its parent exits for any reason."""
+    # Ctrl-C reaches every process of the terminal. Only the parent reacts and shuts down the pool.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=end_with_parent, daemon=True).start()
@@ -119,7 +122,7 @@ def end_with_parent() -> None:
 
 
 def encode_chunk(settings: EncodeSettings, documents: list[RawDocument]) -> EncodedChunk:
-    """Returns the encoded documents, without those that yield no tokens. Runs in a worker."""
+    """Encodes documents and drops those without tokens. Runs in a worker."""
     chunk = EncodedChunk(num_bytes=sum(len(raw.data) for raw in documents))
     encode = encode_texts if settings.chat_template is None else encode_chats
     for column, dtype in zip(encode(settings, documents, chunk=chunk), settings.dtypes):
@@ -132,13 +135,13 @@ def encode_chunk(settings: EncodeSettings, documents: list[RawDocument]) -> Enco
 def encode_texts(
     settings: EncodeSettings, documents: list[RawDocument], *, chunk: EncodedChunk
 ) -> list[list[np.ndarray]]:
-    """Returns the tokens of each key, [L] integers per document. Records bad and empty documents in `chunk`."""
+    """Returns the tokens of each document, [L] integers, by key. Records bad and empty documents in `chunk`."""
     tokenizer = tokenizer_for(settings.tokenizer)
     rows, sources = [], []
     for raw in documents:
         texts, bad_lines = decode_texts(raw, settings.json_keys)
         chunk.bad_lines += bad_lines
-        # A document that lacks one text is omitted for all keys, so that document i of every key is from the same line.
+        # A document without one of the texts is omitted for all keys: document i of every key is from the same line.
         if all(text.strip() for text in texts):
             rows.append(texts)
             sources.append(raw)
@@ -168,7 +171,7 @@ def _tokenize(
 def encode_chats(
     settings: EncodeSettings, documents: list[RawDocument], *, chunk: EncodedChunk
 ) -> list[list[np.ndarray]]:
-    """Returns tokens and loss masks, [L] integers per chat. A mask is 1 for tokens that the assistant wrote.
+    """Returns the tokens and loss masks of each chat, [L] integers. A mask is 1 for tokens of the assistant's answers.
 
     Chats without such a token are omitted and recorded in `chunk`, like bad lines.
     """
@@ -186,13 +189,13 @@ def encode_chats(
             continue
         found = tokenizer.tokenize_marked(chat.text, chat.spans)
         ids, marks = found.ids, found.marks
-        # The first token has no context to be predicted from.
+        # The first token has no context from which it could be predicted.
         marks[:1] = [False] * len(marks[:1])
         if not any(marks):
             chunk.counts["without an answer"] += 1
             continue
         if settings.append_eod and ids[-1] != tokenizer.eod:
-            # If the answer does not end with its own end token, this one ends it.
+            # Ends an answer that does not end with an end token itself.
             ids, marks = [*ids, tokenizer.eod], [*marks, marks[-1]]
         chunk.counts["eod inside"] += tokenizer.eod in ids[:-1]
         tokens.append(np.asarray(ids))
@@ -201,18 +204,18 @@ def encode_chats(
 
 
 def messages_of(record: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    """Returns the messages of a line, each with a role. Raises ValueError for other content."""
+    """Returns the messages of a line, each with a role. Raises ValueError for other contents."""
     messages = record[key]
     if messages == []:
-        raise ValueError(f"key {key!r} is empty: must be a list of messages, at least one")
+        raise ValueError(f"key {key!r} is empty: must be a list of at least one message")
     if not isinstance(messages, list):
-        raise ValueError(f"key {key!r} is {type(messages).__name__}: must be a list of messages, at least one")
+        raise ValueError(f"key {key!r} is {type(messages).__name__}: must be a list of at least one message")
     return [_message(message, key) for message in messages]
 
 
 def _message(message: Any, key: str) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise ValueError(f"key {key!r} holds a {type(message).__name__}: must be objects with role and content")
+        raise ValueError(f"key {key!r} contains a {type(message).__name__}: must be objects with role and content")
     if "from" in message and "value" in message:
         role = message["from"]
         message = {"role": ROLES.get(role, role) if isinstance(role, str) else role, "content": message["value"]}
@@ -223,12 +226,12 @@ def _message(message: Any, key: str) -> dict[str, Any]:
 
 @functools.cache
 def tokenizer_for(fields: Sequence[tuple[str, Any]]) -> BaseTokenizer:
-    """Returns the tokenizer, one per process."""
+    """Builds the tokenizer, once per process."""
     return build_tokenizer(TokenizerConfig(**dict(fields)))
 
 
 @functools.cache
 def template_for(settings: EncodeSettings) -> ChatTemplate:
-    """Returns the compiled template, one per process."""
+    """Compiles the chat template, once per process."""
     assert settings.chat_template is not None
     return ChatTemplate(settings.chat_template, tokenizer_for(settings.tokenizer).special_names)

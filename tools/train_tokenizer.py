@@ -1,6 +1,6 @@
 """Trains a byte-level BPE tokenizer: `python tools/train_tokenizer.py --input corpus.jsonl --output tokenizer.json`.
 
-Writes a tokenizer.json for --tokenizer-type HuggingFaceTokenizer; equal input gives an equal file.
+Writes a tokenizer.json for --tokenizer-type HuggingFaceTokenizer. Equal input produces an equal file.
 """
 
 import argparse
@@ -31,7 +31,7 @@ NAMED_BAD_LINES = 10
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Trains and writes the tokenizer, and returns the exit status."""
     options = parse_options(argv)
     try:
         bad_lines: list[BadLine] = []
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     for line in bad_lines[:NAMED_BAD_LINES]:
         print(f"skipped {line}", file=sys.stderr)
     if bad_lines:
-        print(f"skipped {len(bad_lines):,} bad lines in all", file=sys.stderr)
+        print(f"skipped {len(bad_lines):,} bad lines in total", file=sys.stderr)
     print(f"{tokenizer.get_vocab_size():,} tokens: --tokenizer-model {output_file(options.output)}")
     return 0
 
@@ -56,7 +56,9 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help=INPUT_HELP)
     parser.add_argument("--json-key", default="text", help="key of the text in lines or rows (default: text)")
-    parser.add_argument("--vocab-size", type=int, default=8192, help="ids, the end of text included (default: 8192)")
+    parser.add_argument(
+        "--vocab-size", type=int, default=8192, help="number of ids, including the end of text (default: 8192)"
+    )
     parser.add_argument("--output", required=True, metavar="PATH", help="a .json file, or a folder for tokenizer.json")
     options = parser.parse_args(argv)
     if not options.output:
@@ -67,7 +69,10 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
 
 
 def read_texts(files: Iterable[Path], columns: Columns, *, bad_lines: list[BadLine]) -> Iterator[str]:
-    """Yields the texts of all files in order, and appends to `bad_lines`. Raises ValueError if there are none."""
+    """Yields the texts of all files in order. Appends bad lines to `bad_lines`.
+
+    Raises ValueError if there are no texts.
+    """
     found = False
     for raw in itertools.chain.from_iterable(read_raw_documents(path, columns) for path in files):
         text, bad = decode_document(raw, json_key=columns.keys[0])
@@ -76,14 +81,15 @@ def read_texts(files: Iterable[Path], columns: Columns, *, bad_lines: list[BadLi
             found = True
             yield text
     if not found:
-        raise ValueError("the input has no text" + "".join(f"\n  {line}" for line in bad_lines[:NAMED_BAD_LINES]))
+        raise ValueError("the input contains no text" + "".join(f"\n  {line}" for line in bad_lines[:NAMED_BAD_LINES]))
 
 
 def train(texts: Iterator[str], *, vocab_size: int) -> Tokenizer:
-    """Returns a byte-level BPE tokenizer with all 256 bytes, so that any text has tokens. Short texts give fewer ids
-    than requested.
+    """Trains a byte-level BPE tokenizer. It contains all 256 bytes, so that any text can be tokenized.
+
+    Short texts produce fewer ids than requested.
     """
-    first = next(texts)  # here, because the library hides errors of an iterator
+    first = next(texts)  # here, because the library hides errors of iterators
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -104,7 +110,7 @@ def output_file(output: str) -> Path:
 
 
 def write(tokenizer: Tokenizer, path: Path) -> None:
-    """Writes the file atomically."""
+    """Writes tokenizer.json atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced_file(path) as file:
         file.write(tokenizer.to_str(pretty=True).encode())

@@ -1,9 +1,9 @@
 """Translates a Megatron-LM launch script into this project's command: `python tools/translate_flags.py SCRIPT`.
 
 SCRIPT is a bash script that runs `torchrun ... pretrain_gpt.py ...`, or a model_config.yaml of Megatron-LM's functional
-tests. It is read, not run; --set NAME=VALUE defines its variables. The output is a shell command with one comment per
-change. Its first line describes what the command trains, and so does the exit status (VERDICTS). The exit status is 2
-if the script cannot be read or the command line rejects the result.
+tests. It is not executed. --set NAME=VALUE defines its variables. The output is a shell command with one comment per
+change. The first line and the exit status say whether the command trains the same (VERDICTS). The exit status is 2 if
+the script cannot be read or the command line rejects the result.
 """
 
 import argparse
@@ -40,7 +40,7 @@ _NODES, _PER_NODE = ("--nnodes",), ("--nproc-per-node", "--nproc_per_node")
 
 
 class Effect(IntEnum):
-    """The effect of a change on the run. Values are exit statuses, and the highest one counts."""
+    """The effect of a change on the run. Values are exit statuses. The highest one of a command counts."""
 
     SAME = 0
     SPEED = 10
@@ -57,7 +57,7 @@ VERDICTS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """A flag with its words, as given in a script."""
+    """A flag with its words as given in a script."""
 
     flag: str
     words: tuple[str, ...]
@@ -72,7 +72,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that changes. becomes: the words that replace it; empty if it is left out."""
+    """A setting that is replaced or omitted. becomes: the words that replace it; empty if it is omitted."""
 
     setting: Setting
     becomes: tuple[str, ...]
@@ -97,7 +97,7 @@ class Rule:
     without: tuple[str, ...] = ()
 
     def matches(self, setting: Setting, command: Mapping[str, Setting]) -> bool:
-        """Tells whether the rule applies to a setting. command: the settings of the whole command by flag."""
+        """Returns whether the rule applies to a setting. command: all settings of the command by flag."""
         if not any(fnmatchcase(setting.flag, pattern) for pattern in self.flags):
             return False
         if self.values is not None and re.fullmatch(self.values, setting.text) is None:
@@ -117,7 +117,10 @@ class Rule:
 
 @dataclass(frozen=True)
 class Translation:
-    """The translated command. world_size: ranks that its launcher starts, or None. notes: further lines to print."""
+    """The translated command.
+
+    world_size: number of ranks that its launcher starts, or None. notes: additional lines to print.
+    """
 
     launch: Launch
     changes: tuple[Change, ...]
@@ -127,7 +130,7 @@ class Translation:
     @property
     def effect(self) -> Effect:
         effects = [change.effect for change in self.changes]
-        # Then it is unknown which run the script trains.
+        # With doubts, it is unknown which run the script trains.
         effects += [Effect.DIFFERENT] if self.launch.doubts else []
         return max(effects, default=Effect.SAME)
 
@@ -175,7 +178,7 @@ def translate(launch: Launch) -> Translation:
 
 
 def group_words(words: Sequence[str]) -> list[Setting]:
-    """Splits a command line into flags with their words. Raises ScriptError for words before the first flag."""
+    """Splits a command line into flags with their words. Raises ScriptError if a word precedes the first flag."""
     settings: list[Setting] = []
     for word in words:
         if word.startswith("--"):
@@ -189,7 +192,7 @@ def group_words(words: Sequence[str]) -> list[Setting]:
 
 
 def _with_implied(settings: list[Setting]) -> list[Setting]:
-    """Adds defaults of Megatron-LM that differ from this project's, if they matter to the run."""
+    """Adds defaults of Megatron-LM that differ from this project's, if they affect the run."""
     given = {setting.flag: setting for setting in settings}
     optimizer = given.get("--optimizer")
     if optimizer is not None and "muon" in " ".join(optimizer.words) and "--muon-coefficient-type" not in given:
@@ -198,7 +201,7 @@ def _with_implied(settings: list[Setting]) -> list[Setting]:
 
 
 def change_of(setting: Setting, command: Mapping[str, Setting], *, own_script: bool) -> Change | None:
-    """Returns the change of a setting of a command, or None if it stays the same."""
+    """Returns the change of one setting of a command, or None if it remains unchanged."""
     flag = _flags_by_word().get(setting.flag)
     canonical = replace(setting, flag=flag.flags[0]) if flag is not None else setting
     rule = next((rule for rule in load_rules() if rule.matches(canonical, command)), None)
@@ -223,7 +226,7 @@ def _change_by_state(setting: Setting, flag: Flag) -> Change | None:
     if _has_default(setting, flag):
         if flag.state is FlagState.DEFAULT_ONLY:
             return None
-        return Change(setting, (), Effect.SAME, "it has its default")
+        return Change(setting, (), Effect.SAME, "its value is the default")
     return Change(setting, (), Effect.DIFFERENT, refusal(flag))
 
 
@@ -254,9 +257,9 @@ def _flags_by_word() -> Mapping[str, Flag]:
 
 
 def _unrepeated(words: Sequence[str]) -> list[str]:
-    """Leaves out earlier repetitions of a setting, such as the --bf16 that an 8-bit format becomes.
+    """Removes earlier repetitions of a setting, such as the --bf16 that replaces an 8-bit format.
 
-    The last occurrence stays, because it decides. Flags of a user's own script may add up, so all of them stay.
+    The last occurrence remains, because it takes effect. Flags of a user's own script may accumulate, so all remain.
     """
     settings = group_words(words)
     kept = [
@@ -285,7 +288,7 @@ def _option(words: Sequence[str], names: Iterable[str], default: str | None) -> 
 
 
 def problems_of(translation: Translation) -> list[str]:
-    """Returns the errors of the command line for the translated command, one line each; empty if it accepts it."""
+    """Returns the errors with which the command line would reject the translated command; empty if it accepts it."""
     if any(_flags_by_word().get(word) is None for word in translation.launch.words if word.startswith("--")):
         return []  # flags that the user's own script defines cannot be checked without it
     environment = dict(os.environ)
@@ -307,7 +310,7 @@ def problems_of(translation: Translation) -> list[str]:
 
 
 def smallest_world(args: argparse.Namespace) -> int:
-    """Returns the smallest number of ranks that can hold one model replica."""
+    """Returns the smallest number of ranks on which one model replica fits."""
     dense = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     expert_tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     experts = args.pipeline_model_parallel_size * args.expert_model_parallel_size * expert_tensor
@@ -315,14 +318,14 @@ def smallest_world(args: argparse.Namespace) -> int:
 
 
 def print_translation(translation: Translation) -> None:
-    """Prints the command with its comments."""
+    """Prints the command and a comment for each change."""
     launch = translation.launch
     reasons = [change for change in translation.changes if change.effect is translation.effect]
     flags = ", ".join(change.setting.flag for change in reasons)
     because = "" if translation.effect is Effect.SAME or not flags else f", because of {flags}"
     if launch.doubts:
         doubts = "; ".join(launch.doubts)
-        print(f"# [different] the script was not followed exactly, so compare its values with these: {doubts}")
+        print(f"# [different] parts of the script could not be evaluated, so compare its values with these: {doubts}")
     if flags or not launch.doubts:
         print(f"# [{translation.effect.name.lower()}] {VERDICTS[translation.effect]}{because}")
     for line in (*translation.notes, *map(str, translation.changes)):
@@ -335,7 +338,7 @@ def print_translation(translation: Translation) -> None:
 
 
 def quoted(word: str) -> str:
-    """Quotes a word for the shell, so that ${NAME} and $(command) remain expansions."""
+    """Quotes a word for the shell, except that ${NAME} and $(command) remain expansions."""
     if "$(" in word:
         return f'"{word}"'
     if re.search(r"\$\{\w+\}", word):
@@ -344,7 +347,7 @@ def quoted(word: str) -> str:
 
 
 def choose_launch(script: Script, number: int | None, *, name: str) -> Launch:
-    """Returns the launch of that number, from 1. Raises ScriptError if several exist and none was chosen."""
+    """Returns the training command with that number, starting at 1. Raises ScriptError if the choice is ambiguous."""
     launches = script.launches
     if number is not None:
         if not 1 <= number <= len(launches):
@@ -357,7 +360,7 @@ def choose_launch(script: Script, number: int | None, *, name: str) -> Launch:
 
 
 def read_values(settings: Sequence[str]) -> dict[str, str]:
-    """Parses NAME=VALUE. Raises ScriptError for other text."""
+    """Parses NAME=VALUE words. Raises ScriptError for other words."""
     values = {}
     for text in settings:
         name, equals, value = text.partition("=")
@@ -368,7 +371,7 @@ def read_values(settings: Sequence[str]) -> dict[str, str]:
 
 
 def with_launcher(translation: Translation) -> Translation:
-    """Adds torchrun with the smallest layout to a command without a launcher, such as that of a model_config.yaml."""
+    """Adds torchrun with the smallest number of ranks to a command without a launcher, as from a model_config.yaml."""
     if translation.launch.launcher or translation.world_size is not None:
         return translation
     try:
@@ -376,7 +379,7 @@ def with_launcher(translation: Translation) -> Translation:
     except ValueError:
         return translation  # problems_of reports the reason
     launcher = ("torchrun", "--nproc-per-node", str(ranks))
-    note = f"{ranks} ranks are the minimum that holds the model; with more ranks the batch is split further"
+    note = f"{ranks} ranks are the minimum for one model replica; with more ranks the batch is split further"
     launch = replace(translation.launch, launcher=launcher)
     return replace(translation, launch=launch, world_size=ranks, notes=(*translation.notes, note))
 
@@ -395,7 +398,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="value of a variable from outside the script; repeatable",
+        help="value of a variable set outside the script; repeatable",
     )
     parser.add_argument(
         "--launch", type=int, metavar="N", help="number of the training command, if the script has several"
@@ -412,7 +415,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     printed = " ".join((*translation.launch.launcher, translation.launch.program, *translation.launch.words))
     if lost := [one for one in unknown if f"${{{one}}}" not in printed]:
         print(
-            f"translate_flags: {', '.join(lost)} has no value and may hold flags, but follows a flag that is left "
+            f"translate_flags: {', '.join(lost)} has no value and may contain flags, but follows a flag that is left "
             f"out: give --set {lost[0]}= if it is empty, or its value",
             file=sys.stderr,
         )

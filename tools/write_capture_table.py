@@ -1,8 +1,7 @@
 """Writes the table of docs/cuda_graphs.md with the configurations that CUDA graphs can capture, from the results of
-the linter: `python -m tools.write_capture_table`. Starts the processes that the configurations need, and takes about a
-minute.
+the linter: `python -m tools.write_capture_table`. Starts the required processes and takes about a minute.
 
-capture_configurations.py has the configurations, and check_capture.py examines a command line.
+capture_configurations.py lists the configurations, and check_capture.py checks a command line.
 """
 
 import json
@@ -30,7 +29,7 @@ _HEAD = """\
 | configuration | flags | `full_iteration` | `local` | why not, and what instead |
 |---|---|---|---|---|
 """
-# After attention, larger parts first, because if one can be captured, the smaller ones are skipped.
+# Parts after attention, larger ones first, because if one can be captured, smaller ones are skipped.
 _FEED_FORWARD = {False: (("mlp",),), True: (("moe",), ("moe_router", "moe_preprocess"), ("moe_router",))}
 _OF_FLAGS = re.compile(r"--[\w-]+ is .* and --cuda-graph-impl is \w+: (.*)")
 _OF_LINE = re.compile(r"(.+?) at \S*?(\w+\.py):\d+ \(.*\)(?: in [\w ]+)?: (.*)")
@@ -38,9 +37,9 @@ _OF_LINE = re.compile(r"(.+?) at \S*?(\w+\.py):\d+ \(.*\)(?: in [\w ]+)?: (.*)")
 
 @dataclass(frozen=True)
 class Verdict:
-    """Results of the linter and of the flag checks for one configuration.
+    """The linter's and the flag checks' results for one configuration.
 
-    whole: reasons against a graph of the whole iteration. modules: parts of a layer that local can capture. parts:
+    whole: reasons against a graph of the whole iteration. modules: parts of a layer that `local` can capture. parts:
     reasons against the other parts.
     """
 
@@ -50,7 +49,7 @@ class Verdict:
 
 
 def measure(names: Collection[str]) -> dict[str, Verdict]:
-    """Examines these configurations with this process's group as ranks. Collective."""
+    """Checks the named configurations, with this process's group as ranks. Collective."""
     return {name: _verdict(CONFIGURATIONS[name]) for name in names}
 
 
@@ -64,7 +63,7 @@ def _verdict(configuration: Configuration) -> Verdict:
     modules: list[str] = []
     parts: list[str] = []
     if "optimizer-cuda-graph" in configuration.flags or configuration.needs_gpu:
-        # Only whole iterations, or not to be examined.
+        # Supports only whole-iteration graphs, or cannot run on the CPU.
         return Verdict(whole, modules, parts)
     for alternatives in ((("attn",),), _FEED_FORWARD["num-experts" in configuration.base]):
         for alternative in alternatives:
@@ -90,7 +89,7 @@ def _breaks(configuration: Configuration, graph: Flags) -> list[str]:
     try:
         return breaks_of(configuration.argv + words_of(graph))
     except ValueError as error:
-        # The flags contradict each other, on every rank.
+        # The flags contradict each other, which every rank detects.
         return _refused(configuration, graph) or [str(error)]
 
 
@@ -100,12 +99,12 @@ def _refused(configuration: Configuration, graph: Flags) -> list[str]:
 
 
 def table(verdicts: dict[str, Verdict]) -> str:
-    """Returns the lines of the page between the two marks."""
+    """Returns the part of the page between the two marks."""
     return BEGIN + _HEAD + "".join(row(name, verdicts[name]) for name in CONFIGURATIONS) + END
 
 
 def _shown(flag: str, value: Any) -> str:
-    """Formats a flag of a configuration. None removes a flag of its base."""
+    """Formats a flag of a configuration. A value of None removes the flag of its base."""
     return f"without `--{flag}`" if value is None else f"`{' '.join(words_of({flag: value}))}`"
 
 
@@ -127,7 +126,7 @@ def _reasons(verdict: Verdict) -> str:
 
 
 def _shortened(found: Sequence[str]) -> str:
-    """Shortens the rejection of the flags to the first operation found by the linter, or to the flag and its reason."""
+    """Shortens a flag rejection to the first operation that the linter found, or to the flag and its reason."""
     if not found:
         return ""
     lines = [match for match in map(_OF_LINE.fullmatch, found) if match is not None]

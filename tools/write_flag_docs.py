@@ -1,4 +1,4 @@
-"""Writes docs/flags.md and the frozen flag surface of the tests from the flag table: `python -m tools.write_flag_docs`.
+"""Writes docs/flags.md and the tests' frozen flag surface from the flag table: `python -m tools.write_flag_docs`.
 
 megatron/training/command_line/ defines the flags.
 """
@@ -23,10 +23,10 @@ Written by `python -m tools.write_flag_docs`; do not edit.
 Every flag may be given on the command line (`--flag value` or `--flag=value`, never abbreviated) or in the YAML file of
 `--config`, under its *name in files*. The command line takes precedence over the file, and the file over defaults.
 `--print-config` prints the result as such a file. Of {total} known flags, {works} work, {no_effect} are accepted and
-change nothing, {default_only} are rejected unless they are given their defaults, and {refused} are rejected.
+change nothing, {default_only} are rejected unless they are set to their defaults, and {refused} are rejected.
 """
 
-# Kinds of Megatron-LM's training configurations that cannot be trained here, with the flags that identify them.
+# Kinds of Megatron-LM training configurations that are unsupported, with the flags that identify them.
 CONFIGURATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("gated delta net and other linear attention", ("--experimental-attention-variant", "--linear-attention-freq")),
     ("sparse attention with an indexer (DSA)", ("--dsa-indexer-topk",)),
@@ -60,7 +60,7 @@ def flags_page(table: FlagTable) -> str:
 
 
 def surface(table: FlagTable) -> str:
-    """Returns one sorted line per flag: name, type, default, tier and state. Guards against accidental changes."""
+    """Returns one line per flag, sorted: name, type, default, tier and state. Guards against accidental changes."""
     return "".join(sorted(_surface_line(flag) for flag in table.flags))
 
 
@@ -88,9 +88,9 @@ def _configurations_section(table: FlagTable) -> list[str]:
     lines = [
         "## Configurations that cannot be trained",
         "",
-        "Megatron-LM's repository has configurations of training runs for its tests. Those of BERT, T5, retrieval",
-        "and vision models cannot be trained with `pretrain_gpt.py`. GPT configurations with these flags end with an",
-        "error that names them. Earlier versions accepted flags marked \\* with a notice but trained another model.",
+        "Megatron-LM's repository contains configurations of training runs for its tests. BERT, T5, retrieval and",
+        "vision configurations require programs other than `pretrain_gpt.py`. GPT configurations with these flags fail",
+        "with an error that names the flags. Earlier versions accepted flags marked \\* and trained a different model.",
         "",
         "| configurations with | flags | why, and what to do |",
         "|---|---|---|",
@@ -108,7 +108,7 @@ def _configurations_section(table: FlagTable) -> list[str]:
 
 def _no_effect_section(table: FlagTable) -> list[str]:
     lines = ["## Flags that are accepted without an effect", ""]
-    lines += ["They cannot change any number of a run. One notice names those that were given. Each", ""]
+    lines += ["They cannot change any result of a run. One notice names the flags that were given. Each flag", ""]
     by_reason: dict[str, list[Flag]] = defaultdict(list)
     for flag in table.in_state(FlagState.NO_EFFECT):
         by_reason[HARMLESS[flag.flags[0]].reason].append(flag)

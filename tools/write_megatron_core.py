@@ -1,7 +1,7 @@
-"""Writes native checkpoints in the format of Megatron-Core's distributed ones, so that Megatron-Core can continue them.
+"""Writes native checkpoints in Megatron-Core's distributed format, so that Megatron-Core can continue from them.
 
-Inverse of megatron/training/checkpointing/megatron_core.py, which describes the names. One parameter is in memory at a
-time, with or without its optimizer state.
+Inverse of megatron/training/checkpointing/megatron_core.py, which describes the names. Only one parameter, or one
+optimizer state of it, is in memory at a time.
 """
 
 import argparse
@@ -55,7 +55,7 @@ _FORMAT = {
     "common_backend_version": 1,
 }
 _EXPERT = ".mlp.experts."
-# Settings of torch's Adam, in the groups that Megatron-Core compares with its own.
+# Settings of torch's Adam in the parameter groups, which Megatron-Core compares with its groups on load.
 _TORCH_GROUP = {
     "amsgrad": False,
     "maximize": False,
@@ -69,11 +69,11 @@ _TORCH_GROUP = {
 
 @dataclass(frozen=True)
 class CoreTarget:
-    """Describes the run that will load the files.
+    """The run that will load the files.
 
     tensor: number of tensor-parallel ranks, which determines the vocabulary padding. expert: number of expert-parallel
     ranks; above 1 its experts have a separate optimizer. distributed: whether it uses the distributed optimizer. fused:
-    whether its layers are Transformer Engine's, in which a router's norm has a name of its own. padded_vocab_size: rows
+    whether it uses Transformer Engine's layers, in which a router's norm has a separate name. padded_vocab_size: rows
     of its vocabulary; None computes them as Megatron-LM does.
     """
 
@@ -85,15 +85,15 @@ class CoreTarget:
 
     @property
     def chains_optimizers(self) -> bool:
-        """Whether its optimizer is a chain of two: for dense parameters and for experts."""
+        """Whether its optimizer is a chain of two, for dense parameters and for experts."""
         return self.expert > 1
 
 
 def to_megatron_core(load: Path, save: Path, *, target: CoreTarget, step: int | None = None) -> Path:
-    """Writes weights and Adam's state as a Megatron-Core checkpoint; returns its folder.
+    """Writes weights and Adam's state as a Megatron-Core checkpoint and returns its folder.
 
-    Raises ValueError for a checkpoint of another optimizer, for expert-parallel ranks of a model without experts, and
-    if the folder already exists; OSError if it cannot be written. Leaves nothing after an error.
+    Raises ValueError for a checkpoint of an unsupported optimizer, for expert-parallel ranks of a model without
+    experts, and if the folder already exists. Raises OSError if it cannot be written. Leaves nothing after an error.
     """
     found = checkpoint_of_load(load, step)
     if found.format is not CheckpointFormat.OURS:
@@ -106,7 +106,7 @@ def to_megatron_core(load: Path, save: Path, *, target: CoreTarget, step: int | 
     has_state = values["contents"]["optimizer"]
     if has_state and stored.get("optimizer") not in ("adam", "distributed_fused_adam"):
         raise ValueError(
-            f"optimizer is {stored.get('optimizer')!r}: must be adam, the only one whose state can be converted"
+            f"optimizer is {stored.get('optimizer')!r}: must be adam, the only optimizer whose state can be converted"
         )
     if target.chains_optimizers and not stored.get("num_experts"):
         raise ValueError(f"--target-expert-parallel-size is {target.expert}: must be 1 for a model without experts")
@@ -117,8 +117,8 @@ def to_megatron_core(load: Path, save: Path, *, target: CoreTarget, step: int | 
     boxes = _Boxes(model, checkpoint, target, args)
     save.mkdir(parents=True, exist_ok=True)
     with folders.atomic_folder(folder) as temporary:
-        # save_stream writes the native format into a new folder. Only its data files and index belong to
-        # Megatron-Core's.
+        # save_stream writes the native format to a new folder. Only its data files and index are part of
+        # Megatron-Core's format.
         save_stream(boxes.tensors(with_state=has_state), temporary / "tensors", common={}, with_zip_checksums=True)
         for path in (temporary / "tensors").iterdir():
             if path.name == METADATA_FILE or path.suffix == ".distcp":
@@ -147,10 +147,10 @@ def _padded_vocab_size(args: argparse.Namespace, target: CoreTarget) -> int:
 
 @dataclass(frozen=True)
 class _Source:
-    """Native tensors that become one kind of Megatron-Core's. prefix: that of the native keys, empty for weights.
+    """Native tensors that become one kind of Megatron-Core tensors.
 
-    their_kind: kind of optimizer state; None for weights. dtype: dtype of the written tensors; None means the stored
-    one.
+    prefix: prefix of the native keys, empty for weights. their_kind: kind of optimizer state; None for weights. dtype:
+    dtype of the written tensors; None means the stored dtype.
     """
 
     prefix: str
@@ -159,7 +159,7 @@ class _Source:
 
 
 class _Boxes:
-    """The tensors of a checkpoint as boxes of Megatron-Core's tensors."""
+    """Reads a checkpoint's tensors as Megatron-Core's tensors."""
 
     def __init__(
         self, model: nn.Module, checkpoint: VerifiedCheckpoint, target: CoreTarget, args: argparse.Namespace
@@ -169,7 +169,7 @@ class _Boxes:
         self._reader = StreamReader(checkpoint)
         self._num_layers = args.num_layers
         self._num_experts = args.num_experts or 0
-        # Layers of one kind are stacked in one tensor; otherwise each has its own tensors.
+        # If all layers are of the same kind they are stacked in one tensor; otherwise each has separate tensors.
         names = {name.split(".", 3)[3] for name in self._tensors if name.startswith("decoder.layers.")}
         counts = [
             sum(f"decoder.layers.{layer}.{name}" in self._tensors for layer in range(args.num_layers)) for name in names
@@ -177,7 +177,7 @@ class _Boxes:
         self._stacked = all(count == args.num_layers for count in counts)
 
     def tensors(self, *, with_state: bool) -> Iterator[ShardedTensor]:
-        """Yields weights, and the state of each; any shape, in the stored dtype."""
+        """Yields the weights and optionally their optimizer states, any shape, in the stored dtype."""
         sources = [_Source(prefix="", their_kind=None)]
         if with_state:
             sources += [_Source(state_prefix(kind), kind) for kind in (EXP_AVG, EXP_AVG_SQ)]
@@ -185,7 +185,7 @@ class _Boxes:
             if any(key.startswith(state_prefix(MASTERS)) for key in self._checkpoint.tensors):
                 sources.append(_Source(state_prefix(MASTERS), their_masters))
             elif self._target.distributed:
-                # The distributed optimizer always has an fp32 copy of the weights.
+                # The distributed optimizer always stores an fp32 copy of the weights.
                 sources.append(_Source("", their_masters, dtype=torch.float32))
         for name, tensor in self._tensors.items():
             pieces = pieces_of_tensor(name, tensor, self._pieces)
@@ -195,7 +195,7 @@ class _Boxes:
                 yield self._box(name, tuple(tensor.shape), pieces, source)
 
     def extra_states(self) -> list[str]:
-        """Returns keys of the (empty) `_extra_state` entries that Megatron's layers require on load."""
+        """Returns the keys of the empty `_extra_state` entries that Megatron's layers require on load."""
         keys = []
         for name in self._tensors:
             module, _, leaf = name.rpartition(".")
@@ -229,7 +229,7 @@ class _Boxes:
         return ShardedTensor.at(key, values.view(*lead, *shape), place.shape(shape), offset)
 
     def _place(self, name: str) -> Place:
-        """Returns the place of a parameter, with gate and up in one tensor and experts stacked."""
+        """Returns a parameter's place, with gate and up in one tensor and experts stacked."""
         is_router_norm = name.endswith(("pre_mlp_layernorm.weight", "pre_mlp_layernorm.bias"))
         # Transformer Engine has no layer that fuses a norm with a router.
         is_separate = (
@@ -241,16 +241,16 @@ class _Boxes:
             if len(way.places) == 1
             and way.experts_stacked == (_EXPERT in name)
             and way.layers_stacked == (self._stacked and name.startswith("decoder.layers."))
-            # A norm that may be fused is always fused, because its fused variant comes first.
+            # A norm that can be fused is always fused, because ways_to_store yields the fused variant first.
             and not (is_separate and way.norm_is_fused)
         )
         return place
 
 
 def _add_extra_states(folder: Path, keys: Sequence[str]) -> None:
-    """Adds one empty object to the data files, and makes all keys refer to it."""
+    """Adds one empty object to the data files and maps all keys to it."""
     content = io.BytesIO()
-    torch.save([None], content)  # a state without effect, as its layers save it
+    torch.save([None], content)  # an empty state, as Megatron's layers save it
     name = f"__{len(list(folder.glob('*.distcp')))}_0.distcp"
     (folder / name).write_bytes(content.getvalue())
     metadata = read_metadata(folder)
@@ -263,7 +263,7 @@ def _add_extra_states(folder: Path, keys: Sequence[str]) -> None:
 
 
 def _common(values: Mapping[str, Any], args: argparse.Namespace, target: CoreTarget) -> dict[str, Any]:
-    """Returns the content of common.pt: the non-tensor values that Megatron-LM's scripts store."""
+    """Returns the contents of common.pt: the non-tensor values that Megatron-LM's scripts store."""
     stored, state = values["args"], values["train_state"]
     position = {name: state[name] for name in ("consumed_train_samples", "consumed_valid_samples")}
     common: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """Writes the table of public names in docs/python_names.md: `python -m tools.write_migration_docs`.
 
-The text above the table is written by hand and stays unchanged.
+The text above the table is written by hand and is not changed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ def with_table(page: str, comparisons: Sequence[Comparison]) -> str:
     """Returns the page with the table of these comparisons. Raises ValueError for a page without MARK."""
     head, mark, _ = page.partition(MARK)
     if not mark:
-        raise ValueError(f"docs/python_names.md has no line {MARK.strip()!r}")
+        raise ValueError(f"docs/python_names.md does not contain the line {MARK.strip()!r}")
     return head + mark + "\n".join(["", *_summary(comparisons), *_modules(comparisons)])
 
 
@@ -49,7 +49,7 @@ def _owner(row: Comparison) -> str:
 
 
 def _rows_of(owner: str, members: Sequence[Comparison]) -> Iterable[str]:
-    # Names with the same verdict and reason share a row, at the position of their first.
+    # Names with the same verdict and reason share a row, at the position of the first name.
     groups: dict[tuple[str, str], list[str]] = {}
     for row in members:
         groups.setdefault((row.verdict.value, shown_reason(row)), []).append(_shown(row))
@@ -63,7 +63,7 @@ def _shown(row: Comparison) -> str:
 
 
 def shown_reason(row: Comparison) -> str:
-    """Returns the text of the last column: the differences, and the reasons for missing effects."""
+    """Returns the text of the last column: the differences, or why the name is unsupported or has no effect."""
     notes = [row.why]
     if row.unsupported:
         # A field that exists accepts its default. Other names of unsupported features give the reason for their
@@ -76,7 +76,7 @@ def shown_reason(row: Comparison) -> str:
 
 
 def main() -> None:
-    """Rewrites the table."""
+    """Rewrites the table in docs/python_names.md."""
     PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), compare_all()), encoding="utf-8")
 
 

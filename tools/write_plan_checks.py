@@ -19,7 +19,7 @@ BEGIN, END = "<!-- published figures -->\n", "<!-- end of published figures -->\
 _HEAD = "| what | source | published | planned | error |\n|---|---|---|---|---|\n"
 _ALWAYS = "--dry-run --mock-data --train-iters 1 --lr 1e-4 --bf16 --tokenizer-type NullTokenizer"
 
-# From the model cards on the hub, and exactly from the tensors of the files there.
+# Exact numbers of the tensors in the hub's files, which the model cards round.
 PARAMETERS = {
     "llama3-8b": 8_030_261_248,
     "llama3.1-70b": 70_553_706_496,
@@ -35,7 +35,7 @@ PARAMETERS = {
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
 }
-# Router biases, which have no gradient: hub files count them, plans do not.
+# Router biases, which have no gradient. They are counted in hub files but not in plans.
 _ROUTER_BIASES = {"deepseek-v3": 58 * 256}
 
 # A GPT with 7.50e9 parameters, like the paper's example.
@@ -61,7 +61,7 @@ _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num
 
 @dataclass(frozen=True)
 class Row:
-    """One compared number. unit: unit of both values; 'parameters' are exact. digits: decimals, as published."""
+    """One published number and its plan. unit: unit of both; 'parameters' are exact. digits: decimals, as published."""
 
     what: str
     source: str
@@ -72,12 +72,12 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Ratio of the planned to the published value, minus 1."""
+        """Planned value divided by the published value, minus 1."""
         return self.planned / self.published - 1
 
 
 def rows() -> Iterator[Row]:
-    """Returns all numbers, newly planned."""
+    """Yields all comparisons, with new plans."""
     yield from parameter_rows()
     yield from zero_rows()
     yield from activation_rows()
@@ -85,7 +85,7 @@ def rows() -> Iterator[Row]:
 
 
 def parameter_rows() -> Iterator[Row]:
-    """Yields the parameters of published models without multi-token prediction layers, which are counted separately."""
+    """Yields the numbers of parameters of published models, without multi-token prediction layers."""
     for name, published in PARAMETERS.items():
         # Activations are not needed.
         words = "--mtp-num-layers 0 --seq-length 64 --micro-batch-size 1 --global-batch-size 1 --skip-train --load none"
@@ -95,7 +95,7 @@ def parameter_rows() -> Iterator[Row]:
 
 
 def zero_rows() -> Iterator[Row]:
-    """Yields a rank's model states in the three stages of ZeRO."""
+    """Yields a rank's model states for the three stages of ZeRO."""
     for ranks, published in _ZERO_GIGABYTES.items():
         for stage, (gigabytes, flags) in enumerate(zip(published, _ZERO_FLAGS, strict=True), start=1):
             rank = _plan(f"{_ZERO_MODEL} {flags}", ranks=ranks).stages[0]
@@ -105,7 +105,7 @@ def zero_rows() -> Iterator[Row]:
 
 
 def activation_rows() -> Iterator[Row]:
-    """Yields the activations that a layer of a GPT saves for backward, in the paper's symbols.
+    """Yields the activations that a GPT layer saves for backward, in the paper's symbols.
 
     They are 34 s b h / t with sequence parallelism, and 2 s b h without it under full recomputation.
     """
@@ -134,9 +134,9 @@ def _gpt_words(heads: int, hidden: int, *, batch: int) -> str:
 
 
 def _interleaved_row() -> Row:
-    """Returns the first of 8 stages of 3 chunks.
+    """Returns the activations of the first of 8 stages with 3 chunks each.
 
-    It saves 1 + 7 / 24 of a microbatch's activations of all layers.
+    It saves 1 + 7 / 24 times a microbatch's activations of all layers.
     """
     heads, hidden, batch = _GPTS["175B"]
     layout = (
@@ -150,9 +150,9 @@ def _interleaved_row() -> Row:
 
 
 def expert_rows() -> Iterator[Row]:
-    """Yields a routed row of DeepSeek-V3.
+    """Yields the activations of DeepSeek-V3's routed experts.
 
-    A row saves its input, gate and up, and the activation: 2 h + 6 f bytes in bf16.
+    Each routed row saves its input, gate and up, and the activation: 2 h + 6 f bytes in bf16.
     """
     tokens, experts_of_token, hidden, ffn, layers = 4096, 8, 7168, 2048, 58
     words = f"--model deepseek-v3 --mtp-num-layers 0 --seq-length {tokens} --micro-batch-size 1 --global-batch-size 1"
@@ -163,7 +163,7 @@ def expert_rows() -> Iterator[Row]:
 
 
 def table(found: list[Row]) -> str:
-    """Returns the rows as Markdown."""
+    """Formats the rows as a Markdown table."""
     return _HEAD + "".join(map(_line, found))
 
 
@@ -187,7 +187,7 @@ def _plan(words: str, *, ranks: int = 1) -> Plan:
 
 
 def main() -> None:
-    """Writes the table into the page."""
+    """Writes the table to the page."""
     new = table(list(rows()))
     PAGE.write_text(PAGE.read_text().replace(BEGIN + documented() + END, BEGIN + new + END))
     print(new, end="")

@@ -1,4 +1,4 @@
-"""Draws figures as SVG panels of lines or bars, without any plotting library. Measures nothing."""
+"""Draws SVG panels of lines or bars without a plotting library. Measures nothing."""
 
 import enum
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,8 +23,8 @@ class Kind(enum.Enum):
 class Panel:
     """One pair of axes.
 
-    ticks: labels of the x axis. series: by name, a number for each tick, None if missing. limit: a level that is drawn
-    across.
+    ticks: labels of the x axis. series: by name, one number per tick, None if missing. limit: level at which a
+    horizontal line is drawn.
     """
 
     title: str
@@ -36,7 +36,7 @@ class Panel:
 
     @property
     def step(self) -> float:
-        """Returns the distance of grid lines: a round number that results in at most six lines."""
+        """Distance of grid lines: a round number that results in at most six lines."""
         known = [value for values in self.series.values() for value in values if value is not None]
         most = max([*known, self.limit or 0.0], default=0.0) or 1.0
         steps = (digit * 10.0**power for power in range(-6, 12) for digit in (1, 2, 5))
@@ -44,12 +44,12 @@ class Panel:
 
     @property
     def top(self) -> float:
-        """Returns the upper end of the y axis."""
+        """Upper end of the y axis."""
         return 6 * self.step
 
 
 def drawing(title: str, panels: Sequence[Panel], *, columns: int = 2) -> str:
-    """Returns the SVG of the panels, row by row, each with its legend."""
+    """Returns an SVG of the panels, row by row, each with a legend."""
     names = max((len(panel.series) for panel in panels), default=0)
     cell_width, cell_height = _LEFT + _WIDTH + _GAP, _TOP + _HEIGHT + _BELOW + 16 * names
     rows = -(-len(panels) // columns)

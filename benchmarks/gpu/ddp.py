@@ -3,8 +3,8 @@
     python benchmarks/gpu/ddp.py [--rounds 8] [--steps 20] [--layers 8] [--hidden 2048] --json FILE
 
 Runs one process with an NCCL group of this rank and one model in bf16. The sides are plain DDP (the base of all ratios)
-and FSDP2 around fused AdamW, and ours with and without sharding and overlap, with fp32 masters. Has not been run yet,
-because it needs a GPU.
+and FSDP2 with fused AdamW, and ours with and without sharding and overlap, with fp32 masters. Has not been run yet,
+because it requires a GPU.
 """
 
 import argparse
@@ -56,7 +56,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Mean over a round's steps in seconds of the device's clock, and bytes that the side holds between steps."""
+    """Mean device time of a round's steps in seconds, and bytes allocated by the side between steps."""
 
     device_seconds: float
     held_bytes: int
@@ -71,16 +71,16 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(hidden, 4 * hidden, bias=False), nn.Linear(4 * hidden, hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps x, [T, H], floating point, to the same shape."""
+        """Applies the layer to x, [T, H], floating point. Returns the same shape and dtype."""
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
 
 def main() -> None:
-    """Measures and prints the table."""
+    """Measures the sides and prints the table."""
     options = parse_options()
     device = default_device()
     if device.type != "cuda":
-        sys.exit("benchmarks/gpu/ddp.py needs a GPU; use benchmarks/ddp.py on the CPU")
+        sys.exit("benchmarks/gpu/ddp.py requires a GPU; use benchmarks/ddp.py on the CPU")
     prepare_device(device)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     sizes = Sizes(options.layers, options.hidden, options.tokens)
@@ -95,7 +95,7 @@ def main() -> None:
     for number in range(options.rounds + 1):
         for name, step in steps.items():
             seconds = time_steps(step, options.steps, device=device)
-            if number > 0:  # the first warms up
+            if number > 0:  # the first round warms up
                 measured.setdefault(name, []).append(Measurement(seconds, held[name]))
     report(measured, options.json, device=device, sizes=sizes)
     dist.destroy_process_group()
@@ -116,7 +116,7 @@ def builds() -> dict[str, Callable[[Sizes, torch.device], Callable[[], None]]]:
 
 
 def build_model(sizes: Sizes, device: torch.device, *, dtype: torch.dtype) -> nn.Module:
-    """Builds the model with the same weights for every side."""
+    """Builds the model, with the same weights for every side."""
     torch.manual_seed(1234)
     return nn.Sequential(*[Block(sizes.hidden) for _ in range(sizes.layers)]).to(device, dtype)
 
@@ -127,7 +127,7 @@ def inputs(sizes: Sizes, device: torch.device) -> torch.Tensor:
 
 
 def build_plain(sizes: Sizes, device: torch.device) -> Callable[[], None]:
-    """Builds torch's DDP with fp32 parameters and bf16 products by autocast, which gives the same numerics."""
+    """Builds torch's DDP with fp32 parameters and bf16 GEMMs by autocast, which has the same numerics."""
     model = nn.parallel.DistributedDataParallel(build_model(sizes, device, dtype=torch.float32), device_ids=[device])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
     x = inputs(sizes, device)
@@ -144,7 +144,7 @@ def build_plain(sizes: Sizes, device: torch.device) -> Callable[[], None]:
 
 
 def build_fsdp2(sizes: Sizes, device: torch.device) -> Callable[[], None]:
-    """Builds torch's fully_shard, layer by layer, with parameters gathered in bf16 and gradients reduced in fp32."""
+    """Builds torch's FSDP2, applied layer by layer, with bf16 parameter gathers and fp32 gradient reductions."""
     model = build_model(sizes, device, dtype=torch.float32)
     mesh = init_device_mesh(device.type, (1,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -165,7 +165,7 @@ def build_fsdp2(sizes: Sizes, device: torch.device) -> Callable[[], None]:
 
 def build_ours(sizes: Sizes, device: torch.device, *, settings: Mapping[str, bool | int]) -> Callable[[], None]:
     """Builds bf16 parameters with fp32 masters and gradients, and the same clipping as the other sides."""
-    # The settings are a few names that the benchmark itself chose.
+    # mypy cannot check the names of the settings, which builds() chooses.
     config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **settings)  # type: ignore[arg-type]
     ddp = DistributedDataParallel(ModelParallelConfig(), config, build_model(sizes, device, dtype=torch.bfloat16))
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-4, weight_decay=0.01, clip_grad=1.0, bf16=True), [ddp])
@@ -214,7 +214,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=8, help="layers (default: 8)")
     parser.add_argument("--hidden", type=int, default=2048, help="hidden size (default: 2048)")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens per batch (default: 8192)")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     return parser.parse_args()
 
 

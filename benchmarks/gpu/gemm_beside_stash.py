@@ -1,15 +1,17 @@
-"""Measures how much matrix products slow down while a stash runs, by the number of programs that the stash may use.
+"""Measures how much GEMMs slow down while a stash runs, for several limits on the stash's number of programs.
 
     python benchmarks/gpu/gemm_beside_stash.py [--rounds 7] [--json FILE] [--plot FILE.svg]
     python benchmarks/gpu/gemm_beside_stash.py --small     # tiny, also on the CPU: tests the program
 
-Runs a sequence of bf16 products on the main stream, and a longer sequence of stash and restore of one group on the side
+Runs a sequence of bf16 GEMMs on the main stream, and a longer sequence of stash and restore of one group on a side
 stream.
-  gemm x    seconds of the products during the stash / alone
-  rate x    rate of stash and restore meanwhile / rate of copy_ alone
-  cost x    seconds that the products lose for each stash and restore / seconds that two copy_ of the bytes take alone:
-            0: completely hidden, 1: as if the copies ran alone on the GPU
-Figures are medians over rounds, in which products run alone and during the stash.
+
+gemm x    time of the GEMMs during the stash / time of the GEMMs alone
+rate x    rate of stash and restore during the GEMMs / rate of copy_ alone
+cost x    additional time of the GEMMs per stash and restore / time of two copy_ of the same bytes alone.
+          0: completely hidden, 1: as if the copies ran alone on the GPU
+
+Results are medians over rounds, in which the GEMMs run alone and during the stash.
 """
 
 import statistics
@@ -40,8 +42,8 @@ from megatron.core.transformer.moe.paged_stash.group_memory import SideStream  #
 
 PROGRAMS = (2, 4, 8, 16, 32, 64, 132, 0)
 TARGET = 1.1
-LAUNCH_SECONDS = 2e-4  # time in which the host launches one kernel, as an upper estimate
-MOST_PAIRS = 300  # launches, including events, that a stream's queue accepts before the host has to wait
+LAUNCH_SECONDS = 2e-4  # upper bound of the host's time to launch one kernel
+MOST_PAIRS = 300  # stash and restore pairs, with events, that a stream's queue accepts before the host has to wait
 WARM_TURNS = 2
 
 
@@ -49,8 +51,8 @@ WARM_TURNS = 2
 class Sizes:
     """Sizes of a measurement.
 
-    gemm: the three sizes of a product. products: products in a row. width: bytes of a row of x. group_bytes: bytes of
-    the stash.
+    gemm: the three sizes of a GEMM. products: number of consecutive GEMMs. width: bytes of a row of x. group_bytes:
+    bytes of the stashed group.
     """
 
     gemm: int = 8192
@@ -64,19 +66,19 @@ SMALL = Sizes(gemm=32, products=3, width=64, group_bytes=16384)
 
 @dataclass(frozen=True)
 class Beside:
-    """Seconds of the products during copies, and the end times of each stash and restore from the products' start."""
+    """Seconds of the GEMMs during copies, and the end time of each stash and restore, relative to the GEMMs' start."""
 
     seconds: float
     ends: list[float]
 
     @property
     def is_covered(self) -> bool:
-        """Whether copies ran until the products' end."""
+        """Whether copies were running until the GEMMs ended."""
         return max(self.ends) > self.seconds
 
     @property
     def pairs(self) -> float:
-        """Number of stash and restore pairs done meanwhile, including the estimated fraction of an unfinished one."""
+        """Number of stash and restore pairs completed meanwhile, including the estimated part of an unfinished pair."""
         ended = [0.0, *(end for end in self.ends if end <= self.seconds)]
         done = len(ended) - 1
         if not self.is_covered:
@@ -85,7 +87,7 @@ class Beside:
 
 
 class Rivals:
-    """Products on the main stream, and a group's copies on a side stream."""
+    """Matrix multiplications on the main stream, and a group's copies on a side stream."""
 
     def __init__(self, sizes: Sizes, device: torch.device) -> None:
         self.sizes, self.device, self.side = sizes, device, SideStream(device)
@@ -100,7 +102,7 @@ class Rivals:
         self.out: Tensor = torch.empty(shape, device=device, dtype=torch.bfloat16)
 
     def products(self) -> None:
-        """Launches the products on the current stream."""
+        """Launches the GEMMs on the current stream."""
         for _ in range(self.sizes.products):
             torch.mm(*self.matrices, out=self.out)
 
@@ -110,12 +112,12 @@ class Rivals:
         self.bench.restore(0)
 
     def copies(self) -> None:
-        """Copies the same number of bytes in and out with copy_, on the current stream."""
+        """Launches copy_ of the same number of bytes in and out, on the current stream."""
         self.bench.copy_in(0)
         self.bench.copy_out(0)
 
     def alone(self, work: Callable[[], None], *, turns: int = 1) -> float:
-        """Returns the seconds of one turn when nothing else runs."""
+        """Returns the device's seconds per turn when nothing else runs."""
         hold(self.device, LAUNCH_SECONDS * (self.sizes.products + 4 * turns))
         start = mark_time(self.device)
         for _ in range(turns):
@@ -123,7 +125,7 @@ class Rivals:
         return seconds_between(start, mark_time(self.device)) / turns
 
     def beside(self, pairs: int) -> Beside:
-        """Runs the products and the given number of pairs, which begin at the same time."""
+        """Runs the GEMMs and the given number of stash and restore pairs, which start at the same time."""
         hold(self.device, LAUNCH_SECONDS * (self.sizes.products + 3 * pairs))
         ends: list[TimeMark] = []
         with self.side.behind_main():
@@ -138,13 +140,13 @@ class Rivals:
 
 
 def measure(rivals: Rivals, num_programs: int, *, rounds: int) -> dict[str, Any]:
-    """Returns the figures for one cap."""
+    """Returns the results for one program limit."""
     rivals.bench.num_programs = num_programs
     for _ in range(WARM_TURNS):
         rivals.pair()
         rivals.products()
     pair_seconds = rivals.alone(rivals.pair, turns=5)
-    # Products are slower during the copies than alone, and the copies must outlast them.
+    # Enough pairs to outlast the GEMMs, which are slower during the copies than alone.
     pairs = min(MOST_PAIRS, 2 + int(2.5 * rivals.alone(rivals.products) / pair_seconds))
     rows = []
     for _ in range(rounds):
@@ -162,23 +164,27 @@ def measure(rivals: Rivals, num_programs: int, *, rounds: int) -> dict[str, Any]
 
 
 def targets_of(rows: Sequence[dict[str, Any]]) -> list[Target]:
-    """Returns the cost of the best cap, among those whose copies ran until the end."""
+    """Returns the lowest cost over the program limits whose copies ran until the GEMMs ended."""
     costs = [row["cost_x"] for row in rows if row["is_covered"]]
     return [
-        Target("seconds lost by products per stash and restore / two copy_, best cap", min(costs, default=None), TARGET)
+        Target(
+            "additional time of GEMMs per stash and restore / two copy_, best program limit",
+            min(costs, default=None),
+            TARGET,
+        )
     ]
 
 
 def plot(rows: Sequence[dict[str, Any]]) -> str:
-    """Draws two panels over caps."""
+    """Draws two panels over the program limits."""
     caps = [str(row["num_programs"] or "all") for row in rows]
     series = {
-        "products: seconds during the stash / alone": [row["gemm_x"] for row in rows],
-        "stash: rate during the products / rate of copy_": [row["rate_x"] for row in rows],
+        "GEMMs: time during the stash / alone": [row["gemm_x"] for row in rows],
+        "stash: rate during the GEMMs / rate of copy_": [row["rate_x"] for row in rows],
     }
-    cost = {"seconds lost / seconds of two copy_": [row["cost_x"] for row in rows]}
+    cost = {"additional time / time of two copy_": [row["cost_x"] for row in rows]}
     return drawing(
-        "Matrix products during a running stash",
+        "GEMMs during a running stash",
         [
             Panel("both at the same time", "maximum programs of a kernel", caps, series, limit=1.0),
             Panel("cost of a stash and a restore", "maximum programs of a kernel", caps, cost, limit=TARGET),
@@ -187,7 +193,7 @@ def plot(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measures, prints, and writes the requested files. Exits with status 1 if a target is missed."""
+    """Measures, prints and writes the results. Exits with status 1 if a target is missed."""
     options = benchmark_parser(__doc__, rounds=7).parse_args()
     device = require_device(options)
     prepare_device(device)
@@ -198,7 +204,7 @@ def main() -> None:
     for num_programs in PROGRAMS[-2:] if options.small else PROGRAMS:
         row = measure(rivals, num_programs, rounds=options.rounds)
         rows.append(row)
-        note = "" if row["is_covered"] else "  the copies ended first"
+        note = "" if row["is_covered"] else "  the copies ended before the GEMMs"
         print(
             f"{num_programs or 'all':>8} {row['gemm_x']:7.3f} {row['rate_x']:7.3f} {row['cost_x']:7.3f}{note}",
             flush=True,

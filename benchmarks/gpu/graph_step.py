@@ -5,15 +5,17 @@
 
 Each side is a process that trains with flags of pretrain_gpt.py, as rank 0 of 8 whose other ranks are stand-ins (see
 stand_ins.py). Its routing is forced: balanced, or skewed towards this rank, and different in every step. Sides
-share the GPU's memory and step in turns. If not all fit, they run in groups, each with the base.
-  ms       a step by the device's clock, median
-  time x   relative to the eager dropless step, median over rounds
-  MiB      peak of torch's allocator since the process started; reserved: peak taken from the device
-  memory x the same without the bytes that dropless holds between steps (weights, gradients, states), relative to
-  dropless
-  at most  (phi + w c / S), which memory x must not exceed: pages over live rows, 1 + prefetched layers, capacity
-           over live rows, layers
-  again, host, void: recomputed tensors, pages on the host, and discarded attempts in the last step
+share the GPU's memory and take turns. If not all fit, they run in groups, each including the base.
+
+ms       device time of a step, median
+time x   relative to the eager dropless step, median over rounds
+MiB      peak of torch's allocator since the process started; reserved: peak allocated from the device
+memory x the same without the bytes that dropless allocates between steps (weights, gradients, states), relative to
+         dropless
+at most  (phi + w c / S), which memory x must not exceed: phi is pages over live rows, w is 1 + prefetched layers, c is
+         capacity over live rows, and S is the number of layers
+again, host, void: recomputed tensors, pages on the host, and discarded attempts in the last step
+
 Sides that fail, for example for lack of memory, are named, and the exit status is 1. Has not been run on a GPU yet.
 """
 
@@ -63,15 +65,15 @@ from megatron.training.run import TrainingRun  # noqa: E402
 from megatron.training.training import run_step  # noqa: E402
 
 TIME_TARGET = 0.75
-WARM_STEPS = 5  # including a graph's own warm-up and its capture
-MOST_ROWS = 0.95  # factor of a buffer: a step must not be discarded
+WARM_STEPS = 5  # including a graph's warm-up steps and its capture
+MOST_ROWS = 0.95  # fraction of a buffer, so that no step is discarded
 PATIENCE_SECONDS = 180
 PRELOAD = ["benchmarks.train_step", "benchmarks.gpu.stand_ins"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A shape with a routing."""
+    """A shape combined with a routing."""
 
     name: str
     shape: Shape
@@ -79,7 +81,7 @@ class Case:
 
     @property
     def routing(self) -> Routing:
-        """Describes the distribution of rows."""
+        """Distribution of the rows."""
         return ROUTINGS[self.routing_name]
 
     def __str__(self) -> str:
@@ -88,8 +90,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Seconds of the steps; peak bytes allocated, peak bytes reserved and current bytes; the last step's stash
-    counters.
+    """Times and memory of a side's steps.
+
+    seconds: time of each step. peak, reserved: peak bytes allocated and reserved. held: bytes allocated between steps.
+    again, on_host, voids: stash counters of the last step.
     """
 
     seconds: list[float]
@@ -103,7 +107,7 @@ class Measurement:
 
 @dataclass
 class Process:
-    """A side's process and its results so far. error: reason why there are no more."""
+    """A side's process and its results so far. error: reason why there are no further results."""
 
     name: str
     process: Any
@@ -112,7 +116,7 @@ class Process:
     error: str | None = None
 
     def ask(self, steps: int) -> None:
-        """Requests this number of steps, or the end for 0. `take` returns the answer."""
+        """Requests this number of steps, or the end for 0. `take` returns the result."""
         if self.error is None:
             try:
                 self.connection.send(steps)
@@ -120,7 +124,7 @@ class Process:
                 self.error = f"its process has ended: {error}"
 
     def take(self) -> Measurement | None:
-        """Returns the next answer, or None if there will be none, including after a timeout."""
+        """Returns the next result, or None if there will be none, including after a timeout."""
         if self.error is not None:
             return None
         try:
@@ -135,7 +139,7 @@ class Process:
 
 
 def main() -> None:
-    """Measures, prints, and writes the requested files. Exits with status 1 if a target is missed or a side fails."""
+    """Measures, prints and writes the results. Exits with status 1 if a target is missed or a side fails."""
     options = parse_options()
     device = require_device(options)
     records, targets = [], []
@@ -143,7 +147,7 @@ def main() -> None:
         record = record_of(case, rounds=options.rounds, steps=options.steps)
         print_case(case, record)
         records.append(record)
-        # The CPU counts no allocations, and steps of this size have no meaningful bound.
+        # The CPU does not count allocations, and the limit is not meaningful for steps of this size.
         targets += [] if options.small else targets_of(case, record)
         # After each case, so that an interrupted run loses only the current case.
         write_record(options.json, {"cases": records}, device=device, targets=targets)
@@ -160,7 +164,7 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
 
 
 def record_of(case: Case, *, rounds: int, steps: int) -> dict[str, Any]:
-    """Measures all sides of a case."""
+    """Measures all sides of a case and returns their results."""
     sides = sides_of(case.routing)
     lines: dict[str, dict[str, Any]] = {}
     for batch in batches(sides, at_once=case.shape.at_once):
@@ -173,14 +177,14 @@ def record_of(case: Case, *, rounds: int, steps: int) -> dict[str, Any]:
 
 
 def batches(sides: Mapping[str, Side], *, at_once: int) -> list[dict[str, Side]]:
-    """Splits the sides into groups that fit into memory, each with the base."""
+    """Splits the sides into groups that fit into memory, each including the base."""
     others = [name for name in sides if name != BASE]
     starts = range(0, len(others), at_once - 1)
     return [{name: sides[name] for name in (BASE, *others[start : start + at_once - 1])} for start in starts]
 
 
 def measure(case: Case, sides: Mapping[str, Side], *, rounds: int, steps: int) -> list[Process]:
-    """Starts these sides together, lets them step in turns, and ends them."""
+    """Starts the processes of these sides, lets them train in turns, and ends them."""
     processes = [start(name, case, flags=side.flags) for name, side in sides.items()]
     for process in processes:
         process.take()
@@ -209,7 +213,7 @@ def start(name: str, case: Case, *, flags: str) -> Process:
 
 
 def serve(connection: Connection, case: Case, *, flags: str) -> None:
-    """Builds the side and warms it up, then runs the requested numbers of steps until 0. Sends errors as text."""
+    """Builds and warms up the side, then runs the requested numbers of steps until 0 arrives. Sends errors as text."""
     torch.set_num_threads(1)
     try:
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
@@ -225,7 +229,7 @@ def serve(connection: Connection, case: Case, *, flags: str) -> None:
 
 
 def build(case: Case, flags: str) -> tuple[TrainingRun, ForcedRouting]:
-    """Returns the run that pretrain_gpt.py would train, and the routing that its routers follow."""
+    """Builds the run that pretrain_gpt.py would train, and the routing that its routers follow."""
     join_stand_ins(RANKS)
     if default_device().type == "cpu":
         setup.graph_device = TapeGraphs
@@ -235,14 +239,17 @@ def build(case: Case, flags: str) -> tuple[TrainingRun, ForcedRouting]:
 
 
 def check_graph(run: TrainingRun) -> None:
-    """Raises RuntimeError if steps that should replay a graph do not, because a run continues without one."""
+    """Raises RuntimeError if steps that should replay a graph do not, because a run would continue without it."""
     graph = run.steps.graph
     if isinstance(graph, FullCudaGraphWrapper) and (graph.failure is not None or graph.num_graphs == 0):
         raise RuntimeError(f"no graph was captured in {WARM_STEPS} steps: {graph.failure}")
 
 
 def tables_of(case: Case) -> torch.Tensor:
-    """Returns the choices of all layers in each routing that steps take in turn: [TABLES, layers, T, K], int64."""
+    """Returns the expert choices of all layers for each routing, which steps cycle through.
+
+    The result is [TABLES, layers, T, K], int64.
+    """
     shape, routing, generator = case.shape, case.routing, torch.Generator().manual_seed(1)
     choices = Choices(shape.seq, shape.topk, shape.num_experts, num_own=shape.num_own, unevenness=routing.unevenness)
     most = MOST_ROWS * min(CAPACITY, RANKS * shape.num_own / shape.topk)
@@ -254,7 +261,7 @@ def tables_of(case: Case) -> torch.Tensor:
 
 
 def run_steps(run: TrainingRun, routing: ForcedRouting, *, steps: int) -> Measurement:
-    """Runs training steps. A step ends at the position of the device when the host has finished it."""
+    """Runs and measures training steps. A step ends at the device's position when the host has finished the step."""
     marks = [mark_time(run.device)]
     for _ in range(steps):
         routing.advance()
@@ -272,7 +279,7 @@ def run_steps(run: TrainingRun, routing: ForcedRouting, *, steps: int) -> Measur
 
 
 def lines_of(case: Case, sides: Mapping[str, Side], *, processes: Sequence[Process]) -> dict[str, dict[str, Any]]:
-    """Returns figures of sides that were measured together, and only the error of failed sides."""
+    """Returns the results of sides that were measured together, or only the error of sides that failed."""
     base = next(process for process in processes if process.name == BASE)
     lines: dict[str, dict[str, Any]] = {}
     for process in processes:
@@ -308,7 +315,7 @@ def figures_of(own: Sequence[Measurement], base: Sequence[Measurement]) -> dict[
 
 
 def targets_of(case: Case, record: Mapping[str, Any]) -> list[Target]:
-    """Returns the targets of the graph with a stash in time, for launch-bound shapes, and in memory."""
+    """Returns the time target of the graph with a stash, for launch-bound shapes, and its memory target."""
     line = record["sides"].get("graph + stash", {})
     found = []
     if case.shape.is_launch_bound:
@@ -316,7 +323,7 @@ def targets_of(case: Case, record: Mapping[str, Any]) -> list[Target]:
     settings = record["settings"]
     name = f"{case}: graph + stash / eager dropless, memory, S {settings['S']}, w {settings['w']}"
     limit = sides_of(case.routing)["graph + stash"].most_memory(case.shape, case.routing)
-    assert limit is not None, "it has a stash"
+    assert limit is not None, "the side uses a stash"
     return [*found, Target(name, line.get("memory_x"), limit)]
 
 
@@ -338,7 +345,7 @@ def print_case(case: Case, record: Mapping[str, Any]) -> None:
 
 
 def plot(records: Sequence[Mapping[str, Any]]) -> str:
-    """Draws a panel for each case with time and memory of its sides."""
+    """Draws a panel for each case with the time and memory of its sides."""
     panels = []
     for record in records:
         lines = [line for line in record["sides"].values() if "error" not in line]
@@ -348,15 +355,19 @@ def plot(records: Sequence[Mapping[str, Any]]) -> str:
         }
         labels = [line["label"] for line in lines]
         panels.append(Panel(record["case"], "", labels, series, kind=Kind.BARS, limit=1.0))
-    return drawing("Training steps relative to eager dropless ones", panels)
+    return drawing("Training steps relative to eager dropless steps", panels)
 
 
 def parse_options() -> argparse.Namespace:
     """Parses the command line of this benchmark."""
     parser = benchmark_parser(__doc__, rounds=3)
     parser.add_argument("--steps", type=int, default=3, help="steps per round (default: 3)")
-    parser.add_argument("--shapes", nargs="+", default=[*SHAPES], choices=[*SHAPES], help="only these shapes")
-    parser.add_argument("--routings", nargs="+", default=[*ROUTINGS], choices=[*ROUTINGS], help="only these routings")
+    parser.add_argument(
+        "--shapes", nargs="+", default=[*SHAPES], choices=[*SHAPES], help="shapes to measure (default: all)"
+    )
+    parser.add_argument(
+        "--routings", nargs="+", default=[*ROUTINGS], choices=[*ROUTINGS], help="routings to measure (default: all)"
+    )
     return parser.parse_args()
 
 

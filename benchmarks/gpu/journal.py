@@ -1,4 +1,4 @@
-"""Manages the file of results, checks.jsonl, with one JSON object per line for each check that ended.
+"""Manages the file of results, checks.jsonl, which contains one JSON object per line for each check that ended.
 
 A line is written and synchronized with the disk when its check ends, so that a killed runner or machine loses
 only the current check. running.json names that check. Nothing here runs a check.
@@ -26,13 +26,13 @@ class Verdict(StrEnum):
 
     @property
     def is_failure(self) -> bool:
-        """Tells whether a run with this verdict must not report success."""
+        """Whether a run with this verdict must not report success."""
         return self not in (Verdict.PASSED, Verdict.NEEDS_GPU, Verdict.NOT_CHECKED)
 
 
 @dataclass(frozen=True)
 class Where:
-    """Conditions of a result. files: digest of this project's files."""
+    """Where a result was measured. files: digest of this project's files."""
 
     date: str
     device: str
@@ -46,8 +46,8 @@ class Where:
 class Record:
     """One line of the file.
 
-    seconds: wall time. exit_status: negative for a signal. orphans: processes that the check left running and that were
-    ended. results: numbers that the check reported. output: last lines. mark: mark of its processes.
+    seconds: wall time. exit_status: negative for a signal. orphans: number of processes that the check left running,
+    which were killed. results: results that the check reported. output: last lines. mark: identifies its processes.
     """
 
     check: str
@@ -62,7 +62,7 @@ class Record:
 
     @property
     def is_final(self) -> bool:
-        """Tells whether --resume skips the check. A missing tool or driver may be available the next time."""
+        """Whether --resume skips the check. A missing tool or driver may be available the next time."""
         if self.verdict in (Verdict.NEEDS_GPU, Verdict.NOT_CHECKED):
             return self.where.dry_run
         return self.verdict in (Verdict.PASSED, Verdict.FAILED, Verdict.TIMED_OUT)
@@ -85,7 +85,7 @@ class Journal:
                 found = {**values, "verdict": Verdict(values["verdict"]), "where": Where(**values["where"])}
                 records.append(Record(**found))
             except (ValueError, KeyError, TypeError):
-                continue  # a line from a disk that lost power, or from another version
+                continue  # a line damaged by a power failure, or written by a different version
         return records
 
     def mend(self) -> None:
@@ -97,23 +97,23 @@ class Journal:
                 os.truncate(self.path, whole)
 
     def begin(self, check: str, mark: str) -> None:
-        """Records that a check runs. mark: mark of its processes."""
+        """Records that a check runs. mark: identifies its processes."""
         temporary = self._running.with_suffix(".new")
         temporary.write_text(json.dumps({"check": check, "mark": mark}) + "\n")
         temporary.replace(self._running)
 
     def interrupted(self) -> tuple[str, str] | None:
-        """Returns name and mark of the check that ran when the last runner was killed, or None if there was none."""
+        """Returns the name and mark of the check that ran when the last runner was killed, or None."""
         try:
             values = json.loads(self._running.read_text())
             check, mark = values["check"], values["mark"]
         except (OSError, ValueError, KeyError):
             return None
-        # There is a line with this mark: the runner was killed between writing it and removing running.json.
+        # If a line has this mark, the runner was killed between writing the line and removing running.json.
         return None if any(record.mark == mark for record in self.read()) else (check, mark)
 
     def end(self, record: Record) -> None:
-        """Appends a line and records that nothing runs."""
+        """Appends a line and records that no check runs."""
         line = (json.dumps(asdict(record), allow_nan=True) + "\n").encode()
         with open(self.path, "ab", buffering=0) as stream:
             stream.write(line)

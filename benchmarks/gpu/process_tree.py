@@ -1,13 +1,13 @@
 """Runs one program with a time limit and ends all processes that it started. Independent of checks. Linux only.
 
-[Note: who belongs to a program] Ranks of tests and of elastic launchers call setsid, so signals to a process group miss
-them, and a process whose parent has ended belongs to init. Two mechanisms find them. First, this process is a child
-subreaper: descendants whose parent ended become its children, so the tree below it is complete. Second, each program
-gets an environment variable that its descendants inherit; /proc shows it even after a process has cleared its
+[Note: who belongs to a program] Ranks of tests and of elastic launchers call setsid, so signals to a process group do
+not reach them, and a process whose parent has ended belongs to init. Two mechanisms find them. First, this process is a
+child subreaper: descendants whose parent ended become its children, so the tree below it is complete. Second, each
+program gets an environment variable that its descendants inherit. /proc shows it even after a process has cleared its
 environment. The variable also identifies processes of a runner that was itself killed.
 
 [Note: order of ending] At its limit a program first shows where it hangs. Processes that have a handler for SIGUSR1,
-such as the ranks of tests, receive it and print their stacks; the output that they wrote to their own files is copied.
+such as the ranks of tests, receive it and print their stacks. The output that they wrote to separate files is copied.
 Then all receive SIGINT, so that Python reports the line and cleans up. Processes that still run after GRACE_SECONDS
 receive SIGKILL.
 """
@@ -24,19 +24,19 @@ from pathlib import Path
 from typing import BinaryIO
 
 MARK = "GPU_CHECK_PROCESS"
-GRACE_SECONDS = 5.0  # between SIGINT and SIGKILL; part of a program's limit
-LEAVE_SECONDS = 1.0  # after a normal end, for helpers such as fork servers to exit by themselves
-_SHOWN_LINES = 40  # of a file with a descendant's errors
+GRACE_SECONDS = 5.0  # time between SIGINT and SIGKILL; part of a program's limit
+LEAVE_SECONDS = 1.0  # after a normal exit, time for helpers such as fork servers to exit by themselves
+_SHOWN_LINES = 40  # last lines of a descendant's error file to show
 _POLL_SECONDS = 0.05
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # options of prctl
 
 
 @dataclass(frozen=True)
 class Ending:
-    """Outcome of a program run.
+    """How a program ended.
 
     status: its exit status, negative for a signal. timed_out: whether it had to be interrupted. num_orphans: number of
-    descendants that were alive when it ended, and were killed.
+    descendants that were alive when it ended and were killed.
     """
 
     status: int
@@ -46,18 +46,17 @@ class Ending:
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of descendants whose own parent ends. No effect if Linux refuses it."""
+    """Makes this process the parent of descendants whose parent ends. No effect if Linux rejects it."""
     _prctl(_SET_CHILD_SUBREAPER)
 
 
 def run_program(
     command: Sequence[str], *, limit: float, log: Path, mark: str, folder: Path, env: Mapping[str, str]
 ) -> Ending:
-    """Runs a program and shows its output. It is interrupted GRACE_SECONDS before `limit`, and killed at `limit`.
+    """Runs a program and shows its output. Interrupts it GRACE_SECONDS before `limit` and kills it at `limit`.
 
-    Its descendants are also killed; collecting them may take up to 2 * GRACE_SECONDS more.
-
-    Its output is appended to `log`. mark: a text that no other program has. adopt_orphans must have been called.
+    Its descendants are also killed, which may take up to 2 * GRACE_SECONDS more. Its output is appended to `log`. mark:
+    a text that is unique to this program. adopt_orphans must have been called.
     """
     began = time.monotonic()
     interrupt_at = began + max(0.0, limit - GRACE_SECONDS)
@@ -94,7 +93,7 @@ def run_program(
 
 
 def end_all(mark: str, *, keep_status_of: int | None = None) -> int:
-    """Kills all descendants of this process and all processes with the mark; returns their number.
+    """Kills all descendants of this process and all processes with the mark, and returns their number.
 
     Tries for GRACE_SECONDS. A process in an uninterruptible driver call may survive.
     """
@@ -111,7 +110,7 @@ def end_all(mark: str, *, keep_status_of: int | None = None) -> int:
 
 
 def descendants(mark: str) -> Iterator[int]:
-    """Yields the processes below this one and those with the mark. See [Note: who belongs to a program]."""
+    """Yields the processes below this process, and those with the mark. See [Note: who belongs to a program]."""
     entry = f"{MARK}={mark}".encode()
     parents = _parents()
     below = {os.getpid()}
@@ -144,7 +143,7 @@ def _environment(pid: int) -> Sequence[bytes]:
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Tells whether a process has a handler for a signal."""
+    """Returns whether a process has a handler for a signal."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -154,14 +153,14 @@ def _catches(pid: int, number: int) -> bool:
 
 
 def _interrupt(mark: str, log: Path) -> None:
-    """Makes processes show their stacks, and interrupts them. See [Note: order of ending]."""
+    """Makes the processes print their stacks, then interrupts them. See [Note: order of ending]."""
     found = list(descendants(mark))
     files = {path for pid in found if (path := _error_file(pid)) is not None and path != log.resolve()}
     shown = [pid for pid in found if _catches(pid, signal.SIGUSR1)]
     for pid in shown:
         _send(pid, signal.SIGUSR1)
     if shown:
-        time.sleep(0.3)  # for their stacks: a handler gives no sign when it has written one
+        time.sleep(0.3)  # lets the handlers write the stacks, because they do not signal when they are done
     with open(log, "a") as stream:
         for path in sorted(files):
             stream.write(f"--- the end of {path}\n" + "".join(_last_lines(path)) + "---\n")
@@ -170,7 +169,7 @@ def _interrupt(mark: str, log: Path) -> None:
 
 
 def _error_file(pid: int) -> Path | None:
-    """Returns the regular file to which a process writes its errors, if it is one."""
+    """Returns the file that a process uses as standard error, or None if it is not a regular file."""
     try:
         path = Path(os.readlink(f"/proc/{pid}/fd/2"))
     except OSError:
@@ -195,7 +194,7 @@ def _send(pid: int, number: int) -> None:
 
 
 def _reap(process: "subprocess.Popen[bytes]") -> int | None:
-    """Returns the exit status of the program, or None while it runs. Also collects the statuses of adopted orphans."""
+    """Returns the program's exit status, or None while it runs. Also collects the statuses of adopted orphans."""
     status = process.poll()
     _reap_orphans(besides=process.pid if status is None else None)
     return status
@@ -229,7 +228,7 @@ def _wait_for_descendants(mark: str, *, until: float) -> None:
 
 
 def _die_with_parent() -> None:
-    """Makes the kernel kill the program when this process ends. Runs in the program's process before it starts."""
+    """Makes the kernel kill the program when this process ends. Runs in the child before the program starts."""
     _prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
 
 
@@ -255,7 +254,7 @@ class _Echo:
         self._stream.close()
 
     def show(self) -> None:
-        """Copies the new content."""
+        """Copies the content that was added since the last call."""
         if new := self._stream.read():
             sys.stdout.write(new.decode(errors="replace"))
             sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Functions shared by all GPU benchmarks: targets, the file of figures, and a busy GPU. Measures nothing."""
+"""Functions shared by all GPU benchmarks: targets, the results file, and a busy GPU. Measures nothing."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ CYCLES_PER_SECOND = 2e9  # approximate clock of a GPU
 
 @dataclass(frozen=True)
 class Target:
-    """A figure and its limit. is_least: the limit is a minimum. measured: None if it was not measured."""
+    """A measured value and its limit. is_least: the limit is a minimum. measured: None if it was not measured."""
 
     name: str
     measured: float | None
@@ -27,7 +27,7 @@ class Target:
 
     @property
     def holds(self) -> bool:
-        """Tells whether the figure was measured and satisfies the limit."""
+        """Whether the value was measured and satisfies the limit."""
         if self.measured is None:
             return False
         return self.measured >= self.limit if self.is_least else self.measured <= self.limit
@@ -39,25 +39,25 @@ class Target:
 
 
 def benchmark_parser(description: str | None, *, rounds: int) -> argparse.ArgumentParser:
-    """Returns a parser with the common options. rounds: the default."""
+    """Returns a parser with the options common to GPU benchmarks. rounds: default of --rounds."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=rounds, help=f"counted rounds per case (default: {rounds})")
-    parser.add_argument("--small", action="store_true", help="tiny sizes, also on the CPU; without targets")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="also draw them into this file")
+    parser.add_argument("--small", action="store_true", help="tiny sizes without targets, also on the CPU")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="also draw the results to this file")
     return parser
 
 
 def require_device(options: argparse.Namespace) -> torch.device:
-    """Returns this process's device. Ends the program without a GPU, unless the sizes are small."""
+    """Returns this process's device. Exits without a GPU, unless the sizes are small."""
     device = default_device()
     if device.type == "cpu" and not options.small:
-        sys.exit(f"{sys.argv[0]} needs a GPU; test the program with --small")
+        sys.exit(f"{sys.argv[0]} requires a GPU; test the program with --small")
     return device
 
 
 def report_targets(targets: Sequence[Target]) -> bool:
-    """Prints a line for each target, and returns whether all hold."""
+    """Prints a line for each target and returns whether all hold."""
     for target in targets:
         print(target)
     return all(target.holds for target in targets)
@@ -66,7 +66,7 @@ def report_targets(targets: Sequence[Target]) -> bool:
 def write_record(
     path: Path | None, figures: Mapping[str, Any], *, device: torch.device, targets: Sequence[Target]
 ) -> None:
-    """Writes figures, targets and conditions as JSON; writes nothing without a path."""
+    """Writes results, targets and conditions as JSON. Does nothing if `path` is None."""
     if path is None:
         return
     where = {**context(), "device": device_name(device)}
@@ -75,6 +75,6 @@ def write_record(
 
 
 def hold(device: torch.device, seconds: float) -> None:
-    """Keeps the GPU's current stream busy, so that the host's launches follow without gaps."""
+    """Keeps the GPU's current stream busy, so that the host's subsequent launches run without gaps."""
     if device.type != "cpu":
         torch.get_device_module(device)._sleep(int(seconds * CYCLES_PER_SECOND))

@@ -5,14 +5,14 @@
     python3 benchmarks/gpu/run_all.py --only graph_step --out FOLDER      # by name, including benchmarks
     python3 benchmarks/gpu/run_all.py --dry-run --out FOLDER              # small, also on a CPU
 
-Needs Python 3.11 or 3.12, torch, Triton, NumPy, pytest, hypothesis and this project's packages, but no network, no
-installation and no make. Each check is a process with its own limit. When it ends, journal.py records it in
-FOLDER/checks.jsonl: verdict, numbers, last lines, date, device, torch and commit. FOLDER/output.log has all output.
-Without a repository, the variable COMMIT names the commit.
+Requires Python 3.11 or 3.12, torch, Triton, NumPy, pytest, hypothesis and this project's packages, but no network,
+installation or make. Each check is a process with a separate time limit. When it ends, journal.py records it in
+FOLDER/checks.jsonl: verdict, results, last lines, date, device, torch and commit. FOLDER/output.log has all output.
+Outside a git clone, the variable COMMIT names the commit.
 
---resume skips checks with a verdict for equal files, and first runs checks of earlier calls for which no time was
-left or whose runner was killed. docs/gpu_results.md is rewritten when results go to benchmarks/results. The exit status
-is 1 if a check failed, was ended at its limit or was not run. This program itself does not import torch.
+--resume skips checks that already have a verdict for the same files, and first runs checks of earlier calls that
+had no time left or whose runner was killed. docs/gpu_results.md is rewritten when results go to benchmarks/results. The
+exit status is 1 if a check failed, was ended at its limit or was not run. This program itself does not import torch.
 """
 
 import argparse
@@ -41,8 +41,8 @@ from benchmarks.gpu.results_page import PAGE, RESULTS, page  # noqa: E402
 from benchmarks.source import commit_of_tree, digest_of_files  # noqa: E402
 
 SHOWN_LINES, MAX_LINE_CHARACTERS = 60, 400
-STACK_LINES = 240  # of an interrupted check: stacks of its threads and ranks
-LEAST_SECONDS = 2 * GRACE_SECONDS  # minimum for which a check is started
+STACK_LINES = 240  # for an interrupted check, whose threads and ranks print stacks
+LEAST_SECONDS = 2 * GRACE_SECONDS  # minimum time left for starting a check
 STATUSES = {0: Verdict.PASSED, NEEDS_GPU: Verdict.NEEDS_GPU, NOT_CHECKED: Verdict.NOT_CHECKED}
 
 
@@ -57,7 +57,7 @@ def main(checks: Sequence[Check] = CHECKS) -> None:
         time.strftime("%Y-%m-%d"), device or cpu_name(), torch_version(), commit_of_tree(), digest_of_files(),
         options.dry_run,
     )  # fmt: skip
-    # A runner that is asked to end still ends its check and writes its line.
+    # On SIGTERM, the runner still ends its check and writes its line.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     adopt_orphans()
     runner = Runner(Journal(options.out), where=where, folder=options.out.resolve())
@@ -66,7 +66,7 @@ def main(checks: Sequence[Check] = CHECKS) -> None:
         runner.run([check for check in checks if check.name in options.only], seconds=60 * options.minutes)
     else:
         for call in [options.call] if options.call else range(1, NUM_CALLS + 1):
-            # Only --resume runs checks that an earlier call left over.
+            # Only --resume runs checks that earlier calls did not run.
             own = [c for c in checks if c.call is not None and (c.call == call or (options.resume and c.call < call))]
             runner.run(own, seconds=60 * options.minutes, decided=runner.decided() if options.resume else None)
     if options.out.resolve() == RESULTS:
@@ -88,11 +88,11 @@ class Runner:
         if interrupted is not None:
             check, mark = interrupted
             orphans = end_all(mark)
-            text = [f"the runner ended while this check ran; {orphans} of its processes were still there"]
+            text = [f"the runner ended while this check ran; {orphans} of its processes were still running"]
             self._journal.end(Record(check, Verdict.INTERRUPTED, self._where, orphans=orphans, output=text, mark=mark))
 
     def decided(self) -> dict[str, Record]:
-        """Returns the last final verdict of each check for equal files. A dry run decides nothing for another run."""
+        """Returns the last final verdict of each check for equal files. Dry-run verdicts count only for dry runs."""
         same = (self._where.files, self._where.dry_run)
         return {
             record.check: record
@@ -103,7 +103,7 @@ class Runner:
     def run(self, checks: Sequence[Check], *, seconds: float, decided: Mapping[str, Record] | None = None) -> None:
         """Runs checks one after the other. Checks for which no time is left are recorded as not run.
 
-        decided: verdicts of skipped checks, which count in the report.
+        decided: verdicts of checks to skip, which count in the report.
         """
         deadline = time.monotonic() + seconds
         known = decided or {}
@@ -163,14 +163,14 @@ class Runner:
         print(f"== {record.check}: {record.verdict}, {record.seconds:.0f} s", flush=True)
 
     def _environment(self) -> dict[str, str]:
-        """Returns the environment of every check."""
+        """Returns the environment variables for every check."""
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         dry = {DRY_RUN: "1"} if self._where.dry_run else {}
         kept = {name: value for name, value in os.environ.items() if name != DRY_RUN}
         return {**kept, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **dry}
 
     def report(self) -> int:
-        """Prints a line for each check of this run, including skipped ones. Returns 1 if one has failed, else 0.
+        """Prints a line for each check of this run, including skipped ones. Returns 1 if one failed, else 0.
 
         Outside a dry run, a check that needs a GPU counts as failed, because the driver shows a GPU that torch does not
         see.
@@ -187,12 +187,12 @@ class Runner:
 
 
 def verdict_of(ending: Ending) -> Verdict:
-    """Returns the verdict. A check that had to be interrupted has timed out even if it then ended successfully."""
+    """Returns the verdict for an ending. An interrupted check timed out, even if it then exited with 0."""
     return Verdict.TIMED_OUT if ending.timed_out else STATUSES.get(ending.status, Verdict.FAILED)
 
 
 def output_of(log: Path, start: int, *, lines: int) -> tuple[list[str], dict[str, Any]]:
-    """Returns the last `lines` lines of a check's output, and the numbers of all its result lines."""
+    """Returns the last `lines` lines of a check's output, and the results from all its result lines."""
     with open(log, "rb") as stream:
         stream.seek(start)
         written = stream.read().decode(errors="replace").splitlines()
@@ -202,7 +202,7 @@ def output_of(log: Path, start: int, *, lines: int) -> tuple[list[str], dict[str
             try:
                 results |= json.loads(line.removeprefix(RESULT))
             except ValueError:
-                continue  # cut off when the check was ended
+                continue  # truncated when the check was ended
     shown = [line for line in written if line.strip() and not line.startswith(RESULT)]
     return [line[:MAX_LINE_CHARACTERS] for line in shown[-lines:]], results
 
@@ -227,7 +227,7 @@ def name_of_gpu() -> str | None:
 
 
 def cpu_name() -> str:
-    """Returns the name of the processor, for dry runs."""
+    """Returns the name of the processor, which dry runs record as the device."""
     return f"CPU {platform.processor() or platform.machine()}"
 
 
@@ -246,7 +246,7 @@ def parse_options(checks: Sequence[Check]) -> argparse.Namespace:
         "--call", type=int, choices=range(1, NUM_CALLS + 1), help="run only this call (default: all in turn)"
     )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results (default: benchmarks/results)")
-    parser.add_argument("--resume", action="store_true", help="skip checks with a verdict for equal files")
+    parser.add_argument("--resume", action="store_true", help="skip checks that have a verdict for the same files")
     parser.add_argument("--only", nargs="+", choices=[check.name for check in checks], help="run only these checks")
     minutes = CALL_SECONDS / 60
     parser.add_argument("--minutes", type=float, default=minutes, help=f"limit of each call (default: {minutes:g})")
@@ -255,7 +255,7 @@ def parse_options(checks: Sequence[Check]) -> argparse.Namespace:
     )
     options = parser.parse_args()
     if options.dry_run and options.out.resolve() == RESULTS:
-        parser.error("--dry-run writes meaningless results: give another folder with --out")
+        parser.error("--dry-run writes meaningless results: give a different folder with --out")
     return options
 
 

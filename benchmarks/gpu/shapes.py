@@ -1,5 +1,5 @@
-"""Defines the measurements of graph_step.py: layers like those of known models, reduced to fit, and the ways to run
-them, as flags.
+"""Defines the measurements of graph_step.py: layers like those of known models, reduced to fit, and the sides to
+compare, as flags.
 """
 
 from dataclasses import dataclass, replace
@@ -7,19 +7,22 @@ from dataclasses import dataclass, replace
 RANKS = 8  # ranks that share the experts; see [Note: stand-ins]
 CAPACITY = 2.0  # c
 PREFETCH = 1
-HEADROOM = 1.1  # phi: pages over the average need of the routing
+HEADROOM = 1.1  # phi: pages over the average requirement of the routing
 BASE = "eager dropless"
 FACTOR = "--moe-expert-rank-capacity-factor"
 STASH = f"--moe-paged-stash --moe-paged-stash-prefetch-layers {PREFETCH}"
 DEVICE_PAGES = "--moe-paged-stash-buffer-size-factor-cuda"
 HOST_PAGES = "--moe-paged-stash-buffer-size-factor-cpu"
 GRAPH = "--cuda-graph-impl full_iteration --cuda-graph-warmup-steps 2"
-SGD = "--optimizer sgd --sgd-momentum 0"  # no states, so that more layers fit in addition
+SGD = "--optimizer sgd --sgd-momentum 0"  # no optimizer states, so that more layers fit
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Rows of this rank over the balanced number: mean and spread over layers, and imbalance among its experts."""
+    """Number of this rank's rows relative to balanced routing.
+
+    mean, spread: over the layers. unevenness: imbalance among this rank's experts.
+    """
 
     mean: float
     spread: float
@@ -31,9 +34,10 @@ ROUTINGS = {"balanced": Routing(1.0, 0.0, 0.0), "skewed": Routing(1.4, 0.3, 1.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Layers of a model. num_experts: over all ranks. seq: tokens of a microbatch. extra: additional flags.
+    """Layers of a model.
 
-    at_once: sides that fit into the memory of one GPU at the same time.
+    num_experts: over all ranks. seq: tokens of a microbatch. extra: additional flags. at_once: number of sides that fit
+    into the memory of one GPU at the same time.
     """
 
     hidden: int
@@ -57,7 +61,7 @@ class Shape:
 
     @property
     def flags(self) -> str:
-        """Returns flags of pretrain_gpt.py."""
+        """Flags of pretrain_gpt.py."""
         return f"""
             --num-layers {self.layers} --hidden-size {self.hidden} --num-attention-heads {self.heads}
             --group-query-attention --num-query-groups {self.groups} --kv-channels {self.kv_channels}
@@ -81,7 +85,7 @@ _QWEN3 = Shape(
     extra="--bf16 --qk-layernorm",
     at_once=5,
 )
-# Widths, head size and top-k are those of the models. Layers, experts and heads are fewer.
+# Widths, head size and top-k are the models' values. Numbers of layers, experts and heads are reduced.
 SHAPES = {
     "Qwen3-30B-A3B, short": replace(_QWEN3, seq=512, microbatches=4, at_once=8, is_launch_bound=True),
     "Qwen3-30B-A3B": _QWEN3,
@@ -124,7 +128,7 @@ SMALL = {
         seq=64,
         microbatches=2,
         kv_channels=16,
-        # To accumulate experts' gradients, the CPU counts rows on the host, which no tape can hold.
+        # To accumulate experts' gradients, the CPU counts rows on the host, which a tape cannot capture.
         extra="--vocab-size 256 --no-gradient-accumulation-fusion",
         at_once=5,
     )
@@ -133,15 +137,16 @@ SMALL = {
 
 @dataclass(frozen=True)
 class Side:
-    """One way to run a shape. flags: in addition to the shape's. phi: pages on the device over the live rows."""
+    """One way to run a shape. flags: added to the shape's flags. phi: pages on the device over the live rows."""
 
     flags: str
     label: str
     phi: float | None = None
 
     def most_memory(self, shape: Shape, routing: Routing) -> float | None:
-        """Returns (phi + w c / S) relative to the bytes that dropless saves, with c over the live rows; None without a
-        stash.
+        """Returns the memory limit (phi + w c / S) relative to the bytes that dropless saves, or None without a stash.
+
+        c is the capacity over the live rows.
         """
         if self.phi is None:
             return None
@@ -149,7 +154,7 @@ class Side:
 
 
 def sides_of(routing: Routing) -> dict[str, Side]:
-    """Returns the sides by name, the base first."""
+    """Returns the sides by name, with the base first."""
     static = f"{FACTOR} {CAPACITY}"
     stash, graph = f"{static} {STASH}", f"{static} {GRAPH}"
     graph_stash = f"{stash} {GRAPH}"
@@ -169,5 +174,5 @@ def sides_of(routing: Routing) -> dict[str, Side]:
 
 
 def _stash(flags: str, label: str, *, phi: float, mean: float) -> Side:
-    # The flag counts in balanced rows.
+    # The flag is relative to balanced rows.
     return Side(f"{flags} {DEVICE_PAGES} {phi * mean:g}", label, phi)

@@ -4,7 +4,7 @@
 a GPU for each rank. The process group therefore has many members, of which only one exists. The others are assumed to
 have the same tokens and choices, and their experts to return the same rows: a gather repeats this rank's rows, and a
 reduce-scatter sums this rank's parts. Moving rows costs a pass over the same bytes in device memory instead of network
-time, and an all-reduce costs nothing. Losses are meaningless. All sides of a benchmark have the same stand-ins.
+time, and an all-reduce costs nothing. Losses are meaningless. All sides of a benchmark use the same stand-ins.
 """
 
 import os
@@ -19,14 +19,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.core import group_collectives
 from megatron.core.transformer.moe.permutation import Routing
 
-TABLES = 8  # routings that steps use in turn
+TABLES = 8  # number of routings that steps use in turn
 
 
 def join_stand_ins(ranks: int) -> None:
-    """Makes this process rank 0 of several, of which it is the only real one. Cannot be undone."""
+    """Makes this process rank 0 of several, the only rank that exists. Cannot be undone."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(ranks))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    # torch's own stand-ins leave results of some collectives unwritten before 2.13, and gather in many copies.
+    # torch's fake backend leaves results of some collectives unwritten before 2.13, and gathers in many copies.
     group_collectives.all_gather_single = _gather  # type: ignore[assignment]
     group_collectives.reduce_scatter_single = _reduce_scatter  # type: ignore[assignment]
     dist.all_to_all_single = _exchange  # type: ignore[assignment]
@@ -58,21 +58,21 @@ def _exchange(
 
 @dataclass(frozen=True)
 class Choices:
-    """The choices of tokens. num_own: number of this rank's experts, the first of num_experts."""
+    """Draws the expert choices of tokens. num_own: number of this rank's experts, the first of num_experts."""
 
     num_tokens: int
     topk: int
     num_experts: int
     num_own: int
-    # Exponent of the skew among this rank's experts: popularity is a power of an expert's position.
+    # Exponent of the skew among this rank's experts, whose popularity is a power of their position.
     unevenness: float = 0.0
 
     def draw(self, share: float, generator: torch.Generator) -> Tensor:
-        """Draws random choices that send this rank's experts `share` of the balanced number of rows: [T, K], int64."""
+        """Draws choices that send this rank's experts `share` times the balanced number of rows: [T, K], int64."""
         num_rows = round(share * self.num_tokens * self.topk * self.num_own / self.num_experts)
         size = self.num_tokens, self.num_own
         weights = torch.arange(1, self.num_own + 1) ** -self.unevenness
-        # The largest sums of noise and logarithms are a weighted draw without repetition.
+        # The largest sums of Gumbel noise and logarithms are a weighted draw without repetition.
         keys = weights.log() - torch.rand(size, generator=generator).log().neg().log()
         chosen = torch.zeros(size, dtype=torch.bool)
         chosen.view(-1)[keys.view(-1).topk(num_rows).indices] = True
@@ -84,17 +84,20 @@ class Choices:
 def shares_of_layers(
     layers: int, *, mean: float, spread: float, most: float, generator: torch.Generator
 ) -> list[float]:
-    """Draws rows of each layer over the balanced number: log-normal with this mean over layers, at most `most`."""
+    """Draws each layer's rows over the balanced number: log-normal with this mean over layers, at most `most`."""
     draws = (torch.randn(layers, generator=generator) * spread).exp()
     shares: list[float] = (draws * mean / draws.mean()).clamp(max=most).tolist()
     return shares
 
 
 class ForcedRouting:
-    """Replaces the routers' choices by tables, a different one in each step. Weights stay, with their gradients."""
+    """Replaces the routers' choices by tables, a different table for each step.
+
+    Routing weights and their gradients are unchanged.
+    """
 
     def __init__(self, routers: Sequence[nn.Module], tables: Tensor) -> None:
-        """Creates the routing. tables: [turns, layers, T, K], int64, on the device."""
+        """Registers hooks on the routers. tables: [turns, layers, T, K], int64, on the device."""
         self.tables, self.turn = tables, 0
         # At a fixed address, because a CUDA graph reads it again in each replay.
         self.chosen = tables[0].clone()
@@ -102,7 +105,7 @@ class ForcedRouting:
             router.register_forward_hook(self._choice_of(layer))
 
     def advance(self) -> None:
-        """Selects the next table for the next step."""
+        """Selects the table for the next step."""
         self.turn = (self.turn + 1) % len(self.tables)
         self.chosen.copy_(self.tables[self.turn])
 

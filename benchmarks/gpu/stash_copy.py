@@ -1,14 +1,14 @@
-"""Compares stash and restore on a GPU with a copy of the same bytes on the device, over sizes and caps.
+"""Compares stash and restore on a GPU with a copy of the same bytes on the device, over sizes and program limits.
 
     python benchmarks/gpu/stash_copy.py [--rounds 20] [--json FILE] [--plot FILE.svg]
     python benchmarks/gpu/stash_copy.py --small     # a few small cases, also on the CPU: tests the program
 
-A group is x, gate_up of twice its width and act, as in benchmarks/stash_copy.py; rows is the number of live rows of x.
-Copies are timed by device events on a busy GPU, so that launches leave no gaps. The figure is the rate of stash and
-restore as a share of copy_'s, the median over rounds: seconds of the two copies / seconds of stash and restore.
-num_programs caps the programs of a kernel, and thereby the multiprocessors that it uses; 0 means as many as are useful.
-Host pages are compared with copies from and to pinned memory. The target applies to groups that exceed all caches.
-Has not been run on a GPU yet.
+A group is x, gate_up of twice its width and act, as in benchmarks/stash_copy.py. rows is the number of live rows of x.
+Copies are timed by device events on a busy GPU, so that launches leave no gaps. The result is the rate of stash and
+restore relative to copy_'s rate: seconds of the two copies / seconds of stash and restore, median over rounds.
+num_programs limits the programs of a kernel, and thereby the multiprocessors that it uses; 0 means as many as are
+useful. Host pages are compared with copies from and to pinned memory. The target applies to groups that exceed all
+caches. Has not been run on a GPU yet.
 """
 
 import statistics
@@ -34,13 +34,13 @@ ROWS = (256, 1024, 4096, 16384, 65536)
 PROGRAMS = (2, 4, 8, 16, 32, 64, 132, 0)
 TARGET = 0.9
 LARGE = 128 * MIB  # more than twice the second-level cache of an H200
-LAUNCHES_SECONDS = 3e-3  # time in which the host launches a round
+LAUNCHES_SECONDS = 3e-3  # time that the host takes to launch a round
 WARM_ROUNDS = 2
 
 
 @dataclass(frozen=True)
 class Case:
-    """One size, tier and cap. width: bytes of a row of x."""
+    """One size, page tier and program limit. width: bytes of a row of x."""
 
     width: int
     rows: int
@@ -49,29 +49,29 @@ class Case:
 
     @property
     def num_bytes(self) -> int:
-        """Approximate bytes of the group's live rows."""
+        """Approximate size of the group's live rows in bytes."""
         return 4 * self.width * self.rows
 
 
 def all_cases() -> list[Case]:
-    """Returns widths x rows, then caps at three sizes."""
+    """Returns all widths x rows, then program limits at four sizes."""
     caps = [Case(4096, 4096), Case(4096, 16384), Case(14336, 16384), Case(4096, 4096, "host")]
     sizes = [Case(width, rows) for width in WIDTHS for rows in ROWS]
     return sizes + [Case(one.width, one.rows, one.tier, programs) for one in caps for programs in PROGRAMS]
 
 
 def small_cases() -> list[Case]:
-    """Returns cases that take a second on a CPU."""
+    """Returns cases that take about a second on a CPU."""
     return [Case(width, 64) for width in (64, 128)] + [Case(64, 64, tier, 2) for tier in ("device", "host")]
 
 
 def measure(case: Case, rounds: int, *, device: torch.device) -> dict[str, Any]:
-    """Returns figures over these rounds, in seconds of the device."""
+    """Returns the results of a case over these rounds, in device seconds."""
     bench = build(
         case.width, torch.bfloat16, num_bytes=case.num_bytes, order="step", device=str(device), tier=case.tier
     )
     for memory in (*bench.sources, *(part.view(torch.uint8) for parts in bench.buffers for part in parts)):
-        memory.random_()  # equal bytes may be copied faster than different ones
+        memory.random_()  # equal bytes may be copied faster than random bytes
     bench.num_programs = case.num_programs
     marks: dict[str, list[tuple[TimeMark, TimeMark]]] = {}
 
@@ -102,23 +102,23 @@ def rates(seconds: dict[str, list[float]], bench: Bench) -> dict[str, float]:
 def targets_of(rows: Sequence[dict[str, Any]]) -> list[Target]:
     """Returns the lowest rate of the sizes to which the target applies."""
     large = [row["rate_x"] for row in rows if is_free(row) and row["live_bytes"] >= LARGE * 0.95]
-    name = f"stash + restore / copy_, uncapped, groups of {LARGE // MIB} MiB and more, lowest"
+    name = f"stash + restore / copy_, unlimited programs, groups of at least {LARGE // MIB} MiB, lowest"
     return [Target(name, min(large, default=None), TARGET, is_least=True)]
 
 
 def is_free(row: dict[str, Any]) -> bool:
-    """Tells whether it is one of the sizes without a cap, in device memory."""
+    """Returns whether a row was measured in device memory without a program limit."""
     return row["tier"] == "device" and row["num_programs"] == 0
 
 
 def plot(rows: Sequence[dict[str, Any]], *, title: str) -> str:
-    """Draws two panels: rates over sizes with a line for each width, and over caps with a line for each size."""
+    """Draws rates over sizes with a line for each width, and over program limits with a line for each size."""
     sizes, caps = Lines(), Lines()
     for row in rows:
         if is_free(row):
             sizes.add(f"x of {row['width']} bytes", row["rows"], rate=row["rate_x"])
         mib = 4 * row["width"] * row["rows"] / MIB
-        # Uncapped cases come last.
+        # Unlimited cases come last.
         caps.add(f"{mib:g} MiB, {row['tier']} pages", row["num_programs"] or 10**6, rate=row["rate_x"])
     caps.values = {name: line for name, line in caps.values.items() if len(line) > 1}
     return drawing(
@@ -132,12 +132,12 @@ def plot(rows: Sequence[dict[str, Any]], *, title: str) -> str:
 
 @dataclass
 class Lines:
-    """Rates by name and position on the x axis."""
+    """Rates by line name and position on the x axis."""
 
     values: dict[str, dict[int, float]] = field(default_factory=dict)
 
     def add(self, name: str, place: int, *, rate: float) -> None:
-        """Adds one point."""
+        """Adds one point to a line."""
         self.values.setdefault(name, {})[place] = rate
 
     def panel(self, title: str, x_label: str, *, last: str | None) -> Panel:
@@ -149,7 +149,7 @@ class Lines:
 
 
 def main() -> None:
-    """Measures, prints, and writes the requested files. Exits with status 1 if a target is missed."""
+    """Measures, prints and writes the results. Exits with status 1 if a target is missed."""
     options = benchmark_parser(__doc__, rounds=20).parse_args()
     device = require_device(options)
     prepare_device(device)

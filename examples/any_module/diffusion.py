@@ -1,7 +1,7 @@
 """Defines a small UNet that predicts the noise in pictures, the pictures, and the sampling from noise, in plain
 PyTorch.
 
-B pictures, H high and W wide, C channels of an activation, D numbers that encode the time.
+B: pictures. H, W: height and width. C: channels of an activation. D: size of the time encoding.
 """
 
 import math
@@ -25,13 +25,13 @@ class Block(nn.Module):
         self.skip = nn.Conv2d(inputs, outputs, 1)
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        """Maps x, [B, C, H, W], with time, [B, D], both in the model's dtype, to [B, C', H, W]."""
+        """Applies the block to x, [B, C, H, W], at time, [B, D], both in the model's dtype. Returns [B, C', H, W]."""
         hidden = self.convolutions[0](F.silu(self.norms[0](x))) + self.shift(time)[:, :, None, None]
         return self.skip(x) + self.convolutions[1](F.silu(self.norms[1](hidden)))
 
 
 class UNet(nn.Module):
-    """A block at each size on the way down and up, with skip connections between the two."""
+    """A block at each resolution on the way down and up, with skip connections between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class UNet(nn.Module):
         self.leave = nn.Conv2d(first, 1, 3, padding=1)
 
     def forward(self, x: Tensor, times: Tensor) -> Tensor:
-        """Predicts the noise in x, [B, 1, H, W], the model's dtype, at times, [B], int64.
+        """Predicts the noise in x, [B, 1, H, W], in the model's dtype. times: [B], int64.
 
         Returns [B, 1, H, W], fp32.
         """
@@ -71,12 +71,12 @@ def _waves(times: Tensor) -> Tensor:
 
 
 def signal(times: Tensor) -> Tensor:
-    """Returns the share of a picture's power that remains at each time, any shape, int64, as fp32 from 1 to 0."""
+    """Returns the fraction of a picture's power that remains at each time, any shape, int64, as fp32 from 1 to 0."""
     return torch.cos((times + 1) / (TIMES + 1) * math.pi / 2).square()
 
 
 def draw_pictures(count: int, *, generator: torch.Generator) -> Tensor:
-    """Draws rings of any size and position, bright on dark: [count, 1, PIXELS, PIXELS], fp32, between -1 and 1."""
+    """Draws rings of random size and position, bright on dark: [count, 1, PIXELS, PIXELS], fp32, between -1 and 1."""
     place, size = torch.rand(2, count, 1, 1, generator=generator), torch.rand(count, 1, 1, generator=generator)
     row, column = 5 + 6 * place
     grid = torch.arange(PIXELS)

@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 3 examples/any_module/train.py --save /tmp/rings
 
 Works with any PyTorch module and loop: DistributedFusedAdam is the only part of this project that it uses. The model is
-not wrapped. Every step has the same pictures on any number of processes, and losses differ only by rounding.
+not wrapped. Every step uses the same pictures for any number of processes, and losses differ only by rounding.
 """
 
 import argparse
@@ -32,32 +32,32 @@ from megatron.core.optimizer import DistributedFusedAdam  # noqa: E402
 
 @dataclass(frozen=True)
 class Trained:
-    """The content of a checkpoint."""
+    """The objects whose states are saved in a checkpoint."""
 
     model: nn.Module
     optimizer: DistributedFusedAdam
     schedule: torch.optim.lr_scheduler.LRScheduler
 
     def state(self) -> dict[str, Any]:
-        """Returns the states of all three. The optimizer's state is this process's share."""
+        """Returns the states of all three. The optimizer's state is this process's shard."""
         return {name: part.state_dict() for name, part in vars(self).items()}
 
     def take(self, state: dict[str, Any]) -> None:
-        """Restores the result of `state` that was filled from a file."""
+        """Restores all three from the result of `state` after it was filled from a file."""
         for name, part in vars(self).items():
             part.load_state_dict(state[name])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains on the processes that torchrun started, or on this one."""
+    """Trains on the processes that torchrun started, or on a single process."""
     options = parse_options(argv)
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     else:
-        # The optimizer needs no group on one process, but torch.distributed.checkpoint warns without one.
+        # On one process the optimizer does not require a group, but torch.distributed.checkpoint warns without one.
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dtype = torch.bfloat16 if options.bf16 else torch.float32
-    torch.manual_seed(1234)  # the same weights everywhere
+    torch.manual_seed(1234)  # the same weights on all processes
     model = UNet().to(dtype=dtype, memory_format=torch.channels_last)
     optimizer = build_optimizer(model, options)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=options.schedule_steps)
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         schedule.step()
         if (step + 1) % options.log_every == 0:
             report(step, loss=loss, norm=norm, rate=optimizer.param_groups[0]["lr"])
-    # The parameters read below may still be in flight.
+    # All-gathers of the parameters that are read below may still be in flight.
     optimizer.param_sync()
     if options.save and first < options.steps:
         save(options.save, trained, step=options.steps)
@@ -86,11 +86,11 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--micro-batch", type=int, default=4, help="pictures per backward (default: 4)")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument(
-        "--bf16", action="store_true", help="use bf16 parameters; the optimizer keeps the missing bits of fp32"
+        "--bf16", action="store_true", help="use bf16 parameters; the optimizer stores the remaining 16 bits of fp32"
     )
     parser.add_argument("--overlap", action="store_true", help="gather each module's parameters before its forward")
     parser.add_argument(
-        "--save", type=Path, help="folder to save to at the end, and to continue from if it has a checkpoint"
+        "--save", type=Path, help="folder to save to at the end, and to continue from if it contains a checkpoint"
     )
     parser.add_argument("--log-every", type=int, default=25)
     parser.add_argument("--paint", type=int, default=4, help="pictures to print at the end (default: 4)")
@@ -101,7 +101,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def build_optimizer(model: nn.Module, options: argparse.Namespace) -> DistributedFusedAdam:
-    """Builds the optimizer, which reduces gradients in backward and updates this rank's share of every parameter."""
+    """Builds the optimizer, which reduces gradients in backward and updates this rank's shard of every parameter."""
     precision: dict[str, Any] = {}
     if options.bf16:
         # A bf16 parameter plus 16 bits form its fp32 value, so no fp32 copy is kept.
@@ -119,14 +119,15 @@ def build_optimizer(model: nn.Module, options: argparse.Namespace) -> Distribute
 def train_step(
     model: nn.Module, optimizer: DistributedFusedAdam, *, step: int, options: argparse.Namespace
 ) -> tuple[Tensor, Tensor]:
-    """Runs one step of several microbatches. Returns this rank's mean loss and the global gradient norm, [] each,
-    fp32.
+    """Runs one step of several microbatches.
+
+    Returns this rank's mean loss and the global gradient norm, each [], fp32.
     """
     batches = own_batches(step, options)
     optimizer.zero_grad()
     losses = []
     for number, (pictures, times, noise) in enumerate(batches, 1):
-        # Only the last backward reduces.
+        # Only the last backward reduces gradients.
         with nullcontext() if number == len(batches) else optimizer.no_sync():
             found = model(pictures.to(next(model.parameters()).dtype), times)
             loss = (found - noise).square().mean() / len(batches)
@@ -138,10 +139,10 @@ def train_step(
 
 
 def own_batches(step: int, options: argparse.Namespace) -> list[tuple[Tensor, ...]]:
-    """Returns this rank's share of the step's pictures, in microbatches of M.
+    """Returns this rank's pictures of a step, in microbatches of M.
 
-    The pictures of a step are the same on any number of ranks. A microbatch has noisy pictures, [M, 1, H, W], fp32;
-    times, [M], int64; and the noise, in the shape of the pictures.
+    The pictures of a step are the same for any number of ranks. A microbatch contains noisy pictures, [M, 1, H, W],
+    fp32; times, [M], int64; and the noise, in the shape of the pictures.
     """
     generator = torch.Generator().manual_seed(step)
     drawn = add_noise(draw_pictures(options.batch, generator=generator), generator=generator)
@@ -156,7 +157,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def report(step: int, *, loss: Tensor, norm: Tensor, rate: float) -> None:
-    """Prints the mean over ranks. loss, norm: [], fp32."""
+    """Prints the mean loss over the ranks, the gradient norm and the learning rate. loss, norm: [], fp32."""
     dist.all_reduce(loss)
     loss /= dist.get_world_size()
     if rank_and_size()[0] == 0:
@@ -164,12 +165,12 @@ def report(step: int, *, loss: Tensor, norm: Tensor, rate: float) -> None:
 
 
 def save(folder: Path, trained: Trained, *, step: int) -> None:
-    """Writes a checkpoint that any number of processes can load; each writes its own share."""
+    """Writes a checkpoint that any number of processes can load. Each process writes its shard."""
     dcp.save({**trained.state(), "step": step}, checkpoint_id=folder / f"step_{step:06}")
 
 
 def load_newest(folder: Path, trained: Trained) -> int:
-    """Loads the newest complete checkpoint, if there is one; returns the number of completed steps."""
+    """Loads the newest complete checkpoint, if there is one. Returns the number of completed steps."""
     complete = sorted(path.parent for path in folder.glob("step_*/.metadata"))
     if not complete:
         return 0

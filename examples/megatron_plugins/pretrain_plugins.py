@@ -1,12 +1,12 @@
 """A pretraining script in the style of Megatron-LM, in which every part passed to pretrain() is user code.
 
-    torchrun --nproc-per-node 2 examples/megatron_plugins/pretrain_plugins.py --tensor-model-parallel-size 2 \
-        --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 \
-        --micro-batch-size 4 --global-batch-size 16 --train-iters 20 --lr 3e-3 --mock-data \
+    torchrun --nproc-per-node 2 examples/megatron_plugins/pretrain_plugins.py --tensor-model-parallel-size 2 \\
+        --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 \\
+        --micro-batch-size 4 --global-batch-size 16 --train-iters 20 --lr 3e-3 --mock-data \\
         --tokenizer-type NullTokenizer --vocab-size 255
 
 It imports only Megatron's names, like a script written for Megatron-LM. docs/migration.md lists the lines of such
-scripts that have to change; this one needs no changes.
+scripts that have to change. This script needs no changes.
 """
 
 from collections.abc import Iterator
@@ -100,7 +100,7 @@ def model_provider(pre_process=True, post_process=True, vp_stage: int | None = N
 
 
 def get_batch(data_iterator, vp_stage=None):
-    """Reads a microbatch, and returns the part of it that this rank computes on."""
+    """Reads a microbatch and returns the part of it that this rank computes."""
     if not is_first_or_last_pipeline_stage(vp_stage):
         return None, None, None, None, None
     batch = get_batch_on_this_tp_rank(data_iterator)
@@ -109,9 +109,9 @@ def get_batch(data_iterator, vp_stage=None):
 
 
 def loss_func(loss_mask: torch.Tensor, output_tensor: torch.Tensor, **flags: Any):
-    """Returns the loss in the convention of --loss-convention, or the data of an evaluation.
+    """Returns the loss in the form selected by --loss-convention, or the data of an evaluation.
 
-    loss_mask, output_tensor: [B, S], fp32. The loss is a tensor [], fp32, and the number of tokens one [], int32.
+    loss_mask, output_tensor: [B, S], fp32. The loss is [], fp32, and the number of tokens [], int32.
     """
     args = get_args()
     if flags.get("non_loss_data"):
@@ -131,7 +131,7 @@ def loss_func(loss_mask: torch.Tensor, output_tensor: torch.Tensor, **flags: Any
     if args.loss_convention == "mean":
         mean = loss / num_tokens
         averaged = average_losses_across_data_parallel_group([mean])
-        # With two values this rank returns its share of the mean over whole sequences.
+        # With two return values, the loss is this rank's part of the mean over whole sequences.
         return mean / args.context_parallel_size, {"lm loss": averaged[0]}
     reporting = torch.cat([loss.clone().detach().view(1), num_tokens.view(1)])
     if args.loss_convention == "pair":
@@ -153,7 +153,7 @@ def forward_step(data_iterator: Iterator | None, model: GPTModel):
 
 
 class ReversedDocuments(GPTDataset):
-    """Samples of GPTDataset with the order of their tokens reversed."""
+    """A GPTDataset whose samples have their tokens in reverse order."""
 
     def __getitem__(self, idx):
         sample = super().__getitem__(idx)
@@ -162,11 +162,11 @@ class ReversedDocuments(GPTDataset):
 
 
 class ReversedMockDocuments(ReversedDocuments, MockGPTDataset):
-    """The same for --mock-data."""
+    """A MockGPTDataset whose samples have their tokens in reverse order, for --mock-data."""
 
 
 def is_dataset_built_on_rank(vp_stage=None):
-    """Whether this rank reads data: the first tensor-parallel rank of the first and the last stage."""
+    """Returns whether this rank reads data: the first tensor-parallel rank of the first and the last stage."""
     return is_first_or_last_pipeline_stage(vp_stage) and mpu.get_tensor_model_parallel_rank() == 0
 
 
@@ -194,7 +194,7 @@ def core_gpt_dataset_config_from_args(args):
 
 
 def train_valid_test_datasets_provider(train_val_test_num_samples, vp_stage=None):
-    """Builds the datasets of the run. train_val_test_num_samples: their sizes."""
+    """Builds the datasets of the run. train_val_test_num_samples: number of samples of each."""
     args = get_args()
     config = core_gpt_dataset_config_from_args(args)
     dataset_type: type[GPTDataset]
@@ -211,7 +211,7 @@ def train_valid_test_datasets_provider(train_val_test_num_samples, vp_stage=None
 
 
 def log_largest_losses(data, iteration, writer):
-    """Writes the data of an evaluation's loss function to TensorBoard."""
+    """Logs the largest per-token loss of an evaluation. data: results of loss_func for each microbatch."""
     largest = max(float(part["largest loss of a token"]) for part in data)
     print(f"largest per-token loss at iteration {iteration}: {largest:.4f}", flush=True)
     if writer is not None:
@@ -219,7 +219,7 @@ def log_largest_losses(data, iteration, writer):
 
 
 if __name__ == "__main__":
-    # Every rank calls the provider, not only those that read data.
+    # Every rank calls the provider, not only ranks that read data.
     train_valid_test_datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
     pretrain(

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Trains a Hugging Face model further. Converts its folder, trains by pretrain.sh, which first prints the memory plan,
-# and converts the result for transformers. When restarted, it resumes from the last completed step.
+# Continues training a Hugging Face model. Converts its folder, trains with pretrain.sh, which first prints the memory
+# plan, and converts the result for transformers. When restarted, it resumes from the last completed step.
 #
-#   examples/models/continue.sh qwen3-30b-a3b HF_FOLDER                 made-up data
-#   examples/models/continue.sh qwen3-30b-a3b HF_FOLDER text.jsonl      your text (.txt or .jsonl), by its tokenizer
-#   examples/models/continue.sh qwen3-30b-a3b HF_FOLDER --lr 1e-6       further flags go to pretrain_gpt.py and take precedence
+#   examples/models/continue.sh qwen3-30b-a3b HF_FOLDER                 mock data
+#   examples/models/continue.sh qwen3-30b-a3b HF_FOLDER text.jsonl      your text (.txt or .jsonl), with its tokenizer
+#   examples/models/continue.sh qwen3-30b-a3b HF_FOLDER --lr 1e-6       further flags, which take precedence
 #
-# HF_FOLDER: config.json, safetensors and tokenizer, as the hub or save_pretrained writes them. Nothing is downloaded.
+# HF_FOLDER: config.json, safetensors and tokenizer, as written by the hub or save_pretrained. Nothing is downloaded.
 # The shape of the model comes from its config.json. MODEL selects the layout of the training.
-# OUT: folder that all machines share, for converted/, checkpoints/ and hugging_face-ITERATION/.
+# OUT: folder shared by all machines, for converted/, checkpoints/ and hugging_face-ITERATION/.
 # STEPS: which steps to run, by default "convert train export".
 # SCALE=tiny: a tiny model on two CPU processes. GPUS, DATA, LAUNCH, NODE_RANK: see pretrain.sh.
 set -euo pipefail
@@ -27,7 +27,7 @@ fi
 shift 2
 "$PYTHON" "$HERE/layouts.py" "$MODEL" >/dev/null
 if [[ ! -f $HUB/config.json ]]; then
-    echo "error: HF_FOLDER is $HUB: has no config.json; give a folder as the hub or save_pretrained has it" >&2
+    echo "error: HF_FOLDER is $HUB: contains no config.json; give a folder from the hub or save_pretrained" >&2
     exit 2
 fi
 OUT=${OUT:-$ROOT/runs/$MODEL-continued}
@@ -48,13 +48,13 @@ if step convert && ((FIRST_NODE)) && [[ ! -f $CONVERTED/$TRACKER ]]; then
     "$PYTHON" "$ROOT/tools/checkpoint.py" convert --from hf --to megatron --load "$HUB" --save "$CONVERTED"
 fi
 if step convert && ((FIRST_NODE)) && [[ -n $TEXT && ! -f $OUT/tokens_text_document.idx ]]; then
-    echo "== Turning the text into tokens"
+    echo "== Tokenizing the text"
     # shellcheck disable=SC2086
     "$PYTHON" "$ROOT/tools/preprocess_data.py" --input "$TEXT" --output-prefix "$OUT/tokens" $TOKENIZER --append-eod
 fi
 
 if step train; then
-    # The first machine converts; the others wait for what it writes last.
+    # The first machine converts. The others wait for the files that it writes last.
     until [[ -f $CONVERTED/$TRACKER && (-z $TEXT || -f $OUT/tokens_text_document.idx) ]]; do
         ((FIRST_NODE)) && echo "error: STEPS is $STEPS: there is nothing in $OUT to train; convert first" >&2 && exit 2
         sleep 5
@@ -63,7 +63,7 @@ if step train; then
         DATA="--data-path $OUT/tokens_text_document --split 98,2,0 $TOKENIZER"
     fi
     export DATA=${DATA:---mock-data $TOKENIZER}
-    # The weights alone have no optimizer; later checkpoints go on with theirs.
+    # The converted checkpoint contains only weights. Later checkpoints also contain optimizer state.
     LOAD=$CONVERTED
     [[ ! -f $CHECKPOINTS/$TRACKER ]] || LOAD=$CHECKPOINTS
     RUN=("$HERE/pretrain.sh" "$MODEL" --load "$LOAD" --use-checkpoint-args --lr 1e-5 --min-lr 1e-6 "$@")
@@ -78,11 +78,11 @@ if step train; then
     trap : INT # a terminal sends it to the run as well
     STATUS=0
     wait "$RUN_ID" || STATUS=$?
-    while kill -0 "$RUN_ID" 2>/dev/null; do # it was the signal that ended the wait
+    while kill -0 "$RUN_ID" 2>/dev/null; do # the signal ended the wait
         STATUS=0
         wait "$RUN_ID" || STATUS=$?
     done
-    # torchrun of a node that was not signalled may end with 0: what was stopped is not finished, and not given back.
+    # torchrun may exit with 0 on a node that was not signalled, so a stopped run is not exported.
     ((STATUS == 0 && !STOPPED)) || exit "$((STATUS ? STATUS : 143))"
     trap - TERM INT
 fi

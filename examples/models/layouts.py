@@ -1,6 +1,6 @@
 """Prints the flags of the layout in layouts.yaml for a model on a number of GPUs, one word per line, for pretrain.sh.
 
-    examples/models/layouts.py                      the models, and the GPUs that they can be trained on
+    examples/models/layouts.py                      the models and the GPUs that they can be trained on
     examples/models/layouts.py MODEL                the smallest number of GPUs that it has a layout for
     examples/models/layouts.py MODEL 16             its flags on 16 GPUs
     examples/models/layouts.py MODEL 2 --tiny       flags of the tiny model on 2 processes: each size is reduced
@@ -20,7 +20,7 @@ import yaml
 FILE = Path(__file__).with_name("layouts.yaml")
 Layout = Mapping[str, Any]
 TENSOR, STAGES, EXPERTS = (f"{part}-model-parallel-size" for part in ("tensor", "pipeline", "expert"))
-# In a tiny model, which has four layers, the layers of a stage follow from their number alone.
+# Omitted for a tiny model, whose four layers are split evenly over the stages.
 _OF_MANY_LAYERS = (
     "decoder-first-pipeline-num-layers",
     "decoder-last-pipeline-num-layers",
@@ -40,13 +40,13 @@ _TINY_RUN = {
 
 
 def read_layouts() -> dict[str, dict[int, Layout]]:
-    """Reads each model's layouts by the number of GPUs per model replica, in the order of --list-models."""
+    """Reads each model's layouts by number of GPUs per model replica, in the order of --list-models."""
     models: dict[str, dict[int, Layout]] = yaml.safe_load(FILE.read_text(encoding="utf-8"))["models"]
     return models
 
 
 def layouts_of(model: str) -> dict[int, Layout]:
-    """Returns the layouts of one model. Raises ValueError with the nearest name if it has none."""
+    """Returns the layouts of one model. Raises ValueError with the nearest name for an unknown model."""
     models = read_layouts()
     if model not in models:
         begun = [name for name in models if name.startswith(model)]
@@ -69,14 +69,15 @@ def layout_for(model: str, gpus: int) -> Layout:
 
 
 def tiny_layout(layout: Layout, processes: int) -> Layout:
-    """Returns the layout of the tiny model: two ranks for each dimension that `layout` splits, as far as processes
-    suffice.
+    """Returns the layout of the tiny model on 1, 2 or 4 processes.
+
+    Uses two ranks for each dimension that `layout` splits, as far as there are enough processes.
     """
     if processes not in (1, 2, 4):
         raise ValueError(f"GPUS is {processes}: must be 1, 2 or 4 processes with SCALE=tiny")
     small = {flag: value for flag, value in layout.items() if flag not in _OF_MANY_LAYERS} | _TINY_RUN
     left = processes
-    # Experts are spread over the ranks that split tensors or samples, so they need no additional ranks.
+    # Expert parallelism uses the ranks of tensor and data parallelism, so it needs no additional ranks.
     small[EXPERTS] = 2 if layout.get(EXPERTS, 1) > 1 and processes > 1 else 1
     for size in (STAGES, TENSOR) if processes == 4 else (TENSOR,):
         small[size] = 2 if layout.get(size, 1) > 1 and left > 1 else 1
@@ -87,7 +88,7 @@ def tiny_layout(layout: Layout, processes: int) -> Layout:
 
 
 def words(layout: Layout) -> list[str]:
-    """Returns the layout as words of a command line: a flag without a value if the value is true."""
+    """Converts a layout to command-line words. A flag whose value is true has no value word."""
     found = []
     for flag, value in layout.items():
         found.append(f"--{flag}")
@@ -97,7 +98,7 @@ def words(layout: Layout) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the requested flags. Exits with status 2 and a one-line error if there are none."""
+    """Prints the requested flags. Exits with status 2 and a one-line error if there is no such layout."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?")
     parser.add_argument("gpus", nargs="?", type=int)

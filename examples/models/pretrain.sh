@@ -3,11 +3,11 @@
 # resumes from the last checkpoint.
 #
 #   examples/models/pretrain.sh                                lists the models and their numbers of GPUs
-#   examples/models/pretrain.sh qwen3-30b-a3b                  made-up data, the smallest layout
-#   SCALE=tiny examples/models/pretrain.sh qwen3-30b-a3b       a tiny one with the same features, two processes, no GPU
-#   examples/models/pretrain.sh qwen3-30b-a3b --lr 1e-4        further flags go to pretrain_gpt.py and take precedence
+#   examples/models/pretrain.sh qwen3-30b-a3b                  mock data, the smallest layout
+#   SCALE=tiny examples/models/pretrain.sh qwen3-30b-a3b       a tiny model with the same features, on two CPU processes
+#   examples/models/pretrain.sh qwen3-30b-a3b --lr 1e-4        further flags of pretrain_gpt.py, which take precedence
 #
-# GPUS: number of processes on all machines. DATA: flags of data and tokenizer. OUT: folder of the checkpoints.
+# GPUS: number of processes on all machines. DATA: flags for data and tokenizer. OUT: folder of the checkpoints.
 # slurm.sh and kubernetes.yaml run this script on each of several machines. They set LAUNCH, the arguments of torchrun,
 # and NODE_RANK.
 set -euo pipefail
@@ -40,16 +40,16 @@ tiny)
 esac
 mapfile -t LAYOUT <<<"$LAYOUT"
 if [[ -z ${LAUNCH:-} ]] && ((GPUS > 8)); then
-    echo "error: $MODEL on $GPUS GPUs takes several machines: start it by examples/models/slurm.sh or kubernetes.yaml" >&2
+    echo "error: $MODEL on $GPUS GPUs requires several machines: start it with examples/models/slurm.sh or kubernetes.yaml" >&2
     exit 2
 fi
 LAUNCH=${LAUNCH:---standalone --nproc-per-node $GPUS}
 DATA=${DATA:---mock-data --tokenizer-type NullTokenizer}
 OUT=${OUT:-$ROOT/runs/$MODEL${SCALE:+-$SCALE}}
 
-# A warm-up for any number of steps, unless another is given.
+# Default warm-up, which fits any number of steps.
 [[ " $* " == *" --lr-warmup-"* ]] || set -- "$@" --lr-warmup-fraction 0.01
-# Several words.
+# DATA contains several words.
 # shellcheck disable=SC2206
 FLAGS=(--model "$MODEL" "${LAYOUT[@]}" $DATA --save "$OUT/checkpoints" --load "$OUT/checkpoints" "$@")
 

@@ -132,12 +132,12 @@ def test_a_family_of_transformers_is_continued_and_given_back(model: str, hub: P
             "pretrain.sh",
             ["llama3-8b"],
             {"SCALE": "full", "GPUS": "16"},
-            "on 16 GPUs takes several machines: start it by",
+            "on 16 GPUs requires several machines: start it with",
         ),
         ("continue.sh", ["llama3-8b"], {}, "usage: examples/models/continue.sh MODEL HF_FOLDER "),
         ("continue.sh", ["llama-8b", "/nowhere"], {}, "MODEL is llama-8b: unknown model; did you mean llama3-8b?"),
-        ("continue.sh", ["llama3-8b", "/nowhere"], {}, "HF_FOLDER is /nowhere: has no config.json; give a folder as"),
-        ("slurm.sh", ["llama3-8b"], {}, "the first word is 'llama3-8b': must be pretrain or continue, then what"),
+        ("continue.sh", ["llama3-8b", "/nowhere"], {}, "HF_FOLDER is /nowhere: contains no config.json; give a folder from"),
+        ("slurm.sh", ["llama3-8b"], {}, "the first word is 'llama3-8b': must be pretrain or continue, followed by"),
     ],
 )
 def test_wrong_usage_is_told(script: str, flags: list[str], env: dict[str, str], says: str, tmp_path: Path) -> None:

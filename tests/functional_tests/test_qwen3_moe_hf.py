@@ -43,7 +43,7 @@ def test_losses_are_those_of_plain_adamw_and_the_stash_changes_no_bit(ranks: int
     plain = [["--optimizer", name, "--no-stash"] for name in optimizers]
     runs = printed(ranks, *stashed, *plain)
     for name, with_stash, without in zip(optimizers, runs, runs[len(optimizers) :], strict=False):
-        assert f"All {STEPS} losses equal those of plain PyTorch with AdamW, within 0.0001." in with_stash, name
+        assert f"All {STEPS} losses agree with plain PyTorch and AdamW within 0.0001." in with_stash, name
         steps = STEP.findall(with_stash)
         assert [step[0] for step in steps] == [step[0] for step in STEP.findall(without)], name
         assert len(steps) == STEPS and all(float(device) > 0 and float(host) > 0 for _, device, host in steps), name
@@ -75,8 +75,8 @@ def test_bf16_weights_are_stashed_without_a_changed_bit() -> None:
     ("words", "said"),
     [
         ("--batch 9", r"--batch 9 must be a multiple of --micro-batch x processes"),
-        ("--check --bf16", r"--check compares in fp32: leave out --bf16"),
-        ("--from /nowhere", r"--from /nowhere must be a folder with a config.json"),
+        ("--check --bf16", r"--check compares in fp32: omit --bf16"),
+        ("--from /nowhere", r"--from is /nowhere: must be a folder with a config.json"),
         ("--device-pages 0 --host-pages 0", r"--device-pages 0.0, --host-pages 0.0: "),
         ("--device-pages 0.1 --host-pages 0.1", r"Pages ran out: increase --device-pages or --host-pages"),
     ],
@@ -92,5 +92,5 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     Qwen3MoeConfig().save_pretrained(tmp_path)
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace("qwen3_moe", "qwen3"))
-    with pytest.raises(SystemExit, match="has a qwen3: must be a qwen3_moe"):
+    with pytest.raises(SystemExit, match="contains a qwen3 model: must be qwen3_moe"):
         run_on_ranks(qwen3_moe_hf.main, 1, ["--from", str(tmp_path)], backend=None)

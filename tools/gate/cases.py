@@ -1,8 +1,8 @@
 """Lists the cases of the gate: command lines of small runs, by subject.
 
-jobs.py runs them, and verdict.py judges the results. To add a case, add a line to its group. In flags, {data} is the
-folder of the corpora `a` and `b`, and {folder} is the case's own folder. If the base does not know the flags of a case
-yet, add its name to NEW_CASES.
+jobs.py runs the cases, and verdict.py judges the results. To add a case, add a line to its group. In flags, {data} is
+the folder of the corpora `a` and `b`, and {folder} is the case's own folder. If the base does not know the flags of a
+case yet, add its name to NEW_CASES.
 """
 
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ TAPES = "tapes.py"  # pretrain_gpt.py with tapes instead of CUDA graphs
 class Case:
     """A small run.
 
-    program: PRETRAIN, or a script of tools/gate/scripts. restart_at: the run stops after this step, and a second run
-    continues it. resume_at: both trees also resume the base's checkpoint of this step.
+    program: PRETRAIN, or a script of tools/gate/scripts. restart_at: the run stops after this step and a second run
+    continues it. resume_at: both trees additionally resume from the base's checkpoint of this step.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Case:
 
     @property
     def is_new(self) -> bool:
-        """Tells whether the base cannot run the case, so that only the head runs it and nothing is compared."""
+        """Whether the base cannot run the case. Only the head runs it, and nothing is compared."""
         return self.name in NEW_CASES
 
     def command_lines(self) -> list[str]:
@@ -47,7 +47,10 @@ class Case:
         return [f"{line} --exit-interval {self.restart_at}", f"{line} --load {CHECKPOINTS}"]
 
     def resumed_command_line(self, checkpoints: Path) -> str:
-        """Returns the command line that continues from the checkpoint of `resume_at` in that folder."""
+        """Returns the command line that resumes from the base's checkpoint of step `resume_at`.
+
+        checkpoints: folder of the base's checkpoints.
+        """
         if self.program not in (PRETRAIN, TAPES):
             return f"{self.flags} --load {checkpoints}/iter_{self.resume_at:07d}"
         return f"{self._own_flags()} --save {CHECKPOINTS} --load {checkpoints} --ckpt-step {self.resume_at}"
@@ -56,7 +59,7 @@ class Case:
         return f"{RUN} {self.flags} --tensorboard-dir {{folder}}"
 
 
-# Cases that the base cannot run: they must run with the head, and nothing is compared. This describes the difference
+# Cases that the base cannot run. They must run with the head, and nothing is compared. It describes the difference
 # from the current base branch. Remove an entry once the base contains the change.
 NEW_CASES: frozenset[str] = frozenset()
 
@@ -434,6 +437,6 @@ CASES: tuple[Case, ...] = tuple(case for group in GROUPS for case in group)
 
 
 def cases_named(text: str) -> Iterator[Case]:
-    """Returns the case of that name; if there is none, the cases whose name contains `text`, in their order."""
+    """Returns the case of that name, or otherwise all cases whose name contains `text`, in order."""
     exact = [case for case in CASES if case.name == text]
     return iter(exact or [case for case in CASES if text in case.name])

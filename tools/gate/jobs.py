@@ -33,7 +33,7 @@ GATE = Path(__file__).resolve().parent
 
 @dataclass(frozen=True)
 class Job:
-    """A case in one tree: its folder and command lines. needs: a file that must exist before the job starts."""
+    """A case to run in one tree: its folder and command lines. needs: file that must exist before the job starts."""
 
     case: Case
     folder: Path
@@ -41,7 +41,7 @@ class Job:
     needs: Path | None = None
 
     def entry(self, tree: Path) -> dict[str, Any]:
-        """Returns the job as an entry of a plan, which worker.py reads."""
+        """Returns the job as a plan entry, the format that worker.py reads."""
         program = self.case.program
         return {
             "folder": str(self.folder),
@@ -55,7 +55,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Tree:
-    """A version of the project, and the cases that run with it. Runs go to the folder `name`."""
+    """A version of the project and the cases to run with it. name: also the name of the folder of its runs."""
 
     name: str
     folder: Path
@@ -63,18 +63,24 @@ class Tree:
 
 
 def main_folder(case: Case, tree: str, *, folder: Path) -> Path:
-    """Returns the folder of a case's run with the tree `tree`: the case's name with "_" for other characters."""
+    """Returns the folder of a case's main run with the tree `tree`.
+
+    Its name is the case's name with "_" for characters other than letters and digits.
+    """
     return folder / tree / re.sub(r"[^A-Za-z0-9]+", "_", case.name)
 
 
 def resumed_folder(case: Case, tree: str, *, folder: Path) -> Path:
-    """Returns the folder of the run that resumes the base's checkpoint."""
+    """Returns the folder of the run that resumes from the base's checkpoint."""
     main = main_folder(case, tree, folder=folder)
     return main.with_name(f"{main.name}.resumed")
 
 
 def export(commit: str, folder: Path, *, root: Path = ROOT) -> Path:
-    """Writes the files of a commit of `root` to `folder`; raises ValueError if there is no such commit."""
+    """Writes the files of a commit of `root` to `folder` and returns `folder`.
+
+    Raises ValueError if there is no such commit.
+    """
     packed = subprocess.run(["git", "archive", commit], cwd=root, capture_output=True, check=False)
     if packed.returncode:
         raise ValueError(f"cannot read commit {commit} of {root}: {packed.stderr.decode().strip()}")
@@ -84,7 +90,7 @@ def export(commit: str, folder: Path, *, root: Path = ROOT) -> Path:
 
 
 def write_corpora(folder: Path) -> None:
-    """Writes two small .bin/.idx pairs of random documents, the same in every call.
+    """Writes two small .bin/.idx pairs of random documents, identical in every call.
 
     Does not use this project's writer, because a fault in the head's writer would affect both trees.
     """
@@ -102,10 +108,11 @@ def write_corpora(folder: Path) -> None:
 
 
 def run_trees(trees: Sequence[Tree], *, folder: Path, base: str) -> None:
-    """Runs all trees at the same time, each case of a tree in main_folder(...) and resumed_folder(...).
+    """Runs the cases of all trees, with one worker process per tree at the same time.
 
-    folder: holds corpora in `data`, and receives the runs. base: name of the tree whose checkpoints are resumed by all;
-    it is one of these, or has already run. Raises RuntimeError if a worker ends before its plan does.
+    folder: contains the corpora in `data` and receives the runs. base: name of the tree whose checkpoints all trees
+    resume; it is one of `trees` or has already run. Raises RuntimeError if a worker exits before it has completed its
+    plan.
     """
     at_once = max(1, (os.cpu_count() or 1) // len(trees))
     workers: dict[str, subprocess.Popen[bytes]] = {}
@@ -125,7 +132,7 @@ def run_trees(trees: Sequence[Tree], *, folder: Path, base: str) -> None:
 
 
 def jobs_of(tree: Tree, folder: Path, *, base: str) -> Iterator[Job]:
-    """Yields the jobs of a tree. Jobs that resume come last, because they need the base's checkpoints."""
+    """Yields the jobs of a tree. Resuming jobs come last, because they require the base's checkpoints."""
     resumed = []
     for case in tree.cases:
         place = main_folder(case, tree.name, folder=folder)
@@ -160,7 +167,7 @@ def _raise_if_one_failed(workers: "dict[str, subprocess.Popen[bytes]]", folder: 
 
 
 def _kill(worker: "subprocess.Popen[bytes]") -> None:
-    """Ends a worker and its ranks, which may outlive it."""
+    """Kills a worker and its ranks, which could outlive it."""
     with suppress(ProcessLookupError):
         os.killpg(worker.pid, signal.SIGKILL)
     worker.wait()
@@ -168,9 +175,7 @@ def _kill(worker: "subprocess.Popen[bytes]") -> None:
 
 @contextmanager
 def ends_on_signals() -> Iterator[None]:
-    """Converts SIGTERM and SIGHUP to SystemExit inside the block, so that workers and temporary folders do not outlive
-    the tool.
-    """
+    """Converts SIGTERM and SIGHUP to SystemExit in its body, so that workers and temporary folders are cleaned up."""
 
     def end(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)

@@ -1,6 +1,6 @@
 """Compares the runs of a case in two trees: exit codes, every logged value and the final checkpoint.
 
-Values are equal if their JSON texts are, so that floats are compared bitwise. jobs.py runs the cases.
+Values are equal if their JSON texts are equal, so floats are compared bitwise. jobs.py runs the cases.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ RENAMES: Renames = ()
 CHECKPOINT_RENAMES: Renames = ()
 # Fields that only the head may log. Remove an entry, like one of RENAMES, once the base contains the change.
 NEW_FIELDS: frozenset[str] = frozenset()
-# Logged fields in which two equal runs may differ, with the reasons.
+# Logged fields that may differ between two equivalent runs, with the reasons.
 EXCLUDED: dict[str, str] = {
     "seconds": "time",
     "tokens_per_second": "time",
@@ -39,7 +39,7 @@ EXCLUDED: dict[str, str] = {
     "memory/": "memory of the process, including libraries",
     "held/": "memory: a refactor may free a buffer earlier",
 }
-# Entries of a checkpoint in which two equal runs may differ.
+# Checkpoint entries that may differ between two equivalent runs.
 EXCLUDED_OF_CHECKPOINTS: dict[str, str] = {"common/args/": "the flags given by the case, and paths"}
 MOST_NAMES = 6  # in a message
 
@@ -50,7 +50,7 @@ Log = dict[str, Series]  # by field
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a comparison, and the text that the table shows for it. is_failure: a run ended with an error."""
+    """The result of comparing a case, with its text for the table. is_failure: a run ended with an error."""
 
     is_same: bool
     text: str
@@ -59,8 +59,9 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Left:
-    """Log and final checkpoint of a run. digests: digests of the checkpoint's entries by key; empty without a
-    checkpoint.
+    """The log and final checkpoint of a run.
+
+    digests: digests of the checkpoint's entries by key; empty without a checkpoint.
     """
 
     log: Log = field(default_factory=dict)
@@ -73,17 +74,17 @@ class Left:
 
 
 def judge_new(base: Path, head: Path) -> Verdict:
-    """Judges a case of NEW_CASES: the head must run it, and the base must not."""
+    """Judges a case of NEW_CASES, which the head must run and the base must not."""
     error = failure_of(head)
     if error is not None:
         return Verdict(False, f"new in head, and fails: {error}", is_failure=True)
     if failure_of(base) is None:
-        return Verdict(False, "the base can run it, too: remove it from NEW_CASES, so that it is compared")
+        return Verdict(False, "the base can also run it: remove it from NEW_CASES so that it is compared")
     return Verdict(True, f"new in head, runs: {read_left(head).num_steps} steps, not compared")
 
 
 def judge(base: Path, head: Path) -> Verdict:
-    """Judges a case by its runs in these two folders."""
+    """Judges a case by the folders of its runs with base and head."""
     failures = {name: failure_of(folder) for name, folder in (("base", base), ("head", head))}
     texts = [f"fails in {name}: {_with_hint(name, error)}" for name, error in failures.items() if error is not None]
     if texts:
@@ -98,7 +99,7 @@ def _with_hint(name: str, error: str) -> str:
 
 
 def failure_of(folder: Path) -> str | None:
-    """Returns the error of the first run that failed, in one line, or None if no run failed."""
+    """Returns the error of the first failed run in one line, or None if no run failed."""
     path = folder / RESULT
     if not path.exists():
         return "it did not run"
@@ -111,13 +112,13 @@ def failure_of(folder: Path) -> str | None:
 
 
 def _error_line(folder: Path, failed: list[int]) -> str:
-    """Returns the last error line of a failed rank, preferably of one that does not only report another's failure."""
+    """Returns the last error line of a failed rank, preferring ranks that do not merely report another failure."""
     found = []
     for rank in failed:
         path = folder / f"rank{rank}.txt"
         lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines() if path.exists() else []
         errors = [line.strip() for line in lines if "error" in line.lower() and not line.startswith(" ")]
-        found.append(f"rank {rank}: {errors[-1] if errors else lines[-1] if lines else 'ended without a word'}")
+        found.append(f"rank {rank}: {errors[-1] if errors else lines[-1] if lines else 'ended without output'}")
     own = [line for line in found if "RemoteRankError" not in line and "Connection" not in line]
     return (own or found)[0][:300]
 
@@ -156,7 +157,7 @@ def _first_difference(before: Log, after: Log) -> str:
 
 
 def _difference(series: Series, other: Series) -> tuple[int, str]:
-    """Returns the first iteration in which two series differ, and a text that describes the difference."""
+    """Returns the first iteration at which two series differ, and a description of the difference."""
     if [step for step, _ in series] != [step for step, _ in other]:
         steps = {step for step, _ in series} ^ {step for step, _ in other}
         return min(steps, default=series[0][0]), "logged at other iterations"
@@ -178,9 +179,9 @@ def _some(names: list[str]) -> str:
 
 
 def _renamed(named: Mapping[str, Any], renames: Renames) -> dict[str, Any]:
-    """Applies renames.
+    """Applies the renames to the keys.
 
-    Raises ValueError if the base also has an entry under the new name, because one would be lost.
+    Raises ValueError if the base also contains the new name, because one of the two entries would be lost.
     """
     renamed: dict[str, Any] = {}
     for name, value in named.items():
@@ -204,13 +205,13 @@ def _new_name(name: str, renames: Renames) -> str:
 
 
 def read_left(folder: Path) -> Left:
-    """Reads the log of a run, and its final checkpoint if it has one."""
+    """Reads the log of a run and, if there is one, its final checkpoint."""
     checkpoints = sorted((folder / CHECKPOINTS).glob("iter_*"))
     return Left(read_log(folder / LOG), digests_of(checkpoints[-1]) if checkpoints else {})
 
 
 def read_log(path: Path) -> Log:
-    """Returns every field of every line except the excluded ones. Nested fields are named outer/inner."""
+    """Returns the values of all fields that are not excluded, by field name. Nested fields are named outer/inner."""
     log: Log = {}
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     for line in lines:
@@ -236,9 +237,9 @@ def _is_excluded(name: str, excluded: Mapping[str, str]) -> bool:
 
 
 def digests_of(checkpoint: Path) -> dict[str, str]:
-    """Returns digests of a checkpoint's tensors, its other entries, and the values of its common.json.
+    """Returns digests of a checkpoint's tensors, of its other entries, and of the values in its common.json.
 
-    torch reads the tensors without this project's code. Only whole tensors are compared, because their shards and files
+    torch reads the checkpoint without this project's code. Only whole tensors are compared, because shards and files
     may differ.
     """
     reader = dcp.FileSystemReader(checkpoint)
@@ -263,6 +264,6 @@ def digests_of(checkpoint: Path) -> dict[str, str]:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    """Hashes a tensor of any shape and dtype, together with its shape and dtype."""
+    """Returns the dtype, the shape and a hash of the bytes of a tensor, any shape and dtype."""
     data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return f"{tensor.dtype} {list(tensor.shape)} {hashlib.blake2b(data, digest_size=16).hexdigest()}"

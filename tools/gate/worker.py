@@ -1,6 +1,6 @@
-"""Runs a plan of small training runs with the code of one tree. Ranks are forked from this warm process.
+"""Runs a plan of small training runs with the code of one tree. Ranks are forked from this preloaded process.
 
-jobs.py starts it with the tree in PYTHONPATH. It imports the project's code from that tree only.
+jobs.py starts it with the tree in PYTHONPATH. It imports the project's code only from that tree.
 """
 
 import gc
@@ -25,8 +25,8 @@ import pretrain_gpt
 
 TIMEOUT = 180.0  # seconds of one run
 GRACE = 10.0  # seconds that ranks may continue after the first one failed
-RESULT = "result.json"  # as in cases.py, which another tree may lack
-# Slow imports, done once before ranks are forked. A tree may lack some of the last ones.
+RESULT = "result.json"  # as in cases.py, which other trees may not contain
+# Slow imports, done once before ranks are forked. Some trees do not contain all of the last modules.
 PRELOAD = (
     "torch._dynamo",
     "torch.distributed.checkpoint",
@@ -42,7 +42,7 @@ Job = dict[str, Any]  # see Job.entry of jobs.py
 
 
 def main(tree: Path, plan: Path) -> None:
-    """Runs the jobs of `plan`. Each job writes result.json to its folder when it has ended."""
+    """Runs the jobs of `plan`. Each job writes result.json to its folder when it ends."""
     for module in (megatron, pretrain_gpt):
         assert Path(str(module.__file__)).is_relative_to(tree), f"{module.__file__} is not in {tree}"
     for name in PRELOAD:
@@ -51,7 +51,7 @@ def main(tree: Path, plan: Path) -> None:
     with suppress(ImportError, AttributeError):
         importlib.import_module("megatron.training.command_line.flags").flag_table()  # cached; every run needs it
     torch.set_num_threads(1)
-    # A garbage collection in a rank would copy every page that it shares with this process.
+    # Garbage collection in a rank would copy every page that the rank shares with this process.
     gc.collect()
     gc.freeze()
     content = json.loads(plan.read_text(encoding="utf-8"))
@@ -59,9 +59,9 @@ def main(tree: Path, plan: Path) -> None:
 
 
 def run_jobs(jobs: Sequence[Job], *, at_once: int) -> None:
-    """Runs every job, at most `at_once` at a time. A job that needs the result of another one waits for its file.
+    """Runs all jobs, at most `at_once` in parallel. A job that requires another job's result waits for its file.
 
-    Raises RuntimeError if the process of a job ends without a result, for which other jobs would wait forever.
+    Raises RuntimeError if a job's process ends without writing a result, because other jobs could wait for it forever.
     """
     context = multiprocessing.get_context("fork")
     waiting, running = list(jobs), dict[int, tuple[Job, ForkProcess]]()
@@ -84,7 +84,7 @@ def run_jobs(jobs: Sequence[Job], *, at_once: int) -> None:
 
 
 def run_job(job: Job) -> None:
-    """Runs the command lines of a job one after the other in its folder, until one fails; then writes the result."""
+    """Runs a job's command lines in its folder until one fails, then writes the result."""
     folder = Path(job["folder"])
     folder.mkdir(parents=True, exist_ok=True)
     codes: list[list[int]] = []
@@ -100,7 +100,7 @@ def run_job(job: Job) -> None:
 
 
 def run_ranks(argv: list[str], *, program: str, ranks: int, folder: Path, port: int) -> list[int]:
-    """Runs the ranks and returns their exit codes. Rank i prints to `folder`/rank<i>.txt."""
+    """Runs all ranks of one command line and returns their exit codes. Rank i prints to `folder`/rank<i>.txt."""
     context = multiprocessing.get_context("fork")
     words = {"argv": argv, "program": program, "folder": folder, "world_size": ranks, "port": port}
     processes = [context.Process(target=run_rank, args=(rank,), kwargs=words) for rank in range(ranks)]
@@ -123,7 +123,7 @@ def run_ranks(argv: list[str], *, program: str, ranks: int, folder: Path, port: 
 
 
 def run_rank(rank: int, *, argv: list[str], program: str, folder: Path, world_size: int, port: int) -> None:
-    """Runs one rank, with the environment variables of torchrun."""
+    """Runs the program as one rank, with torchrun's environment variables."""
     output = os.open(folder / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -1,4 +1,4 @@
-"""Converts models of the Hugging Face hub to canonical checkpoints and back: settings, names and files.
+"""Converts models between the Hugging Face Hub's format and canonical checkpoints: settings, names and files.
 
 tools/checkpoint.py is the command line.
 """

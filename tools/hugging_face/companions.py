@@ -1,6 +1,6 @@
-"""Copies files that accompany the weights of a hub model: config.json, tokenizer, generation settings.
+"""Copies the files that accompany the weights of a hub model: config.json, tokenizer, generation settings.
 
-Checkpoints keep them in a separate folder, which a run copies to the folder where it saves.
+They are stored in a folder next to the checkpoints, which a run copies to its own --save folder.
 """
 
 import json
@@ -19,11 +19,11 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 def read_config(folder: Path) -> dict[str, Any]:
     """Reads the config.json of a folder.
 
-    Raises ValueError if there is none, it is not a JSON object, or a value has the wrong type.
+    Raises ValueError if it does not exist, is not a JSON object, or contains a value of the wrong type.
     """
     path = folder / CONFIG_FILE
     if not path.is_file():
-        raise ValueError(f"{folder} has no {CONFIG_FILE}: give the folder of a model of transformers")
+        raise ValueError(f"{folder} contains no {CONFIG_FILE}: give the folder of a model of transformers")
     try:
         config = dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError, RecursionError) as error:
@@ -38,7 +38,7 @@ def write_config(folder: Path, config: dict[str, Any]) -> None:
 
 
 def carry(source: Path, target: Path) -> None:
-    """Copies every file of a folder except weights, hidden files and folders. Creates `target`."""
+    """Copies all files of a folder except weights and hidden files. Creates `target`."""
     target.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
         if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_WEIGHTS):
@@ -46,6 +46,6 @@ def carry(source: Path, target: Path) -> None:
 
 
 def companions_of(checkpoint: Path) -> Path | None:
-    """Returns the folder of companions next to a checkpoint, if there is one."""
+    """Returns the folder of companion files next to a checkpoint, or None if there is none."""
     folder = checkpoint.parent / COMPANION_FOLDER
     return folder if (folder / CONFIG_FILE).is_file() else None

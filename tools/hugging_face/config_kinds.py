@@ -1,6 +1,6 @@
-"""Checks the types of the values in config.json, so that a wrong one is reported before it is used.
+"""Checks the types of the values in config.json, so that wrong types are reported before the values are used.
 
-config_parts.py and expert_parts.py interpret the keys. Keys that are missing here are compared there or not read.
+config_parts.py and expert_parts.py interpret the keys. Keys without a rule here are checked there or not read.
 """
 
 import math
@@ -53,7 +53,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def require_known_kinds(config: Mapping[str, Any]) -> None:
-    """Raises ValueError naming a value of a config.json with a wrong type. null counts as absent."""
+    """Raises ValueError naming a config.json value of the wrong type. null counts as absent."""
     for key, value in config.items():
         if value is None or key not in _RULES:
             continue
@@ -64,10 +64,10 @@ def require_known_kinds(config: Mapping[str, Any]) -> None:
             require_known_kinds(value)
     kinds, layers = config.get("layer_types"), config.get("num_hidden_layers")
     if kinds is not None and layers is not None and len(kinds) != layers:
-        raise ValueError(f"config.json: layer_types names {len(kinds)} layers, but num_hidden_layers is {layers}")
+        raise ValueError(f"config.json: layer_types lists {len(kinds)} layers, but num_hidden_layers is {layers}")
 
 
 def without_unset_counts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config without sizes and counts that are null, which mean the same as absent ones."""
+    """Returns the config without sizes and counts that are null, which is equivalent to absent."""
     counts = (_COUNTS + _COUNTS_FROM_0.removesuffix("sliding_window")).split()
     return {key: value for key, value in config.items() if value is not None or key not in counts}

@@ -1,7 +1,7 @@
 """Maps parts of a config.json to settings, in both directions.
 
-A family (families.py) is a list of parts. Settings have their names in the parsed arguments. expert_parts.py has the
-parts of experts, names.py the tensors.
+A family (families.py) is a list of parts. Settings are named as in the parsed arguments. expert_parts.py contains the
+parts for experts, and names.py maps the tensors.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ _YARN = {
     "mscale_all_dim": "mscale_all_dim",
     "truncate": "yarn_correction_range_round_to_int",
 }
-_MAX_WINDOW_LAYERS = 28  # value that a config.json without the key implies
+_MAX_WINDOW_LAYERS = 28  # default for a config.json without the key
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -29,17 +29,17 @@ class Part(Protocol):
     """Converts some keys of a config.json to settings, and back."""
 
     def read(self, config: Mapping[str, Any]) -> Values:
-        """Returns the settings. Raises ValueError naming a key without a corresponding setting."""
+        """Converts keys of config.json to settings. Raises ValueError naming a key without a corresponding setting."""
         ...
 
     def write(self, settings: Mapping[str, Any]) -> Values:
-        """Returns the keys. If no key can express the settings, `read` of the result differs from `settings`."""
+        """Converts settings to keys. If no key can express them, `read` of the result differs from `settings`."""
         ...
 
 
 @dataclass(frozen=True)
 class Same:
-    """One value under two names. default: meaning of an absent key. also: alternative name of the key."""
+    """One value under two names. default: value for an absent key. also: alternative name of the key."""
 
     theirs: str
     ours: str
@@ -62,7 +62,7 @@ class Same:
 
 @dataclass(frozen=True)
 class Fixed:
-    """Settings that every model of a family has."""
+    """Settings that are the same for every model of a family."""
 
     settings: Values
 
@@ -75,7 +75,7 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Only:
-    """A key with one supported value, which is also the meaning of a config.json without the key."""
+    """A key with one supported value, which is also the default of an absent key."""
 
     theirs: str
     value: Any
@@ -103,7 +103,10 @@ class Tied:
 
 @dataclass(frozen=True)
 class Heads:
-    """Query heads, groups and the head size. has_width: whether config.json has a key for it, with this default."""
+    """Numbers of query heads and groups, and the head size.
+
+    has_width: whether config.json has a key for the head size. default_width: default of this key.
+    """
 
     has_width: bool = True
     default_width: int | None = None
@@ -127,7 +130,7 @@ class Heads:
 
 
 class LatentHeads:
-    """The heads of multi-latent attention, and the ranks of its projections."""
+    """The heads of multi-latent attention and the ranks of its projections."""
 
     _widths = (
         Same("kv_lora_rank", "kv_lora_rank"),
@@ -157,13 +160,13 @@ class LatentHeads:
 
 @dataclass(frozen=True)
 class Rotation:
-    """Rotary positions: base, rotated share of a head, and scaling.
+    """Rotary position embeddings: base, rotated fraction of a head, and scaling.
 
-    transformers before 5 writes rope_theta and rope_scaling, later versions rope_parameters for both.
+    transformers before version 5 writes rope_theta and rope_scaling, and later versions write rope_parameters for both.
     """
 
     default_base: float = 10000.0
-    share: float | None = None  # default of partial_rotary_factor, if the family has that key
+    share: float | None = None  # default of partial_rotary_factor, or None if the family has no such key
     unstretched: str | None = None  # rope_type without scaling
 
     def read(self, config: Mapping[str, Any]) -> Values:
@@ -194,7 +197,7 @@ class Rotation:
 
 
 def rotation_of(config: Mapping[str, Any]) -> Values:
-    """Returns the rotary settings of a config.json in either form as one dict."""
+    """Returns the rotary settings of either form of config.json as one dict."""
     found = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     # Key of transformers before 4.43.
     kind = found.pop("type", None)
@@ -228,7 +231,7 @@ def _stretching(rotation: Mapping[str, Any]) -> Values:
 def _yarn(rotation: Mapping[str, Any]) -> Values:
     if rotation.get("attention_factor") is not None:
         raise ValueError(
-            f"config.json: attention_factor is {rotation['attention_factor']}: can be converted only if it follows "
+            f"config.json: attention_factor is {rotation['attention_factor']}: can be converted only if it is derived "
             "from mscale and mscale_all_dim"
         )
     defaults = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
@@ -244,7 +247,7 @@ def _yarn(rotation: Mapping[str, Any]) -> Values:
 
 
 class WindowRule(Enum):
-    """Layers with a sliding window, for families where this depends on more than the window's size."""
+    """Which layers have a sliding window, for families where this depends on more than the window size."""
 
     EVERY = auto()  # all layers; layer_types is not read
     FROM_A_LAYER = auto()  # layer_types; without it from max_window_layers on
@@ -254,7 +257,7 @@ class WindowRule(Enum):
 
 @dataclass(frozen=True)
 class Windows:
-    """Sliding windows. switch: whether the family has use_sliding_window, which then must enable them."""
+    """Sliding-window attention. switch: whether the family has use_sliding_window, which must then enable it."""
 
     rule: WindowRule = WindowRule.FROM_A_LAYER
     switch: bool = True
@@ -269,7 +272,7 @@ class Windows:
         pattern = self._pattern(config)
         if not any(pattern):
             return none
-        # Their window includes the token itself.
+        # transformers' window includes the token itself.
         return {"window_size": (size - 1, 0), "window_attn_skip_freq": None if all(pattern) else pattern}
 
     def _pattern(self, config: Mapping[str, Any]) -> list[int]:
@@ -297,7 +300,7 @@ class Windows:
 
 
 def window_pattern(skip: int | list[int] | None, *, num_layers: int) -> list[int]:
-    """Returns 1 for each layer with a window, and 0 for each without. skip: window_attn_skip_freq."""
+    """Returns 1 for each layer with a window and 0 for each layer without. skip: value of window_attn_skip_freq."""
     if skip is None:
         return [1] * num_layers
     if isinstance(skip, int):

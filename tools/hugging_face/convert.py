@@ -1,4 +1,4 @@
-"""Converts a hub model to a canonical checkpoint and back, one tensor at a time, without building a model.
+"""Converts a hub model to a canonical checkpoint or back, one tensor at a time, without building the model.
 
 names.py maps the tensors, and settings.py interprets config.json.
 """
@@ -36,7 +36,7 @@ from megatron.training.checkpointing.run_values import args_to_json, load_run_va
 from megatron.training.checkpointing.train_state import TrainState
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Stays in fp32, because its steps of 1e-3 would be lost in half precision.
+# Remains in fp32, because updates of 1e-3 would be lost in half precision.
 _NEVER_CONVERTED = "router.expert_bias"
 # Weights of all norms, including those of queries, keys, latents and multi-token prediction.
 _NORM_WEIGHTS = ("layernorm.weight", "enorm.weight", "hnorm.weight")
@@ -48,7 +48,10 @@ _MAX_NAMED = 4
 
 @dataclass(frozen=True)
 class HubModel:
-    """A hub model in a folder: its family, settings, files and required tensors."""
+    """A hub model in a folder: its family, settings, files and required tensors.
+
+    left_out: tensors in the files that are not converted.
+    """
 
     family: Family
     settings: dict[str, Any]
@@ -58,8 +61,9 @@ class HubModel:
 
     @classmethod
     def open(cls, folder: Path) -> "HubModel":
-        """Opens the model without reading tensor values. Raises ValueError naming what is missing, unknown or
-        misshaped.
+        """Opens the model without reading tensor values.
+
+        Raises ValueError naming tensors that are missing, unknown or have the wrong shape.
         """
         config = read_config(folder)
         family, settings = family_of_config(config), settings_of_config(config)
@@ -74,19 +78,19 @@ class HubModel:
         return cls(family, settings, files, tensors, _extra_tensors(every, files))
 
     def dtype(self) -> torch.dtype:
-        """Returns the most frequent dtype of its tensors."""
+        """Returns the most common dtype of its tensors."""
         return Counter(self.files.kinds[tensor.name].dtype for tensor in self.tensors).most_common(1)[0][0]
 
 
 def from_hub(load: Path, save: Path, *, dtype: torch.dtype | None = None) -> Path:
-    """Writes the model in the folder `load` as a checkpoint to start from; returns its folder.
+    """Writes the hub model in the folder `load` as a checkpoint to start from and returns its folder.
 
-    dtype: dtype of the stored weights; None keeps the original. Raises ValueError naming errors in config.json or the
-    files, or if `save` already holds checkpoints.
+    dtype: dtype of the stored weights; None keeps their dtypes. Raises ValueError naming errors in config.json or the
+    files, or if `save` already contains checkpoints.
     """
     model = HubModel.open(load)
     if complete_iterations(save) or (save / RELEASE).exists():
-        raise ValueError(f"--save is {save}: it already holds checkpoints; give a new folder")
+        raise ValueError(f"--save is {save}: it already contains checkpoints; give a new folder")
     for name in model.left_out:
         print(f"not converted: {name}")
     target = save / RELEASE
@@ -112,11 +116,12 @@ def to_hub(
     max_shard_bytes: int,
     reference: Path | None = None,
 ) -> Path:
-    """Writes the weights of a checkpoint as a model that transformers loads, into the new folder `save`; returns it.
+    """Writes the weights of a checkpoint to the new folder `save` as a model for transformers, and returns `save`.
 
-    Merges low-rank adapters into the weights, through a temporary checkpoint. dtype: dtype of its tensors; None keeps
-    the stored ones. reference: a hub folder whose config.json and tokenizer are copied; None means those next to the
-    checkpoint, or a new config.json. Raises ValueError if there is no checkpoint, or no architecture for its settings.
+    Merges low-rank adapters into the weights, through a temporary checkpoint. dtype: dtype of the written tensors; None
+    keeps the stored dtypes. reference: hub folder whose config.json and tokenizer are copied; None uses the companion
+    files next to the checkpoint, or a new config.json. Raises ValueError if there is no checkpoint, or if no
+    architecture supports its settings.
     """
     found = checkpoint_of_load(load, step)
     arguments = load_run_values(found.path)["args"]
@@ -149,7 +154,7 @@ def to_hub(
 class _StoredModel:
     """The tensors of a checkpoint under their hub names.
 
-    norms_lack_one: whether the checkpoint stores the weights of norms minus 1 (--apply-layernorm-1p); hub files do not.
+    norms_lack_one: whether the checkpoint stores norm weights minus 1 (--apply-layernorm-1p), unlike hub files.
     """
 
     norms_lack_one = False
@@ -171,7 +176,7 @@ class _StoredModel:
         self.num_parameters = sum(torch.Size(tensor.shape).numel() for tensor in tensors)
 
     def read(self, name: str) -> Tensor:
-        """Returns a tensor by its hub name, with its hub shape and the dtype in `kinds`."""
+        """Returns a tensor by its hub name, in its hub shape and the dtype in `kinds`."""
         kind = self.kinds[name]
         tensor = torch.empty(kind.shape, dtype=kind.dtype)
         pieces = list(self._tensors[name].pieces)
@@ -185,9 +190,9 @@ class _StoredModel:
 
 
 def _boxes(model: HubModel, dtype: torch.dtype | None) -> Iterator[ShardedTensor]:
-    """Yields boxes of the stored tensors, with one file tensor in memory at a time.
+    """Yields the stored tensors of a hub model. Only one tensor of the files is in memory at a time.
 
-    They have any shape, and `dtype` or their own.
+    dtype: dtype of the result; None keeps each tensor's dtype.
     """
     for tensor in model.tensors:
         values = model.files.read(tensor.name)
@@ -204,13 +209,13 @@ def _keeps_its_type(tensor: HubTensor) -> bool:
 
 
 def _check_copies(tensors: tuple[HubTensor, ...], files: PlainFiles) -> None:
-    """Raises ValueError if the copies of a tensor that checkpoints store once differ. Files may lack a copy."""
+    """Raises ValueError if the copies of a tensor that checkpoints store only once differ. A copy may be absent."""
     for tensor in tensors:
         if tensor.copy_of is None or tensor.name not in files.kinds:
             continue
         if not files.have_same(tensor.name, tensor.copy_of):
             raise ValueError(
-                f"{files.file_of(tensor.name)}: {tensor.name} and {tensor.copy_of} differ, but a checkpoint has "
+                f"{files.file_of(tensor.name)}: {tensor.name} and {tensor.copy_of} differ, but a checkpoint stores "
                 "one tensor for both"
             )
 
@@ -227,7 +232,7 @@ def _check_presence(tensors: tuple[HubTensor, ...], files: PlainFiles) -> None:
     if missing:
         hint = ""
         if missing == [_OUTPUT]:
-            hint = "; with tie_word_embeddings true in config.json there is none"
+            hint = "; it is not required if tie_word_embeddings is true in config.json"
         raise ValueError(f"{files.folder} does not match its {CONFIG_FILE}: {_named(missing, [])}{hint}")
     for tensor in tensors:
         found = files.kinds[tensor.name].shape
@@ -235,7 +240,7 @@ def _check_presence(tensors: tuple[HubTensor, ...], files: PlainFiles) -> None:
             continue
         where = f"{files.file_of(tensor.name)}: {tensor.name} has shape {list(found)}"
         if tensor.name in (_EMBEDDING, _OUTPUT) and found[1:] == tensor.shape[1:]:
-            raise ValueError(f"{where}: {CONFIG_FILE} has vocab_size {tensor.shape[0]}")
+            raise ValueError(f"{where}, but vocab_size is {tensor.shape[0]} in {CONFIG_FILE}")
         raise ValueError(f"{where}: must be {list(tensor.shape)} according to {CONFIG_FILE}")
     odd = [t.name for t in tensors if files.kinds[t.name].dtype not in (*DTYPES.values(), torch.float64)]
     if odd:
@@ -244,9 +249,9 @@ def _check_presence(tensors: tuple[HubTensor, ...], files: PlainFiles) -> None:
 
 
 def _extra_tensors(tensors: tuple[HubTensor, ...], files: PlainFiles) -> tuple[str, ...]:
-    """Returns tensor names in the files that a checkpoint does not need.
+    """Returns the names of tensors in the files that a checkpoint does not require.
 
-    Raises ValueError for tensors of another model.
+    Raises ValueError if the files contain tensors of a different model.
     """
     extra = sorted(files.kinds.keys() - {tensor.name for tensor in tensors})
     unknown = [name for name in extra if not name.endswith(_DERIVED)]
@@ -267,7 +272,7 @@ def _named(missing: list[str], unknown: list[str]) -> str:
 
 
 def _run_arguments(model: HubModel, dtype: torch.dtype, *, companions: Path, source: Path) -> dict[str, Any]:
-    """Returns the arguments that a run of this model would have, for --use-checkpoint-args and tools."""
+    """Returns the arguments that a run of this model would store, for --use-checkpoint-args and tools."""
     args = parse_args(argv=[])
     vars(args).update(model.settings)
     args.unpadded_vocab_size = args.vocab_size
@@ -286,7 +291,7 @@ def _run_arguments(model: HubModel, dtype: torch.dtype, *, companions: Path, sou
 
 
 def _model_settings(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a run's checkpoint, with the vocabulary size of its tensors."""
+    """Returns the settings of a run's checkpoint, with the unpadded vocabulary size."""
     settings = with_defaults({**stored, "vocab_size": stored["unpadded_vocab_size"]})
     if not settings.get("group_query_attention"):
         settings["num_query_groups"] = settings["num_attention_heads"]

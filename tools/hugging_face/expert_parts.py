@@ -1,6 +1,6 @@
-"""Maps the parts of a config.json about experts: MoE layers, routing, and expert sizes.
+"""Maps the parts of a config.json that describe experts: MoE layers, routing and expert sizes.
 
-config_parts.py has the parts of attention and positions.
+config_parts.py contains the parts for attention and positions.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from megatron.tools.hugging_face.config_parts import Values
 
 
 class SparseLayers:
-    """MoE layers, in the keys of Qwen's models."""
+    """The MoE layers, as expressed by the keys of Qwen's models."""
 
     def read(self, config: Mapping[str, Any]) -> Values:
         step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
@@ -24,7 +24,7 @@ class SparseLayers:
 
 
 class LeadingDenseLayers:
-    """Number of dense layers before the MoE layers."""
+    """The number of dense layers before the MoE layers."""
 
     def read(self, config: Mapping[str, Any]) -> Values:
         dense, layers = config.get("first_k_dense_replace", 0), config["num_hidden_layers"]
@@ -35,7 +35,7 @@ class LeadingDenseLayers:
 
 
 class ExpertWidth:
-    """The width of an expert, if it is the only feed-forward width."""
+    """The width of an expert, for families with no other feed-forward width."""
 
     def read(self, config: Mapping[str, Any]) -> Values:
         width = config["intermediate_size"]
@@ -46,7 +46,7 @@ class ExpertWidth:
 
 
 class TopKNormalization:
-    """Softmax scores over the chosen experts (normalized), or over all experts."""
+    """Whether softmax is computed over the chosen experts (normalized scores) or over all experts."""
 
     def read(self, config: Mapping[str, Any]) -> Values:
         return {"moe_router_pre_softmax": not config.get("norm_topk_prob", False)}
@@ -56,7 +56,7 @@ class TopKNormalization:
 
 
 class SharedExperts:
-    """A number of shared experts. Their total width is this multiple of one expert's width."""
+    """The number of shared experts, stored here as their total width."""
 
     def read(self, config: Mapping[str, Any]) -> Values:
         count = config.get("n_shared_experts") or 0
@@ -68,14 +68,14 @@ class SharedExperts:
 
 
 class ExpertGroups:
-    """Groups of experts, of which a token uses some. One group means none."""
+    """Groups of experts, of which each token uses some. One group means no grouping."""
 
     def read(self, config: Mapping[str, Any]) -> Values:
         groups = config.get("n_group") or 1
         chosen = config.get("topk_group") if groups > 1 else None
         experts = config["num_experts_per_tok"]
-        # They score a group by the sum of its two best experts. Here the experts that a token uses per group are
-        # summed.
+        # transformers scores a group by the sum of its two best experts. Here the experts that a token uses per group
+        # are summed.
         if chosen is not None and experts // chosen != 2:
             raise ValueError(
                 f"config.json: topk_group is {chosen} and num_experts_per_tok is {experts}: can be converted only "
@@ -89,7 +89,7 @@ class ExpertGroups:
 
 
 class GroupLimitedGreedy:
-    """DeepSeek-V2's expert groups, which are scored by their best expert. topk_method enables them."""
+    """DeepSeek-V2's expert groups, each scored by its best expert. topk_method enables them."""
 
     def read(self, config: Mapping[str, Any]) -> Values:
         method = config.get("topk_method") or "greedy"
@@ -110,7 +110,7 @@ class GroupLimitedGreedy:
 
 
 class MTPLayers:
-    """Number of layers for multi-token prediction."""
+    """The number of multi-token prediction layers."""
 
     def read(self, config: Mapping[str, Any]) -> Values:
         return {"mtp_num_layers": config.get("num_nextn_predict_layers") or None}
@@ -120,7 +120,7 @@ class MTPLayers:
 
 
 class RoutedScaling:
-    """A factor of all routing weights. 1 means none."""
+    """A factor applied to all routing weights. 1 means no scaling."""
 
     def read(self, config: Mapping[str, Any]) -> Values:
         factor = config.get("routed_scaling_factor") or 1.0

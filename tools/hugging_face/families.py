@@ -1,6 +1,6 @@
-"""Defines the architectures that can be converted: their config.json and the names of their tensors.
+"""Defines the architectures that can be converted: their config.json and tensor names.
 
-settings.py finds the architecture of settings and updates config.json.
+settings.py selects the architecture for given settings and updates config.json.
 """
 
 from dataclasses import dataclass, field
@@ -34,9 +34,9 @@ from megatron.tools.hugging_face.expert_parts import (
 class FeedForwardNames:
     """Tensor names below model.layers.I that differ between families.
 
-    block: module with the router and the experts. gate, up, down: matrices of an expert. bias: expert bias of the
-    router. shared, shared_gate: the shared expert and its gate. router: the routing matrix. interleaved: one tensor
-    holds all experts, with gate and up in alternating columns.
+    block: module of the router and the experts. gate, up, down: matrices of an expert. bias: expert bias of the router.
+    shared, shared_gate: shared expert and its gate. router: routing matrix. interleaved: whether one tensor contains
+    all experts, with gate and up in alternating columns.
     """
 
     block: str = "mlp"
@@ -52,7 +52,7 @@ class FeedForwardNames:
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """An architecture by its names in config.json, and the parts of its config.json."""
+    """An architecture: its names in config.json, its config.json parts and its tensor names."""
 
     model_type: str
     architecture: str
@@ -94,9 +94,9 @@ _DENSE: tuple[Part, ...] = (
     Same("intermediate_size", "ffn_hidden_size"),
     Fixed({"num_experts": None, "moe_layer_freq": 1, "moe_ffn_hidden_size": None}),
 )
-# For every MoE model. Grouped computation does not change values.
+# All MoE models. Grouped GEMMs do not change the model.
 _EXPERTS: tuple[Part, ...] = (Same("num_experts_per_tok", "moe_router_topk"), Fixed({"moe_grouped_gemm": True}))
-# Experts of DeepSeek and GLM-4.5: many narrow ones, shared ones, dense layers first.
+# DeepSeek and GLM-4.5: many narrow experts, shared experts, and dense layers before the MoE layers.
 _FINE_GRAINED_EXPERTS: tuple[Part, ...] = (
     *_EXPERTS,
     Same("n_routed_experts", "num_experts"),
@@ -167,7 +167,7 @@ QWEN_3 = Family(
 )
 _QWEN_EXPERTS: tuple[Part, ...] = (
     *_EXPERTS,
-    # transformers 5 writes some of them under Mixtral's name.
+    # transformers 5 writes this key under Mixtral's name for some models.
     Same("num_experts", "num_experts", also="num_local_experts"),
     Same("intermediate_size", "ffn_hidden_size"),
     Same("moe_intermediate_size", "moe_ffn_hidden_size"),

@@ -1,6 +1,6 @@
-"""Maps tensors of a hub model to the boxes of a canonical checkpoint that they fill.
+"""Maps tensors of a hub model to the parts of a canonical checkpoint that they fill.
 
-../safetensors_files.py reads the files, and families.py has the names of families. Shape letters are those of
+../safetensors_files.py reads the files, and families.py defines the names of each family. Shape letters are defined in
 megatron/core/README.md.
 """
 
@@ -18,9 +18,9 @@ _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 @dataclass(frozen=True)
 class HubTensor:
-    """A tensor of the hub's files, and its stored windows.
+    """A tensor of the hub's files and the stored tensors that correspond to it.
 
-    copy_of: another tensor with the same values, if files have them twice and a checkpoint once.
+    copy_of: name of another tensor with the same values, which files store twice and checkpoints store once.
     """
 
     name: str
@@ -30,7 +30,7 @@ class HubTensor:
 
 
 def hub_tensors(family: Family, settings: Mapping[str, Any]) -> Iterator[HubTensor]:
-    """Returns all tensors of a model with these settings, layer by layer."""
+    """Yields all tensors of a model with these settings, layer by layer."""
     vocabulary = (settings["vocab_size"], settings["hidden_size"])
     yield _same("model.embed_tokens.weight", _EMBEDDING, *vocabulary)
     for number, has_experts in enumerate(expert_layers(settings)):
@@ -44,14 +44,14 @@ def hub_tensors(family: Family, settings: Mapping[str, Any]) -> Iterator[HubTens
 
 
 def is_mtp_tensor(name: str, settings: Mapping[str, Any]) -> bool:
-    """Tells whether a tensor belongs to a multi-token prediction layer."""
+    """Returns whether a tensor belongs to a multi-token prediction layer."""
     words = name.split(".")
     number = words[2] if words[:2] == ["model", "layers"] and len(words) > 2 else ""
     return number.isdecimal() and int(number) >= settings["num_layers"]
 
 
 def _mtp_layer(depth: int, settings: Mapping[str, Any], *, names: FeedForwardNames) -> Iterator[HubTensor]:
-    """Yields a multi-token prediction layer, with the vocabulary tables that files repeat."""
+    """Yields the tensors of a multi-token prediction layer, including the vocabulary tables that files repeat."""
     theirs, ours = f"model.layers.{settings['num_layers'] + depth}.", f"mtp.layers.{depth}."
     hidden, vocabulary = settings["hidden_size"], (settings["vocab_size"], settings["hidden_size"])
     whole = _whole(_EMBEDDING, vocabulary)
@@ -59,7 +59,7 @@ def _mtp_layer(depth: int, settings: Mapping[str, Any], *, names: FeedForwardNam
     for norm in ("enorm", "hnorm"):
         yield _same(f"{theirs}{norm}.weight", f"{ours}{norm}.weight", hidden)
     yield _same(f"{theirs}eh_proj.weight", f"{ours}eh_proj.weight", hidden, 2 * hidden)
-    # It has the same kind as the last layer.
+    # It is of the same kind, dense or MoE, as the last layer.
     has_experts = bool(expert_layers(settings)[-1])
     yield from _Layer(theirs, f"{ours}transformer_layer.", settings, names).tensors(has_experts)
     yield _same(f"{theirs}shared_head.norm.weight", f"{ours}final_layernorm.weight", hidden)
@@ -69,7 +69,7 @@ def _mtp_layer(depth: int, settings: Mapping[str, Any], *, names: FeedForwardNam
 
 @dataclass(frozen=True)
 class _Layer:
-    """The tensors of a layer. theirs, ours: prefixes of their names."""
+    """Maps the tensors of one layer. theirs, ours: name prefixes in the hub's files and in checkpoints."""
 
     theirs: str
     ours: str
@@ -77,7 +77,7 @@ class _Layer:
     names: FeedForwardNames
 
     def tensors(self, has_experts: bool) -> Iterator[HubTensor]:
-        """Yields attention, and a feed-forward layer with or without experts."""
+        """Yields the tensors of attention and of a dense or MoE feed-forward layer."""
         yield self._same("input_layernorm.weight", "input_layernorm.weight", self.settings["hidden_size"])
         yield from self._latent_attention() if self.settings["multi_latent_attention"] else self._attention()
         yield self._same("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", self.settings["hidden_size"])
@@ -130,7 +130,7 @@ class _Layer:
             yield self._same(f"self_attn.{theirs}.weight", f"self_attention.{ours}.weight", *shape)
 
     def _experts(self) -> Iterator[HubTensor]:
-        """Yields the router, the experts and the shared experts."""
+        """Yields the tensors of the router, the experts and the shared experts."""
         settings, names = self.settings, self.names
         hidden, count = settings["hidden_size"], settings["num_experts"]
         yield self._same(f"{names.block}.{names.router}.weight", "mlp.router.weight", count, hidden)
@@ -147,7 +147,7 @@ class _Layer:
             yield self._same(name, "mlp.shared_experts.gate_weight", 1, hidden)
 
     def _numbered_experts(self) -> Iterator[HubTensor]:
-        """Yields one tensor for each matrix of each expert."""
+        """Yields a separate tensor for each matrix of each expert."""
         settings, names = self.settings, self.names
         hidden, width, count = settings["hidden_size"], settings["moe_ffn_hidden_size"], settings["num_experts"]
         matrices = (
@@ -161,7 +161,7 @@ class _Layer:
                 yield self._tensor(f"{names.block}.experts.{expert}.{name}.weight", shape, piece)
 
     def _interleaved_experts(self) -> Iterator[HubTensor]:
-        """Yields tensors of all experts, input before output, with gate and up in alternating columns."""
+        """Yields tensors of all experts together, input dimension first, with gate and up in alternating columns."""
         settings, block = self.settings, self.names.block
         hidden, width, count = settings["hidden_size"], settings["moe_ffn_hidden_size"], settings["num_experts"]
         fc1, fc2 = (f"{self.ours}mlp.experts.linear_{name}" for name in ("fc1", "fc2"))
@@ -209,17 +209,17 @@ def _same(name: str, key: str, *shape: int) -> HubTensor:
 
 
 def _whole(key: str, shape: tuple[int, ...]) -> LogicalPiece:
-    """Maps all elements of a tensor, in order, to a stored tensor of that shape."""
+    """Maps all elements of a tensor, in order, to a stored tensor of the same shape."""
     return _window(key, shape, stride=_strides(shape))
 
 
 def _window(key: str, shape: tuple[int, ...], *, stride: tuple[int, ...], start: int = 0) -> LogicalPiece:
-    """Maps a range of a tensor's elements, starting at `first`, to a whole stored tensor."""
+    """Maps a strided range of a tensor's elements, beginning at `start`, to a whole stored tensor."""
     return LogicalPiece(key, shape, stride, start, shape, (0,) * len(shape))
 
 
 def _row(key: str, shape: tuple[int, ...], *, row: int, rows: int) -> LogicalPiece:
-    """Maps a tensor to one row of a stored tensor with this number of rows."""
+    """Maps a tensor to row `row` of a stored tensor with `rows` rows."""
     one = (1, *shape)
     return LogicalPiece(key, one, _strides(one), 0, (rows, *shape), (row, *(0,) * len(shape)))
 

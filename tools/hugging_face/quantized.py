@@ -1,7 +1,7 @@
-"""Dequantizes hub weights tensor by tensor, to bf16.
+"""Dequantizes hub weights to bf16, one tensor at a time.
 
-Supports FP8 with a scale for each block of a matrix (DeepSeek-V3), and MXFP4 with a scale for each 32 numbers of a row
-(gpt-oss). Writes no quantized weights.
+Supports FP8 with one scale per block of a matrix (DeepSeek-V3), and MXFP4 with one scale per 32 numbers of a row
+(gpt-oss). Does not write quantized weights.
 """
 
 import math
@@ -18,7 +18,7 @@ from megatron.tools.safetensors_files import TensorFiles, TensorKind
 QUANTIZATION = "quantization_config"
 _FACTORS = "_scale_inv"
 _BLOCKS, _SCALES = "_blocks", "_scales"
-# Four-bit values: a sign, two bits of exponent and one of fraction.
+# Four-bit values: one sign bit, two exponent bits, one fraction bit.
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _EXPONENT_BIAS = 127
 # Numbers that share a scale.
@@ -26,7 +26,7 @@ _GROUP = 32
 
 
 def require_known_quantization(config: Mapping[str, Any]) -> None:
-    """Raises ValueError naming an unknown quantization in a config.json."""
+    """Raises ValueError naming an unsupported quantization method in a config.json."""
     found = config.get(QUANTIZATION)
     if not found:
         return
@@ -44,11 +44,12 @@ def require_known_quantization(config: Mapping[str, Any]) -> None:
 
 
 class PlainFiles:
-    """Dequantized tensors of files. `kinds` describes the results of `read`. Neither includes scales."""
+    """Dequantized view of tensor files. `kinds` describes the results of `read`. Scales are not exposed."""
 
     def __init__(self, files: TensorFiles, config: Mapping[str, Any]) -> None:
-        """Opens the files. config: contents of config.json. Raises ValueError naming scales that do not fit their
-        weight.
+        """Opens the files. config: contents of config.json.
+
+        Raises ValueError naming scales whose shape does not match their weight.
         """
         found = config.get(QUANTIZATION) or {}
         self.folder, self._files, self.kinds = files.folder, files, dict(files.kinds)
@@ -67,7 +68,7 @@ class PlainFiles:
                 self.kinds[weight] = replace(files.kinds[weight], dtype=torch.bfloat16)
 
     def read(self, name: str) -> Tensor:
-        """Returns a tensor on the host, of any shape, with the dtype in `kinds`."""
+        """Returns a tensor on the host, dequantized if necessary, in the shape and dtype in `kinds`."""
         if name not in self._files.kinds:
             return _from_mxfp4(self._files.read(name + _BLOCKS), self._files.read(name + _SCALES))
         values = self._files.read(name)
@@ -76,15 +77,15 @@ class PlainFiles:
         return values
 
     def file_of(self, name: str) -> Path:
-        """Returns the file of a tensor, or of its quantized values."""
+        """Returns the file of a tensor or of its quantized values."""
         return self._files.file_of(name if name in self._files.kinds else name + _BLOCKS)
 
     def have_same(self, name: str, other: str) -> bool:
-        """Tells whether two tensors have the same shape, dtype and bytes."""
+        """Returns whether two tensors have the same shape, dtype and bytes."""
         return self._files.have_same(name, other)
 
     def _kind_of_mxfp4(self, weight: str) -> TensorKind:
-        """Returns shape and dtype of the dequantized blocks."""
+        """Returns the shape and dtype of a dequantized MXFP4 weight."""
         blocks, scales = (self._files.kinds[weight + suffix] for suffix in (_BLOCKS, _SCALES))
         wanted = TensorKind((*scales.shape, _GROUP // 2), torch.uint8)
         if len(scales.shape) != 3 or scales.dtype != torch.uint8 or blocks != wanted:
@@ -107,7 +108,7 @@ class PlainFiles:
             )
 
     def _weight_of_factors(self, name: str) -> str | None:
-        """Returns the weight to which the scales in a tensor belong, if it holds scales."""
+        """Returns the name of the weight that a tensor of scales belongs to, or None if it contains no scales."""
         suffix = _SCALES if self._is_mxfp4 else _FACTORS
         known = self._files.kinds
         weight = name.removesuffix(suffix)
@@ -116,7 +117,10 @@ class PlainFiles:
 
 
 def _from_fp8(values: Tensor, factors: Tensor, *, block: list[int]) -> Tensor:
-    """Dequantizes values [R, C], fp8, with factors [blocks of R, blocks of C], fp32; returns [R, C], bf16."""
+    """Dequantizes FP8 blocks to bf16.
+
+    values: [R, C], fp8. factors: [blocks of R, blocks of C], fp32. Returns [R, C], bf16.
+    """
     rows, columns = block
     result = torch.empty(values.shape, dtype=torch.bfloat16)
     # One row of blocks at a time, because the whole tensor in fp32 would need twice the memory of the result.
@@ -130,8 +134,8 @@ def _from_fp8(values: Tensor, factors: Tensor, *, block: list[int]) -> Tensor:
 def _from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """Dequantizes MXFP4 blocks to [E, 32 groups, R], bf16.
 
-    Blocks are [E, R, groups, 16], uint8, two numbers each with the lower half first. Scales are [E, R, groups], uint8,
-    powers of two.
+    blocks: [E, R, groups, 16], uint8, two numbers per byte with the lower half first. scales: [E, R, groups], uint8,
+    exponents of powers of two.
     """
     table = torch.tensor([*_FP4, *(-value for value in _FP4)], dtype=torch.bfloat16)
     experts, rows, groups, width = blocks.shape

@@ -1,6 +1,6 @@
-"""Converts config.json to the settings of a model and back: finds the family, and keeps keys of an existing file.
+"""Converts config.json to the settings of a model and back: finds the family and preserves keys of an existing file.
 
-config_parts.py interprets single keys, and families.py lists those of each family.
+config_parts.py interprets single keys, and families.py lists the keys of each family.
 """
 
 import difflib
@@ -14,7 +14,7 @@ from megatron.tools.hugging_face.families import FAMILIES, Family
 from megatron.tools.hugging_face.quantized import QUANTIZATION, require_known_quantization
 from megatron.training.command_line.flags import MODEL_SHAPE_DESTS, flag_table
 
-# Settings of a model that config.json cannot express, or that concern its training.
+# Model settings that config.json cannot express, or that only affect training.
 _NOT_COMPARED = ("seq_length", "make_vocab_size_divisible_by", "padded_vocab_size")
 _COMPARED = (*(name for name in MODEL_SHAPE_DESTS if name not in _NOT_COMPARED), "vocab_size")
 # Settings of alternative position embeddings.
@@ -22,7 +22,10 @@ _ROTATION = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
 def family_of_config(config: Mapping[str, Any]) -> Family:
-    """Returns the family. Raises ValueError naming an architecture that cannot be converted, and those that can."""
+    """Returns the family of a config.json.
+
+    Raises ValueError naming an unsupported architecture and the supported ones.
+    """
     names = config.get("architectures") or []
     for family in FAMILIES:
         if family.architecture in names or (not names and config.get("model_type") == family.model_type):
@@ -35,9 +38,9 @@ def family_of_config(config: Mapping[str, Any]) -> Family:
 
 
 def settings_of_config(config: Mapping[str, Any]) -> Values:
-    """Returns the settings of the model of a config.json, by name in the parsed arguments.
+    """Returns the model settings in a config.json, by argument name.
 
-    Raises ValueError naming a key that is missing, or a value without a corresponding setting.
+    Raises ValueError naming a missing key, or a value without a corresponding setting.
     """
     family = family_of_config(config)
     require_known_quantization(config)
@@ -52,12 +55,12 @@ def settings_of_config(config: Mapping[str, Any]) -> Values:
 
 
 def with_defaults(settings: Mapping[str, Any]) -> Values:
-    """Returns the defaults of all flags updated by `settings`, because older checkpoints lack newer flags."""
+    """Returns the defaults of all flags updated by `settings`, because older checkpoints do not contain newer flags."""
     return {**{name: flag.default for name, flag in flag_table().by_dest.items()}, **settings}
 
 
 def comparable_settings(settings: Mapping[str, Any]) -> Values:
-    """Returns the command line's defaults updated by `settings`, in a canonical form for comparison."""
+    """Returns the command-line defaults updated by `settings`, in a canonical form for comparison."""
     defaults = {name: flag_table().by_dest[name].default for name in _COMPARED}
     values = {**defaults, **{name: value for name, value in settings.items() if name in _COMPARED}}
     if values["num_experts"] is None:
@@ -75,7 +78,7 @@ def comparable_settings(settings: Mapping[str, Any]) -> Values:
     elif values["kv_channels"] is None:
         values["kv_channels"] = values["hidden_size"] // values["num_attention_heads"]
     values["mtp_num_layers"] = values["mtp_num_layers"] or None
-    # The same model: a conversion adds the 1 that is missing from stored norm weights.
+    # Does not distinguish models: a conversion adds the 1 that stored norm weights do not include.
     values["layernorm_zero_centered_gamma"] = False
     return values | _one_window(values) | _one_rotation(values)
 
@@ -98,11 +101,11 @@ def _one_rotation(values: Values) -> Values:
 
 
 def config_of_settings(settings: Mapping[str, Any], *, dtype: str, carried: Mapping[str, Any] | None = None) -> Values:
-    """Returns the config.json of a model: `carried` if it means the same, else with differences corrected.
+    """Returns the config.json of a model: `carried` if it is equivalent, else a corrected copy or a new one.
 
     settings: settings of a run, by argument name. dtype: dtype of the tensors, such as "bfloat16". carried: config.json
-    of the model that the run started from. Raises ValueError naming settings that no family, or not that of `carried`,
-    supports.
+    of the model that the run started from. Raises ValueError naming settings that no family, or not the family of
+    `carried`, supports.
     """
     wanted = comparable_settings(settings)
     if carried is not None:
@@ -118,7 +121,7 @@ def config_of_settings(settings: Mapping[str, Any], *, dtype: str, carried: Mapp
 
 
 def _candidates(settings: Mapping[str, Any], wanted: Values) -> Iterator[tuple[Values, dict[str, tuple[Any, Any]]]]:
-    """Returns for each architecture the config.json closest to the settings, and the remaining differences."""
+    """Yields, for each architecture, the config.json closest to the settings, and the remaining differences."""
     for family in FAMILIES:
         if family.has_experts == (wanted["num_experts"] is not None):
             config = _written(family, settings)
@@ -130,7 +133,10 @@ def _candidates(settings: Mapping[str, Any], wanted: Values) -> Iterator[tuple[V
 
 
 def differing(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Returns differing settings with their values in both models. wanted: comparable settings."""
+    """Returns the settings that differ, as (value in `wanted`, value in `config`).
+
+    wanted: comparable settings.
+    """
     found = comparable_settings(settings_of_config(config))
     # transformers writes neither these layers nor their number in config.json.
     if wanted["mtp_num_layers"] is None:
@@ -154,7 +160,7 @@ def _kept_up(carried: Mapping[str, Any], wanted: Mapping[str, Any], *, settings:
 
 def _written(family: Family, settings: Mapping[str, Any]) -> Values:
     full = with_defaults(settings)
-    # A derived value, which files may lack.
+    # A derived value, which files may omit.
     for name, value in comparable_settings(settings).items():
         if full[name] is None or name in ("group_query_attention", "num_query_groups"):
             full[name] = value

@@ -1,6 +1,6 @@
-"""Compares the fp32 logits of a converted model and of transformers on random tokens.
+"""Compares the fp32 logits of a converted model with those of transformers on random tokens.
 
-Keeps both whole models in memory, unlike conversions.
+Unlike the conversion, it loads both whole models into memory.
 """
 
 import argparse
@@ -26,7 +26,7 @@ _TOKENS = (2, 64)
 
 @dataclass(frozen=True)
 class LogitsReport:
-    """Result of the comparison: the largest difference over the largest logit, and the allowed one."""
+    """The largest difference divided by the largest logit, and its tolerance."""
 
     relative: float
     tolerance: float
@@ -34,7 +34,7 @@ class LogitsReport:
 
     @property
     def agrees(self) -> bool:
-        """Whether the difference is allowed. NaN is not."""
+        """Whether the difference is within the tolerance. NaN is not."""
         return self.relative <= self.tolerance
 
     @property
@@ -48,14 +48,14 @@ class LogitsReport:
 
 
 def compare_logits(run: Path, hub: Path, *, step: int | None = None, dtype: torch.dtype | None = None) -> LogitsReport:
-    """Compares the model of a checkpoint in `run` with that in the folder `hub`.
+    """Compares the logits of a checkpoint in `run` with the logits of the hub model in the folder `hub`.
 
     dtype: dtype to which the weights of one side were rounded, if any.
     """
     try:
         from transformers import AutoModelForCausalLM
     except ImportError as error:
-        raise ValueError("--verify needs a package: pip install 'megatron-stash[transformers]'") from error
+        raise ValueError("--verify requires transformers: pip install 'megatron-stash[transformers]'") from error
     ours = stored_model(run, step=step)
     theirs = AutoModelForCausalLM.from_pretrained(hub, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(1)
@@ -70,16 +70,16 @@ def compare_logits(run: Path, hub: Path, *, step: int | None = None, dtype: torc
 
 
 def stored_model(run: Path, *, step: int | None = None) -> GPTModel:
-    """Returns the model of a checkpoint in a folder of --save, in fp32 and evaluation mode, on this process only."""
+    """Returns the model of a checkpoint in a --save folder, in fp32 and evaluation mode, on this process only."""
     found = find_checkpoint(str(run), step=step)
     if found is None:
-        raise ValueError(f"{run} holds no checkpoint")
+        raise ValueError(f"{run} contains no checkpoint")
     stored = load_run_values(found.path)["args"]
     args: argparse.Namespace = parse_args(argv=[])
     vars(args).update(model_arguments(stored, here=vars(args)))
     args.unpadded_vocab_size, args.padded_vocab_size = stored["unpadded_vocab_size"], stored["padded_vocab_size"]
     args.params_dtype, args.virtual_pipeline_model_parallel_size = torch.float32, None
-    # The router is always in fp32 here, and one matrix product is faster than many.
+    # The router is always in fp32 here, and one grouped GEMM is faster than many GEMMs.
     args.moe_grouped_gemm = bool(stored.get("moe_grouped_gemm"))
     model = build_gpt(args)
     load_items(model_sharded_tensors(model, allow_cast=True), found.path)
@@ -87,7 +87,7 @@ def stored_model(run: Path, *, step: int | None = None) -> GPTModel:
 
 
 def logits_of(model: GPTModel, tokens: Tensor) -> Tensor:
-    """Returns logits without padding, [B, S, V], in the model's dtype. tokens: [B, S], int64."""
+    """Returns logits without the vocabulary padding, [B, S, V], in the model's dtype. tokens: [B, S], int64."""
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     logits: Tensor = model(tokens, positions, None)
     return logits[..., : model.unpadded_vocab_size]

@@ -1,4 +1,4 @@
-"""Compares a CUDA graph with work on the main stream and two side streams, like a stash's, with eager execution."""
+"""Compares a CUDA graph of work on the main stream and two side streams, as for a stash, with eager execution."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ ROUNDS, REPLAYS, SIZE, CYCLES = 4, 50, 1 << 16, 200_000
 
 
 class Work:
-    """Rounds in which each side stream needs a result of the main stream, and the next round needs theirs."""
+    """Rounds in which each side stream uses a result of the main stream, and the next round uses theirs."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.sides = device, [SideStream(device) for _ in range(2)]
@@ -19,7 +19,7 @@ class Work:
         self.parts = [torch.zeros(SIZE, device=device) for _ in self.sides]
 
     def run(self) -> None:
-        """Launches all work. A side stream is delayed, so that a missing wait shows."""
+        """Launches all work. Delays one side stream per round, so that a missing wait is detected."""
         for number in range(ROUNDS):
             self.value.mul_(1.25).add_(1)
             ready = record_main(self.device)
@@ -34,7 +34,7 @@ class Work:
             self.value.add_(self.parts[0] - self.parts[1])
 
     def results(self) -> list[Tensor]:
-        """Returns copies of all memory, each [SIZE], fp32."""
+        """Returns copies of all results, each [SIZE], fp32."""
         return [tensor.clone() for tensor in (self.value, *self.parts)]
 
     def _wait(self, cycles: int) -> None:
@@ -43,7 +43,7 @@ class Work:
 
 
 def main() -> None:
-    """Captures once, replays often, and compares the results each time."""
+    """Captures the work once, replays it repeatedly, and compares the results of each replay."""
     device = checked_device()
     eager, captured = Work(device), Work(device)
     graphs = graphs_of(device)

@@ -1,5 +1,5 @@
-"""Measures six points of stash_copy.py: small, large and very large groups without a cap, the last with two caps, and
-host pages.
+"""Measures six points of stash_copy.py: small, large and very large groups with unlimited programs, the very large
+group also with two program limits, and host pages.
 """
 
 import argparse
@@ -20,7 +20,7 @@ SHOWN = ("copy_gb_s", "stash_gb_s", "stash_x", "restore_x", "rate_x")
 
 
 def main() -> None:
-    """Reports each point as soon as it is measured."""
+    """Measures the points, and reports each as soon as it is measured."""
     options = parse_options()
     device = checked_device()
     rows = []
@@ -33,13 +33,13 @@ def main() -> None:
     large = [row["rate_x"] for row in rows if is_free(row) and row["live_bytes"] >= 0.95 * LARGE]
     if large:
         report(lowest_rate_x=min(large))
-        expect(min(large) >= TARGET, f"large groups without a cap run at {min(large):.2f} of copy_'s rate")
+        expect(min(large) >= TARGET, f"large groups with unlimited programs run at {min(large):.2f} times copy_'s rate")
 
 
 def parse_options() -> argparse.Namespace:
     """Parses the command line of this check."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--small", action="store_true", help="tiny groups, also on the CPU; without targets")
+    parser.add_argument("--small", action="store_true", help="tiny groups without targets, also on the CPU")
     parser.add_argument("--rounds", type=int, default=10, help="counted rounds per point (default: 10)")
     return parser.parse_args()
 

@@ -1,6 +1,6 @@
 """Reads a profile: launches on the device, the gaps between them, and the host's activity in the gaps.
 
-Profiles nothing itself. Without a GPU the operators that the host ran stand in for launches.
+Profiles nothing itself. Without a GPU, the operators that the host ran are used instead of launches.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from torch.profiler import profile
 
 @dataclass(frozen=True)
 class Span:
-    """An activity with its start and end, in microseconds of the profile."""
+    """An activity with its start and end, in microseconds since the start of the profile."""
 
     name: str
     start: float
@@ -23,7 +23,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Gap:
-    """A time in which nothing ran on the device. host: activities of the host, outermost first."""
+    """A period in which nothing ran on the device. host: activities of the host, outermost first."""
 
     microseconds: float
     after: str
@@ -36,9 +36,9 @@ class Gap:
 
 
 def launches_of(recorded: profile) -> list[Span]:
-    """Returns kernels, copies and fills of the device in the order of their start, or operators without a GPU."""
+    """Returns the device's kernels, copies and fills, ordered by start. Without a GPU, returns the operators."""
     events = recorded.events() or []
-    # A range that the host names has a shadow of the same name on the device, which is not a launch.
+    # A named range of the host also appears on the device under the same name, although it is not a launch.
     on_host = {event.name for event in events if event.device_type == DeviceType.CPU}
     on_device = [event for event in events if event.device_type == DeviceType.CUDA and event.name not in on_host]
     if on_device:
@@ -47,17 +47,17 @@ def launches_of(recorded: profile) -> list[Span]:
 
 
 def host_spans_of(recorded: profile) -> list[Span]:
-    """Returns named ranges, operators and CUDA calls on the host."""
+    """Returns the named ranges, operators and CUDA calls of the host."""
     return [span_of(event) for event in recorded.events() or [] if event.device_type == DeviceType.CPU]
 
 
 def span_of(event: Any) -> Span:
-    """Returns the span of an event of a profile."""
+    """Converts an event of a profile to a span."""
     return Span(event.name, event.time_range.start, event.time_range.end)
 
 
 def longest_gaps(launches: Sequence[Span], host: Iterable[Span], *, count: int) -> list[Gap]:
-    """Returns the longest times between launches on any stream. launches: in the order of their start."""
+    """Returns the longest periods without a launch on any stream. launches: ordered by start."""
     if not launches:
         return []
     found, last = [], launches[0]
@@ -69,7 +69,7 @@ def longest_gaps(launches: Sequence[Span], host: Iterable[Span], *, count: int) 
     spans = sorted(host, key=lambda span: (span.start, -span.end))
     gaps = []
     for length, after, before in found[:count]:
-        # The host is late, so the device waits for the host's activity before the end of the gap.
+        # The device waits for the host's activity in the middle of the gap.
         middle = (after.end + before.start) / 2
         inside = [span.name for span in spans if span.start <= middle <= span.end]
         gaps.append(Gap(length, after.name, before.name, inside[-5:]))
@@ -77,7 +77,7 @@ def longest_gaps(launches: Sequence[Span], host: Iterable[Span], *, count: int) 
 
 
 def busy_microseconds(launches: Sequence[Span]) -> float:
-    """Returns the time in which at least one launch was running."""
+    """Returns the time during which at least one launch was running, in microseconds."""
     busy, until = 0.0, float("-inf")
     for span in launches:
         busy += max(0.0, span.end - max(span.start, until))
@@ -86,6 +86,6 @@ def busy_microseconds(launches: Sequence[Span]) -> float:
 
 
 def counts_of(launches: Sequence[Span]) -> Counter[str]:
-    """Returns the numbers of kernels, copies and fills."""
+    """Counts kernels, copies and fills."""
     return Counter("copies" if s.name.startswith("Memcpy") else "fills" if s.name.startswith("Memset") else "kernels"
                    for s in launches)  # fmt: skip

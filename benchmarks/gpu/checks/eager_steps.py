@@ -1,4 +1,4 @@
-"""Compares losses and norms of three eager training steps on this device with those on the CPU of another process."""
+"""Compares the losses of three eager training steps on this device with a process on the CPU."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ from tests.distributed.stash_runs import stash
 from tests.gpu.graph_cases import EXPERTS, Case, argv_of
 
 STEPS, ERROR = 3, 1e-3
-# fp32 without dropout and jitter, which draw different numbers on each device.
+# fp32 without dropout and jitter, which use different random numbers on each device.
 CASES = {
     "dense": Case("dense", {}),
     "experts": Case("moe", EXPERTS),
@@ -24,7 +24,7 @@ CASES = {
 
 
 def main() -> None:
-    """Trains each case, prints it immediately, and compares all cases at the end."""
+    """Trains each case, prints its losses immediately, and compares all cases at the end."""
     options = parse_options()
     device = checked_device()
     reference = None if options.alone else steps_of_the_cpu()
@@ -46,7 +46,7 @@ def main() -> None:
         for ours, theirs in zip(losses[name], expected[name], strict=True)
     )
     report(device=str(device), worst_error=worst)
-    expect(worst < ERROR, f"losses equal those of the CPU to {worst:.2g}")
+    expect(worst < ERROR, f"losses agree with the CPU's up to a relative error of {worst:.2g}")
 
 
 def steps_of_the_cpu() -> "subprocess.Popen[str]":
@@ -56,7 +56,7 @@ def steps_of_the_cpu() -> "subprocess.Popen[str]":
 
 
 def losses_of_process(process: "subprocess.Popen[str]") -> dict[str, list[float]]:
-    """Waits for that process and returns its losses by case."""
+    """Waits for the CPU process and returns its losses by case."""
     output, _ = process.communicate()
     if process.returncode:
         print(output)
@@ -69,7 +69,7 @@ def losses_of_process(process: "subprocess.Popen[str]") -> dict[str, list[float]
 def parse_options() -> argparse.Namespace:
     """Parses the command line of this check."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--alone", action="store_true", help="do not compare with the CPU")
+    parser.add_argument("--alone", action="store_true", help="do not start a CPU process for comparison")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""Prints the machine's versions, tools, memory and approximate rates, and checks that its GPU computes."""
+"""Prints the machine's versions, tools, memory and approximate rates, and checks that its GPU works."""
 
 import importlib.metadata
 import os
@@ -21,7 +21,7 @@ SETTINGS = ("CUDA", "NCCL", "TORCH", "PYTORCH", "TRITON", "OMP")
 
 
 def main() -> None:
-    """Reports the host first, so that it is known even if the GPU does not respond."""
+    """Reports the machine. Starts with the host, so that it is known even if the GPU does not respond."""
     report(
         python=platform.python_version(),
         torch=torch.__version__,
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def report_gpu() -> None:
-    """Reports properties of the GPU, then uses it."""
+    """Reports the GPU's properties and rates, and checks a result."""
     began = time.monotonic()
     properties = torch.cuda.get_device_properties(0)
     free, total = torch.cuda.mem_get_info()
@@ -74,7 +74,7 @@ def report_gpu() -> None:
 
 
 def seconds_of(work: Callable[[], object], turns: int = 10) -> float:
-    """Returns the GPU's seconds per call, without the first calls."""
+    """Returns the GPU's mean seconds per call, excluding the first calls."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for turn in range(turns + 3):
         if turn == 3:
@@ -86,12 +86,12 @@ def seconds_of(work: Callable[[], object], turns: int = 10) -> float:
 
 
 def import_the_program() -> None:
-    """Imports the training program in another process, so that a missing package fails before all checks do."""
+    """Imports the training program in a separate process, so that a missing package fails before all checks do."""
     subprocess.run([sys.executable, "-c", "import pretrain_gpt, tests.harness"], check=True, timeout=30)
 
 
 def version_of(package: str) -> str | None:
-    """Returns the installed version, or None."""
+    """Returns the installed version of a package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -99,7 +99,7 @@ def version_of(package: str) -> str | None:
 
 
 def in_cuda(tool: str) -> str | None:
-    """Returns the path of a tool that is only in the CUDA folder, or None."""
+    """Returns the path of a tool in CUDA's folder, or None if it is not there."""
     path = Path("/usr/local/cuda/bin") / tool
     return str(path) if path.exists() else None
 

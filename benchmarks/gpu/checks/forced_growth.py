@@ -1,4 +1,4 @@
-"""Checks a pool that seems full in two replays: it grows, the steps are retried, and the old memory is freed."""
+"""Makes a pool seem full in two replays, and checks that it grows, steps are retried and old memory is freed."""
 
 from benchmarks.gpu.checks.reporting import checked_device, expect, report
 from benchmarks.gpu.checks.training import become_a_rank, first_difference
@@ -9,7 +9,7 @@ SLACK = {"allocated": 1 << 20, "reserved": 64 << 20}
 
 
 def main() -> None:
-    """Reports the memory of each step before anything is compared."""
+    """Runs the check. Reports the memory of each step before it compares results."""
     checked_device()
     become_a_rank()
     large, small, starved = starve({})
@@ -20,8 +20,8 @@ def main() -> None:
         captures=small.num_captures,
         failure=small.failure,
     )
-    expect(not starved.left, "the pool seemed full twice")
-    expect(starved.pool_bytes[BEFORE] < starved.pool_bytes[-1], "it grew")
+    expect(not starved.left, "the pool was made to seem full twice")
+    expect(starved.pool_bytes[BEFORE] < starved.pool_bytes[-1], "the pool grew")
     expect((small.failure, small.num_captures, small.num_graphs) == (None, 3, 1), "each growth caused one capture")
     wrong = first_difference(small, large)
     expect(wrong is None, f"steps are bitwise equal to a run with a large pool ({wrong or 'all equal'})")

@@ -1,4 +1,4 @@
-"""Compares replays of the full-iteration graph with eager steps bit for bit, with more of the stash in each case."""
+"""Checks that replays of the full-iteration graph are bitwise equal to eager steps, for increasing use of the stash."""
 
 import argparse
 import time
@@ -10,7 +10,7 @@ from tests.distributed.graph_runs import FULL, own_graphs, train_here
 from tests.distributed.stash_runs import ROUTER, stash
 from tests.gpu.graph_cases import DROPOUT, EAGER, EXPERTS, HALF, UPDATE, Case, argv_of
 
-# By name, with the counts that must not be 0, because otherwise a case would not test what its name says.
+# By name, with the counters that must not be 0, because otherwise a case would not cover what its name says.
 CASES = {
     "experts": (Case("moe", {**EXPERTS, **ROUTER}), ()),
     "stash": (Case("moe", {**EXPERTS, **ROUTER, **HALF, **DROPOUT, **stash(1.5)}), ("planned_pages",)),
@@ -27,7 +27,7 @@ CASES = {
 
 
 def main() -> None:
-    """Compares each case even if others failed."""
+    """Compares each case, even if an earlier one failed."""
     options = parse_options()
     checked_device()
     become_a_rank()
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def difference(name: str, case: Case, *, needed: tuple[str, ...], steps: int) -> str | None:
-    """Trains a case from graphs and eagerly. Returns the first difference in words, or None."""
+    """Trains a case with graphs and eagerly. Returns a description of the first difference, or None."""
     counts, began = StashCounts(), time.perf_counter()
     eager = train_here(argv_of(case, {"train-iters": steps}, EAGER))
     middle = time.perf_counter()
@@ -56,10 +56,10 @@ def difference(name: str, case: Case, *, needed: tuple[str, ...], steps: int) ->
         wrong = f"{captured.num_graphs} graphs, {captured.num_captures} captures"
     missing = [count for count in needed if not counts.total.get(count)]
     if wrong is None and missing:
-        wrong = f"the stash never had {', '.join(missing)}"
+        wrong = f"the counters {', '.join(missing)} remained 0"
     seconds = f"eager {middle - began:.1f} s, captured {time.perf_counter() - middle:.1f} s"
     print(
-        f"{'FAILS' if wrong else 'holds'}: {name}: {wrong or 'the same bits'} ({seconds}; {counts.total})", flush=True
+        f"{'FAILS' if wrong else 'holds'}: {name}: {wrong or 'bitwise equal'} ({seconds}; {counts.total})", flush=True
     )
     return wrong
 

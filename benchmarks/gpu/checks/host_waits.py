@@ -1,8 +1,8 @@
-"""Compares four host-bound paths before and after an optimization: captures of a step, its agreement, checks of
-gradients, and products.
+"""Compares four host-bound operations before and after an optimization: the captures of a step, the agreement on its
+plan, checks of gradients, and grouped GEMMs.
 
-Each side has at least ROUNDS measurements within SECONDS, and reports its best. Sides named `before` reproduce an
-earlier implementation of this framework, which is no longer used.
+Each side is measured at least ROUNDS times within SECONDS, and its fastest time is reported. Sides named `before`
+reproduce an earlier implementation of this framework, which is no longer used.
 """
 
 import time
@@ -30,7 +30,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def main() -> None:
-    """Times the agreement on two processes of this machine, which do not use the GPU."""
+    """Runs the measurements. The agreement is timed on two processes of this machine, which do not use the GPU."""
     device = checked_device()
     report(agreement_us=run_on_ranks(agreement, 2, backend="gloo", timeout=40)[0])
     report(captures_ms={name: 1e3 * seconds for name, seconds in captures(device).items()})
@@ -38,11 +38,11 @@ def main() -> None:
     if device.type == "cuda":
         captured = [str(dtype) for dtype in DTYPES if can_be_captured(dtype, device)]
         report(captured_products=captured)
-        expect(captured == ["torch.bfloat16"], "a graph can hold torch's grouped products only in bf16")
+        expect(captured == ["torch.bfloat16"], "a graph can capture torch's grouped GEMMs only in bf16")
 
 
 def best(side: Callable[[], object], device: torch.device) -> float:
-    """Returns the minimum seconds of several calls, until the device is done."""
+    """Returns the shortest time of several calls in seconds, each until the device has finished."""
     side()
     found: list[float] = []
     end = time.monotonic() + SECONDS
@@ -56,9 +56,7 @@ def best(side: Callable[[], object], device: torch.device) -> float:
 
 
 def agreement() -> dict[str, float]:
-    """Returns the microseconds of the agreement on a step's plan: one reduction of three numbers, or two gathers of
-    bytes.
-    """
+    """Measures the agreement on a step's plan in microseconds: now one reduction, previously two gathers of bytes."""
     sides = {
         "before": lambda: gather_objects((False, True, True), dist.group.WORLD),
         "now": lambda: any_rank_sync(False, True, True),
@@ -66,7 +64,7 @@ def agreement() -> dict[str, float]:
     found = {}
     for name, side in sides.items():
         side()
-        # The same number on both ranks.
+        # A fixed number of repetitions, because both ranks must run the same number.
         dist.barrier()
         start = time.perf_counter()
         for _ in range(200):
@@ -76,8 +74,9 @@ def agreement() -> dict[str, float]:
 
 
 def captures(device: torch.device) -> dict[str, float]:
-    """Returns the seconds of a step that captures NUM_CAPTURES parts between eager work, with one pool, by cleanup
-    time.
+    """Measures a step that captures NUM_CAPTURES parts between eager work, in seconds.
+
+    All parts share one pool. Before, memory was cleaned up for each capture; now once per step.
     """
     x = torch.ones(SIZE, dtype=torch.float32, device=device)
 
@@ -99,7 +98,10 @@ def captures(device: torch.device) -> dict[str, float]:
 
 
 def grad_checks(device: torch.device) -> dict[str, dict[str, float]]:
-    """Returns milliseconds and launches to check one fp32 bucket, with one operator, or with one for each parameter."""
+    """Measures the check of an fp32 bucket, in milliseconds and launches.
+
+    Before, one operator ran per parameter; now one runs for the whole bucket.
+    """
     flat = torch.randn(NUM_PARAMS * NUMEL, dtype=torch.float32, device=device)
     grads = [(f"p{number}", part) for number, part in enumerate(flat.split(NUMEL))]
     checks = GradChecks(nan=True, large=False)
@@ -118,12 +120,12 @@ def grad_checks(device: torch.device) -> dict[str, dict[str, float]]:
         results["grad_checks_launches"] = {name: num_launches(side) for name, side in sides.items()}
     flat[-1] = float("-inf")
     checks.measure(grads)
-    expect(checks.non_finite_sync() == [grads[-1][0]], "an infinity is detected, and its parameter named")
+    expect(checks.non_finite_sync() == [grads[-1][0]], "an infinite gradient is detected and its parameter is named")
     return results
 
 
 def num_launches(side: Callable[[], object]) -> float:
-    """Returns the number of kernels, copies and fills of one call."""
+    """Returns the number of kernels, copies and fills in one call."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
         side()
         synchronize(torch.device("cuda"))
@@ -131,7 +133,7 @@ def num_launches(side: Callable[[], object]) -> float:
 
 
 def can_be_captured(dtype: torch.dtype, device: torch.device) -> bool:
-    """Tells whether a graph can hold torch's grouped product, which is impossible if the host reads the offsets."""
+    """Returns whether a graph can capture torch's grouped GEMM, which it cannot if the host reads the offsets."""
     rows, weight = (torch.ones(shape, dtype=dtype, device=device) for shape in ((64, 32), (4, 32, 16)))
     offsets = torch.tensor([10, 20, 40, 64], dtype=torch.int32, device=device)
     graphs = graphs_of(device)

@@ -1,4 +1,4 @@
-"""Compiles and launches Triton kernels from the main thread and from autograd's thread, whose CUDA contexts differ."""
+"""Compiles and launches Triton kernels in the main thread and autograd's thread, whose CUDA contexts differ."""
 
 import threading
 import time
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.gpu.checks.reporting import checked_device, expect, report
 
-DEVICE = checked_device()  # before Triton, which reads on import whether to interpret kernels
+DEVICE = checked_device()  # before importing Triton, which then decides whether to interpret kernels
 
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
@@ -21,30 +21,30 @@ NUMEL = 1000
 
 @triton.jit
 def add_kernel(x, out, addend, numel, SIZE: tl.constexpr):
-    """Adds a number in one program. x, out: [numel], fp32."""
+    """Adds a number to each element, in one program. x, out: [numel], fp32."""
     lane = tl.arange(0, SIZE)
     tl.store(out + lane, tl.load(x + lane, mask=lane < numel) + addend, mask=lane < numel)
 
 
 def add(x: Tensor, addend: float, *, warps: int) -> Tensor:
-    """Adds a number to x, [NUMEL], fp32. Another number of warps is another compilation."""
+    """Adds a number to x, [NUMEL], fp32. A different number of warps causes a new compilation."""
     out = torch.full_like(x, -1)
     add_kernel[(1,)](x, out, addend, NUMEL, SIZE=1024, num_warps=warps)
     return out
 
 
 class LaunchInBackward(torch.autograd.Function):
-    """Launches a kernel in backward: one that is already compiled, and one that is not."""
+    """Launches two kernels in backward: one that is already compiled, and one that is compiled there."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, found: dict[str, Any]) -> Tensor:
-        """Returns x, [NUMEL], fp32. found: receives the results of launches in backward."""
+        """Returns a copy of x, [NUMEL], fp32. found: receives the results of the launches in backward."""
         ctx.found = found
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Launches the kernels. grad: [NUMEL], fp32."""
+        """Launches the kernels and returns grad, [NUMEL], fp32."""
         grad = grad.contiguous()  # the gradient of a sum is one expanded number
         began = time.perf_counter()
         ctx.found.update(thread=threading.get_ident(), same=add(grad, 1.0, warps=4), new=add(grad, 2.0, warps=8))
@@ -53,7 +53,7 @@ class LaunchInBackward(torch.autograd.Function):
 
 
 def main() -> None:
-    """Launches in the main thread, in backward, in a Python thread, then one of the stash's kernels."""
+    """Launches kernels in the main thread, in backward and in a Python thread, then one of the stash's kernels."""
     ones = torch.ones(NUMEL, device=DEVICE)
     began = time.perf_counter()
     expect(bool((add(ones, 1.0, warps=4) == 2).all()), "a kernel compiled by the main thread is correct")

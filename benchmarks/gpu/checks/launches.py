@@ -1,7 +1,7 @@
 """Counts launches on the device per step and static MoE layer, and the operators of the same step on the CPU.
 
 Both are differences between steps with 2 and with 4 layers, with one microbatch, so that embedding, loss and other
-parts of the optimizer cancel. The operators are those of the launch budget (tests/distributed/launch_budget.py).
+parts of the optimizer cancel. Operators are counted as for the launch budget (tests/distributed/launch_budget.py).
 """
 
 import argparse
@@ -31,7 +31,7 @@ CASES: dict[str, Flags] = {"static experts": {}, "static experts with a stash": 
 
 
 def main() -> None:
-    """Counts on the CPU in a separate process."""
+    """Counts launches on the GPU, and operators in a separate process on the CPU."""
     options = parse_options()
     device = checked_device()
     become_a_rank()
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def per_layer(count: Any, flags: Flags) -> dict[str, float]:
-    """Returns counts of one layer and of a step without layers, for counts that are linear in the number of layers."""
+    """Returns the counts of one layer, and of a step without layers, assuming counts linear in the number of layers."""
     few, many = (count(argv_of(Case("moe", {**EXPERTS, **HALF, **flags, "num-layers": n, "global-batch-size": 1})))
                  for n in (FEW, MANY))  # fmt: skip
     layer = (many.total() - few.total()) / (MANY - FEW)
@@ -63,7 +63,7 @@ def per_layer(count: Any, flags: Flags) -> dict[str, float]:
 
 
 def operators_of(argv: list[str]) -> Counter[str]:
-    """Returns the operators of one step that launch kernels."""
+    """Counts the operators of one step that launch kernels."""
     with started_run(argv) as run:
         for _ in range(WARM_STEPS):
             run_step(run)
@@ -73,7 +73,7 @@ def operators_of(argv: list[str]) -> Counter[str]:
 
 
 def launches_in(argv: list[str]) -> Counter[str]:
-    """Returns kernels, copies and fills of one step."""
+    """Counts the kernels, copies and fills of one step."""
     with started_run(argv) as run:
         for _ in range(WARM_STEPS):
             run_step(run)
@@ -87,7 +87,7 @@ def launches_in(argv: list[str]) -> Counter[str]:
 def parse_options() -> argparse.Namespace:
     """Parses the command line of this check."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--operators", action="store_true", help="count only the operators on the CPU")
+    parser.add_argument("--operators", action="store_true", help="only count the operators, on the CPU")
     return parser.parse_args()
 
 

@@ -1,7 +1,7 @@
 """Compares module graphs with two microbatches in flight, in the order F1 F2 B1 F3 B2 B3, with eager passes.
 
-The results must be bitwise equal. It is the order of the first of two pipeline stages, which one GPU runs here without
-the second.
+The results must be bitwise equal. This is the order of the first of two pipeline stages. Here one GPU runs it without
+the second stage.
 """
 
 import time
@@ -19,7 +19,7 @@ from tests.gpu.graph_cases import DROPOUT, EXPERTS, HALF_OF_PARTS, Case, argv_of
 
 MICROBATCHES, STEPS = 3, 8
 ORDER = "F0.0 F0.1 B0.0 F0.2 B0.1 B0.2"
-# By name: captured parts, the run, and its number of graphs: a pair for each part and each of two microbatches.
+# By name: captured parts, number of graphs (a pair for each part and each of two microbatches), and the run.
 PARTS = {
     "dense": ("attn mlp", 16, Case("dense", {**HALF_OF_PARTS, **DROPOUT})),
     "experts": ("attn moe", 32, Case("moe", {**EXPERTS, **ROUTER})),
@@ -34,12 +34,12 @@ one_forward_one_backward = schedule.one_forward_one_backward
 
 
 def as_first_of_two(stage: int, num_stages: int, *, num_microbatches: int) -> list[Action]:
-    """Replaces the order of a single-stage pipeline by that of the first of two stages."""
+    """Returns the order of the first of two stages, in place of the order of a single-stage pipeline."""
     return one_forward_one_backward(0, 2, num_microbatches=num_microbatches)
 
 
 def main() -> None:
-    """Compares each case even if others failed."""
+    """Compares each case, even if an earlier one failed."""
     checked_device()
     become_a_rank()
     order = " ".join(map(str, as_first_of_two(0, 1, num_microbatches=MICROBATCHES)))
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def difference(name: str, case: Case, *, modules: str, num_graphs: int) -> str | None:
-    """Trains a case from graphs and eagerly. Returns the first difference in words, or None."""
+    """Trains a case with graphs and eagerly. Returns a description of the first difference, or None."""
     began = time.perf_counter()
     flags: Flags = {"train-iters": STEPS, "global-batch-size": MICROBATCHES}
     eager = train_here(argv_of(case, flags))

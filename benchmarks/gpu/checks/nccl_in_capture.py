@@ -44,7 +44,7 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], None]] = {
 
 
 def main() -> None:
-    """Gives each collective its own graph, so that one failure does not hide the others."""
+    """Checks each collective with a separate graph, so that one failure does not hide others."""
     device = checked_device()
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def check(operation: Callable[[Tensor, Tensor], None], device: torch.device) -> None:
-    """Raises AssertionError if the result of a single rank, [NUMEL], fp32, differs from its input."""
+    """Raises AssertionError if a collective's result on a single rank, [NUMEL], fp32, differs from its input."""
     x, out = torch.randn(NUMEL, device=device), torch.zeros(NUMEL, device=device)
     graphs = graphs_of(device)
     with graphs.on_capture_stream():

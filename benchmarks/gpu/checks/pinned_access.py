@@ -1,7 +1,7 @@
-"""Runs kernels that read and write pinned host memory by its address, as for host pages.
+"""Checks that kernels read and write pinned host memory by its address, as for host pages.
 
 Also compares torch's pinned allocator with ours: bytes allocated for an odd size, bytes kept afterwards, allocation
-time, and rates of copies to the device and back.
+time, and rates of copies to and from the device.
 """
 
 import time
@@ -22,14 +22,14 @@ from megatron.core.transformer.moe.paged_stash.page_layout import PoolLayout, Te
 from megatron.core.transformer.moe.paged_stash.page_pool import PagePool  # noqa: E402
 
 NUMEL, WIDTH = 1024, 4096
-# Neither a power of two nor a multiple of a page: torch's allocator takes 2 GiB.
+# Neither a power of two nor a multiple of a page. torch's allocator rounds it up to 2 GiB.
 ODD_BYTES = (1 << 30) + 4097
 ROWS = 16384 if DEVICE.type == "cuda" else 64
 
 
 @triton.jit
 def double_kernel(source_address, target_address, SIZE: tl.constexpr):
-    """Reads fp32 at one address and writes twice the values to another."""
+    """Reads fp32 values at one address and writes twice the values to another address."""
     lane = tl.arange(0, SIZE)
     source = source_address.to(tl.pointer_type(tl.float32))
     target = target_address.to(tl.pointer_type(tl.float32))
@@ -37,31 +37,31 @@ def double_kernel(source_address, target_address, SIZE: tl.constexpr):
 
 
 def access_by_address(pinned: torch.Tensor, back: torch.Tensor) -> None:
-    """Copies from pinned memory to the device and back by address, both [NUMEL], fp32."""
+    """Copies from pinned memory to the device and back by address, doubling values. Both are [NUMEL], fp32."""
     pinned.copy_(torch.arange(NUMEL))
     on_device = torch.zeros(NUMEL, device=DEVICE)
     double_kernel[(1,)](pinned.data_ptr(), on_device.data_ptr(), SIZE=NUMEL)
     double_kernel[(1,)](on_device.data_ptr(), back.data_ptr(), SIZE=NUMEL)
     synchronize(DEVICE)
     expect(torch.equal(on_device.cpu(), 2 * pinned), "a kernel reads pinned memory")
-    expect(torch.equal(back, 4 * pinned), "a kernel writes pinned memory, and the host sees it")
+    expect(torch.equal(back, 4 * pinned), "a kernel writes pinned memory, and the host reads the result")
 
 
 def resident_bytes() -> int:
-    """Returns this process's resident host memory, which includes pinned pages."""
+    """Returns the size of this process's resident host memory, which includes pinned pages."""
     with open("/proc/self/status", encoding="ascii") as lines:
         fields = dict(line.split(":", 1) for line in lines)
     return sum(1024 * int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem", "RssFile"))
 
 
 def available_bytes() -> int:
-    """Returns the host's available memory, which also reflects the driver's allocations for the process."""
+    """Returns the size of the host's available memory, which also reflects the driver's allocations for the process."""
     with open("/proc/meminfo", encoding="ascii") as lines:
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
 
 
 def allocation(allocate: Callable[[int], torch.Tensor]) -> dict[str, float]:
-    """Measures one allocator: GiB requested, taken and kept, seconds, and GB/s. allocate: returns [n], uint8."""
+    """Measures one allocator: GiB requested, used and kept, seconds, and GB/s. allocate: returns [n], uint8."""
     before, before_resident, start = available_bytes(), resident_bytes(), time.perf_counter()
     memory = allocate(ODD_BYTES)
     seconds = time.perf_counter() - start
@@ -90,7 +90,7 @@ def allocation(allocate: Callable[[int], torch.Tensor]) -> dict[str, float]:
 
 
 def compare_allocators() -> None:
-    """Compares torch's pinned memory, as used before, with ours."""
+    """Compares torch's pinned memory, which was used earlier, with ours."""
 
     def by_torch(num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -101,12 +101,12 @@ def compare_allocators() -> None:
     for allocate in (by_torch, by_us):
         access_by_address(*(allocate(4 * NUMEL).view(torch.float32) for _ in range(2)))
     ours, torchs = allocation(by_us), allocation(by_torch)
-    expect(ours["kept_gib"] < 0.25, "our memory is returned")
+    expect(ours["kept_gib"] < 0.25, "our memory is returned to the system")
     report(allocators=[{"allocator": "torch", **torchs}, {"allocator": "ours", **ours}])
 
 
 def stash_on_the_host() -> None:
-    """Stashes and restores a group whose pages are all on the host, and measures its rate."""
+    """Stashes and restores a group whose pages are all on the host, and measures the rates."""
     spec, page = TensorSpec(WIDTH, WIDTH, ROWS), 64 * WIDTH
     pool = PagePool(DEVICE, PoolLayout(page, device_pages=0, host_pages=-(-ROWS * WIDTH // page)))
     expect(DEVICE.type == "cpu" or pool.host_pages.is_pinned(), "host pages are pinned")

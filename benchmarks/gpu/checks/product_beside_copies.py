@@ -1,7 +1,7 @@
-"""Measures how much matrix products slow down during copies, with the current and the previous programs of the
-copies, at several caps.
+"""Measures how much GEMMs slow down during copies, with the current and the previous copy programs, for several program
+limits.
 
-The products are torch's mm, our grouped product and torch's grouped_mm. gemm_beside_stash.py explains the figures.
+The GEMMs are torch's mm, our grouped GEMM and torch's grouped_mm. gemm_beside_stash.py explains the results.
 """
 
 import argparse
@@ -25,7 +25,7 @@ SHOWN = ("gemm_x", "rate_x", "cost_x", "is_covered", "pair_alone_us")
 
 
 class OurProducts(Rivals):
-    """Products of Qwen3-30B-A3B's fc1 by our kernel, instead of torch's mm."""
+    """The grouped GEMMs of Qwen3-30B-A3B's fc1 with our kernel instead of torch's mm."""
 
     def __init__(self, sizes: Sizes, device: torch.device) -> None:
         super().__init__(sizes, device)
@@ -42,7 +42,7 @@ class OurProducts(Rivals):
 
 
 class TorchsProducts(OurProducts):
-    """The same products by torch's grouped_mm."""
+    """The same grouped GEMMs with torch's grouped_mm."""
 
     def products(self) -> None:
         for _ in range(4 * self.sizes.products):
@@ -54,7 +54,7 @@ RIVALS = {"mm": Rivals, "our grouped product": OurProducts, "torch's grouped_mm"
 
 @contextmanager
 def programs_before(device: torch.device) -> Iterator[None]:
-    """Restores the previous programs of the copies."""
+    """Restores the previous copy programs in its body."""
     with ExitStack() as stack:
         for name, value in BEFORE.items() if device.type != "cpu" else ():
             stack.enter_context(patch.object(triton_kernels, name, value))
@@ -62,12 +62,12 @@ def programs_before(device: torch.device) -> Iterator[None]:
 
 
 def is_default(row: dict[str, Any]) -> bool:
-    """Tells whether these are the current programs, without a limit."""
+    """Returns whether a row was measured with the current programs and without a limit."""
     return row["side"] == "after" and row["num_programs"] == 0
 
 
 def main() -> None:
-    """Reports each product, side and cap as soon as it is measured. Cap 0 means no limit."""
+    """Reports each GEMM, side and program limit as soon as it is measured. A limit of 0 means unlimited."""
     options = parse_options()
     device = checked_device()
     processors = 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
@@ -89,7 +89,7 @@ def parse_options() -> argparse.Namespace:
     """Parses the command line of this check."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="tiny sizes, also on the CPU")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds per product, side and cap (default: 5)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds per GEMM, side and program limit (default: 5)")
     return parser.parse_args()
 
 

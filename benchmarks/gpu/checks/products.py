@@ -1,7 +1,7 @@
-"""Compares our current and previous grouped products with torch's grouped_mm: forward and both gradients, bf16.
+"""Compares our current and previous grouped GEMMs with torch's grouped_mm in bf16: forward and both gradients.
 
-Experts have uneven numbers of rows. For weight gradients that accumulate in fp32, ours accumulates within the product;
-torch's and the previous one first write them in bf16.
+Experts have different numbers of rows. For weight gradients that accumulate in fp32, ours accumulates within the GEMM.
+torch's and our previous GEMM first write the gradient in bf16 and then add it.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from megatron.core.transformer.moe.paged_stash.expert_ops import ops
 LAUNCHES_SECONDS, WARM_TURNS = 5e-4, 3
 ERROR = 8e-3  # relative to the norm: two roundings to bf16
 SIDES = ("before", "ours", "theirs")
-# Tiles, warps and stages until 2026-11-27, with masked loads and two programs per processor.
+# Tiles, warps and stages until 2026-11-27, with masked loads and two programs per multiprocessor.
 TILE_BEFORE = {"ROWS": 128, "COLUMNS": 128, "TERMS": 64, "num_warps": 8, "num_stages": 3}
 
 Work = Callable[[], Tensor]
@@ -32,7 +32,7 @@ Work = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one product: rows of all experts together, H, O, number of experts."""
+    """Sizes of one grouped GEMM. rows: of all experts together. inner, outer: input and output width."""
 
     name: str
     rows: int
@@ -81,7 +81,7 @@ class Operands:
         }
 
     def before(self) -> dict[str, Work]:
-        """Returns the previous operators, where the weight gradient is written and then added."""
+        """Returns the previous operators, which write the weight gradient before adding it."""
         return {**self.ours(), "added_weight": lambda: self._added(self._weight_gradient())}
 
     def theirs(self) -> dict[str, Work]:
@@ -115,7 +115,7 @@ class Operands:
 
 @contextmanager
 def tiles_before() -> Iterator[None]:
-    """Restores the previous tiles of our product."""
+    """Restores the previous tiles of our GEMM in its body."""
     module = triton_grouped_gemm
     with ExitStack() as stack:
         stack.enter_context(patch.object(module, "_is_even", lambda *_: False))
@@ -126,7 +126,7 @@ def tiles_before() -> Iterator[None]:
 
 
 def main() -> None:
-    """Reports each shape as soon as it is measured. A side that raises does not stop the other."""
+    """Compares each shape and reports it as soon as it is measured. A side that raises does not stop the others."""
     options = parse_options()
     device = checked_device()
     rows, wrong = [], []
@@ -148,10 +148,10 @@ def main() -> None:
 
 
 def compared(works: list[Work], operands: Operands, *, device: torch.device, rounds: int) -> dict[str, float | str]:
-    """Returns milliseconds of each side, torch's time over ours, and the difference of their results; or a side's
-    error.
+    """Returns the milliseconds of each side, torch's and the previous time over ours, and the largest difference.
 
-    works: by name in SIDES, each returns [rows, outer], [rows, inner] or [experts, inner, outer], bf16 or fp32.
+    Returns only the error if a side raises one. works: in the order of SIDES, each returns [rows, outer], [rows, inner]
+    or [experts, inner, outer], bf16 or fp32.
     """
     results, row = [], dict[str, float | str]()
     for side, work in zip(SIDES, works, strict=True):
@@ -162,7 +162,7 @@ def compared(works: list[Work], operands: Operands, *, device: torch.device, rou
         except (RuntimeError, AttributeError, ValueError) as error:
             return {"error": f"{side}: {error}"[:300]}
     row["distance"] = max(((one - results[-1]).norm() / results[-1].norm()).item() for one in results)
-    # In turns, so that a change of the clock affects all sides.
+    # The sides alternate, so that a change of the clock affects all of them.
     turns = []
     for _ in range(rounds):
         with tiles_before():
@@ -192,9 +192,7 @@ def parse_options() -> argparse.Namespace:
     )
     options = parser.parse_args()
     if options.rounds <= WARM_TURNS:
-        parser.error(
-            f"--rounds is {options.rounds}: must be above {WARM_TURNS}, the number of rounds that are not counted"
-        )
+        parser.error(f"--rounds is {options.rounds}: must be above {WARM_TURNS}, the number of warm-up rounds")
     return options
 
 

@@ -1,4 +1,4 @@
-"""Runs tests of tests/gpu, and reports each failure. Arguments are those of pytest."""
+"""Runs tests of tests/gpu and reports each failure. Takes pytest's arguments."""
 
 import sys
 from collections import Counter
@@ -10,7 +10,7 @@ from benchmarks.gpu.checks.reporting import end_without_gpu, report
 
 
 class Outcomes:
-    """Counts outcomes, and records failures and the slowest tests."""
+    """Counts the outcomes of tests, and records failures and the slowest tests."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -18,11 +18,11 @@ class Outcomes:
         self.seconds: dict[str, float] = {}
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Prints a test's name before it runs, so that the last printed test is the one that hangs."""
+        """Prints a test's name before it runs, so that the last printed name shows which test hangs."""
         print(nodeid, flush=True)
 
     def pytest_runtest_logreport(self, report: TestReport) -> None:
-        """Counts a test once: its call, or the phase around it that failed or skipped it."""
+        """Counts each test once: its call, or a failed or skipped setup or teardown."""
         if report.when != "call" and report.passed:
             return
         self.counts[report.outcome] += 1
@@ -32,13 +32,13 @@ class Outcomes:
         self.tell()
 
     def tell(self) -> None:
-        """Reports all outcomes so far, so that a killed run has reported them too."""
+        """Reports all outcomes so far, so that they are recorded even if the run is killed."""
         slowest = sorted(self.seconds.items(), key=lambda pair: -pair[1])[:3]
         report(**self.counts, failures=self.failed, slowest=dict(slowest))
 
 
 def main() -> None:
-    """Returns pytest's exit status, or that of a check that needs a GPU if every test was skipped."""
+    """Runs pytest and exits with its status, or with NEEDS_GPU if every test was skipped."""
     outcomes = Outcomes()
     options = ["-q", "-s", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"]
     status = pytest.main([*options, *sys.argv[1:]], plugins=[outcomes])

@@ -1,4 +1,4 @@
-"""Profiles one eager step with static experts and a stash: its longest gaps, each with the host's activity in it."""
+"""Profiles one eager step with static experts and a stash. Reports its longest gaps and what the host did in them."""
 
 import argparse
 from pathlib import Path
@@ -17,7 +17,7 @@ WARM_STEPS, GAPS = 3, 12
 
 
 def main() -> None:
-    """Profiles the fourth step."""
+    """Profiles the fourth step and reports its gaps."""
     options = parse_options()
     device = checked_device()
     shape = SMALL["small"] if options.small else SHAPES[SHAPE]

@@ -1,7 +1,7 @@
-"""Executes the training runs of checks in this process, as the only rank. Checks nothing itself.
+"""Runs the training runs of checks in this process, as the only rank. Checks nothing itself.
 
-Runs and their comparison are those of tests/gpu. A check prints more of them, and runs the rank in its own process, so
-that a hang shows its stacks.
+Runs and comparisons are the same as in tests/gpu. A check prints more details, and runs the rank in its own process, so
+that the stacks of a hang can be printed.
 """
 
 import os
@@ -20,14 +20,14 @@ from tests.distributed.graph_runs import Trained
 
 
 def become_a_rank() -> None:
-    """Sets the environment that a launcher sets for the only rank of a job."""
+    """Sets the environment variables that a launcher sets for the only rank of a job."""
     torch.set_num_threads(1)
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
     os.environ["MASTER_PORT"] = str(free_port())
 
 
 def failure_of(work: Callable[[], str | None]) -> str | None:
-    """Returns the result of `work`, or the error that ended it in words, so that other cases can follow."""
+    """Returns the result of `work`, or a description of the error that ended it, so that further cases can run."""
     try:
         return work()
     except (RuntimeError, ValueError, AssertionError, OSError, TypeError, AttributeError, KeyError) as error:
@@ -43,7 +43,7 @@ class StashCounts(Callback):
 
     @contextmanager
     def setup(self, run: TrainingRun) -> Iterator[None]:
-        """Starts to observe a run."""
+        """Stores the run whose stash is observed."""
         self._run = run
         yield
 
@@ -58,7 +58,7 @@ class StashCounts(Callback):
 
 
 def first_difference(own: Trained, expected: Trained) -> str | None:
-    """Names the first number in which a run differs from another, or returns None if they are bitwise equal."""
+    """Describes the first value that differs between two runs, or returns None if they are bitwise equal."""
     for number, (ours, theirs) in enumerate(zip(own.steps, expected.steps, strict=False), 1):
         for name, value in theirs.items():
             if ours.get(name) != value:

@@ -47,7 +47,7 @@ def test_the_answers_alone_are_learned_and_what_cannot_be_read_is_named(tmp_path
     # The answer ends without a token of its own: the end of the document is part of it.
     assert found == [("u:aba:cd$", "000000111"), ("u:qa:rs$", "00000111")]
     out, err = capsys.readouterr()
-    assert "2 documents, 1 chats without an answer left out, 17 tokens" in out and "skipped 5 bad lines" in err
+    assert "2 documents, 1 chats without an answer skipped, 17 tokens" in out and "skipped 5 bad lines" in err
     for line, reason in (
         (4, "must be a list of messages"),
         (5, "must have role and content"),
@@ -62,7 +62,7 @@ def test_packed_documents_hold_whole_chats_each_with_its_end(tmp_path: Path, cap
     assert [text for text, _ in found] == ["u:aa:" + "1" * 9 + "$$", "u:ba:2$u:da:44$$", "u:ca:" + "3" * 11]
     assert found[1][1] == "0000011000001110"
     assert (
-        "3 documents, 1 longer chats cut, 1 longer chats left out, 2 tokens of filling, 48" in capsys.readouterr().out
+        "3 documents, 1 longer chats truncated, 1 longer chats skipped, 2 padding tokens, 48" in capsys.readouterr().out
     )
 
 

@@ -106,9 +106,9 @@ def verdicts(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Verdict, str]]:
     [
         ("same", Verdict.SAME, ""),
         ("renamed", Verdict.THIN, "no other"),
-        ("moved", Verdict.THIN, "first is at another position; second is at another position"),
+        ("moved", Verdict.THIN, "first is at a different position; second is at a different position"),
         ("default", Verdict.THIN, "flag=1 instead of True"),
-        ("by_name", Verdict.THIN, "second is by keyword only"),
+        ("by_name", Verdict.THIN, "second is keyword-only"),
         ("needs_more", Verdict.THIN, "second is required"),
         ("absent", Verdict.MISSING, "does not exist here"),
         ("Thing", Verdict.SAME, ""),

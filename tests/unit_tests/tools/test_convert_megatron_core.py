@@ -271,9 +271,9 @@ def test_damaged_files_and_other_formats_are_named(
         ({"qk_l2_norm": True}, "qk_l2_norm is True: must be unset"),
         ({"hidden_size": "64"}, "args.hidden_size is '64'"),
         ({"hidden_size": 64}, "must be [128, 64] according to its arguments"),
-        ({"vocab_size": None}, "does not contain the number of tokens of the tokenizer: give --vocab-size"),
+        ({"vocab_size": None}, "does not contain the tokenizer's vocabulary size: give --vocab-size"),
         ({"vocab_size": 129}, "the vocabulary has 129 tokens: must be from 1 to 128, the number of rows"),
-        (None, "has no arguments: give --model-config"),
+        (None, "contains no arguments: give --model-config"),
     ):
         write_common(common, None if changes is None else {**args, **changes})
         assert message in refused_with(common, common.read_bytes())

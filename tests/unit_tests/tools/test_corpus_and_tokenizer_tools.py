@@ -70,7 +70,7 @@ def test_a_tokenizer_needs_text(tmp_path: Path, capsys, content: str) -> None:
     words = ["--input", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "t.json")]
     assert train_tokenizer.main(words) == 1
     err = capsys.readouterr().err
-    assert "error: the input has no text" in err and ("a.jsonl:1: not JSON" in err) == bool(content)
+    assert "error: the input contains no text" in err and ("a.jsonl:1: not JSON" in err) == bool(content)
     assert not (tmp_path / "t.json").exists()
 
 

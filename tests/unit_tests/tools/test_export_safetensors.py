@@ -43,12 +43,12 @@ def test_weights_are_exported_in_shards(tmp_path: Path) -> None:
 def test_what_cannot_be_exported_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, told in (
         (["--from", "torch_dist"], f"--load is {tmp_path}: no checkpoint found"),
-        (["--from", "torch"], "--to safetensors needs --from torch_dist, but --from is torch"),
+        (["--from", "torch"], "--to safetensors requires --from torch_dist, but --from is torch"),
         (
             ["--from", "torch_dist", "--max-shard-size", "inf"],
             "--max-shard-size is inf: must be above 0 and at most",
         ),
-        (["--from", "torch_dist", "--vocab-size", "1"], "--vocab-size is 1: needs --from torch or"),
+        (["--from", "torch_dist", "--vocab-size", "1"], "--vocab-size is 1: requires --from torch or"),
         (["--from", "torch", "--to", "torch_dist", "--vocab-size", "0"], "--vocab-size is 0: must be at least 1"),
         (
             ["--from", "torch_dist", "--to", "torch", "--target-tensor-parallel-size", "0"],

@@ -123,14 +123,14 @@ def test_texts_become_the_bytes_that_they_become_from_lines(tmp_path: Path, name
     (tmp_path / "lines.jsonl").write_bytes(lines_of(TEXTS))
     words = ["--json-keys", "text", "meta"]
     expected = run(tmp_path / "expected", [str(tmp_path / "lines.jsonl")], *words, "--workers", 1)
-    assert len(expected) == 4 and "2 empty ones left out" in capsys.readouterr().out
+    assert len(expected) == 4 and "2 empty documents skipped" in capsys.readouterr().out
     (tmp_path / "in").mkdir()
     inputs = FORMATS[name](tmp_path / "in", TEXTS)
     for workers, partitions in ((1, 1), (2, 4)):
         options = ("--workers", workers, "--partitions", partitions)
         assert run(tmp_path / f"out{workers}", inputs, *words, *options) == expected
     out, err = capsys.readouterr()
-    assert out.count("301 documents, 2 empty ones left out, ") == 2 and "skipped" not in err
+    assert out.count("301 documents, 2 empty documents skipped, ") == 2 and "skipped" not in err
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -160,8 +160,8 @@ def test_bad_rows_are_skipped_named_and_counted(tmp_path: Path, capsys) -> None:
     pq.write_table(pa.table({"text": ["good", None, " ", "end"]}), file)
     run(tmp_path / "out", [str(file)], "--workers", 2)
     out, err = capsys.readouterr()
-    assert "2 documents, 1 empty ones left out" in out
-    assert err == f"skipped {file}: row 2: key 'text' is null: must be text\nskipped 1 bad lines in all\n"
+    assert "2 documents, 1 empty documents skipped" in out
+    assert err == f"skipped {file}: row 2: key 'text' is null: must be text\nskipped 1 bad lines in total\n"
     assert train_tokenizer.main(["--input", str(file), "--output", str(tmp_path / "t.json")]) == 0
     assert f"skipped {file}: row 2: key 'text' is null" in capsys.readouterr().err
 

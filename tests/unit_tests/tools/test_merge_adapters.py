@@ -65,5 +65,5 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="its checkpoint has no adapters to merge"):
         merge_adapters(tmp_path / "run", tmp_path / "merged")
     save_run(build(rank=RANK), tmp_path / "adapted", rank=RANK)
-    with pytest.raises(ValueError, match="it already holds checkpoints"):
+    with pytest.raises(ValueError, match="it already contains checkpoints"):
         merge_adapters(tmp_path / "adapted", tmp_path / "run")

@@ -67,7 +67,7 @@ def test_any_number_of_partitions_gives_the_same_bytes_for_every_key(tmp_path: P
     assert set(outputs[0]) == {f"_{key}_document.{end}" for key in ("text", "meta") for end in ("bin", "idx")}
     assert all(one == outputs[0] for one in outputs)
     assert set(printed) == {
-        f"skipped {tmp_path}/a.jsonl:151: not JSON: Expecting value at column 1\n" + "skipped 1 bad lines in all\n"
+        f"skipped {tmp_path}/a.jsonl:151: not JSON: Expecting value at column 1\n" + "skipped 1 bad lines in total\n"
     }
     pairs = [IndexedDataset(str(tmp_path / f"n0_{key}_document")) for key in ("text", "meta")]
     # Every 50th text is empty: its line is in neither pair.

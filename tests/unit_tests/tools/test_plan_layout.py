@@ -101,7 +101,7 @@ def test_where_nothing_fits_the_nearest_layout_says_what_it_lacks_whatever_the_m
         nearest, text = json.loads(path.read_text())["nearest"], capsys.readouterr().out
         assert " layouts of 2 x A100 compared" in text
         over = nearest["bytes"] - memory + 1000
-        assert f"no layout fits: the smallest one needs {over:,} bytes" in text
+        assert f"no layout fits: the smallest one requires {over:,} bytes" in text
         assert "--tensor-model-parallel-size 2" in text or "--pipeline-model-parallel-size 2" in text
         found.append(nearest["words"])
     assert found[0] == found[1]

@@ -54,8 +54,8 @@ def test_bad_lines_are_skipped_named_and_counted(tmp_path: Path, capsys) -> None
     file.write_text('{"text": "good"}\n' + "{broken\n" * 25 + '{"text": " "}\n{"text": "end"}\n')
     status, prefix = run(tmp_path, "--input", file, *BYTE_LEVEL, "--workers", 2)
     out, err = capsys.readouterr()
-    assert status == 0 and "2 documents, 1 empty ones left out" in out
-    assert len(err.splitlines()) == 11 and f"{file}:2: not JSON" in err and "skipped 25 bad lines in all" in err
+    assert status == 0 and "2 documents, 1 empty documents skipped" in out
+    assert len(err.splitlines()) == 11 and f"{file}:2: not JSON" in err and "skipped 25 bad lines in total" in err
     assert len(IndexedDataset(prefix)) == 2
 
 
@@ -118,9 +118,9 @@ def test_wrong_flags_are_one_line_and_status_1(tmp_path: Path, capsys, monkeypat
     "words, message",
     [
         (("--json-keys", "a", "a"), "names a key twice"),
-        (("--json-keys", "a/b"), "the key 'a/b' becomes a part of file names"),
+        (("--json-keys", "a/b"), "the key 'a/b' is used in file names"),
         (("--partitions", "0"), "--partitions is 0"),
-        (("--split-sentences",), "sentences are for BERT"),
+        (("--split-sentences",), "are for BERT"),
         (("--pack-length", "8"), "are for chats"),
         (("--chat-key", "a", "--json-keys", "b"), "--chat-key a contradicts --json-keys"),
         (("--workers", "0"), "--workers is 0"),

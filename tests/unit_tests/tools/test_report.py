@@ -169,14 +169,14 @@ def test_a_gpu_s_peak_is_set_beside_all_that_was_predicted(tmp_path: Path) -> No
         ('{"stages": []}', "it is not a plan of --dry-run"),
         (json.dumps({**PLAN, "stages": [{"stage": 0}]}), "it is not a plan of --dry-run"),
         (json.dumps({**PLAN, "step": 3}), "it is not a plan of --dry-run"),
-        (json.dumps({**PLAN, "world_size": 8}), "it is from another run: 8 processes, but this run has 2"),
+        (json.dumps({**PLAN, "world_size": 8}), "it belongs to a different run: 8 processes, but this run has 2"),
         (
             json.dumps({**PLAN, "parameters": {"all": 7}}),
-            "it is from another run: 7 parameters, but this run has 1234567",
+            "it belongs to a different run: 7 parameters, but this run has 1234567",
         ),
         (
             json.dumps({**PLAN, "stages": PLAN["stages"][:1]}),
-            "it is from another run: 1 pipeline stages, but this run has 2",
+            "it belongs to a different run: 1 pipeline stages, but this run has 2",
         ),
         ("\udcff", "it is not JSON"),
     ],
@@ -224,8 +224,8 @@ def test_the_factors_that_were_needed_count_every_step(tmp_path: Path) -> None:
     assert run.series["stash/capacity_factor_needed"].steps.tolist() == list(range(1, 2001))
     assert stash_section(run)["lines"][:2] == [
         "--moe-expert-rank-capacity-factor: factor needed at p99.9: 1.25 (of 2,000 steps; you gave 1.5)",
-        "--moe-paged-stash-buffer-size-factor-cuda: factor needed at p99.9: 1.20 (of 2,000 steps; you gave -1.2, which "
-        "came to 1.05)",
+        "--moe-paged-stash-buffer-size-factor-cuda: factor needed at p99.9: 1.20 (of 2,000 steps; you gave -1.2, the "
+        "buffers have 1.05)",
     ]
     run = read_run(write_log(tmp_path / "b", 4))
     assert stash_section(run)["lines"][0].endswith(

@@ -110,7 +110,7 @@ def test_a_header_that_cannot_be_is_named(tmp_path: Path, changes: dict[str, Any
 def test_without_the_library_an_error_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, max_shard_bytes=10**9)
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(ValueError, match="need a package: pip install 'safetensors>=0.4'"):
+    with pytest.raises(ValueError, match="is not installed: pip install 'safetensors>=0.4'"):
         TensorFiles(tmp_path)
 
 

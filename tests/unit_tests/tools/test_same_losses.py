@@ -138,7 +138,7 @@ def test_a_failing_rank_is_named_with_its_own_error(tmp_path: Path) -> None:
     assert judge(head, base).text.startswith("fails in base: ")
     assert judge_new(base, head).text.startswith("new in head, and fails: rank 1")
     assert judge_new(head, base) == Verdict(True, "new in head, runs: 4 steps, not compared")
-    assert "the base can run it, too" in judge_new(base, base).text
+    assert "the base can also run it" in judge_new(base, base).text
 
 
 def test_flags_that_the_base_does_not_know_are_a_failure_that_says_so(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_a_commit_has_the_numbers_of_these_files_and_a_changed_one_is_found(
     assert same_losses.main(["HEAD", *only, "--keep", str(keep)]) == 0
     printed = capsys.readouterr().out
     assert "same: 6 steps" in printed and "resumed from the base's step 4" in printed
-    assert "2 of 2 cases equal those" in printed
+    assert "2 of 2 cases are equal" in printed
     base, head = (keep / tree / "experts_grouped_bf16" for tree in ("base", "head"))
     log = head / "steps.jsonl"
     log.write_text(log.read_text().replace('"grad_norm": 0', '"grad_norm": 1', 1))

@@ -12,7 +12,7 @@ def test_a_schedule_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureF
     main(["--stages", "2", "--microbatches", "2", "--steps", "1", "--svg", str(tmp_path / "a.svg")])
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["stage 0   F0 F1 ......B0    ...B1", "stage 1   ...F0 B0    F1 B1"]
-    assert lines[2] == "2 stages, 2 micro-batches: 9 forwards long, 33.3% idle"
+    assert lines[2] == "2 stages, 2 micro-batches: 9 forward passes long, 33.3% idle"
     assert lines[3:6] == ["stage 1:", "  [receive F0.0 from 0]", "  await F0.0"]
     drawn = ElementTree.parse(tmp_path / "a.svg").getroot()
     # The ground, 8 passes, 2 colours of the legend; 4 transfers.

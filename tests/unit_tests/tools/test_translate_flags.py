@@ -239,7 +239,7 @@ def test_an_unknown_word_behind_a_flag_that_is_left_out_is_asked_for(
     script = tmp_path / "run.sh"
     script.write_text(f"torchrun pretrain_gpt.py {' '.join([*MODEL, *RUN, *DATA])} --auto-detect-ckpt-format $EXTRA\n")
     assert main([str(script)]) == 2
-    assert "EXTRA has no value and may hold flags" in capsys.readouterr().err
+    assert "EXTRA has no value and may contain flags" in capsys.readouterr().err
     assert main([str(script), "--set", "EXTRA="]) == 0
 
 
@@ -249,4 +249,4 @@ def test_a_script_that_is_not_followed_exactly_has_the_status_of_another_run(
     script = tmp_path / "run.sh"
     script.write_text(f"N=1\nlet N=N+1\ntorchrun pretrain_gpt.py {' '.join([*MODEL, *RUN, *DATA])} --seed $N\n")
     assert main([str(script)]) == 20
-    assert "not followed exactly, so compare its values with these: line 2: let is not" in capsys.readouterr().out
+    assert "could not be evaluated, so compare its values with these: line 2: let is not" in capsys.readouterr().out

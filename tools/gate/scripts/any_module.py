@@ -1,4 +1,4 @@
-"""Trains any module with the library's wrappers and optimizers, in the case named on the command line."""
+"""Trains a small custom module with the library's wrappers and optimizers, in the case named on the command line."""
 
 import sys
 from collections.abc import Callable
@@ -47,7 +47,7 @@ CASES: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any]]] = {
 
 
 def main(name: str) -> None:
-    """Trains the case, and logs losses, norms and parameters of each step."""
+    """Trains the case and logs the losses, gradient norm and parameters of each step."""
     wrap, settings = CASES[name]
     rank, _ = start()
     parallel_state.initialize_model_parallel()
@@ -66,9 +66,9 @@ def main(name: str) -> None:
 
 
 def backward(model: Any, *, step: int, rank: int) -> list[Tensor]:
-    """Runs every microbatch of a step, of which the last one reduces gradients. Returns the losses, each [] fp32.
+    """Runs forward and backward for every microbatch of a step. Gradients are reduced in the last one.
 
-    model: the wrapped model.
+    model: the wrapped model. Returns the losses, each [] fp32.
     """
     losses = []
     for number in range(MICROBATCHES):

@@ -1,4 +1,4 @@
-"""Trains with DistributedFusedAdam in a custom training loop, with the settings of the case on the command line."""
+"""Trains with DistributedFusedAdam in a custom training loop. The command line names the case and its settings."""
 
 import argparse
 import sys
@@ -27,9 +27,9 @@ MIB = 1 << 20
 class Settings:
     """Settings of a case.
 
-    adam: arguments of the optimizer's constructor. scale: initial loss scale; step 3 overflows. unscaled_by: what
-    divides gradients by the scale before clipping; None clips scaled gradients, which torch requires for fp16
-    parameters. grid: sizes of the group that shares each state, and of the group that holds copies of it.
+    adam: arguments of the optimizer's constructor. scale: initial loss scale; step 3 overflows. unscaled_by: object
+    that divides gradients by the scale before clipping; None clips scaled gradients, which torch requires for fp16
+    parameters. grid: size of the group that shards each state, and size of the group that replicates it.
     """
 
     adam: dict[str, Any] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Settings:
 
 
 def _two_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Returns two parameter groups: weights, and other parameters without decay at another rate."""
+    """Returns two parameter groups: weights, and all other parameters with another rate and no weight decay."""
     params = list(model.parameters())
     weights = [param for param in params if param.dim() > 1]
     others = [param for param in params if param.dim() <= 1]
@@ -71,7 +71,7 @@ CASES = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains the case, logs losses, norms and parameters of each step, and saves after SAVED_STEP."""
+    """Trains the case, logs the losses, gradient norm and parameters of each step, and saves after SAVED_STEP."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("case", choices=CASES)
     parser.add_argument("--load", help="checkpoint of SAVED_STEP to continue from")
@@ -102,12 +102,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def state_of(model: nn.Module, optimizer: DistributedFusedAdam) -> dict[str, Any]:
-    """Returns the state that torch.distributed.checkpoint saves and fills."""
+    """Returns the state dict that torch.distributed.checkpoint saves or loads in place."""
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 
 def load(folder: str, model: nn.Module, *, optimizer: DistributedFusedAdam) -> None:
-    """Continues from a checkpoint."""
+    """Restores model and optimizer from a checkpoint."""
     state = state_of(model, optimizer)
     dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])
@@ -115,7 +115,7 @@ def load(folder: str, model: nn.Module, *, optimizer: DistributedFusedAdam) -> N
 
 
 def update(optimizer: DistributedFusedAdam, scaler: "torch.amp.GradScaler | None", *, settings: Settings) -> Tensor:
-    """Clips gradients and updates parameters. Returns the norm before clipping, [], fp32."""
+    """Clips gradients and updates parameters. Returns the gradient norm before clipping, [], fp32."""
     if scaler is None:
         norm = optimizer.clip_grad_norm(CLIP)
         optimizer.step()
@@ -134,7 +134,7 @@ def update(optimizer: DistributedFusedAdam, scaler: "torch.amp.GradScaler | None
 
 
 def build(settings: Settings) -> tuple[nn.Module, DistributedFusedAdam]:
-    """Builds a model and its optimizer. Every call with the same settings draws the same weights."""
+    """Builds a model and its optimizer. Equal settings produce equal initial weights."""
     torch.manual_seed(1234)
     model = Network().to(dtype=settings.dtype, memory_format=settings.memory_format)
     groups = {} if settings.grid is None else grid_groups(settings.grid)
@@ -151,7 +151,10 @@ def backward(
     step: int,
     rank: int,
 ) -> list[Tensor]:
-    """Runs every microbatch of a step, of which the last one reduces gradients. Returns the losses, each [] fp32."""
+    """Runs forward and backward for every microbatch of a step and returns the losses, each [] fp32.
+
+    Gradients are reduced in the last microbatch.
+    """
     losses = []
     for number in range(settings.microbatches):
         pictures, labels = batch(step, rank, number=number)
@@ -166,7 +169,10 @@ def backward(
 
 
 def grid_groups(sizes: tuple[int, int]) -> dict[str, Any]:
-    """Returns the groups of a grid over all ranks, whose neighbours share each state."""
+    """Returns the optimizer's process groups for a grid over all ranks. Adjacent ranks shard each state.
+
+    sizes: number of ranks that shard each state, number of copies.
+    """
     shards, copies = sizes
     ranks = torch.arange(shards * copies).view(copies, shards)
     distributed, _ = dist.new_subgroups_by_enumeration(ranks.tolist())

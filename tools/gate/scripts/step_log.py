@@ -1,4 +1,4 @@
-"""Provides the model, batches and step log that the scripts of the gate share."""
+"""Provides the model, the batches and the step log that the gate's scripts share."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ PIXELS, CLASSES, BATCH = 8, 5, 4
 
 
 class Network(nn.Module):
-    """Two convolutions and two linear layers, as members of a list, so that wrappers find units."""
+    """Two convolutions and two linear layers in module lists, which wrappers recognize as units, and a classifier."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Network(nn.Module):
 
 
 def start() -> tuple[int, int]:
-    """Joins the process group if there are several ranks, and seeds the weights. Returns rank and number of ranks."""
+    """Joins the process group if there are several ranks, and seeds torch. Returns the rank and the number of ranks."""
     if int(os.environ["WORLD_SIZE"]) > 1:
         dist.init_process_group("gloo")
     torch.manual_seed(1234)
@@ -44,16 +44,17 @@ def start() -> tuple[int, int]:
 
 
 def batch(step: int, rank: int, *, number: int = 0) -> tuple[Tensor, Tensor]:
-    """Returns this rank's pictures of a microbatch, [B, 3, PIXELS, PIXELS], fp32, and their classes, [B], int64."""
+    """Returns a microbatch of this rank: pictures, [B, 3, PIXELS, PIXELS], fp32, and classes, [B], int64."""
     generator = torch.Generator().manual_seed(10_000 * step + 100 * rank + number)
     pictures = torch.randn(BATCH, 3, PIXELS, PIXELS, generator=generator)
     return pictures, torch.randint(CLASSES, (BATCH,), generator=generator)
 
 
 def log_step(step: int, losses: Iterable[Tensor], *, params: Iterable[Tensor], **more: Any) -> None:
-    """Appends a line to steps.jsonl: the losses of all ranks, each [] of any float dtype, and a digest of parameters.
+    """Appends a line to steps.jsonl with the losses and parameter digests of all ranks. Collective.
 
-    params: any shape and float dtype, on every rank the ones that it holds. more: numbers of this rank. Collective.
+    losses: this rank's losses, each [], any float dtype. params: the parameters or shards stored on this rank. more:
+    further values of this rank.
     """
     mine = {"losses": [float(loss) for loss in losses], "params": digest(params), **more}
     every: list[Any] = [mine]
@@ -76,7 +77,7 @@ def digest(tensors: Iterable[Tensor]) -> str:
 
 
 def digest_of_state(state: Any) -> str:
-    """Hashes all tensors and numbers in nested dictionaries and lists, in their order."""
+    """Hashes all tensors and numbers in nested dictionaries and lists, in order."""
     found = hashlib.blake2b(digest_size=16)
     _add(state, found)
     return found.hexdigest()

@@ -16,15 +16,15 @@ import pretrain_gpt
 
 try:
     from megatron.core.graphs.tape import Tape, TapeGraphs
-except ModuleNotFoundError:  # a version from before the package
+except ModuleNotFoundError:  # a version older than the package
     from megatron.core.graphs.tape import Tape, TapeGraphs
 
-# Modules that look up `graph_device`, the capture device of a GPU, newest first. Add the new module when it moves.
+# Modules that look up `graph_device`, a GPU's capture device, newest first. Add the new module when it moves.
 PLACES = ("megatron.training.setup",)
 
 
 class CountedTapes(TapeGraphs):
-    """Tapes that count captures and replays, because a run without replays would have the same losses."""
+    """Tapes that count captures and replays, because a run that replays nothing would have the same losses."""
 
     num_captures = num_replays = 0
 
@@ -43,13 +43,13 @@ class CountedTapes(TapeGraphs):
 
 
 def use_tapes() -> None:
-    """Makes flags that request CUDA graphs use tapes."""
+    """Makes the flags that request CUDA graphs use tapes instead."""
     for place in PLACES:
         module = importlib.import_module(place)
         if hasattr(module, "graph_device"):
             vars(module)["graph_device"] = CountedTapes
             return
-    raise SystemExit(f"error: graph_device is in none of {', '.join(PLACES)}: add its new place to {__file__}")
+    raise SystemExit(f"error: none of {', '.join(PLACES)} defines graph_device: add its new module to {__file__}")
 
 
 if __name__ == "__main__":

@@ -220,7 +220,7 @@ def test_a_tensor_too_many_is_named(tmp_path: Path, name: str, capsys: pytest.Ca
 def test_wrong_folders_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hub = saved(small_model(TIED), tmp_path / "hub")
     run = convert(hub, tmp_path / "run")
-    assert f"--save is {run}: it already holds checkpoints" in told(capsys, hub, run)
+    assert f"--save is {run}: it already contains checkpoints" in told(capsys, hub, run)
     assert f"--save is {hub}: it already exists" in told(capsys, run, hub, back=True)
     assert f"{run} has no config.json" in told(capsys, run, tmp_path / "other")
     assert f"--load is {hub}: no checkpoint found" in told(capsys, hub, tmp_path / "other", back=True)
