@@ -1,6 +1,6 @@
 """Compiles every Triton kernel for sm_80, sm_90 and sm_100 without a GPU, and reads its resources from machine code.
 
-    python benchmarks/compiled_kernels.py [--hot | --only KERNEL ... | --page]
+    python benchmarks/compiled_kernels.py [--hot | --only KERNEL ...]
 
 Writes benchmarks/results/compiled_kernels.csv (the whole matrix, which takes about half an hour on one core; --hot
 recompiles only the hot shapes) and docs/compiled_kernels.md (its worst cases, hot shapes and misses).
@@ -309,51 +309,78 @@ def table_version(path: Path = TABLE) -> str:
     return path.read_text().partition("\n")[0].removeprefix("# Triton ")
 
 
+INTRODUCTION = """# Compiled kernels
+
+Resources of each Triton kernel on sm_80, sm_90 and sm_100, read from machine code.
+`benchmarks/compiled_kernels.py` writes this page. It compiles {launches} launches of {kernels} kernels with Triton
+{version}, without a GPU, and stores the results in `benchmarks/results/compiled_kernels.csv`. Nothing here was measured
+on a GPU. `tests/unit_tests/core/test_compiled_kernels.py` pins the misses.
+
+- **Matrix**: all launches that the launchers can choose, over dtypes, sizes, layouts and options, one per compiled
+  kernel. `matrix()` in `benchmarks/kernel_launches.py` lists them.
+- **Hot shapes**: the launches of known models, listed by `hot()` in the same file.
+- **Miss**: an assumption of a launcher that a compiled kernel violates. Results remain correct, but the kernel may be
+  slow.
+- **Program**: a thread block. **SM**: streaming multiprocessor.
+
+| column | content |
+|---|---|
+| launch | name of the launch, explained below |
+| registers | registers per thread |
+| spills | bytes of stack per thread, number of instructions that access the stack |
+| shared | bytes of shared memory per program |
+| programs | programs resident on an SM, limited by registers, shared memory, tensor memory and threads |
+| assumed | resident programs that the launcher assumes for its grid, from `residencies()` next to the launcher |
+| bits | widest load / store of global memory, in bits |
+| async | number of instructions that copy from global to shared memory without registers |
+| tensor | tensor-core instructions with their counts: HMMA on sm_80, HGMMA on sm_90, UTCHMMA on sm_100 |
+| misses | kinds of misses, explained in the next section |
+
+Names of launches:
+
+- *product*: a grouped GEMM, in which each expert's rows are multiplied with its weights. *added product*: scaled and
+  added to the output, as for low-rank adapters. *weight gradient*: the grouped GEMM for the gradient of the weights.
+  *2048 x 1536*: sizes of an expert's weights. *stored*: contiguous weights; *transposed*: a transposed view of them.
+  *fc1*, *fc2*: the experts' two linear layers.
+- *swiglu*, *geglu* ...: an activation and its gradient, with the width *ffn*. *scaled*: multiplied by the routing
+  weights.
+- *width*: elements of a row. *addresses + 1*: tensors that start one element after a multiple of 16 bytes. *odd rows*:
+  an odd number of rows. *one gradient*: a gradient with stride 0, as of a sum. *gradient by columns*: a transposed
+  gradient.
+- *order*, *choice*, *tokens*, *weights*: sorting slots by expert, gradients of the router's choices, and moving rows of
+  tokens or weights.
+- *pages of N bytes, n tensors*: a group of n tensors in the paged stash. *to pages*: the stash; *from pages*: the
+  restore.
+- Storage formats of `adam_kernel`, such as *bf16 with remainders*, are listed in `ADAM_FORMS`. *divided*: gradients are
+  divided by a number on the device. *can skip*: a device flag can skip the update. *decoupled*: weight decay as in
+  AdamW.
+"""
+
+
 def page_of(rows: Sequence[Row], version: str) -> str:
     """Returns the text of docs/compiled_kernels.md. version: Triton version."""
     matrix, hot = [row for row in rows if not row.hot], [row for row in rows if row.hot]
     launches = len({(row.kernel, row.name) for row in matrix})
     kernels = list(dict.fromkeys(row.kernel for row in matrix))
     lines = [
-        "# Compiled kernels",
-        "",
-        "Resources of each Triton kernel on sm_80, sm_90 and sm_100. Written by `benchmarks/compiled_kernels.py`, "
-        "which compiles, without a",
-        f"GPU, with Triton {version}, {launches} launches of {len(kernels)} kernels "
-        "(`benchmarks/results/compiled_kernels.csv`), and reads the machine code.",
-        "Nothing here was measured on a GPU. `tests/unit_tests/core/test_compiled_kernels.py` pins the misses.",
-        "",
-        "| column | content |",
-        "|---|---|",
-        "| registers | per thread |",
-        "| spills | bytes of stack per thread, instructions that access it |",
-        "| shared | bytes of shared memory per program |",
-        "| programs | that a streaming multiprocessor (SM) runs at once, limited by registers, shared memory, "
-        "tensor memory and threads |",
-        "| assumed | number assumed by the launcher's grid, from `residencies()` next to the launcher |",
-        "| bits | widest load / store of global memory |",
-        "| async | instructions that copy global to shared memory without registers |",
-        "| tensor | tensor-core instructions: HMMA of sm_80, HGMMA of sm_90, UTCHMMA of sm_100 |",
-        "",
+        INTRODUCTION.format(launches=launches, kernels=len(kernels), version=version),
         "## Misses",
         "",
-        "Launches of the matrix whose kernel violates an assumption of its launcher, out of all launches of that "
-        "kernel and dtype.",
+        "Number of launches in the matrix with each kind of miss, out of all launches of that kernel and dtype.",
         "",
         *_misses_table(matrix),
         "",
         "## Hot shapes",
         "",
-        "Kernels that a static MoE layer with a paged stash and its optimizer launch, in bf16. A launch that shares a "
-        "compiled kernel",
-        "with an earlier one has no row.",
+        "Kernels that a static MoE layer with a paged stash and its optimizer launch, in bf16. A launch with the same",
+        "compiled kernel as an earlier launch has no row.",
         "",
         *_rows_table(hot),
         "",
         "## Worst cases",
         "",
-        "For each kernel, dtype and architecture: the launch of the matrix with the most misses, then the fewest "
-        "programs, then the most registers.",
+        "For each kernel, dtype and architecture, the launch in the matrix with the most misses. Ties are resolved by",
+        "the fewest programs, then by the most registers.",
         "",
         *_worst_table(matrix),
     ]

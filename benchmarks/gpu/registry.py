@@ -1,8 +1,8 @@
-"""Lists the checks of `make gpu` in order of execution, and the claims that they decide. Runs nothing.
+"""Lists the checks of `make gpu` in order of execution, with the claims that they test. Runs nothing.
 
-Each check is a process with a limit, so that a hang, a crash or a poisoned CUDA context costs only one check. A call
-runs for at most nine minutes, the sum of its limits, because machines may end a command after ten. Checks whose
-failure explains all others come first.
+Each check is a separate process with a time limit, so that a hang, a crash or a corrupted CUDA context costs only one
+check. A call runs for at most nine minutes, the sum of its limits, because some machines end a command after ten.
+Checks whose failure would explain all other failures come first.
 """
 
 import enum
@@ -13,14 +13,14 @@ from pathlib import Path
 
 CALL_SECONDS = 540
 NUM_CALLS = 3
-# Exit statuses with which a program reports that it needs a GPU, or that something else was missing.
+# Exit statuses with which a program reports that it needs a GPU, or that something else is missing.
 NEEDS_GPU, NOT_CHECKED = 76, 77
-DRY_RUN = "GPU_CHECKS_DRY_RUN"  # variable that a dry run sets: only then may a CPU replace the GPU
-RESULT = "RESULT "  # starts an output line that holds numbers as a JSON object
+DRY_RUN = "GPU_CHECKS_DRY_RUN"  # environment variable set by a dry run; only then may a CPU replace the GPU
+RESULT = "RESULT "  # begins an output line with results as a JSON object
 
 
 class State(enum.Enum):
-    """Evidence for a claim that no GPU has decided yet."""
+    """Evidence for a claim that has not been tested on a GPU yet."""
 
     MODELLED = "modelled on a CPU"
     COMPILED = "compiled only"
@@ -29,13 +29,13 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class Check:
-    """A program and its limit in seconds, including its shutdown.
+    """A program to run, with its time limit in seconds, including its shutdown.
 
-    call: 1 to NUM_CALLS, or None if it runs only when named. part: heading of the page. claim: the property that a pass
-    proves. words: its command, where `python` is this interpreter and {out} the folder of results. small: the arguments
-    of a dry run, which may run on a CPU; None if there is nothing to test without a GPU. kernels: the Triton kernels
-    that it launches. known: evidence without a GPU. is_elastic: may use, beyond its limit, the unused time of earlier
-    checks.
+    call: 1 to NUM_CALLS, or None if it runs only when named. part: heading on the page. claim: the property that a pass
+    shows. words: its command, in which `python` is this interpreter and {out} the folder of results. small: additional
+    arguments in a dry run, which may run on a CPU; None if nothing can be tested without a GPU. kernels: the Triton
+    kernels that it launches. known: evidence without a GPU. is_elastic: may exceed its limit by the unused time of
+    earlier checks.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Check:
     is_elastic: bool = False
 
     def command(self, out: Path, *, is_dry: bool) -> list[str]:
-        """Returns the command line. Python programs show their stacks when they are interrupted."""
+        """Returns the command line. Python programs print their stacks when they are interrupted."""
         words = shlex.split(f"{self.words} {self.small or ''}" if is_dry else self.words)
         first, *rest = [sys.executable if word == "python" else word.format(out=out) for word in words]
         launcher = ["-m", "benchmarks.gpu.checks.launch"] if words[0] == "python" else []
@@ -62,7 +62,7 @@ def _program(module: str, *arguments: str) -> str:
 
 
 def _tests(*arguments: str) -> str:
-    """Returns the command of some tests of tests/gpu, which are skipped without a GPU."""
+    """Returns the command that runs tests of tests/gpu, which are skipped without a GPU."""
     return _program("pytest_run", *(shlex.quote(argument) for argument in arguments))
 
 
@@ -77,7 +77,7 @@ ACTIVATIONS = ("act_kernel", "act_gradient_kernel")
 BIASES = ("add_bias_kernel", "bias_grad_kernel", "bias_scale_grad_kernel")
 ROWS = ("choice_grad_kernel", "count_kernel", "order_kernel", "experts_kernel", "gather_kernel", "sum_kernel")
 FIRST, EACH, STEPS = "First launches", "One small case for each kernel", "Training steps"
-PARTS, COPIES, LONG, BENCHMARKS = "Module graphs and growth", "Copies and products", "Long checks", "Benchmarks"
+PARTS, COPIES, LONG, BENCHMARKS = "Module graphs and pool growth", "Copies and GEMMs", "Long checks", "Benchmarks"
 
 CHECKS = (
     # Section: call 1.
@@ -85,7 +85,7 @@ CHECKS = (
         "environment",
         1,
         FIRST,
-        "torch, Triton, NCCL, the driver and the tools are present, and the GPU computes",
+        "torch, Triton, NCCL, the driver and the tools are installed, and the GPU computes a correct result",
         _program("environment"),
         45,
         known=State.NOT_YET,
@@ -94,7 +94,7 @@ CHECKS = (
         "launch_threads",
         1,
         FIRST,
-        "a Triton kernel is compiled and launched from the main thread and from autograd's",
+        "Triton kernels can be compiled and launched in the main thread and in autograd's thread",
         _program("launch_threads"),
         30,
         known=State.COMPILED,
@@ -103,8 +103,8 @@ CHECKS = (
         "pinned_access",
         1,
         FIRST,
-        "a kernel reads and writes pinned memory of the host by address, and host pages keep their bytes; sizes and"
-        " rates of torch's pinned memory and ours",
+        "kernels read and write pinned host memory by address, and host pages preserve their bytes; also measures "
+        "sizes and rates of torch's pinned memory and of ours",
         _program("pinned_access"),
         25,
         kernels=PAGES,
@@ -132,7 +132,7 @@ CHECKS = (
         "kernels_pages",
         1,
         EACH,
-        "pages, rings and rows are bitwise equal to the CPU's operators",
+        "page tables, rings of free pages and copied rows are bitwise equal to the results of the CPU operators",
         _tests(KERNELS, "-k", "pages_rings and bfloat16-1000"),
         30,
         kernels=PAGES,
@@ -142,7 +142,7 @@ CHECKS = (
         "kernels_products",
         1,
         EACH,
-        "grouped products and their gradients are correct to one rounding, recomputed gate_up bit for bit",
+        "grouped GEMMs and their gradients are correct to one rounding, and recomputed gate_up is bitwise equal",
         _tests(KERNELS, "-k", "products and bfloat16-1000-False and 129"),
         30,
         kernels=PRODUCTS,
@@ -152,7 +152,7 @@ CHECKS = (
         "kernels_activations",
         1,
         EACH,
-        "activations and their gradients are correct to one rounding, recomputed act bit for bit",
+        "activations and their gradients are correct to one rounding, and recomputed act is bitwise equal",
         _tests(KERNELS, "-k", "activations and swiglu and bfloat16-1000-33"),
         25,
         kernels=ACTIVATIONS,
@@ -162,7 +162,7 @@ CHECKS = (
         "kernels_biases",
         1,
         EACH,
-        "biases of experts are added, and their gradients and those of the scales are correct to one rounding",
+        "expert biases are added correctly, and the gradients of biases and scales are correct to one rounding",
         _tests(KERNELS, "-k", "biases and bfloat16-1000"),
         25,
         kernels=BIASES,
@@ -172,7 +172,8 @@ CHECKS = (
         "kernels_rows",
         1,
         EACH,
-        "slots are ordered as on the CPU, rows gathered bitwise equal, rows and gradients summed to one rounding",
+        "slots have the same order as on the CPU, gathered rows are bitwise equal, and sums of rows and gradients are "
+        "correct to one rounding",
         _tests(
             KERNELS,
             "-k",
@@ -187,7 +188,7 @@ CHECKS = (
         "kernels_adam",
         1,
         EACH,
-        "Adam's kernel gives the same step as torch, and bf16 with remainders equals the fp32 run bit for bit",
+        "a step of the Adam kernel agrees with torch, and bf16 with remainders is bitwise equal to the fp32 run",
         _tests("tests/gpu/test_adam_kernel.py", "-k", "remainders or (near_that and params0)"),
         25,
         kernels=("adam_kernel",),
@@ -212,7 +213,7 @@ CHECKS = (
         "eager_steps",
         1,
         STEPS,
-        "three eager training steps have the same losses as on the CPU: plain experts, and experts with a stash",
+        "losses of three eager training steps agree with the CPU: a dense model, experts, and experts with a stash",
         _program("eager_steps"),
         60,
         known=State.MODELLED,
@@ -242,7 +243,7 @@ CHECKS = (
         "forced_growth",
         2,
         PARTS,
-        "a replay that finds no pages is retried with more, and neither the old pool nor the old graph stays in memory",
+        "a replay without enough pages is retried with a larger pool, and the old pool and the old graph are freed",
         _program("forced_growth"),
         45,
         known=State.MODELLED,
@@ -251,7 +252,7 @@ CHECKS = (
         "copy_points",
         2,
         COPIES,
-        "stash and restore of large groups run at 0.9 of copy_'s rate without a cap (six points)",
+        "stash and restore of large groups reach at least 0.9 times copy_'s rate with unlimited programs (six points)",
         _program("copy_points"),
         60,
         "--small",
@@ -261,7 +262,7 @@ CHECKS = (
         "products",
         2,
         COPIES,
-        "our current and previous grouped product and torch's grouped_mm: rates of forward and of both gradients",
+        "measures our current and previous grouped GEMM and torch's grouped_mm: rates of forward and of both gradients",
         _program("products"),
         60,
         "--small",
@@ -272,7 +273,8 @@ CHECKS = (
         "product_beside_copies",
         2,
         COPIES,
-        "three products during copies, with the current and the previous programs, at several caps: their slowdown",
+        "measures how much three GEMMs slow down during copies, with the current and the previous copy programs and "
+        "several limits on their number",
         _program("product_beside_copies"),
         70,
         "--small",
@@ -282,7 +284,7 @@ CHECKS = (
         "sanitizer_memcheck",
         2,
         LONG,
-        "compute-sanitizer finds no access outside of allocated memory in the kernels",
+        "compute-sanitizer finds no access of the kernels outside of allocated memory",
         "sh tests/gpu/sanitize.sh python memcheck",
         80,
         known=State.NOT_YET,
@@ -292,7 +294,7 @@ CHECKS = (
         "sanitizer_races",
         2,
         LONG,
-        "compute-sanitizer finds no race in shared memory and no incorrect barrier in the kernels",
+        "compute-sanitizer finds no shared-memory race and no incorrect barrier in the kernels",
         "sh tests/gpu/sanitize.sh python racecheck synccheck",
         80,
         known=State.NOT_YET,
@@ -302,7 +304,7 @@ CHECKS = (
         "tests_kernels",
         2,
         LONG,
-        "all sizes and dtypes of the kernels agree with the CPU's operators",
+        "the kernels agree with the CPU operators for all sizes and dtypes",
         _tests(KERNELS),
         90,
         kernels=PAGES + PRODUCTS + ACTIVATIONS + BIASES + ROWS,
@@ -324,7 +326,8 @@ CHECKS = (
         "tests_training",
         3,
         LONG,
-        "runs learn, save and resume in each precision, with gradients near the CPU's; data parallelism works on NCCL",
+        "runs learn, save and resume in each precision, gradients are close to the CPU's, and data parallelism works "
+        "on NCCL",
         _tests(
             "tests/gpu/test_training_on_gpu.py",
             "tests/gpu/test_data_parallel_on_gpu.py",
@@ -340,7 +343,7 @@ CHECKS = (
         "tests_stash",
         3,
         LONG,
-        "all tests of the stash: every width, delayed streams also in training, captured recomputation",
+        "all tests of the stash pass: every width, delayed streams including in training, captured recomputation",
         _tests(
             "tests/gpu/test_stash_kernels.py",
             "tests/gpu/test_stash_races.py",
@@ -373,7 +376,7 @@ CHECKS = (
         "trace",
         3,
         LONG,
-        "a profile of one eager step with a stash and its longest gaps, each with the host's activity in it",
+        "profiles one eager step with a stash: its longest gaps without a launch, each with the host's activity in it",
         _program("trace", "--trace", "{out}/trace_of_step.json.gz"),
         60,
         "--small",
@@ -384,17 +387,18 @@ CHECKS = (
         "launches",
         3,
         LONG,
-        "kernels launched per static MoE layer and step, and the operators counted on the CPU",
+        "counts the kernels launched per static MoE layer and step, and the operators of the same step on the CPU",
         _program("launches"),
         70,
         known=State.NOT_YET,
     ),
-    # Section: only when named, because they take a call or more each.
+    # Section: benchmarks that run only when named, because each takes most of a call or more.
     Check(
         "stash_copy",
         None,
         BENCHMARKS,
-        "stash + restore run at 0.9 of copy_'s rate, uncapped, groups of 128 MiB and more",
+        "stash and restore reach at least 0.9 times copy_'s rate with unlimited programs, for groups of at "
+        "least 128 MiB",
         _benchmark("stash_copy"),
         120,
         "--small --rounds 2",
@@ -404,7 +408,8 @@ CHECKS = (
         "gemm_beside_stash",
         None,
         BENCHMARKS,
-        "during a matrix product they cost it nothing, or 1.1 times two copies at most, with the best cap",
+        "concurrent stash and restore do not slow down a matrix multiplication, or by at most 1.1 times the time of "
+        "the two copies, with the best program limit",
         _benchmark("gemm_beside_stash"),
         60,
         "--small --rounds 2",
@@ -414,8 +419,9 @@ CHECKS = (
         "graph_step",
         None,
         BENCHMARKS,
-        "graph + stash takes 0.75 of an eager dropless step for launch-bound shapes, and holds (phi + w c / S) of "
-        "the memory of eager dropless in addition to weights and states",
+        "a step with a CUDA graph and a stash takes at most 0.75 times an eager dropless step for launch-bound shapes, "
+        "and at most (phi + w c / S) times its memory in addition to weights and states (phi: pages / live rows, w: 1 "
+        "+ prefetched layers, c: capacity / live rows, S: layers)",
         _benchmark("graph_step"),
         420,
         "--small --rounds 1 --steps 1 --routings skewed",
@@ -425,7 +431,7 @@ CHECKS = (
         "stash_step",
         None,
         BENCHMARKS,
-        "memory and time of expert layers with a stash compared with alternatives: figures without a target",
+        "measures memory and time of expert layers with a stash and with alternatives, without a target",
         "python benchmarks.stash_step --device cuda --tokens 8192 --hidden 2048 --ffn 768 "
         "--json {out}/stash_step_gpu.json",
         60,
@@ -436,8 +442,8 @@ CHECKS = (
         "host_waits",
         None,
         BENCHMARKS,
-        "captures of a step, the agreement on its plan, and checks of gradients compared with their previous "
-        "versions; a graph can hold torch's grouped products only in bf16",
+        "measures captures of a step, the agreement on its plan, and checks of gradients, each compared with its "
+        "previous version; a graph can capture torch's grouped GEMMs only in bf16",
         _program("host_waits"),
         60,
         known=State.NOT_YET,
@@ -446,7 +452,7 @@ CHECKS = (
         "ddp",
         None,
         BENCHMARKS,
-        "data parallelism on one GPU compared with torch's: figures without a target",
+        "measures data parallelism on one GPU, compared with torch's, without a target",
         "python benchmarks.gpu.ddp --json {out}/ddp_gpu.json",
         60,
         None,

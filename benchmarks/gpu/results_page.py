@@ -18,29 +18,29 @@ from benchmarks.gpu.registry import CHECKS, EACH, Check  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "gpu_results.md"
-NOTES = "gpu_notes.md"  # in the folder of results: written by hand
+NOTES = "gpu_notes.md"  # in the folder of results, written by hand
 
 HEAD = """# Results on a GPU
 
 Written by `benchmarks/gpu/results_page.py` from the output of `benchmarks/gpu/run_all.py` in `benchmarks/results/`.
 
-    make gpu                         # three calls in turn, at most 9 minutes each; continues where it was stopped
+    make gpu                         # three calls, at most 9 minutes each; continues where it was interrupted
     make gpu CALL=1                  # one call, for machines that end a command after ten minutes
-    make gpu OUT=/tmp/results        # results in another folder; this page then stays unchanged
+    make gpu OUT=/tmp/results        # results in a different folder; this page is not changed
     python3 benchmarks/gpu/run_all.py --call 1 --resume --out FOLDER       # the same without make
     python3 benchmarks/gpu/run_all.py --only graph_step --out FOLDER       # checks by name
-    python3 benchmarks/gpu/run_all.py --dry-run --out FOLDER               # small, also on a CPU
+    python3 benchmarks/gpu/run_all.py --dry-run --out FOLDER               # small sizes, also on a CPU
 
-The checks need one GPU, Python 3.11 or 3.12, torch 2.11 to 2.13, Triton, NumPy, pytest, hypothesis and PyYAML. They
-need no network and no installation. Targets are for an H200. Outside a git clone, set the variable COMMIT.
+The checks require one GPU, Python 3.11 or 3.12, torch 2.11 to 2.13, Triton, NumPy, pytest, hypothesis and PyYAML, but
+no network and no installation. Targets are for an H200. Outside a git clone, set the variable COMMIT.
 
-Each check runs in its own process, with a time limit. Five seconds before the limit it prints its stacks and receives
+Each check runs in a separate process with a time limit. Five seconds before the limit it prints its stacks and receives
 SIGINT. At the limit it is killed with all its descendants. When a check ends, one line is appended to `checks.jsonl`:
-verdict, numbers, last lines of output, date, device, version of torch and commit. `output.log` has the whole output. If
-the runner is killed, earlier lines stay complete. `--resume` skips checks that have a verdict for the same files and
-runs the others, those of earlier calls first. If each call starts on an empty disk, copy `checks.jsonl` there first. In
-a dry run, a tape replaces the CUDA graph, gloo replaces NCCL, and Triton's interpreter replaces compiled kernels. Tests
-that show nothing on a CPU end with "needs a GPU".
+verdict, results, last lines of output, date, device, torch version and commit. `output.log` contains the whole output.
+If the runner is killed, earlier lines remain complete. `--resume` skips checks that have a verdict for the same files
+and runs the others, starting with those of earlier calls. If each call starts on an empty disk, copy `checks.jsonl`
+there first. In a dry run, a tape replaces the CUDA graph, gloo replaces NCCL, and Triton's interpreter replaces
+compiled kernels. Tests that are meaningless on a CPU end with "needs a GPU".
 """
 NOT_YET = """
 **Not yet run on a GPU.** A dry run executes the programs on a CPU, where tests/gpu and `ddp` are skipped. All times and
@@ -49,24 +49,135 @@ rates below are targets, not measurements.
 STATES = """
 The column *state* has one of these values:
 
-- **passed**, **failed**, **timed out**: measured on a GPU, with date and device.
+- **passed**, **failed**, **timed out**: run on a GPU, with date and device.
 - **modelled on a CPU**: not run on a GPU yet. The same code has this property on a CPU, where a model of streams,
   graphs and memory, Triton's interpreter or plain operators replace the device.
-- **compiled only**: the kernels compile for sm_80, sm_90 and sm_100. Nothing on a CPU replaces the rest.
-- **not yet**: unknown, because the claim concerns times, tools or the machine.
+- **compiled only**: the kernels compile for sm_80, sm_90 and sm_100. The rest has no replacement on a CPU.
+- **not yet**: unknown, because the claim is about times, tools or the machine.
+
+Terms: *pages* store the rows that the paged stash saves for backward. The *stash* copies rows to pages, and the
+*restore* copies them back. A *program* is a thread block of a Triton kernel. *GEMM* is a matrix multiplication, and a
+*grouped GEMM* multiplies each expert's rows with that expert's weights.
 """
 SIDES = ("ms", "time_x", "peak_mib", "reserved_mib", "memory_x", "most_memory_x", "again", "on_host", "voids")
 
+_COPY_COLUMNS = {
+    "tier": "location of the pages: device memory, or pinned host memory",
+    "width": "bytes of a row of x, the experts' input",
+    "rows": "number of live rows of x",
+    "num_programs": "maximum number of programs of a copy kernel; 0: unlimited",
+    "copy_gb_s": "rate of `copy_` of the same bytes, counting bytes read and written",
+    "stash_gb_s": "rate of stash and restore, counting bytes read and written",
+    "stash_x": "rate of the stash relative to `copy_`",
+    "restore_x": "rate of the restore relative to `copy_`",
+    "rate_x": "rate of stash and restore together, relative to `copy_`",
+}
+_RIVAL_COLUMNS = {
+    "num_programs": "maximum number of programs of a copy kernel; 0: unlimited",
+    "gemm_x": "time of the GEMMs during stash and restore, relative to the GEMMs alone",
+    "rate_x": "rate of stash and restore during the GEMMs, relative to `copy_` alone",
+    "cost_x": "additional time of the GEMMs per stash and restore, relative to the time of two `copy_` of the same "
+    "bytes alone; 0: completely hidden, 1: as if the copies ran alone on the GPU",
+}
+_TESTS = {
+    "passed": "number of tests",
+    "failed": "number of tests",
+    "failures": "`checks.jsonl` contains more lines of each failure.",
+    "slowest": "The three slowest tests.",
+}
+# By check: meanings of results, and of the columns of its tables. Checks that are not listed run tests.
+MEANINGS: dict[str, dict[str, str]] = {
+    "environment": {
+        "processors": "CPU cores",
+        "host_gib": "host memory",
+        "shared_memory_gib": "free space in /dev/shm",
+        "locked_memory_limit": "limit of locked memory in bytes; -1: unlimited",
+        "processors_of_gpu": "streaming multiprocessors of the GPU",
+        "cache_mib": "L2 cache of the GPU",
+        "free_gib": "free GPU memory",
+        "total_gib": "GPU memory",
+        "cudnn": "version of cuDNN",
+        "first_use_seconds": "time of the first calls that use the GPU",
+        "copy_gb_s": "rate of a device copy, counting bytes read and written",
+        "product_tflop_s": "rate of a bf16 GEMM of size 8192",
+        "import_seconds": "time to import the training program",
+    },
+    "launch_threads": {
+        "compile_seconds": "compilation and first launch in the main thread",
+        "backward_seconds": "two launches in autograd's thread, one with a compilation",
+    },
+    "pinned_access": {
+        "mib": "size of the stashed rows",
+        "stash_gb_s": "rate of the copy to host pages",
+        "restore_gb_s": "rate of the copy from host pages",
+    },
+    "capture_streams": {"replay_us": "microseconds of one replay"},
+    "eager_steps": {
+        "worst_error": "largest relative difference of a loss from the CPU",
+        "losses": "Loss of each step.",
+    },
+    "full_graph": {"steps": "steps of each case", "cases": "number of configurations"},
+    "module_order": {"steps": "steps of each case", "cases": "number of configurations"},
+    "forced_growth": {
+        "peak_mib": "peak of allocated memory",
+        "captures": "number of captures",
+        "pool_bytes": "Size of the page pool in bytes, after each step.",
+        "memory": "Memory in bytes, after each step.",
+    },
+    "copy_points": {"lowest_rate_x": "lowest `rate_x` of large groups with unlimited programs", **_COPY_COLUMNS},
+    "products": {
+        "shape": "model whose sizes are used",
+        "product": "forward; gradient of x; gradient of the weights, written in bf16 or accumulated in fp32 "
+        "(`added_weight`)",
+        "distance": "largest difference of a result from torch's, relative to its norm",
+        "before_ms": "time of our previous kernel",
+        "ours_ms": "time of our kernel",
+        "theirs_ms": "time of torch's `grouped_mm`",
+        "rate_x": "torch's time / our time, median over rounds",
+        "gain_x": "previous time / our time, median over rounds",
+        "before_tflop_s": "rate of our previous kernel; `ours_tflop_s`, `theirs_tflop_s` likewise",
+    },
+    "product_beside_copies": {
+        "lowest_cost_x": "lowest `cost_x`",
+        "highest_cost_x": "highest `cost_x` of the current programs without a limit",
+        "products": "GEMM that runs on the main stream",
+        "side": "before: copy programs until 2026-11-27; after: current copy programs",
+        "is_default": "whether this limit was the default",
+        **_RIVAL_COLUMNS,
+        "is_covered": "1 if the copies were running until the GEMMs ended",
+        "pair_alone_us": "microseconds of one stash and restore alone",
+    },
+    "trace": {
+        "step_ms": "time from the first to the end of the last launch",
+        "busy_ms": "time in which a kernel, copy or fill was running",
+        "launches": "number of kernels, copies and fills",
+        "gaps": "Longest gaps without a running kernel or copy, with the host's activity in the middle of the gap.",
+    },
+    "launches": {
+        "launches": "Launches on the GPU. *layer*: per MoE layer and step, of which *kernels* and *copies*; *rest*: "
+        "per step without MoE layers.",
+        "operators": "Operators of the same step on the CPU that launch kernels, per MoE layer. *rest*: per step "
+        "without MoE layers.",
+    },
+    "host_waits": {
+        "agreement_us": "Agreement of two processes on the plan of a step.",
+        "captures_ms": "A step that captures 32 parts.",
+        "grad_checks_ms": "Checks of the gradients of 400 parameters.",
+        "grad_checks_launches": "Launches of these checks.",
+        "captured_products": "Dtypes in which a CUDA graph can capture torch's grouped GEMM.",
+    },
+}
+
 
 def page(results: Path) -> str:
-    """Returns the page for the results in that folder."""
+    """Returns the text of the page. results: folder of the results."""
     found = {
         path.stem.removesuffix("_gpu"): json.loads(path.read_text()) for path in sorted(results.glob("*_gpu.json"))
     }
     records = last_records(Journal(results).read())
     is_measured = found or any(not record.where.dry_run for record in records.values())
     parts = [HEAD, "" if is_measured else NOT_YET]
-    # First, because a verdict below may be of a test that was fixed afterwards.
+    # Before the checks, because a verdict may be of a test that was fixed afterwards.
     parts += ["\n" + (results / NOTES).read_text()] if (results / NOTES).exists() else []
     parts += [STATES, *_checks(records), *_kernels(records), *_numbers(records), *_details(records), *_targets(found)]
     for name, section in (("stash_copy", _copies), ("gemm_beside_stash", _rivals), ("graph_step", _steps)):
@@ -76,16 +187,16 @@ def page(results: Path) -> str:
                 parts.append(f"\n![Plot of {name}](../benchmarks/results/{name}_gpu.svg)\n")
     others = [name for name in ("stash_step", "ddp") if name in found]
     links = ", ".join(f"[{name}](../benchmarks/results/{name}_gpu.json)" for name in others)
-    return "".join([*parts, f"\nFurther figures: {links}.\n" if links else ""])
+    return "".join([*parts, f"\nFurther results: {links}.\n" if links else ""])
 
 
 def last_records(records: Sequence[Record]) -> dict[str, Record]:
-    """Returns the last decisive record of each check. A record without time left changes nothing."""
+    """Returns the last final record of each check. Ignores records of checks that had no time left."""
     return {record.check: record for record in records if record.is_final}
 
 
 def state_of(check: Check, record: Record | None) -> str:
-    """Returns the cell of the column *state*."""
+    """Returns the text of the column *state* for a check."""
     if record is None or record.verdict in (Verdict.NEEDS_GPU, Verdict.NOT_CHECKED):
         return check.known.value
     where = record.where
@@ -101,8 +212,8 @@ def _checks(records: Mapping[str, Record]) -> Iterator[str]:
     for check in CHECKS:
         if check.part != part:
             part = check.part
-            yield f"\n### {part}{'' if check.call else ', which run only when named'}\n\n"
-            yield "| call | check | claim | seconds at most | state |\n|---|---|---|---|---|\n"
+            yield f"\n### {part}{'' if check.call else ' that run only when named'}\n\n"
+            yield "| call | check | claim or measurement | time limit, s | state |\n|---|---|---|---|---|\n"
         cells = (check.call or "", f"`{check.name}`", check.claim, int(check.limit), _state(check, records))
         yield f"| {' | '.join(map(str, cells))} |\n"
 
@@ -116,16 +227,16 @@ def _kernels(records: Mapping[str, Record]) -> Iterator[str]:
     rows = []
     for kernel in dict.fromkeys(kernel for check in CHECKS for kernel in check.kernels):
         users = [check for check in CHECKS if kernel in check.kernels]
-        # Only the small case, which shows that a kernel compiles, launches and computes.
+        # Only the small case, which shows that a kernel compiles, launches and computes a correct result.
         first = next(check for check in users if check.part == EACH)
         rows.append((f"`{kernel}`", ", ".join(f"`{check.name}`" for check in users), _state(first, records)))
     yield from _table(("kernel", "checks that launch it", "state of its small case"), rows)
 
 
 def _numbers(records: Mapping[str, Record]) -> Iterator[str]:
-    """Returns plain numbers that checks reported on a GPU."""
+    """Yields a table of the plain numbers that checks reported on a GPU."""
     rows = [
-        (f"`{record.check}`", name, value)
+        (f"`{record.check}`", name, value, meaning(record.check, name))
         for record in records.values()
         if not record.where.dry_run
         for name, value in record.results.items()
@@ -133,7 +244,7 @@ def _numbers(records: Mapping[str, Record]) -> Iterator[str]:
     ]
     if rows:
         yield "\n## Numbers\n\n"
-        yield from _table(("check", "number", "value"), rows)
+        yield from _table(("check", "number", "value", "meaning"), rows)
 
 
 def _where(record: Mapping[str, Any]) -> str:
@@ -153,23 +264,48 @@ def _shown(value: object) -> str:
 
 
 def _details(records: Mapping[str, Record]) -> Iterator[str]:
-    """Returns lists that checks reported on a GPU: tables of points, the gaps of a trace, failed tests."""
+    """Yields the lists that checks reported on a GPU: tables of points, the gaps of a trace, failed tests."""
     for record in records.values():
         for name, value in {} if record.where.dry_run else record.results.items():
             if not isinstance(value, list | dict) or not value:
                 continue
             yield f"\n### `{record.check}`: {name}\n\n"
-            if isinstance(value, dict):
-                yield from _table((name, "value"), [(f"`{key}`", _cell(one)) for key, one in value.items()])
-            elif isinstance(value[0], dict):
+            if isinstance(value, list) and isinstance(value[0], dict):
                 columns = list(dict.fromkeys(key for row in value for key in row))
                 yield from _table(columns, [[_cell(row.get(key)) for key in columns] for row in value])
+                yield from _definitions(record.check, columns)
+                continue
+            if words := meaning(record.check, name):
+                yield f"{words}\n\n"
+            if isinstance(value, dict):
+                shorten = _last_line if name == "failures" else _cell
+                titles = {"failures": ("test", "last line"), "slowest": ("test", "seconds")}.get(name, (name, "value"))
+                yield from _table(titles, [(f"`{key}`", shorten(one)) for key, one in value.items()])
+            elif isinstance(value[0], int | float):
+                yield f"{', '.join(map(str, value))}\n"
             else:
                 yield "".join(f"- {_cell(one)}\n" for one in value)
 
 
+def meaning(check: str, name: str) -> str:
+    """Returns the meaning of a result or column of a check, or "" if it needs none."""
+    return MEANINGS.get(check, _TESTS).get(name, "")
+
+
+def _definitions(check: str, columns: Sequence[str]) -> Iterator[str]:
+    """Yields a list of the columns' meanings."""
+    rows = [(column, words) for column in columns if (words := meaning(check, column))]
+    yield from ("\n", *(f"- `{column}`: {words}\n" for column, words in rows)) if rows else ()
+
+
+def _last_line(text: object) -> object:
+    """Returns the last line of a test's failure, without pytest's mark."""
+    lines = [line.removeprefix("E").strip() for line in str(text).splitlines() if line.strip()]
+    return _cell(lines[-1].removeprefix("+").replace("<", "&lt;")) if lines else ""
+
+
 def _cell(value: object) -> object:
-    """Formats a value in one line of a table."""
+    """Formats a value as one line of text in a table."""
     if isinstance(value, dict):
         return ", ".join(f"{key} {_cell(one)}" for key, one in value.items())
     if isinstance(value, list):
@@ -182,17 +318,19 @@ def _targets(found: Mapping[str, Any]) -> Iterator[str]:
     if measured:
         rows = [(one["name"], one["measured"], one["limit"], "yes" if one["holds"] else "**no**") for one in measured]
         yield "\n## Targets\n\n"
-        yield from _table(("measured", "figure", "limit", "holds"), rows)
+        yield from _table(("target", "measured", "limit", "holds"), rows)
 
 
 def _copies(record: Mapping[str, Any]) -> Iterator[str]:
-    columns = ("tier", "width", "rows", "num_programs", "copy_gb_s", "stash_gb_s", "stash_x", "restore_x", "rate_x")
+    columns = tuple(_COPY_COLUMNS)
     yield from _table(columns, [[row[column] for column in columns] for row in record["rows"]])
+    yield from _definitions("copy_points", columns)
 
 
 def _rivals(record: Mapping[str, Any]) -> Iterator[str]:
-    columns = ("num_programs", "gemm_x", "rate_x", "cost_x")
+    columns = tuple(_RIVAL_COLUMNS)
     yield from _table(columns, [[row[column] for column in columns] for row in record["rows"]])
+    yield from _definitions("product_beside_copies", columns)
 
 
 def _steps(record: Mapping[str, Any]) -> Iterator[str]:

@@ -136,7 +136,7 @@ def test_a_family_of_transformers_is_continued_and_given_back(model: str, hub: P
         ),
         ("continue.sh", ["llama3-8b"], {}, "usage: examples/models/continue.sh MODEL HF_FOLDER "),
         ("continue.sh", ["llama-8b", "/nowhere"], {}, "MODEL is llama-8b: unknown model; did you mean llama3-8b?"),
-        ("continue.sh", ["llama3-8b", "/nowhere"], {}, "HF_FOLDER is /nowhere: contains no config.json; give a folder from"),
+        ("continue.sh", ["llama3-8b", "/nowhere"], {}, "HF_FOLDER is /nowhere: contains no config.json"),
         ("slurm.sh", ["llama3-8b"], {}, "the first word is 'llama3-8b': must be pretrain or continue, followed by"),
     ],
 )

@@ -377,7 +377,7 @@ def test_a_dry_run_of_all_checks_succeeds_on_a_cpu(tmp_path: Path) -> None:
 def record_of(check: Check, verdict: Verdict, *, dry_run: bool = False) -> Record:
     where = Where("2026-12-01", "NVIDIA H200", "2.11.0", "c0ffee", "f", dry_run)
     points = [{"rows": 64, "rate_x": 0.5}, {"rows": 128, "rate_x": 0.75, "error": "a | b"}]
-    results = {"copy_gb_s": 4321.0, "points": points, "gaps": ["9 us after a"], "failures": {"test_it": "E\n1"}}
+    results = {"copy_gb_s": 4321.0, "points": points, "gaps": ["9 us after a"], "failures": {"test_it": "trace\nE   1"}}
     return Record(check.name, verdict, where, results=results)
 
 
@@ -396,7 +396,7 @@ def test_the_page_says_measured_only_of_what_a_gpu_has_decided(tmp_path: Path) -
     text = page(tmp_path)
     assert "Not yet run" not in text and f"passed, {measured}" in text and "| copy_gb_s | 4321 |" in text
     assert "| rows | rate_x | error |" in text and "| 128 | 0.75 | a / b |" in text
-    assert "- 9 us after a\n" in text and "| `test_it` | E 1 |" in text
+    assert "- 9 us after a\n" in text and "| `test_it` | 1 |" in text
     assert all(f"`{one.name}`" in text for one in CHECKS)
 
 

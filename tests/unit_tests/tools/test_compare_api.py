@@ -191,7 +191,7 @@ def test_names_with_one_verdict_for_one_reason_share_a_row() -> None:
 
 
 def test_a_page_without_the_mark_is_refused() -> None:
-    with pytest.raises(ValueError, match="has no line"):
+    with pytest.raises(ValueError, match="does not contain the line"):
         with_table("By hand.", [])
 
 

@@ -73,7 +73,7 @@ def test_common_steps_count_and_the_others_are_named(tmp_path: Path, capsys) -> 
     assert compare_runs.main([str(a), str(write_run(tmp_path / "c", range(40, 45)))]) == 1
     assert "The logs have no step in common" in capsys.readouterr().out
     assert compare_runs.main([str(a), str(tmp_path)]) == 2
-    assert "holds 3 runs: give one of" in capsys.readouterr().err
+    assert "contains 3 runs: give one of" in capsys.readouterr().err
 
 
 def test_a_step_logged_twice_counts_as_it_was_last(tmp_path: Path) -> None:

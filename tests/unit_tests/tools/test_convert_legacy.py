@@ -165,4 +165,4 @@ def test_what_is_no_such_checkpoint_is_named(
     assert f"has no {files[3].parent.name}/model_optim_rng.pt" in refusal()
     assert "iter_0000009 has no mp_rank_XX" in refusal("--ckpt-step", "9")
     (tmp_path / "legacy" / "latest_checkpointed_iteration.txt").write_text("soon")
-    assert "holds 'soon': must be an iteration number or 'release'" in refusal()
+    assert "contains 'soon': must be an iteration number or 'release'" in refusal()

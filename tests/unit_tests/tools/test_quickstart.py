@@ -77,11 +77,11 @@ def test_the_line_of_the_plan_is_for_this_machine() -> None:
     plan = {"stages": stages, "world_size": 2, "step": {"seconds": 0.4321}}
     cpu = {"name": "cpu", "memory_gib": 23.54}
     assert plan_words({**plan, "device": cpu}) == (
-        "each of 2 processes needs 1.50 GiB of the machine's 23.5, about 0.43 s a step"
+        "each of 2 processes needs 1.50 GiB of the machine's 23.5, about 0.43 s per step"
     )
     gpu = {"name": "H100", "memory_gib": 79.6}
     assert plan_words({**plan, "device": gpu}) == (
-        "each of 2 processes needs 1.50 GiB of H100's 79.6, about 0.43 s a step"
+        "each of 2 processes needs 1.50 GiB of H100's 79.6, about 0.43 s per step"
     )
 
 

@@ -82,7 +82,11 @@ def test_logs_cut_short_or_without_steps(tmp_path: Path, capsys) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "started").mkdir()
     (tmp_path / "started" / "steps.jsonl").touch()
-    for name, message in (("empty", "has no steps.jsonl"), ("started", "no line of a"), ("gone", "does not exist")):
+    for name, message in (
+        ("empty", "contains no steps.jsonl"),
+        ("started", "no line of a"),
+        ("gone", "does not exist"),
+    ):
         assert report.main([str(tmp_path / name)]) == 1
         error = capsys.readouterr().err
         assert message in error and len(error.splitlines()) == 1

@@ -106,7 +106,7 @@ def test_a_follower_has_what_a_reader_of_the_whole_log_has(tmp_path: Path, endin
     log.write_text(whole[0])
     assert follower.update() and follower.run().steps.tolist() == [1]
     log.unlink()
-    assert follower.update() and "has no steps.jsonl" in follower.problem
+    assert follower.update() and "contains no steps.jsonl" in follower.problem
 
 
 def test_pages_of_any_version_come_to_the_same_content(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def _serve_and_end(folder: Path, numbers: list[signal.Signals]) -> int:
     def ask_and_end(port: int) -> None:
         connection = http.client.HTTPConnection("localhost", port, timeout=30)
         connection.request("GET", "/content.json")
-        assert "has no steps.jsonl" in json.loads(connection.getresponse().read())["content"]["waits"][0]
+        assert "contains no steps.jsonl" in json.loads(connection.getresponse().read())["content"]["waits"][0]
         os.kill(os.getpid(), numbers[int(os.environ["RANK"])])
 
     def asked(server: ReportServer, **options: Any) -> None:
@@ -328,7 +328,7 @@ def test_a_page_follows_its_run_and_leaves_the_reader_in_place(tmp_path: Path) -
     (folder / "run.json").write_text(whole.with_name("run.json").read_text())
     with serving(folder) as server, opened_browser(tmp_path) as page:
         page.open(server.url, width=1200, height=800)
-        page.wait_for("document.body.innerText.includes('has no steps.jsonl')")
+        page.wait_for("document.body.innerText.includes('contains no steps.jsonl')")
         log.write_text("".join(lines[:12]))
         before = _reader_settles(page)
         assert before["step"].startswith("6") and before["rows"] == 1

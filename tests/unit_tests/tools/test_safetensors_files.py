@@ -63,7 +63,7 @@ def test_what_the_library_writes_is_read_here(tmp_path: Path) -> None:
 
 
 def test_damaged_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"has no {ONE_FILE}; its safetensors files: none"):
+    with pytest.raises(ValueError, match=f"does not contain {ONE_FILE}; its safetensors files: none"):
         TensorFiles(tmp_path)
     for content, error in ((b"", "header too small"), (b"\x05" + bytes(7) + b"{abcd", "invalid JSON in header")):
         (tmp_path / ONE_FILE).write_bytes(content)

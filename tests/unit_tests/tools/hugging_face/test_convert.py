@@ -166,14 +166,14 @@ def test_a_missing_shard_or_tensor_is_named(tmp_path: Path, capsys: pytest.Captu
     shard = sorted(hub.glob("*.safetensors"))[1]
     content = shard.read_bytes()
     shard.unlink()
-    assert f"{hub} has no {shard.name}" in told(capsys, hub, tmp_path / "run")
+    assert f"{hub} does not contain {shard.name}" in told(capsys, hub, tmp_path / "run")
     shard.write_bytes(content[:-10])
     assert f"{shard} is not a safetensors file, or is truncated or corrupt" in told(capsys, hub, tmp_path / "run")
     tensors = load_file(sorted(hub.glob("*.safetensors"))[0])
     first = sorted(tensors)[0]
     shard.write_bytes(content)
     save_file({name: value for name, value in tensors.items() if name != first}, sorted(hub.glob("*.safetensors"))[0])
-    assert f"has no {first}, which {INDEX_FILE} lists" in told(capsys, hub, tmp_path / "run")
+    assert f"does not contain {first}, which {INDEX_FILE} lists" in told(capsys, hub, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -222,9 +222,9 @@ def test_wrong_folders_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     run = convert(hub, tmp_path / "run")
     assert f"--save is {run}: it already contains checkpoints" in told(capsys, hub, run)
     assert f"--save is {hub}: it already exists" in told(capsys, run, hub, back=True)
-    assert f"{run} has no config.json" in told(capsys, run, tmp_path / "other")
+    assert f"{run} contains no config.json" in told(capsys, run, tmp_path / "other")
     assert f"--load is {hub}: no checkpoint found" in told(capsys, hub, tmp_path / "other", back=True)
-    assert f"{tmp_path / 'none'} has no config.json" in told(capsys, tmp_path / "none", tmp_path / "other")
+    assert f"{tmp_path / 'none'} contains no config.json" in told(capsys, tmp_path / "none", tmp_path / "other")
     # The companions of another model.
     other = saved(small_model("qwen3-8b"), tmp_path / "qwen")
     error = told(capsys, run, tmp_path / "back", "--hf-reference", str(other), back=True)
