@@ -66,7 +66,7 @@ TINY_SEQUENCE = 64
 class Row:
     """The sides of one row by name.
 
-    base: side that ratios are relative to. steps: steps per round, most of which take less than a second.
+    base: side that ratios are relative to. steps: steps per round, chosen so that most rounds take less than a second.
     """
 
     base: str

@@ -73,8 +73,8 @@ class Peaks:
 class ExpertBytes(TorchDispatchMode):
     """Attributes operators' results to the expert layer whose forward runs, and counts them while they are alive.
 
-    Must surround whole steps. Bytes grow in forwards of expert layers and when rows are restored, and shrink anywhere,
-    so they are counted after these two events.
+    Must surround whole steps. Bytes grow in forwards of expert layers and when rows are restored, and can shrink at any
+    time, so they are counted after these two events.
     """
 
     def __init__(self, layers: Iterable[MoELayer]) -> None:

@@ -209,7 +209,7 @@ def rotary_tables(config: PlainConfig, seq_length: int, *, like: Tensor) -> tupl
 
 
 def rotate(x: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the two halves of each head against each other. Returns the shape and dtype of x.
+    """Rotates the two halves of each head against each other and returns a tensor like x.
 
     x: [B, N, S, D], float. cos, sin: [S, D], float.
     """

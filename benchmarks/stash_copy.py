@@ -123,7 +123,7 @@ def build(width: int, dtype: torch.dtype, *, num_bytes: int, order: str, device:
 
 
 def age(pool: PagePool, specs: list[TensorSpec]) -> None:
-    """Sends GROUPS_OF_STEP groups through the pool, each with about a tenth of these rows and at most 9 at a time."""
+    """Sends GROUPS_OF_STEP groups through the pool, each with about a tenth of the rows and at most 9 at a time."""
     numbers = random.Random(1)
     waiting: list[PageGroup] = []
     for _ in range(GROUPS_OF_STEP):

@@ -106,7 +106,10 @@ class Supervisor:
                 return code
 
     def state(self) -> tuple[str, int]:
-        """Returns the mark of this run's processes, and the number of starts including those of a killed supervisor."""
+        """Returns the mark of this run's processes, and how often the run was started.
+
+        The number includes the starts by a supervisor that was killed.
+        """
         try:
             known = json.loads(self.state_file.read_text())
             mark, starts = str(uuid.UUID(known["mark"])), int(known["starts"])

@@ -2,7 +2,7 @@
 --help.
 
 Exit status of verify: 1 if anything is damaged. Exit status of diff: 1 if a tensor differs, 2 if one cannot be read.
-This file has the command line and its output. Each format has its own module.
+This file contains the command line and its output. Each format has a separate module.
 """
 
 import argparse
@@ -220,7 +220,6 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _summary_of(found: Sequence[TensorDifference]) -> str:
     # Tensors that exist on one side only, or have different shapes, have no numeric difference. 0 would mean equal
-    # values.
     # values.
     by_value, words = [one for one in found if not one.what], f"{len(found)} tensors differ"
     if not by_value:

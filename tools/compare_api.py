@@ -41,7 +41,7 @@ UNKNOWN = object()  # a default that is not a literal in megatron_api.txt matche
 
 
 class Verdict(enum.Enum):
-    """Whether this project has the same name, a thinner version of it, or no such name."""
+    """Result of looking up a name: the same here, a thinner version of it, or missing."""
 
     SAME = "same"
     THIN = "thin"

@@ -1,7 +1,7 @@
 """Splits the input into partitions that are encoded one after the other, and stores finished partitions in a folder so
 that an interrupted run can be continued.
 
-Does not encode them.
+Does not encode documents.
 """
 
 import fcntl

@@ -88,7 +88,7 @@ class Workspace:
 
 
 def main() -> None:
-    """Runs every command, skipping those whose results exist, and resumes training."""
+    """Runs every command whose results do not exist yet, and resumes training."""
     options = parse_options()
     workspace = make_workspace(options.data)
     prepare(workspace)

@@ -251,7 +251,7 @@ def _skipped(run: RunLog) -> str | None:
 
 
 def _flag_rows(runs: Sequence[RunLog]) -> list[dict[str, Any]]:
-    """Returns the flags with each run's value, ordered by how much they tell.
+    """Returns the flags with each run's value, the most informative flags first.
 
     Flags that differ between runs come first, then non-default flags, then the rest.
     """

@@ -122,7 +122,7 @@ def end_with_parent() -> None:
 
 
 def encode_chunk(settings: EncodeSettings, documents: list[RawDocument]) -> EncodedChunk:
-    """Encodes documents and drops those without tokens. Runs in a worker."""
+    """Encodes documents and drops documents without tokens. Runs in a worker."""
     chunk = EncodedChunk(num_bytes=sum(len(raw.data) for raw in documents))
     encode = encode_texts if settings.chat_template is None else encode_chats
     for column, dtype in zip(encode(settings, documents, chunk=chunk), settings.dtypes):

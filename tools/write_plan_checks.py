@@ -174,7 +174,7 @@ def _line(row: Row) -> str:
 
 
 def documented() -> str:
-    """Returns the table in the page."""
+    """Returns the table that is currently in the page."""
     found = re.search(f"{BEGIN}(.*){END}", PAGE.read_text(), re.DOTALL)
     if found is None:
         raise ValueError(f"{PAGE} has no lines {BEGIN.strip()} and {END.strip()}")

@@ -110,7 +110,10 @@ def end_all(mark: str, *, keep_status_of: int | None = None) -> int:
 
 
 def descendants(mark: str) -> Iterator[int]:
-    """Yields the processes below this process, and those with the mark. See [Note: who belongs to a program]."""
+    """Yields the processes below this process and all processes with the mark.
+
+    See [Note: who belongs to a program].
+    """
     entry = f"{MARK}={mark}".encode()
     parents = _parents()
     below = {os.getpid()}

@@ -1,5 +1,5 @@
-"""Defines the measurements of graph_step.py: layers like those of known models, reduced to fit, and the sides to
-compare, as flags.
+"""Defines the measurements of graph_step.py: layers similar to known models, reduced to fit, and the sides to compare,
+as flags.
 """
 
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Compares the fp32 logits of a converted model with those of transformers on random tokens.
+"""Compares the fp32 logits of a converted model and of transformers on random tokens.
 
 Unlike the conversion, it loads both whole models into memory.
 """

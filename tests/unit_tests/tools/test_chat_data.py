@@ -49,7 +49,7 @@ def test_the_answers_alone_are_learned_and_what_cannot_be_read_is_named(tmp_path
     out, err = capsys.readouterr()
     assert "2 documents, 1 chats without an answer skipped, 17 tokens" in out and "skipped 5 bad lines" in err
     for line, reason in (
-        (4, "must be a list of messages"),
+        (4, "must be a list of at least one message"),
         (5, "must have role and content"),
         (6, "no key 'messages'"),
     ):

@@ -89,7 +89,7 @@ def test_diff_names_tensors_and_the_largest_difference(tmp_path: Path, capsys: p
     assert main(["diff", str(tmp_path / "a"), str(b)]) == 1
     output = capsys.readouterr().out
     assert any(LAYER in line and "1 of 6" in line and "5.000e-01" in line for line in output.splitlines())
-    assert "only in B" in output and "A has [4] float32, B [5] float32" in output
+    assert "only in B" in output and "[4] float32 in A, [5] float32 in B" in output
     assert f"3 tensors differ; the largest difference is 5.000e-01, in {LAYER}" in output
     assert main(["diff", str(a), str(b), "--ignore", "rng.*", "--ignore", "more", "--ignore", "decoder.*"]) == 0
     capsys.readouterr()

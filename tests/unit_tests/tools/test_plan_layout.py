@@ -117,7 +117,7 @@ def test_where_nothing_fits_the_nearest_layout_says_what_it_lacks_whatever_the_m
         ),
         (
             ["--model", "llama3.2-1b", "--gpus", "8", "--world-size=8"],
-            "--world-size belongs to .* plan of a single layout.* --gpus",
+            "--world-size applies to .* plan of a single layout.* --gpus",
         ),
         (["--model", "llama3.2-1b", "--gpus", "8", "--json", "absent/x.json"], "--json is absent/x.json: its folder"),
         (

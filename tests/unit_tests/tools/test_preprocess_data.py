@@ -121,7 +121,7 @@ def test_wrong_flags_are_one_line_and_status_1(tmp_path: Path, capsys, monkeypat
         (("--json-keys", "a/b"), "the key 'a/b' is used in file names"),
         (("--partitions", "0"), "--partitions is 0"),
         (("--split-sentences",), "are for BERT"),
-        (("--pack-length", "8"), "are for chats"),
+        (("--pack-length", "8"), "apply only to chats"),
         (("--chat-key", "a", "--json-keys", "b"), "--chat-key a contradicts --json-keys"),
         (("--workers", "0"), "--workers is 0"),
         (("--output-prefix", ""), "--output-prefix is empty"),

@@ -43,7 +43,7 @@ class Settings:
 
 
 def _two_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Returns two parameter groups: weights, and all other parameters with another rate and no weight decay."""
+    """Returns two parameter groups: weights, and all other parameters with a different rate and no weight decay."""
     params = list(model.parameters())
     weights = [param for param in params if param.dim() > 1]
     others = [param for param in params if param.dim() <= 1]

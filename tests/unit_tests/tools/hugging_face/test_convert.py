@@ -183,7 +183,7 @@ def test_a_missing_shard_or_tensor_is_named(tmp_path: Path, capsys: pytest.Captu
         ({"num_hidden_layers": LAYERS - 1}, "unused model.layers.3."),
         ({"num_hidden_layers": LAYERS + 1}, "there is no model.layers.4.input_layernorm.weight"),
         ({"num_key_value_heads": 1}, r"model.layers.0.self_attn.k_proj.weight has shape [48, 64]: must be [24, 64]"),
-        ({"vocab_size": 299}, "has shape [300, 64]: config.json has vocab_size 299"),
+        ({"vocab_size": 299}, "has shape [300, 64], but vocab_size is 299 in config.json"),
         ({"tie_word_embeddings": True}, "unused lm_head.weight"),
         ({"num_local_experts": 4}, "mlp.gate.weight has shape [8, 64]: must be [4, 64]"),
         ({"architectures": ["LlamaForCausalLM"]}, "there is no model.layers.0.mlp.gate_proj.weight"),
@@ -196,7 +196,7 @@ def test_a_missing_shard_or_tensor_is_named(tmp_path: Path, capsys: pytest.Captu
         ({"mlp_only_layers": 2}, "mlp_only_layers is 2: must be a list of layers"),
         ({"rope_parameters": {"rope_type": "linear", "factor": "4"}}, "factor is '4': must be a number above 0"),
         ({"layer_types": ["chunked_attention"] * LAYERS}, "must be a list of full_attention and sliding_attention"),
-        ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, but num_hidden_layers is 4"),
+        ({"layer_types": ["full_attention"]}, "layer_types lists 1 layers, but num_hidden_layers is 4"),
     ],
 )
 def test_a_config_json_of_another_model_is_named(
