@@ -51,10 +51,10 @@ def drawing(lines: Sequence[Line], *, layout: str) -> str:
     width = _LEFT + len(skews) * (_PANEL + _GAP)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} 360" font-family="sans-serif" font-size="12">',
-        f"<title>Bytes held for backward over the capacity factor</title><style>{_STYLE}</style>",
+        f"<title>Memory of activations saved for backward over the capacity factor</title><style>{_STYLE}</style>",
         f'<rect class="bg" width="{width}" height="360"/>',
-        '<text class="ink" x="12" y="22" font-weight="bold">MiB of expert activations kept for backward, at the '
-        f"peak of a step, on the fullest rank ({layout})</text>",
+        '<text class="ink" x="12" y="22" font-weight="bold">MiB of expert activations saved for backward, at the '
+        "peak of a step, on the rank with the most</text>",
         *_legend(),
     ]
     for number, skew in enumerate(skews):
@@ -74,7 +74,7 @@ def _legend() -> list[str]:
 
 def _panel(lines: Sequence[Line], scale: _Scale, *, step: float) -> list[str]:
     needs = lines[0]["needs"]
-    title = f"{lines[0]['skew']}: the fullest rank gets {needs:.2g} x its share" if needs > 1 else "balanced routing"
+    title = f"one rank receives {needs:.2g} times its share" if needs > 1 else "balanced routing"
     bottom, right = scale.y(0), scale.left + _PANEL
     parts = [f'<text class="ink" x="{scale.left:g}" y="{_TOP - 12}" font-size="11">{title}</text>']
     for index in range(int(scale.most_mib / step) + 1):
@@ -93,7 +93,7 @@ def _panel(lines: Sequence[Line], scale: _Scale, *, step: float) -> list[str]:
     )
     if needs > 1:
         parts.append(f'<path class="needs" d="M{scale.x(needs):g} {_TOP}V{bottom:g}"/>')
-        parts.append(f'<text class="dim" x="{scale.x(needs) - 4:g}" y="{_TOP + 10}" text-anchor="end">overflow</text>')
+        parts.append(f'<text class="dim" x="{scale.x(needs) - 4:g}" y="{_TOP + 24}" text-anchor="end">overflow</text>')
     for kind in KINDS:
         parts += _curve([line for line in lines if line["kind"] == kind], kind, scale=scale)
     return parts
