@@ -176,7 +176,7 @@ class Bench:
     def step(self, way: Way, routing: list[Rows]) -> list[Tensor]:
         """Times forward and backward, then counts the bytes between them in a second step.
 
-        Returns the gradients of the parameters and the input, in their shapes and dtypes.
+        Returns the gradients of the parameters and of the input, any shape, fp32 or bf16.
         """
         routing = routing if way.is_padded else [rows.without_padding() for rows in routing]
         parameters = [*self.layers.parameters(), self.hidden]

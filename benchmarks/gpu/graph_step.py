@@ -10,11 +10,11 @@ share the GPU's memory and take turns. If not all fit, they run in groups, each 
 ms       device time of a step, median
 time x   relative to the eager dropless step, median over rounds
 MiB      peak of torch's allocator since the process started; reserved: peak allocated from the device
-memory x the same without the bytes that dropless allocates between steps (weights, gradients, states), relative to
-         dropless
+memory x peak relative to dropless, both without the bytes that dropless allocates between steps (weights, gradients,
+         states)
 at most  (phi + w c / S), which memory x must not exceed: phi is pages over live rows, w is 1 + prefetched layers, c is
          capacity over live rows, and S is the number of layers
-again, host, void: recomputed tensors, pages on the host, and discarded attempts in the last step
+recomputed, on host, discarded: recomputed tensors, pages on the host, and discarded attempts in the last step
 
 Sides that fail, for example for lack of memory, are named, and the exit status is 1. Has not been run on a GPU yet.
 """
@@ -330,8 +330,12 @@ def targets_of(case: Case, record: Mapping[str, Any]) -> list[Target]:
 def print_case(case: Case, record: Mapping[str, Any]) -> None:
     """Prints the table of one case."""
     print(f"\n{case}: {case.shape.seq} tokens x {case.shape.microbatches}, S {case.shape.layers}, c {CAPACITY:g}")
-    columns = ("ms", "time x", "MiB", "reserved", "memory x", "at most", "again", "host", "void")
-    print(" " * 26 + "".join(f"{column:>9}" for column in columns))
+    columns = ("ms", "time x", "MiB", "reserved", "memory x", "at most", "recomputed", "on host", "discarded")
+    print(
+        " " * 26
+        + "".join(f"{column:>9}" for column in columns[:6])
+        + "".join(f"{column:>11}" for column in columns[6:])
+    )
     for name, line in record["sides"].items():
         if "error" in line:
             print(f"{name:26} FAILED: {line['error']}")
@@ -339,7 +343,7 @@ def print_case(case: Case, record: Mapping[str, Any]) -> None:
         limit = "" if line["most_memory_x"] is None else f"{line['most_memory_x']:.2f}"
         print(
             f"{name:26}{line['ms']:9.1f}{line['time_x']:9.3f}{line['peak_mib']:9.0f}{line['reserved_mib']:9.0f}"
-            f"{line['memory_x']:9.3f}{limit:>9}{line['again']:9}{line['on_host']:9}{line['voids']:9}",
+            f"{line['memory_x']:9.3f}{limit:>9}{line['again']:11}{line['on_host']:11}{line['voids']:11}",
             flush=True,
         )
 

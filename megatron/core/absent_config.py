@@ -71,7 +71,7 @@ class AbsentParallelFields:
 
 @dataclass(kw_only=True)
 class AbsentTransformerEngineOverlapFields:
-    """Fields for overlapping tensor-parallel communication inside Transformer Engine."""
+    """Fields without effect: overlap of tensor-parallel communication inside Transformer Engine."""
 
     tp_comm_overlap: bool = no_effect_field(False, why=f"it selects an overlap; {_NO_TE_OVERLAP}")
     tp_comm_bulk_wgrad: bool = no_effect_field(True, why=_NO_TE_OVERLAP)
@@ -352,7 +352,7 @@ class AbsentTransformerFields(
 
 @dataclass(kw_only=True)
 class AbsentDataParallelFields:
-    """Fields for Megatron-FSDP, NCCL buffer registration and 8-bit all-gathers."""
+    """Unsupported fields and fields without effect: Megatron-FSDP, NCCL buffer registration and 8-bit all-gathers."""
 
     gradient_reduce_div_fusion: bool = no_effect_field(True, why=_BY_DEVICE)
     delay_wgrad_compute: bool = no_effect_field(False, why=_LATE_GRADIENTS)

@@ -220,8 +220,9 @@ class ModelCosts:
     """Costs of one rank's model in a layout, by part.
 
     embedding: the first chunk's embedding. embedding_copy: the last chunk's copy of the embedding, empty without one.
-    end: final norm, multi-token prediction layers and output layer. chunk: costs that occur once per chunk. rows: None
-    if experts are dropless. Without a pipeline, the end's work includes the embedding's work.
+    end: final norm, multi-token prediction layers and output layer. chunk: costs that occur once per chunk. rows: sizes
+    of the static expert buffers; None if experts are dropless. Without a pipeline, the end's work includes that of the
+    embedding.
     """
 
     config: TransformerConfig
@@ -460,9 +461,10 @@ def _chunk_cost(
     probe: argparse.Namespace,
     numbers: Sequence[int],
 ) -> PartCost:
-    """Returns the bytes that occur once per chunk.
+    """Returns the bytes that occur once per chunk: shared buffers, and tensors that only a kind's first layer saves.
 
-    numbers: number of the second layer of each kind; empty if only one layer of each kind was built.
+    numbers: for each kind, the number of its second layer, which is compared with the layer before it; empty if only
+    one layer of each kind was built.
     """
     saved: Counter[str] = Counter()
     for number in numbers:

@@ -344,7 +344,7 @@ class MessageRecorder(TorchDispatchMode):
 
 
 def ranks_by_name(groups: ProcessGroupCollection, links: Iterable[Traffic]) -> dict[str, tuple[int, ...]]:
-    """Returns the ranks of each group that the messages name."""
+    """Returns the ranks of each group that appears in the recorded messages, by name of the group."""
     own = {_SHORT.get(name, name): ranks for name, ranks in _ranks_of_kinds(groups).items()}
     own["world"] = tuple(range(dist.get_world_size()))
     return {name: own[name] for name in sorted({one.group for one in links})}

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -277,6 +277,11 @@ class ErrorBroadcast:
             os._exit(_EXIT_CODE)
 
 
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Returns "rank 1" or "ranks 0, 2"."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+
+
 def _describe_silent_ranks(silent: list[int], waits: dict[int, PendingCollective]) -> str:
     """Describes the silent ranks, and the collectives in which other ranks waited for them.
 
@@ -284,12 +289,11 @@ def _describe_silent_ranks(silent: list[int], waits: dict[int, PendingCollective
     """
     parts = []
     for text in list(dict.fromkeys(str(wait) for wait in waits.values()))[:_MAX_WAITS_SHOWN]:
-        ranks = ", ".join(str(rank) for rank, wait in waits.items() if str(wait) == text)
-        parts.append(f"rank {ranks} waited in {text}")
+        parts.append(f"{named_ranks([rank for rank, wait in waits.items() if str(wait) == text])} waited in {text}")
     waiting = "; ".join(parts)
     if not silent:
         return f"the ranks wait for each other: {waiting or 'in no recorded collective'}"
-    gone = f"rank {', '.join(map(str, silent))} ended or hangs without a message (killed?)"
+    gone = f"{named_ranks(silent)} ended or {'hangs' if len(silent) == 1 else 'hang'} without a message (killed?)"
     return f"{gone}; {waiting}" if waiting else gone
 
 

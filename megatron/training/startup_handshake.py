@@ -26,7 +26,7 @@ from megatron.training.command_line.flags import flag_table
 from megatron.training.command_line.values import yaml_of_value
 from megatron.training.command_line.yaml_config import shown_flags
 from megatron.training.config import DistributedConfig
-from megatron.training.error_broadcast import ErrorBroadcast, record_collectives
+from megatron.training.error_broadcast import ErrorBroadcast, named_ranks, record_collectives
 
 Settings = Mapping[str, str]
 
@@ -238,10 +238,10 @@ def agree_on_settings(store: dist.Store, settings: Settings, *, rank: int, world
     try:
         verdict = store.get("verdict").decode()
     except dist.DistStoreError as error:
-        late = [str(other) for other in range(world_size) if not store.check([f"rank {other}"])]
+        late = [other for other in range(world_size) if not store.check([f"rank {other}"])]
         raise OSError(
-            f"rank {', '.join(late)} did not arrive in time (--distributed-timeout-minutes): it was not started, "
-            "has ended, or has a different MASTER_ADDR or MASTER_PORT"
+            f"{named_ranks(late)} did not arrive in time (--distributed-timeout-minutes): not started, ended, or "
+            "started with a different MASTER_ADDR or MASTER_PORT"
         ) from error
     if verdict != _ALL_IS_WELL:
         raise CommandLineError(verdict)

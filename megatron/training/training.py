@@ -175,7 +175,7 @@ def _plan(
     *,
     config_overrides: ConfigOverrides | None,
 ) -> None:
-    """Prints the plan of a run instead of training. read: parses the command line with additional words."""
+    """Prints the plan of a run instead of training. read: parses the command line, with extra arguments if given."""
     if print_plan is None:
         raise CommandLineError(
             "--dry-run is given, but this script passes no planner to pretrain(): call it with "

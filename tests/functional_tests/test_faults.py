@@ -24,7 +24,7 @@ HANGS: Flags = {"distributed-timeout-minutes": 1}
 # With as many minutes as of seconds below them, the timeout of all other cases is longer than they may take.
 FLAGS["distributed-timeout-minutes"] = 30
 KILLED = r"rank {} ended or hangs without a message \(killed\?\); this rank was in \w+"
-WAITED = r"rank 1 ended or hangs without a message \(killed\?\); rank 0, 2 waited in all_reduce number "
+WAITED = r"rank 1 ended or hangs without a message \(killed\?\); ranks 0, 2 waited in all_reduce number "
 WAITED += r"\d+ of group world \(ranks 0, 1, 2\); this rank was in all_reduce of _sum_sync"
 
 

@@ -115,7 +115,7 @@ def config_of_settings(settings: Mapping[str, Any], *, dtype: str, carried: Mapp
     candidates = list(_candidates(settings, wanted))
     config, different = min(candidates, key=lambda one: len(one[1]), default=({}, {}))
     if different or not candidates:
-        nearest = f": {config['architectures'][0]} has other {_words(different)}" if different else ""
+        nearest = f": {config['architectures'][0]} differs in {_words(different)}" if different else ""
         raise ValueError(f"no architecture supports these settings{nearest}")
     return _with_dtype(config, dtype)
 
@@ -153,7 +153,7 @@ def _kept_up(carried: Mapping[str, Any], wanted: Mapping[str, Any], *, settings:
     left = differing(config, wanted)
     if left:
         raise ValueError(
-            f"{family_of_config(carried).architecture} of the files next to the checkpoint has other {_words(left)}"
+            f"{family_of_config(carried).architecture} of the files next to the checkpoint differs in {_words(left)}"
         )
     return config
 

@@ -43,7 +43,7 @@ class LogitsReport:
         verdict = "agree" if self.agrees else "DIFFER"
         return (
             f"logits of {self.num_tokens} random tokens {verdict}: the largest difference is {self.relative:.2e} of "
-            f"the largest logit, at most {self.tolerance:g} is expected"
+            f"the largest logit, tolerance {self.tolerance:g}"
         )
 
 

@@ -16,7 +16,7 @@ from megatron.core.files import file_crc32, replaced_file
 
 
 class IndexCache:
-    """Cached arrays of one description, stored in `folder`.
+    """Cache of the arrays that are built from one set of inputs, the description; stored in `folder`.
 
     Files: KEY-NAME.npy for each array, and KEY-manifest.json with the description, sizes and checksums, written last.
     trusted: uses files of the correct size without verifying checksums or calling `check`.

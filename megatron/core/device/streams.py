@@ -136,7 +136,7 @@ class Writers:
 
 
 class Arrival:
-    """Event after one stream's wait for a collective, with which other streams can wait for the same collective."""
+    """Event of a stream that has waited for a collective. Other streams wait for this event instead."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

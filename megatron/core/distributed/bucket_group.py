@@ -417,8 +417,8 @@ class _ParamAndGradBucketGroup:
     def _check_all_reduce(self, force_all_reduce: bool, call: str) -> None:
         if force_all_reduce and self.is_sharded:
             raise ValueError(
-                f"{call}: force_all_reduce is set with use_distributed_optimizer, with which each rank receives only "
-                "the sums of its shards: set only one of them"
+                f"{call}: force_all_reduce and use_distributed_optimizer are both set, but the distributed optimizer "
+                "provides each rank with the sums of its shards only: set only one of them"
             )
 
     def _check_group(self, group: dist.ProcessGroup | None, size: int | None) -> None:

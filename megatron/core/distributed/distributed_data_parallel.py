@@ -607,7 +607,7 @@ class _StreamingIntake:
         self._hooks.watch(group_of)
 
     def watch_backward_of(self, outputs: Any) -> None:
-        """Registers hooks on the outputs of a forward, which identify the backward of these outputs.
+        """Registers hooks on the outputs of a forward, to tell their backward from backwards inside recomputation.
 
         outputs: tensors of any shape and dtype, in any structure.
         """

@@ -226,8 +226,8 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         """
         if force_all_reduce:
             raise ValueError(
-                "finish_grad_sync: force_all_reduce is set with TorchFullyShardedDataParallel, with which each rank "
-                "receives only the sums of its shards: do not set it"
+                "finish_grad_sync: force_all_reduce must be False with TorchFullyShardedDataParallel, which provides "
+                "each rank with the sums of its shards only"
             )
         self._iteration.finish()
         # An update may follow, which would make parameters that are still gathered stale.

@@ -42,7 +42,7 @@ class KnowsInitialValues(Protocol):
 
 @runtime_checkable
 class Resets(Protocol):
-    """A module that sets its own parameters and buffers, as torch's layers do."""
+    """A module that initializes its parameters and buffers in reset_parameters(), like torch's layers."""
 
     def reset_parameters(self) -> object: ...
 

@@ -329,12 +329,11 @@ def _attention(engine: Any) -> type:
 
         def _packing(self, packed: PackedSeqParams, query: Tensor, mask: Tensor | None) -> dict[str, Any]:
             if self.cp_size > 1 or mask is not None or self.mask_name != AttnMaskType.causal.name:
+                # Under context parallelism Transformer Engine splits each segment, this project each sample.
                 raise ValueError(
-                    f"packed_seq_params is given, context_parallel_size is {self.cp_size}, the mask type is "
-                    f"{self.mask_name} and attention_mask is {'None' if mask is None else 'given'}: with "
-                    "transformer_impl transformer_engine, packed samples must be causal, without a mask, and whole "
-                    "on each rank, because Transformer Engine splits each segment and this project splits each sample; "
-                    "set transformer_impl to local"
+                    "packed_seq_params with transformer_impl transformer_engine requires a causal mask type, "
+                    f"attention_mask None and context_parallel_size 1 (got {self.mask_name}, "
+                    f"{'None' if mask is None else 'a mask'} and {self.cp_size}): set transformer_impl to local"
                 )
             borders = packed.borders_on(query.device)
             return {

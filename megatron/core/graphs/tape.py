@@ -233,9 +233,9 @@ def _refused_outside_operators(read: Callable[..., Any], name: str, *, recorder:
 
 def _read_refused(operation: str) -> RuntimeError:
     return RuntimeError(
-        f"{operation} reads a value of the device, or has a shape that depends on values, so a graph cannot contain "
-        "it; megatron.core.graphs.safety.assert_capturable reports the line (some code reads values only on the "
-        "CPU; for a tape, set --deterministic-mode, with which it does not)"
+        f"{operation} reads a device value or has a value-dependent shape, so a graph cannot contain it; "
+        "megatron.core.graphs.safety.assert_capturable reports the line. Some code reads values only on the CPU: "
+        "with a tape, set --deterministic-mode"
     )
 
 

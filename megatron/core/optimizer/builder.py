@@ -217,7 +217,7 @@ def _masters(config: OptimizerConfig) -> Callable[[Tensor], StoredFloats]:
 
 
 def _weight_matrices(model_chunks: Sequence[nn.Module], *, split_qkv: bool) -> dict[str, list[MatrixWindow]]:
-    """Returns the matrices that modules describe, by parameter name without wrapper prefixes."""
+    """Returns the matrices that modules declare in weight_matrices(), by parameter name without wrapper prefixes."""
     found = {}
     for chunk in model_chunks:
         for name, module in chunk.named_modules():
@@ -308,9 +308,9 @@ def _owners_keys(
     grouping: ParamGrouping,
     groups: ProcessGroupCollection,
 ) -> dict[nn.Parameter, GroupKey]:
-    """Returns the groups of tied-weight copies on this rank, which are the groups of their owners.
+    """Returns the parameter group of each tied-weight copy on this rank, as received from the owner on the first stage.
 
-    A dry run cannot ask the owner, and derives the groups from the copies' names.
+    In a dry run, which cannot query the owner, derives the groups from the copies' names.
     """
     copies = [slot.param for slot in slots if param_facts(slot.param).shared]
     if is_fake(groups.embd):

@@ -34,8 +34,8 @@ _Key = TypeVar("_Key", bound=Hashable)
 class FlatParamRange:
     """This rank's part of adjacent parameters that share dtype and parameter group.
 
-    model: [N], the parameters' dtype; parameters are views of it. main: the N numbers that are updated, either `model`
-    itself or masters with higher precision than 16-bit parameters. span: the range's position in `buffer`; N is a
+    model: [N], the parameters' dtype; parameters are views of it. main: the N values that the optimizer updates, either
+    `model` itself or higher-precision masters of 16-bit parameters. span: the range's position in `buffer`; N is a
     multiple of 64. Padding between parameters is always zero in `model`, `main` and `grad`, so norms and updates can
     include it. bucket: index into the owned spans of `buffer`. grad_of: returns a view of the reduced gradients of one
     owned span, [span.numel]. on_host: whether `main` is in host memory; on a CPU it marks the share that a GPU would

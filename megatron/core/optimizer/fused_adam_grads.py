@@ -317,7 +317,7 @@ class GradAccumulator:
 
 
 def _no_passes(num_backwards: int) -> None:
-    """Launches no collectives; replaces _make_up after the optimizer was freed."""
+    """Replaces _make_up after the optimizer was freed. Launches no collectives."""
 
 
 def _has_own_grad(param: nn.Parameter) -> bool:

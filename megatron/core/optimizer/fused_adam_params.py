@@ -170,7 +170,7 @@ class FusedRange:
         return AdamUpdate(self.state, self.grad, self._target(), self.ranges)
 
     def write_model(self) -> None:
-        """Writes the rounded masters to the parameters, or to the message that is gathered."""
+        """Writes the rounded masters to the parameters, or to the buffer that is gathered."""
         target = self._target()
         if target is not None:
             write_parameters(self.state, target)
@@ -197,9 +197,12 @@ class FusedRange:
         return _collect(self.members, numel=numel, dtype=self.members[0].param.dtype, device=device)
 
     def _target(self) -> torch.Tensor | None:
-        """Returns the destination of new parameters: their memory or the message; None if they serve as masters."""
+        """Returns the memory for updated parameters: their own or the buffer that is gathered.
+
+        Returns None if the parameters are their own masters.
+        """
         if self.model is None:
-            assert self.bucket.staged is not None, "a range without model requires a message"
+            assert self.bucket.staged is not None, "a range without model requires a staged buffer"
             return self.bucket.staged.own_shard()[self.start : self.start + self.grad.numel()]
         return self.model if self.form.masters is Masters.COPY else None
 

@@ -200,10 +200,10 @@ class MegatronOptimizer:
 
     @property
     def state(self) -> Any:
-        """State of the torch optimizer, by the parameters in its groups.
+        """State of the torch optimizer, keyed by the parameters in its groups.
 
-        In an optimizer from get_megatron_optimizer, groups contain flat ranges, with their moments if these are stored
-        unrounded.
+        With get_megatron_optimizer the keys are flat ranges. Their state contains moments unless these are stored in
+        reduced precision.
         """
         return self.optimizer.state
 

@@ -28,9 +28,9 @@ class ParamFacts:
     tensor_model_parallel: whether the parameter is split over the tensor-parallel group, along partition_dim in
     partition_stride pieces; otherwise it is replicated. sequence_parallel: whether the gradient of each rank covers
     only a part of the tokens or heads, so that it must be summed over the ranks. is_expert: whether the groups of
-    expert layers apply. shared_embedding: whether a different pipeline stage also holds this weight, so that the
-    gradients are summed. shared: whether that stage owns the weight, and this stage holds a copy. width_mult: with
-    use_mup, the width that a matrix sums over, relative to the base model.
+    expert layers apply. shared_embedding: whether another pipeline stage also stores this weight, so that the gradients
+    of both are summed. shared: whether this stage stores a copy, and the other stage owns the weight. width_mult: with
+    use_mup, the fan-in of a matrix relative to the base model.
     """
 
     tensor_model_parallel: bool = False

@@ -52,8 +52,8 @@ def validate_lora(config: LoRAConfig, *, grouped_experts: bool, expert_parts: in
     words = max(1, 16 // itemsize)
     if grouped_experts and config.lora_rank % words:
         raise ValueError(
-            f"lora_rank is {config.lora_rank}: must be a multiple of {words} with moe_grouped_gemm in this precision, "
-            "whose kernel reads 16 bytes at a time; or remove linear_fc1 and linear_fc2 from lora_target_modules"
+            f"lora_rank is {config.lora_rank}: must be a multiple of {words}, because the kernel of "
+            "moe_grouped_gemm reads 16 bytes at a time; or remove linear_fc1 and linear_fc2 from lora_target_modules"
         )
 
 

@@ -69,11 +69,14 @@ def validate_recompute(config: RecomputeConfig, *, num_layers: int) -> None:
             raise ValueError(f"recompute_num_layers is {given}: must be at most num_layers ({num_layers})")
     elif config.recompute_method is not None or given is not None:
         name = "recompute_num_layers" if config.recompute_method is None else "recompute_method"
-        raise ValueError(f"{name} is {vars(config)[name]} and recompute_granularity is {granularity}: requires full")
+        raise ValueError(
+            f"{name} is {vars(config)[name]} and recompute_granularity is {granularity}: {name} requires "
+            "recompute_granularity full"
+        )
     if config.recompute_modules is not None and granularity != "selective":
         raise ValueError(
             f"recompute_modules is {' '.join(config.recompute_modules)} and recompute_granularity is {granularity}: "
-            "requires selective"
+            "recompute_modules requires recompute_granularity selective"
         )
 
 

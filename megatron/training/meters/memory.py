@@ -190,7 +190,7 @@ class MemoryMeter:
         self._has_noted = not has_notes
 
     def measure(self, report: StepReport) -> StepReport:
-        """Sets memory and, at the first log line, appends notes."""
+        """Returns the report with memory use, and with notes at the first log line; unchanged between log lines."""
         if report.iteration % self._interval:
             return report
         memory = memory_bytes(self._device)

@@ -194,10 +194,10 @@ class StatisticsExchange:
         exit_reasons: Sequence[bool],
         extras: Sequence[torch.Tensor],
     ) -> list[float]:
-        """All-reduces a vector over all ranks and returns its elements.
+        """All-reduces one vector over all ranks and returns its elements, fp64.
 
-        In this order: the number of ranks with a new name, the number of ranks with each exit reason, the number of
-        ranks that require each name, sum and count of each name, and the extras, [N] fp64 each.
+        The elements are, in this order: the number of ranks with a new name, the number of ranks with each exit reason,
+        the number of ranks that require each name, sum and count of each name, and the extras.
         """
         device = next(iter(totals.values())).device if totals else default_device()
         has_new = any(name not in self._names for name in totals)

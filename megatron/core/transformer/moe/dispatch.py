@@ -158,7 +158,7 @@ class MoETokenDispatcher(ABC):
         return None, None
 
     def take_demand(self) -> RowDemand | None:
-        """Returns the demand computed in step 3 and clears it; None for a dispatcher without static buffers."""
+        """Returns and clears the RowDemand of dispatch_postprocess; None for a dispatcher without static buffers."""
         # The demand is cleared because a CUDA graph may own its memory.
         demand, self._demand = self._demand, None
         return demand

@@ -162,7 +162,7 @@ class TopKRouter(Router):
         pg_collection: ProcessGroupCollection | None = None,
         is_mtp_layer: bool = False,
     ) -> None:
-        """Builds the routes and losses that the configuration selects. The arguments are as in Router."""
+        """Builds the routing functions and auxiliary losses that the configuration selects. Arguments as in Router."""
         super().__init__(config, pg_collection, is_mtp_layer)
         self.topk = config.moe_router_topk
         groups = pg_collection or existing_process_groups()

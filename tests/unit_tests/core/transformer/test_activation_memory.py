@@ -230,7 +230,11 @@ def test_plans_are_decided_layer_by_layer() -> None:
         (DENSE, {"recompute_granularity": "full"}, "recompute_num_layers None: set both"),
         (DENSE, full("block", 5), "recompute_num_layers is 5: must be at most num_layers .4."),
         (DENSE, {"recompute_method": "uniform"}, "recompute_method is uniform and recompute_granularity is None"),
-        (DENSE, {**selective("mlp"), "recompute_num_layers": 1}, "recompute_num_layers is 1 .* requires full"),
+        (
+            DENSE,
+            {**selective("mlp"), "recompute_num_layers": 1},
+            "recompute_num_layers is 1 .* requires recompute_granularity full",
+        ),
         (DENSE, {"recompute_modules": ["mlp"]}, "recompute_modules is mlp and recompute_granularity is None"),
         (DENSE, {**full("block", 1), "recompute_activations": True}, "recompute_activations implies .* selective"),
         (DENSE, selective("mlps"), "must be one of core_attn, moe_act, layernorm, mla_up_proj, mlp, moe, shared_exp"),

@@ -228,7 +228,7 @@ def test_wrong_folders_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     # The companions of another model.
     other = saved(small_model("qwen3-8b"), tmp_path / "qwen")
     error = told(capsys, run, tmp_path / "back", "--hf-reference", str(other), back=True)
-    assert "Qwen3ForCausalLM of the files next to the checkpoint has other" in error and "--qk-layernorm" in error
+    assert "Qwen3ForCausalLM of the files next to the checkpoint differs in" in error and "--qk-layernorm" in error
     (hub / "config.json").write_text("[")
     assert f"{hub / 'config.json'} is not a JSON object" in told(capsys, hub, tmp_path / "other")
     with pytest.raises(SystemExit):

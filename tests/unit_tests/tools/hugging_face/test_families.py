@@ -117,14 +117,14 @@ def test_a_config_json_is_kept_where_it_says_the_same_and_put_right_where_not() 
     assert config_of_settings(settings, dtype="float32", carried=carried) == {**carried, "torch_dtype": "float32"}
     longer = config_of_settings({**settings, "rotary_base": 5000000}, dtype="bfloat16", carried=carried)
     assert longer["rope_theta"] == 5000000 and longer["bos_token_id"] == 151643
-    with pytest.raises(ValueError, match="next to the checkpoint has other --swiglu"):
+    with pytest.raises(ValueError, match="next to the checkpoint differs in --swiglu"):
         config_of_settings({**settings, "swiglu": False}, dtype="bfloat16", carried=carried)
 
 
 def test_settings_without_an_architecture_are_named() -> None:
     settings = {**settings_of_config(KNOWN_CONFIGS["llama3-8b"]), "normalization": "LayerNorm"}
     with pytest.raises(
-        ValueError, match=r"no architecture supports these settings: .* has other --normalization \(RMSNorm, LayerN"
+        ValueError, match=r"no architecture supports these settings: .* differs in --normalization \(RMSNorm, LayerN"
     ):
         config_of_settings(settings, dtype="float32")
 

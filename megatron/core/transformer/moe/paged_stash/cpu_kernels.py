@@ -229,7 +229,7 @@ class _Records(_Numbers):
     first_slot: int = 0
 
     def read(self, slot: int) -> list[int]:
-        """Returns a record in the order of Held."""
+        """Returns the record of `slot`: one integer per column of Held."""
         place = (slot - self.first_slot) * len(Held)
         return self.values[place : place + len(Held)]
 
@@ -243,7 +243,7 @@ def _read(tensor: Tensor) -> _Numbers:
 
 
 def _read_records(held: Tensor, encoded: list[EncodedTensor]) -> _Records:
-    """Reads the records of these tensors, and any records between them. A group's slots are consecutive."""
+    """Reads a slice of `held` that contains the records of `encoded`. It is short: a group's slots are consecutive."""
     slots = [one.slot for one in encoded]
     around = held[min(slots) : max(slots) + 1].view(-1)
     return _Records(around, around.tolist(), min(slots))
@@ -361,7 +361,10 @@ class PagedRows(NamedTuple):
         return self.pitch_bytes == self.row_bytes
 
     def _num_whole_pages(self) -> int:
-        """Returns the number of pages that an indexed copy can move: full pages whose rows one view describes."""
+        """Returns the number of full pages, which one indexed copy moves.
+
+        Returns 0 if rows have gaps and straddle pages, because no strided view describes them.
+        """
         is_describable = self._is_dense or self.page_bytes % self.row_bytes == 0
         return self.num_bytes // self.page_bytes if is_describable else 0
 

@@ -256,7 +256,7 @@ def pool_layout(config: StashSettings, needs: StepNeeds, *, learned: LearnedSize
         if pages >= 2**31:
             raise ValueError(
                 f"moe_paged_stash_buffer_{name} requests {pages} pages of {needs.page_bytes} bytes: must "
-                f"be fewer than 2**31; full buffers fill {needs.most_pages}"
+                f"be fewer than 2**31; even completely full buffers occupy {needs.most_pages} pages"
             )
     # A pool has at least one page, even with tiny factors.
     return PoolLayout(needs.page_bytes, max(device, 1 - min(host, 1)), host)
