@@ -1,4 +1,4 @@
-"""Measures the capacity and page factors that freshly initialised routers require in each step, and simulates pools.
+"""Measures the capacity and page factors that freshly initialized routers require in each step, and simulates pools.
 
     python benchmarks/stash_factors.py [--only SHAPE ...] [--steps 150] [--folder DIR] [--json FILE]
 

@@ -63,7 +63,7 @@ def main(words: Sequence[str]) -> int:
     failure = 128 - code if code < 0 else code or 1
     failure = 1 if failure == CONTINUE else failure
     if attempt.signalled and args.signals_reach_command:
-        say(f"{state}: cancelled")
+        say(f"{state}: canceled")
         return failure
     # Not "greater": a run that starts from scratch in an older run's folder has lower iterations.
     if iteration != before:

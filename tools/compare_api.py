@@ -8,7 +8,7 @@ constructor, a method, a property, a dataclass field, or a class without a signa
 - thin, if it exists but a call that is valid in Megatron-LM may fail here: the table names the parameter;
 - missing, if nothing has that name here.
 
-"Same" compares no annotations, no return values and no behaviour. A property, and a default that is computed
+"Same" compares no annotations, no return values and no behavior. A property, and a default that is computed
 (default_factory, or an expression that is not a literal), only have to exist.
 
 Names of unsupported features (inference, FP8 ...) are not counted in the percentages, even if they are defined here

@@ -16,7 +16,7 @@ import torch
 
 from megatron.core.config_field import no_effect_field, unsupported_field
 
-_NO_GTP = "generalised tensor parallelism is not supported; use tensor_model_parallel_size"
+_NO_GTP = "generalized tensor parallelism is not supported; use tensor_model_parallel_size"
 _NO_8_BITS = "8- and 4-bit training is not supported; use bf16"
 _NO_TE_OVERLAP = "tensor-parallel overlap inside Transformer Engine's kernels is not used here"
 _NO_SERVING = "inference serving is not part of this framework"

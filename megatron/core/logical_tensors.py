@@ -189,7 +189,7 @@ class LogicalPiece:
         """
         if not (tensor.is_contiguous() or tensor.stride() == self.stride):
             raise ValueError(f"logical piece {self.key}: requires a contiguous tensor, got strides {tensor.stride()}")
-        # as_strided checks only against the whole storage, which a flat buffer shares with neighbouring parameters.
+        # as_strided checks only against the whole storage, which a flat buffer shares with neighboring parameters.
         reach = self.storage_offset + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
         if math.prod(self.shape) > 0 and reach >= tensor.numel():
             raise ValueError(

@@ -105,7 +105,7 @@ class ParallelLayoutConfig:
     hierarchical_context_parallel_sizes: list[int] | None = config_field(
         None,
         help="Levels A P into which --context-parallel-size (A x P) is divided for --cp-comm-type a2a+p2p. Groups of A "
-        "neighbouring ranks exchange heads, and P of these groups form a ring that passes keys and values.",
+        "neighboring ranks exchange heads, and P of these groups form a ring that passes keys and values.",
         at_least=1,
     )
     expert_model_parallel_size: int = config_field(

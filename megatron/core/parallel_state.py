@@ -36,7 +36,7 @@ class RankGenerator:
     """Rank grid of dense layers or of expert layers.
 
     Dense layers use the axes tp, cp, dp and pp. Expert layers use the axes tp, ep, dp and pp, with separate sizes of tp
-    and dp. order: axes joined by "-", from the fastest-varying to the slowest; neighbours on the fastest axis have
+    and dp. order: axes joined by "-", from the fastest-varying to the slowest; neighbors on the fastest axis have
     consecutive ranks. Axes of size 1 may be omitted. Raises ValueError for a missing, repeated or unknown axis.
     """
 
@@ -217,7 +217,7 @@ def _checked_axes(order: str, name_to_size: dict[str, int]) -> tuple[str, ...]:
     return (*axes, *absent)
 
 
-_NO_GTP = "generalised tensor parallelism is not supported"
+_NO_GTP = "generalized tensor parallelism is not supported"
 
 # Field of ProcessGroupCollection -> axes of the grid that it spans.
 _DENSE_GROUPS = {
@@ -557,7 +557,7 @@ def _checked(name: str, check_initialized: bool) -> ProcessGroup | None:
 # Megatron's getters for each kind of parallelism: the group, the index of this rank in it, and its number of ranks.
 # check_initialized: raises RuntimeError if the group does not exist, instead of returning None. partial_...: only the
 # ranks of this rank's instance of the distributed optimizer. with_gtp_remat, with_egtp_remat: no effect, because
-# generalised tensor parallelism is not supported.
+# generalized tensor parallelism is not supported.
 #
 # The set_ functions override the indices and sizes that the getters return, for scripts that build the shards of
 # several ranks in one process. None removes the override. They do not change groups.

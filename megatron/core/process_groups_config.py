@@ -9,7 +9,7 @@ from torch.distributed import GroupMember, ProcessGroup
 from megatron.core.config_field import require_defaults
 
 # Megatron's groups for unsupported features. These names accept only None.
-_NO_GTP = "generalised tensor parallelism is not supported"
+_NO_GTP = "generalized tensor parallelism is not supported"
 _ONE_GROUP = "all-gathers use the same group as reductions here"
 _LACKING = {
     **dict.fromkeys(

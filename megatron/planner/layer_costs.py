@@ -508,7 +508,7 @@ def measure_work(
     layers = {
         kind: parts.get(f"layer {(number + 1) * of_each_kind - 1}", PartWork()) for number, kind in enumerate(kinds)
     }
-    # The end receives the remainder, so that work attributed to a neighbouring part remains in the sum.
+    # The end receives the remainder, so that work attributed to a neighboring part remains in the sum.
     end = total_work([*parts.values(), total_work(layers[kind] for kind in pattern).times(-1)])
     is_pipeline = len(stages) > 1
     return replace(

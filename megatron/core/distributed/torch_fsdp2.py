@@ -107,7 +107,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
     module one unit. process_group: the ranks over which all parameters are sharded, or all of this rank's process
     groups; an alternative to pg_collection, used by Megatron scripts. pg_collection: None means the groups of
     parallel_state, or all ranks if there are none. param_init_fn: called with each module that has its own parameters
-    or buffers on the meta device, and initialises them; without it, a GPTModel sets its initial values and other
+    or buffers on the meta device, and initializes them; without it, a GPTModel sets its initial values and other
     modules need reset_parameters().
 
     The constructor is collective and raises ValueError if the module cannot be wrapped.

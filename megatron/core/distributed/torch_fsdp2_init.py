@@ -48,7 +48,7 @@ class Resets(Protocol):
 
 
 class DeferredValues:
-    """Records meta parameters and buffers before a module is sharded; initialises them once shards have memory.
+    """Records meta parameters and buffers before a module is sharded; initializes them once shards have memory.
 
     [Note: values of meta parameters] A model that knows its initial values (KnowsInitialValues) sets only this rank's
     rows. All other parameters and buffers, and with a param_init_fn all parameters and buffers, are set module by
@@ -89,14 +89,14 @@ class DeferredValues:
             can_reset = isinstance(inside, Resets)
             if not can_reset:
                 raise ValueError(
-                    f"{first} is on the meta device and its {kind} has no reset_parameters() that would initialise "
+                    f"{first} is on the meta device and its {kind} has no reset_parameters() that would initialize "
                     "it: define it, or pass a param_init_fn to TorchFullyShardedDataParallel"
                 )
             others = [name for name, param in inside.named_parameters(recurse=False) if not param.is_meta]
             if others:
                 raise ValueError(
                     f"{first} is on the meta device and {self._name(inside, others[0])} of the same {kind} is not: "
-                    "reset_parameters() would initialise both; put all on the meta device, or none"
+                    "reset_parameters() would initialize both; put all on the meta device, or none"
                 )
 
     def fill(self, shards: Sequence[ParamShard]) -> None:
@@ -135,7 +135,7 @@ class DeferredValues:
 
     @torch.no_grad()
     def _set(self, inside: nn.Module, own: dict[str, ParamShard]) -> None:
-        """Allocates whole tensors for one module, initialises them, and keeps this rank's part."""
+        """Allocates whole tensors for one module, initializes them, and keeps this rank's part."""
         for name, shard in own.items():
             dtype = torch.promote_types(self._dtypes[inside, name], torch.float32)
             whole = nn.Parameter(self._memory(shard.param.shape, dtype), shard.param.requires_grad)
@@ -165,7 +165,7 @@ class DeferredValues:
         whole = self._checked(inside.get_parameter(name), inside, name=name)
         if whole.shape != shard.param.shape:
             raise ValueError(
-                f"{self._name(inside, name)} has shape {tuple(whole.shape)} after it was initialised, and was built "
+                f"{self._name(inside, name)} has shape {tuple(whole.shape)} after it was initialized, and was built "
                 f"with {tuple(shard.param.shape)}: must keep its shape"
             )
         # A shared parameter receives the values of its first place, to which its other places are tied.

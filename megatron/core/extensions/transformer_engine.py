@@ -371,7 +371,7 @@ def _exchange_stream() -> Any:
 
 
 def _left_as_it_is(weight: Tensor) -> Tensor:
-    # Initialised afterwards, with the generators that local layers use.
+    # Initialized afterwards, with the generators that local layers use.
     return weight
 
 

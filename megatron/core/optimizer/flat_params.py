@@ -206,7 +206,7 @@ def _neighbours_in(
     """Yields members, start and end of each joined range inside one owned span. slots: sorted by position."""
     inside = takewhile(lambda slot: slot.span.start < owned.end, slots)
     parts = [(slot, part) for slot in inside if (part := slot.span.intersection(owned)).numel > 0]
-    # Only neighbours are joined, because reductions determine the buffer's order, which must not depend on groups.
+    # Only neighbors are joined, because reductions determine the buffer's order, which must not depend on groups.
     for _, members in groupby(parts, key=lambda pair: groups[pair[0].param]):
         joined = list(members)
         # Both ends are multiples of ALIGNMENT: a parameter's padded end, or an end of the owned span.

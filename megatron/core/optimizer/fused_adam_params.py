@@ -339,7 +339,7 @@ class ShardedParams:
         """
         if self._plan.grid.ranks is None and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
-                "the optimizer was built before torch.distributed was initialised, so this rank would train alone: "
+                "the optimizer was built before torch.distributed was initialized, so this rank would train alone: "
                 "call init_process_group first"
             )
         self._check_equal([str(memory), *(_describe(self.names[param], param) for param in params)])

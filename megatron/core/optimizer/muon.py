@@ -285,7 +285,7 @@ def _owners_of(units: Sequence[_MatrixUnit], num_ranks: int) -> list[int]:
 
 
 def _batches_of(units: Sequence[_MatrixUnit], *, max_elements: int) -> Iterator[list[_MatrixUnit]]:
-    """Yields neighbouring units to send together: a single unit, or several with at most max_elements in total."""
+    """Yields neighboring units to send together: a single unit, or several with at most max_elements in total."""
     batch: list[_MatrixUnit] = []
     size = 0
     for unit in units:

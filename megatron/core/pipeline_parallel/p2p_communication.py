@@ -168,7 +168,7 @@ class P2PCommunicator:
         recv_next: bool,
         tensor_shape: Any,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Sends an output and a gradient to the neighbours, and receives an output and a gradient from them.
+        """Sends an output and a gradient to the neighbors, and receives an output and a gradient from them.
 
         output_tensor, input_tensor_grad: any shape, dtype pipeline_dtype, or None to send nothing. Returns the previous
         stage's output and the next stage's gradient, [*tensor_shape], or None for each.
@@ -192,7 +192,7 @@ class P2PCommunicator:
         from_previous: bool = False,
         from_next: bool = False,
     ) -> "tuple[_Batch, tuple[Tensor | None, Tensor | None]]":
-        """Starts transfers with both neighbours.
+        """Starts transfers with both neighbors.
 
         Returns the batch of transfers, and the tensors being received from the previous and the next stage.
         """
@@ -201,7 +201,7 @@ class P2PCommunicator:
             arriving(tuple(shape), self.pp_group, dtype=self.dtype, device=default_device()) if wanted else None
             for wanted in (from_previous, from_next)
         ]
-        # With two stages both neighbours are the same rank, which must receive in the order in which this rank sends.
+        # With two stages both neighbors are the same rank, which must receive in the order in which this rank sends.
         operations = [
             dist.P2POp(dist.isend, tensor.contiguous(), group=self.pp_group, group_peer=peer)
             for tensor, peer in ((to_next, following), (to_previous, before))
@@ -237,7 +237,7 @@ class P2PCommunicator:
         operations += [dist.P2POp(dist.irecv, t, group=self.pp_group, group_peer=peer) for t in arrived]
         _Batch(operations).wait()
         for tensor in arrived:
-            # Leaves, in which the gradients for the neighbour accumulate.
+            # Leaves, in which the gradients for the neighbor accumulate.
             tensor.requires_grad_()
         return arrived[0] if is_single else arrived
 

@@ -499,7 +499,7 @@ def new_parameter(values: Tensor) -> nn.Parameter:
 def initialize_weight(
     weight: nn.Parameter, init_method: InitMethod, *, config: LayerConfig, tp_group: dist.ProcessGroup | None = None
 ) -> None:
-    """Initialises a weight in place from torch's generator, unless the enclosing model initialises it later by name.
+    """Initializes a weight in place from torch's generator, unless the enclosing model initializes it later by name.
 
     weight: any shape, any float dtype. tp_group: ranks over which the weight is split, so that they must draw different
     numbers.

@@ -123,11 +123,11 @@ def model_parallel_cuda_manual_seed(
     """Seeds the default stream with `seed`, and creates the named streams with seeds for this rank.
 
     tp_rank, ep_rank, etp_rank: None means the ranks of parallel_state. force_reset_rng: ignored, because streams are
-    always recreated. Raises ValueError for other trackers of Megatron, and for ranks of generalised tensor parallelism.
+    always recreated. Raises ValueError for other trackers of Megatron, and for ranks of generalized tensor parallelism.
     """
     require_defaults(
         "model_parallel_cuda_manual_seed",
-        "generalised tensor parallelism is not supported",
+        "generalized tensor parallelism is not supported",
         gtp_remat_rank=(gtp_remat_rank, None),
         egtp_remat_rank=(egtp_remat_rank, None),
         gtp_remat_world_size=(gtp_remat_world_size, None),

@@ -76,7 +76,7 @@ class AttentionConfig:
         "gate per query head and channel.",
     )
     rotary_interleaved: bool = config_field(
-        False, help="Apply rotary positions to pairs of neighbouring channels instead of the two halves of a head."
+        False, help="Apply rotary positions to pairs of neighboring channels instead of the two halves of a head."
     )
     window_size: tuple[int, int] | list[int] | None = config_field(
         None,
@@ -96,7 +96,7 @@ class AttentionConfig:
         cli_default="p2p",
         help="Communication between context-parallel ranks, one value for all layers or one per layer: pass keys and "
         "values around a ring (p2p), gather them (all_gather), exchange heads by all-to-all (a2a), or exchange "
-        "heads within groups of neighbours and pass keys and values between the groups (a2a+p2p).",
+        "heads within groups of neighbors and pass keys and values between the groups (a2a+p2p).",
         choices=("p2p", "all_gather", "a2a", "a2a+p2p"),
     )
 
@@ -289,5 +289,5 @@ def validate_mla(
     if rotary_interleaved:
         raise ValueError(
             "rotary_interleaved is True and multi_latent_attention is True: latent attention always rotates "
-            "neighbouring channels, so rotary_interleaved must be False"
+            "neighboring channels, so rotary_interleaved must be False"
         )

@@ -6,8 +6,8 @@ gives each rank the whole sequences of some heads, which the core processes (Dee
 levels of ranks combine both methods.
 
 [Note: two levels] With a2a+p2p (USP, Fang and Zhao 2024) a group of A x P ranks is divided into P groups of A
-neighbours, which exchange heads, and A groups of P ranks, which form rings. Rank o * A + i is member i of the o-th
-group of neighbours. A sequence has 2 A P chunks. The neighbours of group o hold chunks o * A to o * A + A - 1 from the
+neighbors, which exchange heads, and A groups of P ranks, which form rings. Rank o * A + i is member i of the o-th
+group of neighbors. A sequence has 2 A P chunks. The neighbors of group o hold chunks o * A to o * A + A - 1 from the
 front, and the same number from the back. join_sequence puts these chunks in sequence order. Together they are chunk o
 from the front and chunk o from the back of 2 P chunks of A times the width, which is the part that chunks_of_rank
 assigns to rank o of a ring of P ranks. The ring therefore uses the same positions, segments and masks as p2p over P

@@ -45,7 +45,7 @@ def deferred_initialization(config: TransformerConfig) -> Iterator[None]:
 
 
 def initialize_parameters(model: nn.Module, *, seed: int) -> None:
-    """Initialises random parameters in place from `seed` and their logical names, except on the meta device."""
+    """Initializes random parameters in place from `seed` and their logical names, except on the meta device."""
     values = InitialValues(model, seed=seed)
     named = [(canonical_name(name), param) for name, param in model.named_parameters() if not param.is_meta]
     # Layers have already set constant values.

@@ -11,8 +11,8 @@ from megatron.core.config_field import config_field, validate_fields
 # [Note: what follows the width]
 # m is mup_width_mult, hidden_size / mup_base_hidden_size. For layers that sum over the width, the initial standard
 # deviation is divided by sqrt(m) and the learning rate of Adam by m, because an update changes their output through m
-# times as many terms. Embeddings, biases and norms do not sum over a width, and are initialised and trained
-# as in the base model. The output layer is initialised and trained like an embedding, because the two may share a
+# times as many terms. Embeddings, biases and norms do not sum over a width, and are initialized and trained
+# as in the base model. The output layer is initialized and trained like an embedding, because the two may share a
 # weight, and the logits are divided by m instead.
 
 

@@ -97,7 +97,7 @@ class RouterConfig:
 
     @property
     def uses_sinkhorn(self) -> bool:
-        """Whether experts are chosen by Sinkhorn normalisation of the logits."""
+        """Whether experts are chosen by Sinkhorn normalization of the logits."""
         return "sinkhorn" in _as_list(self.moe_router_load_balancing_type)
 
     @property

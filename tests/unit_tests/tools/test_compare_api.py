@@ -132,7 +132,7 @@ def test_verdicts(verdicts: dict[str, tuple[Verdict, str]], name: str, verdict: 
 def test_names_of_what_we_lack_do_not_count() -> None:
     (name,) = read_names("## megatron/core/parallel_state.py\nget_gtp_weight_remat_rank()\n")
     row = compare(name)
-    assert row.unsupported.startswith("generalised tensor parallelism")
+    assert row.unsupported.startswith("generalized tensor parallelism")
     assert sum(counts([row]).values()) == 0
 
 

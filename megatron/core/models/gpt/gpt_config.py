@@ -76,7 +76,7 @@ class GPTModelConfig:
 
     init_method_xavier_uniform: bool = config_field(
         False,
-        help="Initialise matrices uniformly within +-sqrt(6 / (rows + columns)) of the unsplit matrix, regardless of "
+        help="Initialize matrices uniformly within +-sqrt(6 / (rows + columns)) of the unsplit matrix, regardless of "
         "--init-method-std. This includes embeddings unless --embedding-init-method-std is given.",
     )
 

@@ -74,10 +74,10 @@ class GPTModel(GraphableMegatronModule):
         *,
         unpadded_vocab_size: int | None = None,
     ) -> None:
-        """Builds this part of the model and initialises its parameters.
+        """Builds this part of the model and initializes its parameters.
 
         transformer_layer_spec: one spec for all layers, or a block spec with one spec per layer. vocab_size: vocabulary
-        size including padding; rows from unpadded_vocab_size on are padding, which is initialised to zero and stays
+        size including padding; rows from unpadded_vocab_size on are padding, which is initialized to zero and stays
         zero. parallel_output: return logits split over the tensor-parallel ranks; losses do not depend on it.
         mtp_block_spec: layers that predict tokens beyond the next one, built together with the output layer; None means
         no such layers. pre_process: whether this part contains the embedding. post_process: whether it contains the
@@ -108,7 +108,7 @@ class GPTModel(GraphableMegatronModule):
         self.cp_group, self.num_parts = or_alone(groups.cp), group_size(groups.cp)
         self.tp_group, self.parallel_output = or_alone(groups.tp), parallel_output
         require_layout(config, groups)
-        # Weights are initialised at the end, by name, because a layer does not know its name in the model.
+        # Weights are initialized at the end, by name, because a layer does not know its name in the model.
         with deferred_initialization(config):
             self._build_layers(block_submodules(transformer_layer_spec, config), mtp_block_spec, pg_collection=groups)
         self.rotary_pos_emb = None

@@ -66,7 +66,7 @@ class BalancingLoss(NamedTuple):
 class Routed:
     """Routing of one micro-batch. Its T = S x B tokens are ordered by position, then by sequence.
 
-    logits: [T, E], fp32 or fp64. scores: [T, E], same dtype, the normalised scores if the route computed them. indices:
+    logits: [T, E], fp32 or fp64. scores: [T, E], same dtype, the normalized scores if the route computed them. indices:
     [T, K], int64. group: `tp_cp`, the ranks that process the other positions of the micro-batch. average_counts: maps
     this rank's counts [E] to their mean over the micro-batches of all ranks in the step so far. valid: [T], bool,
     tokens included in the losses; None means all.
@@ -533,7 +533,7 @@ def with_even_loads(logits: Tensor, *, seed: int) -> Tensor:
     mask = 0xFFFFFFFF
     numbers = torch.arange(logits.numel(), device=logits.device) + (seed * 0x9E3779B9 & mask)
     for _ in range(2):
-        # An integer hash, which maps neighbours to unrelated numbers.
+        # An integer hash, which maps neighbors to unrelated numbers.
         numbers = ((numbers ^ (numbers >> 16)) * 0x45D9F3B) & mask
     noise = ((numbers ^ (numbers >> 16)).double() / mask).view_as(logits).to(logits.dtype)
     return _StraightThrough.apply(logits, noise)

@@ -50,7 +50,7 @@ class Choice(NamedTuple):
     """Result of a route.
 
     weights: [T, K], the logits' dtype. indices: [T, K], int64, the chosen experts. scores: [T, E], the weights' dtype,
-    the normalised scores of all experts, or None if the route does not compute them.
+    the normalized scores of all experts, or None if the route does not compute them.
     """
 
     weights: Tensor
@@ -268,7 +268,7 @@ class TopKRouter(Router):
         return Routing(weights, indices, self.num_experts)
 
     def sinkhorn_load_balancing(self, logits: Tensor) -> Routing:
-        """Chooses experts by the Sinkhorn normalisation in training, and by the scores alone in evaluation.
+        """Chooses experts by the Sinkhorn normalization in training, and by the scores alone in evaluation.
 
         logits: [T, E], fp32 or fp64. Returns a Routing with weights of the same dtype. `routing` does the same if
         moe_router_load_balancing_type is sinkhorn.
@@ -480,7 +480,7 @@ def build_route(
     if score_function == "softmax" and not pre_softmax:
         route: Route = partial(softmax_of_chosen, choose=choose)
     else:
-        # Softmax scores are used unchanged, since they sum to one over all experts. Other scores are normalised over
+        # Softmax scores are used unchanged, since they sum to one over all experts. Other scores are normalized over
         # the chosen experts.
         share = score_function != "softmax" and topk > 1
         route = partial(
