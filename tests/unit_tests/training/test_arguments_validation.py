@@ -72,7 +72,7 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
             [
                 "--global-batch-size is 3",
                 "--micro-batch-size (2)",
-                "data-parallel size (1), such as 2 or 4; or give --decrease",
+                "data-parallel size (1), such as 2 or 4; or set --decrease",
             ],
         ),
         ("--max-position-embeddings 16", "", ["--seq-length is 32", "--max-position-embeddings (16)"]),
