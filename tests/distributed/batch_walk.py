@@ -1,7 +1,8 @@
-"""Traces the way of a batch: the functions that a training step enters, from run_step to the loss. Holds no tests.
+"""Traces the path of a batch: the functions that a training step enters, from run_step to the loss. Holds no tests.
 
-`trace_batch` trains a dense GPT of two layers on one rank with made-up data, in fp32, without optional features. After
-two steps it records each function of megatron and pretrain_gpt.py that the third enters until the loss is computed.
+`trace_batch` trains a dense GPT of two layers on one rank with mock data, in fp32, without optional features. After two
+warm-up steps it records each function of megatron and pretrain_gpt.py that the third step enters until the loss is
+computed.
 """
 
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ COMMAND_LINE = (
 
 
 def trace_batch() -> list[Entered]:
-    """Returns what a step enters until the loss of its only microbatch is computed."""
+    """Returns the functions that a step enters until the loss of its only microbatch is computed."""
     return run_on_ranks(_batch_on_rank, 1)[0]
 
 

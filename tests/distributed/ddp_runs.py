@@ -26,12 +26,12 @@ ZERO = {"overlap_grad_reduce": True, "use_distributed_optimizer": True}
 BOTH = {**ZERO, "overlap_param_gather": True}
 # For each microbatch of a step, the layers that its forward uses.
 Plans = list[list[int]]
-# Returns the plans of a step and rank, drawn from a generator that has the same seed on all ranks.
+# Returns one rank's plans for a step. The generator has the same seed on all ranks.
 Case = Callable[[random.Random, int, int], Plans]
 
 
 class Layers(nn.Module):
-    """Layers of which a forward uses those of its plan, in the plan's order; -i means layer i with full recompute."""
+    """Runs the layers of a plan, in the plan's order; -i means layer i with full recompute."""
 
     def __init__(self, order: Iterable[int], linear: Callable[..., nn.Module] = nn.Linear) -> None:
         super().__init__()
@@ -48,43 +48,43 @@ class Layers(nn.Module):
 
 
 def every_layer(rng: random.Random, step: int, rank: int) -> Plans:
-    """Every layer, in order."""
+    """Uses every layer, in order."""
     return [list(range(LAYERS))]
 
 
 def random_order(rng: random.Random, step: int, rank: int) -> Plans:
-    """Some layers in random order, the same on all ranks."""
+    """Uses some layers in random order, the same on all ranks."""
     return [rng.sample(range(LAYERS), rng.randint(1, LAYERS))]
 
 
 def order_of_each_rank(rng: random.Random, step: int, rank: int) -> Plans:
-    """Some layers, or none, in an order that differs between ranks."""
+    """Uses some layers, or none, in an order that differs between ranks."""
     rng = random.Random(100 * step + rank)
     return [rng.sample(range(LAYERS), rng.randint(0, LAYERS))]
 
 
 def unused_somewhere(rng: random.Random, step: int, rank: int) -> Plans:
-    """Layer 1 is never used, layer 2 not on rank 1, and layer 3 only in odd steps."""
+    """Never uses layer 1, skips layer 2 on rank 1, and uses layer 3 only in odd steps."""
     return [[0, 4, *([2] if rank != 1 else []), *([3] if step % 2 else [])]]
 
 
 def uses_that_grow_and_shrink(rng: random.Random, step: int, rank: int) -> Plans:
-    """Layer 1 is used several times; its re-entrant recompute gives a gradient for each use."""
+    """Uses layer 1 several times; its re-entrant recompute accumulates a gradient for each use."""
     return [[0, *[-1] * [1, 2, 1, 3, 1, 1, 1, 1, 1, 2][(step + rank) % 10], -2, 3]]
 
 
 def late_on_one_rank(rng: random.Random, step: int, rank: int) -> Plans:
-    """Layer 1 is used more often on one rank in some steps."""
+    """Uses layer 1 more often on one rank in some steps."""
     return [[-1, *([-1, -1] if rank == step % 3 and step % 4 == 3 else []), -2, 0]]
 
 
 def changing_microbatches(rng: random.Random, step: int, rank: int) -> Plans:
-    """The number of microbatches changes every second step."""
+    """Changes the number of microbatches every second step."""
     return [[0, 1, 2]] * [1, 4, 2, 3][step // 2 % 4]
 
 
 class Run:
-    """Plain gradient descent. With sharded updates, each rank updates its shards and sets all else to NaN."""
+    """Trains by plain gradient descent. With sharded updates, each rank updates its shards and sets the rest to NaN."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Run:
         return before
 
     def update(self) -> None:
-        """Descends along the reduced gradients."""
+        """Applies a gradient-descent update with the reduced gradients."""
         for buffer in self.ddp.buffers:
             kept = torch.full_like(buffer.param_data, float("nan") if self.sharded else 0.0)
             for span in buffer.owned_spans():
@@ -156,10 +156,10 @@ def compare_with_plain(
     deterministic: bool = True,
     linear: Callable[..., nn.Module] = nn.Linear,
 ) -> tuple[list[int], list[int]]:
-    """Asserts step by step that each of `settings` trains as a run without overlap and fusion does.
+    """Asserts step by step that a run with each of `settings` matches a run without overlap and fusion.
 
     Returns for each setting the number of reductions before the end of backward, and the number of steps in which a
-    bucket was reduced a second time, for late gradients.
+    bucket was reduced a second time because of late gradients.
     """
     rank, rng = dist.get_rank(), random.Random(0)
     plain = Run(sorted(orders[0]), deterministic=deterministic, linear=linear, fuses=False)
@@ -176,7 +176,7 @@ def compare_with_plain(
             early[index] += run.step(plans, rank, step, no_sync=index % 2 == 0)
             assert equal(run.losses[-1], plain.losses[-1]), f"step {step} {run.ddp.ddp_config}"
             if step % 4 == 3:
-                # Not in each step: params() waits for gathers for which the modules themselves have to wait.
+                # Not in every step, because params() waits for gathers that the modules themselves should wait for.
                 # Parameters are compared by name, since registration orders differ.
                 run.params()
                 ours, theirs = dict(run.model.named_parameters()), dict(plain.model.named_parameters())
@@ -200,5 +200,5 @@ def _is_never_late(case: Case, index: int) -> bool:
 
 
 def is_sometimes_late(case: Case) -> bool:
-    """Whether in some steps gradients become ready after the reduction of their bucket was launched."""
+    """Returns whether gradients become ready after their bucket's reduction was launched in some steps of the case."""
     return case in (uses_that_grow_and_shrink, late_on_one_rank)

@@ -1,4 +1,4 @@
-"""Experts that the tokens of each rank choose, evenly or not. Holds no tests."""
+"""Balanced and unbalanced expert choices of each rank's tokens. Holds no tests."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ ROUTINGS = ("even", "one_expert", "one_rank")
 
 
 def chosen_experts(rank: int, routing: str) -> Tensor:
-    """[T, K], int64: different experts for each token."""
+    """Returns distinct experts for each token of a rank: [T, K], int64."""
     scores = torch.rand(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(rank))
     scores[:, : {"even": 0, "one_expert": 1, "one_rank": 2}[routing]] += 2
     return scores.topk(TOPK).indices

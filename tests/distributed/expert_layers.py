@@ -1,4 +1,4 @@
-"""Expert layers over several ranks in fp64: weights, inputs, outputs and gradients of each rank. Holds no tests."""
+"""Expert layers over several ranks in fp64, with the inputs, outputs and gradients of each rank. Holds no tests."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ DISPATCHERS = ({"moe_token_dispatcher_type": "allgather"}, ALLTOALL)
 
 
 def build_layer(groups: ProcessGroupCollection | None = None, **fields: Any) -> MoELayer:
-    """Builds a layer whose whole weights depend only on a seed, not on the layout."""
+    """Builds a layer whose full weights depend only on a seed, not on the layout."""
     groups = groups or ProcessGroupCollection()
     config = small_config(
         num_moe_experts=EXPERTS,
@@ -47,7 +47,7 @@ def build_layer(groups: ProcessGroupCollection | None = None, **fields: Any) -> 
 
 
 def _fill_biases(layer: MoELayer) -> None:
-    """Replaces zero biases by random values that depend on the stored name, so that adding a bias twice shows."""
+    """Replaces zero biases with random values seeded by the stored name, so that adding a bias twice is detected."""
     parameters = dict(layer.named_parameters())
     for name, pieces in model_logical_pieces(layer).items():
         for piece in pieces if "bias" in name else []:
@@ -57,7 +57,7 @@ def _fill_biases(layer: MoELayer) -> None:
 
 
 def rank_inputs(rank: int, *, is_empty: bool = False) -> tuple[Tensor, Tensor]:
-    """Returns a rank's tokens and the gradient of its output: [S, B, H] each, with S = 0 if `is_empty`."""
+    """Returns a rank's tokens and its output gradient, [S, B, H] each, with S = 0 if `is_empty`."""
     generator = torch.Generator().manual_seed(rank)
     shape = (0 if is_empty else SEQUENCE, BATCH, HIDDEN)
     return (

@@ -1,4 +1,7 @@
-"""A small net in TorchFullyShardedDataParallel, its training runs, and hooks that count. Holds no tests."""
+"""A small net in TorchFullyShardedDataParallel, its training runs, and hooks that record their calls.
+
+Holds no tests.
+"""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -29,7 +32,7 @@ DETERMINISTIC = ModelParallelConfig(deterministic_mode=True)
 FSDP2 = TorchFullyShardedDataParallelConfig(grad_reduce_in_fp32=True)
 # (loss of a step's last micro-batch, gradient norm)
 Loss = tuple[float, float]
-# Calls set_reshard_after_backward(False) on torch's module, so weights stay gathered across backwards and updates.
+# Calls set_reshard_after_backward(False) on torch's module, so weights stay gathered through backward and updates.
 KEPT_ALWAYS = "kept over backwards"
 MODES = {
     "freed": FSDP2,
@@ -78,7 +81,10 @@ def loss_of_words(wrapped: nn.Module, generator: torch.Generator) -> torch.Tenso
 
 
 def train_losses(wrapped: Any, *, bf16: bool = False, microbatches: int = 1, is_reduced: bool = True) -> list[Loss]:
-    """Trains with Adam. is_reduced: gradients are reduced after each micro-batch, not once per step."""
+    """Trains with Adam and returns each step's loss and gradient norm.
+
+    is_reduced: gradients are reduced after each micro-batch, not once per step.
+    """
     config = OptimizerConfig(optimizer="adam", lr=0.01, bf16=bf16, clip_grad=1.0, deterministic_mode=True)
     optimizer = get_megatron_optimizer(config, [wrapped])
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -133,7 +139,7 @@ class Counted:
         return wrapped
 
     def take(self) -> list[tuple[str, str]]:
-        """Returns the calls recorded since the last take()."""
+        """Returns the calls recorded since the previous take() and clears the record."""
         seen, self.seen = self.seen, []
         return seen
 
@@ -141,7 +147,7 @@ class Counted:
 class Run:
     """Trains a module under FSDP2 with a learning rate that halves every second step.
 
-    settings: of OptimizerConfig; clip_grad is 0 by default.
+    settings: fields of OptimizerConfig; clip_grad is 0 by default.
     """
 
     def __init__(self, module: nn.Module, *, mode: str = "freed", in_backward: bool = True, **settings: Any) -> None:
@@ -163,7 +169,10 @@ class Run:
         self.num_steps = 0
 
     def backward(self, *, count: int = 1, factor: float = 1.0) -> float:
-        """Runs the passes of a step. count: number of micro-batches. factor: multiplies the loss."""
+        """Runs the forward and backward passes of a step and returns the loss.
+
+        count: number of micro-batches. factor: multiplies the loss.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = 0.05 * 0.5 ** (self.num_steps // 2)
         self.optimizer.zero_grad()
@@ -176,14 +185,14 @@ class Run:
         return total
 
     def step(self, *, count: int = 1, factor: float = 1.0) -> list[Any]:
-        """Makes a step and returns its report. count: number of micro-batches. factor: multiplies the loss."""
+        """Runs a training step and returns its report. count: number of micro-batches. factor: multiplies the loss."""
         loss = self.backward(count=count, factor=factor)
         finalize_model_grads([self.model])
         self.num_steps += 1
         return [loss, *self.optimizer.step(), float(self.optimizer.get_loss_scale()), self.optimizer.params_norm()]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Copies this rank's weight shards and optimizer states, by name."""
+        """Copies this rank's weight shards and optimizer states into a dictionary by name."""
         boxes = self.optimizer.sharded_state(model_logical_pieces(self.model))
         states = {f"{box.key} {box.global_offset}": box.data.clone() for box in boxes}
         return {one.range.name: one.values.clone() for one in self.model.shard_weights()} | states

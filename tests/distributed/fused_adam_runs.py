@@ -1,4 +1,4 @@
-"""Runs of DistributedFusedAdam and torch's Adam, with gradients whose sums are exact in any order. Holds no tests."""
+"""Runs DistributedFusedAdam and torch's Adam on gradients whose sums are exact in any order. Holds no tests."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from megatron.core.optimizer import DistributedFusedAdam
 from tests.counts import long_count
 
-# States are new in the first step, and read in each later one.
+# The first step creates the states; every later step reads them.
 STEPS = long_count(4, soak=20)
 MIB = 1 << 20
 Shapes = Sequence[tuple[int, ...]]
-# Whether a weight, by its number, is used in a step by a rank in a microbatch.
+# Returns whether a rank uses a weight in a microbatch: (weight index, step, rank, microbatch).
 Used = Callable[[int, int, int, int], bool]
-# Eleven layers of width 7, and sizes about the grid of 64 elements; a number and a parameter without elements, too.
+# Eleven layers of width 7; and sizes around the alignment of 64 elements, with a scalar and an empty parameter.
 LAYERS: Shapes = [(7, 7), (7,)] * 11
 ODD: Shapes = [(1,), (63,), (), (64,), (2, 0), (65,), (129,), (3, 5, 7)]
 HYPER: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
@@ -28,7 +28,7 @@ NONE, LAZY, GREEDY = "no", "lazy", "greedy"
 
 
 class Product(nn.Module):
-    """A weight whose gradient is what it is multiplied by, in fp64."""
+    """A weight whose gradient equals the factor that it is multiplied by, in fp64."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Product(nn.Module):
 
 
 class Sums(nn.Module):
-    """A sum of products; a factor that is None leaves its weight unused."""
+    """A sum of products, which leaves a weight unused if its factor is None."""
 
     def __init__(self, shapes: Shapes = LAYERS, dtypes: Sequence[torch.dtype] = (torch.float32,)) -> None:
         super().__init__()
@@ -54,10 +54,10 @@ class Sums(nn.Module):
 
 @cache
 def factors(shapes: tuple[tuple[int, ...], ...], step: int, rank: int, microbatch: int) -> list[Tensor]:
-    """Integers from -3 to 3, in fp64, one tensor for each shape.
+    """Returns random integers from -3 to 3, in fp64, one tensor for each shape.
 
-    Times the number of ranks they are gradients of which sum and mean over up to five ranks and three microbatches
-    have fewer digits than any dtype: no order of additions, and no way to divide, gives other bits.
+    Multiplied by the number of ranks, they serve as gradients. Their sum and mean over up to five ranks and three
+    microbatches have few enough digits to be exact in every dtype, whatever the order of additions and divisions.
     """
     made = torch.Generator().manual_seed(1000 * step + 10 * rank + microbatch)
     sizes = [torch.Size(shape).numel() for shape in shapes]
@@ -68,7 +68,7 @@ def factors(shapes: tuple[tuple[int, ...], ...], step: int, rank: int, microbatc
 def used_factors(
     shapes: Shapes, step: int, rank: int, *, microbatch: int = 0, used: Used | None = None
 ) -> list[Tensor | None]:
-    """The factors of those weights that are used, None for the others."""
+    """Returns the factors of the weights that are used, and None for the others."""
     every = enumerate(factors(tuple(shapes), step, rank, microbatch))
     return [factor if used is None or used(number, step, rank, microbatch) else None for number, factor in every]
 
@@ -76,7 +76,10 @@ def used_factors(
 def mean_gradients(
     shapes: Shapes, step: int, *, world: int, microbatches: int = 1, used: Used | None = None
 ) -> list[Tensor]:
-    """Means over `world` ranks, sums over microbatches, of the gradients by `world` times the factors, in fp64."""
+    """Returns the expected gradients, summed over microbatches and averaged over `world` ranks, in fp64.
+
+    Each rank's gradient is `world` times its factor.
+    """
     sums = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
     for rank, number in product(range(world), range(microbatches)):
         for total, factor in zip(sums, used_factors(shapes, step, rank, microbatch=number, used=used)):
@@ -86,13 +89,14 @@ def mean_gradients(
 
 
 class Reference:
-    """torch's fused Adam on masters of each parameter, of any shape; what the parameters then are is in `values`.
+    """Runs torch's fused Adam on master copies of the parameters; `values` stores the resulting parameters.
 
-    groups: as torch.optim.Optimizer takes them; None: one.
+    groups: parameter groups in the form of torch.optim.Optimizer; None puts all parameters into one.
 
-    dtype: what masters and moments are kept in, but fp64 for fp64 parameters; 16 bits are computed in fp32. out: what
-    the masters are rounded to on their way to the parameters. masters: "copy"; "none", where the parameters are their
-    own; or "remainders", a copy of which they are the upper half, rounded as stored_floats.WithRemainder says.
+    dtype: in which masters and moments are stored, except that fp64 parameters use fp64; 16-bit states are computed in
+    fp32. out: dtype to which masters are rounded before they are copied to the parameters. masters: "copy"; "none",
+    where the parameters are their own masters; or "remainders", where a parameter is the upper half of its master,
+    rounded as in stored_floats.WithRemainder.
     """
 
     def __init__(
@@ -120,7 +124,7 @@ class Reference:
             self.add_param_group(group)
 
     def add_param_group(self, group: dict[str, Any]) -> None:
-        """As torch.optim.Optimizer's; what is in no group is not stepped."""
+        """Adds a parameter group; parameters without a group are not stepped."""
         self.optimizer.add_param_group(self._of_masters(group))
 
     def _of_masters(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -128,19 +132,22 @@ class Reference:
         return {**group, "params": [master_of[id(param)] for param in group["params"]]}
 
     def set_grads(self, grads: Sequence[Tensor | None], *, scale: float = 1.0) -> None:
-        """Gives the masters gradients in the parameters' shapes, any dtype, times `scale`; None: zeros."""
+        """Sets the gradients of the masters to `grads` times `scale`.
+
+        grads: in the parameters' shapes, any dtype; None stands for zeros.
+        """
         for master, value, grad in zip(self.masters, self.values, grads, strict=True):
             master.grad = (torch.zeros_like(value) if grad is None else grad * scale).to(master)
 
     def step(self, grads: Sequence[Tensor | None]) -> None:
-        """A step by such gradients."""
+        """Steps with these gradients and updates the parameters."""
         self.set_grads(grads)
         self.optimizer.step()
         self.publish()
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Brings what was stepped into the form it is kept in, and to the parameters."""
+        """Rounds masters and moments to their storage dtype and copies the masters to the parameters."""
         for master, value, dtype in zip(self.masters, self.values, self.dtypes):
             if master not in self.optimizer.state:
                 continue
@@ -155,16 +162,17 @@ class Reference:
                 master.copy_(value)
 
     def loss(self, chosen: Sequence[Tensor | None]) -> Tensor:
-        """What Sums gives for these factors."""
+        """Returns the loss that Sums computes for these factors."""
         used = [(value, factor) for value, factor in zip(self.values, chosen) if factor is not None]
         return torch.stack([(value.double() * factor).sum() for value, factor in used]).sum()
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run to compare. waits: in which way the microbatches before the last are kept from being reduced.
+    """Settings of a run to compare.
 
-    grid: sizes of the group of shards and of that of copies. out, masters: see Reference.
+    waits: how microbatches before the last defer their reduction. grid: sizes of the sharding group and of the replica
+    group. out, masters: see Reference.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -177,35 +185,35 @@ class Case:
     masters: str = "copy"
 
     def reference(self, params: Iterable[Tensor], *, groups: Sequence[dict[str, Any]] | None = None) -> Reference:
-        """torch's own Adam for it."""
+        """Builds torch's Adam with the hyperparameters of this case."""
         names = ("adam_w_mode", "betas", "eps", "lr", "weight_decay", "dtype")
         given = {name: value for name, value in {**HYPER, **self.settings}.items() if name in names}
         return Reference(params, groups=groups, out=self.out, masters=self.masters, **given)
 
 
 def usually(some: Iterable[Any], *, soak: Iterable[Any]) -> list[Any]:
-    """Cases of an ordinary run, and all of them under `make soak`."""
+    """Returns the cases of an ordinary run, or all of them under `make soak`."""
     return list(soak if long_count(0, soak=1) else some)
 
 
 def alternating(cases: Iterable[Any]) -> list[Any]:
-    """Half of a product whose last two options have two values each; every two values of different options meet."""
+    """Returns half of a product whose last two options have two values each, covering all pairs of options."""
     every = list(cases)
     return usually([case for number, case in enumerate(every) if number % 8 in (0, 3, 5, 6)], soak=every)
 
 
 def cap(num_bytes: int) -> float:
-    """bucket_cap_mb for buckets of that many bytes."""
+    """Converts a bucket size in bytes to bucket_cap_mb."""
     return num_bytes / MIB
 
 
 def world() -> tuple[int, int]:
-    """Rank and number of ranks; alone where there is no process group."""
+    """Returns the rank and the number of ranks, (0, 1) without a process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def grid_groups(sizes: tuple[int, int]) -> dict[str, Any]:
-    """Groups of a grid over all ranks, neighbours share the shards. Collective."""
+    """Creates the process groups of a grid over all ranks; neighbouring ranks share the shards. Collective."""
     shards, copies = sizes
     ranks = torch.arange(shards * copies).view(copies, shards)
     assert ranks.numel() == dist.get_world_size()
@@ -219,16 +227,16 @@ def grid_groups(sizes: tuple[int, int]) -> dict[str, Any]:
 
 
 class Run:
-    """A model of products with its optimizer, and the reference.
+    """A model of products with its DistributedFusedAdam, and the reference.
 
-    groups: makes parameter groups of all parameters; None: one.
+    groups: builds the parameter groups from all parameters; None puts all parameters into one.
     """
 
     def __init__(self, case: Case, groups: Callable[[list[nn.Parameter]], list[dict[str, Any]]] | None = None) -> None:
         _, size = world()
         adds_up = case.waits == GREEDY or not case.settings.get("overlap_grad_sync", True)
         if adds_up and case.microbatches > 1 and size & (size - 1):
-            # Rounded together with what it is added to a third or a fifth of a gradient is no integer.
+            # Averaging divides by 3 or 5 before accumulation, so the sums would be rounded.
             case = replace(case, settings={**case.settings, "average_grad_sync": False})
         self.case = case
         self.model = Sums(case.shapes, case.dtypes)
@@ -239,7 +247,7 @@ class Run:
         self.optimizer = DistributedFusedAdam(made or params, **{**HYPER, **case.settings, **grid})
 
     def backward(self, step: int, *, used: Used | None = None) -> Tensor:
-        """All microbatches. Returns the last loss; all must be those of the reference."""
+        """Runs all microbatches, asserts that each loss equals the reference's, and returns the last loss."""
         rank, size = world()
         last = self.case.microbatches - 1
         for number in range(self.case.microbatches):
@@ -254,21 +262,21 @@ class Run:
         return loss
 
     def grads(self, step: int, *, used: Used | None = None) -> list[Tensor]:
-        """What all ranks' microbatches make together, in fp64."""
+        """Returns the reduced gradients of all ranks' microbatches, in fp64."""
         _, size = world()
         grads = mean_gradients(self.case.shapes, step, world=size, microbatches=self.case.microbatches, used=used)
         factor = 1 if self.case.settings.get("average_grad_sync", True) else size
         return [grad * factor for grad in grads]
 
     def step(self, step: int, *, used: Used | None = None) -> None:
-        """An iteration of both."""
+        """Runs one training step of the model and one of the reference."""
         self.optimizer.zero_grad()
         self.backward(step, used=used)
         self.optimizer.step()
         self.reference.step(self.grads(step, used=used))
 
     def check(self, step: int) -> None:
-        """The parameters must have the reference's bits."""
+        """Asserts that the parameters are bitwise equal to the reference's."""
         params = list(self.model.parameters())
         self.optimizer.wait_params(params)
         for number, (param, value) in enumerate(zip(params, self.reference.values, strict=True)):
@@ -276,7 +284,7 @@ class Run:
 
 
 def run_cases(cases: Sequence[Case], steps: int = STEPS) -> None:
-    """Each case against its reference: losses in each step, and parameters in some and at the end."""
+    """Compares each case with its reference: losses in each step, parameters in some steps and at the end."""
     for case in cases:
         run = Run(case)
         moved = [value.clone() for value in run.reference.values]
@@ -289,7 +297,7 @@ def run_cases(cases: Sequence[Case], steps: int = STEPS) -> None:
 
 
 def assert_same_on_all_ranks(tensors: Iterable[Tensor]) -> None:
-    """Each of any shape and dtype has the bits of rank 0's."""
+    """Asserts that each tensor is bitwise equal to rank 0's."""
     for tensor in tensors:
         first = tensor.detach().clone()
         dist.broadcast(first, src=0)
@@ -297,7 +305,7 @@ def assert_same_on_all_ranks(tensors: Iterable[Tensor]) -> None:
 
 
 def plain_and_ours(make: Callable[[], nn.Module], **settings: Any) -> tuple[nn.Module, nn.Module, DistributedFusedAdam]:
-    """Two models with the same weights; the second with our optimizer."""
+    """Builds two models with equal weights; the second is trained by our optimizer."""
     torch.manual_seed(5)
     plain = make()
     torch.manual_seed(5)

@@ -1,12 +1,13 @@
-"""Traces the way of a gradient: the functions that a step enters in the two packages, in order. Holds no tests.
+"""Traces the path of a gradient: the functions that a step enters in the two packages, in order. Holds no tests.
 
-`trace_walk` trains a small model in fp32 on two gloo ranks, with DistributedDataParallel and the distributed optimizer,
-where gradients and parameters overlap. Two steps settle the order of launches. Then it records each function that a
-step enters in megatron.core.distributed and megatron.core.optimizer: zeroing, forward, backward, finalize_model_grads,
-the optimizer, and the forward that gathers the updated parameters. It records wrapping, building and state_dict apart.
+`trace_walk` trains a small model in fp32 on two gloo ranks with DistributedDataParallel and the distributed optimizer,
+overlapping gradient reduction and parameter gathering. Two warm-up steps fix the launch order. Then it records each
+function that a step enters in megatron.core.distributed and megatron.core.optimizer: zeroing, forward, backward,
+finalize_model_grads, the optimizer, and the forward that gathers the updated parameters. It records wrapping, building
+and state_dict separately.
 
-As a program it prints the way and its measures. It uses public names and walks.py alone, so that it also measures
-other commits that have this file, given the path of their tree:
+As a program it prints the path and its measures. It uses only public names and walks.py, so that it also measures other
+commits that contain this file, given the path of their tree:
 
     PYTHONPATH=/path/of/a/tree .venv/bin/python tests/distributed/gradient_walk.py
 """
@@ -33,13 +34,16 @@ PACKAGES = tuple(Path(str(package.__file__)).parent for package in (megatron.cor
 
 @dataclass
 class Walk:
-    """Functions in order of first entry. step: of a training step; around: of wrapping, building and state_dict."""
+    """Functions in order of first entry.
+
+    step: entered by a training step. around: entered by wrapping, building and state_dict.
+    """
 
     step: list[Entered] = field(default_factory=list)
     around: list[Entered] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """Returns `file: qualname` of each function that the step enters, each once, in order of first entry."""
+        """Returns `file: qualname` of each function that the step enters, once each, in order of first entry."""
         return lines_of(self.step)
 
 
@@ -53,7 +57,7 @@ def _walk_on_rank() -> Walk:
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
     x = torch.randn(4, WIDTH)
     with traced(PACKAGES) as wrapping:
-        # One bucket a layer.
+        # One bucket per layer.
         ddp_config = DistributedDataParallelConfig(
             use_distributed_optimizer=True,
             overlap_grad_reduce=True,
@@ -81,7 +85,7 @@ def _walk_on_rank() -> Walk:
 
 
 def report(walk: Walk) -> str:
-    """Returns the measures of a walk, and the walk, as text."""
+    """Returns the measures of a walk, followed by its functions, as text."""
     whole = [*walk.step, *walk.around]
     classes = public_classes(walk.step)
     files = [path for package in PACKAGES for path in package.glob("*.py")]

@@ -1,4 +1,4 @@
-"""Runs of the training program with captured steps, in CUDA graphs of a GPU or on tapes, which stand in on the CPU.
+"""Runs of the training program with captured steps, as CUDA graphs on a GPU or as tapes that emulate them on the CPU.
 
 Holds no tests.
 """
@@ -30,7 +30,7 @@ LOCAL: Flags = {"cuda-graph-impl": "local", "cuda-graph-warmup-steps": 2}
 
 
 class CountedGraphs:
-    """A GraphDevice that counts captures, failed ones included."""
+    """A GraphDevice that counts captures, including failed ones."""
 
     def __init__(self, device: GraphDevice) -> None:
         self.num_captures = 0
@@ -52,7 +52,7 @@ def own_graphs() -> GraphDevice:
 
 @dataclass
 class Trained(TrainedRun):
-    """A rank's record of a run, with the numbers of its captures and graphs, and why a capture failed."""
+    """A rank's record of a run, with its number of captures and graphs, and the reason for a failed capture."""
 
     num_captures: int = 0
     num_graphs: int = 0
@@ -60,21 +60,21 @@ class Trained(TrainedRun):
 
     def on_step_end(self, report: StepReport) -> None:
         super().on_step_end(report)
-        # A run that stops early to be resumed has another last step.
+        # A run that stops early to be resumed ends with a different last step.
         self.steps[-1]["is_last"] = None
 
 
 class WatchedPages:
-    """Tapes of a run, its page pools, and what is alive of both whenever pages are allocated."""
+    """Tracks how many tapes and page pools of a run are alive whenever pages are allocated."""
 
     def __init__(self) -> None:
-        self.num_alive: list[tuple[int, int]] = []  # tapes and memories of pages at each allocation
-        self.num_dropped: list[int] = []  # tapes until then
+        self.num_alive: list[tuple[int, int]] = []  # (tapes alive, page pools alive) at each allocation
+        self.num_dropped: list[int] = []  # number of tapes recorded before each allocation
         self._tapes: list[weakref.ref[Tape]] = []
         self._pages: list[StorageWeakRef] = []
 
     def graphs(self) -> GraphDevice:
-        """Returns tapes that are watched."""
+        """Returns a graph device whose tapes are tracked."""
         noted = self._tapes
 
         class NotedTapes(TapeGraphs):
@@ -88,7 +88,7 @@ class WatchedPages:
 
     @contextmanager
     def setup(self, run: TrainingRun) -> Iterator[None]:
-        """Watches the pools that a run opens inside, and the one that it has."""
+        """Tracks the run's current page pool and the pools that it opens inside this context."""
         memory = run.steps.memory
         assert isinstance(memory, ExpertMemory) and memory.stash is not None
         self._note(memory.stash.pool)
@@ -118,9 +118,9 @@ def train_here(
     setup: Setup = nullcontext,
     callbacks: Sequence[Callback] = (),
 ) -> Trained:
-    """Trains a command line to its end on this rank.
+    """Trains a command line to its end on this rank and returns the record.
 
-    graphs: makes the device that replaces CUDA graphs. setup: a context manager that is active during the run.
+    graphs: builds the device that replaces CUDA graphs. setup: a context manager that is active during the run.
     """
     trained, built = Trained(), list[CountedGraphs]()
 

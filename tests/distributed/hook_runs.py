@@ -1,4 +1,7 @@
-"""Small modules in DistributedDataParallel in every mode, and gradient hooks that count or keep. Holds no tests."""
+"""Small modules in DistributedDataParallel in every mode, and hooks that count calls or keep gradients.
+
+Holds no tests.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -40,14 +43,14 @@ MODES = [
 
 
 def wrap(module: nn.Module, mode: dict[str, Any], **config: Any) -> DistributedDataParallel:
-    """Wraps the module in DistributedDataParallel, deterministic, with fp32 gradients."""
+    """Wraps the module in a deterministic DistributedDataParallel with fp32 gradients."""
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **mode)
     return DistributedDataParallel(ModelParallelConfig(deterministic_mode=True, **config), settings, module)
 
 
 def earlier(model: DistributedDataParallel) -> Callable[[], AbstractContextManager[None]]:
     """Returns the context manager for all microbatches but the last: no_sync for sharded gradients, else accumulate."""
-    # With sharded gradients, accumulate() reduces every microbatch, so sums round differently than without shards.
+    # With sharded gradients, accumulate() reduces every microbatch, which rounds sums differently than without shards.
     return model.no_sync if model.ddp_config.shard_gradients else model.accumulate
 
 
@@ -63,7 +66,7 @@ def backward(model: DistributedDataParallel, step: int, *, count: int = 2) -> No
 
 
 def in_each_mode(body: Callable[[dict[str, Any]], None], layout: dict[str, int] | None = None) -> None:
-    """Calls `body` with every mode; layout: sizes of parallel groups."""
+    """Calls `body` with every mode. layout: sizes of the parallel groups to initialize first."""
     if layout:
         parallel_state.initialize_model_parallel(**layout)
     for mode in MODES:
@@ -76,7 +79,7 @@ def trained(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
 
 
 class Counted:
-    """Counts the calls of hooks by kind and parameter name; a bucket counts for each of its parameters."""
+    """Counts the calls of hooks by kind and parameter name; a bucket counts once for each of its parameters."""
 
     def __init__(self) -> None:
         self.seen: Counter[tuple[str, str]] = Counter()
@@ -100,7 +103,7 @@ class Counted:
         self.seen.update(("backward", one.name) for bucket in found for one in bucket.slices)
 
     def take(self) -> Counter[tuple[str, str]]:
-        """Returns the counts since the last take()."""
+        """Returns the counts since the previous take() and resets them."""
         seen, self.seen = self.seen, Counter()
         return seen
 
@@ -111,7 +114,7 @@ def once(names: Any) -> Counter[tuple[str, str]]:
 
 
 class Kept:
-    """A consumer in the role of an optimizer in backward: keeps the gradients of every bucket, by buffer and bucket."""
+    """A consumer in the role of an optimizer in backward; keeps the gradients of every bucket by buffer and bucket."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self.grads: dict[tuple[int, int], torch.Tensor] = {}
@@ -120,7 +123,7 @@ class Kept:
         model.set_state_provider(self.states)
 
     def begin(self) -> None:
-        """Drops the gradients of the last step."""
+        """Drops the gradients of the previous step."""
         self.grads.clear()
         self.num_begun += 1
 
@@ -139,7 +142,7 @@ class Kept:
 
 
 def after_step(state: RunState, grad: torch.Tensor, step: int) -> dict[str, torch.Tensor]:
-    """Returns the state after a step of torch's own optimizer. grad: gradient of the same elements."""
+    """Returns the state after a step of torch's optimizer. grad: gradient of the same elements."""
     param = nn.Parameter(state.master.clone())
     param.grad = grad.to(param.dtype)
     rate, decay = state.settings["lr"], state.settings["weight_decay"]

@@ -1,6 +1,6 @@
 """A rank's part of training runs that are compared with models of transformers. Holds no tests.
 
-Does not import transformers, since that takes a rank longer than its training step.
+Does not import transformers, because a rank would spend more time on the import than on its training step.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,10 @@ from tests.distributed.tiny_runs import Batch, Recorder, started_run
 
 @dataclass
 class RankStep:
-    """What a rank had in a run's first step: its batch, the logits [S, B, part of V] of its last layer if it has that
-    layer, and the boxes of its gradients.
+    """A rank's record of a run's first step.
+
+    logits: output of the last layer, [S, B, part of V], None on ranks without that layer. grads: boxes of its
+    gradients.
     """
 
     batch: Batch
@@ -27,7 +29,7 @@ class RankStep:
 
 
 def first_steps(argvs: Sequence[Sequence[str]]) -> list[RankStep]:
-    """Returns what this rank had in the first step of each run."""
+    """Returns this rank's record of the first step of each run."""
     return [_first_step(argv) for argv in argvs]
 
 

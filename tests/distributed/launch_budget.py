@@ -1,23 +1,23 @@
-"""Counts the operators of layers and of a training step that would launch kernels on a GPU, by phase and by kind.
+"""Counts the operators of layers and of a training step that would launch GPU kernels, by phase and by kind.
 
     PYTHONPATH=. .venv/bin/python tests/distributed/launch_budget.py [operators]
 
-prints the counts; `operators` adds each operator and the function that calls it. Holds no tests; test_launch_budget.py
-has the budget.
+prints the counts; `operators` adds each operator and the function that calls it. Holds no tests; the budget is in
+test_launch_budget.py.
 
 [Note: what counts]
-An operator counts once, as the CPU's dispatcher sees it below autograd: views, empty tensors and operators without
-tensors launch nothing and do not count. An operator of torch may launch more than one kernel on a GPU (a sort does).
-One of ours launches one, but order_slots two, as do copies of a stash with pages on the host. The grouped products of
-experts and the rows of a pair of ranks take the path of GPUs (see gpu_paths). Other code that depends on the device
-runs the CPU's side: RMSNorm, of several operators where a GPU has one, attention, the accumulation of gradients of
-dense weights, the softmax of the loss, the optimizer.
+Each operator that the CPU dispatcher sees below autograd counts once. Views, empty tensors and operators without
+tensors launch nothing and do not count. A torch operator may launch more than one kernel on a GPU (a sort does). Each
+of this project's operators launches one kernel, except that order_slots launches two, as do copies of a stash with
+pages on the host. The grouped GEMMs of experts and the rows of a pair of ranks use the GPU code path (see gpu_paths).
+Other device-dependent code runs its CPU path: RMSNorm (several operators instead of one), attention, the accumulation
+of dense weight gradients, the softmax of the loss, the optimizer.
 
 [Note: phases]
-A forward operator belongs to the phase of the innermost function on the stack that PHASES knows. A backward operator
-belongs to the phase of such a function below the autograd engine or, if there is none, to the phase of the forward
-operator whose gradient it computes: torch's anomaly mode records where each node of the graph was made. Gradients that
-the engine adds because a tensor was used twice belong to `accumulation`.
+A forward operator belongs to the phase of the innermost function on the stack that matches PHASES. A backward operator
+belongs to the phase of the innermost matching function called by the autograd engine. If there is none, it belongs to
+the phase of the forward operator whose gradient it computes; torch's anomaly mode records where each graph node was
+created. Gradients that the engine adds because a tensor was used twice belong to `accumulation`.
 """
 
 import contextlib
@@ -42,11 +42,11 @@ from tests.harness import run_on_ranks
 
 FORWARD, BACKWARD = "forward", "backward"
 MOE = "core/transformer/moe"
-# (path below megatron/, function) as a regular expression -> phase. The first match decides for a frame.
+# (path below megatron/, function) as a regular expression -> phase. The first matching pattern decides for a frame.
 PHASES = {
     rf"{MOE}/static_rows\.py order_by_(expert|rank)": "order_by_expert",
     rf"{MOE}/paged_stash/(group_memory|page_pool|reserve|saved_tensors|stash|stash_order)\.py .*": "stash",
-    rf"{MOE}/paged_stash/expert_ops\.py recompute": "stash",  # of what it dropped
+    rf"{MOE}/paged_stash/expert_ops\.py recompute": "stash",  # recomputes tensors that the stash dropped
     rf"{MOE}/aux_losses\.py .*": "router losses",
     rf"{MOE}/router\.py .*": "router",
     rf"{MOE}/(expert_step\.py record_demand|dispatch_static\.py (_demand_of_both|demand_on_\w+))": "demand",
@@ -56,7 +56,7 @@ PHASES = {
     rf"{MOE}/moe_layer\.py (_run_experts)": "experts",
     rf"{MOE}/expert_step\.py .*": "experts",
     rf"{MOE}/shared_experts\.py .*": "shared expert",
-    r"core/datasets/.*": "on the host",  # tensors of samples, which a GPU never sees
+    r"core/datasets/.*": "on the host",  # sample tensors, which never reach a GPU
     r"core/transformer/norms\.py .*": "norms",
     r"core/transformer/(rope|(multi_latent_)?attention|dot_product_attention|attention_tiles)\.py .*": "attention",
     r"core/transformer/mlp\.py .*": "dense layer",
@@ -74,7 +74,7 @@ PHASES = {
     r"\.\./pretrain_gpt\.py .*": "loss",
 }
 ELSEWHERE, ACCUMULATION, ON_HOST = "elsewhere", "accumulation", "on the host"
-# What makes up an expert layer, apart from its stash.
+# The phases of an expert layer, without its stash.
 MOE_PHASES = ("router", "router losses", "order_by_expert", "demand", "dispatch", "experts", "combine")
 
 KINDS = {
@@ -91,7 +91,7 @@ KINDS = {
     "reads": r"aten::_local_scalar_dense",
 }
 ELEMENTWISE = "elementwise"
-# Allocate, or return the memory they are given.
+# Operators that only allocate memory or return an alias of their input.
 _NO_LAUNCH = re.compile(
     r"aten::(empty\w*|new_empty\w*|detach\w*|_unsafe_view|lift_fresh\w*|set_|resize_|_nested\w*)\b.*"
 )
@@ -101,7 +101,7 @@ _ENGINE = "_engine_run_backward"
 
 @dataclass(frozen=True)
 class Launched:
-    """An operator that launches a kernel. place: the innermost function of ours on the stack."""
+    """An operator that launches a kernel. place: this project's innermost function on the stack."""
 
     direction: str
     phase: str
@@ -110,7 +110,7 @@ class Launched:
 
     @property
     def kind(self) -> str:
-        """The kind of operator, of KINDS."""
+        """The operator's kind, a key of KINDS or ELEMENTWISE."""
         return next((kind for kind, names in KINDS.items() if re.fullmatch(names, self.operator)), ELEMENTWISE)
 
 
@@ -151,7 +151,7 @@ def _launched(operator: str, frame: FrameType | None) -> Launched:
 
 
 def _places(frame: FrameType | None) -> Iterator[str]:
-    """Yields "path function" of the functions of ours on the stack, innermost first, and the engine."""
+    """Yields "path function" for this project's functions on the stack, innermost first, and the engine."""
     while frame is not None:
         if frame.f_code.co_name == _ENGINE:
             yield _ENGINE
@@ -181,7 +181,7 @@ def _phase(places: Iterable[str]) -> str | None:
 
 @contextlib.contextmanager
 def recorded_launches() -> Iterator[list[Launched]]:
-    """Records what is launched inside, on the paths of GPUs."""
+    """Records the operators launched inside the context, on GPU code paths."""
     mode = _Launches()
     with gpu_paths(), torch.autograd.set_detect_anomaly(True, check_nan=False), mode:
         yield mode.found
@@ -189,7 +189,7 @@ def recorded_launches() -> Iterator[list[Launched]]:
 
 @contextlib.contextmanager
 def gpu_paths() -> Iterator[None]:
-    """Takes the path of GPUs for the products of experts and the rows of a pair of ranks."""
+    """Selects the GPU code paths for the grouped GEMMs of experts and the rows of a pair of ranks."""
 
     def own(*_: object, **__: object) -> grouped_gemm.ProductKernel:
         return grouped_gemm.ProductKernel.STASH
@@ -223,7 +223,7 @@ _EXPERT_PARALLEL = "--expert-model-parallel-size 2 --moe-token-dispatcher-type a
 
 @dataclass(frozen=True)
 class Setting:
-    """A small model whose steps are counted: its flags, beside those that all share, and its number of ranks."""
+    """A small model whose steps are counted. flags: in addition to the common flags. ranks: number of ranks."""
 
     flags: Sequence[str]
     ranks: int = 1
@@ -239,7 +239,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class StepLaunches:
-    """Launches of one layer, and of one step with two layers."""
+    """Launches of one layer, and of one step of a model with two layers."""
 
     layer: Counter[Launched]
     step: Counter[Launched]
@@ -248,7 +248,8 @@ class StepLaunches:
 def count(setting: Setting) -> StepLaunches:
     """Counts the launches of the third training step on the first rank.
 
-    Those of a layer are what a third layer adds to two, since a stash leaves the rows of the last layer in place.
+    A layer's launches are the difference between three layers and two, since a stash leaves the last layer's rows in
+    place.
     """
     two, three = (
         run_on_ranks(_count, setting.ranks, [*_MODEL, *setting.flags, "--num-layers", str(layers)])[0]
@@ -260,7 +261,7 @@ def count(setting: Setting) -> StepLaunches:
 
 
 def _count(argv: list[str]) -> Counter[Launched]:
-    # First the paths, since dispatchers choose theirs when they are built.
+    # The paths are patched first, because dispatchers choose theirs when they are built.
     with gpu_paths(), started_run(argv) as run:
         for _ in range(WARM_UP_STEPS):
             run_step(run)
@@ -269,12 +270,12 @@ def _count(argv: list[str]) -> Counter[Launched]:
     return Counter(found)
 
 
-# (forward, backward) launches by a name.
+# Name -> (forward, backward) launches.
 Table = dict[str, tuple[int, int]]
 
 
 def by(counts: Counter[Launched], key: Callable[[Launched], str]) -> Table:
-    """Sums launches by a key, forward and backward; largest sums first."""
+    """Sums forward and backward launches by a key, in descending order of the totals."""
     sums: dict[str, Counter[str]] = {}
     for launched, number in counts.items():
         sums.setdefault(key(launched), Counter())[launched.direction] += number
@@ -293,19 +294,19 @@ def by_kind(counts: Counter[Launched]) -> Table:
 
 
 def of_moe(table: Table) -> tuple[int, int]:
-    """Sums a table by phase over MOE_PHASES."""
+    """Sums the rows of a table by phase over MOE_PHASES."""
     forward, backward = (sum(table.get(phase, (0, 0))[side] for phase in MOE_PHASES) for side in (0, 1))
     return forward, backward
 
 
 def text_of(table: Table) -> str:
-    """Returns a table as lines, with the sum as the last one."""
+    """Formats a table as lines, with the sum as the last line."""
     total = tuple(sum(pair[side] for pair in table.values()) for side in (0, 1))
     return "\n".join(f"   {name:24} {pair[0]:4} {pair[1]:4}" for name, pair in [*table.items(), ("sum", total)])
 
 
 def operators_of(counts: Counter[Launched]) -> str:
-    """Returns each operator with its number, direction, phase and the innermost function of ours, as lines."""
+    """Lists each operator with its count, direction, phase and this project's innermost function, as lines."""
     return "\n".join(
         f"   {number:3} {launched.direction:8} {launched.phase:24} {launched.operator:40} {launched.place}"
         for launched, number in counts.items()
@@ -313,7 +314,7 @@ def operators_of(counts: Counter[Launched]) -> str:
 
 
 def main() -> None:
-    """Prints launches of a layer and of a step, for each setting."""
+    """Prints the launches of a layer and of a step for each setting."""
     for name, setting in SETTINGS.items():
         counts = count(setting)
         for part, found in {"a layer": counts.layer, "a step of two layers": counts.step}.items():

@@ -17,7 +17,7 @@ from tests.distributed.tiny_runs import comparable, digest_of, gather_parameters
 from tests.functional_tests.case import Flags
 from tests.harness import run_on_ranks
 
-CLIP = 0.3  # below every gradient norm, so that a wrong norm shows in the weights
+CLIP = 0.3  # below every gradient norm, so that a wrong norm changes the weights
 FLAGS: Flags = {
     "init-method-std": 0.1,
     "seq-length": 16,
@@ -56,7 +56,10 @@ RECOMPUTED: Flags = {
 
 @dataclass(frozen=True)
 class Case:
-    """Runs whose variants must train identically. frozen: name prefix of frozen parameters; None freezes nothing."""
+    """Runs whose variants must train identically.
+
+    frozen: name prefix of the parameters to freeze; None freezes nothing.
+    """
 
     ranks: int
     base: str
@@ -70,7 +73,7 @@ TrainedVariant = tuple[list[dict[str, Any]], dict[str, str]]
 
 
 def train_variants(argvs: Sequence[Sequence[str]], frozen: str | None, steps: int) -> list[TrainedVariant]:
-    """Trains with each command line in turn on this rank. frozen: as in Case."""
+    """Trains each command line in turn on this rank. frozen: see Case."""
     return [_train_variant(argv, frozen, steps) for argv in argvs]
 
 
@@ -85,7 +88,7 @@ def _train_variant(argv: Sequence[str], frozen: str | None, steps: int) -> Train
 def model_with_frozen(
     frozen: str | None, pre_process: bool = True, post_process: bool = True, **options: Any
 ) -> nn.Module:
-    """Builds the model of the flags and freezes the parameters whose names begin with `frozen`; None freezes none."""
+    """Builds the model of the flags and freezes parameters whose names begin with `frozen`; None freezes none."""
     model = pretrain_gpt.model_provider(pre_process, post_process, **options)
     for name, param in model.named_parameters():
         param.requires_grad = frozen is None or not name.startswith(frozen)
@@ -110,7 +113,7 @@ def load_and_step(argvs: Sequence[Sequence[str]], folders: Sequence[str]) -> lis
 
 
 def check_loads_of_the_other(argvs: Sequence[Sequence[str]], folders: Sequence[str], sizes: Sequence[int]) -> None:
-    """Asserts that each of two command lines loads the other one's checkpoint, on each number of ranks in `sizes`."""
+    """Asserts that each of two command lines loads the other's checkpoint, on each number of ranks in `sizes`."""
     saved = [
         put_together(sum(run_on_ranks(save_after_steps, ranks, argv, folder), []))
         for ranks, argv, folder in zip((2, 3), argvs, folders)

@@ -1,4 +1,4 @@
-"""Modules for tests of data parallelism: some parts are not used, used again or read late. Holds no tests."""
+"""Modules for data-parallel tests, with parts that are unused, used repeatedly or read late. Holds no tests."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Parts(nn.Module):
-    """Layers of which a forward uses some, in any order; those below 0 run again in backward, with a gradient each."""
+    """Runs layers in the order of a plan; a negative index recomputes its layer in backward, one gradient per use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Parts(nn.Module):
 
 
 class ReadDetached(nn.Module):
-    """Backward needs the last layer's weight once more at its very end, long after its gradient is complete."""
+    """A module whose backward reads a weight at its very end, long after the weight's gradient is complete."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Training of a small model by any optimizer, sharded or not, with any overlap of its collectives. Holds no tests."""
+"""Trains a small model with any optimizer, sharded or not, and any overlap of its collectives. Holds no tests."""
 
 from typing import Any
 
@@ -27,7 +27,10 @@ PRECISE = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_
 
 
 class Run:
-    """Trains a small model. on_device: uses the optimizer's device step. settings: of OptimizerConfig."""
+    """Trains a small model.
+
+    on_device: uses the optimizer's device step. settings: fields of OptimizerConfig.
+    """
 
     def __init__(
         self,
@@ -58,7 +61,7 @@ class Run:
         self.optimizer: MegatronOptimizer = get_megatron_optimizer(config, [self.model])
 
     def step(self, step: int, factor: float = 1.0) -> tuple[Any, ...]:
-        """Makes a step and returns its report. factor: multiplies this rank's inputs."""
+        """Runs a training step and returns its report. factor: multiplies this rank's inputs."""
         self.optimizer.zero_grad()
         (x,) = microbatches(10 * step + dist.get_rank(), dtype=self.dtype)
         loss = self.model(x * factor).float().square().mean()
@@ -73,7 +76,7 @@ class Run:
         return self.optimizer.settle_step_sync(self.optimizer.step_on_device())
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Gathers and copies all parameters, by name."""
+        """Gathers all parameters and returns copies by name."""
         self.model.start_param_sync(force_sync=True)
         return {name: p.detach().clone() for name, p in self.model.module.named_parameters()}
 

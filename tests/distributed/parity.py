@@ -1,6 +1,7 @@
 """Runs of the training program in fp64 under any layout, with gradients assembled by logical name. Holds no tests.
 
-The run of a layout and that of one process route the same token groups if their global and micro-batch sizes are equal.
+The run of a layout and the run of one process route the same token groups if their global and micro-batch sizes are
+equal.
 """
 
 import math
@@ -24,13 +25,13 @@ from tests.distributed.tiny_runs import Batch, comparable, gather_parameters, st
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
-# The second step's gradients show the first update; the final weights show the state that both left.
+# The second step's gradients verify the first update; the final weights verify the state left by both.
 STEPS = long_count(2, soak=5)
 TOLERANCE = 1e-10  # relative to a tensor's norm, in fp64
-ROUNDED = 1.2e-7  # of norms, which are rounded to fp32
-NEGLIGIBLE = 1e-6  # share of the whole gradient's norm below which a tensor's error is not looked at
+ROUNDED = 1.2e-7  # for norms, which are rounded to fp32
+NEGLIGIBLE = 1e-6  # share of the whole gradient's norm below which a tensor's error is ignored
 
-# Enough of everything that splits: 8 heads, 4 groups, a padded vocabulary whose last rows nobody has.
+# Every split dimension occurs: 8 heads, 4 groups, a padded vocabulary whose last rows are all padding.
 FLAGS: Flags = {
     "num-attention-heads": 8,
     "init-method-std": 0.1,
@@ -50,13 +51,13 @@ FLAGS: Flags = {
     "log-params-norm": True,
 }
 
-# (data iterator, model) -> (losses, their function), as fp64_forward_step.
+# (data iterator, model) -> (losses, loss function), like fp64_forward_step.
 ForwardStep = Callable[[Any, Any], tuple[Tensor, Any]]
 
 
 @dataclass(frozen=True)
 class Box:
-    """A box of a logical tensor that a rank holds."""
+    """A rectangular part of a logical tensor, stored by one rank."""
 
     key: str
     shape: tuple[int, ...]
@@ -83,7 +84,7 @@ class WholeRun:
 
 
 def layout(tp: int = 1, cp: int = 1, pp: int = 1, *, vpp: int = 1, ep: int = 1, etp: int = 1, **more: object) -> Flags:
-    """Flags of these parallel sizes; sequence parallel if tp > 1, unless `more` overrides it."""
+    """Returns the flags of these parallel sizes, with sequence parallelism if tp > 1 unless `more` overrides it."""
     sizes: Flags = {"tensor-model-parallel-size": tp, "context-parallel-size": cp, "pipeline-model-parallel-size": pp}
     if vpp > 1:
         sizes["num-virtual-stages-per-pipeline-rank"] = vpp
@@ -95,7 +96,7 @@ def layout(tp: int = 1, cp: int = 1, pp: int = 1, *, vpp: int = 1, ep: int = 1, 
 def run_layout(base: str, ranks: int, flags: Flags, *, forward_step: ForwardStep | None = None) -> WholeRun:
     """Trains the model of a base of bases.yaml with `flags`, which include the layout, on `ranks` processes.
 
-    forward_step: in place of fp64_forward_step, a function of a module.
+    forward_step: a module-level function that replaces fp64_forward_step.
     """
     return run_layouts(base, ranks, [flags], forward_step=forward_step)[0]
 
@@ -108,7 +109,7 @@ def run_layouts(
     dtype: torch.dtype = torch.float64,
     forward_step: ForwardStep | None = None,
 ) -> list[WholeRun]:
-    """Trains several sets of flags one after the other in the same processes, in fp64 or fp32; see run_layout."""
+    """Trains several sets of flags one after the other in the same processes, in fp64 or fp32. See run_layout."""
     argvs = [command_line({**read_bases()[base], **FLAGS, **flags}) for flags in layouts]
     timeout = 60 + 60 * len(argvs)
     by_rank: list[list[RankRun]] = run_on_ranks(_train_all, ranks, argvs, dtype, forward_step, timeout=timeout)
@@ -116,10 +117,10 @@ def run_layouts(
 
 
 def _whole(runs: Sequence[RankRun]) -> WholeRun:
-    """Merges the records of all ranks; asserts that their reports are equal and agree with the merged gradients."""
+    """Merges the records of all ranks; asserts that their reports are equal and match the merged gradients."""
     reports = [[comparable(report) for report in run.reports] for run in runs]
     for rank, of_rank in enumerate(reports):
-        assert of_rank == reports[0], f"rank {rank} reports other numbers than rank 0"
+        assert of_rank == reports[0], f"rank {rank} reports different numbers than rank 0"
     whole = WholeRun(
         runs[0].reports,
         [put_together([box for run in runs for box in run.grads[step]]) for step in range(STEPS)],
@@ -135,7 +136,7 @@ def _whole(runs: Sequence[RankRun]) -> WholeRun:
 def assert_same_run(run: WholeRun, reference: WholeRun, *, tolerance: float = TOLERANCE) -> None:
     """Asserts that losses, gradient norms, every gradient and the final weights agree within `tolerance`."""
     for step, (report, expected) in enumerate(zip(run.reports, reference.reports, strict=True)):
-        # Means of fp64 numbers.
+        # Losses are means of fp64 numbers.
         assert report.losses == pytest.approx(expected.losses, rel=tolerance, abs=0), f"step {step}"
         assert report.grad_norm == pytest.approx(expected.grad_norm, rel=max(ROUNDED, tolerance)), f"step {step}"
         errors = relative_errors(run.grads[step], reference.grads[step])
@@ -165,7 +166,7 @@ def assert_layouts_agree(
 
 
 def relative_errors(tensors: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
-    """Returns each tensor's error relative to its reference's norm; leaves out tensors of negligible norm."""
+    """Returns each tensor's error relative to its reference's norm, omitting tensors of negligible norm."""
     assert tensors.keys() == reference.keys(), tensors.keys() ^ reference.keys()
     norms, whole = {name: _norm_of({name: value}) for name, value in reference.items()}, _norm_of(reference)
     return {
@@ -180,7 +181,7 @@ def _norm_of(tensors: dict[str, Tensor]) -> float:
 
 
 def put_together(boxes: Sequence[Box]) -> dict[str, Tensor]:
-    """Assembles whole tensors by key; asserts that boxes held by several ranks are the same on all of them."""
+    """Assembles whole tensors by key; asserts that boxes stored on several ranks are equal."""
     whole: dict[str, Tensor] = {}
     for box in boxes:
         place = tuple(slice(start, start + size) for start, size in zip(box.offset, box.values.shape))
@@ -189,11 +190,11 @@ def put_together(boxes: Sequence[Box]) -> dict[str, Tensor]:
         torch.testing.assert_close(target[known], box.values[known], rtol=1e-12, atol=1e-14, msg=box.key)
         target.copy_(box.values)
     missing = [key for key, value in whole.items() if value.isnan().any()]
-    assert not missing, f"no rank has all of {missing}"
+    assert not missing, f"no rank stores some elements of {missing}"
     return whole
 
 
-# In a rank's process.
+# Functions that run in a rank's process.
 
 
 def _train_all(argvs: Sequence[Sequence[str]], dtype: torch.dtype, forward_step: ForwardStep | None) -> list[RankRun]:
@@ -210,7 +211,7 @@ def _train(argv: Sequence[str], dtype: torch.dtype, forward_step: ForwardStep | 
 
 
 def boxes_of_weights(run: TrainingRun) -> list[Box]:
-    """Copies this rank's parameters."""
+    """Copies this rank's parameters into boxes."""
     return boxes_of(run.model, (item for chunk in run.model for item in chunk.named_parameters()))
 
 
@@ -224,13 +225,13 @@ def boxes_of_state(run: TrainingRun) -> list[Box]:
 
 
 def fp64_model(pre_process: bool = True, post_process: bool = True, **options: Any) -> nn.Module:
-    """Builds the model of the flags in fp64, for which there is no flag."""
+    """Builds the model of the flags in fp64, which no flag selects."""
     get_args().params_dtype = torch.float64
     return pretrain_gpt.model_provider(pre_process, post_process, **options)
 
 
 def fp64_forward_step(data_iterator: Iterator[Batch], model: Callable[..., Tensor]) -> tuple[Tensor, Any]:
-    """Runs pretrain_gpt.forward_step, but keeps the loss in fp64."""
+    """Runs pretrain_gpt.forward_step, but computes the loss in fp64."""
     losses, loss_func = pretrain_gpt.forward_step(data_iterator, model)
     mask = loss_func.args[0]
 
@@ -242,7 +243,7 @@ def fp64_forward_step(data_iterator: Iterator[Batch], model: Callable[..., Tenso
 
 
 def record_gradients(run: TrainingRun, grads: list[list[Box]]) -> None:
-    """Appends the boxes of the reduced gradients to `grads` before each step of the optimizer."""
+    """Makes each optimizer step first append the boxes of the reduced gradients to `grads`."""
     optimizer = run.optimizer
     assert optimizer is not None
     step = optimizer.step
@@ -256,7 +257,7 @@ def record_gradients(run: TrainingRun, grads: list[list[Box]]) -> None:
 
 
 def boxes_of(model: Sequence[nn.Module], named: Iterable[tuple[str, Tensor]]) -> list[Box]:
-    """Copies tensors that have the names of the model's parameters, such as gradients: any shape and dtype."""
+    """Copies tensors named like the model's parameters, such as gradients, into boxes."""
     pieces = {name: held for chunk in model for name, held in model_logical_pieces(chunk).items()}
     return [
         Box(piece.key, piece.global_shape, piece.global_offset, piece.view_of(tensor.detach()).clone())

@@ -1,7 +1,7 @@
-"""A GPT in plain PyTorch, as one function of weights with Megatron's names. Imports torch only; holds no tests.
+"""A GPT in plain PyTorch, as one function of weights with Megatron's names. Imports only torch; holds no tests.
 
-The names tell the architecture: a norm with a bias is a LayerNorm, position weights replace rotation, a router means
-experts. It computes in the weights' dtype, so that fp64 weights make an fp64 reference.
+The names determine the architecture: a norm with a bias is a LayerNorm, position weights replace rotary embeddings, a
+router implies experts. It computes in the weights' dtype, so that fp64 weights give an fp64 reference.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,10 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class PlainShape:
-    """What weights do not tell. vocab_size: without padding. Coefficients are those of the router's losses."""
+    """Settings that the weights do not determine.
+
+    vocab_size: without padding. aux_loss_coeff, z_loss_coeff: coefficients of the router's losses.
+    """
 
     num_layers: int
     num_heads: int
@@ -30,14 +33,17 @@ class PlainShape:
 
 @dataclass
 class RouterLosses:
-    """Sums over layers, without coefficients; scalars."""
+    """Router losses summed over layers, without coefficients; scalars."""
 
     load_balancing: Tensor
     z: Tensor
 
 
 def plain_losses(weights: Weights, tokens: Tensor, labels: Tensor, *, shape: PlainShape) -> tuple[Tensor, RouterLosses]:
-    """tokens, labels: [B, S], int64, one token group. Returns losses [B, S], the weights' dtype, and the routers'."""
+    """Computes the per-token losses and the router losses of one token group.
+
+    tokens, labels: [B, S], int64. Returns the losses, [B, S], in the weights' dtype, and the router losses.
+    """
     embedding = weights["embedding.word_embeddings.weight"]
     x = embedding[tokens]
     routers = RouterLosses(x.new_zeros(()), x.new_zeros(()))
@@ -68,7 +74,7 @@ def _linear(x: Tensor, weights: Weights, name: str) -> Tensor:
 def _attention(x: Tensor, layer: Weights, shape: PlainShape) -> Tensor:
     batch, seq, _ = x.shape
     groups, queries = shape.num_groups, shape.num_heads // shape.num_groups
-    # Rows come per group: its queries, its key, its value. [B, S, G, q + 2, D]
+    # Each group's rows are its queries, its key, its value. [B, S, G, q + 2, D]
     mixed = _linear(x, layer, "self_attention.linear_qkv").view(batch, seq, groups, queries + 2, -1)
     if "mlp.linear_fc1.bias" not in layer:
         mixed = torch.cat([_rotate(mixed[..., :-1, :], shape.rotary_base), mixed[..., -1:, :]], dim=-2)
@@ -81,7 +87,7 @@ def _attention(x: Tensor, layer: Weights, shape: PlainShape) -> Tensor:
 
 
 def _rotate(x: Tensor, base: float) -> Tensor:
-    """Turns channel i together with channel i + D/2 of each head; x: [B, S, G, N, D]."""
+    """Rotates channel i together with channel i + D/2 of each head. x: [B, S, G, N, D]."""
     half = x.shape[-1] // 2
     frequencies = base ** (-torch.arange(half, dtype=torch.float64) / half)
     angles = torch.outer(torch.arange(x.shape[1], dtype=torch.float64), frequencies)[:, None, None]
@@ -104,7 +110,7 @@ def _swiglu(x: Tensor) -> Tensor:
 
 
 def _experts(x: Tensor, layer: Weights, shape: PlainShape, routers: RouterLosses) -> Tensor:
-    """Every expert sees every token; what the router did not choose has a weight of 0."""
+    """Runs every expert on every token and weights experts that the router did not choose by 0."""
     tokens = x.flatten(0, 1)  # [T, H]
     logits = tokens @ layer["mlp.router.weight"].T  # [T, E]
     num_experts = logits.shape[1]
@@ -114,7 +120,7 @@ def _experts(x: Tensor, layer: Weights, shape: PlainShape, routers: RouterLosses
         (chosen.mean(0) / shape.topk) @ logits.softmax(-1).mean(0)
     )
     routers.z = routers.z + logits.logsumexp(-1).square().mean()
-    # Memory of the grouped weights: [E, H, 2F] and [E, F, H].
+    # Layout of the grouped weights: [E, H, 2F] and [E, F, H].
     hidden = tokens @ layer["mlp.experts.weight1"].reshape(num_experts, tokens.shape[1], -1)  # [E, T, 2F]
     outputs = _swiglu(hidden) @ layer["mlp.experts.weight2"].reshape(num_experts, -1, tokens.shape[1])
     return torch.einsum("te,eth->th", share, outputs).view(x.shape)

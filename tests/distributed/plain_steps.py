@@ -1,9 +1,9 @@
-"""The fused Adam as trainers subclass it. No test here."""
+"""A subclass of the fused Adam as some trainers write it. Holds no tests."""
 
 from megatron.core.optimizer import DistributedFusedAdam
 
 
 class PlainSteps(DistributedFusedAdam):
-    """As subclasses of trainers set it: the scaler unscales gradients before the step, and skips it itself."""
+    """A fused Adam that leaves unscaling gradients and skipping steps to the grad scaler."""
 
     _step_supports_amp_scaling = False

@@ -11,7 +11,10 @@ from tests.structure.tour import as_lines
 
 
 def trace(name: str) -> list[str]:
-    """Returns `file: qualname` of each function on a walk; name: batch, token, stash, activation or gradient."""
+    """Returns `file: qualname` of each function on a walk.
+
+    name: batch, token, stash, activation or gradient.
+    """
     match name:
         case "batch":
             return lines(batch_walk.trace_batch())

@@ -1,4 +1,4 @@
-"""Draws modules of random layers, types, ties, hooks and uses, whose gradients are integers. Holds no tests."""
+"""Draws modules of random layers, dtypes, ties, hooks and uses whose gradients are integers. Holds no tests."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -14,13 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 WIDTH, WORDS, SEQUENCE = 6, 11, 4
 FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
-# Largest gradient of a parameter in one backward. The sums of all uses, micro-batches and ranks fit into the 8 bits of
-# bf16, so that neither the order of a sum nor the place where a mean is taken shows.
+# Largest gradient of a parameter in one backward pass. The sums over all uses, micro-batches and ranks fit into the 8
+# significant bits of bf16, so they are exact regardless of the order of a sum and of where a mean is taken.
 LARGEST = 3
 
 
 def rounded_gradient(grad: Tensor, factor: int) -> Tensor:
-    """Integers from -LARGEST to LARGEST in proportion to a gradient, times a factor: same shape and dtype."""
+    """Scales a gradient to integers from -LARGEST to LARGEST, times a factor, in the same shape and dtype."""
     if grad.numel() == 0:
         return grad
     wide = grad.double()
@@ -29,7 +29,7 @@ def rounded_gradient(grad: Tensor, factor: int) -> Tensor:
 
 
 class _Rounded(torch.autograd.Function):
-    """Passes a parameter on, and rounds its gradient."""
+    """Returns a parameter unchanged in forward, and rounds its gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, factor: int) -> Tensor:
@@ -41,11 +41,11 @@ class _Rounded(torch.autograd.Function):
         return rounded_gradient(grads[0], ctx.factor), None
 
 
-# Layers, from [B, S, H] to [B, S, H].
+# Layers that map [B, S, H] to [B, S, H].
 
 
 class _Conv(nn.Module):
-    """Two convolutions over a picture of S x H / 2 points and 2 channels."""
+    """Two convolutions over an image of S x H / 2 pixels and 2 channels."""
 
     def __init__(self, *, channels_last: bool) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class _Recurrent(nn.Module):
 
 
 class _Collections(nn.Module):
-    """Parameters in a list and a dictionary; dtypes: of the three, and of a number if has_scalar."""
+    """Parameters in a list and a dictionary. dtypes: of these three, and of a scalar if has_scalar."""
 
     def __init__(self, dtypes: Sequence[torch.dtype], *, has_scalar: bool) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class _Collections(nn.Module):
 
 
 class _Empty(nn.Module):
-    """A layer beside parameters without elements, which take part in the result if they are used."""
+    """A layer and parameters without elements, which contribute to the output if they are used."""
 
     def __init__(self, *, is_used: bool) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class _Empty(nn.Module):
 
 
 class _Buffered(nn.Module):
-    """A layer between buffers: factors, and a count of its calls that is not saved."""
+    """A layer with buffers: factors, and a non-persistent count of its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,17 +148,17 @@ KINDS: dict[str, Callable[[random.Random], nn.Module]] = {
     "empty": lambda rng: _Empty(is_used=rng.random() < 0.5),
     "buffered": lambda rng: _Buffered(),
 }
-# Kinds that not every mode takes, or that are alike, are drawn less often.
+# Kinds that some modes do not support, or that resemble others, are drawn less often.
 WEIGHTS = {"linear": 2.0, "empty": 0.35, "lstm": 0.5, "orthogonal": 0.4}
-# What takes part in an LU factorization, or is of several types, keeps the type it has.
+# Modules with an LU factorization or with several dtypes are not converted.
 KEEPS_DTYPE = ("orthogonal", "collections")
 
 
 class Part(nn.Module):
-    """A layer that computes in a type of its own, perhaps again in backward.
+    """A layer that computes in its parameters' dtype, with or without recomputation in backward.
 
-    recompute: use_reentrant of the checkpoint; None: none. rounds: factor of rounded_gradient, if
-    the layer rounds gradients where it reads its parameters; None: it does not.
+    recompute: use_reentrant of the checkpoint; None: no recomputation. rounds: factor of rounded_gradient, if the layer
+    rounds gradients where it reads its parameters; None: it does not.
     """
 
     def __init__(self, inner: nn.Module, *, kind: str, recompute: bool | None = None) -> None:
@@ -180,13 +180,13 @@ class Part(nn.Module):
         return functional_call(self.inner, {name: _Rounded.apply(p, self.rounds) for name, p in named}, (x,)).to(FP32)
 
     def _dtype(self) -> torch.dtype | None:
-        """What all parameters are of; None where they differ."""
+        """Returns the common dtype of all parameters, or None if they differ."""
         dtypes = {param.dtype for param in self.inner.parameters()}
         return dtypes.pop() if len(dtypes) == 1 else None
 
 
 class Net(nn.Module):
-    """Embedding, residual parts in some order, some of them several times, and an output layer; returns the loss."""
+    """Computes the loss of an embedding, residual parts in a given order with repetitions, and an output layer."""
 
     def __init__(self, parts: Sequence[Part], order: Sequence[int]) -> None:
         super().__init__()
@@ -196,7 +196,10 @@ class Net(nn.Module):
         self.order = list(order)
 
     def forward(self, words: Tensor, left_out: frozenset[int] = frozenset()) -> Tensor:
-        """words: [B, S], int64. left_out: places of the order that this forward does not run. Returns []; fp32."""
+        """Computes the loss: [], fp32.
+
+        words: [B, S], int64. left_out: positions in the order that this forward does not run.
+        """
         x = self.table(words)
         for place, index in enumerate(self.order):
             if place not in left_out:
@@ -204,17 +207,17 @@ class Net(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1).to(FP32), words.roll(1, 1).flatten())
 
     def all_parts(self) -> Iterator[Part]:
-        """Embedding, parts and output layer."""
+        """Yields the embedding, the parts and the output layer."""
         yield from (self.table, *self.parts, self.head)
 
 
 @dataclass
 class Draw:
-    """A module, and how it is trained.
+    """A module and the settings of its training.
 
-    apart: whether some parameters have another rate and weight decay. scales: factors of tensor hooks by parameter
-    name. counted: names of parameters whose post-accumulate hooks are counted. optional: places of the order that some
-    ranks leave out in some steps.
+    apart: whether some parameters use a different learning rate and weight decay. scales: factors of tensor hooks, by
+    parameter name. counted: names of parameters whose post-accumulate hooks are counted. optional: positions in the
+    order that some ranks leave out in some steps.
     """
 
     seed: int
@@ -238,21 +241,22 @@ class Draw:
         return f"{settings}, order {self.net.order} of {kinds}"
 
     def words(self, step: int, microbatch: int, rank: int) -> Tensor:
-        """The batch of a rank: [3, S], int64."""
+        """Returns the batch of a rank: [3, S], int64."""
         generator = torch.Generator().manual_seed(1000 * self.seed + 100 * step + 10 * microbatch + rank)
         return torch.randint(0, WORDS, (3, SEQUENCE), generator=generator)
 
     def left_out(self, step: int, rank: int) -> frozenset[int]:
-        """Places of the order that a rank does not run in a step."""
+        """Returns the positions in the order that a rank does not run in a step."""
         return frozenset(place for place in self.optional if (step + rank + place) % 3 == 0)
 
     def adds_up(self) -> bool:
-        """Whether a parameter may get several gradients in a step."""
+        """Returns whether a parameter may accumulate several gradients in a step."""
         return self.microbatches > 1 or any(part.recompute for part in self.net.all_parts())
 
     def spare_units(self) -> None:
-        """Leaves out what sharded units do not take: places that only some ranks run, reentrant checkpoints of several
-        calls.
+        """Removes features that sharded units do not support.
+
+        These are positions that only some ranks run, and reentrant checkpoints of a part that is called several times.
         """
         self.optional = []
         for index, part in enumerate(self.net.parts):
@@ -260,22 +264,24 @@ class Draw:
                 part.recompute = False
 
     def settle_counts(self) -> None:
-        """Leaves out what is refused where gradients are released: that a part with reentrant recomputation,
-        which gives each of its uses a gradient, is used more often in a step than in the one before.
+        """Removes a case that is rejected where gradients are released.
+
+        In it, a part with reentrant recomputation, which produces a gradient for each use, is used more often in a step
+        than in the previous one.
         """
         if any(self.net.parts[part].recompute and self.net.order.count(part) > 1 for part in self.net.order):
             self.optional = []
 
     def loss(self, module: nn.Module, step: int, microbatch: int, rank: int) -> Tensor:
-        """Runs a forward of the net or its wrapper: [], fp32."""
+        """Runs a forward of the net or its wrapper and returns the loss: [], fp32."""
         with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
             return module(self.words(step, microbatch, rank), self.left_out(step, rank))
 
     def add_hooks(self, net: Net, *, factor: int, inside: bool) -> None:
         """Rounds all gradients of a copy of the net, and registers the hooks that were drawn.
 
-        factor: multiplies the integers. inside: rounds where parameters are read, not by hooks of theirs, and
-        registers hooks of modules alone.
+        factor: multiplies the integers. inside: rounds where parameters are read instead of in tensor hooks, and
+        registers only module hooks.
         """
         for part in net.all_parts():
             part.rounds = factor if inside else None
@@ -294,7 +300,7 @@ class Draw:
 
 
 def draw(seed: int) -> Draw:
-    """Draws the module and the training of a seed, the same on every rank."""
+    """Draws the module and the training settings of a seed, the same on every rank."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     usual = rng.choice(["fp32", "fp32", "bf16", "fp64", "mixed"])
@@ -305,7 +311,7 @@ def draw(seed: int) -> Draw:
     if rng.random() < 0.4:
         order.insert(rng.randrange(len(order)), rng.choice(order))
     if rng.random() < 0.25:
-        order.remove(rng.choice(order))  # never used, unless it is there twice
+        order.remove(rng.choice(order))  # never used, unless it occurs twice
     net = Net(parts, order)
     if usual in ("bf16", "fp64"):
         for part in (net.table, net.head):
@@ -314,7 +320,7 @@ def draw(seed: int) -> Draw:
     trained = [name for name, _ in net.named_parameters()]
     for param in net.parameters():
         param.requires_grad_(rng.random() > 0.1)
-    net.head.inner.weight.requires_grad_(True)  # perhaps the embedding's as well
+    net.head.inner.weight.requires_grad_(True)  # this may be the embedding's weight too
     return Draw(
         seed,
         net,
@@ -343,7 +349,7 @@ def _draw_part(rng: random.Random, usual: str, *, reentrant: bool) -> Part:
 
 
 def _tie(rng: random.Random, net: Net) -> None:
-    """Lets the output layer have the embedding's weight, and one linear layer another's, now and then."""
+    """Randomly ties the output layer's weight to the embedding, and one linear layer's weight to another's."""
     if rng.random() < 0.3:
         net.head.inner.weight = net.table.inner.weight
     linear = [part.inner for part in net.parts if part.kind == "linear"]

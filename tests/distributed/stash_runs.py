@@ -16,7 +16,7 @@ from tests.distributed.tiny_runs import Setup, TrainedRun, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 
 STEPS = 5
-# 32 columns of x, 64 of gate_up, 32 of act: with pages of few rows a quarter of a pool holds the inputs.
+# 32 columns of x, 64 of gate_up, 32 of act. With pages of few rows, the inputs fill a quarter of a pool.
 FLAGS: Flags = {
     "num-layers": 4,
     "init-method-std": 0.1,
@@ -29,7 +29,7 @@ FLAGS: Flags = {
     "moe-expert-rank-capacity-factor": 8,
     "log-num-zeros-in-grad": True,
 }
-# Router options with records of their own: jitter, two balancing losses, expert biases, logs of each layer.
+# Router options that record state: jitter, two balancing losses, expert biases, per-layer logs.
 ROUTER: Flags = {
     "moe-input-jitter-eps": 0.1,
     "moe-router-load-balancing-type": ["aux_loss", "global_aux_loss"],
@@ -41,9 +41,10 @@ ROUTER: Flags = {
 
 
 def stash(device: float | None = 3.0, host: float = 0.0, **more: object) -> Flags:
-    """Flags of a stash. device, host: size factors of the pools, 1 for a balanced batch; None: the flag's default.
+    """Returns the flags of a stash.
 
-    more: other flags of the stash, without the prefix moe-paged-stash.
+    device, host: size factors of the pools, 1 for a balanced batch; None: the flag's default. more: other flags of the
+    stash, without the prefix moe-paged-stash.
     """
     named = {f"moe-paged-stash-{name.replace('_', '-')}": value for name, value in more.items()}
     return {
@@ -56,7 +57,7 @@ def stash(device: float | None = 3.0, host: float = 0.0, **more: object) -> Flag
 
 
 def argv_of(*flags: Flags) -> list[str]:
-    """Command line of the small MoE model with `flags`; later ones win."""
+    """Returns the command line of the small MoE model with `flags`; later flags override earlier ones."""
     merged: Flags = {**read_bases()["moe"], **FLAGS}
     for more in flags:
         merged |= more
@@ -65,7 +66,7 @@ def argv_of(*flags: Flags) -> list[str]:
 
 @dataclass(frozen=True)
 class StepPages:
-    """Figures of a rank's stash in one step. dropped: number of recomputed tensors."""
+    """Statistics of a rank's stash in one step. dropped: number of recomputed tensors."""
 
     voids: int
     wanted: int
@@ -76,7 +77,10 @@ class StepPages:
 
 @dataclass
 class Trained(TrainedRun):
-    """A rank's record of a run with expert buffers. pages: figures of the stash, by step; empty without one."""
+    """A rank's record of a run with expert buffers.
+
+    pages: statistics of the stash, by step; empty without a stash.
+    """
 
     pages: list[StepPages] = field(default_factory=list)
 
@@ -85,14 +89,14 @@ _observe = StashOrder.observe
 
 
 class _Watch(Callback):
-    """Records the figures of a stash; asserts that it follows its schedule and holds no page between steps."""
+    """Records the statistics of a stash; asserts that it follows its schedule and uses no page between steps."""
 
     def __init__(self, trained: Trained, memory: ExpertMemory) -> None:
         self._trained, self._memory = trained, memory
         self._seen: list[StashEvent] = []
 
     def observe(self, order: StashOrder, event: StashEvent) -> None:
-        """Records an event, then calls StashOrder.observe, which it replaces."""
+        """Records an event and calls StashOrder.observe, which this method replaces."""
         self._seen.append(event)
         _observe(order, event)
 
@@ -101,7 +105,7 @@ class _Watch(Callback):
         assert figures is not None
         if figures.layout is None or stash is None:
             return
-        # Departing from the schedule costs time and memory, but changes no number.
+        # Departing from the schedule costs time and memory, but does not change results.
         assert not stash.order.departed
         assert self._seen[-len(figures.events) :] == list(figures.events)
         self._seen = []

@@ -1,8 +1,8 @@
-"""Counts what one training step costs beside its arithmetic, on two ranks. Holds no tests.
+"""Counts the overhead of one training step besides its arithmetic, on two ranks. Holds no tests.
 
 PYTHONPATH=. .venv/bin/python tests/distributed/step_counts.py [FLAGS]
 
-prints the counts of a tiny model trained with the flags, and which functions are called most often.
+prints the counts of a tiny model trained with the flags, and the functions that are called most often.
 """
 
 import sys
@@ -30,7 +30,7 @@ TINY = """
 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 2 --mock-data --tokenizer-type NullTokenizer
 --vocab-size 64 --num-workers 0 --lr 1e-4 --lr-decay-style constant --train-iters 100 --eval-iters 0
 """.split()
-# Methods that read a tensor's numbers without an operator.
+# Methods that read a tensor's values without an operator.
 _READS = ("tolist", "numpy")
 
 
@@ -38,9 +38,9 @@ _READS = ("tolist", "numpy")
 class StepCounts:
     """Counts of one step on one rank.
 
-    collectives: of c10d, by name. operators: of torch, collectives too, below autograd. calls: of Python functions, by
-    file and name, of all packages. reads: of tensors by the host, by file and function. Copies to the host
-    (`.cpu()`) are not counted, because they do nothing on a CPU.
+    collectives: c10d operators, by name. operators: torch operators below autograd, including collectives. calls: calls
+    of Python functions of all packages, by file and name. reads: reads of tensors by the host, by file and function.
+    Copies to the host (`.cpu()`) are not counted, because they do nothing on a CPU.
     """
 
     collectives: Counter[str] = field(default_factory=Counter)
@@ -49,11 +49,11 @@ class StepCounts:
     reads: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def calls_of(self, *names: str) -> int:
-        """The number of calls of all functions of these names."""
+        """Returns the number of calls of all functions with these names."""
         return sum(count for (_, name), count in self.calls.items() if name in names)
 
     def own_calls(self) -> int:
-        """The number of calls of this project's functions."""
+        """Returns the number of calls of this project's functions."""
         return sum(count for (path, _), count in self.calls.items() if path.startswith(("megatron/", "pretrain")))
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ class _Operators(TorchDispatchMode):
         self._counts = counts
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # The ranges of traces, which this mode asks for.
+        # Profiler ranges, which this mode also intercepts.
         if func.namespace != "profiler":
             self._counts.operators[func.name()] += 1
         if func.namespace == "c10d":
@@ -79,7 +79,7 @@ class _Operators(TorchDispatchMode):
 
 
 def counts_of(flags: Sequence[str]) -> list[StepCounts]:
-    """Returns the counts of each rank for the tiny model with these additional flags."""
+    """Returns each rank's counts for the tiny model with these additional flags."""
     return run_on_ranks(_count, RANKS, [*TINY, *flags])
 
 
@@ -90,7 +90,7 @@ def _count(argv: list[str]) -> StepCounts:
             run_step(run)
         with _Operators(counts):
             run_step(run)
-        # In a step of its own, as the mode is a Python function itself.
+        # In a separate step, because the dispatch mode is itself a Python function.
         _profiled(run, counts)
     return counts
 
@@ -112,7 +112,7 @@ def _profiled(run: TrainingRun, counts: StepCounts) -> None:
 
 
 def _reader(frame: FrameType | None) -> tuple[str, str]:
-    """The innermost function of ours that waits for a value."""
+    """Returns the file and name of this project's innermost function that waits for a value."""
     while frame is not None and not _place(frame)[0].startswith(("megatron/", "pretrain")):
         frame = frame.f_back
     return ("", "") if frame is None else _place(frame)

@@ -1,4 +1,4 @@
-"""State dicts of spread Adam over ranks: any number loads any other, replicas write once, nobody ever has it all."""
+"""Tests state dicts of SpreadAdam: loading on any number of ranks, replicas that write once, and peak memory."""
 
 from functools import partial
 
@@ -21,7 +21,10 @@ HALF = StateForm(torch.float16, is_scaled=True)
 
 
 def spread(params=None, *, replicas=1, **settings):
-    """This rank's part; the ranks are a grid whose columns are `replicas` that own the same."""
+    """Builds this rank's part.
+
+    The ranks form a grid whose columns are `replicas` that own the same elements.
+    """
     params = make_params(*DTYPES) if params is None else params
     num_ranks = dist.get_world_size() // replicas
     where = {"rank": dist.get_rank() % num_ranks, "num_ranks": num_ranks, "process_group": dist.group.WORLD}
@@ -29,7 +32,7 @@ def spread(params=None, *, replicas=1, **settings):
 
 
 def few():
-    """Seven numbers, which one rank has all of, and a group without parameters."""
+    """Returns seven numbers, which one rank owns entirely; the second group has no parameters."""
     return [nn.Parameter(torch.arange(7.0))]
 
 
@@ -53,7 +56,7 @@ def load(folder):
 @pytest.mark.parametrize(("writers", "readers"), [(1, 3), (3, 2), soak_only(2, 5), soak_only(4, 1), soak_only(5, 4)])
 def test_any_number_of_ranks_loads_what_any_other_number_saved(tmp_path, writers, readers):
     run_on_ranks(save, writers, tmp_path)
-    # Ranks that own nothing save and load with the others.
+    # Ranks that own nothing take part in saving and loading.
     assert run_on_ranks(load, readers, tmp_path) == [1] + [0] * (readers - 1)
 
 
@@ -91,7 +94,7 @@ def gather(folder, replicas):
     if dist.get_rank() == 0:
         torch.save(gathered, folder / "gathered.pt")
     dist.barrier()
-    # Every rank has all of it now, as a user would load it.
+    # Every rank loads the whole state now, as a user would.
     loaded = spread(params, replicas=replicas)
     loaded.load_state_dict(torch.load(folder / "gathered.pt"))
     assert loaded.lacks({index: {**entry, MASTERS: params[index]} for index, entry in any_state(params).items()}) == []
@@ -136,10 +139,10 @@ def test_what_one_rank_cannot_load_no_rank_loads():
 def save_while_training_goes_on(folder, form):
     saved = spread(form=form).fill(any_state(make_params(*DTYPES)))
     kept = {index: {kind: value.clone() for kind, value in entry.items()} for index, entry in saved.values().items()}
-    # A group of its own: the thread that saves must not mix its collectives with ours.
+    # A separate group: the saving thread must not mix its collectives with ours.
     group = dist.new_group(backend="gloo")
     response = dcp.async_save({"optim": saved.state_dict()}, checkpoint_id=folder, process_group=group)
-    # What is loaded meanwhile is not what was to be saved.
+    # Updates made during the save must not be saved.
     saved.fill(any_state(make_params(*DTYPES), seed=1))
     response.result()
     loaded = spread(form=form)
@@ -167,7 +170,7 @@ def save_and_load_large(folder, form, also_read):
     return [peak_bytes(call) for call in (partial(held.save, folder), *loading)]
 
 
-# Saving and loading cut every form into boxes in the same way: HALF, which has more parts, holds this for fp32.
+# Saving and loading split every form into boxes in the same way, so HALF, which has more parts, covers fp32 too.
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [soak_only(StateForm()), slow(HALF)], ids=str)
 def test_no_rank_holds_all_at_any_moment(tmp_path, form):
@@ -177,5 +180,5 @@ def test_no_rank_holds_all_at_any_moment(tmp_path, form):
         # One box at a time, and the plans of all ranks.
         assert 0.01 * everything < saving < 0.12 * everything
         for peak in loading:
-            # What this rank loads, beside the state until it is complete, and one box as it was saved.
+            # The rank's loaded values, in addition to its state until loading is complete, and one saved box.
             assert 0.2 * everything < peak < 0.4 * everything

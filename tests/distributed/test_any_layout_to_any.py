@@ -1,7 +1,7 @@
-"""Random pairs of layouts: what one saves the other loads, bit for bit by logical name, and continues to train.
+"""Tests random pairs of layouts: one loads the other's checkpoint bitwise by logical name, and continues training.
 
-Sizes of every axis, instances, buckets, vocabulary padding, frozen parts, whether the output layer is tied, pages of
-experts and the mode of the optimizer are drawn. Some ranks own padding alone. Chosen pairs are in
+The draw covers sizes of every axis, optimizer instances, buckets, vocabulary padding, frozen parts, whether the output
+layer is tied, paged stash and the optimizer mode. Some ranks own only padding. Chosen pairs are in
 test_checkpoints_of_layouts.
 """
 
@@ -29,18 +29,18 @@ from tests.distributed.tiny_runs import comparable, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
-SEED = 124  # six pairs of it have every mode, and replicas of most
+SEED = 124  # its six pairs cover every mode, and replicas of most
 PAIRS = long_count(6, soak=60)
 MOST_RANKS = long_count(6, soak=8)
-BATCH = long_count(6, soak=12)  # samples, which every data-parallel size divides
-STEPS_BEFORE, STEPS_AFTER = long_count(1, soak=2), 2  # the save; the second step after it uses what was loaded in one
+BATCH = long_count(6, soak=12)  # samples; divisible by every data-parallel size
+STEPS_BEFORE, STEPS_AFTER = long_count(1, soak=2), 2  # the save; the second later step checks the first update
 TOLERANCE = 1e-6  # of losses, relative, in fp32: docs/numerics.md
 HALF_TOLERANCE = 0.02  # the same, in bf16
-# Threads of gloo's groups outlive these, and poll: hundreds of them take the processor from the runs.
+# Threads of gloo's groups outlive the runs and keep polling. Hundreds of them would slow down later runs.
 _RUNS_OF_A_PROCESS = 4
 MASTER, MOMENT = "optimizer.fp32_param.", "optimizer.exp_avg"
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-# The tensors are few and small: in a bucket of one, most ranks own nothing.
+# The tensors are few and small. In a bucket per tensor, most ranks own nothing.
 TRAINING: Flags = {
     "num-layers": 4,
     "hidden-size": 16,
@@ -105,13 +105,13 @@ HALF_MODES: dict[str, Flags] = {
     "precision-aware": {**ZERO1, **PRECISION_AWARE},
     "precision-aware, bf16 moments": {**ZERO1, **PRECISION_AWARE, "exp-avg-dtype": "bf16", "exp-avg-sq-dtype": "bf16"},
 }
-# Modes that give each other's bits with any number of microbatches.
+# Modes that are bitwise equal to each other with any number of microbatches.
 WHOLE_BATCH = ("ddp", "zero1", "zero1, overlapped", "ddp, in backward", "zero1, in backward")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A layout: the size of each axis, of dp for given ranks."""
+    """A layout, as the size of each axis."""
 
     tp: int = 1
     cp: int = 1
@@ -123,18 +123,18 @@ class Sizes:
 
     @property
     def ranks(self) -> int:
-        """Processes it takes."""
+        """Number of processes."""
         return self.tp * self.cp * self.pp * self.dp
 
     @property
     def expert_dp(self) -> int:
-        """Ranks with the same experts."""
+        """Number of ranks with the same experts."""
         return self.ranks // (self.pp * self.ep * self.etp)
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of two runs. padding: the multiple to which a tensor-parallel rank's vocabulary is padded."""
+    """One of the two runs of a pair. padding: the multiple to which a rank's vocabulary is padded."""
 
     sizes: Sizes
     mode: str
@@ -146,7 +146,7 @@ class Side:
     parallel_load: bool
 
     def argv(self, model: Flags) -> list[str]:
-        """Its command line."""
+        """Returns the command line of the run."""
         axes = {name: size for name, size in vars(self.sizes).items() if name != "dp"}
         flags = {**model, **layout(**axes), **{**MODES, **HALF_MODES}[self.mode]}
         flags["make-vocab-size-divisible-by"] = self.padding
@@ -155,14 +155,14 @@ class Side:
         if self.instances > 1:
             flags["num-distributed-optimizer-instances"] = self.instances
         if self.bucket is not None:
-            # Without overlap there is one bucket.
+            # Without overlap there is only one bucket.
             flags |= {"ddp-bucket-size": self.bucket, "overlap-grad-reduce": True}
         return command_line(flags)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """What saves, what loads, and the flags of the model that both have."""
+    """The run that saves, the run that loads, and the model flags that they share."""
 
     saves: Side
     loads: Side
@@ -170,9 +170,9 @@ class Pair:
 
     @property
     def same_bits(self) -> bool:
-        """Whether both have to compute every digit alike."""
+        """Whether the two runs must be bitwise equal."""
         one, other = (replace(side, bucket=None, parallel_load=False) for side in (self.saves, self.loads))
-        # Padding says where tensor-parallel ranks part the vocabulary, and so its sums.
+        # Padding determines where the vocabulary is split between tensor-parallel ranks, and thereby its sums.
         if one.sizes.tp == 1:
             one = replace(one, padding=other.padding)
         if one.mode in WHOLE_BATCH and other.mode in WHOLE_BATCH:
@@ -182,9 +182,11 @@ class Pair:
 
 @dataclass
 class Trained:
-    """What a rank saw. state: what was saved, or loaded. values: counters and sizes that go with it. reports: of the
-    steps behind it. factor: how many rows an expert rank has room for, where that is fixed; repeated: how often each
-    of the steps began anew with more.
+    """A rank's record of a run.
+
+    state: tensors that were saved or loaded. values: counters and sizes stored with them. reports: of the steps after
+    the checkpoint. factor: capacity factor of an expert rank's rows, where it is fixed. repeated: how often each of
+    these steps was restarted with more capacity.
     """
 
     state: list[Box]
@@ -212,7 +214,7 @@ def test_any_layout_goes_on_from_the_checkpoint_of_any_other(tmp_path: Path) -> 
 
 
 def _draw(number: int) -> Pair:
-    """The pair of that number: the same one every time. Every third has one layout twice, all but buckets."""
+    """Draws the pair of a number, deterministically. In every third pair both layouts are equal except for buckets."""
     draw = random.Random(f"pair {number}, {SEED}")
     kind, half = ("dense", "moe")[number % 2], draw.random() < 0.4
     same = number % 3 == 0
@@ -221,16 +223,16 @@ def _draw(number: int) -> Pair:
     if number % 5 == 2:
         model |= LATENT
     if number % 6 in (1, 3):
-        # Rows and pages of a fixed size, far too few: the first steps learn how many it takes.
+        # Buffers and pages of a fixed size, far too small. The first steps learn the required sizes.
         model |= PAGES
-    # Other layouts draw other masks.
+    # Different layouts draw different dropout masks.
     model["hidden-dropout"] = 0.1 if same else 0.0
-    # Modes in turn, so that few pairs have all.
+    # Modes take turns, so that few pairs cover all of them.
     modes = [*MODES, *(HALF_MODES if half else {})]
     saves, loads = (_draw_side(draw, kind, modes[(2 * number + side + 2) % len(modes)]) for side in (0, 1))
     if draw.random() < 0.5:
         loads = replace(loads, frozen=saves.frozen)
-    # Two weights that were trained apart do not become one.
+    # Weights that were trained separately cannot be tied.
     loads = replace(loads, is_tied=saves.is_tied and loads.is_tied)
     if same:
         mode = draw.choice(WHOLE_BATCH if saves.mode in WHOLE_BATCH and saves.instances == 1 else (saves.mode,))
@@ -243,7 +245,7 @@ def _draw(number: int) -> Pair:
 
 def _draw_side(draw: random.Random, kind: str, mode: str) -> Side:
     possible = [one for one in _layouts(kind) if one.pp == 1 or "fsdp2" not in mode]
-    # First how a model is cut, or the few ways with chunks would hardly ever come.
+    # First draws how the model is split, or the few layouts with virtual chunks would hardly ever be drawn.
     cut = draw.choice(sorted({_cut(one) for one in possible}))
     sizes = draw.choice([one for one in possible if _cut(one) == cut])
     groups = (sizes.dp * sizes.cp, sizes.expert_dp) if kind == "moe" else (sizes.dp * sizes.cp,)
@@ -272,14 +274,14 @@ def _cut(sizes: Sizes) -> tuple[int, ...]:
 
 
 def _exists(sizes: Sizes) -> bool:
-    """Whether there are layers for each chunk, ranks for the experts, and a batch of whole rounds of microbatches."""
+    """Returns whether the layers, experts and microbatches divide evenly in this layout."""
     if sizes.vpp > 1 and (sizes.pp != 2 or BATCH // sizes.dp % sizes.pp):
         return False
     return sizes.ranks % (sizes.pp * sizes.ep * sizes.etp) == 0
 
 
 def _assert_drawn_widely(pairs: Sequence[Pair]) -> None:
-    """That no axis and no mode was forgotten."""
+    """Asserts that the pairs cover every axis and mode."""
     sides = [side for pair in pairs for side in (pair.saves, pair.loads)]
     for axis in vars(Sizes()):
         assert len({getattr(side.sizes, axis) for side in sides}) > 1, axis
@@ -291,11 +293,11 @@ def _assert_drawn_widely(pairs: Sequence[Pair]) -> None:
     assert {pair.same_bits for pair in pairs if PAGES.items() <= pair.model.items()} == {True, False}
 
 
-# Running and comparing them.
+# Running the pairs and comparing the results.
 
 
 def _run_by_ranks(sides: Sequence[tuple[Side, Flags]], flag: str, folder: Path) -> list[list[Trained]]:
-    """Returns what the ranks of each side saw; sides with the same number of ranks share their processes."""
+    """Returns the ranks' records of each side; sides with the same number of ranks share their processes."""
     numbers: dict[int, list[int]] = defaultdict(list)
     for number, (side, _) in enumerate(sides):
         numbers[side.sizes.ranks].append(number)
@@ -313,7 +315,7 @@ def _run_by_ranks(sides: Sequence[tuple[Side, Flags]], flag: str, folder: Path) 
 
 
 def _problems(pair: Pair, saved: list[Trained], loaded: list[Trained]) -> Iterator[str]:
-    """What is wrong with the run that went on, in words."""
+    """Describes the errors of the resumed run."""
     for rank, own in enumerate(loaded):
         if own.values != saved[0].values:
             yield f"rank {rank} begins with {own.values}, {saved[0].values} were saved"
@@ -326,9 +328,9 @@ def _problems(pair: Pair, saved: list[Trained], loaded: list[Trained]) -> Iterat
 
 
 def _other_reports(pair: Pair, expected: list[dict[str, Any]], reports: list[dict[str, Any]]) -> Iterator[str]:
-    """Steps of the run that went on which are not those of the one that was not interrupted."""
+    """Describes steps of the resumed run that differ from the uninterrupted run."""
     if pair.saves.frozen != pair.loads.frozen or pair.saves.is_tied != pair.loads.is_tied:
-        # Only the loss of the first step comes from weights that are the same.
+        # Only the loss of the first step comes from equal weights.
         expected, reports = expected[:1], reports[:1]
     for step, (report, reference) in enumerate(zip(reports, expected, strict=True)):
         if pair.same_bits and report != reference:
@@ -339,9 +341,9 @@ def _other_reports(pair: Pair, expected: list[dict[str, Any]], reports: list[dic
 
 
 def _differences(pair: Pair, before: dict[str, Tensor], after: dict[str, Tensor]) -> Iterator[str]:
-    """Tensors that were not loaded as they were saved."""
+    """Describes tensors that were not loaded as they were saved."""
     keys = before.keys() ^ after.keys()
-    # What was frozen as a tied weight has no state, which the output layer of its own then begins.
+    # A weight frozen while tied has no state; an untied output layer then starts with a new state.
     keys -= {key for key in keys if key.endswith(OUTPUT) and key.replace(OUTPUT, EMBEDDING) not in before}
     if pair.saves.frozen == pair.loads.frozen and keys:
         yield f"only one side has {sorted(keys)}"
@@ -355,7 +357,7 @@ def _differences(pair: Pair, before: dict[str, Tensor], after: dict[str, Tensor]
 
 
 def _other_sizes(pair: Pair, saved: list[Trained], loaded: list[Trained]) -> Iterator[str]:
-    """What a rank learned and the run that went on has to learn again."""
+    """Describes sizes that a rank had learned before the save but must learn again after the load."""
     for rank, own in enumerate(loaded):
         if own.factor is not None and own.factor < (saved[0].factor or 0.0):
             yield f"rank {rank} has room for {own.factor} times the balanced rows, {saved[0].factor} before"
@@ -363,13 +365,13 @@ def _other_sizes(pair: Pair, saved: list[Trained], loaded: list[Trained]) -> Ite
         yield f"steps began {loaded[0].repeated} times anew, {saved[0].repeated} uninterrupted"
 
 
-# In a rank's process.
+# Functions that run in a rank's process.
 
 
 def _train_each(jobs: Sequence[tuple[list[str], tuple[str, ...]]]) -> list[Trained]:
     results = []
     for argv, frozen in jobs:
-        # Should it fail, this says where.
+        # Shows in the output of a failed rank which run it was.
         print(f"{frozen} frozen, {' '.join(argv)}", file=sys.stderr)
         results.append(_train(argv, frozen))
     return results

@@ -1,4 +1,4 @@
-"""Parameters of DistributedFusedAdam between a step and the gather of their new values, with overlap_param_sync."""
+"""Tests reads of DistributedFusedAdam's parameters between a step and their gather, with overlap_param_sync."""
 
 import copy
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from megatron.core.optimizer import DistributedFusedAdam
 from tests.distributed.fused_adam_runs import cap
 from tests.harness import run_on_ranks
 
-# What copies of weights, logs and hand-written layers do.
+# Reads that copies of weights, logging and hand-written layers perform.
 READS: dict[str, Callable[[nn.Parameter], Any]] = {
     "norm": lambda param: param.norm(),
     "detach": lambda param: param.detach(),
@@ -41,7 +41,7 @@ def _loss(net: nn.Module, step: int) -> Tensor:
 
 def _reads_raise_until_the_gather() -> None:
     net, plain = _net(), _net()
-    # In buckets that cut parameters, so that a parameter comes in parts.
+    # Buckets that split parameters, so that a parameter is gathered in parts.
     optimizer = DistributedFusedAdam(net.parameters(), lr=0.1, overlap_param_sync=True, bucket_cap_mb=cap(128))
     expected = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.0, fused=True)
     weight = net[0].weight
@@ -59,7 +59,7 @@ def _reads_raise_until_the_gather() -> None:
         for name, read in READS.items():
             with pytest.raises(RuntimeError, match="wait_params|param_sync"):
                 pytest.fail(f"{name} gave {read(weight)}")
-        # What does not depend on values.
+        # Attributes that do not depend on values remain readable.
         assert weight.shape == (6, 5) and weight.dtype == torch.float32 and weight.requires_grad and weight.is_leaf
         assert torch.zeros_like(weight).shape == weight.new_ones(6, 5).shape == (6, 5)
         assert torch.is_floating_point(weight) and "wait_params" in repr(weight)

@@ -1,5 +1,7 @@
-"""A step with a loss or gradient that is not finite, or a loss that jumps, is left out or gone back from on all ranks;
-replicas that come apart are named.
+"""Tests recovery from bad steps, on all ranks, and detection of replicas that diverge.
+
+A step is bad if its loss or a gradient is not finite, or if its loss spikes. It is skipped, or training rewinds to a
+checkpoint.
 """
 
 import re
@@ -46,13 +48,13 @@ SPREAD: dict[str, Flags] = {
     "pipeline": {"pipeline-model-parallel-size": 2},
     "experts": {"expert-model-parallel-size": 2, "overlap-grad-reduce": True},
 }
-# Compared with a run that never reads the bad batch; in the others, a step that is left out and a run that goes back
-# from it, to the state of a checkpoint, are compared with each other.
+# These are compared with a run that never reads the bad batch. In the other modes, a run that skips the step is
+# compared with a run that rewinds to a checkpoint.
 KNOWN_BATCHES = ("zero1", "pipeline")
 
 
 class _Losses(Callback):
-    """Losses by iteration; those of steps that come again replace the others."""
+    """Records losses by iteration; a repeated step replaces its earlier loss."""
 
     def __init__(self) -> None:
         self.losses: dict[int, float] = {}
@@ -65,10 +67,10 @@ class _Losses(Callback):
 
 
 class _Poison:
-    """pretrain_gpt's forward step; the last rank's is bad in one of its calls, and good if that comes again."""
+    """Wraps pretrain_gpt's forward step so that some calls on the last rank are bad, but not when they are repeated."""
 
     def __init__(self, bad_calls: dict[int, str]) -> None:
-        """bad_calls: what is bad, by number of the call, from 1."""
+        """bad_calls: kind of fault ("loss", "spike" or "gradient") by number of the call, from 1."""
         self._bad_calls, self._num_calls = bad_calls, 0
 
     def __call__(self, data_iterator: Iterator[Any] | None, model: nn.Module) -> tuple[Tensor, Any]:
@@ -86,7 +88,7 @@ class _Poison:
 
 
 def _train(flags: Flags, folder: Path, *, poison: str | None, leaves_out: bool = False) -> _Losses:
-    """leaves_out: the batch of the bad step is left out from the start."""
+    """Trains to the end and returns the losses. leaves_out: the bad step's batch is skipped from the start."""
     ranks_of_data = RANKS // flags.get("pipeline-model-parallel-size", 1)
     num_microbatches = BATCH // ranks_of_data
     step = _Poison({} if poison is None else {(BAD_STEP - 1) * num_microbatches + 2: poison})
@@ -111,7 +113,7 @@ def _leave_out_in_all_modes(folder: str, spread: str, poison: str) -> None:
     assert skipped.skipped == [BAD_STEP]
     for step in range(1, BAD_STEP):
         assert skipped.losses[step] == back.losses[step]
-    # The step that left its batch out has a number of its own.
+    # A step whose batch was skipped still counts as an iteration.
     for step in range(BAD_STEP + 1, STEPS + 1):
         assert skipped.losses[step] == back.losses[step - 1]
 
@@ -126,7 +128,7 @@ def test_a_bad_step_is_skipped_or_gone_back_from_as_if_its_batch_were_not_there(
     printed = capsys.readouterr().out
     bad = r"rank 1: microbatch 1 \(lm loss is nan\)" if poison == "loss" else r"not finite on .*rank 1: "
     if spread in ("zero1", "experts"):
-        # Where gradients add up until the end, one small parameter's are looked at as they come.
+        # Where gradients accumulate until the end, one small parameter's gradient is checked after every microbatch.
         bad += r"decoder\.layers\.0\.input_layernorm\.weight \(since microbatch 1, counted from 0, of 2\)"
     assert re.search(rf"iteration {BAD_STEP} is skipped: .*{bad}", printed), printed
     words = rf"{bad}.*: rewinding from iteration {BAD_STEP - 1} to 2, skipping the data of that step \(rewind 1 of"
@@ -142,7 +144,7 @@ def _go_back_from_a_spike(folder: str) -> None:
         def on_step_end(self, report: StepReport) -> None:
             seen.append((report.iteration, report.consumed_samples))
 
-    # Of two microbatches a step; behind the return the second step is bad again, and goes back to the same checkpoint.
+    # Two microbatches per step. After the first rewind the second step is bad too, and rewinds to the same checkpoint.
     step = _Poison({6 * 2 + 1: "spike", 8 * 2 + 1: "loss"})
     with (
         started_run(command_line({**FLAGS, **flags, "save": folder}), forward_step=step) as run,
@@ -151,7 +153,7 @@ def _go_back_from_a_spike(folder: str) -> None:
         run.callbacks = CallbackList((Positions(),))
         train(run)
         assert run.recovery.num_rewinds == 2 and len(run.state.recent_losses) == 9
-    # Steps 5 and 6 come again, with the batches behind that of step 7; and again, without that of the second return.
+    # Steps 5 and 6 are repeated with the batches after step 7's, and once more without the batch of the second rewind.
     assert seen[4:9] == [(5, 20), (6, 24), (5, 32), (5, 32), (6, 40)] and seen[-1] == (9, 52)
 
 
@@ -190,13 +192,13 @@ def test_a_run_that_stays_bad_ends(tmp_path: Path) -> None:
 
 
 class _Flip(Callback):
-    """Changes a bit of a weight on one rank after step 4."""
+    """Flips a bit of a weight on one rank after step 4."""
 
     def __init__(self, run: TrainingRun, name: str, *, rank: int) -> None:
         self._run, self._name, self._rank = run, name, rank
 
     def on_step_end(self, report: StepReport) -> None:
-        # Behind the gather of the last update, on all ranks, as waiting for it is collective.
+        # After the last update is gathered, and on all ranks, since waiting for the gather is collective.
         gather_parameters(self._run)
         if report.iteration == 4 and dist.get_rank() == self._rank:
             model = unwrap_model(self._run.model)[0]
@@ -222,7 +224,7 @@ def _change_a_tensor(cases: Sequence[tuple[str, int, Flags]], named: str) -> Non
 
 @pytest.mark.slow
 def test_a_bit_that_flips_in_a_replica_is_named_with_its_rank_and_not_saved(tmp_path: Path) -> None:
-    # By its interval, and by that of saves, before which weights are compared in any case.
+    # At the check interval, and at the save interval, because weights are always compared before a save.
     before_saves: Flags = {"check-weight-hash-across-dp-replicas-interval": 100, "save-interval": 2, "save": tmp_path}
     with_bias: Flags = {"moe-router-enable-expert-bias": True, "moe-router-score-function": "sigmoid"}
     router = "decoder.layers.1.mlp.router"

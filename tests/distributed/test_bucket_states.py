@@ -1,6 +1,6 @@
-"""What hooks see of an optimizer in `bucket.states`, with every wrapper and rule: what the next step starts from.
+"""Tests that `bucket.states` shows hooks the optimizer state that the next step starts from.
 
-In backward: test_optimizer_in_backward.
+Covers every wrapper and rule. Updates in backward are covered in test_optimizer_in_backward.
 """
 
 import gc
@@ -69,7 +69,7 @@ def _step(model: Any, optimizer: Any, number: int, dtype: torch.dtype) -> None:
 
 
 class Forecast:
-    """A bucket hook that says from the states what they will be in the next step, and compares."""
+    """A bucket hook that predicts the next step's states from the current ones, and compares."""
 
     def __init__(self, *, is_kept_whole: bool) -> None:
         self.step, self.num_elements = 0, 0
@@ -81,7 +81,7 @@ class Forecast:
         for state in bucket.states:
             self._meet(bucket, state)
         found = [one.span.intersection(state.span).numel for one in bucket.slices for state in bucket.states]
-        assert sum(found) == sum(one.span.numel for one in bucket.slices), "all that this rank owns, once"
+        assert sum(found) == sum(one.span.numel for one in bucket.slices), "each owned element, exactly once"
         self.num_elements += sum(found)
 
     def _meet(self, bucket: ReadyBucket, state: RunState) -> None:
@@ -91,11 +91,11 @@ class Forecast:
             assert not any(moment.any() for moment in state.moments.values())
         else:
             found = {"master": state.master, **state.moments}
-            # bf16 has 8 bits.
+            # bf16 has 8 significant bits.
             close = {"rtol": 1e-5, "atol": 1e-7} if self._is_kept_whole else {"rtol": 1e-2, "atol": 1e-5}
             torch.testing.assert_close(found, self._expected[key], **close)
         if self._is_kept_whole and self.step == 1:
-            # A step starts from what is written here.
+            # The step must start from the values written here.
             state.master.mul_(2.0)
             bucket.shard[part].copy_(state.master)
             next(iter(state.moments.values())).neg_()
@@ -125,13 +125,13 @@ def _forecast(wrapper: str, rules: list[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("wrapper", [*WRAPPERS, "fsdp2"])
 def test_states_are_what_the_step_starts_from(wrapper: str) -> None:
-    # ZeRO-2 has Adam alone; sharded masters are fp32 in any case.
+    # ZeRO-2 supports only Adam; sharded masters are always fp32.
     rules = [name for name in RULES if wrapper in ("ddp", "zero1") or name == "adam"]
     run_on_ranks(_forecast, 2, wrapper, rules)
 
 
 class Halves(nn.Module):
-    """A weight that is two matrices of one shape, or of two."""
+    """A weight that consists of two matrices, of equal or different shapes."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ def _see_matrices() -> None:
             _step(model, optimizer, step, torch.float32)
         matrix, other = {"momentum_buffer", "lr"}, {"exp_avg", "exp_avg_sq", "lr"}
         wanted = {"0.weight": matrix, "0.bias": other, "1.weight": matrix, "2.weight": matrix, "2.bias": other}
-        # Matrices of two shapes have two rates.
+        # Matrices of different shapes have different learning rates.
         wanted["3.weight"] = {"momentum_buffer"}
         assert kinds and all(kinds[name] == wanted[name] for name in kinds), kinds
 
@@ -198,7 +198,7 @@ def _follow_optimizers() -> None:
         seen.clear()
         del first, second
         gc.collect()
-        assert rates_of_a_step() == set(), "nobody holds the states of an optimizer that is gone"
+        assert rates_of_a_step() == set(), "the states of a deleted optimizer must be freed"
 
 
 def test_states_are_those_of_the_last_optimizer_and_go_with_it() -> None:

@@ -1,4 +1,4 @@
-"""check_capture.py --replay: steps on a tape have the bits of eager ones, or what differs first is named."""
+"""Tests check_capture.py --replay: replayed steps are bitwise equal to eager ones, or the first difference is named."""
 
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +18,7 @@ from tests.harness import launch_on_ranks, run_on_ranks
 
 
 def _own_lines(stdout: str) -> list[str]:
-    """Lines of the program itself; those of the run that it builds are indented."""
+    """Returns the lines of the program itself; lines of the run that it builds are indented."""
     return [line for line in stdout.splitlines() if not line.startswith("  ")]
 
 
@@ -42,7 +42,7 @@ def replay_with_a_counter(argv: list[str]) -> None:
     forward = MLP.forward
 
     def counts(mlp: MLP, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        # Of each layer, so that every run begins with the same one.
+        # Counts the calls of each layer separately, so that every run begins with the same count.
         vars(mlp)["calls"] = vars(mlp).get("calls", 0) + 1
         output, bias = forward(mlp, hidden)
         return output * (1 + 1 / vars(mlp)["calls"]), bias
@@ -101,5 +101,5 @@ def test_a_counter_of_the_host_that_the_lint_cannot_see_is_found() -> None:
     (end,) = launch_on_ranks(replay_with_a_counter, 1, ["--replay", "2", *words_of(DENSE)], backend=None)
     verdict, replayed, line = _own_lines(end.stdout)[-3:]
     assert (end.exit_code, verdict.partition(":")[0]) == (1, "CAPTURABLE")
-    # The third step is captured, with its own numbers.
+    # The third step is captured, with its correct results.
     assert replayed.startswith("DIFFERENT") and line.startswith("1. rank 0: step 4: losses is ")

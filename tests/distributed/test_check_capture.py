@@ -1,4 +1,4 @@
-"""Configurations whose steps can be CUDA graphs, as tools/check_capture.py and the lint behind it say on the CPU."""
+"""Tests which configurations can be captured in CUDA graphs, by tools/check_capture.py and its linter, on the CPU."""
 
 import re
 from functools import cache
@@ -14,16 +14,16 @@ from tests.counts import long_count
 from tests.harness import launch_on_ranks, run_on_ranks
 
 RECOMPUTED = ["--recompute-granularity", "random.py", "fused_bias_dropout.py", "fused_bias_dropout.py"]
-# What is named in each case: files of lines, or flags.
+# Graph breaks named in each case: files of lines, or flags.
 NAMED = {
     "recompute with dropout": RECOMPUTED,
     "packed documents": ["--reset-attention-mask", "packed_seq_params.py"],
     "dropless over ranks, all-to-all": ["--expert-model-parallel-size", "dispatch_alltoall.py"],
     "dropless over ranks, all-gather": ["--expert-model-parallel-size", "permutation.py"],
 }
-# With these, every way to break a graph and every module that can be captured. test_capture_replay.py sees that a graph
-# can hold a stash over ranks and models with all that published ones have; test_module_graphs.py, that graphs of parts
-# can hold a stash whose tensors are computed again.
+# These cover every kind of graph break and every module that can be captured. test_capture_replay.py checks graphs of a
+# stash over ranks and of models with all features of published ones. test_module_graphs.py checks graphs of modules
+# with a stash whose tensors are recomputed.
 USUAL = [
     *NAMED,
     "layers kept on the host",
@@ -67,7 +67,7 @@ def test_the_documented_table_names_every_configuration_once_and_in_order() -> N
 
 @pytest.mark.soak
 def test_the_documented_table_is_what_is_found_now() -> None:
-    """Without soak the rows of some configurations are compared, and the names of all, in the tests above."""
+    """Compares the whole table; without soak, the tests above compare some rows and all names."""
     assert documented(PAGE.read_text(encoding="ascii")) == table(verdicts(1) | verdicts(2))
 
 

@@ -1,4 +1,4 @@
-"""Save and resume on several data-parallel ranks: generators for each, any number loads, errors on all."""
+"""Tests saving and resuming on several data-parallel ranks: random states, other numbers of ranks, errors on all."""
 
 import random
 
@@ -45,7 +45,7 @@ def load_on_ranks(folder):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """The folder that three ranks saved to, with their draws and states."""
+    """Returns the folder that three ranks saved to, with their draws and states."""
     folder = tmp_path_factory.mktemp("saved")
     return folder, run_on_ranks(save_on_ranks, 3, folder)
 

@@ -1,6 +1,6 @@
-"""A checkpoint of any layout, sharded or not, loads in any other: weights and state bit for bit by logical name.
+"""Tests that a checkpoint of any layout loads bitwise in any other: weights and optimizer state by logical name.
 
-This is a chain of layouts that mainly split experts; test_any_layout_to_any covers random pairs.
+It follows a chain of layouts that mainly split experts. test_any_layout_to_any covers random pairs.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ LAYOUTS = [
     layout(2, 2, 2, ep=4),
     layout(),
 ][: long_count(3, soak=6)]
-# From sharded states to sharded ones, to unsharded ones, and back.
+# Covers loads from sharded states to sharded and unsharded ones, and from unsharded states to sharded ones.
 SHARDED = (0, 1, 3, 4)
 
 
@@ -69,7 +69,7 @@ def test_a_checkpoint_of_any_layout_loads_in_any_other(tmp_path: Path) -> None:
 
 
 def _states(argvs: Sequence[Sequence[str]]) -> list[list[Box]]:
-    """Returns the state of each run in turn; one that loads nothing trains first."""
+    """Returns the state of each run in turn; a run without a checkpoint to load trains first."""
     states = []
     for argv in argvs:
         with started_run(argv) as run:

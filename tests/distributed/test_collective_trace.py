@@ -1,4 +1,4 @@
-"""Ranks that launch different collectives: named on every rank, and nothing hangs."""
+"""Tests that ranks that launch different collectives are named on every rank instead of hanging."""
 
 import re
 
@@ -28,7 +28,7 @@ def agree(trace):
 
 
 def differ_in_a_step():
-    """Rank 1 swaps two buckets of equal size, which no back end would notice, in the second step of three."""
+    """Swaps two buckets of equal size on rank 1 in the second of three steps, which no backend would detect."""
     trace = trace_of_all()
     told = []
     for step in range(3):

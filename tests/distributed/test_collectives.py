@@ -1,4 +1,4 @@
-"""Sums over ranks against sums in fp64 and, in rank order, bit by bit; however they are cut and finished."""
+"""Tests sums over ranks against fp64 and, in rank order, bitwise, however tensors are split and collectives finish."""
 
 import pytest
 import torch
@@ -13,7 +13,10 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def values_of_ranks(size, dtype, *, ranks):
-    """The same on every rank; magnitudes differ, so that another order of addition has other bits."""
+    """Returns the values of all ranks, the same on every rank.
+
+    Their magnitudes differ, so that a different order of addition gives a different sum.
+    """
     made = [torch.randn(size, generator=torch.Generator().manual_seed(r)) * 7.0**r for r in range(ranks)]
     return [value.to(dtype) for value in made]
 
@@ -26,8 +29,10 @@ def in_rank_order(values):
 
 
 def reduced(values, policy, *, sharded, buckets=1, group=None):
-    """This rank's flat tensor, reduced in `buckets` equal parts that are all under way at once, gathered if sharded,
-    every other one of those with its shard's sum elsewhere first.
+    """Returns this rank's flat tensor, reduced in `buckets` equal parts that are all in flight together.
+
+    If sharded, the reduced shards are gathered; the shards of every second part are first reduced into a separate
+    tensor.
     """
     group = group or dist.group.WORLD
     flat = values[dist.get_rank()].clone()
@@ -56,7 +61,7 @@ def reduced(values, policy, *, sharded, buckets=1, group=None):
 def check_every_way():
     ranks = dist.get_world_size()
     size = 12 * 64 * ranks
-    collectives._SLICE_ELEMENTS = 5 * 64 * ranks  # so that a whole tensor takes several, and the last is shorter
+    collectives._SLICE_ELEMENTS = 5 * 64 * ranks  # so that a whole tensor takes several slices, and the last is shorter
     for dtype in DTYPES:
         values = values_of_ranks(size, dtype, ranks=ranks)
         exact = sum(value.double() for value in values)
@@ -72,7 +77,7 @@ def check_every_way():
                         ReductionPolicy(deterministic=True, average=average),
                         ReductionPolicy(fp32_accumulation=True, average=average),
                     ):
-                        # Wider types than 16 bits need no fp32 accumulation, and keep the back end's order.
+                        # Dtypes wider than 16 bits need no fp32 accumulation and keep the backend's order.
                         if policy.deterministic or dtype.itemsize == 2:
                             total = reduced(values, policy, sharded=sharded, buckets=buckets)
                             expected = (ordered / ranks if average else ordered).to(dtype)
@@ -89,7 +94,7 @@ def check_discard_sizes_and_instances():
     rank, ranks = dist.get_rank(), dist.get_world_size()
     values = values_of_ranks(64 * ranks * 5, torch.float32, ranks=ranks)
     flat = values[rank].clone()
-    # A first round that is given up, a late part, the second round: the bits of one round over the whole.
+    # A discarded first round and a second round over the whole must be bitwise equal to a single round.
     policy = ReductionPolicy(deterministic=True)
     collectives._SLICE_ELEMENTS = 64 * ranks
     reduce_bucket_(flat, dist.group.WORLD, sharded=True, policy=policy).discard()
@@ -103,7 +108,7 @@ def check_discard_sizes_and_instances():
             handle.discard()
         finally:
             handle.wait()
-    # Tensors that are no bucket: any size.
+    # Tensors of any size, which are not buckets.
     for size in (1, 2, 63, 1003):
         some = values_of_ranks(size, torch.float32, ranks=ranks)
         assert torch.equal(reduced(some, policy, sharded=False), in_rank_order(some))

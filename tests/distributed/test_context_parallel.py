@@ -1,4 +1,4 @@
-"""Attention over ranks that hold parts of the sequences, against the core that sees them whole."""
+"""Tests attention over ranks that hold parts of the sequences against the core on whole sequences."""
 
 import re
 from functools import cache
@@ -22,11 +22,11 @@ from tests.harness import run_on_ranks
 from tests.unit_tests.core.models.small_models import small_config
 
 HEADS, GROUPS, WIDTH, BATCH = 8, 4, 8, 2
-# Exchange, window, and whether samples are packed.
+# (exchange, window, whether samples are packed)
 Case = tuple[str, tuple[int, int] | None, bool]
 FEATURES = list(product((None, (5, 0)), (False, True)))
 KINDS = ("p2p", "all_gather", "a2a", "a2a+p2p")
-# Levels of a2a+p2p by number of ranks: heads are exchanged between two ranks, and rings have the other size.
+# Levels of a2a+p2p by number of ranks: heads are exchanged between two ranks; rings have the remaining size.
 LEVELS = {2: (2, 1), 4: (2, 2)}
 CASES: list[Case] = [(kind, *feature) for kind in KINDS for feature in FEATURES]
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -39,7 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sinks": {"softmax_type": "learnable"},
 }
 EVERY = list(product(CASES, VARIANTS))
-# Every pair of exchange, window, packing and variant.
+# Covers every pair of exchange, window, packing and variant.
 PAIRS = [
     ((kind, *FEATURES[(row + column) % len(FEATURES)]), variant)
     for row, variant in enumerate(VARIANTS)
@@ -57,7 +57,10 @@ def compare(
     levels: tuple[int, int] | None = None,
     **fields: Any,
 ) -> list[float]:
-    """Largest differences of output and gradients of query, key and value from the core's, relative to its largest."""
+    """Returns the largest differences of the output and of the query, key, value and sink gradients from the core's.
+
+    Each is relative to the largest expected value.
+    """
     size = dist.get_world_size()
     # On four ranks a chunk is shorter than the window.
     seq, dtype = 8 * size if size == 2 else 4 * size, fields.get("params_dtype", torch.float64)
@@ -83,7 +86,7 @@ def compare(
     around_core = over_ranks(core, config, kind=config.cp_comm_type_of_layer(1), groups=groups)
     output = around_core(core, *parts, packed_seq_params=segments)
     output.backward(own_part(grad))
-    # Ranks have shares of a parameter's gradient.
+    # Each rank computes a share of a parameter's gradient.
     of_sinks = [parameter.grad.clone() for parameter in sinks if parameter.grad is not None]
     for share in of_sinks:
         dist.all_reduce(share)
@@ -114,8 +117,8 @@ def compare_all(chosen: list[tuple[Case, str]]) -> list[tuple[Case, str, list[fl
     return [(case, variant, compare(*case, **VARIANTS[variant])) for case, variant in chosen]
 
 
-# "2 ranks" has each pair of an exchange, a window, packing and a variant, "4 ranks" each case and each variant of two
-# levels; the others repeat these.
+# "2 ranks" covers each pair of an exchange, a window, packing and a variant; "4 ranks" covers each case and each
+# variant of two levels. The other ids repeat these.
 @pytest.mark.parametrize(
     ("ranks", "chosen"),
     [(2, PAIRS), (4, [(case, "auto") for case in CASES] + LEVEL_PAIRS), soak_only(2, EVERY), soak_only(4, EVERY)],
@@ -170,7 +173,7 @@ def compare_levels(levels: tuple[int, int]) -> list[list[float]]:
     return [compare("a2a+p2p", *feature, levels=levels, softmax_type="learnable") for feature in FEATURES]
 
 
-# Levels of unequal sizes would not agree if a rank's places on the two levels were exchanged.
+# With levels of unequal sizes, exchanging a rank's positions on the two levels would be detected.
 @pytest.mark.parametrize(
     ("ranks", "levels"), [(4, (1, 4)), (4, (4, 1)), slow(8, (2, 4)), slow(8, (4, 2))], ids=lambda value: str(value)
 )

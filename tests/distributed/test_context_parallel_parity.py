@@ -1,4 +1,4 @@
-"""Training on parts of sequences agrees with one process in fp64: losses, norms, gradients, weights."""
+"""Tests that training on parts of sequences agrees with one process in fp64: losses, norms, gradients, weights."""
 
 from functools import cache
 
@@ -8,7 +8,7 @@ from tests.counts import slow, soak_only
 from tests.distributed.parity import WholeRun, assert_same_run, run_layout
 from tests.functional_tests.case import Flags
 
-# Documents of a few tokens, whose last do not count: parts of sequences have unequal numbers of learned tokens.
+# Documents of a few tokens, whose end tokens are masked, so that parts of sequences have unequal loss token counts.
 BORDERS: Flags = {
     "seq-length": 32,
     "reset-position-ids": True,
@@ -16,7 +16,7 @@ BORDERS: Flags = {
     "no-create-attention-mask-in-dataloader": True,
     "eod-mask-loss": True,
 }
-# Models differ in positions and in features of attention.
+# Models differ in position embeddings and in attention features.
 MODELS: dict[str, Flags] = {
     "dense": {"position-embedding-type": "learned_absolute", "window-size": "5,0", "softmax-type": "off-by-one"},
     "llama": {"num-query-groups": 4, "calculate-per-token-loss": True, "softmax-type": "learnable", **BORDERS},
@@ -42,7 +42,7 @@ OFFLOAD: Flags = {
         slow("llama", 4, 2, "a2a", {}),
         slow("llama", 4, 4, "a2a+p2p", LEVELS),
         slow("packed", 4, 4, ["p2p", "a2a+p2p"], {**LEVELS, **RECOMPUTE}),
-        # The cases above hold each exchange; combinations with other kinds of parallelism are in
+        # The cases above cover each exchange; combinations with other kinds of parallelism are in
         # test_parity_matrix.py::test_b18_b21_eight_ranks_train_as_one.
         soak_only("dense", 2, 2, "all_gather", RECOMPUTE),
         soak_only("llama", 4, 2, "p2p", {}),
@@ -67,6 +67,6 @@ def _reference(model: str) -> WholeRun:
 
 
 def _run(model: str, ranks: int, layout: Flags) -> WholeRun:
-    # Two microbatches of each of two data-parallel ranks at most.
+    # At most two microbatches for each of two data-parallel ranks.
     flags: Flags = {**MODELS[model], "micro-batch-size": 1, "global-batch-size": 4, **layout}
     return run_layout("dense" if model == "dense" else "llama", ranks, flags)

@@ -1,4 +1,4 @@
-"""copy.deepcopy, and averages of weights (EMA), of models whose layers have process groups."""
+"""Tests copy.deepcopy and weight averaging (EMA) of models whose layers reference process groups."""
 
 import copy
 from typing import Any
@@ -39,7 +39,7 @@ def _groups_are_shared(fields: dict[str, Any]) -> None:
         for name, param in other.named_parameters():
             assert param is not named[name] and torch.equal(param, named[name]), name
             assert param_facts(param) == param_facts(named[name]), name
-    # The model's own gradients, and then the same of the copy, reduced over ranks as its marks say.
+    # Gradients of the model, then of the copy, reduced over ranks according to its parameter attributes.
     found = []
     for one in (model, copied):
         wrapped = DistributedDataParallel(one.config, DistributedDataParallelConfig(), one)

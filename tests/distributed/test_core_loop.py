@@ -1,4 +1,4 @@
-"""A loop over Megatron Core's parts alone, in the form of its first tutorial: datasets, schedule, model, checkpoint."""
+"""Tests a custom loop over Megatron Core's parts, like its first tutorial: datasets, schedule, model, checkpoint."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -68,7 +68,10 @@ def _forward_step(batches: Iterator[dict[str, Tensor]], model: torch.nn.Module) 
 
 
 def _train(tensor: int, fields: dict[str, Any], folder: str | None) -> list[float]:
-    """Trains three steps; the sizes of tensor parallelism are those of the groups, and no configuration has them."""
+    """Trains three steps and returns the losses.
+
+    The tensor-parallel size is taken from the groups; the configuration need not set it.
+    """
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(tensor)
     torch.manual_seed(7)
@@ -121,7 +124,7 @@ def _uneven() -> None:
     parallel_state.initialize_model_parallel(dist.get_world_size())
     with pytest.raises(ValueError, match="num_attention_heads is 4: must be a multiple of tensor_model_parallel_size"):
         _model(63)
-    dist.barrier()  # nobody leaves while another rank still connects to it
+    dist.barrier()  # no rank exits while another still connects to it
 
 
 def test_layers_that_the_groups_cannot_split_are_refused() -> None:

@@ -1,5 +1,6 @@
-"""Skipped iterations, whole and several validation sets, data of a script and weights of another checkpoint, each
-against a run or a loop that is written without them.
+"""Tests data flags, each against a run or a loop that is written without them.
+
+They cover skipped iterations, whole and multiple validation sets, data iterators of a script, and pretrained weights.
 """
 
 from collections.abc import Iterator, Sequence
@@ -80,7 +81,10 @@ def _skip(argv: Sequence[str]) -> tuple[Any, Any]:
 
 
 def _numbers(step: dict[str, Any]) -> dict[str, Any]:
-    """Returns a report without the counters, in which the two runs differ, as text: per-layer figures may be NaN."""
+    """Returns a report as text without the counters, in which the two runs differ.
+
+    Text, because per-layer statistics may be NaN.
+    """
     return {
         name: repr(value) for name, value in step.items() if name not in ("iteration", "consumed_samples", "is_last")
     }
@@ -96,7 +100,7 @@ def _without(source: Iterator[Any], count: int, *, leave_out: set[int]) -> Itera
             yield batch
 
 
-# Whole validation sets, and several.
+# Whole validation sets, and multiple sets.
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -107,7 +111,7 @@ def test_a_full_validation_is_the_mean_over_every_sample(tmp_path: Path, layout:
     argv = command_line({**FLAGS, **LAYOUTS[layout], **data, **evaluation})
     plain = command_line({**FLAGS, "num-layers": LAYOUTS[layout].get("num-layers", 2), **data, **evaluation})
     for losses, expected in run_on_ranks(_evaluate_fully, 2, argv, plain):
-        assert losses[0] == losses[1] == losses[2], "each evaluation reads the whole set"
+        assert losses[0] == losses[1] == losses[2], "each evaluation must read the whole set"
         assert losses[0] == pytest.approx(expected, rel=1e-6)
 
 
@@ -119,7 +123,7 @@ def _evaluate_fully(argv: Sequence[str], plain: Sequence[str]) -> tuple[list[flo
             assert evaluate_validation(run)
         assert run.state.consumed_valid_samples == 0 and not any(one.set_name for one in reports.evaluations)
         dataset = run.datasets[1]
-        # So that the last round and the last global batch are both padded.
+        # The last round and the last global batch are then both padded.
         assert len(dataset) % 4 == 1
     # The whole model on each rank, with the weights that every layout starts from.
     with started_run(plain) as run:
@@ -158,7 +162,7 @@ def test_a_large_evaluation_batch_is_several_small_ones_and_early_evaluations_ar
         assert joined == plain
         assert [one.iteration for one in joined] == [1, 2, 3, 4, 5, 6]
         assert [one.iteration for one in late] == [4, 5, 6]
-        assert late[0].losses != joined[3].losses, "the first evaluation reads the first samples"
+        assert late[0].losses != joined[3].losses, "the first evaluation must read the first samples"
 
 
 def _evaluations(argvs: Sequence[Sequence[str]]) -> list[list[EvaluationReport]]:
@@ -171,11 +175,11 @@ def _evaluations(argvs: Sequence[Sequence[str]]) -> list[list[EvaluationReport]]
     return found
 
 
-# Iterators of a script.
+# Data iterators of a script.
 
 
 def _own_batches(dataset: Any, *, begin: int) -> Iterator[Any]:
-    """Yields micro-batches of 1 from sample `begin` on, as a script's loader would, shared out over ranks."""
+    """Yields micro-batches of 1 from sample `begin` on, distributed over ranks, as a script's loader would."""
     groups = _groups()
     for number in range(begin + group_rank(groups), len(dataset), group_size(groups)):
         yield {name: torch.as_tensor(value)[None] for name, value in dataset[number].items()}
@@ -234,7 +238,7 @@ def test_a_script_may_give_validation_data_only_to_ranks_that_read_it() -> None:
 def _evaluate_some(argv: Sequence[str]) -> tuple[list[str | None], bool]:
     with started_run([*argv, "--multiple-validation-sets", "--pipeline-model-parallel-size", "2"]) as run:
         run.args.dataloader_type = "external"
-        # The second stage reads labels, so both stages read here; the first has no test data.
+        # Both stages may read batches, the last one for its labels. Here only the last one gets data.
         own = group_rank(run.groups.pp) == 1
         run.args.validation_set_names = ["books", "1"] if own else None
         setup_data(

@@ -1,4 +1,4 @@
-"""Replicas that train together: equal to one process, equal to each other, equal in their errors."""
+"""Tests that replicas train like one process, stay equal to each other, and raise the same errors."""
 
 import math
 from unittest import mock
@@ -24,7 +24,7 @@ from tests.unit_tests.core.optimizer.reference import microbatches, our_step, ti
 
 
 def train(ranks, steps, settings):
-    """Every rank takes its rows of each step's batch. Returns parameters and gradient norms."""
+    """Trains each rank on its rows of each step's batch. Returns parameters and gradient norms."""
     torch.set_num_threads(1)
     dtype = torch.bfloat16 if settings.get("bf16") else torch.float32
     model = tiny_model(dtype)
@@ -54,7 +54,7 @@ def test_ranks_together_train_as_one_process_does(ranks, settings):
 
 
 class Branches(nn.Module):
-    """Two layers, of which a step uses those that it is told to."""
+    """Two layers; a forward uses only the layers that it is given."""
 
     def __init__(self):
         super().__init__()
@@ -65,7 +65,7 @@ class Branches(nn.Module):
 
 
 def gradients_of_branches(plan):
-    """plan: for each step and rank, the layers used. Returns the gradient sums of both layers after each step."""
+    """Returns the gradient sums of both layers after each step. plan: for each step and rank, the layers used."""
     model = wrap(Branches(), dist.group.WORLD)
     seen = []
     for step in plan:
@@ -104,7 +104,10 @@ def test_overflow_on_one_rank_skips_the_step_on_all():
 
 
 def nan_on_one_rank():
-    """Two chunks a rank, and ranks that are stages of a pipeline: what rank 2 has is frozen, as a stage may be."""
+    """Returns the error that a NaN on rank 1 raises on this rank, and the number of all-reduces.
+
+    Each rank is a pipeline stage with two chunks. Rank 2's are frozen, as a stage may be.
+    """
     groups, order = ProcessGroupCollection(pp=dist.group.WORLD), LaunchOrder(pp_group=dist.group.WORLD)
     parts = [tiny_model().requires_grad_(dist.get_rank() != 2) for _ in range(2)]
     config, settings = ModelParallelConfig(), DistributedDataParallelConfig(check_for_nan_in_grad=True)
@@ -131,7 +134,7 @@ def test_a_nan_is_reported_on_all_ranks_with_its_rank_and_parameter():
     message, exchanges = outcomes[0]
     assert "not finite on rank 1: 2.weight." in message
     assert "rank 0" not in message and "rank 2" not in message
-    # For all chunks together.
+    # One all-reduce for all chunks together.
     assert exchanges == 1
 
 
@@ -174,7 +177,7 @@ def per_token_gradient():
 
 
 def test_uneven_tokens_give_the_mean_over_all_tokens():
-    # Rank 0 adds 1 x 1, rank 2 adds 7 x 3; 8 tokens in all.
+    # Rank 0 adds 1 x 1, rank 2 adds 7 x 3; 8 tokens in total.
     assert run_on_ranks(per_token_gradient, 3) == [[[22 / 8, 22 / 8]]] * 3
 
 

@@ -1,4 +1,4 @@
-"""--ddp-debug: silent on right steps, and each mistake of the past, made again on purpose, is named."""
+"""Tests that --ddp-debug accepts correct steps and names each known mistake, reproduced on purpose."""
 
 import re
 from contextlib import nullcontext
@@ -43,7 +43,7 @@ from tests.harness import run_on_ranks
 
 def silent_where_right(cases):
     for settings, case in cases:
-        # The microbatches of a step change in the third.
+        # The number of microbatches changes in the third step.
         with patch.object(ddp_runs, "STEPS", long_count(4, soak=6)):
             compare_with_plain(case, [list(range(LAYERS)), [3, 0, 4, 2, 1]], [{**settings, "ddp_debug": True}])
 
@@ -145,7 +145,7 @@ def scale_after_the_launch(run):
     run.ddp.zero_grad_buffer()
     run.ddp(torch.ones(2, WIDTH, requires_grad=True), EVERY).sum().backward()
     run.ddp.start_grad_sync()
-    # What scale_gradients did once, and now refuses.
+    # Repeats a former mistake of scale_gradients, which now rejects this.
     for buffer in run.ddp.buffers:
         buffer.scale_gradients(0.5)
     run.ddp.finish_grad_sync()
@@ -177,7 +177,7 @@ ON_PARAMETERS = {
     wait_for_no_gather: r"aten.* uses .*layers\.0\.weight.* before the gather",  # B1
     read_a_weight_outside_its_module: r"aten.* uses layers\.2\.weight before the gather",  # B2
     read_a_weight_after_the_step: r"aten.* uses layers\.2\.weight before the gather.*wait_params",  # B2
-    # B2: seen when other ranks' elements are written, or else when this rank's own are marked.
+    # B2: detected when other ranks' elements are written, or else when this rank's elements are marked.
     leave_a_gather_of_a_skipped_module: r"layers\.2\.\w+ (were updated while|before the) .*gather",
     swap_weights_before_the_gather: r"aten\.copy_.* uses layers\.1\.weight before the gather",  # B3
     evaluate_without_a_gather: r"aten.* uses .*layers\.0\.weight.* before the gather",  # B10
@@ -204,7 +204,7 @@ def messages_of(mistakes, settings):
         with pytest.raises((DdpDebugError, CollectiveMismatchError)) as caught:
             mistake(run)
         told.append(str(caught.value))
-        # The mistake would show again where the next wrapper lets this one send what it owes.
+        # Otherwise the mistake would be reported when the next wrapper lets this one launch its pending collectives.
         run.ddp.launch_order.leave()
     return told
 

@@ -1,4 +1,4 @@
-"""torch.set_default_dtype changes no number of a training step: what the wrappers and optimizers make has a dtype."""
+"""Tests that torch.set_default_dtype changes no result of a training step."""
 
 from typing import Any
 
@@ -73,7 +73,7 @@ def _fused_adam() -> list[Tensor]:
         scaler.update()
     again = DistributedFusedAdam(_net().parameters(), lr=0.05)
     again.load_state_dict(optimizer.state_dict())
-    # Of rank 0 alone.
+    # Only rank 0 returns a state.
     states = (again.state_dict(state_dict_format="torch") or {"state": {}})["state"]
     moments = [value for state in states.values() for value in state.values()]
     return [*(param.detach().clone() for param in net.parameters()), *moments]

@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: other ranks and boxes load them, and every rank reports each failure."""
+"""Tests checkpoints of several ranks: loads by other ranks and boxes, and errors that every rank reports."""
 
 import os
 import random
@@ -93,7 +93,7 @@ def rows(value):
 
 
 def expect_error(expected, call):
-    """Returns the text of the error that every rank must raise from `call`, a failed save that leaves no files."""
+    """Returns the error message that every rank must raise from `call`."""
     try:
         call()
     except expected as error:

@@ -1,4 +1,4 @@
-"""Overlapped reductions and gathers: the same bits as without overlap, whatever each rank's modules do when."""
+"""Tests that overlapped reductions and gathers are bitwise equal to runs without overlap, in any order of modules."""
 
 import random
 import re
@@ -43,7 +43,7 @@ from tests.unit_tests.core.models.small_models import small_config
 
 
 class Column(ColumnParallelLinear):
-    """A layer whose weight's gradient is added where it adds up."""
+    """A linear layer that accumulates its weight gradient directly into the gradient buffer."""
 
     def __init__(self, inputs, outputs):
         config = small_config()
@@ -72,7 +72,7 @@ def test_overlap_changes_no_bit(case):
     for early, late in run_on_ranks(compare_with_plain, 3, case, shuffled, settings):
         if case is every_layer:
             assert all(early)
-        # With a bucket for each parameter some is under way when the late gradient comes.
+        # With a bucket for each parameter, some bucket is in flight when the late gradient becomes ready.
         assert not is_sometimes_late(case) or late[0]
 
 
@@ -87,7 +87,7 @@ def test_late_gradients_are_added_where_sums_cannot_be_repeated(linear):
 
 
 def messages_of_second_rounds(deterministic):
-    """Trains with late gradients; returns the number of messages that observers saw under way in each second round."""
+    """Trains with late gradients; returns how many collectives in flight observers saw in each second round."""
     found = []
 
     def count(traffic, group):
@@ -121,7 +121,7 @@ def test_after_release_fused_weight_gradients_go_to_autograd():
 
 
 def change_parameters(rank, change):
-    """Changes the module on one rank; returns what each rank is told, and by which class of error."""
+    """Changes the module on one rank; returns the class and message of the error that each rank raises."""
     run = Run(range(LAYERS), overlap_grad_reduce=True, bucket_size=1)
     layers = run.model.layers
     for step in range(3):
@@ -158,7 +158,7 @@ def test_b24_b33_parameters_that_change_after_wrapping_are_named_on_all_ranks():
         assert re.search(rf"parameter layers\.2\.(extra|weight) was {change} after the module was wrapped", text)
 
 
-# What is other on rank 2, and how the error that every rank raises begins.
+# The difference on rank 2, and the beginning of the error that every rank raises.
 DIFFERENCES = {
     "shape": r"parameter 1.weight is \[5, 3\] torch.float32, requires grad on ranks 0, 1 and \[4, 3\] torch",
     "name": "parameter 1.extra is no such parameter on ranks 0, 1 and .* on rank 2",
@@ -225,7 +225,7 @@ def test_b23_a_nan_is_reported_on_all_ranks_with_its_rank_and_parameter_and_trai
 
 
 def read_outside():
-    """A weight read by its name, weights swapped, and a module that forward skips, with gathers due."""
+    """Reads a weight by name, swaps weights and skips a module in forward while gathers are pending."""
     run, plain = (Run(range(LAYERS), **chosen) for chosen in ({**BOTH, "bucket_size": 1}, {}))
     rank = dist.get_rank()
     for step in range(6):
@@ -251,7 +251,7 @@ def test_b2_b3_reads_outside_modules_get_new_weights():
 
 
 class OddSizes(nn.Module):
-    """Parameters of awkward sizes."""
+    """Parameters of various sizes around multiples of 64, including an empty one."""
 
     def __init__(self):
         super().__init__()
@@ -288,7 +288,7 @@ def test_b15_odd_numbers_of_ranks_and_elements(ranks):
 
 
 def chunks_with_one_order():
-    """Two chunks trained as one model, backward of the later one first."""
+    """Trains two chunks as one model, with the later chunk's backward first, and returns the launched buckets."""
     config, settings = ModelParallelConfig(deterministic_mode=True), {**GRAD, "bucket_size": 1}
     order = CollectiveScheduler(dist.group.WORLD, overlap_grad_reduce=True)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""DistributedFusedAdam against torch's own Adam on the whole batch, whatever is split, sent or kept how."""
+"""Tests DistributedFusedAdam against torch's Adam on the whole batch, for all kinds of sharding and communication."""
 
 import itertools
 import math
@@ -38,7 +38,7 @@ from tests.harness import run_on_ranks
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 ODD = tuple(ODD)
 REMAINDERS = {"store_params": False, "store_param_remainders": True}
-# What each run has a little of: parts of an optimizer that have nothing to do with each other, in few runs.
+# A few runs that combine unrelated optimizer features.
 CASES = [
     Case(),
     Case({"bucket_cap_mb": cap(128)}),
@@ -87,7 +87,7 @@ DTYPES = [(FP32,), (FP16,), (BF16,), (BF16, FP32, FP16)]
 
 
 def combined(num_bytes, overlaps, waits, buffers, dtypes):
-    """A case with such values of all options."""
+    """Builds a case with these values of all options."""
     settings = {
         "bucket_cap_mb": cap(num_bytes),
         "overlap_grad_sync": overlaps[0],
@@ -99,12 +99,12 @@ def combined(num_bytes, overlaps, waits, buffers, dtypes):
 
 
 def every_case():
-    """The full product of these options."""
+    """Yields the full product of these options."""
     for values in itertools.product(CAPS, FLAGS, WAITS, FLAGS, DTYPES):
         yield combined(*values)
 
 
-# Every two values of different options meet, as the three Latin squares of these lines are orthogonal.
+# Covers every pair of values of different options, since the three Latin squares of these lines are orthogonal.
 TIMES_2, TIMES_3 = (0, 2, 3, 1), (0, 3, 1, 2)
 PAIRED = [
     combined(
@@ -118,7 +118,7 @@ PAIRED = [
 ]
 
 
-# Three ranks have every case; one rank has those that differ most from each other.
+# Three ranks run every case; one rank runs the cases that differ most from each other.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "cases"),
@@ -128,7 +128,7 @@ def test_steps_have_the_bits_of_torchs_fused_adamw_on_the_whole_batch(ranks, cas
     run_on_ranks(run_cases, ranks, cases, timeout=300)
 
 
-# Dtypes on one rank: test_one_rank_without_torch_distributed_has_the_bits_of_torchs_fused_adamw.
+# Dtypes on one rank: see test_one_rank_without_torch_distributed_has_the_bits_of_torchs_fused_adamw.
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [soak_only(1), 3])
 def test_every_dtype_of_parameters_gradients_states_and_messages_has_the_bits_of_torchs_adamw(ranks):
@@ -138,7 +138,7 @@ def test_every_dtype_of_parameters_gradients_states_and_messages_has_the_bits_of
 @pytest.mark.soak
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_settings_that_go_together_have_the_bits_of_torchs_adamw(ranks):
-    """In `make test` the next one holds this for every two of them."""
+    """Compares the full product of settings. In `make test` the next test covers every pair of them."""
     run_on_ranks(run_cases, ranks, list(every_case()), 8, timeout=3000)
 
 
@@ -149,7 +149,7 @@ def test_any_two_settings_together_have_the_bits_of_torchs_adamw():
 
 @pytest.mark.parametrize("dtypes", [(FP32, BF16), (BF16, FP32), (BF16, BF16, FP32, FP16, FP64)], ids=str)
 def test_b34_the_first_parameter_of_another_dtype_goes_to_a_bucket_of_its_own(dtypes):
-    # Of the first dtype there is one bucket, where the others would find room.
+    # The first dtype needs only one bucket, which has space for the other parameters.
     cases = [
         Case(settings, dtypes=dtypes, shapes=ODD)
         for settings in ({}, {"bucket_cap_mb": cap(512), "overlap_param_sync": True}, {"contiguous_grad_buffer": True})
@@ -160,7 +160,7 @@ def test_b34_the_first_parameter_of_another_dtype_goes_to_a_bucket_of_its_own(dt
 def test_one_rank_without_torch_distributed_has_the_bits_of_torchs_fused_adamw():
     assert not dist.is_initialized()
     run_cases([CASES[0], CASES[1], TYPES[0], TYPES[8]])
-    # Sizes that fill torch's vectors: nothing to pad.
+    # Sizes that fill torch's SIMD vectors, so that nothing is padded.
     plain, ours, optimizer = plain_and_ours(lambda: nn.Linear(16, 16), bucket_cap_mb=cap(128))
     expected = torch.optim.AdamW(plain.parameters(), fused=True, **HYPER)
     for step in range(STEPS):
@@ -187,7 +187,7 @@ def test_without_bias_correction_moments_are_taken_as_they_are():
             v.lerp_(grad.square(), 0.001)
             weight.sub_(HYPER["lr"] * m / (v.sqrt() + 1e-8))
     for param, weight in zip(model.parameters(), weights):
-        # Weights below 4, rounded to fp32's nearest in each step.
+        # Weights are below 4 and rounded to the nearest fp32 value in each step.
         torch.testing.assert_close(param.detach().double(), weight, rtol=0, atol=STEPS * 2.0**-23)
 
 
@@ -195,7 +195,7 @@ OVERLAPPED, BUFFERED = (FP32, {"overlap_param_sync": True}), (BF16, {"contiguous
 
 
 def redundant_grids():
-    """Grids of four ranks, bit for bit."""
+    """Asserts that grids of four ranks are bitwise equal to the reference."""
     every = itertools.product((None, (4, 1), (2, 2), (1, 4)), (OVERLAPPED, BUFFERED))
     some = [((2, 2), OVERLAPPED), ((1, 4), OVERLAPPED), ((2, 2), BUFFERED), ((4, 1), BUFFERED)]
     for grid, (dtype, more) in usually(some, soak=every):
@@ -215,7 +215,7 @@ def test_b16_a_grid_of_shards_and_copies_equals_one_row_of_shards():
 
 
 def masters_and_moments(**settings):
-    """What this rank's state dict holds after some steps of bf16 parameters, box by box, as numbers."""
+    """Returns this rank's optimizer state by box, as numbers, after some steps with bf16 parameters."""
     run = Run(Case({"bucket_cap_mb": cap(900), **settings}, dtypes=(BF16,), shapes=ODD))
     rank, size = world()
     for step in range(STEPS):
@@ -236,18 +236,21 @@ def remainders():
     assert masters_and_moments(**REMAINDERS) == copies
 
 
-# One rank: test_steps_have_the_bits_of_torchs_fused_adamw_on_the_whole_batch.
+# One rank: see test_steps_have_the_bits_of_torchs_fused_adamw_on_the_whole_batch.
 @pytest.mark.parametrize("ranks", [soak_only(1), 3])
 def test_bf16_parameters_with_remainders_are_the_fp32_masters_of_a_run_with_copies_bit_for_bit(ranks):
     run_on_ranks(remainders, ranks)
 
 
-# Roundings add up over steps: the bounds are of this many.
+# Rounding errors add up over steps; the bounds are for this number of steps.
 NARROW_STEPS = 20
 
 
 def narrow_states():
-    """How far weights are from those with fp32 states, in shares of how far they went; by dtypes, and with scales."""
+    """Returns the relative deviation of weights from a run with fp32 states, by dtype and with or without scales.
+
+    The deviation is relative to the total change of the weights.
+    """
     found = []
     rank, size = world()
     for of_params, dtype, is_scaled in (
@@ -262,7 +265,7 @@ def narrow_states():
         before = [value.clone() for value in reference.values]
         for step in range(NARROW_STEPS):
             run.optimizer.zero_grad()
-            # Their squares are below what fp16 can say.
+            # Squares of these gradients underflow in fp16.
             own = [factor * size * 2.0**-12 for factor in factors(tuple(LAYERS), step, rank, 0)]
             run.model(own).backward()
             run.optimizer.step()
@@ -277,7 +280,7 @@ def narrow_states():
 @pytest.mark.slow
 def test_states_in_16_bits_follow_fp32_where_they_have_scales():
     for half, of_half, unscaled, brain in run_on_ranks(narrow_states, 2):
-        # Measured: 0.0032 for both, which is 20 roundings to 11 digits; with the 8 digits of bf16 0.026.
+        # Measured: 0.0032 for both, which is 20 roundings to 11 significant bits; 0.026 with the 8 bits of bf16.
         assert half < 0.0064 and of_half < 0.0064 and brain < 0.052
         assert not unscaled < 1
 
@@ -317,7 +320,7 @@ def test_groups_that_are_no_grid_are_refused_with_their_sizes():
 
 
 class Network(nn.Sequential):
-    """Eleven layers of width 7, as they are used: sums of gradients depend on their order."""
+    """Eleven layers of width 7 with nonlinearities, so that sums of gradients depend on their order."""
 
     def __init__(self, dtype=torch.float32):
         super().__init__(*[part for _ in range(11) for part in (nn.Linear(7, 7), nn.Tanh())])
@@ -327,12 +330,15 @@ class Network(nn.Sequential):
 
 
 def batch(step, dtype, count):
-    """Inputs of `count` equal parts: [count, 4, 7]."""
+    """Returns inputs in `count` equal parts: [count, 4, 7]."""
     return torch.randn(count, 4, 7, generator=torch.Generator().manual_seed(step)).to(dtype)
 
 
 def train_network(bound, microbatches, *, dtype, **settings):
-    """Both on the same batch, split over ranks and microbatches by ours; at most `bound` apart in the end."""
+    """Trains both optimizers on the same batch and returns the largest difference of their weights.
+
+    Ours splits the batch over ranks and microbatches. Asserts that the difference is at most `bound`.
+    """
     rank, size = world()
     plain, ours, optimizer = plain_and_ours(lambda: Network(dtype), dtype=dtype, lr=3e-3, **settings)
     expected = torch.optim.AdamW(plain.parameters(), fused=True, lr=3e-3, weight_decay=HYPER["weight_decay"])
@@ -352,11 +358,11 @@ def train_network(bound, microbatches, *, dtype, **settings):
     return worst
 
 
-# Four digits at the last place of a weight near 1. Another split of the batch moves torch's own result by up to one.
+# Four units in the last place of a weight near 1. Splitting the batch differently changes torch's result by up to one.
 BOUNDS = {FP32: 4 * 2.0**-23, FP64: 4 * 2.0**-52}
 
 
-# Dtype, microbatches, bytes of a bucket, whether parameters are gathered in forward.
+# Dtype, microbatches, bucket size in bytes, whether parameters are gathered in forward.
 NETWORKS = [(FP32, 1, 128, False), (FP32, 3, 1000, True), (FP64, 2, 10**6, True)]
 
 
@@ -366,14 +372,14 @@ def train_networks():
         train_network(BOUNDS[dtype], microbatches, dtype=dtype, **settings)
 
 
-# One rank: test_steps_have_the_bits_of_torchs_fused_adamw_on_the_whole_batch.
+# One rank: see test_steps_have_the_bits_of_torchs_fused_adamw_on_the_whole_batch.
 @pytest.mark.parametrize("ranks", [soak_only(1), 3, soak_only(4)])
 def test_a_network_of_width_7_follows_torchs_adamw_on_the_whole_batch(ranks):
     run_on_ranks(train_networks, ranks)
 
 
 def overlap_and_bucket_sizes():
-    """Weights and losses of some steps by bucket size, which must not depend on what overlaps."""
+    """Returns the weights after some steps by bucket size, and asserts that they do not depend on overlaps."""
     rank, size = world()
     of_sizes = []
     for num_bytes in (4, 1001, 100 << 20):
@@ -405,17 +411,17 @@ def overlap_and_bucket_sizes():
 def test_b25_neither_overlap_nor_buffers_nor_bucket_sizes_change_results():
     for of_sizes in run_on_ranks(overlap_and_bucket_sizes, 3):
         for weights in of_sizes[1:]:
-            # gloo adds in the order of its chunks, which other buckets have others of: see BOUNDS.
+            # gloo adds in the order of its chunks, which depends on the bucket: see BOUNDS.
             torch.testing.assert_close(weights, of_sizes[0], rtol=0, atol=BOUNDS[FP32] * HYPER["lr"] / 3e-3)
 
 
 def injected(shape, rank):
-    """Draws whole numbers, whose mean over ranks has the same bits in any order; gloo's order depends on the place."""
+    """Draws integers, whose mean over ranks is bitwise equal in any order; gloo's order depends on the position."""
     drawn = torch.randint(-9, 10, shape, generator=torch.Generator().manual_seed(10 * sum(shape) + rank))
     return drawn.float() * world()[1]
 
 
-# Shape, and how a parameter or gradient of another memory order is made of a contiguous one.
+# Shape, and a function that converts a contiguous parameter or gradient to a different memory order.
 ORDERS = {
     "channels_last": ((5, 3, 4, 3), lambda t: t.clone(memory_format=torch.channels_last)),
     "channels_last_3d": ((4, 3, 2, 3, 3), lambda t: t.clone(memory_format=torch.channels_last_3d)),
@@ -426,12 +432,12 @@ ORDERS = {
 
 
 def strides_of(param):
-    # A dimension of one element has any stride.
+    # The stride of a dimension of size 1 is arbitrary.
     return [stride for size, stride in zip(param.shape, param.stride()) if size > 1]
 
 
 def trained_by_injected(turns_params, turns_grads, **settings):
-    """Parameters after two steps; in the end they must have the strides that they had."""
+    """Returns the parameters after two steps, and asserts that their strides have not changed."""
     rank, _ = world()
     params = []
     for shape, turn in ORDERS.values():
@@ -443,7 +449,7 @@ def trained_by_injected(turns_params, turns_grads, **settings):
         optimizer.zero_grad()
         for param, (shape, turn) in zip(params, ORDERS.values()):
             grad = injected(shape, rank) * (step + 1)
-            # With more ranks than one not on all alike.
+            # With more than one rank, ranks use different memory orders.
             param.grad = turn(grad) if turns_grads != (rank == 1) else grad
         optimizer.step()
     assert [strides_of(param) for param in params] == strides
@@ -451,7 +457,7 @@ def trained_by_injected(turns_params, turns_grads, **settings):
 
 
 def injected_gradients():
-    """Both orders of parameters by both orders of gradients set by hand, in buckets that cut them anywhere."""
+    """Compares both memory orders of parameters and of manual gradients, in buckets that split them anywhere."""
     every = itertools.product((128, 777, 10**7), (False, True))
     for num_bytes, contiguous in usually([(128, False), (777, True), (10**7, True)], soak=every):
         settings = {"contiguous_param_buffer": contiguous, "contiguous_grad_buffer": contiguous}
@@ -464,7 +470,7 @@ def injected_gradients():
         assert not any(torch.equal(a, injected(a.shape, -1)) for a in first)
 
 
-# One rank copies gradients as two do, and sends nothing.
+# A single rank copies gradients as two ranks do, but sends nothing.
 @pytest.mark.parametrize("ranks", [soak_only(1), 2, soak_only(3)])
 def test_any_memory_order_of_parameters_and_gradients_gives_the_bits_of_nchw(ranks):
     run_on_ranks(injected_gradients, ranks)
@@ -481,7 +487,7 @@ def make_convolutions(turns):
 
 
 def train_convolutions():
-    """Gradients as autograd makes them; kernels for NHWC add in another order."""
+    """Trains on autograd's gradients; kernels for NHWC add in a different order."""
     of_order = []
     for turns in (False, True):
         model = make_convolutions(turns)
@@ -504,7 +510,7 @@ def test_channels_last_convolutions_train_as_contiguous_ones():
 
 
 def precision_of_sums():
-    """What is added in fp32, and sent in bf16, by numbers that tell."""
+    """Returns sums that show whether gradients were accumulated in fp32 and reduced in bf16."""
     found = {}
     for name, dtype, sync in (("wide", BF16, FP32), ("narrow", FP32, BF16)):
         param = nn.Parameter(torch.zeros(65, dtype=dtype))
@@ -518,5 +524,5 @@ def precision_of_sums():
 
 def test_sums_are_kept_in_the_dtype_that_gradients_are_sent_in():
     for found in run_on_ranks(precision_of_sums, 2):
-        # 512 + 2 + 2: bf16 has 8 digits.
+        # 512 + 2 + 2 is rounded to 512 by the 8 significant bits of bf16.
         assert found == {"wide": pytest.approx(516), "narrow": pytest.approx(512)}

@@ -1,4 +1,4 @@
-"""ZeRO-1 against plain data parallelism, bit for bit, at 3 and 4 ranks; what each rank holds, saves and loads."""
+"""Tests that ZeRO-1 is bitwise equal to plain data parallelism on 3 and 4 ranks, and its checkpoints."""
 
 import itertools
 import math
@@ -55,7 +55,7 @@ def test_all_modes_and_bucket_sizes_give_the_same_bits(ranks: int) -> None:
 def _compare_modes(every_case: bool) -> None:
     for number, (dtype, settings) in enumerate(CASES if every_case else CASES[2:4]):
         expected = None
-        # Every mode and bucket size meets some of the cases; all of them in the long run.
+        # Each mode and bucket size runs with some of the cases; under `make soak`, with all of them.
         modes = list(_modes()) if long_count(0, soak=1) else list(_modes())[number % 5 :: 5]
         for mode in [{"zero1": False}, *modes]:
             run = Run(tiny_model(dtype), **mode, **settings)
@@ -80,7 +80,8 @@ def _overflow_on_one_rank() -> None:
         for zero1, overlap in ((False, "none"), (True, "none"), (True, "params"), (True, "step"))
     ]
     for step in range(4):
-        # One rank's inputs are beyond fp16, first of all: state is saved and loaded that never saw a step.
+        # One rank's inputs overflow fp16, beginning with the first step, so state is saved and loaded before any
+        # update.
         factor = 1e5 if step in (0, 2) and dist.get_rank() == 1 else 1.0
         before = runs[2].optimizer.common_state()
         runs[2].model.disable_forward_pre_hook()
@@ -88,7 +89,7 @@ def _overflow_on_one_rank() -> None:
         assert repr(reports) == repr([reports[0]] * len(runs))
         assert reports[0][0] == (step not in (0, 2))
         assert runs[2].optimizer.common_state()["step"] == before["step"] + reports[0][0]
-        # Raises where a step, skipped or not, has brought them back.
+        # Raises if a step, skipped or not, has re-enabled the hooks.
         runs[2].model.enable_forward_pre_hook()
     weights = [run.weights() for run in runs]
     assert all(torch.equal(w, weights[0][name]) for other in weights for name, w in other.items())
@@ -102,19 +103,19 @@ def test_steps_decided_on_the_device_leave_what_the_hosts_leave() -> None:
 def _compare_with_steps_on_device() -> None:
     half = {"initial_loss_scale": 64.0, "hysteresis": 1}
     kinds = [(torch.float16, half), (torch.bfloat16, {**PRECISE, "exp_avg_sq_dtype": "bf16"}), (torch.float32, {})]
-    # Every dtype and every overlap; all of both in the long run.
+    # Covers every dtype and every overlap; under `make soak`, all combinations.
     some = [(kinds[0], "none"), (kinds[0], "step"), (kinds[1], "params"), (kinds[2], "grads")]
     for (dtype, given), overlap in itertools.product(kinds, OVERLAPS) if long_count(0, soak=1) else some:
         settings: dict[str, Any] = {**given, "overlap": overlap, "bucket_size": 37, "log_num_zeros_in_grad": True}
         host, device = (Run(tiny_model(dtype), zero1=True, on_device=chosen, **settings) for chosen in (False, True))
         for step in range(STEPS):
-            # One rank's inputs are not numbers.
+            # One rank's inputs are infinite.
             factor = math.inf if step in (1, 3) and dist.get_rank() == 1 else 1.0
             reports = [run.step(step, factor) for run in (host, device)]
             assert repr(reports[0]) == repr(reports[1]), (dtype, overlap, step)
             assert reports[0][1] == (step not in (1, 3))
         assert host.optimizer.common_state() == device.optimizer.common_state()
-        # Before they are gathered by hand: the step has left that to others, or not.
+        # Checked before the manual gather: the steps must leave the same gathers pending.
         due = [[group.param_state.name for group in run.model.launch_order.gather_order] for run in (host, device)]
         assert due[0] == due[1], (overlap, due)
         weights, others = host.weights(), device.weights()
@@ -124,7 +125,7 @@ def _compare_with_steps_on_device() -> None:
 
 
 class Borrower(nn.Module):
-    """Calls a module, and later reads its weight instead."""
+    """Calls a module in forward, or only reads its weight."""
 
     calls = True
 
@@ -137,7 +138,7 @@ class Borrower(nn.Module):
 
 
 class Mixed(nn.Module):
-    """A router in fp32 between layers in bf16, and parameters without elements."""
+    """An fp32 router between bf16 layers, and a parameter without elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +156,7 @@ def test_b2_b34_weights_read_by_others_and_mixed_types_train_alike_in_every_mode
 
 
 def _train_unusual_models() -> None:
-    # Attention reads the weights of its output projection itself, and the layer in evaluation those of all inside it.
+    # Attention reads its output projection's weight itself, and the layer in evaluation reads all inner weights.
     attends = partial(nn.TransformerEncoderLayer, 5, 1, 8, dropout=0.0, batch_first=True)
     for make, settings in ((attends, {}), (Mixed, {"bf16": True})):
         seen = []
@@ -211,7 +212,7 @@ def _freeze() -> None:
             model = tiny_model()
             for name, param in model.named_parameters():
                 param.requires_grad_(name not in frozen)
-            # The loss needs something to go back to.
+            # The loss must depend on a parameter that requires gradients.
             x = nn.Parameter(torch.ones(1))
             run = Run(model, zero1=zero1, overlap="none", log_num_zeros_in_grad=True)
             run.optimizer.zero_grad()
@@ -275,7 +276,7 @@ def _save(folder: Path, dtype: torch.dtype, settings: dict) -> None:
     numel = sum(p.numel() for p in run.model.parameters())
     states = 2 + (dtype != torch.float32)
     held = sum(box.data.numel() for box in boxes)
-    # Nobody holds more than its share of the buckets, which are small here and mostly padding.
+    # No rank stores more than its share of the buckets, which are small here and mostly padding.
     share = sum(bucket.layout.span.numel for buffer in run.model.all_buffers for bucket in buffer.buckets)
     assert held <= states * share // dist.get_world_size()
     total = torch.tensor(held)
@@ -285,7 +286,7 @@ def _save(folder: Path, dtype: torch.dtype, settings: dict) -> None:
 
 
 class PeakOfAll(LiveBytes):
-    """Notes as well the most that was alive after any operation, with what Python and numpy held besides."""
+    """Also records the peak number of bytes after any operation, including Python's and numpy's allocations."""
 
     peak = 0
 
@@ -304,7 +305,7 @@ def _measure_copies(folder: Path) -> None:
     wide = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(16)]).bfloat16()
     run = Run(wide, zero1=True, bucket_size=70000, overlap="grads", **PRECISE)
     pieces = model_logical_pieces(run.model)
-    # Moments and masters, in fp32 as they are saved, of which this rank has a quarter.
+    # Moments and masters in fp32, as saved; this rank owns a quarter.
     full = 3 * 4 * sum(param.numel() for param in wide.parameters())
     tracemalloc.start()
     with PeakOfAll() as saving:
@@ -312,12 +313,12 @@ def _measure_copies(folder: Path) -> None:
     with PeakOfAll() as loading, run.optimizer.loading(pieces) as state:
         dist_checkpointing.load_items(state, folder)
     assert all(full / 4 <= peak <= full / 2 for peak in (saving.peak, loading.peak))
-    # Python holds bytes of files besides, of which torch knows nothing.
+    # Python also allocates file contents, which torch does not count.
     assert tracemalloc.get_traced_memory()[1] <= full / 2
 
 
 def _load_all(folder: Path, dtype: torch.dtype, settings: dict) -> None:
-    """Loads all checkpoints, with other buckets than they were saved with; two ranks without sharding."""
+    """Loads all checkpoints with a different bucket size than they were saved with; two ranks load without sharding."""
     for path in sorted(folder.glob("from?")):
         run = Run(tiny_model(dtype, seed=7), zero1=dist.get_world_size() != 2, overlap="none", **settings)
         with run.optimizer.loading(model_logical_pieces(run.model)) as state:
@@ -333,7 +334,7 @@ def _load_all(folder: Path, dtype: torch.dtype, settings: dict) -> None:
         dist_checkpointing.load_items(stored, path)
         for box, data in zip(boxes, fresh):
             assert torch.equal(box.data, data), (path, box.key)
-        # Replicas are one, and go on together.
+        # Replicas are equal, and stay equal after a step.
         run.step(9)
         for name, weight in run.weights().items():
             other = weight.clone()

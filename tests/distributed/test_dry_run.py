@@ -1,4 +1,4 @@
-"""Plans of a run against the run itself: what each rank holds and sends, and the most it has at once."""
+"""Tests that plans of a run match the run itself: what each rank stores and sends, and its peak memory."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -63,9 +63,9 @@ OFFLOAD: Flags = {
 }
 ON_HOSTS: Flags = {"optimizer-cpu-offload": True, "optimizer-offload-fraction": 0.5}
 NARROW: Flags = {"use-precision-aware-optimizer": True, "exp-avg-dtype": "bf16", "exp-avg-sq-dtype": "fp16"}
-# Kernels of the CPU keep other statistics of 16-bit numbers than those of GPUs, and other parts of fused attention.
+# CPU kernels save different statistics for 16-bit tensors than GPU kernels, and different parts of fused attention.
 LIKE_GPUS: Flags = {"bf16": False, "attention-backend": "unfused"}
-# What a run cannot be combined with has one of its own; every other property is that of one run among several.
+# Features that do not combine with others use a separate run; all other properties share runs.
 ON_TWO: dict[str, tuple[str, Flags]] = {
     "saved by experts": ("moe", {**LIKE_GPUS, **EXPERTS}),
     "peak of shards": ("dense", {**LIKE_GPUS, **OVERLAPPED_SMALL_BUCKETS}),
@@ -83,7 +83,7 @@ ON_TWO: dict[str, tuple[str, Flags]] = {
     "sgd": ("dense", {"optimizer": "sgd"}),
     "adapters": ("llama", {"lora-rank": 2}),
 }
-# Two groups at once.
+# Two kinds of parallelism together.
 ON_FOUR: dict[str, tuple[str, Flags]] = {
     "peak of stages": ("dense", {**LIKE_GPUS, "pipeline-model-parallel-size": 2}),
     "peak of sequences": ("llama", {**LIKE_GPUS, **TENSORS, "context-parallel-size": 2, "global-batch-size": 4}),
@@ -108,12 +108,12 @@ ON_FOUR: dict[str, tuple[str, Flags]] = {
         {**OVERLAPPED_SMALL_BUCKETS, **NARROW, "num-distributed-optimizer-instances": 2, "global-batch-size": 16},
     ),
 }
-# Every kind of parallelism at once, and pages.
+# Every kind of parallelism together, and paged stash.
 ON_EIGHT: dict[str, tuple[str, Flags]] = {
     "eight with experts": ("moe", {**EXPERTS, **PAGES, **OVERLAPPED_SMALL_BUCKETS, **UNEVEN, **TENSORS}),
 }
 if long_count(0, soak=1):
-    # Each has one property of a run above alone, which the same test holds for that run in `make test`.
+    # Each covers alone a property that a run above combines with others, in the same test of `make test`.
     ON_TWO |= {
         "replicas": ("dense", {}),
         "saved": ("dense", {**LIKE_GPUS, "use-distributed-optimizer": True}),
@@ -151,13 +151,13 @@ if long_count(0, soak=1):
         ),
         "dynamic experts of stages": ("moe", {"expert-model-parallel-size": 2, "pipeline-model-parallel-size": 2}),
     }
-    # "rings" and "sequences" have its properties.
+    # Properties of "rings" and "sequences" together.
     ON_EIGHT["eight with sequences"] = ("llama", {"context-parallel-size": 2, **TENSORS, **OVERLAPPED_SMALL_BUCKETS})
 BY_RANKS = {2: ON_TWO, 4: ON_FOUR, 8: ON_EIGHT}
 RUNS = {name: run for runs in BY_RANKS.values() for name, run in runs.items()}
-# Shards of a stage's ranks differ. Ranks of other stages are planned as the first one is.
+# In these runs, shares of a stage's ranks differ. In the others, ranks are planned like the first rank of their stage.
 UNEQUAL = ("shards", "gradient shards", "even rows", "experts", "narrow instances")
-# What the first microbatch saves is measured before the steps.
+# Activations saved by the first microbatch are measured before the steps.
 SAVED = [
     *(name for name in RUNS if name.startswith("saved")),
     "peak of shards",
@@ -165,19 +165,21 @@ SAVED = [
     "peak of gradient shards on hosts",
     "peak in backward of recompute",
 ]
-# One start of ranks for all runs, and a plan for each.
+# All runs share the processes of their number of ranks; each is planned once.
 pytestmark = pytest.mark.slow
 
 
-# Chunk, kind, bytes of gradients, first and last parameter.
+# (chunk, kind, bytes of gradients, first and last parameter)
 Bucket = tuple[int, str, int, str, str]
 
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of one rank, as RankPlan has them. activations, host_activations: of a microbatch of its chunk. logged: as
-    the log has it. links: what it sent in its third step. launched: bytes of what the trace recorded in it, by
-    operation. beside, messages: the most that this step had at once beside what stands, and of it in messages.
+    """Bytes of one rank, in the fields of RankPlan.
+
+    activations, host_activations: of one microbatch of its first chunk. logged: memory report of the log. links:
+    traffic of its third step. launched: bytes of the collectives that the trace recorded in that step, by operation.
+    beside, messages: peak of that step in addition to persistent memory, and the peak of communication buffers.
     """
 
     stage: int
@@ -216,7 +218,7 @@ def _plan(name: str, rank_in_stage: int = 0) -> Plan:
 
 
 def _planned_by_rank(name: str) -> dict[int, RankPlan]:
-    """Plans of the first rank of each stage and, where it may differ, of the last; of all ranks in `make soak`."""
+    """Plans the first rank of each stage and, if it may differ, the last one; all ranks under `make soak`."""
     last = _num_ranks(name) // len(_plan(name).stages) - 1
     places = range(last + 1) if long_count(0, soak=1) else {0, last} if name in UNEQUAL else {0}
     planned = {one.rank: one for place in places for one in _plan(name, place).stages}
@@ -227,7 +229,7 @@ def _planned_by_rank(name: str) -> dict[int, RankPlan]:
 def _held_by_rank(names: list[str]) -> dict[str, Held]:
     held = {}
     for name in names:
-        # Padded rows, as on GPUs; on hosts no padding travels.
+        # Padded rows, as on GPUs; on the CPU no padding is sent.
         padded = patch.dict(vars(dispatch_static), rank_row_layout=lambda device: padded_rank_rows)
         with padded, _as_on_gpus(name.startswith("peak")), started_run(_argv(name)) as run:
             held[name] = _held(run, *(_saved(run) if name in SAVED else ({}, 0)))
@@ -238,7 +240,7 @@ def _held_by_rank(names: list[str]) -> dict[str, Held]:
 
 @contextmanager
 def _as_on_gpus(does: bool) -> Iterator[None]:
-    """Inside, messages and the loss take the memory that they take on GPUs, and messages free theirs at their end."""
+    """Makes collectives and the loss use the same memory as on GPUs; collectives free their memory when they end."""
     made = MessagePool.__init__
 
     def make(memory: MessagePool, dtype: torch.dtype, device: torch.device, *, is_kept: bool) -> None:
@@ -254,8 +256,9 @@ def _as_on_gpus(does: bool) -> Iterator[None]:
 
 
 def _third_step(run: TrainingRun) -> dict[str, Any]:
-    """What a step sends and has at once beside what stands, once ranks know each other's order of launches and names of
-    losses.
+    """Returns the traffic and the non-persistent peak memory of the third step.
+
+    By then ranks have exchanged their launch orders and the names of their losses.
     """
     launched: list[tuple[str, int]] = []
     record = CollectiveTrace.record
@@ -284,7 +287,7 @@ def _third_step(run: TrainingRun) -> dict[str, Any]:
 
 
 def _saved(run: TrainingRun) -> tuple[dict[str, int], int]:
-    """What autograd keeps of the first microbatch, and bytes of the host's buffers with what was offloaded of it."""
+    """Returns the bytes that autograd saves for the first microbatch by kind, and the bytes offloaded to the host."""
     chunk = run.model[0]
     if run.expert_memory is not None:
         run.expert_memory.step.begin()
@@ -322,7 +325,7 @@ def _held(run: TrainingRun, activations: dict[str, int], host_activations: int) 
 
 
 def _buckets(run: TrainingRun) -> Iterator[Bucket]:
-    """What is reduced at once."""
+    """Yields the buckets that are reduced."""
     for number, chunk in enumerate(run.model):
         if isinstance(chunk, DistributedDataParallel):
             for kind, groups in (("dense", chunk.bucket_groups), ("expert", chunk.expert_parallel_bucket_groups)):
@@ -341,14 +344,14 @@ def _paddings(run: TrainingRun) -> Iterator[int]:
 
 
 def _standing_grads(buffer: FlatBuffer) -> list[torch.Tensor]:
-    """What of a buffer's gradients has memory from step to step."""
+    """Returns the gradient tensors of a buffer whose memory is persistent."""
     return [grads for grads in (buffer.grad_data, *buffer.persistent_grads) if not grads.is_meta]
 
 
 def _logged(run: TrainingRun) -> dict[str, Any]:
     (meter,) = (meter for meter in run.meters if isinstance(meter, HeldMemoryMeter))
     held = meter.measure(STEP).held
-    assert held is not None, "after the first step"
+    assert held is not None, "held memory must be known after the first step"
     return held
 
 
@@ -359,7 +362,7 @@ def _memory(tensors: Iterable[torch.Tensor]) -> int:
 
 @pytest.fixture(scope="module")
 def held() -> dict[str, list[Held]]:
-    """Each run's ranks."""
+    """Returns the measurements of each run's ranks."""
     found: dict[str, list[Held]] = {}
     for ranks, runs in BY_RANKS.items():
         by_rank = run_on_ranks(_held_by_rank, ranks, list(runs))
@@ -374,7 +377,7 @@ def test_eight_ranks_hold_and_send_what_was_planned(name: str, held: dict[str, l
             assert getattr(planned, kind) == getattr(held[name][rank], kind), (rank, kind)
 
 
-# Runs named "saved" are for test_passes_with_memory_save_what_was_planned; what ranks hold is that of the others.
+# Runs named "saved" are for test_passes_with_memory_save_what_was_planned; persistent memory is covered by the others.
 @pytest.mark.parametrize(
     "name",
     [soak_only(name) if name.startswith("saved") else name for name in {**ON_TWO, **ON_FOUR}],
@@ -465,5 +468,5 @@ def test_a_step_has_as_much_at_once_as_was_planned(name: str, held: dict[str, li
     for plan in _plan(name).stages:
         found = held[name][plan.rank]
         assert plan.peak - plan.persistent == found.beside > sum(plan.activations.values()), plan.rank
-        # The vector of statistics has names in a run.
+        # In a run, the vector of statistics also carries names.
         assert 0 < plan.messages <= found.messages <= plan.messages + 200, plan.rank

@@ -1,6 +1,6 @@
-"""TRAPS B32: a step that an error broke off, anywhere and on any ranks, leaves no trace after reset_iteration.
+"""Tests TRAPS B32: after reset_iteration, a step aborted by an error anywhere, on any ranks, has no lasting effect.
 
-Except inside the optimizer's update: that is told, and nobody goes on with it.
+The exception is an error inside the optimizer's update, which is reported and prevents further training.
 """
 
 from collections.abc import Sequence
@@ -34,13 +34,13 @@ from tests.unit_tests.core.optimizer.reference import microbatches, tiny_model
 MODES: list[dict[str, Any]] = [{"zero1": False}, {"zero1": False, "overlap": "grads"}]
 MODES += [{"zero1": True, "overlap": overlap} for overlap in OVERLAPS]
 ONE, SOME, ALL = (1,), (0, 2), (0, 1, 2, 3)
-# Where, and on which ranks; the optimizer's norm is a collective.
+# (location, ranks) of the error; the optimizer's norm is a collective.
 BREAKS = [(where, who) for where in ("data", "forward", "weight's hook", "after backward") for who in (ONE, ALL)]
 BREAKS += [("forward", SOME), ("norm", ALL), ("gather", ONE), ("gather", ALL)]
 
 
 class InjectedError(Exception):
-    """What a user's code might raise."""
+    """An error that a user's code might raise."""
 
 
 def _raise(*unused: Any, **kwargs: Any) -> Any:
@@ -48,7 +48,7 @@ def _raise(*unused: Any, **kwargs: Any) -> Any:
 
 
 def _break_here(run: Run, where: str) -> AbstractContextManager[Any]:
-    """Inside, this rank's step raises there."""
+    """Returns a context in which this rank's step raises at the given location."""
     layer: Any = run.model.module[2]  # type: ignore[index]
     if where == "forward":
         return patch.object(layer, "forward", _raise)
@@ -76,12 +76,12 @@ def _broken_step(run: Run, where: str, step: int) -> None:
 
 
 def _breaks_of(mode: int) -> list[tuple[str, tuple[int, ...]]]:
-    """Half of all breaks, the other half in the next mode; all of them in the long run."""
+    """Returns half of all errors, and the other half for the next mode; all of them under `make soak`."""
     return [one for at, one in enumerate(BREAKS) if long_count(0, soak=1) or (at // 2 + at + mode) % 2 == 0]
 
 
 def _survive(modes: Sequence[dict[str, Any]], instances: int) -> str:
-    """Steps that are broken off between good ones, in each mode; what this rank was told of the first break."""
+    """Alternates aborted and good steps in each mode; returns the first error that this rank was told."""
     parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
     more: Any = {"num_distributed_optimizer_instances": instances}
     told = []
@@ -89,10 +89,10 @@ def _survive(modes: Sequence[dict[str, Any]], instances: int) -> str:
         with patch.dict(OVERLAPS, {name: {**flags, **more} for name, flags in OVERLAPS.items()}):
             run, plain = (Run(tiny_model(), bucket_size=1, **mode) for _ in range(2))
         assert repr(run.step(0)) == repr(plain.step(0))
-        # Gathers are in the update itself with the last overlap.
+        # With the last overlap, gathers are launched inside the update.
         gathers = mode["zero1"] and mode["overlap"] != "step"
         for number, (where, who) in enumerate(each for each in _breaks_of(index) if gathers or each[0] != "gather"):
-            # Without overlap gathers follow the update, which is done.
+            # Without overlap, gathers follow the update, which is complete.
             is_done = where == "gather" and mode["overlap"] != "params"
             told.append(_break_off(run, where, step=number, here=dist.get_rank() in who))
             if is_done:
@@ -106,7 +106,7 @@ def _survive(modes: Sequence[dict[str, Any]], instances: int) -> str:
 
 
 def _break_off(run: Run, where: str, *, step: int, here: bool) -> str | None:
-    """A step that raises on some ranks, maybe here, and what this rank was told, if anything."""
+    """Runs a step that raises on some ranks, possibly this one; returns this rank's error message, or None."""
     try:
         with _break_here(run, where) if here else nullcontext():
             _broken_step(run, where if here else "nowhere", step)
@@ -154,7 +154,7 @@ def test_b32_an_update_that_was_broken_off_is_told_on_all_ranks() -> None:
 
 
 def break_off(run: Run, where: str) -> str | None:
-    """A step that fails on some ranks, or on all; what this one is told."""
+    """Runs a step that fails on some or all ranks; returns this rank's error message."""
     rank, told = dist.get_rank(), None
     try:
         run.optimizer.zero_grad()
@@ -170,7 +170,7 @@ def break_off(run: Run, where: str) -> str | None:
         run.optimizer.step()
     except (KeyError, RuntimeError) as error:
         told = f"{type(error).__name__}: {error}"
-    # Else the next step does it.
+    # Otherwise the next step resets the iteration.
     if where != "one rank has no gradient":
         run.model.reset_iteration()
     return told

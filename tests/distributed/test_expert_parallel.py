@@ -1,4 +1,4 @@
-"""Experts split over ranks, against the same layer in one process that sees all ranks' tokens, in fp64."""
+"""Tests experts split over ranks against the same layer in one process with all ranks' tokens, in fp64."""
 
 from functools import partial
 from typing import Any
@@ -21,7 +21,10 @@ LAYOUTS = {"ep2": (2, 1), "ep4": (4, 1), "etp2": (1, 2), "ep2_etp2": (2, 2)}
 
 
 def bend(layer: MoELayer, routing: str) -> None:
-    """Sends all tokens to expert 1, or to the experts 0 and 1 alone; positive inputs make a large row the largest."""
+    """Routes all tokens to expert 1, or only to experts 0 and 1.
+
+    The inputs are positive, so the largest row of router weights wins.
+    """
     chosen = {"one_expert": [1], "idle_rank": [0, 1]}.get(routing, [])
     with torch.no_grad():
         for expert in chosen:
@@ -29,7 +32,7 @@ def bend(layer: MoELayer, routing: str) -> None:
 
 
 def own_boxes(layer: MoELayer, grads: dict[str, Tensor]) -> list[tuple[str, tuple[int, ...], Any, Tensor]]:
-    """Returns key, stored shape, window and gradient of each part of the experts that this rank holds."""
+    """Returns key, stored shape, window and gradient of each part of the experts that this rank stores."""
     return [
         (
             piece.key,
@@ -48,7 +51,7 @@ def _inputs(rank: int, routing: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def on_rank(layout: tuple[int, int], cases: list[tuple[str, dict[str, Any]]]) -> list[Any]:
-    """For each case this rank's output, input gradient, and the boxes of its experts' gradients."""
+    """Returns for each case this rank's output, input gradient, and the boxes of its experts' gradients."""
     parallel_state.initialize_model_parallel(
         expert_model_parallel_size=layout[0], expert_tensor_parallel_size=layout[1]
     )
@@ -62,7 +65,7 @@ def on_rank(layout: tuple[int, int], cases: list[tuple[str, dict[str, Any]]]) ->
     return results
 
 
-# "ep2_etp2" splits over experts and within them; "ep4" and "etp2" do one of both.
+# "ep2_etp2" splits across experts and within them; "ep4" and "etp2" do only one of these.
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ep2", "ep2_etp2", soak_only("ep4"), soak_only("etp2")])
 def test_layer_over_ranks_is_the_layer_in_one_process(layout: str) -> None:
@@ -71,17 +74,17 @@ def test_layer_over_ranks_is_the_layer_in_one_process(layout: str) -> None:
     compare(LAYOUTS[layout], cases)
 
 
-# "ep2_etp2" splits over experts and within them; each of the others does one of both.
+# "ep2_etp2" splits across experts and within them; each of the others does only one of these.
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ep2_etp2", soak_only("ep2"), soak_only("ep4"), soak_only("etp2")])
 def test_b31_experts_and_ranks_without_tokens_work_in_every_dispatcher(layout: str) -> None:
-    """TRAPS B31: all ranks reach the same collectives, whatever the routing: none hangs; all gradients are there."""
+    """TRAPS B31: with any routing, all ranks reach the same collectives without hanging, and all gradients exist."""
     cases = [
         (routing, {**KINDS[kind], **dispatcher, "moe_router_topk": 1 + (routing != "one_expert")})
         for routing in ("one_expert", "idle_rank", "rank_without_tokens")
         for kind in ("grouped", "biases", "static", "static biases")
         for dispatcher in DISPATCHERS
-        # A gather, and buffers of a fixed size, need the same number of tokens from each rank.
+        # All-gather dispatch and fixed-size buffers need the same number of tokens from each rank.
         if routing != "rank_without_tokens" or (dispatcher == ALLTOALL and not kind.startswith("static"))
     ]
     compare(LAYOUTS[layout], cases)
@@ -94,7 +97,7 @@ def compare(layout: tuple[int, int], cases: list[tuple[str, dict[str, Any]]]) ->
 
 
 def agrees_with_one_process(per_rank: list[Any], routing: str, fields: dict[str, Any]) -> None:
-    """per_rank: what on_rank returned for this case."""
+    """Asserts that the ranks' results equal the layer in one process. per_rank: results of on_rank for this case."""
     layer = build_layer(**fields)
     bend(layer, routing)
     inputs = [_inputs(rank, routing) for rank in range(len(per_rank))]
@@ -115,7 +118,7 @@ def agrees_with_one_process(per_rank: list[Any], routing: str, fields: dict[str,
 def _own_experts() -> list[int]:
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2, expert_tensor_parallel_size=2)
     indices = build_layer(parallel_state.get_process_groups(), **KINDS["grouped"]).local_expert_indices
-    dist.barrier()  # nobody leaves while another rank still connects to it
+    dist.barrier()  # no rank exits while another still connects to it
     return indices
 
 
@@ -124,7 +127,7 @@ def test_ranks_that_split_experts_among_them_have_the_same_experts() -> None:
 
 
 def test_the_shared_expert_computes_while_rows_are_on_their_way() -> None:
-    # Rows and their weights are sent; the last pair of the forward, and the first of backward, is the way back.
+    # Rows and their weights are sent. The last exchange of forward, and the first of backward, belong to combine.
     forward = ["send", "send", "shared", "arrive", "arrive", "send", "arrive"]
     backward = ["send", "arrive", "send", "send", "shared", "arrive", "arrive"]
     assert run_on_ranks(_order_of_launches, 2) == [forward + backward] * 2

@@ -1,4 +1,4 @@
-"""Training with experts split over ranks agrees with one process in fp64: losses, norms, gradients, weights."""
+"""Tests that training with experts split over ranks agrees with one process in fp64, up to the final weights."""
 
 from functools import cache
 
@@ -9,7 +9,7 @@ from tests.distributed.parity import WholeRun, assert_same_run, layout, run_layo
 from tests.functional_tests.case import Flags
 
 SHARED: Flags = {"moe-shared-expert-intermediate-size": 16, "moe-shared-expert-gate": True}
-# Models differ in their routers and experts. A capacity counts each rank's tokens: one process sees the same groups.
+# Models differ in their routers and experts. Capacities count each rank's tokens; one process has the same groups.
 MODELS: dict[str, Flags] = {
     "losses": {
         **SHARED,
@@ -17,7 +17,7 @@ MODELS: dict[str, Flags] = {
         "moe-aux-loss-coeff": [0.05, 0.03],
         "moe-z-loss-coeff": 0.01,
     },
-    # What was counted so far is the same where there is one replica.
+    # Token counts accumulated so far are equal only with one replica.
     "global": {
         **SHARED,
         "moe-router-load-balancing-type": ["global_aux_loss", "seq_aux_loss"],
@@ -69,11 +69,11 @@ OVERLAPPED: Flags = {**ALLTOALL, "moe-shared-expert-overlap": True}
         slow("global", 2, {**layout(2, ep=2), **ALLTOALL}),
         slow("sequential", 4, layout(2, ep=2, etp=2)),
         slow("gpt-oss", 2, layout(2, etp=2)),
-        # The second forward of a microbatch comes after the first of later ones.
+        # The recomputed forward of a microbatch runs after the first forward of later ones.
         slow("global", 4, {**layout(cp=2, pp=2, ep=2), **RECOMPUTED}),
         slow("dropped", 2, layout(ep=2)),
         slow("padded", 2, {**layout(ep=2), **ALLTOALL}),
-        # Other pairs of the models and layouts above; experts with every kind of parallelism are in
+        # Other pairs of the models and layouts above. Experts with every kind of parallelism are in
         # test_parity_matrix.py::test_b18_b21_eight_ranks_train_as_one.
         soak_only("losses", 4, {**layout(ep=2, etp=2), **OVERLAPPED}),
         soak_only("global", 2, layout(cp=2, ep=2)),

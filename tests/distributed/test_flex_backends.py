@@ -1,4 +1,4 @@
-"""Back ends of the dispatcher flex, over stand-ins on the CPU: bit for bit what torch's collectives give."""
+"""Tests that the flex dispatcher's backends, emulated on the CPU, are bitwise equal to torch's collectives."""
 
 import math
 import tempfile
@@ -35,7 +35,7 @@ from tests.distributed.expert_layers import ALLTOALL, KINDS, build_layer, rank_i
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.models.small_models import small_config
 
-# With bytes of whole 16-byte words, as deep_ep wants them.
+# Rows have a multiple of 16 bytes, as deep_ep requires.
 WIDTH = 8
 FIELDS = {
     "hidden_size": WIDTH,
@@ -49,7 +49,7 @@ FIELDS = {
 
 
 class SharedFiles:
-    """torch's symmetric memory as files that all ranks have mapped; rank 0 is slow to write and to read."""
+    """Emulates torch's symmetric memory with files mapped by all ranks; rank 0 reads and writes slowly."""
 
     def __init__(self, folder: str, num_bytes: int) -> None:
         self.rank = dist.get_rank()
@@ -67,7 +67,7 @@ class SharedFiles:
 
 
 class GlooBuffer:
-    """deep_ep.Buffer of deep_ep 1.0.0: its signatures, and what it demands of its arguments."""
+    """Emulates deep_ep.Buffer of deep_ep 1.0.0: its signatures and the checks of its arguments."""
 
     def __init__(self, group, num_nvl_bytes=0, num_rdma_bytes=0, low_latency_mode=False, num_qps_per_rank=1):
         assert (num_nvl_bytes, num_rdma_bytes) == (2 * WIDTH * group.size(), 5)
@@ -135,7 +135,7 @@ class GlooBuffer:
 
 @contextmanager
 def stand_ins(folder: str) -> Iterator[None]:
-    """Inside, there are both libraries."""
+    """Provides emulations of both libraries inside the context."""
     files = SharedFiles(folder, 1 << 20)
     with (
         patch.object(SymmetricTransport, "workspace", lambda self, num_bytes: files),
@@ -145,7 +145,10 @@ def stand_ins(folder: str) -> Iterator[None]:
 
 
 def step(dispatcher: MoEStaticTokenDispatcher, routing: str, factor: float) -> list[Tensor]:
-    """What comes and what is lost, the output and both gradients. Small whole numbers: no order of sums matters."""
+    """Returns received and lost rows, the output and both gradients.
+
+    The values are small integers, so sums are exact in any order.
+    """
     generator = torch.Generator().manual_seed(dist.get_rank())
     integers = partial(torch.randint, -2, 3, (TOKENS, WIDTH), generator=generator)
     tokens = integers().bfloat16().requires_grad_()
@@ -169,7 +172,7 @@ def on_rank(layout: tuple[int, int], folder: str) -> None:
     groups, share = parallel_state.get_process_groups(), EXPERTS // layout[0]
     config = small_config(**FIELDS, expert_model_parallel_size=layout[0], expert_tensor_parallel_size=layout[1])
     local = range(EXPERTS)[dist.get_rank() // layout[1] * share :][:share]
-    # Memory that nobody has written yet is NaN.
+    # Fills uninitialized memory with NaN.
     torch.use_deterministic_algorithms(True, warn_only=True)
     with stand_ins(folder):
         for ours, reference in (
@@ -186,10 +189,10 @@ def on_rank(layout: tuple[int, int], folder: str) -> None:
                     assert one.isfinite().all() and torch.equal(one, same), (ours, case, number, one, same)
                 lost += found[-2]
             dist.all_reduce(lost)
-            assert lost > 0, "rows without room were among the cases"
+            assert lost > 0, "some cases must exceed the capacity"
 
 
-# (2, 2) has ranks that split experts and ranks that have different ones; the others have the latter alone.
+# (2, 2) splits across experts and within them; the others split only across experts.
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [soak_only((2, 1)), soak_only((4, 1)), (2, 2)])
 def test_back_ends_give_what_the_collectives_give_with_rows_lost_too(layout: tuple[int, int]) -> None:
@@ -231,7 +234,7 @@ def test_gpus_that_share_no_memory_are_refused_before_the_first_step() -> None:
 
 
 def grow_on_rank() -> list[int]:
-    """Exchanges of several sizes, before, in and after a capture; returns the sizes of the buffers that were there."""
+    """Exchanges several sizes before, during and after a capture; returns the sizes of the buffers used."""
     sizes = list[int]()
 
     class Buffer:
@@ -260,12 +263,12 @@ def grow_on_rank() -> list[int]:
             RuntimeError, match=r"symm_mem: an exchange of 336 .* than the 320 bytes that CUDA graphs use"
         ):
             exchange(21, is_captured=True)
-        # No graph came of it, so that the step can run eagerly.
+        # The capture failed, so the step can run eagerly.
         exchange(21)
         exchange(20, is_captured=True)
         with pytest.raises(RuntimeError, match="cannot grow while graphs exist: .*--cuda-graph-impl none"):
             exchange(30)
-        # What is no growth leaves the graphs alone.
+        # Reserving no more than the current size leaves the graphs valid.
         transport.reserve(320)
         exchange(5)
         with pytest.raises(RuntimeError, match="an exchange of 480 bytes"):

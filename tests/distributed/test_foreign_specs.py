@@ -1,4 +1,4 @@
-"""--spec: layers of a script, written for Megatron-LM, over tensor-parallel ranks and pipeline stages."""
+"""Tests --spec: a script's layers, written for Megatron-LM, over tensor-parallel ranks and pipeline stages."""
 
 from typing import Any
 

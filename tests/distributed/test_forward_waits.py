@@ -1,4 +1,4 @@
-"""Overlapped gathers of weights that no forward of their own module waits for."""
+"""Tests overlapped gathers of weights that are not awaited by their own module's forward."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ BOTH = {**ZERO, "overlap_param_gather": True}
 
 
 class ReadsParts(nn.Module):
-    """Weights in lists, and of modules that are never called, or only in training, or not at first."""
+    """Weights in lists, and weights of modules that are never called, called only in training, or called only later."""
 
     def __init__(self):
         super().__init__()
@@ -35,7 +35,7 @@ class ReadsParts(nn.Module):
 
 
 def train_parts(settings):
-    """Losses in training and evaluation, with the wrapper used in every allowed way in between."""
+    """Returns losses of training and evaluation, using the wrapper in every allowed way in between."""
     model, losses, rank = ReadsParts(), [], dist.get_rank()
     config = ModelParallelConfig(deterministic_mode=True)
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(**settings, bucket_size=1), model)

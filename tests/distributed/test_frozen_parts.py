@@ -1,4 +1,4 @@
-"""Frozen parts of a model over stages, whole stages among them: training and resuming are those of one process."""
+"""Tests that models with frozen parts, or whole frozen stages, train and resume over stages like one process."""
 
 import io
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ from tests.distributed.tiny_runs import OVERLAPPED_SMALL_BUCKETS, comparable, ga
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
-# Adam, whose first steps depend on the step count, and all that counts gradients over ranks.
+# Adam, whose first steps depend on the step count, and every statistic that counts gradients over ranks.
 TRAINING: Flags = {
     **FLAGS,
     "num-layers": 4,
@@ -53,7 +53,7 @@ STEPS = long_count(1, soak=2)
 
 @dataclass(frozen=True)
 class Case:
-    """A base of bases.yaml, the names that are frozen, and the layout of two ranks; sharded: of two for each stage."""
+    """A base of bases.yaml, the frozen names, and the layout of two stages. sharded: each stage has two ranks."""
 
     base: str
     frozen: Sequence[str]
@@ -63,12 +63,12 @@ class Case:
 
 
 CASES = [
-    # One chunk of two.
+    # One of two chunks is frozen.
     Case("dense", (*EMBEDDING, "decoder.layers.0.*"), vpp=2),
-    # The whole first stage, the whole last stage.
+    # The whole first stage, then the whole last stage.
     slow(Case("moe", FIRST_HALF, per_token=True, sharded=True)),
     slow(Case("llama", LAST_HALF)),
-    # Frozen parts of a chunk, chunks, shards and losses per token are in the cases above, in other combinations.
+    # The cases above cover frozen parts of a chunk, chunks, shards and losses per token, in other combinations.
     soak_only(Case("dense", EMBEDDING)),
     soak_only(Case("dense", EMBEDDING, vpp=2)),
     soak_only(Case("llama", LAST_HALF, sharded=True)),
@@ -78,7 +78,10 @@ CASES = [
 
 @dataclass
 class Trained:
-    """What a rank had after `STEPS` steps and a resume, and after as many more; and what a resume wrote."""
+    """A rank's record of a run, and of a second run resumed from its checkpoint.
+
+    reports, state: of `2 * STEPS` steps with a checkpoint after `STEPS`. thawing: output of a load with nothing frozen.
+    """
 
     initial: list[Box]
     reports: list[dict[str, Any]]
@@ -109,7 +112,7 @@ def test_b24_frozen_parts_train_and_resume_as_in_one_process(case: Case, tmp_pat
         merged = put_together([box for rank in ranks for box in vars(rank)[theirs]])
         assert max(relative_errors(merged, put_together(ours)).values()) <= 1e-8
     _assert_frozen_and_trained(one, case.frozen)
-    # One line, although the first rank may have none of the thawed parameters.
+    # The notice is printed once, although the first rank may own none of the unfrozen parameters.
     assert [rank.thawing.count("start with fresh optimizer state") for rank in ranks] == [1, *[0] * (len(ranks) - 1)]
 
 
@@ -124,7 +127,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch(name, pattern) for pattern in patterns)
 
 
-# In a rank's process.
+# Functions that run in a rank's process.
 
 
 def _train(argv: Sequence[str], frozen: Sequence[str], folder: str) -> Trained:

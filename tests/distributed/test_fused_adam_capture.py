@@ -1,4 +1,4 @@
-"""Whole iterations with DistributedFusedAdam in a graph: what can be captured, and what replays do, on any ranks."""
+"""Tests whole iterations with DistributedFusedAdam in a CUDA graph: capture and replay, on one or more ranks."""
 
 import math
 import threading
@@ -29,7 +29,7 @@ def products(dtype):
 
 
 def iteration(optimizer, params, factors, scaler):
-    """As a user writes it; all of it goes into a graph."""
+    """Runs an iteration as a user writes it; all of it is captured."""
     optimizer.zero_grad()
     loss = torch.stack([(param * factor).sum().float() for param, factor in zip(params, factors)]).sum()
     scaler.scale(loss).backward()
@@ -51,16 +51,16 @@ CAPTURED = [
     (BF16, {"contiguous_grad_buffer": True, "contiguous_param_buffer": False, "grad_sync_dtype": BF16}),
     (FP32, {"adam_w_mode": False, "bias_correction": False}),
 ]
-# Two good steps follow the first, so that the scale grows; one follows the last.
+# Two good steps follow the first overflow, so that the scale grows; one follows the last overflow.
 OVERFLOWS = {0, 3}
 
 
 def captures(dtype, settings):
-    """An iteration that the lint has nothing against, all of it."""
+    """Asserts that the linter accepts the whole iteration."""
     params = products(dtype)
     optimizer, scaler = capturable(params, **settings), new_scaler()
     factors = [torch.ones_like(param) for param in params]
-    # What is made at the first step is there before the capture, as on a GPU.
+    # Allocations of the first step exist before the capture, as on a GPU.
     iteration(optimizer, params, factors, scaler)
     with assert_capturable() as region:
         norm = iteration(optimizer, params, factors, scaler)
@@ -68,7 +68,7 @@ def captures(dtype, settings):
 
 
 def step_count(optimizer):
-    # torch's Adam, whose format says it, always corrects.
+    # torch's Adam, whose state dict format is used here, always corrects the bias.
     if not optimizer.param_groups[0]["bias_correction"]:
         return None
     state = optimizer.state_dict(state_dict_format="torch")
@@ -78,7 +78,7 @@ def step_count(optimizer):
 
 
 def set_factors(factors, step, *, overflow):
-    """Other numbers in the same memory, on each rank its own; overflow: infinite on the last rank alone."""
+    """Writes new values to the same memory, different on each rank. overflow: infinite on the last rank only."""
     rank, size = world()
     for factor in factors:
         factor.copy_(torch.randn(factor.shape, generator=torch.Generator().manual_seed(10 * step + rank)))
@@ -87,7 +87,7 @@ def set_factors(factors, step, *, overflow):
 
 
 def replays(dtype, settings):
-    """One capture, and steps with other gradients, rates and scales, against an optimizer that runs them."""
+    """Compares replays of one capture, with changing gradients, rates and scales, with an eager optimizer."""
     params, others = products(dtype), products(dtype)
     graphed = capturable(params, **settings)
     eager = DistributedFusedAdam(others, lr=0.05, weight_decay=0.1, bucket_cap_mb=700 / 2**20, **settings)
@@ -123,7 +123,7 @@ def test_a_replay_follows_rates_scales_and_overflows_as_steps_by_themselves_do(d
 
 
 def test_a_replay_of_the_update_alone_leaves_no_divisor_to_the_next_iteration():
-    """The scaler's step in a graph and backward outside of it, with overflows, against an optimizer that runs both."""
+    """Captures only the scaler's step, not backward, and compares it with an eager optimizer under overflows."""
     params, others = products(FP32), products(FP32)
     graphed, eager = capturable(params), DistributedFusedAdam(others, lr=0.05, weight_decay=0.1)
     scaler, other_scaler = new_scaler(), new_scaler()
@@ -154,7 +154,7 @@ def test_a_replay_of_the_update_alone_leaves_no_divisor_to_the_next_iteration():
 
 
 def on_ranks():
-    # Every form is captured on one rank.
+    # test_a_replay_follows_rates_scales_and_overflows_as_steps_by_themselves_do captures every form on one rank.
     for dtype, settings in usually([CAPTURED[0], CAPTURED[3]], soak=CAPTURED):
         captures(dtype, settings)
         replays(dtype, settings)
@@ -166,7 +166,7 @@ def test_iterations_of_several_ranks_are_captured_and_replayed():
 
 
 def released_by_a_thread():
-    """A thread releases memory of a region 50 ms after its end, as gloo's do with a finished collective's tensors."""
+    """Frees memory of a region from a thread 50 ms after its end, as gloo's threads do for finished collectives."""
     held, outside, ends = [], torch.ones(3), threading.Event()
 
     def release():

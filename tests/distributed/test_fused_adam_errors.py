@@ -1,4 +1,4 @@
-"""Errors that one rank alone catches: the others hear of it, and all begin anew with the bits of a run without."""
+"""Tests errors on one rank: the other ranks are told, and all restart bitwise equal to a run without the error."""
 
 import itertools
 
@@ -28,7 +28,7 @@ def fail(*unused):
 
 
 def fail_at(run, *, number, step):
-    """A backward in which the gradient of a parameter raises."""
+    """Runs a backward in which the gradient hook of a parameter raises."""
     handle = list(run.model.parameters())[number].register_hook(fail)
     with pytest.raises(Failing):
         run.backward(step)
@@ -42,14 +42,14 @@ def fail_in_forward(run, step):
     handle.remove()
 
 
-# What becomes of the last rank's backward.
+# Where the last rank's iteration fails.
 FAILURES = {
     "in forward": fail_in_forward,
     "at the first gradient": lambda run, step: fail_at(run, number=-1, step=step),
     "late in backward": lambda run, step: fail_at(run, number=1, step=step),
     "behind backward": lambda run, step: run.backward(step),
 }
-# What the others call next.
+# The next calls of the other ranks.
 CALLS = (
     lambda optimizer: optimizer.step(),
     lambda optimizer: optimizer.clip_grad_norm(1.0),
@@ -58,7 +58,7 @@ CALLS = (
 
 
 def break_off(run, failure, *, call, step):
-    """An iteration that the last rank alone breaks off."""
+    """Runs an iteration that only the last rank aborts."""
     rank, size = world()
     run.optimizer.zero_grad()
     if rank == size - 1:
@@ -77,14 +77,14 @@ def errors_of_one_rank(name):
     failure, calls, steps = FAILURES[name], itertools.cycle(CALLS), long_count(2, soak=4)
     for settings in EVERY:
         run = Run(Case(settings, shapes=tuple(ODD)))
-        # The first before parameters are taken over.
+        # The first failure occurs before the optimizer initializes its parameters.
         for step in range(steps):
             break_off(run, failure, call=next(calls), step=7 + step)
             run.step(step)
         run.check(steps)
 
 
-# Of three ranks, one hears of the error without being the first.
+# With three ranks, one that is not the first is told of the error.
 ON_RANKS = {"in forward": 3, "at the first gradient": 2, "late in backward": 3, "behind backward": 2}
 
 
@@ -96,7 +96,7 @@ def test_b32_after_an_error_of_one_rank_reset_iteration_begins_anew_on_all(name,
 
 
 def errors_in_several_backwards():
-    """The last of three that reduce, in the first iteration and in one whose gradients add to a step's before."""
+    """Aborts iterations of three backwards: the first iteration, and one that adds to the previous step's gradients."""
     rank, size = world()
     run = Run(Case(SMALL, shapes=tuple(ODD), microbatches=3))
     for step in range(2):

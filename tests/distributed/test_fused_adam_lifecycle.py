@@ -1,6 +1,6 @@
-"""DistributedFusedAdam over a run's life: groups, schedules, first steps, frozen and unused weights, recomputation.
+"""Tests DistributedFusedAdam through a run: groups, schedules, first steps, frozen and unused weights, recompute.
 
-All against torch's fused Adam, bit for bit.
+Every result is compared bitwise with torch's fused Adam.
 """
 
 import copy
@@ -43,7 +43,7 @@ OVERLAPPED = {**SMALL, "overlap_param_sync": True, "debug": True}
 
 
 def each_third(params):
-    """Groups whose parameters are neighbours of other groups'."""
+    """Returns groups whose parameters are interleaved."""
     return [
         {"params": params[::3], "lr": 0.11, "weight_decay": 0.0},
         {"params": params[1::3], "betas": (0.5, 0.9), "eps": 1e-3},
@@ -56,7 +56,7 @@ def decaying(optimizer):
 
 
 def one_cycle(optimizer):
-    # Moves a beta, too.
+    # OneCycleLR also changes a beta.
     return OneCycleLR(optimizer, max_lr=[0.1, 0.2, 0.05], total_steps=STEPS + 1)
 
 
@@ -84,7 +84,7 @@ def test_groups_have_their_own_rates_which_schedules_move():
 
 def added_groups():
     for settings in (SMALL, OVERLAPPED, {}):
-        # Of the reference none is stepped before it is added: a gradient it has not.
+        # The reference does not step a weight before it is added, since it has no gradient.
         run = Run(Case(settings, shapes=SHAPES), lambda params: [{"params": params[:4]}])
         params, there = list(run.model.parameters()), 4
         for step in range(6):
@@ -105,7 +105,7 @@ def released():
     run = Run(Case(OVERLAPPED, shapes=SHAPES))
     run.step(0)
     run.optimizer.release()
-    # Nothing waits for gathers any more.
+    # Parameters no longer wait for gathers.
     for param, value in zip(run.model.parameters(), run.reference.values):
         assert torch.equal(param, value)
 
@@ -135,7 +135,8 @@ def ways_to_begin():
         run = Run(Case(settings, shapes=SHAPES, dtypes=dtypes))
         initialised(run, how)
         for step in range(3):
-            # In the first step another order than that of the groups, and not all of them.
+            # In the first step, parameters get gradients in a different order than in the groups, and only some of them
+            # do.
             run.step(step, used=lambda number, step, rank, microbatch: step > 0 or number in (2, 7, 3))
         run.check(3)
 
@@ -145,7 +146,7 @@ def test_parameters_join_at_their_first_gradient_or_when_told_with_the_same_resu
 
 
 def dtypes_of_their_own():
-    """States in bf16 of one parameter, of another what is sent in bf16, beside one of which nothing else is said."""
+    """Gives one parameter states in bf16 and another a bf16 param_sync_dtype, and leaves the third at the defaults."""
     rank, size = world()
     shapes, bf16 = ((65,), (65,), (65,)), torch.bfloat16
     model = Sums(shapes)
@@ -172,7 +173,7 @@ def test_parameters_can_be_given_dtypes_of_their_own():
     run_on_ranks(dtypes_of_their_own, 2)
 
 
-# Which weights are used, by number of the weight, step, rank and microbatch; weight 0 always, as a loss needs one.
+# Returns whether a weight is used: (weight index, step, rank, microbatch). Weight 0 always is, to give a loss.
 USES = {
     "on no rank": lambda number, step, rank, microbatch: number != 3,
     "not on rank 1": lambda number, step, rank, microbatch: number not in (3, 5) or rank != 1,
@@ -232,7 +233,7 @@ def test_b24_frozen_weights_stay_what_they_are():
 
 
 class Repeated(nn.Module):
-    """Calls the products of a model twice each, in two orders, some of them recomputed."""
+    """Calls each product of a model twice, in two orders, with some calls recomputed."""
 
     def __init__(self, model, reentrant):
         super().__init__()
@@ -273,11 +274,11 @@ def test_b5_weights_used_twice_and_recomputed_get_the_sum():
 
 
 def backwards_and_zeros():
-    """Gradients that are dropped, graphs that run twice, and steps by gradients of before."""
+    """Tests dropped gradients, gradients that add up over backwards, and steps that reuse earlier gradients."""
     for settings in (SMALL, OVERLAPPED, {"overlap_grad_sync": False}, {"contiguous_grad_buffer": True}):
         run = Run(Case(settings, shapes=SHAPES))
         run.step(0)
-        # Dropped, reduced or not.
+        # Both reduced and unreduced gradients are dropped.
         run.optimizer.zero_grad()
         run.backward(7)
         with run.optimizer.no_sync():
@@ -286,7 +287,7 @@ def backwards_and_zeros():
         run.backward(1)
         run.optimizer.step()
         run.reference.step(run.grads(1))
-        # The same again, as with torch's own where nobody calls zero_grad; then added to.
+        # Steps by the same gradients again, as torch's optimizer does without zero_grad; then accumulates further ones.
         run.optimizer.step()
         run.reference.step(run.grads(1))
         run.backward(2)
@@ -310,7 +311,7 @@ def closures():
             run.optimizer.zero_grad()
             return run.backward(step)
 
-        # A scaler that does nothing, through which a closure goes as well.
+        # A disabled scaler must pass a closure through.
         scaling = {"grad_scaler": torch.amp.GradScaler("cpu", enabled=False)} if step == 1 else {}
         with torch.no_grad():
             loss = run.optimizer.step(closure, **scaling)
@@ -324,7 +325,7 @@ def test_a_closure_makes_the_gradients_and_its_loss_is_returned():
 
 
 def gradients_by_hand():
-    """Set before the step, for all or beside those of a backward pass; and where nobody else has any."""
+    """Sets gradients before the step: all of them, or some while backward computes the others."""
     rank, size = world()
     for settings in (SMALL, {"contiguous_grad_buffer": True, **OVERLAPPED}):
         run = Run(Case(settings, shapes=SHAPES))
@@ -349,7 +350,7 @@ def test_gradients_set_by_hand_are_stepped_by():
 
 
 def gradients_of_some_ranks():
-    """Set by hand or kept by no_sync, and nothing else, of weights that differ from rank to rank."""
+    """Sets gradients manually or accumulates them in no_sync, for weights that differ between ranks."""
     rank, size = world()
     every = itertools.product(
         (SMALL, OVERLAPPED, {**SMALL, "contiguous_grad_buffer": True}), (True, False), (True, False)
@@ -380,11 +381,11 @@ def test_gradients_that_some_ranks_have_set_or_kept_are_stepped_by():
 
 
 def stale_reads():
-    """Under overlapped gathers: reads outside modules, evaluation, modules that are not called, saved weights."""
+    """Tests reads outside modules, evaluation, uncalled modules and saved weights with overlapped gathers."""
     run = Run(Case({**OVERLAPPED, "bucket_cap_mb": cap(300)}, shapes=LAYERS))
     params = list(run.model.parameters())
     run.step(0)
-    # Poisoned until someone waits for it, but for what this rank has itself.
+    # Parameters are NaN until they are awaited, except for this rank's shards.
     with torch._C.DisableTorchFunctionSubclass():
         assert any(param.isnan().any() for param in params)
     with pytest.raises(RuntimeError, match="wait_params"):
@@ -395,7 +396,7 @@ def stale_reads():
         own = factors(tuple(LAYERS), 0, 0, 0)
         assert torch.equal(run.model(own), run.reference.loss(own))
     run.check(0)
-    # Never called in between.
+    # Some modules are never called between the steps.
     for step in range(1, 4):
         run.step(step, used=lambda number, step, rank, microbatch: number in (0, 3))
     run.optimizer.param_sync()
@@ -423,7 +424,7 @@ def errors_in_a_step():
 
     for step in range(4):
         if step % 2:
-            # On all ranks: what one alone does wrong is another's timeout.
+            # The error occurs on all ranks, because an error on a single rank would make the others time out.
             handle = list(run.model.parameters())[3].register_hook(fail)
             with pytest.raises(Failing):
                 run.backward(step)
@@ -449,7 +450,7 @@ def views_of_buffers():
         with optimizer.no_sync(greedy_grad_copy=True):
             (each * 3).sum().backward()
         assert torch.equal(view, torch.full_like(view, 3.0))
-    # What stands in the first one's place shows whether it is cleared.
+    # The proxy in place of param.grad shows whether it is cleared.
     assert isinstance(param.grad, GradProxy) and other.grad is None
     optimizer.zero_grad()
     assert not any(optimizer.grad_buffer_view(each).any() for each in (param, other))
@@ -482,7 +483,7 @@ def test_a_reduced_gradient_has_no_memory_to_read_or_move(use):
 
 
 class AddsItself(torch.autograd.Function):
-    """A product that adds its weight's gradient to the buffer, as fused kernels do."""
+    """A product that adds its weight's gradient to the buffer itself, as fused kernels do."""
 
     @staticmethod
     def forward(ctx, weight, add, factor):
@@ -501,7 +502,7 @@ def add_to_buffer(optimizer, weight, grad):
 
 
 def fused_gradients():
-    """Half of the weights' gradients are added by their own backward, three microbatches of which two wait."""
+    """Trains with half of the weights adding gradients in their own backward, over three microbatches."""
     rank, size = world()
     for settings in (SMALL, {"overlap_grad_sync": False}, TINY):
         run = Run(Case({**settings, "contiguous_grad_buffer": True}, shapes=SHAPES, microbatches=3))

@@ -1,4 +1,4 @@
-"""What DistributedFusedAdam holds of a model, tensor by tensor, and when it holds most, against the formula."""
+"""Tests the persistent and peak memory of DistributedFusedAdam, counted tensor by tensor, against the formula."""
 
 from dataclasses import dataclass
 from functools import cache, partial
@@ -19,11 +19,11 @@ from tests.harness import run_on_ranks
 
 WIDTH, LAYERS = 128, 36
 NUM_PARAMS = WIDTH * WIDTH * LAYERS
-# Bytes of a bucket, of one layer's gradients in fp32, how many are under way, and whose memory stays for the next ones.
+# Bytes of a bucket (one layer's fp32 gradients), number of buckets in flight, and number of buffers kept for reuse.
 CAP, PIPELINE, SPARE = 1 << 16, 2, 3
 FP32, BF16 = torch.float32, torch.bfloat16
 REMAINDERS = {"store_params": False, "store_param_remainders": True}
-# The parameters' dtype, settings, bytes a parameter of: itself, states, gradients.
+# Parameter dtype, settings, and bytes per parameter for: the parameter, its states, its gradient.
 CASES: dict[str, tuple[torch.dtype, dict[str, Any], int, int, int]] = {
     "fp32": (FP32, {}, 4, 8, 4),
     "bf16": (BF16, {}, 2, 12, 4),
@@ -34,15 +34,16 @@ CASES: dict[str, tuple[torch.dtype, dict[str, Any], int, int, int]] = {
 
 
 def build_model(dtype: torch.dtype) -> nn.Module:
-    """Layers without anything between them, whose activations are a thousandth of the weights."""
+    """Builds a stack of linear layers whose activations are a thousandth of the size of the weights."""
     torch.manual_seed(0)
     return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]).to(dtype)
 
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of all tensors of this rank: after zero_grad, between backward and the sums' being waited for at the most,
-    and the most in the step itself.
+    """Bytes of all tensors of this rank.
+
+    at_rest: after zero_grad. in_backward: peak of backward. in_step: peak of the step, which awaits the reductions.
     """
 
     at_rest: int
@@ -51,7 +52,10 @@ class Held:
 
 
 def held_by_ours(case: str, *, is_lazy: bool = False, **settings: Any) -> Held:
-    """From the first step on, and after two. is_lazy: parameters are taken over in the first, else before it."""
+    """Measures two steps, starting with the first.
+
+    is_lazy: parameters are initialized during the first step instead of before it.
+    """
     dtype, own, *_ = CASES[case]
     in_backward = in_step = 0
     with PeakBytes() as held:
@@ -64,18 +68,18 @@ def held_by_ours(case: str, *, is_lazy: bool = False, **settings: Any) -> Held:
             in_backward = max(in_backward, held.peak_of(partial(backward, model)))
             in_step = max(in_step, held.peak_of(optimizer.step))
         optimizer.zero_grad()
-        # gloo's threads let go of what they have sent a little after the ranks know that it is there.
+        # gloo's threads release sent tensors shortly after the collective has completed on the ranks.
         dist.destroy_process_group()
     return Held(held.total(), in_backward, in_step)
 
 
 def backward(model: nn.Module) -> None:
-    """One pass over one sample."""
+    """Runs forward and backward on one sample."""
     model(torch.ones(1, WIDTH, dtype=next(model.parameters()).dtype)).sum().backward()
 
 
 def held_by_zero1() -> int:
-    """The most bytes of all tensors of this rank in a step of this framework's ZeRO-1."""
+    """Returns the peak bytes of all tensors of this rank in a step of this framework's ZeRO-1."""
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=CAP // 4
     )
@@ -91,13 +95,13 @@ def held_by_zero1() -> int:
 
 
 def of_law(case: str, ranks: int) -> float:
-    """Bytes that the formula says for a rank between steps."""
+    """Returns a rank's bytes between steps according to the formula."""
     *_, of_param, of_states, of_grads = CASES[case]
     return NUM_PARAMS * (of_param + (of_states + of_grads) / ranks)
 
 
 def is_at_rest(held: Held, law: float, *, bucket: int = CAP, spare: int = SPARE) -> bool:
-    """Whether a rank holds what the formula says, to 2%, and besides at most the memory of some buckets."""
+    """Returns whether a rank's bytes match the formula to 2%, plus at most the memory of some buckets."""
     return 0.98 * law <= held.at_rest <= 1.02 * law + spare * bucket
 
 
@@ -107,7 +111,7 @@ def held_on_ranks(case: str, ranks: int, *, is_lazy: bool = False) -> list[Held]
     return run_on_ranks(partial(held_by_ours, case, is_lazy=is_lazy, bucket_cap_mb=CAP / 2**20), ranks)
 
 
-# Every form is held at once or lazily, one of them on more than two ranks; all of both under `make soak`.
+# Every form is initialized eagerly or lazily, one of them on more than two ranks; all combinations under `make soak`.
 ALL = [*product(CASES, (2, 4)), ("fp32", 1)]
 AT_ONCE = [("fp32", 2), ("bf16", 2), ("fp32 in place", 2), ("remainders", 4)]
 LAZILY = [("fp32", 2), ("bf16 gradients", 2), ("remainders", 2)]
@@ -122,8 +126,8 @@ def _marked(usual: list[tuple[str, int]]) -> list[Any]:
 def test_a_rank_holds_parameters_and_its_share_of_states_and_gradients(case: str, ranks: int) -> None:
     for held in held_on_ranks(case, ranks):
         assert is_at_rest(held, of_law(case, ranks)), held
-        # Those under way with what others send, and as many of which gloo's two threads have not let go yet; two that
-        # one gradient fills, and that gradient, made and copied.
+        # Buckets in flight with their receive buffers, as many that gloo's two threads have not released yet, two that
+        # a gradient fills, and the gradient itself with its copy.
         buckets = (PIPELINE + 2) * (1 + (ranks - 1) / ranks) + 2
         most = 1.02 * (of_law(case, ranks) + buckets * CAP + 2 * 4 * WIDTH * WIDTH)
         assert max(held.in_backward, held.in_step) <= most, (held, most)
@@ -141,8 +145,8 @@ def test_parameters_that_are_taken_over_lazily_need_no_more_than_whole_gradients
     for held in held_on_ranks(case, ranks, is_lazy=True):
         assert is_at_rest(held, of_law(case, ranks)), held
         buckets = (PIPELINE + 2) * (1 + (ranks - 1) / ranks) + 2
-        # Parameters and gradients of their dtype, and shards to reduce these to; then states in place of gradients,
-        # with parameters twice while they are moved.
+        # First, parameters and gradients in their dtype, and shards that these are reduced to. Then states instead of
+        # gradients, with parameters duplicated while they are moved.
         first = NUM_PARAMS * (of_param + dtype.itemsize + of_grads / ranks) + buckets * CAP
         moved = NUM_PARAMS * (2 * of_param + of_grads / ranks)
         most = 1.02 * max(first, moved, of_law(case, ranks) + buckets * CAP)
@@ -153,7 +157,7 @@ def test_parameters_that_are_taken_over_lazily_need_no_more_than_whole_gradients
 @pytest.mark.parametrize("ranks", range(2, long_count(3, soak=5)))
 def test_a_rank_holds_less_than_with_zero1(ranks: int) -> None:
     zero1 = run_on_ranks(held_by_zero1, ranks)
-    # But for buckets, all gradients in place of a share; lazily, a share of states that comes when these are gone.
+    # Except for buckets, ZeRO-1 stores all gradients instead of a share. If lazy, states are allocated after these are freed.
     for is_lazy, share in ((False, 0.9), (True, 0.95)):
         for one, other in zip(held_on_ranks("fp32", ranks, is_lazy=is_lazy), zero1):
             assert max(one.in_backward, one.in_step) < share * other, (is_lazy, one, other)

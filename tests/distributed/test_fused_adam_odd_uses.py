@@ -1,4 +1,4 @@
-"""DistributedFusedAdam beside what else programs do with parameters: torch.autograd.grad, hooks of their own."""
+"""Tests DistributedFusedAdam in programs that use its parameters otherwise, with torch.autograd.grad and user hooks."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def loss_of(model, step):
 
 
 def pair(**settings):
-    """The same model twice, with torch's AdamW and with DistributedFusedAdam in small buckets."""
+    """Builds the same model twice, with torch's AdamW and with DistributedFusedAdam in small buckets."""
     plain, model = net(), net()
     optimizer = DistributedFusedAdam(model.parameters(), **RATES, bucket_cap_mb=512 / 2**20, **settings)
     return plain, torch.optim.AdamW(plain.parameters(), **RATES), model, optimizer
@@ -71,7 +71,7 @@ def hooks_that_read_weights(overlap_param_sync):
     plain, plain_optimizer, model, optimizer = pair(overlap_param_sync=overlap_param_sync, debug=overlap_param_sync)
     for module in (plain, model):
         module[2].register_forward_pre_hook(lambda layer, given: (given[0] + layer.weight.sum(),))
-        # Another one, which is called for what the first call has found.
+        # A second hook, on a module that runs earlier in forward.
         module[0].register_forward_pre_hook(lambda layer, given: (given[0] * layer.bias.sum(),))
     for step in range(4):
         for module, steps in ((plain, plain_optimizer), (model, optimizer)):
@@ -93,7 +93,7 @@ def test_hooks_of_parameters_see_gradients_that_add_to_others():
     for module in (plain, model):
         for param in module.parameters():
             param.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.isfinite().all()))
-    # Its own hooks come behind those.
+    # The optimizer's hooks run after the hooks above.
     optimizer = DistributedFusedAdam(model.parameters(), **RATES)
     for step in range(2):
         for module, steps in ((plain, plain_optimizer), (model, optimizer)):
@@ -105,7 +105,7 @@ def test_hooks_of_parameters_see_gradients_that_add_to_others():
 
 
 class Broken(torch.autograd.Function):
-    """Raises in backward."""
+    """Raises an error in backward."""
 
     @staticmethod
     def forward(ctx, given):
@@ -175,7 +175,7 @@ def test_a_scaler_is_refused_at_once_where_no_sync_has_kept_gradients_beside_red
     assert all(params[number].grad.tolist() == [8.0] * 3 for number in numbers)
     with pytest.raises(RuntimeError, match=r"call grad_sync\(\) before scaler.unscale_"):
         scaler.unscale_(optimizer)
-    # As it says, with another scaler: torch's does not unscale twice.
+    # Follows the error's advice with a new scaler, since torch's does not unscale twice.
     optimizer.grad_sync()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.zeros(()))
@@ -200,7 +200,7 @@ def test_gradients_of_a_skipped_step_count_as_unscaled_once():
     _, _, model, optimizer = pair()
     (4.0 * loss_of(model, 0)).backward()
     scaled = optimizer.grad_norm().item()
-    # As a scaler gives them where another optimizer's gradients overflow.
+    # Set as by a scaler when the gradients of a different optimizer overflow.
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(1.0)
     optimizer.unscale_grads(inv_scale=torch.tensor(1.0))
     optimizer.step()

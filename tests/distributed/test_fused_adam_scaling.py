@@ -1,4 +1,4 @@
-"""Clipping, norms and loss scaling of DistributedFusedAdam against plain PyTorch: clip_grad_norm_ and GradScaler."""
+"""Tests clipping, norms and loss scaling of DistributedFusedAdam against torch's clip_grad_norm_ and GradScaler."""
 
 import functools
 import io
@@ -28,15 +28,16 @@ from tests.distributed.plain_steps import PlainSteps
 from tests.harness import run_on_ranks
 
 SHAPES = tuple(ODD)
-# Adam hardly sees the size of gradients but next to a large eps.
+# Adam is nearly independent of the size of gradients unless eps is large.
 BIG_EPS = {"eps": 1.0, "lr": 0.3}
-# A factor of clipping comes at another place: a digit or two in each gradient, so in each of 8 steps of at most 0.3.
+# Clipping multiplies in a different place: an error of one or two units in the last place, in each of 8 steps of <=
+# 0.3.
 CLOSE = {"rtol": 0.0, "atol": 8 * 0.3 * 4 * 2**-23}
 FP16, FP32 = torch.float16, torch.float32
 
 
 class Scaled:
-    """A run with a loss scale, and plain PyTorch's with another scaler."""
+    """A run with a loss scaler, and plain PyTorch's reference with a second scaler."""
 
     def __init__(self, settings, dtype=FP32, *, plain_steps=False, **scaler):
         self.run = Run(Case({**BIG_EPS, **settings}, shapes=SHAPES, dtypes=(dtype,)))
@@ -50,7 +51,7 @@ class Scaled:
         self.overflow = 0.0
 
     def gradients(self, step, *, overflow=False):
-        """Both sides' gradients, scaled; overflow: one element of rank 1 is infinite."""
+        """Computes scaled gradients on both sides. overflow: one element is infinite on the last rank."""
         self.ours.zero_grad()
         self.backward(step, overflow=overflow)
         self.reference.set_grads(self.all_grads(step, overflow), scale=self.scaler.get_scale())
@@ -69,7 +70,7 @@ class Scaled:
         return grads
 
     def clip(self, max_norm):
-        """Both norms, which must be close."""
+        """Clips both sides, asserts that their norms are close, and returns the norm."""
         ours = self.ours.clip_grad_norm(max_norm)
         plain = clip_grad_norm_(self.reference.masters, max_norm)
         assert ours.shape == () and ours.dtype == FP32
@@ -77,7 +78,7 @@ class Scaled:
         return plain.item()
 
     def finish(self):
-        """Steps both by their scalers, which must agree after it."""
+        """Steps both sides with their scalers, which must then be in equal states."""
         self.our_scaler.step(self.ours)
         self.scaler.step(self.plain)
         for scaler in (self.our_scaler, self.scaler):
@@ -93,7 +94,7 @@ class Scaled:
         assert_same_on_all_ranks(params)
 
 
-# Each leaves both sides as scaler.step is to find them.
+# Each function leaves both sides ready for scaler.step.
 
 
 def unscale_then_clip(scaled):
@@ -129,17 +130,18 @@ def nothing(scaled):
 
 
 ORDERS = [unscale_then_clip, torchs_unscale_then_clip, clip_then_unscale, clip_then_torchs_unscale, clip_alone, nothing]
-OVERFLOWS = {0, 2, 3}  # the first step too: states are there and have seen nothing
+OVERFLOWS = {0, 2, 3}  # includes the first step, where states exist but have not been updated
 
 
 def orders_of_calls(order):
     several = ({"bucket_cap_mb": cap(700)}, {"overlap_param_sync": True, "debug": True}, {"overlap_grad_sync": False})
-    # Whose the steps are changes from one to the next, and begins with another in every second order.
+    # Whether the optimizer or the scaler handles steps alternates, starting differently for every second order of
+    # calls.
     is_odd = bool(ORDERS.index(order) % 2)
     some = [(is_odd != bool(number % 2), settings) for number, settings in enumerate(several)]
     for plain_steps, settings in usually(some, soak=itertools.product((False, True), several)):
         scaled = Scaled(settings, plain_steps=plain_steps)
-        # After the last overflow as many as make the scale grow.
+        # After the last overflow, enough steps follow for the scale to grow.
         for step in range(6):
             scaled.gradients(step, overflow=step in OVERFLOWS)
             order(scaled)
@@ -147,7 +149,7 @@ def orders_of_calls(order):
             scaled.finish()
             has_moved = not all(torch.equal(a, b) for a, b in zip(before, scaled.reference.values))
             assert has_moved == (step not in OVERFLOWS)
-        # A scale is a power of two: without clipping there is nothing to round.
+        # Scales are powers of two, so without clipping nothing is rounded.
         scaled.check(**({} if order is nothing else CLOSE))
         assert scaled.scaler.get_scale() != 2.0**8
 
@@ -159,7 +161,7 @@ def test_any_order_of_unscaling_clipping_and_stepping_equals_plain_pytorch(order
 
 
 def skipped_step(**settings):
-    """An overflow of one rank, where shards of two ranks end inside parameters, which are copied from messages."""
+    """Runs a step that overflows on one rank, where shards end inside parameters that are copied from collectives."""
     scaled = Scaled({"bucket_cap_mb": cap(400), "contiguous_param_buffer": False, **settings})
     scaled.gradients(0, overflow=True)
     scaled.finish()
@@ -181,7 +183,7 @@ def scales_by_hand():
         for master in scaled.reference.masters:
             master.grad.mul_(inverse)
         scaled.clip(1.5)
-        # Nobody else takes note of what was found.
+        # Without a scaler, the caller must act on the result.
         if step != 3:
             scaled.ours.step()
             scaled.plain.step()
@@ -194,7 +196,7 @@ def test_gradients_unscaled_by_a_number_are_stepped_without_a_scaler():
 
 
 def without_scales():
-    """Neither scaler nor unscaling: infinite gradients are stepped by, as torch does."""
+    """Runs neither scaler nor unscaling; infinite gradients are applied, as in torch."""
     scaled = Scaled({"bucket_cap_mb": cap(700)}, enabled=False)
     for step in range(3):
         scaled.gradients(step)
@@ -210,7 +212,7 @@ def test_without_a_scale_clipping_equals_plain_pytorch():
 
 
 def more_after_unscaling():
-    """Backward again where gradients were unscaled or clipped: later ones are added as they are."""
+    """Runs further backwards after unscaling and clipping; their gradients are added unchanged."""
     every = itertools.product(({"bucket_cap_mb": cap(700)}, {"overlap_grad_sync": False}), (False, True))
     for settings, contiguous in alternating(every):
         scaled = Scaled({**settings, "contiguous_grad_buffer": contiguous})
@@ -234,7 +236,7 @@ def test_gradients_that_come_after_unscaling_and_clipping_are_added_as_plain_pyt
 
 
 def steps_without_zero_grad():
-    """Clipped and unscaled gradients are stepped by again; then the same with a new scale."""
+    """Steps repeatedly by gradients that are already unscaled and clipped, then again with a new scale."""
     for settings in ({}, {"contiguous_param_buffer": False}):
         steps_of(Scaled({"bucket_cap_mb": cap(700), **settings}))
 
@@ -251,7 +253,7 @@ def steps_of(scaled):
     scaled.ours.step()
     scaled.plain.step()
     scaled.reference.publish()
-    # By what the scaler has unscaled in its own step, too, and clipped before.
+    # Also by gradients that the scaler unscaled in its own step, clipped beforehand or not.
     for clips in (False, True):
         scaled.gradients(1)
         if clips:
@@ -279,7 +281,7 @@ def overflow_of_one_rank():
         settings = {"bucket_cap_mb": cap(400), **settings}
         runs = [Run(Case(settings, shapes=SHAPES, dtypes=(dtype,))) for _ in range(2)]
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        # What the device decides against what never ran, from the first step on.
+        # Compares steps skipped on the device with steps that never ran, beginning with the first step.
         for step in range(4):
             for run, skips in zip(runs, (step in (0, 2), False)):
                 if run is runs[1] and step in (0, 2):
@@ -315,7 +317,7 @@ def plain_norm(grads, norm_type=2.0):
 
 
 def norms(dtype, settings, rel):
-    """Checks norms of all, some and no parameters, in either order, by several measures, and after more gradients."""
+    """Checks norms of all, some and no parameters in either order, for several norm types, and of later gradients."""
     case = Case({"bucket_cap_mb": cap(700), **settings}, shapes=SHAPES, dtypes=(dtype,), microbatches=2, waits=LAZY)
     for first in ("some", "all") if dtype == FP32 else ("some",):
         run = Run(case)
@@ -346,7 +348,8 @@ def all_norms():
         norms(dtype, {}, 1e-6)
     norms(torch.float64, {"dtype": torch.float64, "grad_sync_dtype": torch.float64}, 1e-6)
     norms(FP32, {"contiguous_grad_buffer": True, "overlap_param_sync": True}, 1e-6)
-    # Beyond fp16, but not each element; and far below it, squared. On one rank alone, so that no sum leaves fp16.
+    # The norm exceeds fp16, but no element does; then squares underflow. Only one rank has gradients, so sums fit in
+    # fp16.
     for value in (3e4, 2.0**-20):
         param = nn.Parameter(torch.zeros(1000, dtype=FP16))
         optimizer = DistributedFusedAdam([param], grad_sync_dtype=FP16, average_grad_sync=False)
@@ -354,7 +357,7 @@ def all_norms():
         assert optimizer.grad_norm().item() == pytest.approx(value * math.sqrt(1000), rel=1e-3)
 
 
-# On three ranks the norm of this rank's part is one term of a sum; on one it is the sum.
+# On three ranks this rank's norm is one term of a sum; on one rank it is the whole sum.
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [soak_only(1), 3])
 def test_b35_b37_norms_of_some_and_of_all_are_right_in_any_order(ranks):
@@ -362,7 +365,7 @@ def test_b35_b37_norms_of_some_and_of_all_are_right_in_any_order(ranks):
 
 
 def clips():
-    """Some first, then all, to nothing, by inf norms, and not at all."""
+    """Clips some gradients and then all, to zero, by inf norms, and not at all."""
     for settings in ({"bucket_cap_mb": cap(700)}, {"contiguous_grad_buffer": True}):
         scaled = Scaled(settings, enabled=False)
         params, masters = list(scaled.run.model.parameters()), scaled.reference.masters
@@ -378,7 +381,7 @@ def clips():
             scaled.gradients(step)
             for numbers, max_norm, norm_type in calls:
                 ours = scaled.ours.clip_grad_norm(max_norm, [params[number] for number in numbers], norm_type=norm_type)
-                # torch knows no largest element of none.
+                # torch cannot compute the largest element of an empty tensor.
                 chosen = [masters[number] for number in numbers if masters[number].numel()]
                 plain = clip_grad_norm_(chosen, max_norm, norm_type)
                 assert ours.item() == pytest.approx(plain.item(), rel=1e-6)
@@ -390,7 +393,7 @@ def clips():
             scaled.check(**CLOSE)
 
 
-# One rank clips by the same norm: test_b35_b37_norms_of_some_and_of_all_are_right_in_any_order.
+# One rank clips by the norm checked in test_b35_b37_norms_of_some_and_of_all_are_right_in_any_order.
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [soak_only(1), 3])
 def test_b37_clipping_some_or_all_to_anything_equals_torchs(ranks):

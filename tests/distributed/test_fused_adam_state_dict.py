@@ -1,4 +1,4 @@
-"""DistributedFusedAdam through checkpoints: training goes on bit for bit at any number of ranks and in any form."""
+"""Tests that DistributedFusedAdam resumes bitwise from checkpoints, with any number of ranks and in any form."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ OVERLAPPED = {"overlap_param_sync": True}
 
 
 class Net(nn.Module):
-    """Convolutions in channels_last, a transposed weight, a single number, no numbers, and something frozen."""
+    """Convolutions in channels_last, a transposed weight, a scalar, an empty parameter, and a frozen layer."""
 
     def __init__(self, dtype=torch.float32, seed=0):
         super().__init__()
@@ -39,7 +39,7 @@ class Net(nn.Module):
         self.to(dtype)
 
     def groups(self):
-        """No decay of what has one dimension or none."""
+        """Returns parameter groups without weight decay for parameters of at most one dimension."""
         params = list(self.parameters())
         return [
             {"params": [param for param in params if param.dim() > 1]},
@@ -48,7 +48,7 @@ class Net(nn.Module):
 
 
 class Run:
-    """A model and its optimizer; small buckets, so that ranks share each parameter."""
+    """A model and its optimizer, with small buckets so that ranks share each parameter."""
 
     def __init__(self, param_dtype=torch.float32, *, seed=0, **settings):
         self.model = Net(param_dtype, seed)
@@ -62,7 +62,7 @@ class Run:
             self.optimizer.wait_params(self.model.parameters())
             for number, param in enumerate(self.model.parameters()):
                 if param.requires_grad:
-                    # Whatever the number of ranks, the sum has these bits.
+                    # Only rank 0 has a gradient, so that the sum is bitwise equal for any number of ranks.
                     param.grad = gradient(param, step, number) if rank() == 0 else torch.zeros_like(param)
             self.optimizer.step()
         self.optimizer.wait_params(self.model.parameters())
@@ -113,7 +113,7 @@ def go_on(folder, cases):
         assert run.optimizer.param_groups[1]["lr"] == 0.02
 
 
-# Saved as, loaded as.
+# (parameter dtype, settings when saving, settings when loading)
 CASES = {
     "plain": (torch.float32, PLAIN, PLAIN),
     "overlapped": (torch.float32, OVERLAPPED, OVERLAPPED),
@@ -125,7 +125,7 @@ CASES = {
 }
 
 
-# All forms at one more rank than saved, and at fewer those whose parts are of different sizes.
+# All forms are loaded by one more rank than saved them; forms whose parts differ in size, also by fewer.
 SOME = {name: CASES[name] for name in ("plain", "scaled", "remainders")}
 
 
@@ -144,7 +144,7 @@ def test_training_goes_on_bit_for_bit_at_another_number_of_ranks(tmp_path, write
 
 
 def boxes(optimizer):
-    """What this rank keeps, by parameter, kind and box."""
+    """Returns this rank's state by parameter, kind and box."""
     state = optimizer.state_dict()["state"]
     values = [(i, kind, value) for i, entry in state.items() for kind, value in entry.items()]
     spread = [(i, kind, value) for i, kind, value in values if isinstance(value, SpreadTensor)]
@@ -196,7 +196,7 @@ def test_a_grid_with_copies_goes_on_from_its_own_checkpoints_and_from_those_of_o
 
 
 def go_on_as_plain_adamw(folder, is_adamw):
-    """From torch's optimizer to ours and back, both training on after each move."""
+    """Moves the state from torch's optimizer to ours and back, and trains both after each move."""
     made = torch.optim.AdamW if is_adamw else torch.optim.Adam
     plain, run = Net(), Run(seed=1, adam_w_mode=is_adamw)
     optimizer = made(plain.groups(), fused=True, **RATES)
@@ -221,19 +221,19 @@ def train_plain(model, optimizer, first, end):
     for step in range(first, end):
         for number, param in enumerate(model.parameters()):
             if param.requires_grad:
-                # Torch's fused kernels take a gradient for what its memory has, whatever the strides say.
+                # torch's fused kernels read a gradient in memory order, ignoring its strides.
                 param.grad = torch.empty_like(param).copy_(gradient(param, step, number))
         optimizer.step()
 
 
-# The cases of make test have both optimizers, and one rank as well as several.
+# The cases of `make test` cover both optimizers, one rank and several ranks.
 @pytest.mark.parametrize(("ranks", "is_adamw"), [(1, True), (3, False), soak_only(1, False), soak_only(3, True)])
 def test_torchs_adamw_and_adam_hand_over_to_us_and_take_over_bit_for_bit(tmp_path, ranks, is_adamw):
     run_on_ranks(go_on_as_plain_adamw, ranks, tmp_path, is_adamw)
 
 
 def moment_gathered_in_a_group():
-    """Returns exp_avg of a torch state dict, of a parameter that the last two of three ranks step."""
+    """Returns exp_avg from a torch state dict, for a parameter that only the last two of three ranks step."""
     group = dist.new_group([1, 2])
     if rank() == 0:
         return None
@@ -255,7 +255,7 @@ def save_by_names(folder):
     run.optimizer.zero_grad()
     before = boxes(run.optimizer)
     model, optimizer = get_state_dict(run.model, run.optimizer)
-    # Torch steps optimizers that have no state yet, which must not be this one.
+    # torch steps optimizers without state here, but must not step this one.
     after = boxes(run.optimizer)
     assert after.keys() == before.keys() and all(torch.equal(before[key], after[key]) for key in before)
     assert "conv.weight" in optimizer["state"]
@@ -308,7 +308,7 @@ def unfreeze_late(folder):
         return run
 
     def train(run):
-        # Parameters count their own steps.
+        # Step counts are stored per parameter.
         run.train(0, BEFORE).model.big.requires_grad_(True)
         return run.train(BEFORE, STEPS)
 
@@ -347,7 +347,7 @@ def test_each_rank_can_save_its_own_part_for_the_same_ranks(tmp_path):
 
 
 def load_what_others_hold(folder):
-    """The most that torch held besides what it held before, of bytes of states on all ranks together."""
+    """Returns the peak memory of saving and of loading, relative to the bytes of all ranks' states."""
     model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 600), nn.Linear(600, 1024)).bfloat16()
     optimizer = DistributedFusedAdam(model.parameters(), bucket_cap_mb=1)
     optimizer.init_params()
@@ -373,7 +373,7 @@ def _trained():
 
 
 def _odd_on_one_rank():
-    """Each way in which the last rank's state dict may be unlike the others'."""
+    """Tests each way in which the last rank's state dict may differ from the other ranks'."""
     _, trained = _trained()
     good = trained.state_dict()
     odd = {
@@ -397,7 +397,7 @@ def _odd_on_one_rank():
         optimizer = DistributedFusedAdam(module.parameters(), lr=0.02)
         with pytest.raises((ValueError, TypeError) if last else (ValueError, RemoteRankError)):
             optimizer.load_state_dict(given if last else good)
-        dist.barrier()  # nobody waits in a collective
+        dist.barrier()  # no rank may still wait in a collective
         assert all(torch.equal(param, value) for param, value in zip(module.parameters(), before)), name
         assert optimizer.param_groups[0]["lr"] == 0.02, name
         optimizer.load_state_dict(good)

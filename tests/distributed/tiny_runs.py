@@ -1,4 +1,4 @@
-"""Runs of the training program inside a rank's process, with records of their batches, gradients, reports and states.
+"""Runs the training program inside a rank's process and records batches, gradients, reports and states.
 
 Several runs may follow each other in one process. Holds no tests.
 """
@@ -34,7 +34,7 @@ from tests.functional_tests.launch import UNCOMPARED_FIELDS
 Batch = dict[str, Tensor]
 # Returns a context manager that is active while a run trains.
 Setup = Callable[[TrainingRun], AbstractContextManager[Any]]
-# Optimizer states are sharded; parameters are gathered and gradients reduced in small buckets during the passes.
+# Optimizer states are sharded; parameter gathers and gradient reductions overlap with compute in small buckets.
 OVERLAPPED_SMALL_BUCKETS: Flags = {
     "use-distributed-optimizer": True,
     "overlap-grad-reduce": True,
@@ -51,7 +51,7 @@ def started_run(
     model_provider: Callable[..., nn.Module] = pretrain_gpt.model_provider,
     config_overrides: ConfigOverrides | None = None,
 ) -> Iterator[TrainingRun]:
-    """Sets a run up as `pretrain` does, in the process group of the harness, and tears it down afterwards."""
+    """Sets up a run like `pretrain`, in the process group of the harness, and tears it down afterwards."""
     try:
         args = start_processes(argv=argv)
         run = setup_run(args, model_provider, forward_step_func=forward_step, config_overrides=config_overrides)
@@ -64,7 +64,10 @@ def started_run(
 
 
 def comparable(report: StepReport) -> dict[str, Any]:
-    """Returns the fields of a report that equal runs share; others are None. The norm is text, since NaN != NaN."""
+    """Returns the fields of a report that equal runs share, with the others set to None.
+
+    The gradient norm is text, since NaN != NaN.
+    """
     uncompared = (UNCOMPARED_FIELDS.keys() - {"stash"}) | {"notes"}
     compared = {name: None if name in uncompared else value for name, value in vars(report).items()}
     return {**compared, "grad_norm": repr(report.grad_norm)}
@@ -77,7 +80,7 @@ def train_steps(run: TrainingRun, count: int) -> list[dict[str, Any]]:
 
 @dataclass
 class TrainedRun(Callback):
-    """A rank's record of a whole run: its reports, and digests of everything that the rest of the run depends on."""
+    """A rank's record of a whole run: its reports, and digests of all state that the rest of the run depends on."""
 
     steps: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[EvaluationReport] = field(default_factory=list)
@@ -88,19 +91,19 @@ class TrainedRun(Callback):
         run.callbacks = CallbackList([self, *callbacks])
         with setup(run):
             train(run)
-        # Saved sizes depend on which buffers had to grow, which two runs with equal numbers need not share.
+        # Learned sizes depend on which buffers had to grow; two runs with equal results need not share them.
         run.state.learned_sizes = LearnedSizes()
         self.state = state_of(run)
 
     def on_step_end(self, report: StepReport) -> None:
-        # Stash pages depend on history that a resumed run, or one without a stash, lacks.
+        # Stash pages depend on history, which a resumed run or a run without a stash does not share.
         self.steps.append({**comparable(report), "stash": None})
 
     def on_evaluation_end(self, report: EvaluationReport) -> None:
         self.evaluations.append(report)
 
     def assert_same(self, reference: "TrainedRun", name: str) -> None:
-        """Asserts that every number of every step and evaluation, and the final states, are equal."""
+        """Asserts that all values of every step and evaluation, and the final states, are equal."""
         for step, (own, expected) in enumerate(zip(self.steps, reference.steps, strict=True), 1):
             assert own == expected, f"{name}, step {step}"
         assert self.evaluations == reference.evaluations, name
@@ -140,7 +143,7 @@ class Recorder:
 
 @dataclass
 class Recording:
-    """A rank's record of a run. initial, final: parameters by Megatron's names, before and after the run."""
+    """A rank's record of a run. initial, final: parameters by Megatron name, before and after the run."""
 
     batches: list[list[Batch]]
     grads: list[dict[str, Tensor]]
@@ -150,7 +153,7 @@ class Recording:
 
 
 def record_run(argv: Sequence[str], steps: int, *, save: bool = False, **parts: Callable[..., Any]) -> Recording:
-    """Trains `steps` steps, then saves a checkpoint if `save`; parts: keyword arguments of started_run."""
+    """Trains `steps` steps, then saves a checkpoint if `save`. parts: keyword arguments of started_run."""
     recorder = Recorder()
     with started_run(argv, **parts) as run:
         recorder.attach(run)
@@ -168,7 +171,7 @@ def gather_parameters(run: TrainingRun) -> None:
 
 
 def parameters(*model: nn.Module) -> dict[str, Tensor]:
-    """Copies all parameters, any shape and float dtype, by name without the wrappers' prefixes."""
+    """Copies all parameters, by name without the wrappers' prefixes."""
     named = (item for chunk in model for item in chunk.named_parameters())
     return {_plain_name(name): parameter.detach().clone() for name, parameter in named}
 
@@ -178,7 +181,7 @@ def _plain_name(name: str) -> str:
 
 
 def state_of(run: TrainingRun) -> dict[str, str]:
-    """Returns everything that the rest of a run depends on, by name: tensors as digests, the rest as text."""
+    """Returns all state that the rest of a run depends on, by name: tensors as digests, the rest as text."""
     assert run.optimizer is not None and run.scheduler is not None
     gather_parameters(run)
     named = ((index, item) for index, chunk in enumerate(run.model) for item in chunk.state_dict().items())
@@ -192,10 +195,10 @@ def state_of(run: TrainingRun) -> dict[str, str]:
 
 
 def check_relay(argvs: Sequence[Sequence[str]], order: Sequence[int], folder: str) -> None:
-    """Asserts that a run split into legs of two steps, each resumed from the previous leg's checkpoint with
-    argvs[order[i]], reports the same as one uninterrupted run of argvs[0].
+    """Asserts that a run split into legs of two steps reports the same as one uninterrupted run of argvs[0].
 
-    Final states are compared too, so the last leg must have the same buckets as the uninterrupted run.
+    Leg i uses argvs[order[i]] and resumes from the previous leg's checkpoint. Final states are compared too, so the
+    last leg must use the same buckets as the uninterrupted run.
     """
     with started_run(argvs[0]) as run:
         expected, final = train_steps(run, 2 * len(order)), state_of(run)
@@ -211,7 +214,7 @@ def check_relay(argvs: Sequence[Sequence[str]], order: Sequence[int], folder: st
 
 
 def digest_of(tensor: Tensor) -> str:
-    """Returns a hash of the bytes of a tensor, or of this rank's shard of a DTensor: any shape and dtype."""
+    """Returns a hash of the bytes of a tensor, or of this rank's shard of a DTensor."""
     mine = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     data = mine.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest()

@@ -1,12 +1,12 @@
-"""Traces the ways of a token and of a saved activation: the functions of megatron.core that they enter. Holds no tests.
+"""Traces the megatron.core functions on the paths of a token and of a saved activation. Holds no tests.
 
-`trace_token` runs an expert layer on two gloo ranks, each with half of the experts, all-to-all dispatch, in fp32: a
-warm-up, then one forward and backward that is traced. With STATIC its buffers have a fixed size, with STASH the rows
-that backward needs wait in pages as well; then two layers run, since the rows of the last one stay where they are.
-`trace_activation` traces a stash alone, on one rank, around functions that know nothing of it.
+`trace_token` runs an expert layer on two gloo ranks, each with half of the experts, with all-to-all dispatch, in fp32.
+After a warm-up it traces one forward and backward. With STATIC, buffers have a fixed size. With STASH, rows saved for
+backward are also moved to pages; then two layers run, because the rows of the last layer are not moved.
+`trace_activation` traces only a stash, on one rank, around functions that are unaware of it.
 
-As a program it prints the ways and their measures. It uses public names alone and `expert_step`, so
-that it also measures other commits that have walks.py, given the path of their tree:
+As a program it prints the paths and their measures. It uses only public names and `expert_step`, so that it also
+measures other commits that contain walks.py, given the path of their tree:
 
     PYTHONPATH=/path/of/a/tree .venv/bin/python tests/distributed/token_walk.py
 """
@@ -33,7 +33,7 @@ MOE, STASH_FOLDER = CORE / "transformer" / "moe", CORE / "transformer" / "moe" /
 
 
 class Buffers(enum.Enum):
-    """How an expert layer holds the rows of its experts."""
+    """How an expert layer stores the rows of its experts."""
 
     DYNAMIC = "as many rows as come"
     STATIC = "buffers of a fixed size"
@@ -41,12 +41,12 @@ class Buffers(enum.Enum):
 
 
 def trace_token(buffers: Buffers) -> list[list[Entered]]:
-    """Returns what each rank enters in the forward and backward of expert layers."""
+    """Returns the functions that each rank enters in the forward and backward of expert layers."""
     return run_on_ranks(_token_on_rank, RANKS, buffers)
 
 
 def trace_activation() -> list[Entered]:
-    """Returns what two expert groups, their backward and the end of a step enter; see the example of PagedStash."""
+    """Returns the functions entered by two expert groups, their backward and the end of a step. See PagedStash."""
     torch.manual_seed(0)
     stash = PagedStash(PagePool("cpu", PoolLayout(page_bytes=4096, device_pages=64)))
     x = torch.randn(16, HIDDEN, requires_grad=True)
@@ -65,7 +65,7 @@ def trace_activation() -> list[Entered]:
 
 
 def without_activation(token: Sequence[Entered]) -> list[str]:
-    """Returns `file: qualname` of each function of a token's way that a saved activation does not enter."""
+    """Returns `file: qualname` of each function on a token's path that is not on a saved activation's path."""
     of_activation = set(lines(trace_activation()))
     return [line for line in lines(token) if line not in of_activation]
 
@@ -129,7 +129,7 @@ def _traced_after_warm_up(step: Callable[[], None]) -> list[Entered]:
 
 
 def report(name: str, entered: Sequence[Entered]) -> str:
-    """Returns the measures of a walk, and the walk, as text."""
+    """Returns the measures of a walk, followed by its functions, as text."""
     files = paths(entered)
     in_stash = [path for path in files if (ROOT / path).is_relative_to(STASH_FOLDER)]
     of_moe = [path for path in files if (ROOT / path).is_relative_to(MOE) and path not in in_stash]
@@ -146,7 +146,7 @@ def report(name: str, entered: Sequence[Entered]) -> str:
 
 
 def sizes() -> str:
-    """Returns files, lines and statements of the packages and files that these ways lie in."""
+    """Returns the numbers of files, lines and statements of the packages that these paths pass through."""
     parts: dict[str, list[Path]] = {
         "transformer/*.py": [*(CORE / "transformer").glob("*.py")],
         "transformer/moe/*.py": [*MOE.glob("*.py")],

@@ -1,4 +1,4 @@
-"""Traces a walk: the functions of ours that some work enters, in order of first entry. Holds no tests.
+"""Traces a walk: this project's functions that a piece of work enters, in order of first entry. Holds no tests.
 
 The walks are batch_walk.py (a batch to its loss), gradient_walk.py (a gradient to an updated parameter) and
 token_walk.py (a token through an expert layer and back, a saved activation into pages and back).
@@ -21,22 +21,25 @@ CORE = Path(str(megatron.core.__file__)).parent
 ROOT = CORE.parents[1]
 # Public names that begin with an underscore, as they do in Megatron.
 MEGATRON_CLASSES = {"_ParamAndGradBuffer", "_ParamAndGradBucket", "_ParamAndGradBucketGroup"}
-# Decorators around many functions, which only pass calls on.
+# Decorators of many functions that only forward calls.
 _PASSED_THROUGH = (CORE / "device" / "trace_ranges.py",)
-# Functions without a name of their own belong to the function around them.
+# Unnamed functions are counted as their enclosing function.
 _UNNAMED = ("<lambda>", "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 
 
 @dataclass(frozen=True)
 class Entered:
-    """A function that was entered. path: from the repository; qualname: as Python has it, `Class.method`."""
+    """A function that was entered.
+
+    path: relative to the repository. qualname: Python's qualified name, `Class.method`.
+    """
 
     path: str
     qualname: str
 
     @property
     def owner(self) -> str | None:
-        """The class that the function, or the function around it, is a method of."""
+        """The class whose method the function, or its enclosing function, is."""
         outermost = self.qualname.partition(".<locals>")[0]
         return outermost.rpartition(".")[0] or None
 
@@ -46,9 +49,9 @@ class Entered:
 
 @contextmanager
 def traced(packages: Iterable[Path]) -> Iterator[list[Entered]]:
-    """Yields a list to which the functions of `packages` that are entered inside are added, each once.
+    """Yields a list that collects the functions of `packages` entered inside the context, once each.
 
-    A package is a folder, whose folders count too, or a file.
+    A package is a folder, including its subfolders, or a file.
     """
     entered: list[Entered] = []
     seen: set[CodeType] = set()
@@ -77,34 +80,34 @@ def traced(packages: Iterable[Path]) -> Iterator[list[Entered]]:
 
 
 def paths(entered: Iterable[Entered]) -> list[str]:
-    """Returns the files that were entered, each once, in order of first entry."""
+    """Returns the files that were entered, once each, in order of first entry."""
     return list(dict.fromkeys(one.path for one in entered))
 
 
 def lines(entered: Iterable[Entered]) -> list[str]:
-    """Returns `file: qualname` of each function that was entered, each once, in order of first entry."""
+    """Returns `file: qualname` of each function that was entered, once each, in order of first entry."""
     return list(dict.fromkeys(map(str, entered)))
 
 
 def public_classes(entered: Iterable[Entered]) -> list[str]:
-    """Returns the public classes that own a function which was entered, each once, in order of first entry."""
+    """Returns the public classes that own a function that was entered, once each, in order of first entry."""
     owners = dict.fromkeys(one.owner for one in entered if one.owner)
     return [owner for owner in owners if not owner.startswith("_") or owner in MEGATRON_CLASSES]
 
 
 def count_statements(files: Iterable[Path]) -> int:
-    """Counts the statements of Python files, without docstrings."""
+    """Counts the statements of Python files, excluding docstrings."""
     nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
     return sum(isinstance(node, ast.stmt) and not _is_docstring(node) for node in nodes)
 
 
 def count_lines(files: Iterable[Path]) -> int:
-    """Counts the lines of files."""
+    """Counts the total number of lines of files."""
     return sum(len(path.read_text().splitlines()) for path in files)
 
 
 def _entered(code: CodeType, packages: tuple[Path, ...]) -> Entered | None:
-    # Bodies of modules and classes run when they are imported.
+    # Bodies of modules and classes run on import.
     if not code.co_flags & CO_OPTIMIZED:
         return None
     path = Path(code.co_filename)

@@ -1,4 +1,4 @@
-"""Runs in one process that layouts of the same model are compared with. No test here."""
+"""Single-process reference runs that layouts of the same model are compared with. Holds no tests."""
 
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -8,7 +8,10 @@ from tests.functional_tests.case import Flags
 
 
 def references(models: Mapping[str, tuple[str, Flags]]) -> Callable[[str], WholeRun]:
-    """Returns a function that runs one of the models, a base and its flags, in one process, and each of them once."""
+    """Returns a function that runs one of the models in a single process and caches the result.
+
+    models: (base, flags) by name.
+    """
 
     @cache
     def run(model: str) -> WholeRun:

@@ -1,4 +1,4 @@
-"""Modes of DistributedDataParallel, as fields of the wrapper's configuration and of the optimizer's. Holds no tests."""
+"""Modes of DistributedDataParallel, as fields of the wrapper's and the optimizer's configurations. Holds no tests."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ IN_BACKWARD = {"optimizer_in_backward": True, "optimizer_in_backward_clip": "exa
 
 
 def wrapper_modes(bucket_size: int) -> Modes:
-    """Each mode by name; where it overlaps, with buckets of that many elements."""
+    """Returns each mode by name. bucket_size: number of elements of a bucket in overlapped modes."""
     overlapped = {"overlap_grad_reduce": True, "bucket_size": bucket_size}
     sharded = {"use_distributed_optimizer": True}
     gathered = {**sharded, **overlapped, "overlap_param_gather": True}
