@@ -1,4 +1,4 @@
-"""Balanced and unbalanced expert choices of each rank's tokens. Holds no tests."""
+"""Experts chosen by each rank's tokens, balanced or not. Holds no tests."""
 
 import torch
 from torch import Tensor

@@ -203,7 +203,7 @@ def gpu_paths() -> Iterator[None]:
         yield
 
 
-# --- What is counted ---
+# --- Counted models ---
 
 WARM_UP_STEPS = 2
 _MODEL = """

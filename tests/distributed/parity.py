@@ -31,7 +31,7 @@ TOLERANCE = 1e-10  # relative to a tensor's norm, in fp64
 ROUNDED = 1.2e-7  # for norms, which are rounded to fp32
 NEGLIGIBLE = 1e-6  # share of the whole gradient's norm below which a tensor's error is ignored
 
-# Every split dimension occurs: 8 heads, 4 groups, a padded vocabulary whose last rows are all padding.
+# Sizes large enough to be split: 8 heads, 4 groups, and a padded vocabulary whose last rows are padding.
 FLAGS: Flags = {
     "num-attention-heads": 8,
     "init-method-std": 0.1,

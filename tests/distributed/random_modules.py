@@ -254,19 +254,16 @@ class Draw:
         return self.microbatches > 1 or any(part.recompute for part in self.net.all_parts())
 
     def spare_units(self) -> None:
-        """Removes features that sharded units do not support.
-
-        These are positions that only some ranks run, and reentrant checkpoints of a part that is called several times.
-        """
+        """Removes positions that only some ranks run and repeated reentrant checkpoints, which sharded units reject."""
         self.optional = []
         for index, part in enumerate(self.net.parts):
             if part.recompute and self.net.order.count(index) > 1:
                 part.recompute = False
 
     def settle_counts(self) -> None:
-        """Removes a case that is rejected where gradients are released.
+        """Removes optional uses that are rejected where gradients are released.
 
-        In it, a part with reentrant recomputation, which produces a gradient for each use, is used more often in a step
+        A part with reentrant recomputation produces a gradient for each use, and must not be used more often in a step
         than in the previous one.
         """
         if any(self.net.parts[part].recompute and self.net.order.count(part) > 1 for part in self.net.order):

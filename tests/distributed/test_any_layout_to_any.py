@@ -33,7 +33,8 @@ SEED = 124  # its six pairs cover every mode, and replicas of most
 PAIRS = long_count(6, soak=60)
 MOST_RANKS = long_count(6, soak=8)
 BATCH = long_count(6, soak=12)  # samples; divisible by every data-parallel size
-STEPS_BEFORE, STEPS_AFTER = long_count(1, soak=2), 2  # the save; the second later step checks the first update
+# Steps before and after the save. The second step after it uses weights updated from the loaded state.
+STEPS_BEFORE, STEPS_AFTER = long_count(1, soak=2), 2
 TOLERANCE = 1e-6  # of losses, relative, in fp32: docs/numerics.md
 HALF_TOLERANCE = 0.02  # the same, in bf16
 # Threads of gloo's groups outlive the runs and keep polling. Hundreds of them would slow down later runs.

@@ -101,5 +101,5 @@ def test_a_counter_of_the_host_that_the_lint_cannot_see_is_found() -> None:
     (end,) = launch_on_ranks(replay_with_a_counter, 1, ["--replay", "2", *words_of(DENSE)], backend=None)
     verdict, replayed, line = _own_lines(end.stdout)[-3:]
     assert (end.exit_code, verdict.partition(":")[0]) == (1, "CAPTURABLE")
-    # The third step is captured, with its correct results.
+    # The third step is captured and still computes correct results.
     assert replayed.startswith("DIFFERENT") and line.startswith("1. rank 0: step 4: losses is ")

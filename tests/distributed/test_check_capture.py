@@ -14,7 +14,7 @@ from tests.counts import long_count
 from tests.harness import launch_on_ranks, run_on_ranks
 
 RECOMPUTED = ["--recompute-granularity", "random.py", "fused_bias_dropout.py", "fused_bias_dropout.py"]
-# Graph breaks named in each case: files of lines, or flags.
+# The graph breaks that are named in each case: the file of a line, or a flag.
 NAMED = {
     "recompute with dropout": RECOMPUTED,
     "packed documents": ["--reset-attention-mask", "packed_seq_params.py"],

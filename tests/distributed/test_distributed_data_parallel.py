@@ -87,7 +87,7 @@ def test_late_gradients_are_added_where_sums_cannot_be_repeated(linear):
 
 
 def messages_of_second_rounds(deterministic):
-    """Trains with late gradients; returns how many collectives in flight observers saw in each second round."""
+    """Trains with late gradients; returns the number of collectives that observers saw in each second round."""
     found = []
 
     def count(traffic, group):

@@ -80,8 +80,7 @@ def _overflow_on_one_rank() -> None:
         for zero1, overlap in ((False, "none"), (True, "none"), (True, "params"), (True, "step"))
     ]
     for step in range(4):
-        # One rank's inputs overflow fp16, beginning with the first step, so state is saved and loaded before any
-        # update.
+        # One rank's inputs overflow fp16 from the first step on, so state is saved and loaded before any update.
         factor = 1e5 if step in (0, 2) and dist.get_rank() == 1 else 1.0
         before = runs[2].optimizer.common_state()
         runs[2].model.disable_forward_pre_hook()

@@ -113,7 +113,7 @@ ON_EIGHT: dict[str, tuple[str, Flags]] = {
     "eight with experts": ("moe", {**EXPERTS, **PAGES, **OVERLAPPED_SMALL_BUCKETS, **UNEVEN, **TENSORS}),
 }
 if long_count(0, soak=1):
-    # Each covers alone a property that a run above combines with others, in the same test of `make test`.
+    # Each tests a single property. In `make test`, the same tests cover it with one of the combined runs above.
     ON_TWO |= {
         "replicas": ("dense", {}),
         "saved": ("dense", {**LIKE_GPUS, "use-distributed-optimizer": True}),

@@ -9,7 +9,7 @@ from tests.distributed.parity import WholeRun, assert_same_run, layout, run_layo
 from tests.functional_tests.case import Flags
 
 SHARED: Flags = {"moe-shared-expert-intermediate-size": 16, "moe-shared-expert-gate": True}
-# Models differ in their routers and experts. Capacities count each rank's tokens; one process has the same groups.
+# Models differ in their routers and experts. Capacity applies to each rank's tokens; one process has the same groups.
 MODELS: dict[str, Flags] = {
     "losses": {
         **SHARED,

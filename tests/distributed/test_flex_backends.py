@@ -35,7 +35,7 @@ from tests.distributed.expert_layers import ALLTOALL, KINDS, build_layer, rank_i
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.models.small_models import small_config
 
-# Rows have a multiple of 16 bytes, as deep_ep requires.
+# The row size in bytes is a multiple of 16, as deep_ep requires.
 WIDTH = 8
 FIELDS = {
     "hidden_size": WIDTH,

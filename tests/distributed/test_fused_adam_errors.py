@@ -84,7 +84,7 @@ def errors_of_one_rank(name):
         run.check(steps)
 
 
-# With three ranks, one that is not the first is told of the error.
+# With three ranks, a rank other than the first is also told of the error.
 ON_RANKS = {"in forward": 3, "at the first gradient": 2, "late in backward": 3, "behind backward": 2}
 
 

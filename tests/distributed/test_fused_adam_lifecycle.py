@@ -135,8 +135,7 @@ def ways_to_begin():
         run = Run(Case(settings, shapes=SHAPES, dtypes=dtypes))
         initialised(run, how)
         for step in range(3):
-            # In the first step, parameters get gradients in a different order than in the groups, and only some of them
-            # do.
+            # In the first step, only some parameters get gradients, in a different order than in the groups.
             run.step(step, used=lambda number, step, rank, microbatch: step > 0 or number in (2, 7, 3))
         run.check(3)
 
@@ -173,7 +172,7 @@ def test_parameters_can_be_given_dtypes_of_their_own():
     run_on_ranks(dtypes_of_their_own, 2)
 
 
-# Returns whether a weight is used: (weight index, step, rank, microbatch). Weight 0 always is, to give a loss.
+# Returns whether a weight is used: (weight index, step, rank, microbatch). Weight 0 always is, so that there is a loss.
 USES = {
     "on no rank": lambda number, step, rank, microbatch: number != 3,
     "not on rank 1": lambda number, step, rank, microbatch: number not in (3, 5) or rank != 1,

@@ -52,7 +52,7 @@ class Held:
 
 
 def held_by_ours(case: str, *, is_lazy: bool = False, **settings: Any) -> Held:
-    """Measures two steps, starting with the first.
+    """Measures peaks over two steps, and persistent bytes after them.
 
     is_lazy: parameters are initialized during the first step instead of before it.
     """
@@ -157,7 +157,7 @@ def test_parameters_that_are_taken_over_lazily_need_no_more_than_whole_gradients
 @pytest.mark.parametrize("ranks", range(2, long_count(3, soak=5)))
 def test_a_rank_holds_less_than_with_zero1(ranks: int) -> None:
     zero1 = run_on_ranks(held_by_zero1, ranks)
-    # Except for buckets, ZeRO-1 stores all gradients instead of a share. If lazy, states are allocated after these are freed.
+    # Except for buckets, ZeRO-1 stores all gradients instead of a share. Lazy states follow when gradients are freed.
     for is_lazy, share in ((False, 0.9), (True, 0.95)):
         for one, other in zip(held_on_ranks("fp32", ranks, is_lazy=is_lazy), zero1):
             assert max(one.in_backward, one.in_step) < share * other, (is_lazy, one, other)

@@ -1,4 +1,4 @@
-"""Tests DistributedFusedAdam in programs that use its parameters otherwise, with torch.autograd.grad and user hooks."""
+"""Tests DistributedFusedAdam with other uses of its parameters: torch.autograd.grad, user hooks, grad scalers."""
 
 import pytest
 import torch

@@ -30,8 +30,8 @@ from tests.harness import run_on_ranks
 SHAPES = tuple(ODD)
 # Adam is nearly independent of the size of gradients unless eps is large.
 BIG_EPS = {"eps": 1.0, "lr": 0.3}
-# Clipping multiplies in a different place: an error of one or two units in the last place, in each of 8 steps of <=
-# 0.3.
+# The clipping factor is applied in a different place, which rounds each gradient differently by one or two units in the
+# last place, in each of 8 steps of at most 0.3.
 CLOSE = {"rtol": 0.0, "atol": 8 * 0.3 * 4 * 2**-23}
 FP16, FP32 = torch.float16, torch.float32
 
@@ -135,8 +135,7 @@ OVERFLOWS = {0, 2, 3}  # includes the first step, where states exist but have no
 
 def orders_of_calls(order):
     several = ({"bucket_cap_mb": cap(700)}, {"overlap_param_sync": True, "debug": True}, {"overlap_grad_sync": False})
-    # Whether the optimizer or the scaler handles steps alternates, starting differently for every second order of
-    # calls.
+    # Steps handled by the optimizer and by the scaler alternate; every second order begins with the other one.
     is_odd = bool(ORDERS.index(order) % 2)
     some = [(is_odd != bool(number % 2), settings) for number, settings in enumerate(several)]
     for plain_steps, settings in usually(some, soak=itertools.product((False, True), several)):
@@ -348,8 +347,8 @@ def all_norms():
         norms(dtype, {}, 1e-6)
     norms(torch.float64, {"dtype": torch.float64, "grad_sync_dtype": torch.float64}, 1e-6)
     norms(FP32, {"contiguous_grad_buffer": True, "overlap_param_sync": True}, 1e-6)
-    # The norm exceeds fp16, but no element does; then squares underflow. Only one rank has gradients, so sums fit in
-    # fp16.
+    # First the norm exceeds fp16, although no element does; then squares underflow. Only one rank has gradients that are
+    # not zero, so that sums fit in fp16.
     for value in (3e4, 2.0**-20):
         param = nn.Parameter(torch.zeros(1000, dtype=FP16))
         optimizer = DistributedFusedAdam([param], grad_sync_dtype=FP16, average_grad_sync=False)
