@@ -68,7 +68,7 @@ class _Operators(TorchDispatchMode):
         self._counts = counts
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Profiler ranges, which this mode also intercepts.
+        # Trace ranges, which are recorded while a dispatch mode is active.
         if func.namespace != "profiler":
             self._counts.operators[func.name()] += 1
         if func.namespace == "c10d":

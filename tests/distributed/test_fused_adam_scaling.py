@@ -347,8 +347,8 @@ def all_norms():
         norms(dtype, {}, 1e-6)
     norms(torch.float64, {"dtype": torch.float64, "grad_sync_dtype": torch.float64}, 1e-6)
     norms(FP32, {"contiguous_grad_buffer": True, "overlap_param_sync": True}, 1e-6)
-    # First the norm exceeds fp16, although no element does; then squares underflow. Only one rank has gradients that are
-    # not zero, so that sums fit in fp16.
+    # First the norm exceeds fp16, although no element does; then squares underflow. Only one rank has gradients that
+    # are not zero, so that sums fit in fp16.
     for value in (3e4, 2.0**-20):
         param = nn.Parameter(torch.zeros(1000, dtype=FP16))
         optimizer = DistributedFusedAdam([param], grad_sync_dtype=FP16, average_grad_sync=False)
