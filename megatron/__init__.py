@@ -2,34 +2,45 @@
 
 import os
 import sys
-import warnings
 from contextlib import suppress
 
 __version__ = "0.1.0"
 
 
-def megatron_core_version() -> str | None:
-    """Returns the version of NVIDIA's megatron-core, which is imported under the same name; None if not installed.
+def conflict_with_megatron_core() -> str | None:
+    """Describes NVIDIA's package of the same import name if it is installed, or if its clone is on sys.path.
 
-    Reads folder names only: importing importlib.metadata takes 20 ms.
+    Reads file names only: importing importlib.metadata takes 20 ms.
     """
+    entries: list[str] = []
     for folder in sys.path:
         with suppress(OSError):
-            for name in os.listdir(folder or os.curdir):
-                if name.startswith("megatron_core-") and name.endswith(".dist-info"):
-                    return name.removeprefix("megatron_core-").removesuffix(".dist-info")
+            entries += os.listdir(folder or os.curdir)
+    for entry in entries:
+        name, kind = os.path.splitext(entry)
+        project, _, version = name.replace("megatron-core", "megatron_core").partition("-")
+        if project == "megatron_core" and kind in (".dist-info", ".egg-info", ".egg-link"):
+            # An .egg-info may end with the version of Python, and an .egg-link has no version.
+            theirs = " ".join(filter(None, ("NVIDIA's megatron-core", version.partition("-")[0])))
+            return (
+                f"megatron-stash {__version__} and {theirs} are both installed, and both provide megatron.core: "
+                "keep them in separate environments (docs/install.md)"
+            )
+    for folder in sys.path:
+        package = os.path.join(folder, "megatron")
+        # Copies of this package have megatron/__main__.py, and Megatron-LM does not.
+        if os.path.isfile(f"{package}/core/__init__.py") and not os.path.exists(f"{package}/__main__.py"):
+            return f"megatron-stash {__version__} is imported instead of {os.path.abspath(package)} (docs/install.md)"
     return None
 
 
-def _warn_of_megatron_core() -> None:
-    theirs = megatron_core_version()
+def _warn_of_conflict() -> None:
     # One line for all ranks that torchrun starts on this machine.
-    if theirs is not None and os.environ.get("LOCAL_RANK", "0") == "0":
-        warnings.warn(
-            f"megatron-stash {__version__} and NVIDIA's megatron-core {theirs} are both installed, and both provide "
-            "megatron.core: keep them in separate environments (docs/install.md)",
-            stacklevel=3,
-        )
+    if sys.stderr is None or os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    if conflict := conflict_with_megatron_core():
+        # The module warnings would add a second line: the code of the import.
+        sys.stderr.write(f"WARNING: {conflict}\n")
 
 
-_warn_of_megatron_core()
+_warn_of_conflict()

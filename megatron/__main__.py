@@ -3,14 +3,15 @@
 The installed scripts `megatron-COMMAND` run the same programs (pyproject.toml).
 """
 
+import difflib
 import sys
 from importlib import import_module
 
-from megatron import __version__
+from megatron.version_flag import installed_versions
 
 # Command to module and purpose. Modules are imported when they run, because most of them import torch.
 COMMANDS = {
-    "train": ("pretrain_gpt", "pretrain a GPT; on several processes: torchrun -m megatron train ..."),
+    "train": ("megatron.tools.train", "pretrain a GPT; on several processes: torchrun -m megatron train ..."),
     "quickstart": ("megatron.tools.quickstart", "train a small mixture of experts on real text, on this machine"),
     "preprocess": ("megatron.tools.preprocess_data", "turn text into tokens for --data-path"),
     "train-tokenizer": ("megatron.tools.train_tokenizer", "train a byte-level BPE tokenizer"),
@@ -30,15 +31,24 @@ def main(argv: list[str] | None = None) -> int | None:
     """Runs the command in `argv` and returns its exit status: None means 0; an unknown command returns 2."""
     name, *words = (sys.argv[1:] if argv is None else argv) or [""]
     if name in ("--version", "-V"):
-        print(f"megatron-stash {__version__}")
+        print(installed_versions())
+        return None
+    if name in ("--help", "-h"):
+        print(_usage())
         return None
     if name not in COMMANDS:
-        wanted = name in ("--help", "-h")
-        print(_usage(), file=sys.stdout if wanted else sys.stderr)
-        return None if wanted else 2
+        print(f"{_usage()}\n\nerror: {_problem_of(name)}", file=sys.stderr)
+        return 2
     sys.argv = [f"megatron-{name}", *words]  # argparse shows it in messages
     status: int | None = import_module(COMMANDS[name][0]).main()
     return status
+
+
+def _problem_of(name: str) -> str:
+    nearest = difflib.get_close_matches(name, COMMANDS, n=1)
+    if not name:
+        return "COMMAND is missing"
+    return f"there is no command {name}{f'; did you mean {nearest[0]}?' if nearest else ''}"
 
 
 def _usage() -> str:

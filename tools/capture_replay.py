@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-import pretrain_gpt
 from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.graphs.tape import Tape, TapeGraphs
 from megatron.core.group_collectives import gather_objects
 from megatron.tools.asked_graphs import WARMUP_STEPS, asked_of, failures_of, leave_files_alone, send_as_a_gpu_does
+from megatron.tools.train import pretrain_gpt
 from megatron.training.callbacks import StepReport
 from megatron.training.error_broadcast import ErrorBroadcast
 from megatron.training.errors import message_for_other_ranks

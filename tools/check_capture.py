@@ -24,7 +24,6 @@ import torch.distributed as dist
 if not __package__:  # run by its path, as in a clone without installation
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import pretrain_gpt
 from megatron.core.datasets.data_iterators import BatchPlan, build_data_iterators
 from megatron.core.device import default_device
 from megatron.core.graphs.safety import Region, collect_refusals
@@ -45,6 +44,7 @@ from megatron.tools.asked_graphs import (
     send_as_a_gpu_does,
 )
 from megatron.tools.capture_replay import differences_of_replay
+from megatron.tools.train import pretrain_gpt
 from megatron.training.checkpointing.rng_state import seed_ranks
 from megatron.training.command_line.published import publish_timers, publish_tokenizer
 from megatron.training.error_broadcast import ErrorBroadcast

@@ -43,6 +43,7 @@ from megatron.tools.stored_checkpoints import (
 from megatron.tools.write_megatron_core import CoreTarget, to_megatron_core
 from megatron.training.checkpointing.folder import iteration_folder
 from megatron.training.errors import exit_on_user_error
+from megatron.version_flag import PrintVersions
 
 # Formats, with their --ckpt-format names if any: one file per rank; the canonical format, with two names; weights in
 # safetensors files; models of transformers; and Megatron-Core's own torch_dist.
@@ -93,6 +94,7 @@ def main(argv: list[str] | None = None) -> int:
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
     """Parses the command line of this tool."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--version", action=PrintVersions)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_inspect(commands.add_parser("inspect", help="show the contents of a checkpoint", allow_abbrev=False))
     _add_verify(commands.add_parser("verify", help="verify the checksums of all data", allow_abbrev=False))

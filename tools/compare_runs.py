@@ -19,6 +19,7 @@ if not __package__:  # run by its path, as in a clone without installation
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.tools.run_log import TIMINGS, RunLog, Series, read_run
+from megatron.version_flag import PrintVersions
 
 # In the order in which a step computes them, because a difference in one field explains differences in later fields.
 CAUSES = ("consumed_samples", "global_batch_size", "learning_rate", "weight_decay", "loss_scale", "lm_loss")
@@ -78,6 +79,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--version", action=PrintVersions)
     parser.add_argument("a", type=Path, metavar="A", help="folder of a run (--tensorboard-dir or --save), or its log")
     parser.add_argument("b", type=Path, metavar="B", help="the other run")
     parser.add_argument(

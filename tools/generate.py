@@ -25,6 +25,7 @@ from megatron.training.command_line.config_builder import config_from_args
 from megatron.training.command_line.flags import flags_of_class
 from megatron.training.errors import exit_on_user_error
 from megatron.training.gpt_builder import build_gpt
+from megatron.version_flag import PrintVersions
 
 TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 TOKENIZER_DESTS = tuple(flag.dest for flag in flags_of_class(TokenizerConfig, {}))
@@ -52,6 +53,7 @@ def main(argv: list[str] | None = None) -> None:
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
     """Parses the command line of this tool."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--version", action=PrintVersions)
     parser.add_argument("--load", required=True, help="folder of checkpoints, as given to --save")
     parser.add_argument("--ckpt-step", type=int, help="iteration to load; default: the latest")
     parser.add_argument("--prompt", default="", help="text to continue; empty: start a new document")

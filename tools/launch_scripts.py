@@ -15,6 +15,8 @@ blanks after _string; everything else is one word.
 - A variable without a value remains ${NAME} in both. In conditions, _known makes it empty.
 """
 
+from __future__ import annotations
+
 import ast
 import operator
 import os
@@ -23,14 +25,13 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import partial
-from typing import Any, Final
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Final
 
-import tree_sitter_bash
 import yaml
-from tree_sitter import Language, Node, Parser
 
-BASH: Final = Language(tree_sitter_bash.language())
+if TYPE_CHECKING:
+    from tree_sitter import Node, Parser
 
 # Limits that stop a recursive function or a loop over a long list.
 _MOST_COMMANDS = 10_000
@@ -164,6 +165,19 @@ class _LoopEnds(Exception):
         self.goes_on = goes_on
 
 
+@cache
+def _bash_parser() -> Parser:
+    """Creates the parser. Raises ScriptError if its packages, which belong to an extra, are not installed."""
+    try:
+        import tree_sitter_bash
+        from tree_sitter import Language, Parser
+    except ImportError as error:
+        raise ScriptError(
+            "bash requires the packages tree-sitter and tree-sitter-bash: pip install 'megatron-stash[translate]'"
+        ) from error
+    return Parser(Language(tree_sitter_bash.language()))
+
+
 class _BashReader:
     """Evaluates a script's commands and collects the training commands."""
 
@@ -181,7 +195,7 @@ class _BashReader:
 
     def run_text(self, text: str) -> None:
         source = text.encode()
-        self.run_children(Parser(BASH).parse(source).root_node)
+        self.run_children(_bash_parser().parse(source).root_node)
 
     def run_children(self, node: Node) -> None:
         for child in node.named_children:
@@ -441,7 +455,7 @@ class _BashReader:
         else:
             self.run_children(node)
 
-    _RUNNERS: Final[dict[str, Callable[["_BashReader", Node], None]]] = {
+    _RUNNERS: Final[dict[str, Callable[[_BashReader, Node], None]]] = {
         "variable_assignment": _assign,
         "variable_assignments": run_children,
         "declaration_command": _declare,

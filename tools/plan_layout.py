@@ -17,17 +17,18 @@ from typing import Any
 if not __package__:  # run by its path, as in a clone without installation
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import pretrain_gpt
 from megatron.core.transformer.paged_stash_config import parse_bytes
 from megatron.planner.layout_search import Advice, Found, LayoutCosts, search
 from megatron.planner.layout_space import Request, read_request
 from megatron.planner.plan import plan_run
 from megatron.planner.report import WIDTH, bytes_in_words, flag_lines, found_as_json, table_lines
+from megatron.tools.train import pretrain_gpt
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.parser import FlagParser
 from megatron.training.compute.devices import Device, device_of_name, planned_device
 from megatron.training.errors import exit_on_user_error
+from megatron.version_flag import PrintVersions
 
 _FRONT_SIZE = 12
 _SECONDS_BETWEEN_LINES = 10
@@ -93,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         "layouts.",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action=PrintVersions)
     parser.add_argument("--gpus", type=int, metavar="N", help="Number of ranks of the run; required.")
     parser.add_argument("--memory", metavar="SIZE", help="Memory of a GPU, such as 80GB; unset: the device's memory.")
     parser.add_argument(

@@ -19,7 +19,6 @@ from typing import Any
 if not __package__:  # run by its path, as in a clone without installation
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import pretrain_gpt
 from megatron.pages.page import MissingPackageError
 from megatron.planner.stash.costs import Machine, stage_costs, verdict
 from megatron.planner.stash.outlook import (
@@ -33,6 +32,7 @@ from megatron.planner.stash.routing import RoutingSpan, parse_skew, synthetic_sp
 from megatron.planner.stash.stages import PlannedRun, StashFlags, planned_run
 from megatron.planner.stash.walk import StepLevel, walk
 from megatron.tools.stash_report import StashPlan, as_json, as_page, as_text
+from megatron.tools.train import pretrain_gpt
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.callbacks.routing_trace import read_routing
 from megatron.training.compute.devices import planned_device

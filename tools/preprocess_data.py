@@ -49,6 +49,7 @@ from megatron.tools.token_chunks import (
     template_for,
     tokenizer_for,
 )
+from megatron.version_flag import PrintVersions
 
 TOKENIZER_FIELDS = {field.name: spec for field in fields(TokenizerConfig) if (spec := field_spec(field)) is not None}
 NAMED_BAD_LINES = 10
@@ -129,6 +130,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
+    parser.add_argument("--version", action=PrintVersions)
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help=INPUT_HELP)
     add(

@@ -25,6 +25,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.text_files import INPUT_HELP, find_text_files
 from megatron.core.datasets.utils import split_documents
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
+from megatron.version_flag import PrintVersions
 
 IMPORTED_FROM = Path(str(megatron.__file__)).resolve().parents[1]  # a clone, or site-packages
 MIN_DOCUMENTS = 3  # one each for training, validation and test
@@ -115,6 +116,7 @@ def main() -> None:
 def parse_options() -> argparse.Namespace:
     """Parses the options that `make train` passes."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--version", action=PrintVersions)
     parser.add_argument(
         "--data", help=f"{INPUT_HELP} (preprocess_data.py --input); default: the text that Python ships"
     )
@@ -203,12 +205,16 @@ def train(workspace: Workspace, *, split: str, minutes: int, processes: int) -> 
         *("--expert-model-parallel-size", gcd(processes, NUM_EXPERTS)),
         *tokenizer_flags(workspace),
         *("--data-path", workspace.tokens, "--split", split),
-        *("--save", workspace.checkpoints, "--tensorboard-dir", workspace.checkpoints),
+        *("--save", workspace.checkpoints),
     )
+    logs = ("--tensorboard-dir", workspace.checkpoints)
     trained = steps_trained(workspace)
     # The plan does not depend on the number of steps, which is chosen by the planned step time.
     dry_run = ("--dry-run", "--world-size", processes, "--train-iters", MIN_STEPS)
-    output_of("pretrain_gpt", *flags, *dry_run, MEGATRON_PLAN_DEVICE="here")
+    output_of("pretrain_gpt", *flags, *logs, *dry_run, MEGATRON_PLAN_DEVICE="here")
+    # Without the flag, training writes its log to the folder of --save, which is the same.
+    if find_spec("tensorboard"):
+        flags += logs
     plan = json.loads((workspace.checkpoints / "plan.json").read_text())
     page = next(file for file in ("plan.html", "plan.json") if (workspace.checkpoints / file).exists())
     stage("plan", f"{plan_words(plan)}: {shown(workspace.checkpoints / page)}")

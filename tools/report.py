@@ -24,6 +24,7 @@ from megatron.tools.report_server import Asset, LiveReport, ReportServer, serve_
 from megatron.tools.run_log import RunLog, read_run
 from megatron.training.command_line.flags import flag_table
 from megatron.training.command_line.values import yaml_of_value
+from megatron.version_flag import PrintVersions
 
 TEMPLATE = Path(__file__).with_name("report_page.html.jinja")
 # In the order of execution.
@@ -58,6 +59,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--version", action=PrintVersions)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="folder of a run, or its steps.jsonl")
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="default: report.html in the folder of the first run's log"

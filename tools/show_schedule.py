@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pipelin
 from megatron.core.pipeline_parallel.timeline import Span, bubble_share, timeline
 from megatron.core.pipeline_parallel.transfers import pipeline_programs
 from megatron.core.pipeline_parallel.validation import validate_programs
+from megatron.version_flag import PrintVersions
 
 Spans = list[dict[Action, Span]]
 
@@ -176,6 +177,7 @@ def _label(action: Action, spans: Spans) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--version", action=PrintVersions)
     parser.add_argument("--stages", type=int, default=4, help="pipeline stages")
     parser.add_argument("--chunks", type=int, default=1, help="virtual stages per pipeline stage")
     parser.add_argument("--microbatches", type=int, default=8, help="micro-batches per step")

@@ -24,6 +24,7 @@ from megatron.core.datasets.text_files import (
     read_raw_documents,
 )
 from megatron.core.files import replaced_file
+from megatron.version_flag import PrintVersions
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCAB = len(pre_tokenizers.ByteLevel.alphabet()) + 1
@@ -54,6 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
+    parser.add_argument("--version", action=PrintVersions)
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help=INPUT_HELP)
     parser.add_argument("--json-key", default="text", help="key of the text in lines or rows (default: text)")
     parser.add_argument(

@@ -29,6 +29,7 @@ from megatron.training.arguments import parse_args, validate_args
 from megatron.training.command_line.flags import Flag, FlagState, flag_table, refusal
 from megatron.training.command_line.refusals import HARMLESS
 from megatron.training.command_line.values import value_of_word
+from megatron.version_flag import PrintVersions
 
 RULES_FILE = Path(__file__).with_name("translations.yaml")
 OUR_PROGRAM = "pretrain_gpt.py"
@@ -392,6 +393,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=f"exit status:\n{statuses}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action=PrintVersions)
     parser.add_argument("script", type=Path, help="bash script or model_config.yaml")
     parser.add_argument(
         "--set",

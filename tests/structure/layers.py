@@ -23,6 +23,7 @@ class Layer:
 
 # The first pattern that matches a module's whole name decides.
 LAYERS = (
+    Layer(0, "package", r"megatron"),  # the version; imports nothing
     # torch and triton alone
     Layer(0, "kernels", r"megatron\.core\.device\.(triton_compile|pinned_memory)"),
     Layer(0, "kernels", r"megatron\.core\.transformer\.moe\.paged_stash(\..+)?", step=1),
@@ -33,6 +34,7 @@ LAYERS = (
         r"megatron\.core\.(activations|config_field|dense_memory|device(\..+)?|files|graphs(\..+)?"
         r"|jit|logical_tensors|num_microbatches_calculator|packed_seq_params|rerun_state_machine|timers)",
     ),
+    Layer(1, "base", r"megatron\.version_flag"),
     Layer(1, "base", r"megatron\.core\.datasets\.utils"),  # values of --split and --data-path
     Layer(1, "base", r"megatron\.core\.transformer\.layer_pattern"),  # and those of --moe-layer-freq
     Layer(2, "config", r"megatron\.core\.(\w+\.)*\w+_config"),
@@ -54,7 +56,7 @@ LAYERS = (
     Layer(5, "pipeline_parallel", r"megatron\.core\.pipeline_parallel(\..+)?"),
     Layer(6, "models", r"megatron\.core\.models(\..+)?"),
     Layer(6, "optimizer", r"megatron\.core\.optimizer(_param_scheduler|\..+)?", never=("transformer",)),
-    Layer(7, "core", r"megatron(\.core)?"),  # re-exports for users; nothing inside imports from it
+    Layer(7, "core", r"megatron\.core"),  # re-exports for users; nothing inside imports from it
     Layer(7, "training", r"megatron\.training(\..+)?"),
     Layer(7, "pages", r"megatron\.pages(\..+)?"),
     Layer(8, "planner", r"megatron\.planner(\..+)?"),

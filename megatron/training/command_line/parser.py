@@ -9,12 +9,14 @@ import functools
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.training.command_line.errors import CommandLineError, is_first_rank
 from megatron.training.command_line.flags import Flag, FlagState, FlagTable, flag_table, refusal
 from megatron.training.command_line.values import choice_names, text_of_value, value_of_word
+from megatron.version_flag import PrintVersions
 
 _METAVARS = {"int": "N", "float": "X", "str": "TEXT"}
 
@@ -139,20 +141,15 @@ def build_parser(
     ours = {action.dest for action in parser._actions}
     if extra_args_provider is not None:
         parser = extra_args_provider(parser) or parser
-    # Unsupported flags are added last, so that scripts can define them.
+    # Unsupported flags and --version are added last, and not at all if the script has defined flags of these names.
     script_dests = frozenset(action.dest for action in parser._actions) - ours
     for flag in table.flags:
         if flag.state is not FlagState.WORKS:
-            _add_unless_taken(parser, flag, mistakes=own.mistakes)
+            with suppress(argparse.ArgumentError):
+                _add_flag(parser, flag, mistakes=own.mistakes)
+    with suppress(argparse.ArgumentError):
+        parser.add_argument("--version", action=PrintVersions)
     return parser, script_dests, own.mistakes
-
-
-def _add_unless_taken(parser: argparse.ArgumentParser, flag: Flag, *, mistakes: list[str]) -> None:
-    try:
-        _add_flag(parser, flag, mistakes=mistakes)
-    except argparse.ArgumentError:
-        # The script has defined a flag with this name, which takes precedence.
-        return
 
 
 def _add_flag(parser: argparse._ActionsContainer, flag: Flag, *, mistakes: list[str]) -> None:

@@ -190,6 +190,10 @@ def _redefine_seed(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed")
 
 
+def _define_version(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--version")
+
+
 def test_scripts_add_flags_and_reuse_names_that_do_nothing_here() -> None:
     args = parse_args(_provider, argv=["--num-classes", "3"])
     assert (args.color, args.num_classes) == (7, 3)
@@ -197,6 +201,7 @@ def test_scripts_add_flags_and_reuse_names_that_do_nothing_here() -> None:
         parse_args(argv=["--num-classes", "3"])
     with pytest.raises(argparse.ArgumentError, match="--seed"):
         parse_args(_redefine_seed, argv=[])
+    assert parse_args(_define_version, argv=["--version", "v2"]).version == "v2"
 
 
 def test_unknown_flags_pass_where_the_script_asks_for_it() -> None:
