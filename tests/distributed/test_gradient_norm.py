@@ -1,7 +1,7 @@
-"""TRAPS B18: norm and zeros of gradients, and the parameters' norm, count each logical element once under any layout.
+"""TRAPS B18: gradient norm, zero count and parameter norm count each logical element once under any layout.
 
-Bugs that users of other trainers met: experts left out of the norm, copies counted per rank, norms of stale copies, and
-no clipping at all, infinite gradients or ranks that own nothing.
+Users of other trainers met these bugs: experts were left out of the norm, copies were counted once per rank, the norm
+was that of stale copies, clipping was skipped, and infinite gradients or ranks without parameters were mishandled.
 """
 
 import math
@@ -25,7 +25,7 @@ from tests.unit_tests.core.optimizer.reference import wrap
 
 Sizes = tuple[int, int, int, int, int]
 
-# tensor, context, pipeline, expert, expert-tensor; the rest of 4 ranks hold copies.
+# Tensor, context, pipeline, expert and expert-tensor sizes; the remaining factor of the 4 ranks is data parallel.
 LAYOUTS: list[Sizes] = [(2, 1, 2, 2, 1), (1, 1, 4, 1, 1), (2, 2, 1, 2, 1), (2, 1, 1, 1, 2), (1, 4, 1, 2, 2)]
 if long_count(0, soak=1):
     LAYOUTS += [(1, 1, 1, 1, 1), (2, 1, 1, 2, 1), (4, 1, 1, 4, 1), (1, 1, 1, 4, 1), (1, 2, 2, 2, 1), (1, 2, 1, 1, 2)]
@@ -34,9 +34,9 @@ EXPERTS, ROWS, WIDTH = 4, 8, 4
 
 @dataclass
 class Whole:
-    """Gradients and weights of the whole model: three tensors a stage, and a weight that first and last stage share.
+    """Gradients and weights of the whole model: three tensors per stage, and one tied to both first and last stage.
 
-    sharded: data-parallel ranks each step a part of them, of one parameter here that of another there.
+    sharded: whether data-parallel ranks each update only a shard, which may lie in different parameters on each rank.
     """
 
     grads: list[Tensor]
@@ -44,7 +44,7 @@ class Whole:
     sharded: bool
 
     def expected(self) -> tuple[float, float, float]:
-        """Gradient norm, zeros and parameters' norm of one process in fp64."""
+        """Returns the gradient norm, zero count and parameter norm that one process computes in fp64."""
         grads, weights = (torch.cat([t.flatten() for t in tensors]).double() for tensors in (self.grads, self.weights))
         zeros = float((grads == 0).sum())
         return torch.linalg.vector_norm(grads).item(), zeros, torch.linalg.vector_norm(weights).item()
@@ -74,7 +74,7 @@ def _measure_layouts(layouts: Sequence[Sizes]) -> list[tuple[tuple[float, ...], 
         before = optimizer.params_norm()
         updated, norm, zeros = optimizer.step()
         assert updated and zeros is not None
-        # Of what was stepped, not of copies from before.
+        # The norm must be that of the updated weights, not of stale copies.
         assert optimizer.params_norm() != before
         results.append(((norm, zeros, before), whole.expected()))
         _refuses_infinite_gradients(groups, whole)
@@ -105,16 +105,16 @@ def _whole_model(*, stages: int, sharded: bool) -> Whole:
 
 
 def _optimizer(groups: ProcessGroupCollection, whole: Whole, *, clip_grad: float) -> MegatronOptimizer:
-    """The optimizer of this rank's part of the model, with its gradients in place."""
+    """Builds the optimizer of this rank's part of the model, with its gradients filled in."""
     return _build(groups, whole, clip_grad=clip_grad)[1]
 
 
 def _parts(groups: ProcessGroupCollection, whole: Whole) -> dict[str, tuple[Tensor, Tensor]]:
-    """This rank's part of each weight and of its gradient, by name."""
+    """Returns this rank's part of each weight and of its gradient, by name."""
     pairs = list(zip(whole.weights, whole.grads))
     stage, stages = group_rank(groups.pp), group_size(groups.pp)
     split, copied, expert = pairs[3 * stage : 3 * stage + 3]
-    # An odd order, so that what is owned and what is not are no neighbours.
+    # An unusual order, so that owned and unowned parameters are not contiguous.
     parts = {"split": _cut(split, groups.tp, dim=0), "expert": expert, "copied": copied}
     parts["expert"] = _cut(_cut(parts["expert"], groups.ep, dim=0), groups.expt_tp, dim=1)
     if stage in (0, stages - 1):
@@ -125,7 +125,7 @@ def _parts(groups: ProcessGroupCollection, whole: Whole) -> dict[str, tuple[Tens
 def _build(
     groups: ProcessGroupCollection, whole: Whole, *, clip_grad: float
 ) -> tuple[DistributedDataParallel, MegatronOptimizer]:
-    """This rank's part of the model, with its gradients in place, and its optimizer."""
+    """Builds this rank's part of the model, with its gradients filled in, and its optimizer."""
     model, parts, stage = nn.Module(), _parts(groups, whole), group_rank(groups.pp)
     params = {name: nn.Parameter(weight.clone()) for name, (weight, _) in parts.items()}
     for name, param in params.items():
@@ -139,7 +139,7 @@ def _build(
     wrapped = wrap(model, pg_collection=groups, overlap={"use_distributed_optimizer": whole.sharded})
     config = OptimizerConfig(optimizer="sgd", lr=0.5, weight_decay=0.0, clip_grad=clip_grad, log_num_zeros_in_grad=True)
     optimizer = get_megatron_optimizer(config, [wrapped], pg_collection=groups)
-    # The wrapper takes means over all copies of the dense layers, of which each of the experts' has a share.
+    # The wrapper averages over all data-parallel replicas of the dense layers; each expert exists on only some of them.
     shares = {"expert": group_size(groups.dp_cp) / group_size(groups.expt_dp)}
     for name, param in params.items():
         (param * parts[name][1] * shares.get(name, 1.0)).sum().backward()
@@ -153,7 +153,7 @@ def _cut(pair: tuple[Tensor, Tensor], group: object, *, dim: int) -> tuple[Tenso
 
 
 def _refuses_infinite_gradients(groups: ProcessGroupCollection, whole: Whole) -> None:
-    """One bad element, which one rank alone may have: nobody steps."""
+    """Checks that one infinite element, possibly on a single rank, makes every rank skip the step."""
     grads = [grad.clone() for grad in whole.grads]
     grads[2][-1, -1] = math.inf
     bad = _optimizer(groups, Whole(grads, whole.weights, whole.sharded), clip_grad=1.0)
@@ -171,7 +171,7 @@ def _never_clips(groups: ProcessGroupCollection, whole: Whole, *, norm: float) -
 
 
 def test_ranks_without_parameters_of_their_own_take_part() -> None:
-    # Copies alone: three of four tensor-parallel ranks own nothing.
+    # All parameters are replicated, so three of the four tensor-parallel ranks own none.
     norms = run_on_ranks(_norm_of_copies, 4)
     assert norms == [(5.0, 0.0, 5.0)] * 4
 

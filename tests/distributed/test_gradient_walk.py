@@ -1,4 +1,4 @@
-"""The way from a gradient to an updated parameter stays as short as it is."""
+"""Checks that the path from a gradient to an updated parameter enters no more files and classes than it does today."""
 
 import pytest
 
@@ -6,14 +6,15 @@ from tests.distributed.gradient_walk import report, trace_walk
 from tests.distributed.walks import paths, public_classes
 from tests.structure.tour import differences, listed_nouns
 
-# Files that a step enters, public classes that own an entered function, and nouns: a class and its base are one, and
-# records are listed apart. Lower them with the code; a new one needs a reason.
+# Number of files that a step enters, of public classes that own an entered function, and of nouns. A class and its base
+# count as one noun, and records are listed separately. Lower the numbers when the code shrinks; an increase needs a
+# reason.
 FILES, FILES_WITH_WRAPPING_AND_SAVING, PUBLIC_CLASSES, NOUNS = 21, 26, 22, 18
 
 
 @pytest.fixture(scope="module")
 def walk():
-    """The walk of the first rank."""
+    """Returns the trace of the first rank."""
     return trace_walk()[0]
 
 
@@ -23,13 +24,13 @@ def test_a_step_enters_no_more_files_than_before(walk):
 
 
 def test_the_tour_lists_each_function_that_a_step_enters(walk):
-    """`PYTHONPATH=. python tests/distributed/print_walk.py gradient` prints the lines of the page."""
+    """Checks the page. `PYTHONPATH=. python tests/distributed/print_walk.py gradient` prints its lines."""
     missing = differences("A gradient to an updated parameter", walk.lines())
     assert not missing, missing
 
 
 def test_the_tour_lists_the_nouns_and_records_that_a_step_meets(walk):
-    """A class and its base class are one noun."""
+    """Checks the two lists of the page, in which a class and its base class count as one noun."""
     nouns = listed_nouns("Nouns on the way of a gradient")
     records = listed_nouns("Records on the way of a gradient")
     listed = sorted(name for row in [*nouns, *records] for name in row)

@@ -1,4 +1,4 @@
-"""Runs in bf16 and fp16 follow the fp32 run, and keep what they learn in fp32 masters."""
+"""Checks that bf16 and fp16 runs follow the fp32 run and accumulate updates in fp32 master weights."""
 
 import math
 from dataclasses import dataclass
@@ -21,10 +21,10 @@ from tests.harness import run_on_ranks
 STEPS = long_count(6, soak=20)
 FLAGS: Flags = {"train-iters": 20, "init-method-std": 0.1, "lr-warmup-iters": 0, "lr": 3e-3, "eval-iters": 0}
 PRECISIONS: dict[str, Flags] = {"bf16": {"bf16": True}, "fp16": {"fp16": True, "initial-loss-scale": 2.0**12}}
-# Relative bounds on losses and gradient norms: three to five times what was measured over 20 steps (bf16: 2e-3 and
-# 2e-2, fp16: 1e-3 and 7e-3), which is some half-precision roundoffs (2^-9 and 2^-12) and, in the experts' model,
-# tokens near a tie that are routed otherwise. A layout against one process of the same precision: up to 1.5e-3 and
-# 1.1e-2 in bf16, 1.4e-3 and 7e-3 in fp16.
+# Relative bounds on losses and gradient norms: three to five times the errors measured over 20 steps (bf16: 2e-3 and
+# 2e-2, fp16: 1e-3 and 7e-3). The errors are a few half-precision roundoffs (2^-9 and 2^-12) and, in the model with
+# experts, tokens near a tie that are routed differently. A layout differs from one process of the same precision by up
+# to 1.5e-3 and 1.1e-2 in bf16, 1.4e-3 and 7e-3 in fp16.
 LOSS_BOUND = {"bf16": 1e-2, "fp16": 3e-3}
 NORM_BOUND = {"bf16": 6e-2, "fp16": 3e-2}
 
@@ -32,13 +32,17 @@ NORM_BOUND = {"bf16": 6e-2, "fp16": 3e-2}
 SMALL: Flags = {"micro-batch-size": 1}  # on 4 ranks
 STEPS_OF_LAYOUTS = long_count(3, soak=8)
 LAYOUTS = [layout(2), layout(pp=2), layout(cp=2), layout(ep=2), layout(2, pp=2, ep=2)]
-# For whole layouts test_parity_matrix compares in fp64: here every kind of parallelism meets one of the precisions.
+# test_parity_matrix compares whole layouts in fp64; here each kind of parallelism runs in one of the precisions.
 LAYOUTS_OF = {"bf16": LAYOUTS[4:], "fp16": [layout(cp=2, ep=2)]}
 
 
 @dataclass
 class Outcome:
-    """A run. weights: the model's, before and after, in its dtype. masters: by the same keys, fp32; none in fp32."""
+    """Results of one run.
+
+    initial, final: the model's weights before and after the run, in the model's dtype. masters: fp32 master weights by
+    the same keys, empty in an fp32 run.
+    """
 
     reports: list[StepReport]
     initial: dict[str, Tensor]
@@ -86,7 +90,7 @@ def test_a_residual_stream_in_fp32_goes_through_all_layouts() -> None:
         for sizes, run in zip(layouts, rank, strict=True):
             _assert_close(run.reports, alone.reports, "bf16")
             if sizes["pipeline-model-parallel-size"] == 2:
-                # Stages lose nothing of the stream.
+                # Pipeline stages send activations without loss of precision.
                 assert run.reports[0].losses == alone.reports[0].losses
 
 
@@ -125,7 +129,7 @@ def test_b19_logged_norms_are_those_of_the_masters_and_change_nothing() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_updates_too_small_for_half_precision_add_up_in_fp32_masters(precision: str) -> None:
-    # Adam moves a weight by some 1e-5 a step: next to a weight of 1, half precision sees nothing of it.
+    # Adam moves a weight by about 1e-5 a step, which half precision cannot represent next to a weight of 1.
     small: Flags = {"lr": 1e-5, "min-lr": 1e-5}
     argvs = [_argv("dense", {**small, **flags}) for flags in ({}, PRECISIONS[precision])]
     full, half = run_on_ranks(_runs, 2, argvs)[0]
@@ -134,10 +138,11 @@ def test_updates_too_small_for_half_precision_add_up_in_fp32_masters(precision: 
         assert master.dtype == torch.float32
         assert torch.equal(master.to(half.final[key].dtype), half.final[key]), key
     for key in (key for key in full.final if "layernorm.weight" in key):
-        assert torch.equal(half.final[key], half.initial[key]), f"{key} moved: nothing to see"
+        assert torch.equal(half.final[key], half.initial[key]), f"{key} moved: masters are not tested"
         learned, wanted = half.masters[key] - 1, full.final[key] - 1
         error = torch.linalg.vector_norm(learned - wanted) / torch.linalg.vector_norm(wanted)
-        # Measured: 0.03 in bf16. Adam's steps have the sign of gradients, which noise decides where they are tiny.
+        # Measured: 0.03 in bf16. Adam's updates follow the sign of the gradient, which is noise where gradients are
+        # tiny.
         assert error < 0.1, key
 
 
@@ -157,7 +162,7 @@ def _run(argv: list[str], steps: int) -> Outcome:
 
 
 def _overflowing_runs(argvs: list[list[str]]) -> list[list[StepReport]]:
-    """In the second of five steps the last rank alone has a gradient that is infinite, of an expert if it has any."""
+    """Runs five steps. In the second, only the last rank has an infinite gradient, of an expert if the rank has any."""
     return [_overflowing_run(argv) for argv in argvs]
 
 
@@ -171,7 +176,7 @@ def _overflowing_run(argv: list[str]) -> list[StepReport]:
             is_bad = len(reports) == 1 and dist.get_rank() == dist.get_world_size() - 1
             return torch.full_like(grad, math.inf) if is_bad else None
 
-        # Where autograd makes it, as an overflow does: ahead of every reduction.
+        # Where autograd produces the gradient, as in a real overflow: before any reduction.
         weight.register_hook(overflow)
         for _ in range(5):
             reports.append(run_step(run)[0])
@@ -179,7 +184,7 @@ def _overflowing_run(argv: list[str]) -> list[StepReport]:
 
 
 def _weights(run: TrainingRun) -> dict[str, Tensor]:
-    """Copies of the model's weights by key of the checkpoint."""
+    """Copies the model's weights, by checkpoint key."""
     pieces = model_logical_pieces(run.model[0])
     named = {name.replace("module.", ""): parameter.detach() for name, parameter in run.model[0].named_parameters()}
     return {piece.key: piece.view_of(named[name]).clone() for name in named for piece in pieces[name]}

@@ -1,5 +1,6 @@
-"""Hooks on reduced gradients in data parallelism, ZeRO-1 and ZeRO-2: how often, in which order, what they see. None is
-lost that was put on a parameter before it was wrapped, or by assigned state (TRAPS B27: ANCHORS, finding 6).
+"""Hooks on reduced gradients in DDP, ZeRO-1 and ZeRO-2: number of calls, order, and the gradients that they see.
+
+Hooks registered on a parameter before it was wrapped, or with assigned state, are kept (TRAPS B27: ANCHORS, finding 6).
 """
 
 from collections import Counter
@@ -49,14 +50,14 @@ def _survive(mode: dict[str, Any]) -> None:
     watch()
     backward(model, 3)
     assert counted.take() == once(names), mode
-    # Not without synchronisation.
+    # Hooks do not run while synchronization is off.
     model.zero_grad_buffer()
     with model.no_sync():
         model(microbatches(0, dtype=torch.bfloat16)[0]).sum().backward()
     assert not counted.take()
     model.finish_grad_sync()
     assert counted.take() == once(names), mode
-    # Off the wrapper, autograd calls them again.
+    # After release(), autograd calls the parameters' hooks directly.
     model.release()(microbatches(0, dtype=torch.bfloat16)[0]).sum().backward()
     assert counted.take() == Counter({("param", name): 1 for name in names})
 
@@ -113,7 +114,7 @@ def _see_gradients_of_each_dtype(mode: dict[str, Any]) -> None:
 
 
 def _starts(model: DistributedDataParallel) -> dict[str, int]:
-    """Where this rank's part of each parameter starts, as a hook sees it in one backward pass."""
+    """Returns the start of this rank's part of each parameter, as a bucket hook sees it in one backward pass."""
     starts: dict[str, int] = {}
     handle = model.register_bucket_ready_hook(
         lambda bucket: starts.update({one.name: one.start for one in bucket.slices})
@@ -130,7 +131,7 @@ def test_hooks_see_the_bits_of_an_ordinary_wrapper(ranks: int) -> None:
 
 
 def _double_in_a_hook(**mode: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns main_grad and the buffer's gradient of a weight of ones whose hook doubles it."""
+    """Returns main_grad and the buffer's gradient for a weight of ones whose bucket hook doubles the gradient."""
     layer = nn.Linear(64, 2, bias=False, dtype=torch.bfloat16)
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=False, param_name_patterns_for_fp32_local_accumulation=["weight"], **mode
@@ -154,7 +155,7 @@ def test_a_change_by_a_hook_reaches_gradients_in_fp32_and_the_bf16_buffer(mode: 
 
 
 class InHooks:
-    """torch's AdamW, and a schedule, for each parameter in its hook."""
+    """Steps each parameter in its hook, with torch's AdamW and a learning rate schedule."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self.model, self.num_steps = model, 0
@@ -174,7 +175,7 @@ class InHooks:
 
 
 def weights(model: DistributedDataParallel) -> dict[str, torch.Tensor]:
-    """Copies, as modules see them."""
+    """Copies the parameters as modules see them, after waiting for their gathers."""
     model.wait_params(model.module.parameters())
     return {name: param.detach().clone() for name, param in model.module.named_parameters()}
 
@@ -215,7 +216,7 @@ def test_b29_adamw_and_its_schedule_in_hooks_are_normal_training(ranks: int) -> 
 
 
 class Odd(nn.Module):
-    """A frozen weight, one that nobody uses, two that are one, and an expert's."""
+    """A model with a frozen weight, an unused weight, a weight shared by two layers, and an expert's weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +227,7 @@ class Odd(nn.Module):
         mark_expert(self.expert.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[N, 4], fp32 -> the same."""
+        """x and the returned tensor: [N, 4], fp32."""
         return self.expert(self.second(torch.tanh(self.first(self.frozen(x)))))
 
 
@@ -260,7 +261,7 @@ def test_b4_unused_frozen_tied_and_experts_parameters_have_their_hooks() -> None
 def _change_gradients(mode: dict[str, Any]) -> None:
     def halve(owned: nn.Parameter, *, by_data: bool) -> None:
         assert owned.grad is not None
-        # Torch counts no write to `.data`.
+        # Torch's version counter does not record writes to `.data`.
         (owned.grad.data if by_data else owned.grad).mul_(0.5)
 
     def double(bucket: ReadyBucket) -> None:
@@ -279,7 +280,7 @@ def _change_gradients(mode: dict[str, Any]) -> None:
             backward(each, 0)
         assert expected.grads.keys() == ours.grads.keys()
         for place, grad in expected.grads.items():
-            # What is rounded to 16 bits for a hook is what it leaves.
+            # Values that the hook leaves in the 16-bit gradient are passed on with that rounding.
             wanted = grad.to(dtype).to(torch.float32) * (1.0 if doubles else 0.5)
             assert torch.equal(ours.grads[place], wanted), (mode, dtype)
         model.zero_grad_buffer()
@@ -307,11 +308,11 @@ def _fail_in_a_hook(mode: dict[str, Any]) -> None:
     model.register_post_backward_hook(params.values(), counted.after)
     for step in range(2):
         fails[0] = True
-        # The others may hear of it before the hook of theirs.
+        # Other ranks may learn of the error before their own hooks run.
         with pytest.raises((KeyError, RemoteRankError)):
             backward(model, step)
         if "release_gradients" not in mode:
-            # Else an optimizer would step what only some hooks have seen.
+            # Otherwise an optimizer would step gradients that only some hooks have seen.
             with pytest.raises(RuntimeError, match="interrupted the hooks on reduced gradients"):
                 model.finish_grad_sync()
         model.reset_iteration()

@@ -1,6 +1,6 @@
-"""Models of transformers, converted, compute in the training program what they compute in transformers.
+"""Checks that converted transformers models compute the same in the training program as in transformers.
 
-Compares logits and gradients in layouts of ranks and with a paged stash, and the losses of steps with AdamW.
+Compares logits and gradients in several layouts and with a paged stash, and the losses of AdamW steps.
 """
 
 from collections.abc import Sequence
@@ -53,22 +53,22 @@ FLAGS: Flags = {
     "num-workers": 0,
 }
 EXPERTS: Flags = {"moe-grouped-gemm": True, "moe-router-dtype": "fp32", "moe-token-dispatcher-type": "alltoall"}
-# How two ranks split a model; the last are for models with experts.
+# Ways to split a model over two ranks; the second table is for models with experts.
 DENSE_LAYOUTS = {"tp 2": layout(2), "pp 2": layout(pp=2)}
 EXPERT_LAYOUTS = {
     "ep 2": layout(ep=2),
     "stash": {**layout(ep=2), **stash(8), "moe-expert-rank-capacity-factor": 8},
 }
 
-# Every layout and several updates of these; of other families, or further sizes of one, the first step in one layout.
-# The models of WHOLE hold each layout, test by test; `make soak` has all pairs.
+# These models run every layout and several updates. Other families, and further sizes of the same family, run the first
+# step in one layout. Together, the tests of WHOLE cover each layout; `make soak` runs all pairs.
 WHOLE = ("llama3.2-1b", "gpt-oss-20b", "deepseek-v3")
 NAMES = [name if name == WHOLE[0] else slow(name) for name in SMALL]
 UPDATED = [slow(name) if name in WHOLE else soak_only(name) for name in SMALL]
 
 
 def layouts_of(name: str) -> dict[str, Flags]:
-    """The layouts in which the first step of a model is compared."""
+    """Returns the layouts in which the first step of a model is compared."""
     experts = EXPERT_LAYOUTS if name in HAS_EXPERTS else {}
     if name in WHOLE or long_count(0, soak=1):
         return {**DENSE_LAYOUTS, **experts}
@@ -77,7 +77,7 @@ def layouts_of(name: str) -> dict[str, Flags]:
 
 @pytest.fixture
 def run_folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """The checkpoint of the small model of the preset that the test is about."""
+    """Saves a run checkpoint converted from the test's small model, and returns its folder."""
     hub = saved(small_model(request.node.callspec.params["name"]), tmp_path / "hub")
     from_hub(hub, tmp_path / "run")
     return tmp_path / "run"
@@ -112,7 +112,7 @@ def test_steps_of_adamw_agree(name: str, run_folder: Path) -> None:
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": DECAY},
-        # Norms and biases do not decay.
+        # Norms and biases have no weight decay.
         {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-8)
@@ -131,14 +131,14 @@ def test_steps_of_adamw_agree(name: str, run_folder: Path) -> None:
 def _argv(name: str, folder: Path, flags: Flags) -> list[str]:
     experts = EXPERTS if name in HAS_EXPERTS else {}
     if small_settings(name)["model_type"] in ("glm4_moe", "deepseek_v3"):
-        # In transformers it stands still.
+        # transformers does not update the router bias.
         experts = {**experts, "moe-router-bias-update-rate": 0.0}
     dense = {key: value for key, value in flags.items() if experts or "expert" not in key}
     return command_line({**FLAGS, **experts, **dense, "load": str(folder)})
 
 
 def _losses_of(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Mean loss [] and logits [B, S, V] of transformers, fp32."""
+    """Returns the mean loss [] and the logits [B, S, V] of the transformers model, fp32."""
     logits = model(batch["tokens"]).logits
     losses = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
     mask = batch["loss_mask"].flatten()
@@ -146,23 +146,23 @@ def _losses_of(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _logits(ranks: Sequence[RankStep], *, replicas: bool) -> list[Tensor]:
-    """[B, S, V] of each group of tokens: of each rank, or of the ranks together that have parts of the vocabulary."""
+    """Returns logits [B, S, V] of each data-parallel replica, or the joined vocabulary parts of all ranks."""
     parts = [rank.logits for rank in ranks if rank.logits is not None]
     whole = parts if replicas else [torch.cat(parts, dim=-1)]
     return [logits.transpose(0, 1)[..., :VOCABULARY] for logits in whole]
 
 
 def _hub_boxes(name: str, model: Any) -> dict[str, Tensor]:
-    """The gradients of transformers by the keys of checkpoints: any shape, fp32."""
+    """Returns the gradients of the transformers model by checkpoint key, of any shape, fp32."""
     config, grads = small_settings(name), hub_gradients(model)
-    # Transformers has no layers that predict further tokens.
+    # Transformers models have no multi-token prediction layers.
     settings = {**settings_of_config(config), "mtp_num_layers": None}
     return put_together(
         [
             Box(piece.key, piece.global_shape, piece.global_offset, piece.view_of(grads[tensor.name]))
             for tensor in hub_tensors(family_of_config(config), settings)
             for piece in tensor.pieces
-            # A bias that only moves by steps of its own has no gradient.
+            # An expert bias is updated without a gradient.
             if not piece.key.endswith("expert_bias")
         ]
     )

@@ -1,6 +1,4 @@
-"""What a rank holds at the most in a step with updates in backward, tensor by tensor, against the formula and against
-the step after backward.
-"""
+"""Peak memory of a step with updates in backward, per tensor, against the formula and the step after backward."""
 
 from functools import partial
 from itertools import product
@@ -27,7 +25,7 @@ NUM_PARAMS = WIDTH * WIDTH * LAYERS
 # Bytes of one layer's gradient, and of a bucket.
 GRADIENT = 4 * WIDTH * WIDTH
 BUCKET = GRADIENT * A_BUCKET
-# The layers' inputs, and what an update or a norm takes besides.
+# The layers' inputs, and the temporary memory of an update or a norm.
 ACTIVATIONS = 2 * 4 * WIDTH * LAYERS
 MODES: dict[str, dict[str, bool]] = {
     "ddp": {},
@@ -37,13 +35,13 @@ MODES: dict[str, dict[str, bool]] = {
 
 
 def build_model() -> nn.Module:
-    """Layers without anything between them, whose activations are a thousandth of the weights."""
+    """Builds linear layers without activations between them; their activation memory is small next to the weights."""
     torch.manual_seed(0)
     return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
 
 
 def most_in_a_step(mode: str, policy: str | None) -> int:
-    """Bytes of all tensors of this rank, at the most, in two steps. policy: `normal` for updates after backward."""
+    """Returns the peak bytes of this rank's tensors in two steps. policy: `normal` means updates after backward."""
     in_backward = policy != "normal"
     settings = DistributedDataParallelConfig(
         **MODES[mode], overlap_grad_reduce=True, bucket_size=BUCKET // 4, release_gradients=in_backward
@@ -69,12 +67,12 @@ def most_in_a_step(mode: str, policy: str | None) -> int:
 
 
 def of_law(mode: str, ranks: int) -> float:
-    """Bytes of parameters and moments."""
+    """Returns the bytes of parameters and moments by the formula."""
     return NUM_PARAMS * (4 + 8 / (1 if mode == "ddp" else ranks))
 
 
 def _measure(mode: str) -> tuple[int, int, int]:
-    """Most in a step after backward, in backward, and in backward with gradients that are held."""
+    """Returns peak bytes for updates after backward, in backward, and in backward with gradients kept for the norm."""
     normal, in_backward, held = (most_in_a_step(mode, policy) for policy in ("normal", None, "exact"))
     return normal, in_backward, held
 
@@ -86,7 +84,7 @@ def _measure_all() -> dict[str, tuple[int, int, int]]:
 @pytest.mark.slow
 def test_updates_in_backward_hold_two_buckets_of_gradients() -> None:
     for mode, (normal, in_backward, held) in run_on_ranks(_measure_all, 1)[0].items():
-        # That of a layer is made before it is in its bucket.
+        # A layer's gradient is allocated before it is copied into its bucket.
         assert in_backward <= of_law(mode, 1) + 2 * BUCKET + GRADIENT + ACTIVATIONS, mode
         assert in_backward <= normal - (4 * NUM_PARAMS - 2 * BUCKET), mode
         assert held <= normal, mode
@@ -95,25 +93,26 @@ def test_updates_in_backward_hold_two_buckets_of_gradients() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "ranks"), [("ddp", 2), ("zero1", 2), ("zero2", 2), soak_only("zero1", 4)])
 def test_shards_are_all_that_is_held_for_the_norm(mode: str, ranks: int) -> None:
-    # What other ranks send, and two messages with theirs that gloo's two threads have not let go yet.
+    # Data received from other ranks, and two earlier collectives whose buffers gloo's two threads have not released
+    # yet.
     messages = ((ranks - 1) / ranks + 2 * (1 + (ranks - 1) / ranks)) * BUCKET
     for normal, in_backward, held in run_on_ranks(partial(_measure, mode), ranks):
         most = of_law(mode, ranks) + 2 * BUCKET + GRADIENT + ACTIVATIONS + messages
         assert in_backward <= most
         shard = 4 * NUM_PARAMS / (1 if mode == "ddp" else ranks)
         assert held <= max(most, of_law(mode, ranks) + shard + 2 * BUCKET + GRADIENT + ACTIVATIONS + messages)
-        # Of ZeRO-2 shards alone stand in any case.
+        # ZeRO-2 keeps only shards with either policy.
         if mode == "zero1":
             assert max(in_backward, held) < normal - 4 * NUM_PARAMS * (1 - 1 / ranks) + 2 * BUCKET + messages
 
 
 UNITS = 9
-# Numbers that are no parameter's, in units; what an update takes besides.
+# In units: tensors that belong to no parameter, and the temporary memory of an update.
 NUMBERS, UPDATE = 0.01, 0.2
 
 
 class Layers(nn.Module):
-    """As `build_model`, with a layer of the model's own."""
+    """The model of `build_model`, plus one layer that belongs to the root module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +128,10 @@ class Layers(nn.Module):
 
 
 def of_sharded(*, reshards: bool, offloads: bool, policy: str | None) -> tuple[float, float, float]:
-    """The most in a step, after a backward, and between steps; in units of a layer's gradient. policy: as above."""
+    """Returns the peak in a step, memory after backward, and memory between steps, in units of one layer's gradient.
+
+    policy: as in `most_in_a_step`.
+    """
     in_backward = policy != "normal"
     settings = TorchFullyShardedDataParallelConfig(
         reshard_after_forward=reshards, cpu_offload=offloads, release_gradients=in_backward
@@ -167,25 +169,25 @@ def _matrix(*, offloads: tuple[bool, ...]) -> Figures:
 
 @pytest.mark.slow
 def test_sharded_parameters_hold_the_gradients_of_two_units_whatever_else_is_chosen() -> None:
-    """The memory matrix: resharding, offloading, updates in backward; one rank, where all is known to the byte.
+    """Compares resharding, offloading and updates in backward on one rank, where memory is known to the byte.
 
-    Here the host is the device, so that offloading changes where nothing is: the same bytes in all.
+    The host is the device here, so offloading changes the location of no tensor, and the bytes are the same with it.
     """
     [figures] = run_on_ranks(partial(_matrix, offloads=(False, True)), 1)
     for (reshards, _, policy), (most, after_backward, between) in figures.items():
         shards = 3 * UNITS
         gradients = {"normal": UNITS, "exact": 0}.get(policy or "", 0)
         assert between == pytest.approx(shards + gradients, abs=NUMBERS)
-        # In backward the last unit is the model's own, which ends with it; for the norm all are kept.
+        # In backward, only the root's unit remains, which is reduced last; for an exact norm, all units are kept.
         held = shards + {"normal": UNITS, "exact": UNITS, None: 1}[policy]
         assert after_backward == pytest.approx(held, abs=NUMBERS)
-        # Its message, that message scaled, and its sum.
+        # The collective's buffer, its scaled copy, and the reduced sum.
         reduced = 3
         if policy is None:
-            # The shards of the first, which waits for the second, after which one unit less is gathered.
+            # The first unit's shards, which wait for the second unit, by which time one unit less is gathered.
             expected = shards + 2 + reduced + (1 if reshards else UNITS - 2)
         elif policy == "exact":
-            # The last one's have no memory yet.
+            # The last unit's gradient shards are not allocated yet.
             expected = shards + UNITS - 1 + reduced + 1
         else:
             expected = shards + UNITS + reduced + (1 if reshards else UNITS - 1)
@@ -197,7 +199,8 @@ def test_ranks_of_sharded_parameters_hold_their_share_of_two_units() -> None:
     for figures in run_on_ranks(partial(_matrix, offloads=(False,)), 2):
         for (reshards, _, policy), (most, _, between) in figures.items():
             assert between == pytest.approx(3 * UNITS / 2 + (UNITS / 2 if policy == "normal" else 0), abs=NUMBERS)
-            # The model's own, what is gathered ahead, and the one whose gradient, message and parts come and go.
+            # The root's unit, the unit gathered ahead, and temporary memory of one unit's gradient, collective and
+            # shards.
             gathered, passing = (2 if reshards else UNITS), 5
             gradients = 1 if policy is None else UNITS / 2
             assert most <= 3 * UNITS / 2 + gradients + gathered + passing, (reshards, policy, most)

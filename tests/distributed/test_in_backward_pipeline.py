@@ -1,5 +1,6 @@
-"""Updates in backward of stages and virtual chunks: what of gradients is there when, and norms of buckets where a table
-is on two stages. That the bits are those of a step after backward is in test_in_backward_training.
+"""Updates in backward with pipeline stages and virtual chunks: release of gradients, and bucket norms of tied tables.
+
+test_in_backward_training checks that the results are bit-identical to a step after backward.
 """
 
 from collections.abc import Sequence
@@ -29,13 +30,13 @@ STEPS, CLIP = long_count(2, soak=4), 0.02
 
 
 def num_bytes(bucket: _ParamAndGradBucket) -> int:
-    """Bytes of gradients that have memory."""
+    """Returns the bytes of a bucket's allocated gradients."""
     assert isinstance(bucket.grads, BucketLifetimeGrads)
     return bucket.grads.num_bytes
 
 
 class Released:
-    """Checks in each hand-out that the buckets so far have nothing left, and at the end of a step that none has."""
+    """Checks in each bucket hook that earlier buckets have released their gradients, and after a step that all have."""
 
     def __init__(self, run: TrainingRun) -> None:
         self.run, self.given = run, list[_ParamAndGradBucket]()
@@ -54,8 +55,8 @@ class Released:
         assert not any(num_bytes(bucket) for bucket in self.given)
 
     def after_step(self, held: int) -> None:
-        """held: bytes that were made in the step and are alive."""
-        assert len(set(self.given)) == len(self.given) == len(self.buckets), "each bucket once"
+        """Checks that every gradient was released. held: bytes that the step allocated and that are still alive."""
+        assert len(set(self.given)) == len(self.given) == len(self.buckets), "one hook call per bucket"
         self.given.clear()
         assert not any(num_bytes(bucket) for bucket in self.buckets)
         whole = sum(4 * buffer.layout.numel for chunk in self.run.model for buffer in chunk.all_buffers)
@@ -79,7 +80,7 @@ EXACT: Flags = {"optimizer-in-backward-clip": "exact"}
 @pytest.mark.slow
 def test_stages_and_virtual_chunks_have_no_gradients_left_of_what_was_updated() -> None:
     base = {**read_bases()["moe"], **FLAGS, **INTERLEAVED, **EP2, **IN_BACKWARD, "global-batch-size": 4}
-    # test_released_gradients has each mode without stages.
+    # test_released_gradients covers each mode without stages.
     usual = [{**OFF, **MODES["ddp"]}, {**EXACT, **MODES["zero2"]}]
     every = [{**policy, **mode} for policy in (OFF, EXACT) for mode in MODES.values()]
     flags = every if long_count(0, soak=1) else usual
@@ -87,7 +88,7 @@ def test_stages_and_virtual_chunks_have_no_gradients_left_of_what_was_updated() 
 
 
 class Clipped:
-    """A bucket hook that says from states and gradients what the step makes of them, clipped by the bucket's norm."""
+    """A bucket hook that computes the expected update from states and gradients, clipped by the bucket's norm."""
 
     def __init__(self, run: TrainingRun, clip: float) -> None:
         self.run, self.clip = run, clip
@@ -105,11 +106,11 @@ class Clipped:
         self.coefficients |= {canonical_name(one.name): coefficient for one in bucket.slices}
         for state in bucket.states:
             grad = bucket.grad[state.span.start : state.span.end] * coefficient
-            # A view of what is stepped.
+            # A view of the master that the optimizer will update.
             self.expected.append((state.master, after_step(state, grad, self.step)["master"]))
 
     def after_step(self) -> None:
-        """Compares."""
+        """Compares the updated masters with the expected ones."""
         assert self.expected or not self.coefficients
         for master, expected in self.expected:
             torch.testing.assert_close(master, expected, rtol=1e-5, atol=1e-6)
@@ -121,7 +122,7 @@ TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def _clip(argvs: Sequence[Sequence[str]]) -> list[tuple[Tensor, float]]:
-    """This rank's copy of the table after each run, and what its last gradient was multiplied by."""
+    """Returns, for each run, this rank's copy of the table and the clip coefficient of its last gradient."""
     found = []
     for argv in argvs:
         with started_run(argv) as run:

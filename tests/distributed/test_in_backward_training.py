@@ -1,5 +1,7 @@
-"""--optimizer-in-backward through the training program: the bits of the same mode without it (TRAPS B29, B30), whatever
-the layout; checkpoints go both ways. What a single wrapped module does is in test_optimizer_in_backward.
+"""--optimizer-in-backward through the training program (TRAPS B29, B30).
+
+Results are bit-identical to the same mode without the flag in any layout, and each resumes from the other's
+checkpoints. test_optimizer_in_backward covers a single wrapped module.
 """
 
 from itertools import product
@@ -28,7 +30,7 @@ from tests.distributed.tiny_runs import check_relay
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
-# In the first backward nobody knows how many gradients come, from the second on everybody does.
+# In the first backward pass the number of gradients per parameter is unknown; from the second on it is known.
 STEPS = long_count(3, soak=20)
 SMALL: Flags = {"ddp-bucket-size": 1001}
 MODES: dict[str, Flags] = {"ddp": {}, "zero1": {**SHARDED, **OVERLAPPED}, "zero2": {**ZERO2, **OVERLAPPED}}
@@ -60,8 +62,8 @@ CASES = {
         (EXACT,),
     ),
 }
-# Every mode with every policy once; all modes of all cases in the long run. Of the cases that
-# are not here, "pp 2, vpp 2, ep 2" has bf16 and split experts, "pp 2, tied, mtp" has tied tables.
+# Covers every mode and every policy once; `make soak` runs all modes of all cases. Of the omitted cases, "pp 2, vpp 2,
+# ep 2" covers bf16 and split experts, and "pp 2, tied, mtp" covers tied tables.
 USUAL: dict[tuple[str, str], tuple[Flags, ...]] = {
     ("cp 2, recomputed", "ddp"): (OFF,),
     ("cp 2, recomputed", "zero1"): (EXACT,),
@@ -105,7 +107,7 @@ def test_updates_in_backward_have_the_bits_of_the_step_after_it(name: str, mode:
 RELAY: Flags = {**read_bases()["moe"], **FLAGS, **BF16, "train-iters": 6, "global-batch-size": 4}
 POLICIES = {"clip off": OFF, "exact": EXACT}
 RELAYS = [("zero1", "exact"), ("zero2", "clip off")]
-# In the other modes, states of a single module go both ways in test_optimizer_in_backward.
+# For the other modes, test_optimizer_in_backward exchanges states of a single module in both directions.
 MORE_RELAYS = [one for one in product(MODES, POLICIES) if one not in RELAYS]
 
 
@@ -117,7 +119,7 @@ def test_b30_runs_go_on_from_each_others_checkpoints_bit_for_bit(mode: str, poli
     run_on_ranks(check_relay, 2, argvs, [1, 0, 1], str(tmp_path), timeout=300)
 
 
-# States of both kinds are equal by the relay above, and test_zero2_training goes on from other numbers of ranks.
+# The relay above shows that both kinds of state are equal, and test_zero2_training resumes on other numbers of ranks.
 @pytest.mark.soak
 def test_b14_any_number_of_ranks_goes_on_from_any_other(tmp_path: Path) -> None:
     flags = {**RELAY, "global-batch-size": 12, **MODES["zero1"], **SMALL, **EXACT}

@@ -1,4 +1,4 @@
-"""Latent attention in every kind of layout agrees with one process in fp64: losses, norms, gradients, weights."""
+"""Checks that latent attention agrees with one process in fp64: losses, norms, gradients and weights in each layout."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tests.distributed.parity import assert_layouts_agree, layout
 from tests.distributed.whole_references import references
 from tests.functional_tests.case import Flags
 
-# Documents end within samples: parts of sequences have unequal numbers of learned tokens.
+# Documents end within samples, so parts of sequences have unequal numbers of tokens that count in the loss.
 PACKED: Flags = {
     "reset-position-ids": True,
     "reset-attention-mask": True,
@@ -31,7 +31,7 @@ MODELS: dict[str, tuple[str, Flags]] = {
     "moe": ("latent_moe", {**SHARED, "num-layers": 4, "moe-layer-freq": "[0,1,1,1]", "mtp-num-layers": 1}),
 }
 UP_AGAIN: Flags = {"recompute-granularity": "selective", "recompute-modules": ["mla_up_proj", "layernorm"]}
-# Each kind of parallelism on two ranks, and two kinds at once on four.
+# Each kind of parallelism on two ranks, and combinations of two on four ranks.
 LAYOUTS: dict[str, list[tuple[int, Flags]]] = {
     "dense": [
         (2, layout(2, sequence_parallel=False)),

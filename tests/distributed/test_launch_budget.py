@@ -1,8 +1,9 @@
 """The launch budget: operators that launch kernels, per layer and step, by phase and by kind, as they are today.
 
-More of any kind fail the test, which names the operators. Fewer fail it too, until the table is lowered, so that they
-cannot come back. `PYTHONPATH=. .venv/bin/python tests/distributed/launch_budget.py operators` prints all; its notes
-say what counts. The numbers are those of the pinned torch: another version may split an operator in another way.
+An increase of any kind fails the test, which names the operators. A decrease fails it too, until the table is lowered,
+so that the saving cannot be lost. `PYTHONPATH=. .venv/bin/python tests/distributed/launch_budget.py operators` prints
+all operators; the notes of that file say which operators count. The numbers are valid for the pinned torch: another
+version may split operators differently.
 """
 
 import functools
@@ -35,7 +36,7 @@ from tests.distributed.launch_budget import (
 
 @dataclass(frozen=True)
 class Budget:
-    """Launches (forward, backward): of a layer by phase and by kind, and of a step of two layers by phase."""
+    """Launches (forward, backward) of a layer, by phase and by kind, and of a step of two layers, by phase."""
 
     layer: Table
     kinds: Table
@@ -219,7 +220,7 @@ BUDGETS = {
         },
     ),
 }
-# An expert layer, besides its stash; the aim is 40 forward and 16 backward on one rank.
+# An expert layer without its stash; the goal is 40 launches in forward and 16 in backward on one rank.
 EXPERT_LAYER = {
     "static experts": (33, 15),
     "static experts, stash": (33, 15),
@@ -252,7 +253,7 @@ def test_an_expert_layer_launches_what_its_budget_says(name: str) -> None:
 
 
 def differences(budget: Table, found: Table) -> dict[str, bool]:
-    """Returns what differs from a budget, and whether it grows."""
+    """Returns each difference from a budget, mapped to whether the number of launches grows."""
     changes = {}
     for name in budget | found:
         for side, direction in enumerate((FORWARD, BACKWARD)):
@@ -263,7 +264,7 @@ def differences(budget: Table, found: Table) -> dict[str, bool]:
 
 
 def launched_by_layer() -> Counter[Launched]:
-    """Launches of a static expert layer alone, forward and backward."""
+    """Counts the launches of a static expert layer alone, forward and backward."""
     layer = build_layer(**KINDS["static"])
     x, upstream = rank_inputs(0)
     with recorded_launches() as found:

@@ -1,4 +1,4 @@
-"""What a run grew to is where a resumed one begins: the same sizes in the same layout, planned anew in another."""
+"""A resumed run starts with the buffer sizes that the saved run grew to: equal in the same layout, else replanned."""
 
 from dataclasses import dataclass
 from math import ceil
@@ -34,7 +34,10 @@ STAGES: Flags = {"expert-model-parallel-size": None, "pipeline-model-parallel-si
 
 @dataclass(frozen=True)
 class Sizes:
-    """Those that a rank has at a moment. layout: None where the stage stashes nothing. balanced: pages of its need."""
+    """Buffer sizes of a rank at one point of a run.
+
+    layout: None where the stage stashes nothing. balanced: pages that balanced routing needs.
+    """
 
     factor: float
     layout: PoolLayout | None
@@ -44,7 +47,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Trained:
-    """reruns: of each step."""
+    """Results of a training run. reruns: number of reruns of each step."""
 
     begun: Sizes
     reports: list[dict[str, Any]]
@@ -90,14 +93,14 @@ def test_b19_a_resumed_run_has_the_sizes_of_the_one_that_never_stopped(tmp_path:
     for found in run_on_ranks(_grow_and_resume, RANKS, str(tmp_path)):
         whole, resumed, fresh = found["whole"], found["resumed"], found["finetuned"].begun
         assert whole.begun.factor == 1.0 and whole.begun.layout == PoolLayout(1024, FEW_PAGES)
-        assert whole.reruns[0] > 1 and sum(whole.reruns[SAVED_AT:]) == 0, "the first step lacks rows, then pages"
+        assert whole.reruns[0] > 1 and sum(whole.reruns[SAVED_AT:]) == 0, "the first step must lack rows, then pages"
         assert whole.ended.factor > 1.0 and whole.ended.layout != whole.begun.layout
         assert resumed.reports == whole.reports[SAVED_AT:] and sum(resumed.reruns) == 0
         assert (resumed.begun.factor, resumed.begun.layout) == (whole.ended.factor, whole.ended.layout)
         assert resumed.ended == whole.ended and resumed.begun.learned.rows_share.keys() == {1, 2, 3, 4}
         assert found["larger"].begun.factor == 1.95
         assert (fresh.factor, fresh.layout, fresh.learned.rows_share) == (1.0, whole.begun.layout, {})
-        # In stages, what was learned is a factor of other needs.
+        # With other stages, the learned factor applies to different page needs.
         moved, learned = found["stages"], resumed.begun.learned
         assert learned.device_factor is not None and moved.begun.balanced != whole.ended.balanced
         assert moved.begun.factor == whole.ended.factor and moved.begun.learned.rows_share == learned.rows_share

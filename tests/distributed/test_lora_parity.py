@@ -1,4 +1,4 @@
-"""Adapters agree with one process in fp64 under every layout; frozen weights stay as they are, to the bit."""
+"""Checks that adapters agree with one process in fp64 under every layout, and that frozen weights never change."""
 
 from functools import cache
 
@@ -15,7 +15,7 @@ ADAPTERS: Flags = {**RANK, "num-query-groups": 4}
 LATENT_KEYS = ["linear_kv_down_proj", "linear_kv_up_proj", "linear_proj"]
 MODELS: dict[str, Flags] = {
     "llama": ADAPTERS,
-    # One expert after the other is the reference for grouped ones.
+    # The reference runs experts one after the other instead of as a grouped GEMM.
     "moe": {**ADAPTERS, "lora-rank": 4, "moe-grouped-gemm": None, "moe-shared-expert-intermediate-size": 16},
 }
 IN_SOAK = long_count(0, soak=1)
@@ -38,7 +38,7 @@ GROUPED: dict[str, Flags] = {
         "recompute-granularity": "selective",
         "recompute-modules": ["moe_act"],
     },
-    # So few pages that gate_up is computed again.
+    # Few enough pages that gate_up must be recomputed.
     "ep2, stash": {**layout(ep=2), **stash(0.3), "moe-expert-rank-capacity-factor": 8},
 }
 RECOMPUTED: Flags = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}

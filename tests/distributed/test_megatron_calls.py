@@ -1,4 +1,4 @@
-"""Calls of data parallelism and optimizers as scripts for Megatron and apex write them, on two ranks."""
+"""Checks calls of data parallelism and optimizers on two ranks, written as scripts for Megatron and apex write them."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ SHARDED = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_red
 
 
 def _wrapped(dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Any:
-    # Positional, as Megatron's get_model passes them.
+    # Positional arguments, as in Megatron's get_model.
     group = dist.group.WORLD
     groups = ProcessGroupCollection(dp=group, dp_cp=group)
     return DistributedDataParallel(ModelParallelConfig(), SHARDED, tiny_model(dtype, seed), False, groups, None)
@@ -73,7 +73,7 @@ def _steps_as_ours() -> None:
         assert _step(one, torchs, number)[1] == _step(other, ours, number)[1]
     for a, b in zip(one.parameters(), other.parameters()):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-4)
-    # Masters: each element on one rank, fp32, the part of the parameter that this rank owns.
+    # Masters are fp32. Each element is on one rank, in the part of the parameter that this rank owns.
     for optimizer, model in ((torchs, one), (ours, other)):
         for param in model.parameters():
             own = 0 if param.main_param is None else param.main_param.numel()
@@ -190,7 +190,7 @@ def _buffers_alone() -> None:
         group.finish_grad_sync()
         for bucket in group.buckets:
             own = bucket.owned_part
-            # The mean of 1 and 2, since each was multiplied by a half.
+            # The mean of 1 and 2, since each was multiplied by 0.5 before the sum.
             assert set(bucket.grad_data[own.start : own.end].unique().tolist()) <= {0.0, 1.5}
             bucket.param_data[own.start : own.end].fill_(rank + 7.0)
         group.start_param_sync()
@@ -218,7 +218,7 @@ def _offloads() -> None:
     model.restore_grad_buffers()
     assert all(torch.equal(a, buffer.grad_data) for a, buffer in zip(before, model.all_buffers))
     model.free_overlap_buffers()
-    # This rank changes its own shard; a gather that was made before is due again.
+    # This rank changes its shard, so the parameters must be gathered again.
     model.start_param_sync(force_sync=True)
     for buffer in model.all_buffers:
         for span in buffer.owned_spans():

@@ -1,6 +1,6 @@
-"""Modules built on the meta device, then wrapped in TorchFullyShardedDataParallel: values, memory, hooks, refusals.
+"""Modules built on the meta device, then wrapped in TorchFullyShardedDataParallel: values, memory, hooks and errors.
 
-They are as the same modules built with memory. The flag of the program has a case in fsdp2.yaml.
+Values equal those of the same modules built with memory. fsdp2.yaml has a case for the program's flag.
 """
 
 from collections import Counter
@@ -31,7 +31,7 @@ EXPERTS: dict[str, Any] = {
     "moe_router_enable_expert_bias": True,
     "moe_router_score_function": "sigmoid",
 }
-# What models are built with: fields of the configuration, arguments of the model.
+# Models to build: fields of the configuration, arguments of the model.
 GPTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"position_embedding_type": "learned_absolute"}),
     ({**EXPERTS, "bf16": True, "moe_grouped_gemm": True}, {}),
@@ -60,7 +60,7 @@ def _held(wrapped: nn.Module) -> dict[str, Tensor]:
 
 
 def _written_on(tensor: Tensor) -> dict[str, object]:
-    # How it is stored is a function of this very tensor.
+    # __getstate__ is a function bound to this tensor, so it differs for each tensor.
     return {name: value for name, value in vars(tensor).items() if name != "__getstate__"}
 
 
@@ -79,7 +79,7 @@ def _compare_gpts() -> None:
     alone = ProcessGroupCollection(dp=dist.group.WORLD, dp_cp=dist.group.WORLD, expt_dp=dist.group.WORLD)
     several = ({}, {"cpu_offload": True, "pg_collection": alone}, {"release_gradients": True})
     every = [(gpt, settings) for gpt in GPTS for settings in several]
-    # Each model with one of the settings, and each of the settings with one model.
+    # Each model with one of the settings, and each setting with one model.
     some = [every[number] for number in (1, 3, 8, 9)]
     for (fields, arguments), settings in every if long_count(0, soak=1) else some:
         of_meta, plain = (_wrap(_gpt(fields, arguments, is_meta=m), **settings) for m in (True, False))
@@ -87,7 +87,7 @@ def _compare_gpts() -> None:
         assert any(value.abs().sum() > 0 for value in of_meta.all_buffers[0].param_data.split(64))
 
 
-# On three ranks each draws its own rows of the same sequence; one rank draws all of them.
+# On three ranks, each rank draws its own rows of one random sequence; on one rank, it draws all of them.
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [soak_only(1), 3])
 def test_a_gpt_built_on_the_meta_device_has_the_bits_of_one_that_was_not(ranks: int) -> None:
@@ -95,7 +95,7 @@ def test_a_gpt_built_on_the_meta_device_has_the_bits_of_one_that_was_not(ranks: 
 
 
 class Scale(nn.Module):
-    """A weight, and buffers of all sorts that count in what it gives."""
+    """A module with a weight and with buffers of several kinds, all of which affect its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Scale(nn.Module):
 
     def reset_parameters(self) -> None:
         nn.init.uniform_(self.weight)
-        # Another tensor, as where a table is computed anew.
+        # Replaces the tensor, as a module does that recomputes a table.
         self.table = torch.arange(12.0).view(2, 6) / 12
         self.count.fill_(3)
         self.is_on.fill_(True)
@@ -120,7 +120,7 @@ class Scale(nn.Module):
 
 
 class Various(Net):
-    """A net with such a part and a norm of batches, its tables tied."""
+    """A net with tied tables, a Scale and a BatchNorm."""
 
     def __init__(self) -> None:
         super().__init__(tied=True)
@@ -137,7 +137,7 @@ class Various(Net):
 
 
 def _various(dtype: torch.dtype, *, is_meta: bool) -> tuple[Various, Counter[str]]:
-    """One that is frozen in part, with a mark and a hook on each parameter, and what the hooks were called for."""
+    """Builds a partly frozen net with a mark and a hook on each parameter; returns it and the counts of hook calls."""
     with torch.device("meta" if is_meta else "cpu"):
         net = Various()
     for part in (net.table, net.layers, net.out):
@@ -182,8 +182,9 @@ def _built(make: str, *, is_meta: bool) -> TorchFullyShardedDataParallel:
 
 
 def _bytes(make: str) -> tuple[int, int, int, int]:
-    """Most bytes while a model is built and wrapped on the meta device, and with memory; what the wrapper holds after;
-    elements of its largest parameter.
+    """Returns peak and persistent bytes of a wrapped model, and the number of elements of its largest parameter.
+
+    The peaks are those of building and wrapping on the meta device, and with memory; persistent memory comes third.
     """
     kept: list[TorchFullyShardedDataParallel] = []
     with PeakBytes() as held:
@@ -201,13 +202,13 @@ def _bytes(make: str) -> tuple[int, int, int, int]:
 @pytest.mark.parametrize("make", ["gpt", "linears"])
 def test_nothing_but_shards_and_one_parameter_has_memory_while_a_model_is_built(make: str) -> None:
     for peak, plain, held, largest in run_on_ranks(_bytes, 4, make):
-        # A GPT draws its rows alone, which are rounded; others draw the parameters of one module whole.
+        # A GPT draws only its rows, and rounds them; other models draw the parameters of one module whole.
         assert held <= peak <= held + (2 * largest / 4 if make == "gpt" else 4 * largest) + 4096
         assert plain > 2 * peak
 
 
 class Bare(nn.Module):
-    """A parameter that nothing gives a value."""
+    """A module whose parameter is never initialized."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +219,7 @@ class Bare(nn.Module):
 
 
 class Forgetful(Bare):
-    """A table that its reset leaves out."""
+    """A module whose reset does not fill its table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,14 +230,14 @@ class Forgetful(Bare):
 
 
 class Growing(Bare):
-    """A weight that has another shape once it is reset."""
+    """A module whose reset changes the shape of its weight."""
 
     def reset_parameters(self) -> None:
         self.weight = nn.Parameter(torch.ones(5, 4))
 
 
 class Half(Growing):
-    """A part that has a value beside one that has none."""
+    """A module with one parameter that has a value and one that has none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +261,7 @@ def _refused() -> list[str]:
 
     given = _wrap(net, param_init_fn=init)
     assert all((param._local_tensor == 2).all() for param in given.parameters())  # type: ignore[attr-defined]
-    # What is to be loaded anyway need not be set; buffers are not of a checkpoint.
+    # Parameters that a checkpoint will fill need no values; buffers are not part of a checkpoint.
     with torch.device("meta"):
         loaded = _wrap(nn.Sequential(nn.Linear(4, 4), Forgetful()), param_init_fn=lambda _: None)
     assert not any(value.any() for value in [*loaded.all_buffers[0].param_data.split(8), *loaded.buffers()])

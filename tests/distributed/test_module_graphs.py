@@ -1,6 +1,6 @@
-"""Parts of layers that run from graphs, between eager ones, give the bits of an eager run, in every layout.
+"""Checks that layer parts run from graphs, between eager parts, are bit-identical to an eager run in every layout.
 
-On tapes, which do on the CPU what CUDA graphs do.
+Tapes stand in for CUDA graphs on the CPU.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ STATIC: Flags = {"moe-expert-rank-capacity-factor": 4}
 BORDERS: Flags = {**STATIC, **read_bases()["borders"], "no-create-attention-mask-in-dataloader": True}
 EXPERTS: Flags = {**STATIC, "expert-model-parallel-size": 2, "moe-token-dispatcher-type": "allgather"}
 SENT: Flags = {"moe-token-dispatcher-type": "alltoall"}
-# Nothing comes back early from graphs of single layers.
+# Graphs of single layers support no prefetch from the stash.
 PAGES: Flags = {**STATIC, "num-layers": 3, "seq-length": 16, "moe-paged-stash-prefetch-layers": 0}
 AGAIN: Flags = {
     "moe-shared-expert-intermediate-size": 32,
@@ -32,13 +32,13 @@ AGAIN: Flags = {
 RERUN: Flags = {"overflow-policy": "rerun"}
 LITTLE: Flags = {"moe-expert-rank-capacity-factor": 1.05}
 GROWING: Flags = {"rampup-batch-size": [2, 2, 6], "train-iters": 6}
-# With an evaluation that is void, and steps that are captured and replayed behind it.
+# Includes a discarded evaluation, and captured and replayed steps after it.
 LONG: Flags = {"train-iters": 5, "eval-interval": 3}
 STAGES: Flags = {"num-layers": 4, "pipeline-model-parallel-size": 2}
 
 
 class Case(NamedTuple):
-    """ranks; the base and further flags; what is captured, and how many graphs each rank has in the end."""
+    """One case: ranks, base and further flags, captured modules, and the number of graphs on each rank at the end."""
 
     ranks: int
     base: str
@@ -47,7 +47,7 @@ class Case(NamedTuple):
     graphs: list[int]
 
 
-# 2 layers; of each part as many pairs of graphs as there are microbatches in flight.
+# Two layers. Each captured part has one pair of graphs per microbatch in flight.
 CASES = {
     "dropout": Case(1, "dense", {"bf16": True, "deterministic-mode": None, **read_bases()["dropout"]}, "attn mlp", [8]),
     "fp16": Case(1, "llama", {"fp16": True, "recompute-activations": True}, "attn mlp", [8]),
@@ -57,10 +57,10 @@ CASES = {
     "preprocess": Case(2, "moe", EXPERTS, "moe_router moe_preprocess experts", [8, 8]),
     "preprocess what is sent": Case(2, "moe", {**EXPERTS, **SENT}, "attn moe_router moe_preprocess", [8, 8]),
     "router of dropless experts": Case(1, "moe", {}, "attn moe_router", [8]),
-    # Attention stays eager: the borders of documents, and what ranks exchange of them, are others in each batch.
+    # Attention stays eager: document boundaries, and the data that ranks exchange because of them, vary with the batch.
     "documents": Case(1, "moe", BORDERS, "moe", [4]),
-    # With its stash in the graphs: where pages abound, spill to the host, and are dropped; and where a step is void, by
-    # rows and by pages, runs again eagerly with more, and is captured anew.
+    # The stash is part of the graphs. Pages are plentiful, spill to the host, or are dropped; or a step is discarded
+    # for lack of rows and of pages, reruns eagerly with more, and is captured again.
     "few pages": Case(1, "moe", {**PAGES, **ROUTER, **stash(0.3, 0.4)}, "attn moe", [12]),
     "pages of stages": Case(2, "moe", {**PAGES, **stash(0.7), **STAGES}, "moe", [8, 4]),
     "pages of a growing batch": Case(1, "moe", {**PAGES, **stash(1.0), **GROWING}, "moe", [6]),
@@ -71,7 +71,7 @@ CASES = {
     "pages that grow": Case(2, "moe", {**PAGES, **EXPERTS, **stash(1.05, **RERUN), **LONG}, "moe", [6, 6]),
 }
 QUICK = ["dropout", "fp16", "router of dropless experts"]
-# Each is part of a case above, of the one named after it.
+# Each case is part of the case above that its comment names.
 REPEATED = {
     "fused gradients": Case(1, "dense", {"deterministic-mode": None}, "attn mlp", [8]),  # dropout
     "growing batch": Case(1, "dense", GROWING, "attn mlp", [8]),  # pages of a growing batch
@@ -90,7 +90,7 @@ REPEATED = {
 def _both(case: Case) -> tuple[Trained, Trained]:
     flags = {**read_bases()[case.base], **RUN, **case.flags}
     captured = {**LOCAL, "cuda-graph-warmup-steps": 1, **flags, "cuda-graph-modules": case.modules.split()}
-    # As a GPU does, which cannot read how many rows there are.
+    # As on a GPU, where the host cannot read the number of rows.
     with patch("megatron.core.transformer.moe.dispatch_static.rank_row_layout", lambda device: padded_rank_rows):
         return train_here(command_line(flags)), train_here(command_line(captured))
 
