@@ -139,7 +139,7 @@ def _build(
     wrapped = wrap(model, pg_collection=groups, overlap={"use_distributed_optimizer": whole.sharded})
     config = OptimizerConfig(optimizer="sgd", lr=0.5, weight_decay=0.0, clip_grad=clip_grad, log_num_zeros_in_grad=True)
     optimizer = get_megatron_optimizer(config, [wrapped], pg_collection=groups)
-    # The wrapper averages over all data-parallel replicas of the dense layers; each expert exists on only some of them.
+    # The wrapper divides each sum by the number of dense replicas, of which only some hold a given expert.
     shares = {"expert": group_size(groups.dp_cp) / group_size(groups.expt_dp)}
     for name, param in params.items():
         (param * parts[name][1] * shares.get(name, 1.0)).sum().backward()

@@ -1,6 +1,6 @@
 """Hooks on reduced gradients in DDP, ZeRO-1 and ZeRO-2: number of calls, order, and the gradients that they see.
 
-Hooks registered on a parameter before it was wrapped, or with assigned state, are kept (TRAPS B27: ANCHORS, finding 6).
+Hooks survive wrapping the module and loading with assign=True (TRAPS B27: ANCHORS, finding 6).
 """
 
 from collections import Counter

@@ -9,7 +9,7 @@ from tests.distributed.parity import WholeRun, assert_same_run, layout, run_layo
 from tests.functional_tests.case import Flags
 
 MODELS: dict[str, Flags] = {
-    # Tied, with learned positions: the last stage has copies of both tables.
+    # Tied embeddings with learned positions: the last stage has copies of both tables.
     "dense": {"num-layers": 2, "mtp-num-layers": 1, "mtp-loss-scaling-factor": 0.5},
     "moe": {
         "num-layers": 2,
@@ -48,7 +48,7 @@ LAYOUTS: dict[str, tuple[int, Flags]] = {
         slow("moe", "tp2 x ep2, pp2"),
         slow("moe", "dp2, recomputed"),
         slow("moe", "parts recomputed"),
-        # Other pairs of the models and layouts above: the cases above hold each of both.
+        # Other pairs of the models and layouts above; the cases above cover each model and each layout.
         soak_only("dense", "pp2"),
         soak_only("moe", "cp2 x ep2"),
         soak_only("moe", "tp2"),

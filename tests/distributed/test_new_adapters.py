@@ -1,4 +1,4 @@
-"""New adapters start from a checkpoint without any, in any layout, and are part of later checkpoints."""
+"""Checks that new adapters start from a checkpoint without adapters in any layout, and are in later checkpoints."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Parameters that few models have, and modules that few wrap, in every mode of the wrappers."""
+"""Unusual parameters, and modules that are rarely wrapped, in every mode of the wrappers."""
 
 import copy
 import io
@@ -25,7 +25,10 @@ MODES = wrapper_modes(bucket_size=8)
 
 
 class Net(nn.Module):
-    """Two layers; with_empty: beside them parameters without elements, which take part in the loss or do not."""
+    """A model with two layers.
+
+    with_empty: adds parameters without elements, two that contribute to the loss and one that does not.
+    """
 
     def __init__(self, *, with_empty: bool) -> None:
         super().__init__()
@@ -68,11 +71,11 @@ def test_parameters_without_elements_change_nothing(mode: str) -> None:
     run_on_ranks(_with_and_without, 2, mode)
 
 
-# Memory that parameters share.
+# Parameters that share memory.
 
 
 class Pair(nn.Module):
-    """Two weights that are multiplied by one input."""
+    """A module that multiplies one input by two weights."""
 
     def __init__(self, first: Tensor, second: Tensor) -> None:
         super().__init__()
@@ -140,7 +143,7 @@ def test_parameters_that_share_memory_are_refused(mode: str) -> None:
 
 
 def _allowed(mode: str) -> None:
-    # DistributedFusedAdam takes dense memory alone.
+    # DistributedFusedAdam requires dense memory.
     others = () if mode == "fused adam" else (_columns, _with_buffers_that_have_no_storage)
     for build in (_tied_by_name, *others):
         module = build()
@@ -154,11 +157,11 @@ def test_columns_of_one_matrix_and_tied_parameters_are_not(mode: str) -> None:
     run_on_ranks(_allowed, 2, mode)
 
 
-# Layouts.
+# Memory layouts of parameters.
 
 
 class Convolutions(nn.Module):
-    """A convolution, and a weight that lies transposed or does not."""
+    """A convolution and a weight; is_turned makes the first channels-last and stores the second transposed."""
 
     def __init__(self, *, is_turned: bool) -> None:
         super().__init__()
@@ -171,12 +174,12 @@ class Convolutions(nn.Module):
             self.weight.data = values.t().contiguous().t()
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [B, 3, 1, 1], whole numbers in fp32. The sums of its gradients are exact in any order."""
+        """Returns the loss. x: [B, 3, 1, 1], fp32 integers, so that sums of gradients are exact in any order."""
         return (self.conv.weight.sum(dim=(2, 3)) @ x[0, :, 0, 0]).sum() + (self.weight * x.sum()).sum()
 
 
 def _trained_and_saved(mode: str, *, is_turned: bool, save_to: Path, load_from: Path | None) -> list[Tensor]:
-    """Trains a step, saves, and trains another from what was loaded, if anything is."""
+    """Trains two steps, saving after the first and then loading a checkpoint if `load_from` is given."""
     settings, optimizing = MODES[mode]
     module = Convolutions(is_turned=is_turned)
     strides = [param.stride() for param in module.parameters()]
@@ -223,7 +226,7 @@ def test_ranks_with_other_memory_formats_are_refused() -> None:
     run_on_ranks(_other_layout_on_a_rank, 2)
 
 
-# Wrapped modules that are stored, or compiled.
+# Pickled, copied and compiled modules after wrapping.
 
 
 def _stored(module: nn.Module) -> bytes:
@@ -246,7 +249,7 @@ def _stored_and_wrapped(mode: str) -> None:
         optimizer.step()
     wrapped.wait_params(module.parameters())
     stored = _stored(module)
-    # Neither gradients nor the wrapper go along.
+    # The pickle contains neither gradients nor the wrapper.
     assert len(stored) < 1.05 * plain_size
     copies = [torch.load(io.BytesIO(stored), weights_only=False), copy.deepcopy(module)]
     for other in copies:

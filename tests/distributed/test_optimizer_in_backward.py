@@ -1,6 +1,7 @@
-"""Updates in backward of a wrapped module against the step after it, bit for bit (TRAPS B28 to B30); clip policies
-(ANCHORS, finding 6), iterations that break off, states that hooks see. Through the training program:
-test_in_backward_training.
+"""Updates in backward of a wrapped module are bit-identical to the step after backward (TRAPS B28 to B30).
+
+Covers clip policies (ANCHORS, finding 6), interrupted iterations and the states that hooks see.
+test_in_backward_training covers the training program.
 """
 
 import copy
@@ -38,15 +39,18 @@ MODES: dict[str, dict[str, Any]] = {
     "zero2, overlapped": {**SHARDED, **OVERLAPPED, "shard_gradients": True},
 }
 INSTANCES = {"zero1, instances": {**SHARDED, **OVERLAPPED, "num_distributed_optimizer_instances": 2}}
-# One of each kind.
+# One mode of each kind of wrapper.
 PLAIN = ("ddp", "zero1", "zero2")
 EXACT = {"clip_grad": 0.05, "optimizer_in_backward_clip": "exact"}
 HALF = {"initial_loss_scale": 64.0, "hysteresis": 1, "loss_scale_window": 3}
-STEPS = long_count(3, soak=10)  # the learning rate falls in the third
+STEPS = long_count(3, soak=10)  # the learning rate falls in the third step
 
 
 class Run:
-    """A small model in training, whose learning rate falls; settings are OptimizerConfig's, clip_grad 0 by default."""
+    """Trains a small model with a falling learning rate.
+
+    settings: fields of OptimizerConfig; clip_grad is 0 by default.
+    """
 
     def __init__(
         self,
@@ -80,7 +84,7 @@ class Run:
         self.optimizer: MegatronOptimizer = get_megatron_optimizer(config, [self.model])
 
     def backward(self, step: int, *, count: int = 1, factor: float = 1.0) -> float:
-        """All passes of a step; factor: of this rank's inputs."""
+        """Runs all backward passes of a step and returns its loss. factor: scales this rank's inputs."""
         self.optimizer.zero_grad()
         total = 0.0
         batches = microbatches(10 * step + dist.get_rank(), count, dtype=self.dtype)
@@ -92,7 +96,7 @@ class Run:
         return total
 
     def step(self, step: int, *, count: int = 1, factor: float = 1.0) -> list[Any]:
-        """What a step reports; factor: of this rank's inputs."""
+        """Runs a step and returns what it reports. factor: scales this rank's inputs."""
         for group in self.optimizer.param_groups:
             group["lr"] = 0.01 * 0.5 ** (step // 2)
         loss = self.backward(step, count=count, factor=factor)
@@ -101,7 +105,7 @@ class Run:
         return [loss, *report, float(self.optimizer.get_loss_scale()), self.optimizer.params_norm()]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All parameters, as modules see them, and this rank's states."""
+        """Returns all parameters, as modules see them, and this rank's optimizer states."""
         self.model.start_param_sync(force_sync=True)
         boxes = self.optimizer.sharded_state(model_logical_pieces(self.model))
         states = {f"{box.key} {box.global_offset}": box.data.clone() for box in boxes}
@@ -109,8 +113,8 @@ class Run:
 
 
 def assert_same(run: Run, other: Run, what: object) -> None:
-    """Asserts that parameters and states are equal."""
-    # In any order, which is that of the buckets.
+    """Asserts that parameters are equal, and optimizer states too where both runs have the same boxes."""
+    # Compared by key, since the order depends on the buckets.
     ours, theirs = run.tensors(), other.tensors()
     if ours.keys() == theirs.keys():
         assert all(torch.equal(value, theirs[name]) for name, value in ours.items()), what
@@ -125,7 +129,7 @@ def _compare(modes: list[str], dtype: torch.dtype, count: int, settings: dict[st
         for step in range(steps):
             reports = [run.step(step, count=count) for run in runs]
             assert reports[0] == reports[1], (mode, step)
-            assert reports[0][1], "a step that is skipped says nothing"
+            assert reports[0][1], "no step may be skipped"
         assert_same(*runs, mode)
 
 
@@ -133,7 +137,7 @@ def _compare(modes: list[str], dtype: torch.dtype, count: int, settings: dict[st
 @pytest.mark.parametrize("ranks", [3, soak_only(2), soak_only(4)])
 @pytest.mark.parametrize("clip", [{}, slow(EXACT)], ids=["clip off", "exact"])
 def test_steps_in_backward_are_the_steps_after_it(ranks: int, clip: dict[str, Any]) -> None:
-    # Clipping with all modes is part of what several microbatches show.
+    # The test of several microbatches covers clipping in all modes.
     every = ranks == 3 and (not clip or long_count(0, soak=1))
     run_on_ranks(_compare, ranks, list(MODES if every else PLAIN), torch.float32, 1, clip)
 
@@ -146,7 +150,7 @@ KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp16, exact": (torch.float16, {**EXACT, **HALF}),
     "exact, nothing to clip": (torch.float32, {"optimizer_in_backward_clip": "exact"}),
 }
-# Every mode meets several microbatches; all modes of every kind in the long run.
+# Every mode runs several microbatches; `make soak` runs all modes of every kind.
 USUAL_MODES = {
     "bf16": ["ddp, overlapped", "zero2, overlapped"],
     "bf16, exact": ["zero1", "zero2"],
@@ -159,10 +163,10 @@ USUAL_MODES = {
 
 def _compare_kinds() -> None:
     for kind, (dtype, settings) in KINDS.items():
-        # ZeRO-2 of pretrain_gpt.py is Adam alone.
+        # ZeRO-2 of pretrain_gpt.py supports only Adam.
         every = [mode for mode in MODES if "zero2" not in mode or "optimizer" not in settings]
         modes = every if long_count(0, soak=1) else USUAL_MODES[kind]
-        # The loss scale of fp16 grows after the third.
+        # With fp16, the loss scale grows after the third step.
         _compare(modes, dtype, 3, settings, steps=long_count(3, soak=STEPS))
 
 
@@ -189,7 +193,7 @@ def test_an_overflow_is_skipped_where_gradients_are_held() -> None:
 
 
 class Reference:
-    """The policies by their definition: whole gradients of all ranks, AdamW of torch on each parameter in fp64.
+    """Defines the policies: fp64 gradients averaged over all ranks, and torch's AdamW on each parameter.
 
     buckets: the names of each bucket's parameters.
     """
@@ -204,7 +208,7 @@ class Reference:
         self.previous: float | None = None
 
     def step(self, step: int, count: int) -> float:
-        """The norm before clipping."""
+        """Runs a step and returns the gradient norm before clipping."""
         for group in self.optimizer.param_groups:
             group["lr"] = 0.01 * 0.5 ** (step // 2)
         ranks = dist.get_world_size()
@@ -295,7 +299,7 @@ def _drop_after_updates(mode: str) -> None:
     saved = {name: tensor.clone() for name, tensor in run.tensors().items()}
     run.backward(1)
     finalize_model_grads([run.model])
-    # A script that goes on without step(): nothing may hide that parameters are of the next step.
+    # A script that skips step(): the error must persist, since parameters already are those of the next step.
     words = "updated in backward, but the step of that iteration never ended.*load a checkpoint.*clip exact"
     with pytest.raises(RuntimeError, match=words):
         run.optimizer.sharded_state(model_logical_pieces(run.model))
@@ -310,7 +314,7 @@ def _drop_after_updates(mode: str) -> None:
 
 
 def _restore(run: Run, saved: dict[str, torch.Tensor]) -> None:
-    """What loading a checkpoint does."""
+    """Restores parameters and optimizer state, as loading a checkpoint does."""
     run.model.start_param_sync(force_sync=True)
     with torch.no_grad():
         for name, param in run.model.module.named_parameters():
@@ -336,7 +340,7 @@ def _needed_after_update() -> None:
         broken = Run(mode, model=module, bucket_size=1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             broken.step(0)
-        # Else it would count as one that is under way beside the next ones.
+        # Otherwise the iteration would count as unfinished while the next ones run.
         broken.model.reset_iteration()
 
 
@@ -411,8 +415,8 @@ def test_an_evaluation_between_steps_sees_the_updated_parameters() -> None:
 
 
 def _exchange(settings: dict[str, Any]) -> None:
-    """Normal, in backward, normal: each goes on from the other's state."""
-    # Modes that cut buckets, and so states, alike with and without.
+    """Compares a normal run with one that alternates updates in backward and after it, resuming at each change."""
+    # Modes whose buckets, and so states, are split identically with and without updates in backward.
     for mode in ("ddp, overlapped", "zero1, overlapped", "zero2"):
         expected = Run(mode, in_backward=False, **settings)
         reports = [expected.step(step) for step in range(3)]
@@ -479,7 +483,7 @@ def _hooks_see_states() -> None:
                 assert torch.equal(state.master.bfloat16(), bucket.shard[part])
                 assert bucket.grad[part].shape == state.moments["exp_avg"].shape == state.moments["exp_avg_sq"].shape
                 assert state.settings["lr"] == rates[-1] and {"weight_decay", "betas"} <= set(state.settings)
-            # Elements of parameters, without the padding between them.
+            # Counts elements of parameters, without the padding between them.
             shared = (one.span.intersection(state.span).numel for state in bucket.states for one in bucket.slices)
             seen.setdefault(bucket.name, []).append(sum(shared))
 

@@ -1,4 +1,4 @@
-"""Several instances of a sharded optimizer: the sums of one instance, and every element with one owner in each."""
+"""Several instances of a sharded optimizer: sums within one instance, and one owner per element in each instance."""
 
 from unittest.mock import patch
 
@@ -22,7 +22,7 @@ SIZES = [1, 7, 63, 64, 65, 129]
 
 
 class Sums(nn.Module):
-    """Parameters of odd sizes, the last two as of experts; their gradients are made by hand."""
+    """Parameters of odd sizes, the last two marked as experts, in a loss with random gradients."""
 
     def __init__(self):
         super().__init__()
@@ -36,7 +36,7 @@ class Sums(nn.Module):
 
 
 def train(instances, expert_size, **settings):
-    """Trains by plain gradient descent. Returns the final parameters."""
+    """Trains by gradient descent without an optimizer and returns the final parameters."""
     parallel_state.initialize_model_parallel(
         expert_model_parallel_size=expert_size, num_distributed_optimizer_instances=instances
     )
@@ -85,7 +85,7 @@ def compare(expert_size):
     cut = [train(2, expert_size, overlap_grad_reduce=True, bucket_size=size) for size in (1, 100, None)]
     for several in (averaged, *cut):
         assert (several - one).norm() < 1e-6 * one.norm()
-    # The order of addition is that of the instances, whatever the buckets.
+    # The instances determine the order of addition; the buckets do not.
     assert torch.equal(cut[0], cut[1]) and torch.equal(cut[0], cut[2])
     return cut[0][: sum(SIZES[:-2])].tolist()
 
@@ -98,8 +98,10 @@ def test_two_instances_train_as_one_does(ranks, expert_size):
 
 
 def second_levels(overlap):
-    """Parameters after a step with two backwards, the second one late under overlap; how many of this rank's second
-    levels were under way before the last gradient of the first; and at the end.
+    """Runs a step with two backward passes, the second one late with overlap, and observes the reductions.
+
+    Returns the parameters, and how many of this rank's inter-instance reductions were in flight before the last
+    gradient of the first backward, and at the end.
     """
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2, num_distributed_optimizer_instances=2)
     across = parallel_state.get_process_groups().inter_dist_opt
@@ -119,8 +121,8 @@ def second_levels(overlap):
         return work
 
     def wait_on_one_rank(grad):
-        # The others go on, and may start all second levels at the end: of those that this rank has started none is
-        # waited for.
+        # The other ranks continue and may start all inter-instance reductions at the end. This rank waits for no
+        # inter-instance reduction that it has already started.
         if not seen and dist.get_rank() == 0:
             for work in [work for group in groups for work in group.works(Traffic.REDUCE) if work not in launched]:
                 work.wait()
@@ -149,10 +151,11 @@ def compare_second_levels():
 
 def test_b16_shards_are_summed_over_instances_during_backward_whenever_a_rank_comes_to_it():
     per_rank = run_on_ranks(compare_second_levels, 4)
-    # Without overlap one bucket of each kind; with it one a parameter, two of them experts', and all once more, late.
+    # Without overlap: one bucket of dense and one of expert parameters. With overlap: one bucket per parameter, two of
+    # them experts', and all are reduced again after the late backward.
     assert all(at_end == [0, 2] for at_end, _ in per_rank)
     assert all(launched == 12 for _, (_, launched) in per_rank)
-    # Which start as reductions end: those of four buckets have, whatever the machine does beside.
+    # Inter-instance reductions start as the first level completes, which it has done for four buckets on any machine.
     assert 4 <= per_rank[0][1][0] < 12
 
 

@@ -1,4 +1,4 @@
-"""Communication runs under backward: proved by the order of events, shown at log lines."""
+"""Communication overlaps with backward: verified by the order of events, reported in log lines."""
 
 from unittest.mock import patch
 
@@ -23,7 +23,7 @@ def report(iteration):
 
 
 def overlaps(steps, settings):
-    """The meter's record of every third step."""
+    """Returns the reports of the overlap meter, which measures every third step."""
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
     settings = DistributedDataParallelConfig(bucket_size=WIDTH * WIDTH, **settings)
     ddp = DistributedDataParallel(ModelParallelConfig(), settings, model)
@@ -41,7 +41,7 @@ def overlaps(steps, settings):
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["all-reduce", "reduce-scatter"])
 def test_a_bucket_is_under_way_before_the_next_is_complete(sharded):
-    """B26."""
+    """TRAPS B26: each bucket is launched before the next bucket is complete."""
     settings = {"overlap_grad_reduce": True, "use_distributed_optimizer": sharded, "overlap_param_gather": sharded}
     for reports in run_on_ranks(overlaps, 3, 6, settings):
         noted = [(one.iteration, one.overlap) for one in reports if one.overlap is not None]
@@ -52,7 +52,7 @@ def test_a_bucket_is_under_way_before_the_next_is_complete(sharded):
             assert overlap["launched_early"] == overlap["could_be_early"] == LAYERS - 1
             for one in overlap["transfers"]:
                 assert one["ready_ms"] <= one["launched_ms"] <= one["done_ms"] and one["waits_ms"]
-        # How much depends on the machine; test_event_log counts shares of given times.
+        # The share depends on the machine; test_event_log checks shares computed from fixed times.
         assert any(0 < overlap["hidden_share"] <= 1 for _, overlap in noted)
         assert "hidden under backward" in reports[2].notes[0]
 

@@ -1,5 +1,7 @@
-"""TRAPS B7, B19 and B25 through the training program: how gradients and parameters are bucketed, sharded, reduced and
-gathered changes no bit of a deterministic run. What a single wrapped module does is in test_distributed_data_parallel.
+"""TRAPS B7, B19 and B25 through the training program.
+
+The choice of buckets, sharding, reduction and gathering leaves a deterministic run bit-identical.
+test_distributed_data_parallel covers a single wrapped module.
 """
 
 from collections.abc import Sequence
@@ -14,12 +16,13 @@ from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
 STEPS = long_count(3, soak=20)
-# The default is 40 million elements: more than there are. So is the last, which is the default without overlap.
+# The default, 40 million elements, and the last size exceed the model. Without overlap, buckets are unlimited by
+# default.
 BUCKET_SIZES: list[Flags] = [{"ddp-bucket-size": size} for size in (1, 1001)] + [{}, {"ddp-bucket-size": 10**9}]
 MATRIX = [{**mode, **size} for mode, size in product(MODES, BUCKET_SIZES)]
 UNALIGNED: list[Flags] = [{**mode, "no-align-grad-reduce": True} for mode in MODES[1:4]]
 UNALIGNED += [{**mode, "no-align-param-gather": True} for mode in MODES[1:4:2]]
-# Together they have every mode and every bucket size, aligned and not.
+# Together, the cases cover every mode and every bucket size, aligned and unaligned.
 ALWAYS = {
     "frozen": Case(
         3,
@@ -32,7 +35,7 @@ ALWAYS = {
         ],
         frozen="embedding.",
     ),
-    # 1, 4 and 2 microbatches a step.
+    # 1, 4 and 2 microbatches per step.
     "microbatches": Case(
         3,
         "moe",
@@ -51,7 +54,7 @@ ALWAYS = {
         ],
     ),
 }
-# For the long run, with the whole matrix.
+# Cases for `make soak`, which run the whole matrix.
 SOAK = {
     "dense, 3 ranks, bf16": Case(3, "dense", {**BF16, "global-batch-size": 6}),
     "dense, 3 ranks, fp32": Case(3, "dense", {"global-batch-size": 6}),
@@ -78,8 +81,8 @@ def test_b25_buckets_shards_and_overlap_change_no_bit(name: str) -> None:
     _assert_variants_train_identically(case, [*(MATRIX[1:] if long_count(0, soak=1) else []), *case.variants])
 
 
-# The test above holds this for frozen weights, microbatches, stages and split experts; test_zero2_training.py for tied
-# tables, split tensors, fp16 and bf16. Prediction of further tokens adds modules, and no other kind of collective.
+# The test above covers frozen weights, microbatches, stages and split experts; test_zero2_training.py covers tied
+# tables, split tensors, fp16 and bf16. Multi-token prediction adds modules, but no other kind of collective.
 @pytest.mark.soak
 @pytest.mark.parametrize("name", SOAK)
 def test_b25_the_whole_matrix_changes_no_bit_in_more_layouts_and_dtypes(name: str) -> None:
@@ -87,7 +90,7 @@ def test_b25_the_whole_matrix_changes_no_bit_in_more_layouts_and_dtypes(name: st
 
 
 def _assert_variants_train_identically(case: Case, variants: Sequence[Flags]) -> None:
-    """Compares with the plain run: neither sharded nor overlapped, one bucket."""
+    """Compares with the plain run, which is neither sharded nor overlapped and uses one bucket."""
     flags = {**read_bases()[case.base], **FLAGS, **case.flags}
     argvs = [command_line({**flags, **variant}) for variant in [{}, *variants]]
     by_rank = run_on_ranks(train_variants, case.ranks, argvs, case.frozen, STEPS, timeout=60 + 60 * len(argvs))

@@ -1,4 +1,4 @@
-"""Combined transfers of P2PCommunicator, as schedules of a user's own call them, on two and three stages."""
+"""Combined transfers of P2PCommunicator, as a custom schedule calls them, on two and three stages."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ SHAPE = (2, 3)
 
 
 def _exchange() -> dict[str, list[float | None]]:
-    """Returns the first number of what arrives: outputs are 10 + stage, gradients 20 + stage."""
+    """Returns the first element of each received tensor: outputs are 10 + stage, gradients 20 + stage."""
     size = dist.get_world_size()
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=size)
     own = P2PCommunicator(parallel_state.get_pipeline_model_parallel_group(), ModelParallelConfig())

@@ -1,6 +1,6 @@
-"""Padding that routers do not count: training agrees with one process in fp64 under every layout.
+"""Checks that with padding that routers ignore, training agrees with one process in fp64 under every layout.
 
-What one process computes is compared with plain formulas in tests/unit_tests/core/models/test_padding_mask.py.
+tests/unit_tests/core/models/test_padding_mask.py compares one process with plain formulas.
 """
 
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ LAYOUTS: dict[str, tuple[int, Flags]] = {
 
 
 def _padded_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Any]:
-    """Gives every stage the same padding: the ends of the micro-batch's sequences, each of another length."""
+    """Passes the same padding mask to every stage: the ends of the micro-batch's sequences, of different lengths."""
     args = get_args()
     rows = torch.arange(args.micro_batch_size).unsqueeze(1)
     padding = torch.arange(args.seq_length) >= args.seq_length - 3 - 6 * rows

@@ -1,5 +1,7 @@
-"""TRAPS 6, 8, 11 and 15 through the training program: a stash changes no bit of a run whose experts have buffers of a
-fixed size, whatever lies around it and however few pages there are; and it holds as many pages as was planned.
+"""TRAPS 6, 8, 11 and 15 through the training program.
+
+With fixed-size expert buffers, a stash leaves a run bit-identical, whatever other features it uses and however few
+pages it has, and the stash occupies as many pages as planned.
 """
 
 import random
@@ -20,7 +22,7 @@ from tests.harness import run_on_ranks
 Choice = dict[str, Any]
 Item = tuple[str, Any]
 Pair = tuple[Item, Item]
-# Ranks, ranks that see batches of their own, and flags.
+# Number of ranks, number of ranks with different batches, and flags.
 ALL_LAYOUTS: dict[str, tuple[int, int, Flags]] = {
     "one": (1, 1, {}),
     "ep 2": (2, 2, layout(ep=2)),
@@ -34,7 +36,7 @@ ALL_LAYOUTS: dict[str, tuple[int, int, Flags]] = {
     "cp 2": (2, 1, layout(1, 2)),
     "dp 2": (2, 2, {}),
 }
-# Two ranks show what four do: those are for the long run.
+# Two ranks cover the same cases as four; `make soak` runs the layouts of four ranks.
 LAYOUTS = {name: one for name, one in ALL_LAYOUTS.items() if one[0] <= long_count(2, soak=4)}
 ONE_LAYER_A_CHUNK = ("pp 2, vpp 2", "pp 4", "pp 2, vpp 2, ep 2")
 RECOMPUTE: dict[str, Flags] = {
@@ -43,7 +45,7 @@ RECOMPUTE: dict[str, Flags] = {
     "moe_act": {"recompute-granularity": "selective", "recompute-modules": ["moe_act"]},
     "full": {"recompute-granularity": "full", "recompute-method": "block", "recompute-num-layers": 1},
 }
-# A balanced x and its weights take a quarter of the balanced pages, gate_up a half.
+# With balanced routing, x and its routing weights use a quarter of the balanced pages, gate_up half of them.
 POOLS: dict[str, Flags] = {
     "large": stash(8),
     "without act": stash(0.8),
@@ -56,7 +58,7 @@ POOLS: dict[str, Flags] = {
     "measured": stash(-0.9),
     "over budget": {**stash(1.1), "moe-expert-rank-capacity-factor": 1},
 }
-# What happens in the pools of which name.
+# Names of the pools in which each effect must occur.
 EFFECTS = {
     "voids": {"without x", "over budget"},
     "dropped": {"without act", "without gate_up", "spill and recompute"},
@@ -98,8 +100,9 @@ DIMENSIONS: dict[str, Sequence[Any]] = {
 
 
 def _is_possible(choice: Choice) -> bool:
-    """Some layers must keep what the stash takes, some others what is offloaded; and one must wait for another. Experts
-    with adapters are whole.
+    """Returns whether a choice leaves activations to stash and, if it offloads, to offload.
+
+    At least one layer must wait for the backward of another. Experts with adapters cannot be split over ranks.
     """
     again, around = choice.get("recompute") == "full", choice.get("around")
     if around == "adapters" and choice.get("layout") == "etp 2":
@@ -111,7 +114,7 @@ def _is_possible(choice: Choice) -> bool:
 
 
 def _covering(dimensions: Mapping[str, Sequence[Any]], *, draws: int) -> Iterator[Choice]:
-    """Choices that hold, together, any two values of any two dimensions that go together; what is new to all first."""
+    """Yields choices that together cover each possible pair of values of two dimensions, new values first."""
     generator, seen = random.Random(1), Counter[Item]()
     items = [(name, value) for name, values in dimensions.items() for value in values]
     left = {pair for pair in combinations(items, 2) if pair[0][0] != pair[1][0] and _is_possible(dict(pair))}
@@ -127,7 +130,7 @@ def _covering(dimensions: Mapping[str, Sequence[Any]], *, draws: int) -> Iterato
 def _complete(
     choice: Choice, dimensions: Mapping[str, Sequence[Any]], *, left: set[Pair], generator: random.Random
 ) -> Choice:
-    """Takes for each dimension, in any order, a value that makes the most new pairs with those before."""
+    """Fills in the missing dimensions in random order, with values that make the most pairs not covered so far."""
     for name in generator.sample([*dimensions], len(dimensions)):
         if name not in choice:
             fitting = [value for value in dimensions[name] if _is_possible({**choice, name: value})]
@@ -145,7 +148,7 @@ def _flags(choice: Choice) -> Flags:
     _, replicas, flags = LAYOUTS[choice["layout"]]
     num, other = replicas * choice["microbatches"], replicas * (MOST_MICROBATCHES + 1 - choice["microbatches"])
     if choice["around"] == "ramp-up":
-        # Two steps of each, then the first size again.
+        # Two steps of each batch size, then the first size again.
         sizes: Flags = {"step-batch-size-schedule": f"0:{num} {2 * num}:{other} {2 * (num + other)}:{num}"}
     else:
         sizes = {"global-batch-size": num}
@@ -154,7 +157,7 @@ def _flags(choice: Choice) -> Flags:
 
 
 def _compare_all(choices: Sequence[Choice]) -> list[list[StepPages]]:
-    """Returns what the stash did on this rank for each choice, which must not show in the run."""
+    """Checks that the stash changes no results, and returns its page statistics on this rank for each choice."""
     return [_compare(choice) for choice in choices]
 
 
@@ -192,7 +195,7 @@ def test_a_stash_changes_no_bit(ranks: int) -> None:
 
 
 def _assert_effect(choice: Choice, steps: list[StepPages]) -> None:
-    """Pools of all ranks were as small as the choice says."""
+    """Checks that the pools were small enough, over all ranks, for the effects that the choice's name implies."""
     pool = choice["pool"]
     totals = {name: sum(vars(step)[name] for step in steps) for name in EFFECTS}
     may_lack_rows = pool != "over budget" or "ep" in choice["layout"]
@@ -200,21 +203,21 @@ def _assert_effect(choice: Choice, steps: list[StepPages]) -> None:
     assert not lacking, (choice, totals)
     assert pool != "large" or not any(totals.values()), (choice, totals)
     assert pool != "rerun" or totals["dropped"] == 0, (choice, totals)
-    # The first rerun knows how many rows come, the second has pages for all of them.
+    # The first rerun knows the number of rows, the second has pages for all of them.
     assert pool != "without x" or max(step.voids for step in steps) in (1, 2), choice
 
 
 def _assert_planned(choice: Choice, steps: list[StepPages]) -> None:
-    # What comes back ahead of its backward gives its pages back earlier than planned.
+    # Activations prefetched before their backward free their pages earlier than planned.
     is_exact = choice["pool"] == "large" and choice["prefetch"] == 0
     saved = [step.wanted - step.high_water for step in steps]
     assert min(saved) >= 0 and (max(saved) == 0 or not is_exact), choice
 
 
-# Steps of 1, 2, and so many microbatches.
+# Steps of 1, 2 and this many microbatches.
 MOST_OF_A_STEP = long_count(5, soak=9)
-# Stages, chunks, flags, in how many stages anything waits, and whether it does with one microbatch: nothing does where
-# one layer of it goes straight back, as all of a last stage's do.
+# Stages, chunks, flags, the number of stages that stash anything, and whether they do with one microbatch. They do not
+# if a stage has one such layer whose backward follows its forward directly, as on the last stage.
 SCHEDULES: list[tuple[int, int, Flags, int, bool]] = [
     (2, 1, {}, 1, False),
     (2, 2, {}, 2, True),
@@ -230,7 +233,7 @@ def _grow_batches(argv: list[str]) -> list[tuple[int, int]]:
     return [(step.high_water, step.wanted) for step in train_here(argv).pages]
 
 
-# Three stages have a first, a middle and a last one, as four do.
+# Three stages already include a first, a middle and a last stage.
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, slow(3), soak_only(4)])
 def test_planned_pages_are_those_of_every_schedule_and_number_of_microbatches(stages: int) -> None:

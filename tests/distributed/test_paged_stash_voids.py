@@ -1,5 +1,6 @@
-"""TRAPS 6, 10, 14, 16 and 19 through the training program: steps that routing makes void on one rank, evaluations, and
-stops leave no trace in a run whose experts have buffers of a fixed size.
+"""TRAPS 6, 10, 14, 16 and 19 through the training program, with fixed-size expert buffers.
+
+Steps discarded because of one rank's routing, evaluations and stops leave no trace in the results.
 """
 
 from collections import Counter
@@ -49,7 +50,7 @@ LAYOUTS: dict[str, tuple[int, Flags]] = {
 FEW_ROWS: Flags = {"moe-expert-rank-capacity-factor": 1.7}
 LACKING: dict[str, Flags] = {
     "rows": {**stash(8), **FEW_ROWS},
-    # Enough for half of the balanced inputs: a first growth is not the last.
+    # Enough for half of the balanced inputs, so that the pool must grow more than once.
     "inputs": stash(0.15),
     "pages": stash(1.27, overflow_policy="rerun"),
     "rows and pages": {**stash(1.27, overflow_policy="rerun"), **FEW_ROWS},
@@ -58,7 +59,7 @@ LACKING: dict[str, Flags] = {
 
 @dataclass(frozen=True)
 class Skew:
-    """All tokens go to the first rank's experts in these passes of a step, or of the evaluation after it."""
+    """Routes all tokens to the first rank's experts in these passes of a step, or of the evaluation after it."""
 
     step: int
     layers: Sequence[int] = (1, 2, 3, 4)
@@ -76,14 +77,14 @@ PLANS: dict[str, list[Skew]] = {
     "last step": [Skew(STEPS)],
     "evaluation": [Skew(2, in_training=False)],
 }
-# What is lacking when, and the steps that are void on the first rank for it; all combinations in the long run.
+# What runs out and when, and the steps that the first rank discards for it; `make soak` runs all combinations.
 CASES = [
     ("ep 2", "first step", "rows and pages", [1]),
     slow("ep 2", "last step", "inputs", [1, STEPS]),
     slow("pp 2, ep 2", "first layer", "rows", [2]),
     slow("ep 2, fp16", "twice in a row", "pages", [2, 3]),
     slow("ep 2, zero 2", "one microbatch", "pages", [2]),
-    # Each of these as one above: what is lacking decides what a step does, not the layer that finds it lacking.
+    # Each repeats a case above in another place: the cause decides how a step continues, not the layer that overflows.
     soak_only("ep 2", "first layer", "rows", [2]),
     soak_only("ep 2", "middle layer", "rows", [2]),
     soak_only("ep 2", "last layer", "rows", [2]),
@@ -99,8 +100,10 @@ Raised = dict[int, list[tuple[float, ...]]]
 
 
 class Skewed:
-    """A run whose routers follow a plan. raised: by step, flags of each of its attempts: rows, pages. Evaluations have
-    the negative numbers of the steps before them.
+    """A run whose routers follow a plan.
+
+    raised: for each step, the overflow flags (rows, pages) of each of its attempts. Evaluations have the negative
+    number of the step before them.
     """
 
     def __init__(self, plan: Sequence[Skew]) -> None:
@@ -145,7 +148,7 @@ class Skewed:
 
 
 def _run_void(argvs: Sequence[Sequence[str]], plan: Sequence[Skew]) -> list[Raised]:
-    """Returns what each run after the first lacked on this rank; all equal the first."""
+    """Checks that all runs equal the first, and returns the overflow flags of each later run on this rank."""
     expected = train_here(argvs[0], Skewed(plan).setup)
     assert "--fp16" not in argvs[0] or {step["skipped"] for step in expected.steps} == {False, True}
     raised = []
@@ -157,10 +160,10 @@ def _run_void(argvs: Sequence[Sequence[str]], plan: Sequence[Skew]) -> list[Rais
 
 
 def _train_void(where: str, plan: str, lacks: Sequence[str], folder: Path) -> tuple[list[Raised], ...]:
-    """By rank, then run."""
+    """Trains with ample buffers and with each lack, compares checkpoints, and returns the flags by rank, then run."""
     ranks, flags = LAYOUTS[where]
     flags = {**RUN, **flags, **(EVALUATED if plan == "evaluation" else {})}
-    # The first run has rows and pages for all that may come.
+    # The first run has rows and pages for any routing.
     runs = [stash(8), *(LACKING[lack] for lack in lacks)]
     argvs = [argv_of(flags, run, {"save": folder / str(number)}) for number, run in enumerate(runs)]
     by_rank = run_on_ranks(_run_void, ranks, argvs, PLANS[plan], timeout=60 + 60 * len(argvs))
@@ -169,7 +172,7 @@ def _train_void(where: str, plan: str, lacks: Sequence[str], folder: Path) -> tu
             name = f"iter_{step:07d}"
             assert_same_checkpoint(folder / str(number) / name, folder / "0" / name)
         attempts = [{step: len(found) for step, found in of_rank[number - 1].items()} for of_rank in by_rank]
-        assert all(of_rank == attempts[0] for of_rank in attempts), "ranks differ in what they ran again"
+        assert all(of_rank == attempts[0] for of_rank in attempts), "ranks reran different steps"
     return tuple(by_rank)
 
 
@@ -180,7 +183,8 @@ def test_steps_void_on_one_rank_leave_no_trace(
 ) -> None:
     by_rank = [raised for (raised,) in _train_void(where, plan, [lack], tmp_path)]
     void = [[step for step, found in raised.items() if any(map(sum, found))] for raised in by_rank]
-    # Ranks whose experts are not on the way of the skewed tokens lack nothing; but nobody has half an input's pages.
+    # With "inputs", every rank runs out of pages in step 1. Otherwise only the rank that receives the skewed tokens lacks
+    # anything.
     first = 2 * (where == "pp 2, ep 2" and plan == "last layer")
     assert void.pop(first) == steps
     assert all(others == ([1] if lack == "inputs" else []) for others in void)
@@ -189,7 +193,7 @@ def test_steps_void_on_one_rank_leave_no_trace(
 
 
 @pytest.mark.parametrize(("where", "plan"), list(product(LAYOUTS, PLANS))[:24])
-@pytest.mark.soak  # the cases above have each layout, and each lack
+@pytest.mark.soak  # the cases above cover each layout and each lack
 def test_no_lack_of_anything_at_any_time_leaves_a_trace(where: str, plan: str, tmp_path: Path) -> None:
     by_rank = _train_void(where, plan, list(LACKING), tmp_path)
     assert all(found[-1] == (0, 0) for of_rank in by_rank for raised in of_rank for found in raised.values())
@@ -225,7 +229,7 @@ def _train_all(argvs: Sequence[Sequence[str]]) -> list[Trained]:
 def test_a_run_of_few_pages_goes_on_in_any_layout_as_one_without_a_stash(tmp_path: Path) -> None:
     base: Flags = {**RUN, "save-interval": None, "global-batch-size": 6, "lr-decay-iters": STEPS}
     first = argv_of(base, layout(ep=2), LACKING["rows and pages"], {"train-iters": 2, "save": tmp_path})
-    # What a run resumes with is other numbers of stages and of experts here; it is the same way in all layouts.
+    # These layouts change the numbers of stages and of experts per rank; other layouts resume in the same way.
     layouts = [layout(pp=2), layout(2, etp=2), layout(ep=2), {**layout(ep=2), "micro-batch-size": 3}]
     layouts = layouts[: long_count(2, soak=4)]
     pools: list[Flags] = [{}, stash(0.15)]

@@ -1,4 +1,4 @@
-"""Process groups on real processes: every group talks to its own ranks, ends in time, and leaves nothing behind."""
+"""Process groups in real processes: each connects its own ranks, is destroyed in time, and leaks no resources."""
 
 import gc
 import os
@@ -47,13 +47,13 @@ def _two_layouts_twice() -> None:
             timeout = group._get_backend(torch.device("cpu")).options._timeout
             assert timeout == timedelta(minutes=7), name
         del group
-        # Nobody closes a connection that another rank still reads from.
+        # Keeps connections open until all ranks have finished reading.
         dist.barrier()
         parallel_state.destroy_model_parallel()
         gc.collect()
         assert list(dist.distributed_c10d._world.pg_map) == [dist.group.WORLD]
         open_files.append(len(os.listdir("/proc/self/fd")))
-    # Fewer at the end, where another rank has left already.
+    # The count falls at the end, when another rank has already closed its connections.
     assert max(open_files) == open_files[0], open_files
 
 

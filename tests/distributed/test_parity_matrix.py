@@ -1,7 +1,8 @@
 """TRAPS B18 and B21: layouts of 8 ranks that combine kinds of parallelism train as one process in fp64.
 
-Compares losses, norms, gradients and weights. `make test` runs the layouts that combine most; single kinds of
-parallelism are in test_*_parity.py, and `make soak` runs every layout. The data-parallel size fills up to 8 ranks.
+Compares losses, norms, gradients and weights. `make test` runs the layouts that combine the most kinds;
+test_*_parity.py cover single kinds of parallelism, and `make soak` runs every layout. The data-parallel size fills up
+to 8 ranks.
 """
 
 from itertools import product
@@ -15,10 +16,10 @@ from tests.distributed.whole_references import references
 from tests.functional_tests.case import Flags
 
 RANKS = 8
-CLIP = 0.1  # below every norm, so that a wrong one shows in the weights
-LAYOUTS_A_LAUNCH = 8  # one after the other in the same processes, which takes less time
-# One sample is a token group: each data-parallel rank has one at least. Documents end within samples, and their last
-# tokens do not count: ranks, microbatches and parts of sequences have unequal numbers of tokens.
+CLIP = 0.1  # below every norm, so that a wrong norm changes the weights
+LAYOUTS_A_LAUNCH = 8  # run in sequence in the same processes, which takes less time
+# One sample is a token group, so each data-parallel rank has at least one. Documents end within samples, and their last
+# tokens are masked: ranks, microbatches and parts of sequences have unequal numbers of tokens in the loss.
 SHARED: Flags = {
     "num-layers": 4,
     "seq-length": 32,
@@ -58,7 +59,7 @@ MODELS: dict[str, tuple[str, Flags]] = {
         },
     ),
 }
-# Every kind of parallelism at once, then those that keep several replicas.
+# First the layouts with all kinds of parallelism, then those with several replicas.
 COMBINED: dict[str, list[Flags]] = {
     "gpt": [layout(2, 2, 2, vpp=2)],
     "tied llama": [layout(cp=2, pp=2, vpp=2)],
@@ -89,7 +90,7 @@ EXPERTS = [
 
 
 def _all_layouts(*, experts: bool) -> list[Flags]:
-    """What fits 8 ranks and the model's 8 heads in 4 groups, 4 layers and 8 experts."""
+    """Returns the layouts that fit 8 ranks and the model's 8 heads in 4 groups, 4 layers and 8 experts."""
     found = []
     for tp, cp, pp, ep, etp in product((1, 2, 4), (1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8), (1, 2, 4)):
         if tp * cp * pp > RANKS or ep * etp * pp > RANKS or (not experts and ep * etp > 1):
@@ -101,7 +102,7 @@ def _all_layouts(*, experts: bool) -> list[Flags]:
     return found
 
 
-# Experts need sequence parallelism with tensor parallelism; how attention exchanges its parts does not matter to them.
+# Experts with tensor parallelism require sequence parallelism; they are independent of the kind of attention exchange.
 BESIDE_EXPERTS = [sizes for sizes in DENSE[1:] if "cp-comm-type" not in sizes]
 
 
@@ -117,7 +118,7 @@ def test_b18_b21_eight_ranks_train_as_one(model: str) -> None:
     [soak_only("gpt", DENSE), soak_only("tied llama", DENSE), soak_only("moe", BESIDE_EXPERTS + EXPERTS)],
 )
 def test_b18_b21_every_layout_of_eight_ranks_trains_as_one(model: str, layouts: list[Flags]) -> None:
-    """Repeats test_b18_b21_eight_ranks_train_as_one and test_*_parity.py with all sizes."""
+    """Repeats test_b18_b21_eight_ranks_train_as_one and test_*_parity.py with all layouts."""
     layouts = layouts + _all_layouts(experts=model == "moe")
     for start in range(0, len(layouts), LAYOUTS_A_LAUNCH):
         _check(model, layouts[start : start + LAYOUTS_A_LAUNCH])

@@ -47,8 +47,8 @@ MODELS: dict[str, Flags] = {
         slow("dense", "pp2, uneven"),
         slow("dense", "pp2 x vpp2, layout"),
         slow("llama", "pp2 x dp2, no overlap"),
-        # The cases above hold each schedule, test_whole_model_parity.py::test_four_ranks_train_as_one holds stages with
-        # tensor parallelism.
+        # The cases above cover each schedule; test_whole_model_parity.py::test_four_ranks_train_as_one covers stages
+        # with tensor parallelism.
         soak_only("dense", "pp2"),
         soak_only("llama", "pp2 x vpp2"),
         soak_only("dense", "pp2 x tp2 sp"),
@@ -76,7 +76,7 @@ def test_training_agrees_with_one_process(base: str, layout: str) -> None:
                 "min-offloaded-tensor-size": 1,
                 "recompute-granularity": "selective",
                 "recompute-modules": ["mlp"],
-                # The first chunk has nothing to offload.
+                # Nothing is offloaded in the first chunk.
                 "num-virtual-stages-per-pipeline-rank": None,
                 "pipeline-model-parallel-layout": "Et|ttt|tt|ttL",
             },

@@ -1,4 +1,4 @@
-"""Stages in processes of their own compute what one process does, for any number of microbatches."""
+"""Checks that pipeline stages in separate processes compute the same as one process for any microbatch count."""
 
 import warnings
 from typing import Any
@@ -19,7 +19,7 @@ SEQ, BATCH, HIDDEN = 3, 2, 4
 
 
 class Part(nn.Linear):
-    """Part of a model of linear layers; all but the first get their input through set_input_tensor."""
+    """Part of a model of linear layers. All parts but the first receive their input through set_input_tensor."""
 
     def __init__(self, number: int, **options: Any) -> None:
         super().__init__(HIDDEN, HIDDEN, dtype=torch.float64)
@@ -96,7 +96,7 @@ def test_stages_give_the_gradients_of_one_process(stages: int, chunks: int, over
 
 
 def schedule_of_ones_own() -> tuple[float, torch.Tensor | None]:
-    """One microbatch in the pipeline at a time."""
+    """Runs a custom schedule with one microbatch in the pipeline at a time; returns loss and gradient."""
     stage, group, shape = dist.get_rank(), dist.group.WORLD, (SEQ, BATCH, HIDDEN)
     part, first, last = Part(stage), is_pp_first_stage(group), is_pp_last_stage(group)
     stages, loss = P2PCommunicator(group, part.config), 0.0
@@ -109,7 +109,7 @@ def schedule_of_ones_own() -> tuple[float, torch.Tensor | None]:
             stages.send_forward(output.detach(), last)
             gradient = stages.recv_backward(shape, last)
         if last:
-            loss, gradient = loss + output.square().sum().item(), output.detach()  # halved: two microbatches
+            loss, gradient = loss + output.square().sum().item(), output.detach()  # halved for two microbatches
         output.backward(gradient)
         back = None if first else given.grad
         given = stages.send_backward(back, first) if number else stages.send_backward_recv_forward(back, shape, first)
@@ -142,7 +142,7 @@ def test_stages_that_would_exchange_different_shapes_all_say_so() -> None:
 
 
 class IgnoresInput(Part):
-    """A last stage whose loss comes of a parameter alone."""
+    """A last stage whose loss depends only on a parameter."""
 
     def forward(self, data: torch.Tensor | None) -> torch.Tensor:
         return torch.tanh(self.bias).expand(SEQ, BATCH, HIDDEN)
