@@ -183,8 +183,8 @@ def test_steps_void_on_one_rank_leave_no_trace(
 ) -> None:
     by_rank = [raised for (raised,) in _train_void(where, plan, [lack], tmp_path)]
     void = [[step for step, found in raised.items() if any(map(sum, found))] for raised in by_rank]
-    # With "inputs", every rank runs out of pages in step 1. Otherwise only the rank that receives the skewed tokens lacks
-    # anything.
+    # With "inputs", every rank runs out of pages in step 1. Otherwise only the rank that receives the skewed tokens
+    # overflows.
     first = 2 * (where == "pp 2, ep 2" and plan == "last layer")
     assert void.pop(first) == steps
     assert all(others == ([1] if lack == "inputs" else []) for others in void)

@@ -1,4 +1,4 @@
-"""The benchmarks' plain models compute the same layer: a loop over experts, a grouped product, experts over ranks."""
+"""Checks that the benchmarks' plain models agree: a loop over experts, a grouped GEMM, and expert parallelism."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from benchmarks.plain_model import PlainConfig, PlainExpert, PlainGroupedMoE, PlainMoE
 from tests.harness import run_on_ranks
 
-# The rows of grouped products must have multiples of 16 bytes.
+# Rows of the operands of a grouped GEMM must be multiples of 16 bytes.
 CONFIG = PlainConfig(hidden_size=16, num_experts=4, ffn_hidden_size=8)
 
 
@@ -34,7 +34,7 @@ def _compare_on_rank() -> None:
     _take_weights(parallel, loop, own)
     expected = loop(x)
     expected.square().sum().backward()
-    # Expert parallel ranks have the gradients of the rows of all ranks.
+    # Expert-parallel ranks accumulate the gradients of all ranks' rows.
     on_all_ranks = {name: _summed(param) for name, param in loop.named_parameters()}
     for moe, experts in ((grouped, _experts(loop)), (parallel, own)):
         again = x.detach().requires_grad_()

@@ -1,4 +1,4 @@
-"""Clipping of attention scores in several layouts agrees with one process in fp64: losses, norms, weights."""
+"""Clipping of attention scores agrees with one process in fp64 in several layouts: losses, norms, weights."""
 
 import pytest
 
@@ -30,7 +30,7 @@ LAYOUTS: list[Flags] = [
 ]
 
 
-# The largest scores of a head are found by the ranks of its ring.
+# The ranks of a head's ring together find its largest score.
 LEVELS: list[Flags] = [layout(cp=4, cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=[2, 2])]
 
 

@@ -1,4 +1,4 @@
-"""Random modules train to the bits of torch's AdamW on one whole copy, in every mode of data parallelism.
+"""Random modules in every mode of data parallelism train bit-identically to torch's AdamW on one whole copy.
 
 Gradients are rounded to integers (random_modules.py), so that every sum and mean over micro-batches and ranks is exact,
 and the factor of clipping is one half: no tolerance is needed. RANDOM_MODULE=SEED runs one module alone.
@@ -40,8 +40,8 @@ from tests.distributed.wrapper_modes import IN_BACKWARD, RELEASED, Modes, wrappe
 from tests.harness import run_on_ranks
 
 STEPS = 3
-# With betas of few bits the moments of integers are exact, too. Otherwise they would have other last digits at the ends
-# of tensors, where torch's kernel takes elements one by one ([Note: ends of parameters]).
+# With betas that have few mantissa digits, the moments of integers are exact too. Otherwise they would differ in the
+# last digit at the ends of tensors, where torch's kernel processes elements one by one ([Note: ends of parameters]).
 RATE, DECAY, BETAS = 0.01, 0.1, (0.5, 0.75)
 DETERMINISTIC = ModelParallelConfig(deterministic_mode=True)
 WRAPPERS = wrapper_modes(bucket_size=40)
@@ -57,27 +57,27 @@ FUSED_ADAM: dict[str, dict[str, Any]] = {
     "fused adam, late": {"overlap_grad_sync": False, "contiguous_param_buffer": False},
 }
 MODES = [*WRAPPERS, *FSDP2, *FUSED_ADAM]
-# Modules of which parameters are gathered late may not be read by the modules around them.
+# In these modes, gathers complete late, so the surrounding modules may not read parameters of the module.
 GATHERS_LATE = ("zero1, overlapped", "zero2, overlapped", "zero1 in backward", "fused adam, overlapped")
-# How the errors begin that tell a mode's documented limits.
+# Beginnings of the errors that report a documented limit of a mode.
 REFUSALS = ("parameter ", "TorchFullyShardedDataParallel")
 MODULES = long_count(15, soak=300)
 CHUNK = 5
-# In an ordinary run a module is trained in every third mode; another in the others.
+# By default, each module is trained in every third mode, starting at a different mode for each group of seeds.
 EVERY = long_count(3, soak=1)
 
 
 class Refused(Exception):
-    """A mode does not take the module, and says so."""
+    """Raised for a module that a mode rejects with a documented error."""
 
 
 def is_apart(name: str) -> bool:
-    """Whether a parameter is in the group with another rate and decay."""
+    """Returns whether a parameter is in the group with a different learning rate and weight decay."""
     return "bias" in name or "factors" in name
 
 
 def groups_of(one: Draw, net: nn.Module) -> list[dict[str, Any]]:
-    """Groups of the trained parameters for torch.optim."""
+    """Returns the groups of trained parameters for torch.optim."""
     trained = [(name, param) for name, param in net.named_parameters() if param.requires_grad]
     groups: list[dict[str, Any]] = []
     for apart in (False, True):
@@ -90,7 +90,7 @@ def groups_of(one: Draw, net: nn.Module) -> list[dict[str, Any]]:
 
 @dataclass
 class Trace:
-    """What the ranks have after a step: losses of this rank's micro-batches, the norm before clipping, the values."""
+    """Results of a step: losses of this rank's micro-batches, gradient norm before clipping, and parameter values."""
 
     losses: list[Tensor]
     norm: float
@@ -98,11 +98,11 @@ class Trace:
 
 
 class Expected:
-    """Trains one whole copy by torch.optim.AdamW, with the mean of the gradients that all ranks would have."""
+    """Trains one whole copy by torch.optim.AdamW, with the gradient averaged over all ranks."""
 
     def __init__(self, one: Draw, *, inside: bool, strides: Sequence[tuple[int, ...]]) -> None:
         self.one, self.net = one, deepcopy(one.net)
-        # Kernels of convolutions depend on the layout of their weights.
+        # The choice of convolution kernels depends on the memory layout of their weights.
         for param, stride in zip(self.net.parameters(), strides, strict=True):
             value = torch.empty_strided(param.shape, stride, dtype=param.dtype)
             param.data = value.copy_(param.detach())
@@ -113,7 +113,7 @@ class Expected:
 
     def _stepped(self, step: int) -> Trace:
         world, rank = dist.get_world_size(), dist.get_rank()
-        # In the layout of the parameters: torch's fused AdamW on the CPU takes gradients in no other.
+        # In the layout of the parameters, which torch's fused AdamW on the CPU requires of gradients.
         sums = [torch.zeros_like(param, dtype=torch.float64) for param in self.params]
         losses = []
         for microbatch in range(self.one.microbatches):
@@ -135,12 +135,12 @@ class Expected:
 
 
 def max_norm(norm: float) -> float:
-    """The largest norm that halves gradients of `norm`, exactly; the epsilon is that of clipping."""
+    """Returns the max_norm for which clipping halves gradients of norm `norm` exactly, given clipping's epsilon."""
     return 0.5 * (norm + 1e-6)
 
 
 def takes_sums(one: Draw, mode: str) -> bool:
-    """Whether ranks' gradients are summed by DistributedFusedAdam: as in Wrapped, a mean of three may be inexact."""
+    """Returns whether DistributedFusedAdam must sum gradients, because a mean over three ranks may be inexact."""
     return mode in FUSED_ADAM and dist.get_world_size() == 3 and one.adds_up()
 
 
@@ -152,7 +152,8 @@ class Wrapped:
         settings, optimizing = (WRAPPERS | FSDP2)[mode]
         settings = {**settings, "grad_reduce_in_fp32": one.grad_reduce_in_fp32}
         self.is_sharded = mode in FSDP2
-        # Rounded together with what it is added to, a third of a gradient is no integer: the collective divides sums.
+        # A third of a gradient is not an integer and would be rounded when added up, so the collective divides the
+        # sums.
         if not self.is_sharded and dist.get_world_size() == 3 and one.adds_up():
             settings["average_in_collective"] = True
         self.calls = 0
@@ -233,7 +234,7 @@ class Fused:
         if self.one.clips:
             self.optimizer.clip_grad_norm(max_norm(norm))
         self.optimizer.step()
-        # The norms of buckets are rounded to fp32 before they are added up.
+        # The norms of buckets are rounded to fp32 before they are summed.
         return expected.norm if abs(norm - expected.norm) <= 5e-7 * expected.norm else norm
 
     def values(self) -> list[Tensor]:
@@ -242,7 +243,7 @@ class Fused:
         return [param.detach() for param in params]
 
     def check_hooks(self, steps: int) -> None:
-        """Registers none."""
+        """Does nothing, since this mode registers no hooks."""
 
 
 @contextmanager
@@ -256,14 +257,14 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 class Comparison:
-    """A module in all modes, against one or two references that modes share."""
+    """Compares a module in all modes with one or two references, which modes share."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.references: dict[Any, Expected] = {}
 
     def expected(self, one: Draw, *, inside: bool, net: Net, mode: str) -> Expected:
-        """The reference of weights that lie in memory as those of the wrapped net do."""
+        """Returns the reference whose weights have the same memory layout as the wrapped net's."""
         before = list(one.net.parameters())
         strides = [p.stride() for p in (before if mode in FSDP2 else net.parameters())]
         key = (inside, mode in FSDP2, tuple(one.optional), tuple(strides))
@@ -272,7 +273,7 @@ class Comparison:
         return self.references[key]
 
     def differences(self, mode: str) -> str | None:
-        """Trains the module in a mode; returns the first difference. Raises Refused."""
+        """Trains the module in a mode and returns the first difference. Raises Refused if the mode rejects it."""
         one = draw(self.seed)
         inside = mode in FSDP2 or (one.rounds_inside and mode not in GATHERS_LATE)
         if mode in FSDP2:
@@ -315,13 +316,13 @@ class Comparison:
 
 
 def modes_of(seed: int) -> list[str]:
-    """The modes that a module is trained in; all, if it is run alone."""
+    """Returns the modes in which a module is trained; all of them if RANDOM_MODULE selects it."""
     every = 1 if "RANDOM_MODULE" in os.environ else EVERY
     return MODES[seed // 3 % every :: every]
 
 
 def compare(seeds: Sequence[int]) -> tuple[list[str], list[str]]:
-    """Trains the modules of these seeds in their modes. Returns mismatches, and refusals."""
+    """Trains the modules of these seeds in their modes. Returns mismatches and rejections."""
     mismatches, refused = [], []
     for seed in seeds:
         comparison = Comparison(seed)
@@ -345,7 +346,7 @@ def compare(seeds: Sequence[int]) -> tuple[list[str], list[str]]:
 
 
 def _chosen() -> list[list[int]]:
-    """Seeds, in groups that are trained by the same processes; all of a group have the same number of ranks."""
+    """Returns groups of seeds with the same number of ranks, each group to be trained by the same processes."""
     if "RANDOM_MODULE" in os.environ:
         return [[int(os.environ["RANDOM_MODULE"])]]
     by_ranks = [[seed for seed in range(MODULES) if seed % 3 == rest] for rest in range(3)]

@@ -1,8 +1,9 @@
-"""Random training runs in which sizes coincide: the paged stash changes no bit of any of them.
+"""Random training runs in which many sizes are equal: the paged stash leaves each run bit-identical.
 
 C is the rows of an expert buffer, e the experts of a rank, H the hidden size, F the width of an expert's shard, r the
-rank of adapters. The stash recognizes rows by their outermost size, C, so that mistakes show where others are C too.
-Layers without buffers of a fixed size are no reference: their sums have another order, and last digits differ.
+rank of adapters. The stash recognizes rows by their outermost size, C, so that mistakes show where other sizes equal C
+too. Layers without fixed-size buffers cannot serve as a reference: they sum in a different order, so last digits
+differ.
 """
 
 import random
@@ -37,15 +38,15 @@ class Layout:
     etp: int = 1
 
 
-# By number of ranks.
+# Layouts by number of ranks.
 LAYOUTS: dict[int, Sequence[Layout]] = {
     1: [Layout()],
     2: [Layout(ep=2), Layout(ep=2), Layout(pp=2), Layout(tp=2), Layout(tp=2, ep=2), Layout(tp=2, etp=2)],
     4: [Layout(ep=4), Layout(ep=4), Layout(pp=2, ep=2), Layout(tp=2, ep=2, etp=2), Layout(tp=2, pp=2, etp=2)],
 }
-# Most on several ranks: one rank gets C rows always, so that none of its buffers has rows that are not live.
+# Mostly on several ranks: one rank always receives C rows, so that all rows of its buffers are live.
 COUNTS = {1: long_count(3, soak=60), 2: long_count(9, soak=330), 4: long_count(0, soak=110)}
-MOST_REFUSALS = 8  # draws of one number that the program may refuse, each by an error that names flags
+MOST_REFUSALS = 8  # draws per number that the program may reject, each with an error that names flags
 PER_CALL = 25  # numbers that run in the same processes
 RECOMPUTE: Sequence[Flags] = [
     {},
@@ -60,7 +61,7 @@ GATED: Sequence[Flags] = [
     {"swiglu": None, "quick-geglu": True, "activation-func-clamp-value": 0.3, "glu-linear-offset": 1.0},
 ]
 PLAIN: Sequence[Flags] = [{"swiglu": None}, {"swiglu": None, "squared-relu": True}]
-# Size factors of the device's and the host's pages; below 0: of measured needs.
+# Size factors of the device's and the host's pages; negative factors apply to measured needs.
 POOLS = [(8.0, 0.0), (1.1, 0.0), (0.6, 0.0), (0.3, 0.3), (0.4, 8.0), (0.0, 8.0), (-0.9, 0.0), (0.05, 0.0)]
 AROUND: Sequence[Flags] = [{}, {}, {"hidden-dropout": 0.1}, OVERLAPPED_SMALL_BUCKETS]
 OFFLOADED: Flags = {
@@ -72,7 +73,10 @@ OFFLOADED: Flags = {
 
 @dataclass(frozen=True)
 class Draw:
-    """A run without a stash, and the flags that add one. sizes: of tensors other than C, by name."""
+    """A run without a stash, and the flags that add a stash.
+
+    sizes: sizes of tensors other than C, by name.
+    """
 
     flags: Flags
     pool: Flags
@@ -81,8 +85,10 @@ class Draw:
 
 @dataclass
 class Outcome:
-    """What a rank saw of one number. refusals: errors of draws before the one that ran. different: what the stash
-    changed. rows: C. happened: voids, dropped and spilled.
+    """Results of one number on a rank.
+
+    refusals: errors of draws before the one that ran. different: differences that the stash caused. rows: C. happened:
+    counts of discarded steps, dropped and spilled tensors.
     """
 
     number: int
@@ -94,10 +100,10 @@ class Outcome:
 
 
 def drawn(ranks: int, number: int, attempt: int) -> Draw:
-    """Draws a run in which most sizes are one and the same."""
+    """Draws a run in which most sizes are equal."""
     choose = random.Random(f"{ranks} ranks, {number}, {attempt}")
     bf16 = choose.random() < 0.2
-    word = 8 if bf16 else 4  # columns that a grouped product reads at a time
+    word = 8 if bf16 else 4  # columns that a grouped GEMM reads at a time
     common = choose.choice([size for size in COMMON if size >= word])
 
     def size(*others: int) -> int:
@@ -106,7 +112,7 @@ def drawn(ranks: int, number: int, attempt: int) -> Draw:
     one = choose.choice(LAYOUTS[ranks])
     is_gated = choose.random() < 0.7
     hidden, experts = size(8, 16), size(1, 2, 4, 8)
-    # Then 2F is the common size.
+    # With half of the common size as F, 2F equals it.
     is_half = is_gated and common >= 2 * word and choose.random() < 0.4
     ffn = common // 2 if is_half else size(8, 16)
     rows, factor = size(4, 8, 16, 32), choose.choice([1, 2, 4][: one.ep])
@@ -115,7 +121,7 @@ def drawn(ranks: int, number: int, attempt: int) -> Draw:
     micro_batch = choose.choice([1, 2]) if tokens % 2 == 0 else 1
     rank = size(8, 16) if choose.random() < 0.2 else None
     recompute = choose.choice(RECOMPUTE)
-    # Layers that are frozen or that run again as a whole may save nothing that could be offloaded.
+    # Frozen layers, and layers recomputed as a whole, may save no activations that could be offloaded.
     saves = rank is None and recompute.get("recompute-granularity") != "full"
     around = choose.choice([*AROUND, OFFLOADED] if saves else AROUND)
     page, replicas, num_microbatches = size(1, 2, 4), ranks // (one.tp * one.pp), choose.choice([1, 2, 3])
@@ -151,7 +157,7 @@ def drawn(ranks: int, number: int, attempt: int) -> Draw:
 
 
 class _Watch:
-    """A run's reduced gradients as digests, by iteration and name; of a step that ran again, those of its last run."""
+    """Records digests of a run's reduced gradients by iteration and name. A rerun replaces the digests of its step."""
 
     def __init__(self) -> None:
         self.gradients: dict[int, dict[str, str]] = {}
@@ -159,7 +165,7 @@ class _Watch:
 
     @contextmanager
     def watch(self, run: TrainingRun) -> Iterator[None]:
-        """Watches a run while it trains."""
+        """Records the gradients of a run while it trains."""
         self.has_started = True
         for index, chunk in enumerate(run.model):
             vars(chunk)["finish_grad_sync"] = partial(self._finish, run, chunk, index, chunk.finish_grad_sync)
@@ -181,7 +187,7 @@ class _Watch:
 
 
 def _train(*flags: Flags) -> tuple[Trained, _Watch] | str:
-    """Returns the record of a run, or the error by which it was refused before its first step."""
+    """Returns the record of a run, or the error that rejected it before its first step."""
     watch = _Watch()
     try:
         return train_here(argv_of(*flags), watch.watch), watch
@@ -192,7 +198,7 @@ def _train(*flags: Flags) -> tuple[Trained, _Watch] | str:
 
 
 def _compare_all(ranks: int, numbers: Sequence[int]) -> list[Outcome]:
-    """Runs the draws of `numbers` on this rank; a difference does not stop those that follow."""
+    """Runs the draws of `numbers` on this rank, continuing after a difference."""
     outcomes = []
     for number in numbers:
         try:
@@ -222,7 +228,7 @@ def _compare(ranks: int, number: int) -> Outcome:
 
 
 def _differences(stashed: tuple[Trained, _Watch], without: tuple[Trained, _Watch]) -> list[str]:
-    """Names everything that differs in a bit: gradients of each step, then what the steps report and leave behind."""
+    """Names each result that is not bit-identical: gradients of each step, then reports and final states."""
     found, expected = stashed[1].gradients, without[1].gradients
     assert found.keys() == expected.keys() and len(expected) == STEPS and all(expected.values())
     different = [] if stashed[1].rows == without[1].rows else ["C"]
@@ -237,12 +243,12 @@ def _differences(stashed: tuple[Trained, _Watch], without: tuple[Trained, _Watch
 
 
 def how_to_repeat(ranks: int, number: int) -> str:
-    """The command that runs one number alone."""
+    """Returns the command that runs one number alone."""
     return f'alone: python -c "from {__name__} import *; assert_no_bit_changes({ranks}, [{number}])"'
 
 
 def assert_no_bit_changes(ranks: int, numbers: Sequence[int]) -> list[Outcome]:
-    """Runs the draws of `numbers`, asserts that the stash changes no bit of them, and returns what rank 0 saw."""
+    """Runs the draws of `numbers`, asserts that the stash changes no results, and returns the outcomes of rank 0."""
     by_rank = run_on_ranks(_compare_all, ranks, ranks, numbers, timeout=60 + 30 * len(numbers))
     failures = []
     for outcomes in zip(*by_rank, strict=True):

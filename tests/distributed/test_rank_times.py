@@ -1,4 +1,4 @@
-"""A slow rank shows in the log although all ranks wait for it in every step; on a clock that only the test moves."""
+"""Checks that the log shows a slow rank although all ranks wait for it in every step, on a clock under test control."""
 
 import os
 from unittest.mock import patch
@@ -17,7 +17,7 @@ ARGV = (
     "--train-iters 2 --lr 0.1 --eval-iters 0 --log-interval 2 --timing-log-level 1"
 ).split()
 WORK, LATE_WORK, WAITING = 0.125, 0.375, 0.25  # seconds
-TICK = 2.0**-20  # seconds of each look at the clock: a timer that measured nothing is not shown
+TICK = 2.0**-20  # seconds per read of the clock: a timer that measured nothing is not shown
 
 
 def _two_steps():
@@ -33,7 +33,7 @@ def _two_steps():
         return pretrain_gpt.forward_step(data_iterator, model)
 
     def all_reduce(*args, **kwargs):
-        # The first exchange waits for the late rank; after it all are equally far.
+        # The first collective waits for the late rank, so afterwards all ranks are at the same time.
         now[0], owed[0] = now[0] + owed[0], 0.0
         return reduce(*args, **kwargs)
 

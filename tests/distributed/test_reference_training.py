@@ -1,7 +1,7 @@
 """Training agrees with a plain PyTorch model in one process on 1, 2 and 3 data-parallel ranks; 20 steps in `make soak`.
 
-The reference computes in fp64 and is fed the same token groups: one group is a microbatch of one rank. Tolerances are
-those of docs/numerics.md; where one differs, its reason is stated with it.
+The reference computes in fp64 from the same token groups: one group is a microbatch of one rank. Tolerances are those
+of docs/numerics.md, except where a comment states a reason.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,16 +22,16 @@ from tests.harness import run_on_ranks
 
 STEPS = long_count(5, soak=20)
 GRAD_TOLERANCE = {torch.float32: 5e-5, torch.float64: 1e-10}
-ADAMW_TOLERANCE = 1e-4  # of what training added to a tensor; measured: 1.4e-5, where gradients are near epsilon
-NEGLIGIBLE = 1e-6  # share of the whole gradient's norm below which a tensor's error is not looked at
+ADAMW_TOLERANCE = 1e-4  # relative to the update of a tensor; measured: 1.4e-5, for gradients near epsilon
+NEGLIGIBLE = 1e-6  # tensors with a smaller share of the whole gradient's norm are not compared
 SHAPES = {
     "dense": PlainShape(num_layers=2, num_heads=4, num_groups=4, vocab_size=127),
     "moe": PlainShape(
         num_layers=2, num_heads=4, num_groups=2, vocab_size=127, topk=2, aux_loss_coeff=0.01, z_loss_coeff=0.001
     ),
 }
-# A large initial deviation, so that every part of the model matters; a vocabulary with padding rows; 12 samples, which
-# 1, 2 and 3 ranks can share, and microbatches whose number is no power of two.
+# A large initial deviation, so that every part of the model affects the loss; a vocabulary with padding rows; 12
+# samples, which 1, 2 and 3 ranks can share; and a number of microbatches that is not a power of two.
 FLAGS: Flags = {
     "init-method-std": 0.1,
     "seq-length": 16,
@@ -45,7 +45,7 @@ FLAGS: Flags = {
 
 @dataclass
 class PlainStep:
-    """One step of the reference. losses: as they are logged, without coefficients."""
+    """One step of the reference. losses: losses as logged, without coefficients."""
 
     losses: dict[str, float]
     grads: Weights
@@ -55,7 +55,7 @@ class PlainStep:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "ranks"),
-    # What `make soak` adds has the same sums over other numbers of ranks.
+    # The cases of `make soak` compute the same sums over other numbers of ranks.
     [
         ("moe", 2),
         slow("dense", 3),
@@ -65,7 +65,7 @@ class PlainStep:
 def test_fp32_training_agrees_with_plain_pytorch(base: str, ranks: int) -> None:
     recordings = _train(base, ranks, {"clip-grad": 0.5})
     steps, final = _plain_training(recordings, base, clip_grad=0.5)
-    assert any(step.grad_norm > 0.5 for step in steps), "nothing was clipped"
+    assert any(step.grad_norm > 0.5 for step in steps), "no gradient was clipped"
     _assert_same_training(recordings[0], steps)
     _assert_same_update(recordings[0], final, tolerance=GRAD_TOLERANCE[torch.float32])
 
@@ -73,7 +73,8 @@ def test_fp32_training_agrees_with_plain_pytorch(base: str, ranks: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("base", ["moe", "dense"])
 def test_fp64_training_agrees_with_plain_pytorch(base: str) -> None:
-    # No clipping: the norm it divides by is fp32 by contract. Three microbatches: a third has no exact fp32 value.
+    # No clipping, since the norm that it divides by is fp32 by contract. With three microbatches, the factor 1/3 is
+    # inexact in fp32.
     recordings = _train(base, 2, {"clip-grad": 0}, forward_step=fp64_forward_step, model_provider=fp64_model)
     steps, final = _plain_training(recordings, base, clip_grad=0)
     _assert_same_training(recordings[0], steps)
@@ -85,26 +86,26 @@ def test_fp64_training_agrees_with_plain_pytorch(base: str) -> None:
 def test_masked_tokens_weigh_nothing_and_microbatches_the_same(base: str) -> None:
     recordings = _train(base, 2, {"clip-grad": 0}, forward_step=masking_forward_step)
     counts = {int(batch["loss_mask"].sum()) for step in recordings[1].batches for batch in step}
-    assert 0 in counts and len(counts) > 3, "masks are all alike"
+    assert 0 in counts and len(counts) > 3, "all masks are equal"
     steps, final = _plain_training(recordings, base, clip_grad=0)
-    # Not the logged losses, which are means over the tokens of all microbatches.
+    # The logged losses are not compared, since they average over the tokens of all microbatches.
     _assert_same_gradients(recordings[0], steps)
     _assert_same_update(recordings[0], final, tolerance=GRAD_TOLERANCE[torch.float32])
 
 
-# Gradients of experts: test_fp32_training_agrees_with_plain_pytorch. The update does not know what a parameter is of.
+# The update does not depend on the kind of parameter; test_fp32_training_agrees_with_plain_pytorch covers experts.
 @pytest.mark.slow
 @pytest.mark.parametrize("base", [slow("dense"), soak_only("moe")])
 def test_adamw_agrees_with_torch(base: str) -> None:
-    """Parameters are those of torch.optim.AdamW, for which noise in a gradient is as good as a gradient.
+    """Compares parameters with torch.optim.AdamW.
 
-    Hence an epsilon above the noise of fp32 gradients (1e-9 to 1e-8 where the true one is zero, as for the attention
-    key bias, which with an epsilon of 1e-8 is off by 1e-2).
+    AdamW amplifies noise in tiny gradients, so epsilon is above the noise of fp32 gradients: 1e-9 to 1e-8 where the
+    true gradient is zero, as for the attention key bias, whose error is 1e-2 with an epsilon of 1e-8.
     """
     flags = {"optimizer": "adam", "adam-eps": 1e-5, "adam-beta2": 0.95, "lr": 0.01, "clip-grad": 0.5}
     recordings = _train(base, 3, flags)
     steps, final = _plain_training(recordings, base, clip_grad=0.5, make_optimizer=_adamw, dtype=torch.float32)
-    assert any(step.grad_norm > 0.5 for step in steps), "nothing was clipped"
+    assert any(step.grad_norm > 0.5 for step in steps), "no gradient was clipped"
     _assert_same_update(recordings[0], final, tolerance=ADAMW_TOLERANCE)
     for report, plain in zip(recordings[0].reports, steps):
         assert report.losses["lm loss"] == pytest.approx(plain.losses["lm loss"], rel=1e-6)
@@ -115,10 +116,10 @@ def test_adamw_agrees_with_torch(base: str) -> None:
 def test_the_size_of_microbatches_does_not_matter_without_router_losses(base: str) -> None:
     without: Flags = {"clip-grad": 0, "moe-aux-loss-coeff": None, "moe-z-loss-coeff": None}
     sizes: list[Flags] = [{**without, "micro-batch-size": size} for size in (1, 2, 4)]
-    # 3 ranks x 4 samples. By size, then by rank.
+    # 12 samples split over 3 ranks, 4 on each. Grouped by size, then by rank.
     by_size = list(zip(*run_on_ranks(_record_all, 3, [_argv(base, flags) for flags in sizes])))
     shape = replace(SHAPES[base], aux_loss_coeff=0.0, z_loss_coeff=0.0)
-    # One group of all samples: their mean loss is that of any groups of equal size.
+    # One group of all samples, whose mean loss equals that of any groups of equal size.
     batches = [batch for recording in by_size[0] for batch in recording.batches[0]]
     whole = [{name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}]
     weights = {name: w.double().requires_grad_() for name, w in by_size[0][0].initial.items()}
@@ -129,25 +130,25 @@ def test_the_size_of_microbatches_does_not_matter_without_router_losses(base: st
 
 
 def fp64_model(pre_process: bool = True, post_process: bool = True) -> nn.Module:
-    """The model of the flags in fp64, for which there is no flag."""
+    """Builds the model of the flags in fp64, for which there is no flag."""
     get_args().params_dtype = torch.float64
     return pretrain_gpt.model_provider(pre_process, post_process)
 
 
 def fp64_forward_step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple[Tensor, Any]:
-    """pretrain_gpt's, but for the loss, which stays in fp64."""
+    """Runs the forward step of pretrain_gpt, but keeps the loss in fp64."""
     batch = next(data_iterator)
     losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return losses, lambda losses: (losses.mean(), {"lm loss": losses.detach().mean()})
 
 
 def masking_forward_step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple[Tensor, Any]:
-    """pretrain_gpt's with other tokens masked in each sample, and some samples, so some microbatches, altogether."""
+    """Runs pretrain_gpt's forward step with masks that differ by sample; some microbatches are fully masked."""
     return pretrain_gpt.forward_step(map(_mask, data_iterator), model)
 
 
 def _mask(batch: Batch) -> Batch:
-    # In place, so that the recorded batch has it too.
+    # In place, so that the recorded batch is masked too.
     batch["loss_mask"].mul_((batch["tokens"] % 3 > 0) & (batch["tokens"][:, :1] % 2 > 0))
     return batch
 
@@ -184,7 +185,7 @@ def _plain_training(
     make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = _sgd,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[list[PlainStep], Weights]:
-    """The same training by torch's optimizer on one copy of the weights, in `dtype`."""
+    """Repeats the training with a torch optimizer on one copy of the weights, in `dtype`."""
     weights = {name: w.to(dtype, copy=True).requires_grad_() for name, w in recordings[0].initial.items()}
     decays, others = ([w for w in weights.values() if (w.dim() > 1) == matrix] for matrix in (True, False))
     optimizer = make_optimizer([{"params": decays, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}])
@@ -221,10 +222,10 @@ def _plain_step(weights: Weights, token_groups: list[Batch], shape: PlainShape) 
 
 
 def _assert_same_training(recording: Recording, steps: list[PlainStep]) -> None:
-    """Losses, gradients and their norm, at every step."""
+    """Asserts equal losses, gradients and gradient norm at every step."""
     _assert_same_gradients(recording, steps)
     for number, (report, plain) in enumerate(zip(recording.reports, steps)):
-        # Means of fp32 numbers, also in an fp64 model.
+        # Logged losses are means in fp32, also for an fp64 model.
         for name, loss in report.losses.items():
             assert loss == pytest.approx(plain.losses[name], rel=1e-6), f"{name} of step {number}"
 
@@ -240,7 +241,7 @@ def _assert_same_gradients(recording: Recording, steps: list[PlainStep]) -> None
 
 
 def _relative_errors(grads: Weights, plain: PlainStep) -> dict[str, float]:
-    """Each tensor's error by its reference norm; tensors with next to no gradient are left out."""
+    """Returns each tensor's error relative to its reference norm, without tensors of negligible gradient."""
     assert grads.keys() == plain.grads.keys()
     norms = {name: torch.linalg.vector_norm(grad).item() for name, grad in plain.grads.items()}
     differences = {name: torch.linalg.vector_norm(grads[name] - grad).item() for name, grad in plain.grads.items()}
@@ -248,7 +249,7 @@ def _relative_errors(grads: Weights, plain: PlainStep) -> dict[str, float]:
 
 
 def _assert_same_update(recording: Recording, final: Weights, *, tolerance: float) -> None:
-    """What training added to each tensor, relative to its norm; each step rounds the weights themselves once more."""
+    """Asserts equal updates of each tensor, relative to their norm, plus one rounding of the weights per step."""
     for name, expected in final.items():
         update = torch.linalg.vector_norm(expected - recording.initial[name]).item()
         error = torch.linalg.vector_norm(recording.final[name] - expected).item()

@@ -1,4 +1,4 @@
-"""Gradients that are freed in backward, in DDP, ZeRO-1 and ZeRO-2: memory, bits, and what comes too late."""
+"""Gradients released during backward, in DDP, ZeRO-1 and ZeRO-2: memory, bit-identical values, and late gradients."""
 
 import argparse
 import time
@@ -28,7 +28,7 @@ from tests.distributed.odd_modules import Parts, ReadDetached
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.optimizer.reference import microbatches, tiny_model
 
-# Of each the ordinary wrapper, and what frees its gradients.
+# Modes of the ordinary wrapper; each is compared with the mode that releases its gradients.
 KINDS: list[dict[str, Any]] = [{}, SHARDED, {**SHARDED, "shard_gradients": True}]
 WIDTH, DEPTH = 64, 12
 BUCKET = 4 * WIDTH * WIDTH
@@ -40,12 +40,12 @@ def _of_each_kind(body: Callable[[dict[str, Any]], None]) -> None:
 
 
 def released(kind: dict[str, Any], size: int = 37) -> dict[str, Any]:
-    """The same with its gradients freed."""
+    """Returns the same mode with release of gradients."""
     return {**kind, "release_gradients": True, "bucket_size": size}
 
 
 def settled(memory: PeakBytes, expected: float) -> int:
-    """Bytes held when gloo's threads have let go of messages, which they do a little after these have arrived."""
+    """Returns the bytes held once gloo's threads have released the buffers of completed collectives."""
     deadline = time.monotonic() + 5.0
     while memory.total() > expected and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -62,7 +62,7 @@ def _measure(kind: dict[str, Any]) -> None:
     most: list[int] = []
 
     def count(bucket: ReadyBucket) -> None:
-        # What is given, what is on its way, and what fills.
+        # Buckets in this hook, in flight, and being filled.
         most.append(1 + sum(grads.num_bytes for grads in storages) // BUCKET)
 
     model.register_bucket_ready_hook(count)
@@ -80,7 +80,7 @@ def _measure(kind: dict[str, Any]) -> None:
             peak = memory.peak_of(pass_back)
             left = settled(memory, 0.1 * BUCKET)
     assert len(most) == 2 * DEPTH and max(most) == 2, (kind, most)
-    # Two buckets, what is received of them, which gloo frees late; autograd's own of the last gradient.
+    # Two buckets, their received data, which gloo releases late, and autograd's copy of the last gradient.
     received = 2 * (dist.get_world_size() - 1) / dist.get_world_size()
     assert peak <= (3.3 + 2.5 * received) * BUCKET, (kind, peak / BUCKET)
     assert held <= (1.1 + 2.5 * received) * BUCKET and left <= 0.1 * BUCKET, (kind, held, left)
@@ -113,7 +113,7 @@ def test_what_an_optimizer_keeps_is_its_share_alone() -> None:
 
 
 def _train(model: DistributedDataParallel, *, reduces_each: bool) -> list[dict[str, torch.Tensor]]:
-    """The gradients of three steps, of 1, 3 and 2 microbatches."""
+    """Returns the gradients of three steps, of 1, 3 and 2 microbatches."""
     kept, seen = Kept(model), []
     counted = Counted()
     model.register_bucket_ready_hook(counted.on_bucket)
@@ -158,7 +158,8 @@ def _come_late() -> None:
         plain, model = wrap(Parts(), kind), wrap(Parts(), released(kind, 1))
         expected, ours = Kept(plain), Kept(model)
         early: list[int] = []
-        # More gradients of a weight than ever before: nobody knows in the first step, and later ones are told.
+        # Two steps use a weight more often than ever before. In the first step no count is known yet; the other is an
+        # error, which teaches later steps the new count.
         for step, (plan, is_lost) in enumerate(
             [([0, -1, -1, 1], False), ([0, -1, -1, 1], False), ([0, -1, -1, -1, 1], True), ([0, -1, -1, -1, 1], False)]
         ):
@@ -179,12 +180,13 @@ def _come_late() -> None:
             assert ours_by_name.keys() == theirs_by_name.keys()
             for name, grad in theirs_by_name.items():
                 torch.testing.assert_close(ours_by_name[name], grad, rtol=1e-6, atol=1e-8)
-        # All but the last; in the others those that came before the first of the weight in question.
+        # The second step releases all gradients in backward except the last. The last step releases only those that
+        # precede the first gradient of the repeated layer.
         assert early[0] == 0 and early[1] == 9 and early[2] <= 2, (kind, early)
 
 
 def _by_name(model: DistributedDataParallel, kept: Kept) -> dict[str, torch.Tensor]:
-    """Whole gradients of all ranks' parts."""
+    """Returns whole gradients by name, assembled from all ranks' shards."""
     found = {name: torch.zeros(param.numel()) for name, param in trained(model).items()}
     for (number, index), grad in kept.grads.items():
         owned = model.all_buffers[number].owned_spans()[index]
@@ -275,7 +277,7 @@ def test_b32_an_error_in_a_hook_of_one_rank_is_told_to_the_others() -> None:
 
 
 class Backwards(nn.Sequential):
-    """Called from the last to the first, so that the first backward's gradients come in another order than planned."""
+    """Calls its layers from last to first, so that gradients of the first backward come in an unexpected order."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         for layer in reversed(list(self)):
@@ -286,7 +288,7 @@ class Backwards(nn.Sequential):
 def _fail_in_the_first_backward() -> None:
     for kind in KINDS:
         torch.manual_seed(0)
-        # One gradient, the last, lets all of these different sizes be sent.
+        # Buckets of different sizes, all of which are launched at the last gradient.
         model = wrap(Backwards(*(nn.Linear(7, 7, bias=bool(number % 2)) for number in range(6))), released(kind, 40))
         failures = [KeyError()] if dist.get_rank() == 1 else []
 
@@ -316,7 +318,7 @@ def _leave_parts_unused() -> None:
         for name, param in params.items():
             model.register_post_accumulate_grad_hook(param, counted.on_param(name))
         for step in range(4):
-            # Rank 0 has none at all in one step.
+            # In one step, rank 0 produces no gradient.
             plan = [] if step == 2 and dist.get_rank() == 0 else [dist.get_rank(), 3]
             _backward_of(model, plan, step=step)
             finalize_model_grads([model])

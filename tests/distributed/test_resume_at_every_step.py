@@ -1,4 +1,4 @@
-"""Deterministic runs repeat bit for bit, also when they stop and resume after any step.
+"""Checks that deterministic runs are bit-identical when repeated, and when stopped and resumed after any step.
 
 A different number of ranks continues with the same samples. The cases use three ranks, so that sums depend on their
 order, and text of several epochs with dropout.
@@ -30,8 +30,8 @@ FLAGS: Flags = {
     "init-method-std": 0.1,
 }
 DROPOUT: Flags = {"hidden-dropout": 0.1, "attention-dropout": 0.1}
-# fp16: the first steps overflow, some follow, and the scale grows into the next overflow. fp16_unscaled: from the
-# default scale of 2**32 all steps overflow, so that what is saved is an optimizer that never stepped.
+# fp16: the first steps overflow, some later steps succeed, and the scale grows until the next overflow. fp16_unscaled:
+# with the default scale of 2**32 all steps overflow, so that the saved optimizer has never stepped.
 PRECISIONS: dict[str, Flags] = {
     "fp32": {},
     "bf16": {"bf16": True},
@@ -43,12 +43,12 @@ PRECISIONS: dict[str, Flags] = {
     },
     "fp16_unscaled": {"fp16": True},
 }
-# Each rank has the state of its shards alone; what a step leaves is gathered while the next one, or a save, begins.
+# Each rank has only the state of its shards; parameters are gathered while the next step, or a save, begins.
 IN_STEP: Flags = {**OVERLAPPED_SMALL_BUCKETS, "overlap-param-gather-with-optimizer-step": True}
 EVERY = tuple(range(STEPS + 1))
-# After which steps a run is resumed: every one where steps are cheap and of several kinds, with an optimizer that has
-# not stepped yet after the first two. `make soak` has every step of all combinations:
-# a model, a precision and a mode each of which is in a case here.
+# Steps after which a run is resumed. fp16 resumes after every step: its steps are cheap and of several kinds, and the
+# optimizer has not stepped yet after the first two. `make soak` runs every step of all combinations; each model,
+# precision and mode is in a case here.
 CASES = [
     ("dense", "fp16", {}, EVERY),
     ("moe", "fp32", {}, (STEPS - 1,)),
@@ -58,7 +58,7 @@ FURTHER = [(base, precision, {}) for base in ("dense", "moe") for precision in P
 FURTHER += [("moe", "bf16", IN_STEP), ("moe", "fp32", IN_STEP), ("dense", "fp16", IN_STEP)]
 FURTHER += [("moe", "bf16", {**IN_STEP, "optimizer": "distributed_fused_adam"})]
 CASES += [soak_only(*case, EVERY) for case in FURTHER]
-STEPS_EACH = long_count(2, soak=3)  # of a number of ranks, before another one continues
+STEPS_EACH = long_count(2, soak=3)  # of one number of ranks, before a different number continues
 Steps = list[dict[str, Any]]
 State = dict[str, str]
 
@@ -83,17 +83,17 @@ def test_b12_resume_after_every_step_continues_bit_for_bit(
 
 @pytest.mark.soak
 def test_two_runs_are_equal_bit_for_bit(tmp_path: Path) -> None:
-    """Uses separate processes; test_b12_resume_after_every_step_continues_bit_for_bit covers a single process."""
+    """Runs in separate processes; test_b12_resume_after_every_step_continues_bit_for_bit covers a single process."""
     argv = _argv("moe", tmp_path, DROPOUT)
     first, second = (run_on_ranks(_train, 3, argv) for _ in range(2))
     assert first == second
 
 
-# Experts are in addition to what "dense" has: "moe" holds it.
+# Experts are added to the parts of "dense", so "moe" covers it.
 @pytest.mark.parametrize("base", [soak_only("dense"), "moe"])
 @pytest.mark.slow
 def test_another_number_of_ranks_goes_on_with_the_same_samples(base: str, tmp_path: Path) -> None:
-    # A microbatch of one sample: the router's losses have the same token groups on any number of ranks.
+    # Microbatches of one sample give the router's losses the same token groups on any number of ranks.
     argv = _argv(base, tmp_path, {"train-iters": 3 * STEPS_EACH})
     saved = ["--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved")]
     whole = run_on_ranks(_record, 1, argv, 3 * STEPS_EACH)[0]
@@ -115,7 +115,7 @@ def _argv(base: str, folder: Path, flags: Flags) -> list[str]:
     return command_line({**read_bases()[base], **FLAGS, "data-path": data, **flags})
 
 
-# On the ranks.
+# Functions that run on the ranks.
 
 
 def _train(argv: list[str], steps: int = STEPS) -> tuple[Steps, State]:
@@ -124,7 +124,7 @@ def _train(argv: list[str], steps: int = STEPS) -> tuple[Steps, State]:
 
 
 def _stop_everywhere(argv: list[str], folder: str, after: tuple[int, ...]) -> tuple[Any, Any, list[Any]]:
-    """Returns a full run, a run that saves before and after each step, and the rest of the run from some of these."""
+    """Returns a full run, a run that saves before and after each step, and the runs resumed from steps `after`."""
     whole = _train(argv)
     with started_run([*argv, "--save", folder]) as run:
         run.save_checkpoint()
@@ -138,13 +138,13 @@ def _stop_everywhere(argv: list[str], folder: str, after: tuple[int, ...]) -> tu
 
 
 def _record(argv: list[str], steps: int) -> tuple[list[float], list[float | None], list[list[tuple[int, ...]]]]:
-    """Records losses, gradient norms and samples of this rank by step; saves at the end under --save."""
+    """Records losses, gradient norms and samples of this rank by step; saves a checkpoint under --save at the end."""
     recording = record_run(argv, steps, save=True)
     samples = [[tuple(row.tolist()) for b in step for row in b["tokens"]] for step in recording.batches]
     return [r.losses["lm loss"] for r in recording.reports], [r.grad_norm for r in recording.reports], samples
 
 
-# In the parent.
+# Functions that run in the parent process.
 
 
 def _differences(state: State, other: State) -> list[str]:
@@ -158,7 +158,7 @@ def _assert_ranks_differ_in_dropout_alone(ranks: list[tuple[Steps, State]]) -> N
 
 
 def _assert_meaningful(steps: Steps, precision: str) -> None:
-    """Checks that the run repeats its data, and that fp16 skips the first steps and some or all later ones."""
+    """Checks that the run repeats its data, and that fp16 skips the first steps and some or all later steps."""
     assert steps[-1]["consumed_samples"] > 2 * SAMPLES_PER_EPOCH
     skipped = [step["skipped"] for step in steps]
     if precision == "fp16_unscaled":

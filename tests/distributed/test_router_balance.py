@@ -1,4 +1,4 @@
-"""What balances experts over ranks and micro-batches, against the same computed by one process from all choices."""
+"""Balancing of experts over ranks and micro-batches, against one process that computes it from all choices."""
 
 from typing import Any
 
@@ -26,9 +26,9 @@ BIASED: Flags = {
     "moe-router-enable-expert-bias": True,
     "moe-router-bias-update-rate": RATE,
 }
-# From a scale of 2**32 every step overflows: the optimizer skips them all.
+# With a scale of 2**32 every step overflows, so the optimizer skips all steps.
 PRECISIONS: dict[str, Flags] = {"fp32": {}, "skipped_fp16": {"fp16": True}}
-# Losses over the tokens of one sequence or micro-batch, by kind: the name in the log.
+# Losses over the tokens of one sequence or micro-batch: kind, and name in the log.
 CONTEXT_LOSSES = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
 Choices = list[list[list[int]]]  # by step, then layer: the expert of each slot
 
@@ -50,7 +50,7 @@ def test_bias_follows_the_choices_of_all_ranks_and_microbatches(precision: str) 
 
 
 def _biased_run(argv: list[str]) -> tuple[Choices, list[list[Tensor]]]:
-    """Three steps with an evaluation after each; what training chose, and the biases after each step."""
+    """Runs three steps, each followed by an evaluation; returns the training choices and each step's biases."""
     steps: Choices = []
     with started_run(argv) as run:
         routers: list[Any] = [layer.mlp.router for layer in unwrap_model(run.model)[0].decoder.layers]
@@ -91,12 +91,15 @@ def test_global_loss_sees_all_ranks_and_the_microbatches_so_far() -> None:
 def test_loss_of_a_sequence_sees_the_tokens_of_all_context_parallel_ranks(kind: str) -> None:
     logits = torch.randn(RANKS, 5, EXPERTS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     expected = naive.balancing_loss(*naive.shares(logits.flatten(0, 1), _balanced_config(kind)), _balanced_config(kind))
-    # The log has the mean over ranks.
+    # The log contains the mean over ranks.
     assert sum(run_on_ranks(_route_part, RANKS, logits, kind)) / RANKS == pytest.approx(expected.item(), rel=1e-6)
 
 
 def _route_part(logits: Tensor, kind: str) -> float:
-    """Routes this rank's part of one sequence, of which logits [R, T, E] has all parts; returns the loss recorded."""
+    """Routes this rank's part of one sequence and returns the recorded loss.
+
+    logits: [R, T, E], the parts of all ranks, fp64.
+    """
     groups = ProcessGroupCollection(cp=dist.group.WORLD, tp_cp=dist.group.WORLD)
     router = TopKRouter(_balanced_config(kind), groups)
     router.routing(logits[dist.get_rank()].requires_grad_())
@@ -113,11 +116,14 @@ def _balanced_config(balancing: str) -> Any:
 
 
 def _route_globally(logits: Tensor) -> list[tuple[float, Tensor]]:
-    """The loss of each micro-batch [T, E] and its gradient; a second forward, as recomputing makes, changes nothing."""
+    """Returns each micro-batch's loss and its gradient, and checks that recomputation records nothing.
+
+    logits: [M, R, T, E], fp64, for M micro-batches of each rank.
+    """
     router, found = TopKRouter(_global_config()), []
     router.aux_losses.groups = ProcessGroupCollection(tp_dp_cp=dist.group.WORLD)
     values = []
-    # As in a pipeline, all forwards come before the first backward.
+    # All forward passes precede the first backward pass, as in a pipeline.
     for microbatch in logits[:, dist.get_rank()]:
         router.routing(microbatch.clone().requires_grad_())
         values.append(router.aux_losses.take_totals()["global_load_balancing_loss"][0].item())

@@ -1,4 +1,4 @@
-"""The routing trace of a run, against what its routers chose pass by pass: layouts, recomputation, a resumed run."""
+"""The routing trace of a run matches its routers' choices in each pass: layouts, recomputation, a resumed run."""
 
 from collections import defaultdict
 from dataclasses import fields
@@ -20,7 +20,7 @@ from tests.harness import run_on_ranks
 
 FLAGS: Flags = {"num-layers": 4, "global-batch-size": 4, "train-iters": 3, "micro-batch-size": 1}
 STAGES: Flags = {"pipeline-model-parallel-size": 2, "num-layers-per-virtual-pipeline-stage": 1, "global-batch-size": 3}
-# Of each rank, its column in the counts of its stage's layers.
+# Flags, and each rank's column in the counts of its stage's layers.
 LAYOUTS: dict[str, tuple[Flags, list[int]]] = {
     "experts": ({"expert-model-parallel-size": 2, "moe-layer-freq": "[0,1,1,1]"}, [0, 1]),
     "stages": (STAGES, [0, 0]),
@@ -44,7 +44,7 @@ def test_a_trace_has_what_every_router_chose(tmp_path: Path) -> None:
         for (layer, column), passes in found.items():
             passes += [counts[column].tolist() for step in steps for counts in step.tokens[layer]]
         assert found == seen, name
-    # Layers that run again are counted once.
+    # Recomputed layers are counted once.
     texts = [list(read_lines(tmp_path / f"{name}.gz")) for name in ("stages", "again")]
     assert texts[0] == texts[1]
 
@@ -59,7 +59,7 @@ def test_a_resumed_run_leaves_the_trace_of_one_that_was_not(tmp_path: Path) -> N
     again = {**flags, "load": str(tmp_path / "saved"), "ckpt-step": 2}
     run_on_ranks(_watch_all, 2, {"": _argv(again, path)})
     assert path.read_bytes() == whole and whole.count(b"routing_trace") == 1
-    # Other settings: a header of their own, where they begin.
+    # Changed settings start a new header at their first step.
     run_on_ranks(_watch_all, 1, {"": _argv({**again, "expert-model-parallel-size": 1}, path)})
     steps = list(read_routing(path))
     assert [(step.iteration, step.header.data_parallel_size) for step in steps] == [(1, 2), (2, 2), (3, 1)]
@@ -93,7 +93,7 @@ def _argv(flags: Flags, path: Path) -> list[str]:
     return command_line({**read_bases()["moe"], **FLAGS, "eval-interval": 2, **flags, "record-routing": str(path)})
 
 
-# On the ranks.
+# Functions that run on the ranks.
 
 
 def _watch_all(argvs: dict[str, list[str]]) -> dict[str, Seen]:
@@ -101,7 +101,7 @@ def _watch_all(argvs: dict[str, list[str]]) -> dict[str, Seen]:
 
 
 def _watch(argv: list[str]) -> Seen:
-    """Trains; what each router chose in its forwards of training, by layer."""
+    """Trains and returns the choices of each router in its training forwards, by layer."""
     seen: Seen = defaultdict(list)
 
     def note(router: Any, _: Any, output: Routing) -> None:

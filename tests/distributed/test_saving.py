@@ -50,19 +50,19 @@ def save_in_background(folder):
         item.data.zero_()
     if rank == 2:
         join_save_threads()
-        # This rank has finished its share, but the checkpoint is incomplete until the others have.
+        # This rank has written its share, but the checkpoint is incomplete until the other ranks finish.
         assert pending.is_done()
     assert not pending.ranks_are_done() and not folder.exists()
     dist.barrier()
     slow_rank.set()
     join_save_threads()
-    # No rank has called anything since, so the commit does not wait for a training step.
+    # No rank has called a function since, so the commit does not wait for a training step.
     dist.barrier()
     assert folder.exists() and pending.ranks_are_done()
     pending.finish()
     assert log == ["committed"] * (rank == 0)
     assert_holds(folder, 1)
-    # The next save fails on one rank, and the others notice without waiting for it.
+    # The next save fails on one rank, and the other ranks detect it without waiting for that rank.
     if rank == 1:
         refuse = OSError(28, "No space left on device")
         saving.write_pieces = lambda path, contents, helper: (_ for _ in ()).throw(refuse)
@@ -106,7 +106,7 @@ def load_together(folder):
         read(reader, piece, window, dtype=dtype, target=target)
 
     storage.PieceReader.read = count
-    # Replicas, the rank's own rows, and a strided copy.
+    # A replicated tensor, the rank's rows of a sharded tensor, and a strided copy.
     wanted = state_of(-9)
     wanted[1].data = torch.zeros(600, 2)[:, 0]
     wanted += [ShardedTensor.at("rows", torch.zeros(2, 50), (4 * size, 50), (1, 0))]

@@ -1,4 +1,4 @@
-"""The calls of scripts written for Megatron-LM: a loop of their own trains, saves and loads as pretrain() does."""
+"""Calls of scripts written for Megatron-LM: a custom loop trains, saves and loads as pretrain() does."""
 
 import argparse
 from collections.abc import Callable
@@ -58,7 +58,7 @@ DATASETS = pretrain_gpt.train_valid_test_datasets_provider
 
 
 class Losses(Callback):
-    """Keeps the losses of a run."""
+    """Records the losses of a run."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -69,7 +69,7 @@ class Losses(Callback):
 
 @contextmanager
 def script(words: str, **arguments: Any):
-    """A script that has called initialize_megatron with these flags."""
+    """Calls initialize_megatron with these flags, as a script does, and leaves the process group at exit."""
     try:
         yield initialize_megatron(argv=(FLAGS + words).split(), **arguments)
     finally:
@@ -77,7 +77,7 @@ def script(words: str, **arguments: Any):
 
 
 def own_loop(words: str, steps: int, *, save: bool = False) -> list[float]:
-    """Losses of a script's own loop, on the last stage."""
+    """Runs a custom training loop and returns its losses on the last stage."""
     with script(words) as args:
         model, optimizer, scheduler = setup_model_and_optimizer(pretrain_gpt.model_provider, KIND)
         groups = parallel_state.get_process_groups()
@@ -141,7 +141,8 @@ def model_of_flags(provider: Callable[..., Any] | None) -> list[str]:
             get_model(pretrain_gpt.model_provider, ModelType.encoder_and_decoder)
         with pytest.raises(ValueError, match="config does not belong to the model"):
             train_step(pretrain_gpt.forward_step, None, wrapped, None, None, object(), None)
-        # A model of the flags, without a provider, in the order of the main branch.
+        # Builds the model from the flags, without a provider, with the arguments in the order of Megatron's main
+        # branch.
         _, optimizer, _ = setup_model_and_optimizer(KIND)
         assert 0 <= get_optimizer_param_scheduler(optimizer).get_lr(optimizer.param_groups[0]) <= args.lr
         assert get_tokenizer().vocab_size >= args.vocab_size and get_timers() is not None
@@ -162,7 +163,7 @@ def norm_on_ranks(words: str) -> tuple[float, float, float | None, bool]:
     with script(words):
         model = get_model(pretrain_gpt.model_provider, wrap_with_ddp=False)
         norm = calc_params_l2_norm(model)
-        # Every rank's own parameters: what two tensor-parallel ranks both have counts twice.
+        # Sums over the parameters of every rank, so that a parameter on two tensor-parallel ranks counts twice.
         squares = torch.stack([param.detach().double().square().sum() for param in model[0].parameters()]).sum()
         dist.all_reduce(squares)
         rank = dist.get_rank()
@@ -208,7 +209,7 @@ def test_a_batch_is_read_once_and_received_by_all_tensor_parallel_ranks() -> Non
 
 
 def parsed_arguments_and_groups() -> list[float]:
-    """pretrain() of the main branch: parsed arguments first, and the GPT that they describe."""
+    """Calls pretrain() as on Megatron's main branch: with parsed arguments first, and the GPT that they describe."""
     args = parse_args(argv=FLAGS.split())
     record = Losses()
     dist.init_process_group("gloo")
@@ -274,7 +275,7 @@ def step(iterator: Any, model: Any) -> Any:
 
 
 def process(data: Any, iteration: int, writer: Any) -> None:
-    """Does nothing."""
+    """Does nothing: a process_non_loss_data_func."""
 
 
 NAMESPACE = argparse.Namespace()
@@ -371,7 +372,7 @@ def with_extra(**position: Any) -> torch.nn.Module:
 
 
 def partial_loads(folder: str) -> tuple[float, float]:
-    """The sum of a saved model's weights, and that of a model with a further part that is loaded from it."""
+    """Returns the sum of a saved model's weights, and the sum in a model with an additional part that loads them."""
     sums = []
     with script(f"--save {folder} --load {folder} --no-load-optim --no-load-rng"):
         for provider in (pretrain_gpt.model_provider, with_extra):

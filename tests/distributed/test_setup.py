@@ -1,4 +1,4 @@
-"""What setup_run makes of a script's model and of a checkpoint, in the process of a rank."""
+"""Checks what setup_run builds from a script's model and from a checkpoint, in one rank's process."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ def _resume(argv: list[str], folder: str) -> tuple[int, tuple[int, int], tuple[i
 def test_a_run_in_samples_resumes_with_other_batches_for_the_samples_that_are_left(tmp_path: Path) -> None:
     in_samples = {"train-iters": None, "lr-warmup-iters": None, "train-samples": 24}
     argv = command_line({**read_bases()["dense"], **FLAGS, **in_samples})
-    # Two steps of 4 samples, then 16 samples in batches of 4, 2 and 6.
+    # Two steps of 4 samples, then the remaining 16 samples in batches of 4, 2 and 6.
     assert run_on_ranks(_ends_after_a_resume, 1, argv, str(tmp_path)) == [[6, 10, 4]]
 
 

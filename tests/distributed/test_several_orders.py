@@ -1,4 +1,4 @@
-"""Two wrappers, or two optimizers, over one process group whose gradients come in another order on each rank."""
+"""Two wrappers, or two optimizers, over one process group, with a different order of gradients on each rank."""
 
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from tests.harness import run_on_ranks
 STEPS = 5
 RATES = {"lr": 1e-2, "weight_decay": 0.0}
 ZERO1 = {"use_distributed_optimizer": True, "overlap_param_gather": True}
-# Fields of the wrapper's configuration, and of the optimizer's.
+# Fields of the wrapper's configuration and of the optimizer's.
 MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ddp": ({}, {}),
     "zero1": (ZERO1, {"use_distributed_optimizer": True}),
@@ -26,14 +26,17 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def _nets(widths: tuple[int, int] = (8, 40)) -> tuple[nn.Module, nn.Module]:
-    """Two modules whose messages differ in size, also where padded, so that pairs of the wrong ones are errors."""
+    """Returns two modules with collectives of different sizes, so that mismatched collectives are errors.
+
+    The sizes differ even with padding.
+    """
     torch.manual_seed(5)
     first, second = (nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 4)) for width in widths)
     return first, second
 
 
 def _loss(first: nn.Module, second: nn.Module, step: int, *, rank: int) -> Tensor:
-    """Odd ranks call the second module first, and so have its gradients last."""
+    """Returns the loss. Odd ranks call the second module first, so that its gradients come last."""
     x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * rank + step))
     if rank % 2 == 0:
         outputs = first(x) * 3, second(x)
@@ -44,7 +47,7 @@ def _loss(first: nn.Module, second: nn.Module, step: int, *, rank: int) -> Tenso
 
 
 def _expected() -> list[Tensor]:
-    """The parameters that AdamW on one process, with the mean of the ranks' losses, comes to."""
+    """Returns the parameters after training by AdamW in one process on the mean of the ranks' losses."""
     nets = _nets()
     params = [param for net in nets for param in net.parameters()]
     optimizer = torch.optim.AdamW(params, **RATES)
@@ -67,7 +70,7 @@ def _two_wrappers(mode: str) -> None:
         for optimizer in optimizers:
             optimizer.zero_grad()
         _loss(*wrapped, step, rank=dist.get_rank()).backward()
-        # In another order than that in which they were built, alike on all ranks.
+        # In an order that differs from the order of construction, but is equal on all ranks.
         for chunk, optimizer in list(zip(wrapped, optimizers))[:: 1 if step % 2 else -1]:
             chunk.finish_grad_sync()
             optimizer.step()
@@ -109,7 +112,7 @@ def test_two_optimizers_in_one_backward_reduce_the_gradients_of_each(settings: d
 
 
 def _begun_in_backward() -> None:
-    # Alike: before the error ranks launch messages of different modules.
+    # Of equal size, since the ranks launch collectives of different modules before the error.
     nets = _nets((8, 8))
     for net in nets:
         optimizer = DistributedFusedAdam(net.parameters(), **RATES, **SMALL)
@@ -117,7 +120,7 @@ def _begun_in_backward() -> None:
         net(torch.ones(1, 5)).sum().backward()
         optimizer.step()
         net.optimizer = optimizer
-    # Neither zero_grad was called: the second optimizer's iteration begins when the first has begun to reduce.
+    # zero_grad was not called on either optimizer: the second iteration begins after the first has begun to reduce.
     with pytest.raises(RuntimeError, match="parameter .* and of parameter .* in one backward.*zero_grad of the second"):
         _loss(*nets, 0, rank=dist.get_rank()).backward()
 
@@ -134,7 +137,7 @@ def _begun_before_a_launch() -> None:
         optimizer.init_params()
         net(x).sum().backward()
         optimizer.step()
-    # The first net's gradients come first. On rank 1 its bucket lacks some, and is not launched.
+    # The first net's gradients come first. On rank 1 some gradients of its bucket are missing, so it is not launched.
     second, hidden = nets[1](x), nets[0][:2](x)
     with pytest.raises(RuntimeError, match="parameter .* in one backward"):
         (second + nets[0][2](hidden.detach() if rank == 1 else hidden)).sum().backward()
@@ -147,7 +150,7 @@ def test_iterations_that_begin_inside_one_backward_are_an_error_also_on_a_rank_t
 
 
 def _in_turn() -> list[int]:
-    """How many gradients of the first module are under way at the end of its backward, in iterations apart."""
+    """Runs the modules in separate iterations and returns how many reductions are in flight after each backward."""
     nets = _nets()
     settings = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=16)
     wrapped = [DistributedDataParallel(ModelParallelConfig(), settings, net) for net in nets]
@@ -163,12 +166,12 @@ def _in_turn() -> list[int]:
 
 def test_iterations_that_follow_each_other_overlap_as_alone() -> None:
     for found in run_on_ranks(_in_turn, 2):
-        # The first iteration shows in which order gradients come.
+        # The first iteration records the order of gradients.
         assert found[:2] == [0, 0] and all(number > 1 for number in found[2:]), found
 
 
 def _turns_and_together(mode: str) -> None:
-    """Steps in turn, in which one rank leaves a layer out; then both are called, in another order on each rank."""
+    """Steps the modules in turn, with one rank skipping a layer, then calls both in a different order on each rank."""
     nets, rank = _nets(), dist.get_rank()
     settings, optimizing = MODES[mode]
     ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=16, **settings)
@@ -188,7 +191,7 @@ def _turns_and_together(mode: str) -> None:
         expected.step()
         for chunk, optimizer in zip(wrapped, optimizers):
             optimizer.zero_grad()
-            # Of a wrapper that is not called itself, its module's hooks wait.
+            # When the wrapper itself is not called, its module's hooks wait for the gathered parameters.
             outputs = chunk.module[0](x) if step == 2 and rank == 0 else chunk(x)
             (outputs.square().sum() * (rank + 1)).backward()
         for chunk, optimizer in zip(wrapped, optimizers):
@@ -205,10 +208,10 @@ def test_what_one_has_begun_or_owes_goes_out_before_the_other_begins(mode: str) 
 
 
 def _after_an_error(mode: str, *, is_early: bool) -> None:
-    """Rank 1 alone has an error, in the backward or before it; both reset, and go on as if it had not been."""
+    """Raises an error on rank 1, in the backward or before it; after a reset, both ranks train as if without it."""
     nets = _nets()
     if mode.startswith("fused adam"):
-        # Only with one bucket each do messages differ in size, so that wrong pairs are errors.
+        # Collectives differ in size only with one bucket per optimizer, where mismatched collectives are errors.
         buckets = SMALL if mode == "fused adam, several buckets" else {}
         optimizers = [DistributedFusedAdam(net.parameters(), **RATES, **buckets) for net in nets]
         modules, finish, reset = list(nets), [o.grad_sync for o in optimizers], [o.reset_iteration for o in optimizers]

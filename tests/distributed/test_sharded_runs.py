@@ -38,7 +38,7 @@ def test_b10_evaluating_after_every_step_changes_nothing() -> None:
 
 
 def _evaluating_runs(argvs: Sequence[Sequence[str]]) -> list[tuple[Reports, list[float], list[torch.Tensor]]]:
-    """Reports, losses of evaluation, of which the first run has none, and weights."""
+    """Returns the reports, evaluation losses and final weights of each run. The first run does not evaluate."""
     results = []
     for number, argv in enumerate(argvs):
         steps, losses = [], []
@@ -47,7 +47,7 @@ def _evaluating_runs(argvs: Sequence[Sequence[str]]) -> list[tuple[Reports, list
                 steps += train_steps(run, 1)
                 if number > 0:
                     losses.append(evaluate(run, run.valid_sets[0])["lm loss"])
-            # As a module reads them.
+            # The weights as a module reads them.
             results.append((steps, losses, [value.clone() for value in _tensors(run.model[0].state_dict())]))
     return results
 
@@ -57,7 +57,7 @@ def _tensors(state: dict[str, Any]) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
-# What fp32 saves is among what bf16 saves, which has masters besides.
+# A bf16 checkpoint contains all the state of an fp32 one, and master weights in addition.
 @pytest.mark.parametrize("precision", [{"bf16": True}, soak_only({})], ids=["bf16", "fp32"])
 def test_b11_what_is_saved_is_the_state_of_the_step_whatever_happens_then(precision: Flags, tmp_path: Path) -> None:
     modes: list[Flags] = [{}, {**OVERLAPPED, "ddp-bucket-size": 1001}, IN_STEP]
@@ -71,7 +71,7 @@ def _save_and_spoil(argvs: Sequence[Sequence[str]], folder: str) -> None:
         rest = train_steps(run, 2)
     for number, argv in enumerate(argvs[1:]):
         with started_run([*argv, "--save", f"{folder}/{number}"]) as run:
-            # Gathers are under way: nobody has read the weights since.
+            # Gathers are still in flight, since no module has read the weights after the steps.
             for _ in range(2):
                 run_step(run)
             run.save_checkpoint()
@@ -86,10 +86,10 @@ def _save_and_spoil(argvs: Sequence[Sequence[str]], folder: str) -> None:
 
 @pytest.mark.slow
 def test_b14_any_number_of_ranks_goes_on_from_any_other_sharded_or_not(tmp_path: Path) -> None:
-    # With a bucket for each parameter some ranks own padding alone.
+    # With one bucket per parameter, some ranks own only padding.
     argvs = [command_line({**TINY, "bf16": True, **mode}) for mode in (IN_STEP, MODES[2])]
     folders = [str(tmp_path / str(ranks)) for ranks in NUMBERS_OF_RANKS]
-    # Replicas save on two ranks, and load what one number of ranks in two has saved.
+    # Two ranks save replicated state; every other combination loads into replicated state.
     saved = [_merged(run_on_ranks(save_after_steps, n, argvs[n == 2], folder)) for n, folder in enumerate(folders, 1)]
     seen: list[list[dict[str, Any]]] = [[] for _ in folders]
     for ranks in NUMBERS_OF_RANKS:
@@ -102,7 +102,8 @@ def test_b14_any_number_of_ranks_goes_on_from_any_other_sharded_or_not(tmp_path:
             seen[number].append(results[0][1])
     for first, *others in seen:
         for step in others:
-            # The same weights and samples; gradients are rounded to bf16 at other scales, by numbers of microbatches.
+            # Weights and samples are equal; gradients are rounded to bf16 at a scale that depends on the number of
+            # microbatches.
             assert step["losses"] == pytest.approx(first["losses"], rel=1e-5)
             assert float(step["grad_norm"]) == pytest.approx(float(first["grad_norm"]), rel=2**-9)
 
